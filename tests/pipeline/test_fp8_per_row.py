@@ -105,7 +105,7 @@ def test_the_kl_is_that_of_source_and_output_as_the_library_unpacks_them(made: M
     data = load_set(made.folder / "held-out.yaml", str(made.source))
     texts = [torch.from_numpy(sample.tokens).long() for sample in data.samples]
     source, output = (
-        run_whole(families.whole(folder, finished_weights(folder)[1]), texts) for folder in (made.source, made.output)
+        run_whole(families.whole_model(*finished_weights(folder)), texts) for folder in (made.source, made.output)
     )
     parts = [(p[:-1].exp() * (p - q)[:-1]).sum(-1) for p, q in zip(source.logs, output.logs, strict=True)]
     kl = float(torch.cat(parts).mean())
