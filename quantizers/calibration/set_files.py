@@ -20,7 +20,6 @@ from .set import (
     CODES,
     KINDS,
     LOCAL_SUFFIXES,
-    CalibrationSet,
     DataSource,
     Kind,
     Shape,
@@ -36,28 +35,15 @@ def rows() -> list[dict[str, str]]:
 
 
 def _row(path: Path) -> dict[str, str]:
-    calibration = read_set(path)
-    local = sum(source.is_local for source in calibration.sources)
-    hub = len(calibration.sources) - local
-    places = [f"{local} local" if local else "", f"{hub} on the Hub" if hub else ""]
-    return {
-        "name": path.stem,
-        "samples": _samples(calibration, path.parent),
-        "sources": ", ".join(filter(None, places)),
-        "about": _about(path),
-    }
-
-
-def _samples(calibration: CalibrationSet, folder: Path) -> str:
-    """Number of samples of a set; unknown for a Hub dataset of which it uses all rows."""
+    sources = read_set(path).sources
+    local = sum(source.is_local for source in sources)
+    places = [f"{local} local" if local else "", f"{len(sources) - local} on the Hub" if local < len(sources) else ""]
     counts = [
-        source.samples
-        if source.samples != "all" or not source.is_local
-        else len(file_rows(local_file(source, folder), source.dataset))
-        for source in calibration.sources
+        len(file_rows(local_file(source, path.parent), source.dataset)) if source.samples == "all" else source.samples
+        for source in sources
     ]
-    total = sum(count for count in counts if count != "all")
-    return f"{total:,} and more" if "all" in counts else f"{total:,}"
+    samples, about = f"{sum(counts):,}", _about(path)
+    return {"name": path.stem, "samples": samples, "sources": ", ".join(filter(None, places)), "about": about}
 
 
 def _about(path: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -57,8 +56,6 @@ def publish(
     from quantizers.cli.tables.commands import dry_run_table, published_table
     from quantizers.hub.publish import publish as check_and_upload
 
-    if not dry_run:
-        license, base_model = _completed(folder, repo, license, base_model)
     found = check_and_upload(
         folder,
         repo,
@@ -75,22 +72,3 @@ def publish(
     emit(found.figures, as_json, (published_table if found.uploaded else dry_run_table)(found.figures))
     if not found.passed:
         raise typer.Exit(GATE_FAILED)
-
-
-def _completed(folder: Path, repo: str, license: str | None, base_model: str | None) -> tuple[str | None, str | None]:
-    """Licence and base model, where the card would lack one: asked for on a terminal, elsewhere named."""
-    from eval.report.model_card import front_matter
-    from quantizers.hub.checks import base_model_point, license_point, read_report
-    from quantizers.hub.publication import with_publication
-
-    report = with_publication(read_report(folder), repo, license, base_model)
-    given = {"license": license, "base_model": base_model}
-    for point in (license_point(report, front_matter(report)), base_model_point(report, front_matter(report))):
-        if point.state == "done":
-            continue
-        if sys.stdin.isatty():
-            answer = typer.prompt(f"{point.name} (empty: none)", default="", show_default=False, err=True)
-            given[point.name] = answer.strip() or None
-        else:
-            print(f"the card has no {point.name}: {point.words}", file=sys.stderr)
-    return given["license"], given["base_model"]

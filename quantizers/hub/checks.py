@@ -209,7 +209,7 @@ def checklist(
     report: dict[str, Any], files: list[LocalFile], checks: Checks, repo: str, private: bool | None
 ) -> list[Point]:
     """All steps in order, done or missing; `report` is that of `publication.with_publication`."""
-    gates, front = report["gates"], front_matter(report)
+    gates = report["gates"]
     passed = sum(gate["passed"] for gate in gates)
     compared = "now" if checks.with_source else "when it was made; --thorough repeats it"
     found = (
@@ -223,28 +223,28 @@ def checklist(
         Point("source", "done", f"tensors compared with the source {compared}"),
         Point("gates", "done" if passed == len(gates) else "missing", f"{passed} of {len(gates)} passed"),
         Point("card", "done", f"its commands will name {repo}; README.md, report.html and report.json will change"),
-        license_point(report, front),
-        base_model_point(report, front),
+        *card_points(report),
         *_account(repo, private),
     ]
 
 
-def license_point(report: dict[str, Any], front: dict[str, Any]) -> Point:
-    """Whether the card names a licence."""
-    if front.get("license"):
-        return Point("license", "done", str(front.get("license_name", front["license"])))
+def card_points(report: dict[str, Any]) -> list[Point]:
+    """Whether the card names a licence, and the model on the Hub that was quantized."""
+    front = front_matter(report)
     said = report.get("experts", {}).get("card", {}).get("license", ())
-    hint = f" (the experts' card says {', '.join(said)})" if said else ""
-    return Point("license", "missing", f"the source names none{hint}; give --license NAME")
-
-
-def base_model_point(report: dict[str, Any], front: dict[str, Any]) -> Point:
-    """Whether the card names the model on the Hub that was quantized."""
-    if front.get("base_model"):
-        return Point("base_model", "done", str(front["base_model"]))
-    said = report["source"].get("made_from", ())
-    hint = f" (made from {', '.join(said)} according to its card)" if said else ""
-    return Point("base_model", "missing", f"the source was a folder{hint}; give --base-model OWNER/NAME")
+    license_hint = f" (the experts' card says {', '.join(said)})" if said else ""
+    made_from = report["source"].get("made_from", ())
+    model_hint = f" (made from {', '.join(made_from)} according to its card)" if made_from else ""
+    missing = {
+        "license": f"the source names none{license_hint}; give --license NAME",
+        "base_model": f"the source was a folder{model_hint}; give --base-model OWNER/NAME",
+    }
+    return [
+        Point(key, "done", str(front.get(f"{key}_name", front[key])))
+        if front.get(key)
+        else Point(key, "missing", words)
+        for key, words in missing.items()
+    ]
 
 
 def _account(repo: str, private: bool | None) -> list[Point]:

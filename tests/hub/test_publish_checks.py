@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -142,24 +141,13 @@ def test_the_card_names_the_repository_the_licence_and_the_base_model(
 
 
 @pytest.mark.usefixtures("no_source")
-def test_a_card_without_licence_and_base_model_is_warned_about_or_completed(
-    hub: HubStandIn, publish: Publish, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_card_without_licence_and_base_model_is_warned_about(publish: Publish, folder: Path) -> None:
     rewrite_report(folder, lambda report: report["source"].update(made_from=["some/original"]))
     code, _, err = publish(folder, "--repo", REPO)
     assert code == 0
     assert "the card has no license: the source names none; give --license NAME\n" in err
     assert "the card has no base_model: the source was a folder (made from some/original according to its card)" in err
     assert not {"license", "base_model"} & ModelCard((folder / "README.md").read_text()).data.to_dict().keys()
-
-    terminal = io.StringIO("mit\n\n")
-    monkeypatch.setattr(terminal, "isatty", lambda: True)
-    monkeypatch.setattr("sys.stdin", terminal)
-    code, _, err = publish(folder, "--repo", REPO)
-    assert code == 0
-    assert "license (empty: none)" in err
-    assert ModelCard(hub.repositories[REPO]["main"]["README.md"].decode()).data.license == "mit"
-    assert "base_model" not in ModelCard((folder / "README.md").read_text()).data.to_dict()
 
 
 @pytest.mark.usefixtures("no_source")

@@ -238,16 +238,10 @@ def test_coverage_takes_them_too(
     assert command(*words, *options, "--set", "verify.coverage.min_routed_tokens=10000") == 3
     found = json.loads(command.out)
     assert (found["set"], sum(found["tokens"].values()), found["min_routed_tokens"]) == ("held-out", 77, 10000)
-    for more, said in (
-        (("coverage", recipe, "--data", "embedded", *options), "--data and --compare name the sets; leave"),
-        (
-            ("coverage", "--model", "x", "--data", "embedded", *options),
-            "calibration.tokens=77: changes a recipe; give one",
-        ),
-        (("coverage", recipe, "--min-routed-tokens", "5"), "change it with --set verify.coverage.min_routed_tokens=N"),
-    ):
-        assert command(*more) == 2
-        assert said in command.err
+    assert command("coverage", recipe, "--data", "embedded", *options) == 2
+    assert "--data and --compare name the sets; leave" in command.err
+    assert command("coverage", recipe, "--min-routed-tokens", "5") == 2
+    assert "change it with --set verify.coverage.min_routed_tokens=N" in command.err
 
 
 def test_a_plan_follows_them(command: Command) -> None:
