@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -277,4 +277,3 @@ def write_mix(mix: Mix, work: Path, *, repair_router: bool, check: Callable[[], 
     write_config_files(folder, mix.source, plan, mix.facts)
     written = {entry["shard"]: entry["digest"] for entry in journal.done_layers(work, layers)}
     return written | kept
-
