@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,29 +104,15 @@ def test_a_stock_checkpoint_measures_as_the_whole_model_does(
 
 @pytest.fixture
 def materialised(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
-    """How often each model's layers are materialised; and that one is at a time."""
+    """How often each model's layers are materialised."""
     counts: Counter[tuple[str, int]] = Counter()
-    alive = 0
     original = layered_model.layer_weights
 
     def counted(checkpoint: Checkpoint, facts: Any, sizes: Any, layer: int, *rest: Any, **named: Any) -> Any:
-        nonlocal alive
         counts[checkpoint.name, layer] += 1
         return original(checkpoint, facts, sizes, layer, *rest, **named)
 
-    context = layered_model.LayeredModel.layer
-
-    @contextlib.contextmanager
-    def alone(model: Any, number: int, stored: Any = None, **named: Any) -> Iterator[Any]:
-        nonlocal alive
-        alive += 1
-        assert alive == 1, "two layers in memory"
-        with context(model, number, stored, **named) as layer:
-            yield layer
-        alive -= 1
-
     monkeypatch.setattr(layered_model, "layer_weights", counted)
-    monkeypatch.setattr(layered_model.LayeredModel, "layer", alone)
     return counts
 
 
