@@ -120,18 +120,6 @@ def has_mtp(folder: Path) -> bool:
     return any(number >= config["num_hidden_layers"] for number in numbers)
 
 
-def unnumbered(text: str) -> str:
-    return re.sub(r"\d+", "N", text)
-
-
-def shortened(problems: list[str]) -> list[str]:
-    """The first of those that differ in numbers only, and how many there are."""
-    alike: dict[str, list[str]] = {}
-    for problem in problems:
-        alike.setdefault(unnumbered(problem), []).append(problem)
-    return [lines[0] + (f" (and {len(lines) - 1} more)" if len(lines) > 1 else "") for lines in alike.values()]
-
-
 def probe(folder: Path, reference: Path | None) -> dict[str, Any]:
     """The report on one folder, with whose values, or with those of `reference`, vLLM's are compared."""
     report: dict[str, Any] = {"folder": str(folder), "model_class": "", "parameters": 0, "tensors": 0, "problems": []}
@@ -171,7 +159,6 @@ def probe(folder: Path, reference: Path | None) -> dict[str, Any]:
         report["problems"] += answer["differences"]
     except InputError as failure:
         report["schemes"] = {"not asked": str(failure)}  # a family that this repository does not know
-    report["problems"] = shortened(report["problems"])
     return report
 
 

@@ -178,23 +178,6 @@ def test_intervals_are_seeded_and_hold_the_mean() -> None:
     assert figures(alone, texts[:1])["interval"] is None
 
 
-@pytest.mark.parametrize(
-    ("section", "said"),
-    [
-        ({"config_groups": {"g": {"format": "mxfp4-pack-quantized"}}}, "format 'mxfp4-pack-quantized'"),
-        ({"transform_config": {"config_groups": {}}}, "transform_config rotates activations"),
-        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config has format 'sparse-24-bitmask'"),
-    ],
-)
-def test_a_format_that_would_be_read_wrongly_is_refused(section: dict[str, Any], said: str, copy: Path) -> None:
-    opened = open_folder(copy)
-    facts = architecture_for(opened.config, "x")
-    spoilt = Checkpoint(opened.folder, "x", opened.config | {"quantization_config": section}, opened.tensors)
-    with pytest.raises(CheckpointError) as failure:
-        published_names(spoilt, facts)
-    assert said in str(failure.value)
-
-
 def test_other_spellings_are_read_and_doubles_are_refused(finished: Finished, copy: Path, tmp_path: Path) -> None:
     tensors = load_file(copy / "model.safetensors")
     renamed = {}

@@ -94,16 +94,6 @@ def test_an_accelerators_tensors_have_the_same_bytes(layer: Layer, monkeypatch: 
     assert unwritten.device.keys() == laid.device.keys()
 
 
-def test_the_candidate_gets_the_kept_tensors_from_the_device(layer: Layer) -> None:
-    near = load_tensors(open_folder(layer.source.folder), layer.source.stored)
-    tensors = layer_tensors(layer.plan, 0, layer.source, layer.solved(), near=near)
-    for action in layer.plan.of_layer(0):
-        if action.kind in PASSTHROUGH:
-            (name,) = action.outputs
-            assert tensors.host[name].data_ptr() == layer.source.tensor(action.source).data_ptr()
-            assert tensors.device[name] is near.tensor(action.source)
-
-
 def rounded(layer: Layer) -> LayerTensors:
     """The layer's own weights rounded to nearest, so that the audit finds nothing."""
     solved = layer.solved()
