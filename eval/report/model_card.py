@@ -31,7 +31,7 @@ def model_card(report: dict[str, Any]) -> str:
     """
     report = json.loads(json.dumps(report, sort_keys=True))  # so the card is the same from memory and from the file
     stitch, plan, about = "stitched" in report, report["plan"], report["serving"]
-    dense, name, schemes = plan.get("dense_layers", []), repository(report), report.get("schemes")
+    dense, name, schemes = plan["dense_layers"], repository(report), report.get("schemes")
     text = render(
         "card.md.jinja",
         r=report,
@@ -101,8 +101,8 @@ def _of_run(report: dict[str, Any]) -> dict[str, Any]:
         "experts": report["settings"]["recipe"]["experts"],
         "shown": {kind: sum(map(bool, counts.values())) for kind, counts in calibration["languages"].items()},
         "cut": calibration["truncated_samples"] - (drawn["cut"] if drawn else 0),
-        "unusable": sum(row["count"] for row in dropped if not row.get("left_out")),
-        "unlisted": sum(row["count"] for row in dropped if row.get("left_out")),
+        "unusable": sum(row["count"] for row in dropped if not row["left_out"]),
+        "unlisted": sum(row["count"] for row in dropped if row["left_out"]),
         "made_by": f"quantize run recipe.yaml --output DIR{source}",
         "past_the_model": past_the_model(report),
         "under_routed": under_routed_line(report),
@@ -199,5 +199,4 @@ def has_fp8_attention(report: dict[str, Any]) -> bool:
 
 
 def _per_row(plan: dict[str, Any]) -> bool:
-    rows = plan.get("kinds", ())
-    return any(row["action"] == "keep" and row["kind"].endswith(".weight_scale") for row in rows)
+    return any(row["action"] == "keep" and row["kind"].endswith(".weight_scale") for row in plan["kinds"])

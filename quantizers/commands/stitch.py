@@ -85,7 +85,7 @@ def stitch(
     } | {name: text_sha256(text) for name, text in copied.items()}
     finished = finished_report(output)
     if finished is not None:
-        if finished.get("stitched") != settings or "gates" not in finished:  # older versions had no gates
+        if finished.get("stitched") != settings:
             raise OutputError(f"{output}: holds another finished output; choose another --output")
         return FinishedCheckpoint(output, finished | {"already_done": True}, location)
     on = choose_device(device)

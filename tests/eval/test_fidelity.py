@@ -173,7 +173,8 @@ def test_intervals_are_seeded_and_hold_the_mean() -> None:
     lengths = [50, 80, 20, 60, 90, 40]
     kl = rng.exponential(0.1, sum(lengths))
     loss = rng.normal(3, 1, sum(lengths))
-    measured = Measured(loss, loss + 0.1, kl, kl < 0.2, lengths, [1.0], [0.0])
+    layers = [{"agreement": 1.0, "hidden_error": 0.0}]
+    measured = Measured(loss, loss + 0.1, kl, kl < 0.2, layers)
     texts = [Text(torch.zeros(n + 1, dtype=torch.int64), f"a/{i % 2}", 4 * n) for i, n in enumerate(lengths)]
     one, two = figures(measured, texts), figures(measured, texts)
     assert one == two
@@ -187,9 +188,8 @@ def test_intervals_are_seeded_and_hold_the_mean() -> None:
     assert one["interval"]["increase"] == pytest.approx([np.expm1(0.1)] * 2)
     assert set(one["families"]) == {"a"}
     assert one["families"]["a"]["kl"] == one["kl"]
-    assert (
-        figures(Measured(loss[:50], loss[:50], kl[:50], kl[:50] < 1, [50], [1.0], [0.0]), texts[:1])["interval"] is None
-    )
+    alone = Measured(loss[:50], loss[:50], kl[:50], kl[:50] < 1, layers)
+    assert figures(alone, texts[:1])["interval"] is None
 
 
 @pytest.mark.parametrize(
