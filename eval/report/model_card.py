@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from eval.fidelity.tables import by_part, past_the_model
-from quantizers.calibration.set import language_code
+from quantizers.calibration.set import CODES
 from quantizers.recipe.portable import is_hub_id
 from quantizers.system.output_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
 from quantizers.system.strict_yaml import dump
@@ -141,7 +141,7 @@ def front_matter(report: dict[str, Any]) -> dict[str, Any]:
     known = report["source"]["license"]  # with the name and link of a licence that the Hub calls `other`
     license = known if given.get("license") in (None, known.get("license")) else {"license": given["license"]}
     spoken = [name for name, samples in calibration.get("languages", {}).get("spoken", {}).items() if samples]
-    codes = {code for name in spoken if (code := language_code(name)) is not None}
+    codes = {CODES[name.title()] for name in spoken if name.title() in CODES}
     data = ModelCardData(
         **({"base_model": base, "base_model_relation": "quantized"} if is_hub_id(base) else {}),
         pipeline_tag="text-generation",

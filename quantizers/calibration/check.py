@@ -90,22 +90,19 @@ class SetReport:
 
     @property
     def verdict(self) -> str:
-        """One line: fine, what contradicts the set by kind and number, and how many warnings there are."""
-        kinds = (
-            (sum(map(len, self.missing.values())), "language without a text", "languages without a text"),
-            (len(self.duplicates), "pair of equal texts", "pairs of equal texts"),
-            (len(self.shared), "text that is also held out", "texts that are also held out"),
-            (len(self.mismatches), "text in another language", "texts in another language"),
-        )
-        wrong = ", ".join(f"{count:,} {one if count == 1 else many}" for count, one, many in kinds if count)
-        warned = f"{len(self.warnings)} warning{'s' if len(self.warnings) > 1 else ''}" if self.warnings else ""
-        if wrong:
-            return f"contradicts what the set claims: {wrong}{f'; and {warned}' if warned else ''}"
-        return f"nothing contradicts the set, but {warned}" if warned else "fine: nothing contradicts the set"
+        """One line: fine, or how many findings and warnings there are."""
+        found, warned = _several(len(self.findings), "finding"), _several(len(self.warnings), "warning")
+        if self.findings:
+            return f"contradicts what the set claims: {found}{f' and {warned}' if self.warnings else ''}"
+        return f"nothing contradicts the set, but {warned}" if self.warnings else "fine: nothing contradicts the set"
 
     def as_json(self) -> dict[str, Any]:
         """The report as one JSON object."""
         return asdict(self) | {"findings": self.findings, "ok": not self.findings, "verdict": self.verdict}
+
+
+def _several(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' if count != 1 else ''}"
 
 
 def check_set(

@@ -12,7 +12,6 @@ from .samples import CalibrationData, Row, Sample, by_category, row_of
 from .set import KINDS, CalibrationSet, read_set
 
 Change = tuple[Any, Any]  # before, after
-COUNTS = {"texts": "samples", "tokens": "tokens"}  # here, and in samples.py
 SETTINGS = "set"  # the entry of a file that has its keys at the top
 
 
@@ -43,15 +42,14 @@ class TextsDiff:
 
     Attributes:
         tokenizer: the folder or Hub id of the model whose tokenizer counted the tokens.
-        texts, tokens: of the whole sets.
-        categories: texts and tokens of each category in which one of the two differs, by name.
+        total: counts of the whole sets, see `row_of`.
+        categories: the same of each category in which one of them differs, by name.
         gained, lost: place, category and tokens of each text that only the second, or only the first set has, in order.
     """
 
     tokenizer: str
-    texts: Change
-    tokens: Change
-    categories: dict[str, dict[str, Change]]
+    total: tuple[Row, Row]
+    categories: dict[str, tuple[Row, Row]]
     gained: tuple[dict[str, Any], ...]
     lost: tuple[dict[str, Any], ...]
 
@@ -94,15 +92,11 @@ def _entries(calibration: CalibrationSet) -> dict[str, dict[str, Any]]:
 def diff_texts(old: CalibrationData, new: CalibrationData, tokenizer: str) -> TextsDiff:
     """Compare two sets that were loaded with the same tokenizer."""
     before, after, none = by_category(old), by_category(new), row_of(())
-
-    def change(first: Row, second: Row) -> dict[str, Change]:
-        return {key: (first[count], second[count]) for key, count in COUNTS.items()}
-
-    changes = {name: change(before.get(name, none), after.get(name, none)) for name in sorted({*before, *after})}
+    rows = {name: (before.get(name, none), after.get(name, none)) for name in sorted({*before, *after})}
     return TextsDiff(
         tokenizer=tokenizer,
-        **change(row_of(old.samples), row_of(new.samples)),
-        categories={name: row for name, row in changes.items() if any(old != new for old, new in row.values())},
+        total=(row_of(old.samples), row_of(new.samples)),
+        categories={name: (first, second) for name, (first, second) in rows.items() if first != second},
         gained=_missing_in(old.samples, new.samples),
         lost=_missing_in(new.samples, old.samples),
     )

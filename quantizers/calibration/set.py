@@ -41,11 +41,6 @@ Russian ru, Spanish es, Swedish sv, Thai th, Turkish tr, Ukrainian uk, Urdu ur, 
 CODES: dict[str, str] = dict(pair.split() for pair in _CODES.split(","))  # ISO 639-1, by a language's everyday name
 
 
-def language_code(name: str) -> str | None:
-    """The ISO 639-1 code of a spoken language, in upper or lower case; None for one that is not in the table."""
-    return CODES.get(name.title())
-
-
 def slug(name: str) -> str:
     """A language's name as the second part of a category: `cpp` for `C++`, `bash-shell` for `Bash/Shell`."""
     words = name.lower().replace("++", "pp").replace("#", "sharp")

@@ -17,7 +17,7 @@ from .check import SetReport
 from .diff import SetDiff, TextsDiff
 from .load_set import load_set
 from .render import Renderer
-from .samples import CalibrationData, Sample
+from .samples import CalibrationData, Row, Sample
 from .set import KINDS
 
 MOST = 20  # findings, texts or names that are shown; JSON has all of them
@@ -104,17 +104,18 @@ def render_diff(diff: SetDiff, texts: TextsDiff | None = None) -> RenderableType
 
 def _texts(texts: TextsDiff) -> list[RenderableType]:
     """Texts and tokens before and after: of the set, of each category that changed, and the texts themselves."""
+    samples, tokens = (_change(texts.total, count) for count in ("samples", "tokens"))
     total = (
-        f"texts: {_change(texts.texts)} ({len(texts.gained):,} gained, {len(texts.lost):,} lost); "
-        f"tokens: {_change(texts.tokens)}, counted with the tokenizer of {texts.tokenizer}"
+        f"texts: {samples} ({len(texts.gained):,} gained, {len(texts.lost):,} lost); "
+        f"tokens: {tokens}, counted with the tokenizer of {texts.tokenizer}"
     )
     parts: list[RenderableType] = [Text(total if texts else f"the same texts; {total}")]
     if texts.categories:
         table = Table("category")
         table.add_column("texts", justify="right")
         table.add_column("tokens", justify="right")
-        for name, changes in texts.categories.items():
-            table.add_row(name, _change(changes["texts"]), _change(changes["tokens"]))
+        for name, rows in texts.categories.items():
+            table.add_row(name, _change(rows, "samples"), _change(rows, "tokens"))
         parts.append(table)
     for sign, members in (("+", texts.gained), ("-", texts.lost)):
         lines = (f"{text['place']} ({text['category']}, {text['tokens']:,} tokens)" for text in members)
@@ -126,8 +127,8 @@ def _signed(line: str) -> Text:
     return Text(line, style={"+": "green", "-": "red"}.get(line[0], ""))
 
 
-def _change(change: tuple[int, int]) -> str:
-    before, after = change
+def _change(rows: tuple[Row, Row], count: str) -> str:
+    before, after = (row[count] for row in rows)
     return f"{before:,}" if before == after else f"{before:,} -> {after:,}"
 
 

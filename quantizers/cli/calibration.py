@@ -46,16 +46,7 @@ def calibration_(context: typer.Context, as_json: JsonOption = False, debug: Deb
     Example: quantize calibration embedded
     """
     if context.invoked_subcommand is None:
-        _list(as_json)
-
-
-def _list(as_json: bool) -> None:
-    from quantizers.calibration.set_files import rows
-    from quantizers.system.formatting import text_table
-
-    listed = rows()
-    header = ("name", "samples", "sources", "about")
-    emit({"sets": listed}, as_json, text_table(header, [[row[key] for key in header] for row in listed]))
+        list_sets(as_json)
 
 
 @calibration.command()
@@ -121,7 +112,12 @@ def list_sets(as_json: JsonOption = False, debug: DebugOption = False) -> None:
 
     Example: quantize calibration list
     """
-    _list(as_json)
+    from quantizers.calibration.set_files import rows
+    from quantizers.system.formatting import text_table
+
+    listed = rows()
+    header = ("name", "samples", "sources", "about")
+    emit({"sets": listed}, as_json, text_table(header, [[row[key] for key in header] for row in listed]))
 
 
 @calibration.command()
@@ -158,7 +154,7 @@ def new(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Write a commented set for a file of texts, whose row format, columns and languages are detected.
+    """Write a commented set for a file of texts, whose row format and columns are detected.
 
     Example: quantize calibration new mine.yaml --data texts.jsonl
     """

@@ -47,9 +47,8 @@ def publish(
     """Check a finished checkpoint and upload it to the Hub.
 
     Afterwards the Hub's hashes are compared with the local ones. Every file must have the hash recorded in
-    report.json, and every gate must have passed. If the report has no hashes, the checkpoint is compared with its
-    source. The model card's commands then name the repository. An interrupted upload resumes when the command is
-    repeated. The token is that of `hf auth login` or HF_TOKEN.
+    report.json, and every gate must have passed. The model card's commands then name the repository. An interrupted
+    upload resumes when the command is repeated. The token is that of `hf auth login` or HF_TOKEN.
 
     Example: quantize publish out/tiny --repo me/tiny-minimax-m2-FP8-INT4 --dry-run
     """

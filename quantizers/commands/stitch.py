@@ -96,7 +96,7 @@ def stitch(
             work = journal.work_folder(output)
             if not (work / "moving").exists():
                 refuse_changes(work, settings, output)
-                journal.note_command(work, command, mix.sizes["layers"])
+                journal.note_command(work, command)
                 written = write_mix(mix, work, repair_router=repair_router, check=check)
                 folder = work / "output"
                 for name, text in copied.items():

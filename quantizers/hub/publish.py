@@ -106,7 +106,7 @@ def publish(
             "files": [vars(file) for file in files],
             "bytes": sum(file.size for file in files),
             "not_sent": sorted(path.name for path in folder.iterdir() if path.name not in sent),
-            "checklist": [vars(point) for point in checklist(after, files, checks, repo, private)],
+            "checklist": [vars(point) for point in checklist(after, repo, private)],
         }
         return Publication(checks.problems, False, figures)
     files = rehash(folder, files, rewrite(folder, report, with_statement(after, force, checks.problems)))

@@ -74,7 +74,7 @@ def test_the_verdict_counts_what_is_wrong(tmp_path: Path, tokenizer: str, comman
     code, said = words(command, path, "--tokenizer", tokenizer)
     assert code == 3
     assert said.startswith(
-        "mine: contradicts what the set claims: 2 languages without a text, 28 pairs of equal texts; and 1 warning "
+        "mine: contradicts what the set claims: 29 findings and 1 warning "
         "no sample shows C, D (programming) a.jsonl:2 repeats a.jsonl:1"
     )
     assert "and 9 more; --json lists all of them" in said

@@ -8,7 +8,7 @@ from pathlib import Path
 from commands import Command, printed
 from sets import rows_set
 
-from quantizers.calibration.diff import diff_sets, diff_texts
+from quantizers.calibration.diff import TextsDiff, diff_sets, diff_texts
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.view import render_diff
 from quantizers.system.package_data import shipped
@@ -17,18 +17,19 @@ OLD = [("x", "first"), ("x", "second"), ("y", "third, which is long"), ("y", "tw
 NEW = [("x", "first"), ("z", "second"), ("y", "third, which is long"), ("y", "twice"), ("y", "fourth"), ("y", "5th")]
 
 
+def counts(diff: TextsDiff) -> dict[str, list[tuple[int, int]]]:
+    """Samples and tokens of each category that changed, before and after."""
+    return {name: [(row["samples"], row["tokens"]) for row in rows] for name, rows in diff.categories.items()}
+
+
 def test_texts_and_tokens_are_counted(tmp_path: Path, tokenizer: str) -> None:
     paths = [rows_set(tmp_path, rows, name, sequence_length=10) for name, rows in (("a", OLD), ("b", NEW))]
     sets = [load_set(path, tokenizer) for path in paths]
     diff = diff_texts(*sets, tokenizer)
     assert [text["place"] for text in diff.lost] == ["a.jsonl:5"]  # the second "twice"
     assert [text["place"] for text in diff.gained] == ["b.jsonl:5", "b.jsonl:6"]
-    assert (diff.texts, diff.tokens) == ((5, 6), (5 + 6 + 10 + 5 + 5, 5 + 6 + 10 + 5 + 6 + 3))
-    assert diff.categories == {
-        "x": {"texts": (2, 1), "tokens": (11, 5)},
-        "y": {"texts": (3, 4), "tokens": (20, 24)},
-        "z": {"texts": (0, 1), "tokens": (0, 6)},
-    }
+    assert [row["tokens"] for row in diff.total] == [5 + 6 + 10 + 5 + 5, 5 + 6 + 10 + 5 + 6 + 3]
+    assert counts(diff) == {"x": [(2, 11), (1, 5)], "y": [(3, 20), (4, 24)], "z": [(0, 0), (1, 6)]}
     assert not diff_texts(sets[0], sets[0], tokenizer)
 
 
@@ -50,7 +51,7 @@ def test_a_language_that_is_taken_from_a_set_loses_its_texts(tmp_path: Path, tok
     assert [cell.strip() for cell in row.strip("│").split("│")] == ["code/cobol", "2 -> 0", "12 -> 0"]
     data = json.loads(said(command, before, after, "--tokenizer", tokenizer, "--json"))
     assert data["removed"] == {"programming Cobol": {}}
-    assert data["texts"]["categories"] == {"code/cobol": {"texts": [2, 0], "tokens": [12, 0]}}
+    assert [row["tokens"] for row in data["texts"]["categories"]["code/cobol"]] == [12, 0]
     text = said(command, before, after, "--yaml")
     assert text == "- programming Cobol\n"
 
@@ -82,7 +83,7 @@ def test_a_text_that_only_moved_is_not_won(tmp_path: Path, tokenizer: str) -> No
     ]
     diff = diff_texts(*sets, tokenizer)
     assert (diff.gained, diff.lost) == ((), ())
-    assert diff.categories == {"y": {"texts": (3, 3), "tokens": (20, 22)}}
+    assert counts(diff) == {"y": [(3, 20), (3, 22)]}
 
 
 def test_a_difference_names_every_change(tmp_path: Path) -> None:
