@@ -85,7 +85,7 @@ def stitch(
     } | {name: text_sha256(text) for name, text in copied.items()}
     finished = finished_report(output)
     if finished is not None:
-        if finished.get("stitched") != settings or "gates" not in finished:  # older versions had no gates
+        if finished.get("stitched") != settings:
             raise OutputError(f"{output}: holds another finished output; choose another --output")
         return FinishedCheckpoint(output, finished | {"already_done": True}, location)
     on = choose_device(device)
@@ -96,7 +96,7 @@ def stitch(
             work = journal.work_folder(output)
             if not (work / "moving").exists():
                 refuse_changes(work, settings, output)
-                journal.note_command(work, command, mix.sizes["layers"])
+                journal.note_command(work, command)
                 written = write_mix(mix, work, repair_router=repair_router, check=check)
                 folder = work / "output"
                 for name, text in copied.items():
