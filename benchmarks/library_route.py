@@ -54,7 +54,7 @@ def library_route(
     Returns:
         seconds by step, bytes written by step, and the folder of the result.
     """
-    from quantizers.commands.stitch import stitch_checkpoints
+    from quantizers.commands.stitch import stitch
 
     folders = {name: work / name for name in ("bf16", "saved", "stitched")}
     seconds: dict[str, float] = {}
@@ -75,14 +75,7 @@ def library_route(
         lap(STEPS[2])
         model.save_pretrained(folders["saved"], save_compressed=True)
         lap(STEPS[3])
-        stitch_checkpoints(
-            source,
-            open_folder(folders["saved"]),
-            folders["stitched"],
-            torch.device("cpu"),
-            repair_router=True,
-            own=own,
-        )
+        stitch(source.folder, folders["saved"], folders["stitched"], repair_router=True, facts=own, device="cpu")
         lap(STEPS[4])
     return {
         "seconds": seconds,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from eval.report.schema import (
     AuditFigures,
     Coverage,
@@ -67,7 +65,6 @@ class VerifyReport(AuditFigures):
 
     notes: list[str] = key("What is not a fault but worth knowing")
     consumers: Engines | None = maybe("Serving engines; absent if the folder could not be opened")
-    vllm: dict[str, Any] | None = maybe("vLLM's own answers; with --with-vllm only")
 
 
 class WorstExpert(Part):

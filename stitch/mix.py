@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -45,7 +45,6 @@ from stitch.write.config_files import write_config_files
 from stitch.write.digests import ShardDigest
 from stitch.write.shard import kept_hashes, write_shard
 
-PROBED = 3  # experts per layer on which the ratio of the norms is confirmed; the audit reads all of them
 Router = Literal["not smoothed", "compensated", "not compensated", "unclear"]
 
 
@@ -145,7 +144,7 @@ def examine(
                 source.tensor(router), experts.tensor(experts.require(router, "the router").name), ratio
             )
         errors = [0.0, 0.0]
-        for expert in sorted({0, sizes["experts"] // 2, sizes["experts"] - 1})[:PROBED]:
+        for expert in sorted({0, sizes["experts"] // 2, sizes["experts"] - 1}):  # the audit reads all of them
             modules = [facts.expert(layer, expert, matrix) for matrix in MATRICES]
             old, new = ([read_weight(c, module, device) for module in modules] for c in (source, experts))
             for i, smooth in enumerate((ratio.to(device), torch.ones_like(ratio, device=device))):
@@ -278,8 +277,3 @@ def write_mix(mix: Mix, work: Path, *, repair_router: bool, check: Callable[[], 
     write_config_files(folder, mix.source, plan, mix.facts)
     written = {entry["shard"]: entry["digest"] for entry in journal.done_layers(work, layers)}
     return written | kept
-
-
-def as_rows(found: list[Layer]) -> list[dict[str, Any]]:
-    """For report.json."""
-    return [asdict(layer) for layer in found]

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import families
 import numpy as np
 import tiny
 import torch
+from whole_models import source_weights
 
 from quantizers.checkpoint.reader import side_files
 
@@ -123,7 +123,7 @@ def checkpoint(
     linear = re.compile(r".*(_proj|\.w[123])")
     pick = chosen or (lambda module: kind if linear.fullmatch(module) else None)
     numbers, tensors = {}, {}
-    for position, (name, weight) in enumerate(families.source_weights(source).items()):
+    for position, (name, weight) in enumerate(source_weights(source)[1].items()):
         module = name.removesuffix(".weight")
         how = pick(module) if weight.dim() == 2 else None
         if how is None:

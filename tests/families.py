@@ -8,7 +8,6 @@ tokens (MTP), so these are written by hand.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -300,11 +299,6 @@ def is_mtp(own: dict[str, Any], name: str) -> bool:
     return number.isdecimal() and int(number) >= own["num_hidden_layers"]
 
 
-def whole(folder: Path, weights: dict[str, Tensor]) -> Any:
-    """`whole_model` of a folder's config.json."""
-    return whole_model(json.loads((folder / "config.json").read_text()), weights)
-
-
 def whole_model(own: dict[str, Any], weights: dict[str, Tensor]) -> Any:
     """transformers' whole model in float32 with these weights, which have the names of published files.
 
@@ -320,23 +314,6 @@ def whole_model(own: dict[str, Any], weights: dict[str, Tensor]) -> Any:
     assert not info["mismatched_keys"]
     assert loaded.config._attn_implementation == "sdpa"
     return loaded.eval().requires_grad_(False)
-
-
-def source_weights(folder: Path) -> dict[str, Tensor]:
-    """Every parameter as a number: FP8 by compressed-tensors' own dequantizer."""
-    from whole_models import fp8_by_the_library, stored
-
-    own, tensors = stored(folder)
-    weights = {}
-    for name, tensor in tensors.items():
-        if f"{name}_scale" in tensors:
-            weights[name] = tensor.float() * tensors[f"{name}_scale"].float()
-        elif tensor.dtype == torch.float8_e4m3fn:
-            block = own["quantization_config"]["weight_block_size"]
-            weights[name] = fp8_by_the_library(tensor, tensors[f"{name}_scale_inv"].float(), block)
-        elif not name.endswith(("_scale_inv", "_scale")):
-            weights[name] = tensor
-    return weights
 
 
 def write_job(folder: Path, model: str, **experts: Any) -> Path:

@@ -28,14 +28,16 @@ def fp8_by_the_library(weight: Tensor, scale: Tensor, block: list[int]) -> Tenso
 
 
 def source_weights(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json, and every parameter as a number: FP8 by compressed-tensors' FP8BlockDequantizer."""
+    """config.json, and every parameter as a number: FP8 in blocks by compressed-tensors' FP8BlockDequantizer."""
     config, tensors = stored(folder)
-    block = config["quantization_config"]["weight_block_size"]
     weights = {}
     for name, tensor in tensors.items():
-        if tensor.dtype == torch.float8_e4m3fn:
-            weights[name] = fp8_by_the_library(tensor, tensors[f"{name}_scale_inv"], block)
-        elif not name.endswith("_scale_inv"):
+        if f"{name}_scale" in tensors:
+            weights[name] = tensor.float() * tensors[f"{name}_scale"].float()
+        elif tensor.dtype == torch.float8_e4m3fn:
+            block = config["quantization_config"]["weight_block_size"]
+            weights[name] = fp8_by_the_library(tensor, tensors[f"{name}_scale_inv"].float(), block)
+        elif not name.endswith(("_scale_inv", "_scale")):
             weights[name] = tensor
     return config, weights
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,7 @@ class Text:
     long: bool = False
 
 
-@dataclass
+@dataclass(frozen=True)
 class Measured:
     """One candidate against the source, at every scored position (N of them).
 
@@ -51,24 +51,14 @@ class Measured:
         source_nll, candidate_nll: (N,) float64, −log p of the next token, nats.
         kl: (N,) float64, nats.
         same_top1: (N,) bool, whether both models find the same token most likely.
-        lengths: scored positions of each sequence.
-        router_agreement: per layer, the share of the source's expert choices that the candidate makes too, over
-            the texts of the top-level figures; None for a layer without experts.
-        hidden_error: per layer, ‖h_candidate − h_source‖ / ‖h_source‖ over the same texts.
-        weight_error: per layer, relative error of experts and attention; empty if not asked for.
-        long_router_agreement, long_hidden_error: the same over the separate long texts; empty if there are none.
+        layers: what `comparison.compare` found in each layer, perhaps with the `weight_error` of experts and attention.
     """
 
     source_nll: np.ndarray
     candidate_nll: np.ndarray
     kl: np.ndarray
     same_top1: np.ndarray
-    lengths: list[int]
-    router_agreement: list[float | None]
-    hidden_error: list[float]
-    weight_error: list[dict[str, float]] = field(default_factory=list)
-    long_router_agreement: list[float | None] = field(default_factory=list)
-    long_hidden_error: list[float] = field(default_factory=list)
+    layers: Sequence[dict[str, Any]]
 
 
 def parts(texts: Sequence[Text]) -> tuple[list[int], list[int]]:
@@ -93,30 +83,32 @@ def figures(measured: Measured, texts: Sequence[Text]) -> dict[str, Any]:
     if not all(np.isfinite(values).all() for values in (measured.source_nll, measured.candidate_nll, measured.kl)):
         raise OverflowError("a loss is not finite")
     top, long = parts(texts)
-    report = _part(measured, texts, top, measured.router_agreement, measured.hidden_error)
+    report = _part(measured, texts, top, measured.layers)
     if long:
-        report["long"] = _part(measured, texts, long, measured.long_router_agreement, measured.long_hidden_error)
-    lengths = np.array(measured.lengths)
+        report["long"] = _part(measured, texts, long, [layer["long"] for layer in measured.layers])
+    lengths = _lengths(texts)
     mask = np.repeat(np.isin(np.arange(len(texts)), long or top), lengths)
     columns = (measured.source_nll[mask], measured.candidate_nll[mask], measured.kl[mask], measured.same_top1[mask])
     report["positions"] = by_position(lengths[long or top], *columns)
-    return report | ({"weight_error": measured.weight_error} if measured.weight_error else {})
+    weights = [layer["weight_error"] for layer in measured.layers if "weight_error" in layer]
+    return report | ({"weight_error": weights} if weights else {})
+
+
+def _lengths(texts: Sequence[Text]) -> np.ndarray:
+    """Scored positions of each text (texts,): all but the first."""
+    return np.array([len(text.tokens) - 1 for text in texts])
 
 
 def _part(
-    measured: Measured,
-    texts: Sequence[Text],
-    indices: Sequence[int],
-    agreement: list[float | None],
-    hidden: list[float],
+    measured: Measured, texts: Sequence[Text], indices: Sequence[int], layers: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """All figures over the texts with these indices."""
-    sizes = np.array([text.scored_bytes for text in texts])
+    """All figures over the texts with these indices; `layers` were compared over the same texts."""
+    agreement = [layer["agreement"] for layer in layers]
     names = {i: texts[i].category for i in indices}
     families = {i: name.partition("/")[0] for i, name in names.items()}
 
     def table(members: Iterable[int]) -> dict[str, Any]:
-        return _table(measured, np.isin(np.arange(len(texts)), list(members)), sizes)
+        return _table(measured, texts, np.isin(np.arange(len(texts)), list(members)))
 
     def by(group: dict[int, str]) -> dict[str, Any]:
         return {name: table(i for i in indices if group[i] == name) for name in sorted(set(group.values()))}
@@ -124,7 +116,7 @@ def _part(
     return table(indices) | {
         "longest": max(len(texts[i].tokens) for i in indices),
         "router": {"agreement": agreement, "min": min(share for share in agreement if share is not None)},
-        "hidden_error": hidden,
+        "hidden_error": [layer["hidden_error"] for layer in layers],
         "categories": by(names),
         "families": by(families),
         "per_text": _per_text(measured, texts, indices),
@@ -132,24 +124,17 @@ def _part(
 
 
 def _per_text(measured: Measured, texts: Sequence[Text], indices: Sequence[int]) -> list[dict[str, Any]]:
-    ends = np.cumsum(measured.lengths)
-    return [
-        {
-            "category": texts[i].category,
-            "tokens": measured.lengths[i],
-            "kl": float(measured.kl[ends[i] - measured.lengths[i] : ends[i]].mean()),
-        }
-        for i in indices
-    ]
+    of_text = np.split(measured.kl, np.cumsum(_lengths(texts))[:-1])
+    return [{"category": texts[i].category, "tokens": len(of_text[i]), "kl": float(of_text[i].mean())} for i in indices]
 
 
-def _table(measured: Measured, members: np.ndarray, sizes: np.ndarray) -> dict[str, Any]:
-    """Figures over some texts; `members` (texts,) bool selects them, `sizes` (texts,) are their scored bytes."""
-    lengths = np.array(measured.lengths)
+def _table(measured: Measured, texts: Sequence[Text], members: np.ndarray) -> dict[str, Any]:
+    """Figures over some texts, which `members` (texts,) bool selects."""
+    lengths = _lengths(texts)
     mask = np.repeat(members, lengths)
     source, candidate, kl = measured.source_nll[mask], measured.candidate_nll[mask], measured.kl[mask]
     same = measured.same_top1[mask]
-    bits = math.log(2) * float(sizes[members].sum())
+    bits = math.log(2) * float(np.array([text.scored_bytes for text in texts])[members].sum())
     return {
         "samples": int(members.sum()),
         "tokens": int(mask.sum()),

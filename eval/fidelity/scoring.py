@@ -3,7 +3,7 @@
 Nothing is scored past the model's `max_position_embeddings`: longer texts are truncated there and counted. How a model
 behaves beyond that says nothing about its quantization.
 
-What is collected here is summarised by metrics.py. Of several processes each one scores the texts it keeps.
+metrics.py summarises what is collected here. Of several processes each one scores the texts it keeps.
 
 Logits are float32, independent of the forward pass's dtype: rounded to bfloat16, logits around 40 are off by up to 1/8,
 and a KL of 0.0002 reads 0.001. So the matrix product itself must produce float32. On a GPU it does so from bfloat16
@@ -87,24 +87,6 @@ def score(
     tables = dist.all_gather(tables, torch.device("cpu"))
     nll, kl, same = np.moveaxis(np.concatenate([tables[str(i)].numpy() for i in range(len(texts))], axis=-1), 1, 0)
     return [(nll[n], kl[n], same[n].astype(bool)) for n in range(len(streams))]
-
-
-def measured(source: Scores, candidate: Scores, texts: Sequence[Text], layers: Sequence[dict[str, Any]]) -> Measured:
-    """What metrics.py summarises, of one candidate.
-
-    Args:
-        layers: what `comparison.compare` found in each layer, perhaps with `weight_error`.
-    """
-    return Measured(
-        source[0],
-        *candidate,
-        [len(text.tokens) - 1 for text in texts],
-        [layer["agreement"] for layer in layers],
-        [layer["hidden_error"] for layer in layers],
-        [layer["weight_error"] for layer in layers if "weight_error" in layer],
-        [layer["long"]["agreement"] for layer in layers if "long" in layer],
-        [layer["long"]["hidden_error"] for layer in layers if "long" in layer],
-    )
 
 
 @torch.no_grad()

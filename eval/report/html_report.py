@@ -18,20 +18,19 @@ def html_report(report: dict[str, Any], drawn: Mapping[str, bytes]) -> str:
     """The whole page.
 
     Args:
-        report: the contents of report.json, from a run or a stitch, of this or an older version; sections without data
-            are left out.
+        report: the contents of report.json, from a run or a stitch; sections without data are left out.
         drawn: of `plots.draw`, made from the same report.
     """
-    about = report.get("serving")
+    about = report["serving"]
     place = "." if repository(report) == NAMELESS else repository(report)
-    schemes, layers = report.get("schemes"), report.get("layers", [])
+    schemes, layers = report.get("schemes"), report["layers"]
     return render(
         "report.html.jinja",
         r=report,
         name=base_name(report["source"]["model"]),
         tiles=_tiles(report),
         summary=summary(report),
-        failed=any(not gate["passed"] for gate in report.get("gates", ())),
+        failed=any(not gate["passed"] for gate in report["gates"]),
         plots={name: f"data:image/png;base64,{base64.b64encode(raw).decode()}" for name, raw in drawn.items()},
         fidelity=_fidelity(report) if "kl" in report else [],
         past_the_model=past_the_model(report),
@@ -39,7 +38,7 @@ def html_report(report: dict[str, Any], drawn: Mapping[str, bytes]) -> str:
         fallbacks=[f"layer {layer['layer']}: {line}" for layer in layers for line in layer.get("fallbacks", ())],
         choice=choice_lines(schemes) if schemes else [],
         scheme_table=layer_rows(schemes) if schemes else None,
-        command=vllm_command(about, place) if about and knows_vllm(about) else None,
+        command=vllm_command(about, place) if knows_vllm(about) else None,
         command_here=place == ".",
     )
 
@@ -53,13 +52,14 @@ def _tiles(report: dict[str, Any]) -> list[tuple[str, str]]:
             (number(report["perplexity"]["increase"], "+.2%"), "perplexity"),
             (number(report["top1"], ".1%"), "same most likely token"),
         ]
-    if "plan" in report:
-        before, after = report["plan"]["source_bytes"], report["plan"]["output_bytes"]
-        tiles.append((size(after), f"{after / before:.0%} of the source's {size(before)}"))
-        tiles.append((" and ".join(f"INT{n}" for n in expert_bits(report)), "experts"))
-    gates = report.get("gates", ())
-    passed = sum(gate["passed"] for gate in gates)
-    return tiles + ([(f"{passed} of {len(gates)}", "gates passed")] if gates else [])
+    before, after = report["plan"]["source_bytes"], report["plan"]["output_bytes"]
+    passed = sum(gate["passed"] for gate in report["gates"])
+    return [
+        *tiles,
+        (size(after), f"{after / before:.0%} of the source's {size(before)}"),
+        (" and ".join(f"INT{n}" for n in expert_bits(report)), "experts"),
+        (f"{passed} of {len(report['gates'])}", "gates passed"),
+    ]
 
 
 def _fidelity(report: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from eval.fidelity.tables import by_part, past_the_model
-from quantizers.calibration.set import language_code
+from quantizers.calibration.set import CODES
 from quantizers.recipe.portable import is_hub_id
 from quantizers.system.output_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
 from quantizers.system.strict_yaml import dump
@@ -31,7 +31,7 @@ def model_card(report: dict[str, Any]) -> str:
     """
     report = json.loads(json.dumps(report, sort_keys=True))  # so the card is the same from memory and from the file
     stitch, plan, about = "stitched" in report, report["plan"], report["serving"]
-    dense, name, schemes = plan.get("dense_layers", []), repository(report), report.get("schemes")
+    dense, name, schemes = plan["dense_layers"], repository(report), report.get("schemes")
     text = render(
         "card.md.jinja",
         r=report,
@@ -101,8 +101,8 @@ def _of_run(report: dict[str, Any]) -> dict[str, Any]:
         "experts": report["settings"]["recipe"]["experts"],
         "shown": {kind: sum(map(bool, counts.values())) for kind, counts in calibration["languages"].items()},
         "cut": calibration["truncated_samples"] - (drawn["cut"] if drawn else 0),
-        "unusable": sum(row["count"] for row in dropped if not row.get("left_out")),
-        "unlisted": sum(row["count"] for row in dropped if row.get("left_out")),
+        "unusable": sum(row["count"] for row in dropped if not row["left_out"]),
+        "unlisted": sum(row["count"] for row in dropped if row["left_out"]),
         "made_by": f"quantize run recipe.yaml --output DIR{source}",
         "past_the_model": past_the_model(report),
         "under_routed": under_routed_line(report),
@@ -141,7 +141,7 @@ def front_matter(report: dict[str, Any]) -> dict[str, Any]:
     known = report["source"]["license"]  # with the name and link of a licence that the Hub calls `other`
     license = known if given.get("license") in (None, known.get("license")) else {"license": given["license"]}
     spoken = [name for name, samples in calibration.get("languages", {}).get("spoken", {}).items() if samples]
-    codes = {code for name in spoken if (code := language_code(name)) is not None}
+    codes = {CODES[name.title()] for name in spoken if name.title() in CODES}
     data = ModelCardData(
         **({"base_model": base, "base_model_relation": "quantized"} if is_hub_id(base) else {}),
         pipeline_tag="text-generation",
@@ -199,5 +199,4 @@ def has_fp8_attention(report: dict[str, Any]) -> bool:
 
 
 def _per_row(plan: dict[str, Any]) -> bool:
-    rows = plan.get("kinds", ())
-    return any(row["action"] == "keep" and row["kind"].endswith(".weight_scale") for row in rows)
+    return any(row["action"] == "keep" and row["kind"].endswith(".weight_scale") for row in plan["kinds"])

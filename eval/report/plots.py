@@ -38,14 +38,14 @@ def draw(report: dict[str, Any]) -> dict[str, bytes]:
     """
     name = Path(report["source"]["model"]).name
     figures: dict[str, Any] = {}
-    if "by_language" in report.get("calibration", {}):
+    if "calibration" in report:
         figures["calibration"] = calibration_figure(report["calibration"], name)
     if "coverage" in report:
         coverage, title = report["coverage"], f"{name} on {report['calibration']['name']}"
         figures["coverage"] = coverage_figure(coverage["per_layer"], coverage["min_routed_tokens"], title)
     if "kl" in report:
         figures["fidelity"] = fidelity_figure([("output", report)], stacked=True)
-    panels = _panels(report.get("layers", ()))
+    panels = _panels(report["layers"])
     if panels:
         figures["layers"] = layers_figure(panels)
     return {key: png(figure) for key, figure in figures.items()}
@@ -252,28 +252,20 @@ def coverage_figure(layers: Sequence[dict[str, Any]], minimum: int, title: str) 
         minimum: routed tokens that an expert needs to count as covered.
         title: the model and the set.
     """
-    from matplotlib.colors import LogNorm
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     tokens = np.array([row["routed_tokens"] for row in layers])  # (layers, experts)
     load = np.array([loads(row["routed_tokens"]) for row in layers])
     below = tokens < max(minimum, 1)
-    figure = Figure(figsize=_size(*tokens.shape), layout="constrained", dpi=120)
-    axes = figure.add_subplot()
-    image = axes.imshow(
-        np.ma.masked_where(below, load), aspect="auto", cmap="viridis", norm=LogNorm(LOW, HIGH), interpolation="nearest"
-    )
-    axes.set_facecolor(UNCOVERED)  # shows through where cells are masked
+    even = tokens.sum(1).max() / tokens.shape[1]
+    label = f"routed tokens / even load\n(which is {even:,.0f} tokens)"
+    numbers = [row["layer"] for row in layers]
+    figure, axes = _heat_map(np.where(below, np.nan, load), numbers, label, colours="viridis", without=UNCOVERED)
     if below.any():
-        places = np.argwhere(below)
-        axes.scatter(places[:, 1], places[:, 0], marker="x", s=_mark(tokens.shape[1]), c="white", linewidths=1.2)
-        label = f"below {max(minimum, 1):,} tokens: {len(places):,} of {tokens.size:,}"
+        _crosses(axes, np.argwhere(below), marker="x", c="white")
+        label = f"below {max(minimum, 1):,} tokens: {int(below.sum()):,} of {tokens.size:,}"
         figure.legend(handles=[Patch(color=UNCOVERED, label=label)], loc="outside lower right", frameon=False)
     _title(axes, title)
-    _name_axes(axes, [row["layer"] for row in layers], tokens.shape[1])
-    even = tokens.sum(1).max() / tokens.shape[1]
-    _colour_bar(figure, image, axes, f"routed tokens / even load\n(which is {even:,.0f} tokens)")
     return figure
 
 
@@ -281,32 +273,22 @@ def comparison_figure(found: dict[str, Any], title: str) -> Any:
     """A heat map of how each expert's share changes between two sets, marked where it becomes covered or uncovered.
 
     Args:
-        found: what `quantizers.commands.coverage.compare_coverage` returns.
+        found: what `quantizers.commands.coverage.measure_coverage` returns for two sets.
         title: the model.
     """
-    from matplotlib.colors import LogNorm
-    from matplotlib.figure import Figure
-
     layers, sides = found["per_layer"], ("before", "after")
     before, after = (np.array([loads(row[side]["routed_tokens"]) for row in layers]) for side in sides)  # (L, E)
     names = [_plain(found[side]["label"]) for side in sides]
     with np.errstate(divide="ignore", invalid="ignore"):
         change = after / before  # infinite where only the second set sends any tokens, NaN where none
-    figure = Figure(figsize=_size(*change.shape), layout="constrained", dpi=120)
-    axes = figure.add_subplot()
-    image = axes.imshow(
-        np.ma.masked_invalid(np.where(np.isinf(change), HIGH * 2, np.where(change == 0, LOW / 2, change))),
-        aspect="auto", cmap=DIVERGING, norm=LogNorm(LOW, HIGH), interpolation="nearest",
-    )  # fmt: skip
-    axes.set_facecolor("#bbbbbb")  # where neither set sends any tokens
-    places, experts = {row["layer"]: i for i, row in enumerate(layers)}, change.shape[1]
+    shown = np.where(np.isinf(change), HIGH * 2, np.where(change == 0, LOW / 2, change))
+    label = f"share of routed tokens,\n{names[1]} / {names[0]}"
+    rows = {row["layer"]: i for i, row in enumerate(layers)}
+    figure, axes = _heat_map(shown, list(rows), label, colours=DIVERGING, without="#bbbbbb")
     for key, marker, words in (("won", "+", "newly covered"), ("lost", "x", "no longer covered")):
         if found[key]:
-            rows, columns = [places[layer] for layer, _ in found[key]], [expert for _, expert in found[key]]
-            label = f"{words}: {len(rows):,}"
-            axes.scatter(columns, rows, marker=marker, s=_mark(experts), c="black", linewidths=1.2, label=label)
-    _name_axes(axes, [row["layer"] for row in layers], experts)
-    _colour_bar(figure, image, axes, f"share of routed tokens,\n{names[1]} / {names[0]}")
+            cells = np.array([(rows[layer], expert) for layer, expert in found[key]])
+            _crosses(axes, cells, marker=marker, c="black", label=f"{words}: {len(cells):,}")
     sets = zip(names, (sum(found[side]["tokens"].values()) for side in sides), strict=True)
     tokens = (f"{name} ({count:,} tokens)" for name, count in sets)
     axes.set_title(f"{_plain(title)}: {' and '.join(tokens)}", loc="left", fontsize=10)
@@ -315,30 +297,39 @@ def comparison_figure(found: dict[str, Any], title: str) -> Any:
     return figure
 
 
-def _size(layers: int, experts: int) -> tuple[float, float]:
-    """Width and height of a heat map, inches."""
-    return min(18.0, max(8.0, 0.11 * experts + 3)), min(14.0, max(2.8, 0.2 * layers + 1.6))
+def _heat_map(values: np.ndarray, layers: Sequence[int], label: str, *, colours: str, without: str) -> tuple[Any, Any]:
+    """A figure and its axes: values (layers, experts) on the logarithmic scale, NaN in the colour `without`.
 
+    Args:
+        layers: the number of each row.
+        label: of the colour bar.
+    """
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
 
-def _mark(experts: int) -> int:
-    """Size of a cross in a cell, points squared."""
-    return 60 if experts <= 32 else 12
-
-
-def _name_axes(axes: Any, layers: Sequence[int], experts: int) -> None:
+    rows, experts = values.shape
+    size = min(18.0, max(8.0, 0.11 * experts + 3)), min(14.0, max(2.8, 0.2 * rows + 1.6))  # inches
+    figure = Figure(figsize=size, layout="constrained", dpi=120)
+    axes = figure.add_subplot()
+    scale = LogNorm(LOW, HIGH)
+    masked = np.ma.masked_invalid(values)
+    image = axes.imshow(masked, aspect="auto", cmap=colours, norm=scale, interpolation="nearest")
+    axes.set_facecolor(without)
     axes.set_xlabel("expert")
     axes.set_ylabel("layer")
     axes.set_xticks(ticks(experts))
-    axes.set_yticks(ticks(len(layers)), [layers[i] for i in ticks(len(layers))])
-    axes.set_xlim(-0.5, experts - 0.5)
-    axes.set_ylim(len(layers) - 0.5, -0.5)
-
-
-def _colour_bar(figure: Any, image: Any, axes: Any, label: str) -> None:
+    axes.set_yticks(ticks(rows), [str(layers[i]) for i in ticks(rows)])
     bar = figure.colorbar(image, ax=axes, extend="both", aspect=max(20, 6 * figure.get_figheight()))
     bar.set_ticks(list(MARKS), labels=list(MARKS.values()))
     bar.minorticks_off()
     bar.set_label(label, fontsize=9)
+    return figure, axes
+
+
+def _crosses(axes: Any, cells: np.ndarray, **how: Any) -> None:
+    """A mark in each of the cells (layer, expert)."""
+    points = 60 if axes.get_xlim()[1] <= 32 else 12  # squared
+    axes.scatter(cells[:, 1], cells[:, 0], s=points, linewidths=1.2, **how)
 
 
 # Calibration -------------------------------------------------------------------------------------------------------

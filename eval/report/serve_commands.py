@@ -19,8 +19,8 @@ def repository(report: dict[str, Any]) -> str:
 
 
 def knows_vllm(about: dict[str, Any]) -> bool:
-    """Whether a known release of vLLM has a model of this family; reports of older versions have only such families."""
-    return "vllm" in about.get("servers", ["vllm"])
+    """Whether a known release of vLLM has a model of this family."""
+    return "vllm" in about["servers"]
 
 
 def vllm_command(about: dict[str, Any], place: str) -> str:
@@ -49,7 +49,7 @@ def vllm_command(about: dict[str, Any], place: str) -> str:
 
 def sglang_command(about: dict[str, Any], place: str) -> str | None:
     """The command for SGLang; None if it does not know the family."""
-    if about.get("sglang") is None:
+    if about["sglang"] is None:
         return None
     best = _best(about)
     ranks = [f"--tp-size {best['tensor_parallel']}"] if best and best["tensor_parallel"] > 1 else []

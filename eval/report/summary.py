@@ -1,8 +1,4 @@
-"""Text about a run: its figures in a few sentences, and a bit budget with its candidates, choice and measurements.
-
-A KL has no scale of its own. It is compared with the recipe's limit, and with other methods on the one model that all
-of them were measured on, which is the tiny one: see docs/method.md, "How it compares".
-"""
+"""Text about a run: its figures in a few sentences, and a bit budget with its candidates, choice and measurements."""
 
 from __future__ import annotations
 
@@ -10,19 +6,16 @@ from typing import Any
 
 from quantizers.system.formatting import number, size, text_table
 
-# KL on the tiny MiniMax-M2, 4 bits in groups of 32: the first and the default row of the table in docs/method.md.
-NEAREST, DEFAULT = 0.0561, 0.0053
 NAMES = {"gate": "w1 (gate)", "up": "w3 (up)", "down": "w2 (down)"}
 
 
 def summary(report: dict[str, Any]) -> list[str]:
-    """Sentences: the gates, the KL against its limit, and the KL of other methods for scale.
+    """Sentences: the gates, and the KL against its limit.
 
     Args:
         report: the contents of report.json, from a run or a stitch.
     """
-    lines = [_gates(report["gates"])] if report.get("gates") else []
-    return lines + ([_kl(report), _scale()] if "kl" in report else [])
+    return [_gates(report["gates"]), *([_kl(report)] if "kl" in report else [])]
 
 
 def _gates(gates: list[dict[str, Any]]) -> str:
@@ -33,7 +26,7 @@ def _gates(gates: list[dict[str, Any]]) -> str:
 
 
 def _kl(report: dict[str, Any]) -> str:
-    limit = next((gate for gate in report.get("gates", ()) if gate["name"] == "kl"), None)
+    limit = next((gate for gate in report["gates"] if gate["name"] == "kl"), None)
     within = "its recipe sets no limit"
     if limit is not None:
         side = "within" if limit["passed"] else "above"
@@ -42,14 +35,6 @@ def _kl(report: dict[str, Any]) -> str:
         f"KL {number(report['kl']['mean'], '.4f')} nats per token on {report['evaluated_on']['name']}: {within}. "
         f"Perplexity {number(report['perplexity']['increase'], '+.2%')}, the same most likely token at "
         f"{number(report['top1'], '.1%')} of the positions."
-    )
-
-
-def _scale() -> str:
-    return (
-        "For scale: on the tiny MiniMax-M2 that comes with the program, with 4 bits and groups of 32, rounding to "
-        f"nearest gives KL {NEAREST:.4f} and the default method {DEFAULT:.4f}. Another model has a scale of its own: "
-        "measure it with benchmarks/methods.py."
     )
 
 
@@ -129,8 +114,7 @@ def under_routed_line(report: dict[str, Any]) -> str:
     """How many experts got too few routed tokens for the recipe's full `routed_weight`; empty if none did.
 
     Args:
-        report: of a run with either engine, of a stitch, or of an older version; without these counts the line is
-            empty.
+        report: of a run with either engine, or of a stitch; without these counts the line is empty.
     """
     rows = [layer["leaning"] for layer in report["layers"] if layer.get("leaning")]
     few = sum(row["experts"] for row in rows)

@@ -55,7 +55,7 @@ class SetReport:
     Attributes:
         tokenizer: the folder or Hub id of the model whose tokenizer counted the tokens.
         summary: see `CalibrationData.summary`.
-        categories: rows of the table: lengths in tokens; `truncated` samples lost `cut` tokens, a share `cut_share`.
+        categories: rows of the table: lengths in tokens; `truncated` samples lost a share `cut_share`.
         languages: number of samples by language, in the order of the set's lists.
         missing: the languages without a sample.
         duplicates: pairs of samples within the set.
@@ -90,22 +90,19 @@ class SetReport:
 
     @property
     def verdict(self) -> str:
-        """One line: fine, what contradicts the set by kind and number, and how many warnings there are."""
-        kinds = (
-            (sum(map(len, self.missing.values())), "language without a text", "languages without a text"),
-            (len(self.duplicates), "pair of equal texts", "pairs of equal texts"),
-            (len(self.shared), "text that is also held out", "texts that are also held out"),
-            (len(self.mismatches), "text in another language", "texts in another language"),
-        )
-        wrong = ", ".join(f"{count:,} {one if count == 1 else many}" for count, one, many in kinds if count)
-        warned = f"{len(self.warnings)} warning{'s' if len(self.warnings) > 1 else ''}" if self.warnings else ""
-        if wrong:
-            return f"contradicts what the set claims: {wrong}{f'; and {warned}' if warned else ''}"
-        return f"nothing contradicts the set, but {warned}" if warned else "fine: nothing contradicts the set"
+        """One line: fine, or how many findings and warnings there are."""
+        found, warned = _several(len(self.findings), "finding"), _several(len(self.warnings), "warning")
+        if self.findings:
+            return f"contradicts what the set claims: {found}{f' and {warned}' if self.warnings else ''}"
+        return f"nothing contradicts the set, but {warned}" if self.warnings else "fine: nothing contradicts the set"
 
     def as_json(self) -> dict[str, Any]:
         """The report as one JSON object."""
         return asdict(self) | {"findings": self.findings, "ok": not self.findings, "verdict": self.verdict}
+
+
+def _several(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' if count != 1 else ''}"
 
 
 def check_set(
@@ -157,15 +154,11 @@ def check_set(
 
 
 def _category_row(category: str, members: Sequence[Sample]) -> dict[str, Any]:
-    lengths, counts = [len(sample.tokens) for sample in members], row_of(members)
-    return {
+    lengths = [len(sample.tokens) for sample in members]
+    return row_of(members) | {
         "category": category,
-        "samples": counts["samples"],
-        "tokens": counts["tokens"],
         "median": int(median(lengths)),
         "maximum": max(lengths),
-        "truncated": counts["truncated"],
-        "cut": counts["truncated_tokens"],
         "cut_share": round(cut_share(members), 4),
         "sources": tuple(dict.fromkeys(sample.source for sample in members)),
     }
@@ -248,27 +241,11 @@ def cut_share(samples: Iterable[Sample]) -> float:
 def truncation_warnings(samples: Sequence[Sample]) -> tuple[str, ...]:
     """One line if more than `MOST_CUT` of the tokens are cut: of the whole set, or else of single categories."""
     if (share := cut_share(samples)) > MOST_CUT:
-        limits, remedy = _limits_and_remedy(samples)
-        return (f"{share:.0%} of the set's tokens are cut at {limits} tokens; {remedy}",)
-    groups = grouped(samples)
-    shares = {name: share for name, members in groups.items() if (share := cut_share(members)) > MOST_CUT}
+        return (f"{share:.0%} of the set's tokens are cut; raise sequence_length",)
+    shares = {name: share for name, members in grouped(samples).items() if (share := cut_share(members)) > MOST_CUT}
     if not shares:
         return ()
     over = sorted(shares, key=lambda name: (-shares[name], name))
-    limits, remedy = _limits_and_remedy([sample for name in over for sample in groups[name]])
     names = ", ".join(f"{name} {shares[name]:.0%}" for name in over[:NAMED])
     more = f" and {len(over) - NAMED} more" if len(over) > NAMED else ""
-    count = "1 category" if len(over) == 1 else f"{len(over)} categories"
-    return (f"of {count} more than {MOST_CUT:.0%} of the tokens are cut at {limits} tokens: {names}{more}; {remedy}",)
-
-
-def _limits_and_remedy(samples: Sequence[Sample]) -> tuple[str, str]:
-    """The lengths at which samples are cut, and the smallest doubling of the least that cuts at most `MOST_CUT`."""
-    limits = sorted({len(sample.tokens) for sample in samples if sample.truncated})
-    wholes = [(len(sample.tokens), len(sample.tokens) + sample.truncated) for sample in samples]
-    total, length, share = sum(whole for _, whole in wholes), limits[0], 1.0
-    while share > MOST_CUT:
-        length *= 2
-        share = sum(max(0, whole - max(length, kept)) for kept, whole in wholes) / total
-    shown = " or ".join(f"{limit:,}" for limit in limits)
-    return shown, f"raise sequence_length ({length:,} would cut {share:.0%})"
+    return (f"more than {MOST_CUT:.0%} of the tokens are cut in {names}{more}; raise their sequence_length",)

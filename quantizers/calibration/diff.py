@@ -9,30 +9,26 @@ from pathlib import Path
 from typing import Any
 
 from .samples import CalibrationData, Row, Sample, by_category, row_of
-from .set import KINDS, CalibrationSet, DataSource, FromColumn, Kind, read_set
+from .set import KINDS, CalibrationSet, read_set
 
 Change = tuple[Any, Any]  # before, after
-COUNTS = {"texts": "samples", "tokens": "tokens"}  # here, and in samples.py
+SETTINGS = "set"  # the entry of a file that has its keys at the top
 
 
 @dataclass(frozen=True)
 class SetDiff:
-    """The changes from one set's file to another's; parts without changes are empty.
+    """The changes from one set's file to another's.
+
+    Sources are named by dataset, subset and split, languages by kind and name.
 
     Attributes:
-        settings: name, sequence_length, seed and languages.required, by key.
-        languages: names of added and of removed languages, by kind.
-        added, removed: sources as `dataset subset split`, with their number of samples.
-        changed: for each source in both sets, the keys that differ.
-        samples: number of samples by category; `all` if a source of the category takes all rows.
+        added, removed: the keys of each source or language that only one of the files has; a language has none.
+        changed: for each source in both, and for the `set` itself, the keys that differ.
     """
 
-    settings: dict[str, Change]
-    languages: dict[Kind, tuple[list[str], list[str]]]
-    added: dict[str, int | str]
-    removed: dict[str, int | str]
+    added: dict[str, dict[str, Any]]
+    removed: dict[str, dict[str, Any]]
     changed: dict[str, dict[str, Change]]
-    samples: dict[str, Change]
 
     def __bool__(self) -> bool:
         return any(asdict(self).values())
@@ -46,15 +42,14 @@ class TextsDiff:
 
     Attributes:
         tokenizer: the folder or Hub id of the model whose tokenizer counted the tokens.
-        texts, tokens: of the whole sets.
-        categories: texts and tokens of each category in which one of the two differs, by name.
+        total: counts of the whole sets, see `row_of`.
+        categories: the same of each category in which one of them differs, by name.
         gained, lost: place, category and tokens of each text that only the second, or only the first set has, in order.
     """
 
     tokenizer: str
-    texts: Change
-    tokens: Change
-    categories: dict[str, dict[str, Change]]
+    total: tuple[Row, Row]
+    categories: dict[str, tuple[Row, Row]]
     gained: tuple[dict[str, Any], ...]
     lost: tuple[dict[str, Any], ...]
 
@@ -68,76 +63,43 @@ def diff_sets(before: Path, after: Path) -> SetDiff:
     Raises:
         CalibrationError: one of the sets is wrong.
     """
-    sets = read_set(before), read_set(after)
-    old, new = map(_by_name, sets)
-    both = [name for name in old if name in new]
-    changed = {name: _changes(old[name].model_dump(), new[name].model_dump()) for name in both}
+    old, new = _entries(read_set(before)), _entries(read_set(after))
+    changes = {
+        name: {key: (value, new[name][key]) for key, value in keys.items() if value != new[name][key]}
+        for name, keys in old.items()
+        if name in new
+    }
     return SetDiff(
-        settings=_changes(*map(_settings, sets)),
-        languages=_languages(*sets),
-        added={name: new[name].samples for name in _without(new, old)},
-        removed={name: old[name].samples for name in _without(old, new)},
-        changed={name: changes for name, changes in changed.items() if changes},
-        samples=_changes(*map(_category_samples, sets)),
+        added={name: keys for name, keys in new.items() if name not in old},
+        removed={name: keys for name, keys in old.items() if name not in new},
+        changed={name: change for name, change in changes.items() if change},
     )
+
+
+def _entries(calibration: CalibrationSet) -> dict[str, dict[str, Any]]:
+    """The keys of the set, of its languages and of its sources; a second source of one name is called `… (2)`."""
+    settings = calibration.model_dump(exclude={"sources", "languages"})
+    entries = {SETTINGS: settings | {"languages.required": calibration.languages.required}}
+    entries |= {f"{kind} {name}": {} for kind in KINDS for name in calibration.languages.of(kind)}
+    counts: Counter[str] = Counter()
+    for source in calibration.sources:
+        name = " ".join(filter(None, (source.dataset, source.subset, source.split)))
+        counts[name] += 1
+        entries[name if counts[name] == 1 else f"{name} ({counts[name]})"] = source.model_dump()
+    return entries
 
 
 def diff_texts(old: CalibrationData, new: CalibrationData, tokenizer: str) -> TextsDiff:
     """Compare two sets that were loaded with the same tokenizer."""
     before, after, none = by_category(old), by_category(new), row_of(())
-
-    def change(first: Row, second: Row) -> dict[str, Change]:
-        return {key: (first[count], second[count]) for key, count in COUNTS.items()}
-
-    changes = {name: change(before.get(name, none), after.get(name, none)) for name in sorted({*before, *after})}
+    rows = {name: (before.get(name, none), after.get(name, none)) for name in sorted({*before, *after})}
     return TextsDiff(
         tokenizer=tokenizer,
-        **change(row_of(old.samples), row_of(new.samples)),
-        categories={name: row for name, row in changes.items() if any(old != new for old, new in row.values())},
+        total=(row_of(old.samples), row_of(new.samples)),
+        categories={name: (first, second) for name, (first, second) in rows.items() if first != second},
         gained=_missing_in(old.samples, new.samples),
         lost=_missing_in(new.samples, old.samples),
     )
-
-
-def _changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Change]:
-    return {key: (old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)}
-
-
-def _settings(calibration: CalibrationSet) -> dict[str, Any]:
-    settings = calibration.model_dump(exclude={"sources", "languages"})
-    return settings | {"languages.required": calibration.languages.required}
-
-
-def _languages(old: CalibrationSet, new: CalibrationSet) -> dict[Kind, tuple[list[str], list[str]]]:
-    lists = {kind: (old.languages.of(kind), new.languages.of(kind)) for kind in KINDS}
-    changes = {kind: (_without(after, before), _without(before, after)) for kind, (before, after) in lists.items()}
-    return {kind: change for kind, change in changes.items() if any(change)}
-
-
-def _without(names: Iterable[str], others: Iterable[str]) -> list[str]:
-    return [name for name in names if name not in others]
-
-
-def _by_name(calibration: CalibrationSet) -> dict[str, DataSource]:
-    """Sources by what they read; a second source that reads the same is called `… (2)`."""
-    counts: Counter[str] = Counter()
-    sources = {}
-    for source in calibration.sources:
-        name = " ".join(part for part in (source.dataset, source.subset, source.split) if part)
-        counts[name] += 1
-        sources[name if counts[name] == 1 else f"{name} ({counts[name]})"] = source
-    return sources
-
-
-def _category_samples(calibration: CalibrationSet) -> dict[str, Any]:
-    """The number of samples of each category, or `all`."""
-    totals: dict[str, Any] = {}
-    for source in calibration.sources:
-        category = source.category
-        name = f"column {category.column}" if isinstance(category, FromColumn) else category
-        before = totals.get(name, 0)
-        totals[name] = "all" if "all" in (before, source.samples) else before + source.samples
-    return totals
 
 
 def _missing_in(others: Iterable[Sample], samples: Iterable[Sample]) -> tuple[dict[str, Any], ...]:

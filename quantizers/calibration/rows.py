@@ -22,6 +22,7 @@ from quantizers.system.package_data import shipped
 from .set import CalibrationSet, DataSource, FromColumn, seeded, source_lines
 
 BUFFERED_ROWS = 8  # rows in the shuffle buffer of a streamed dataset, per sample asked for
+NAMED = 5  # unreachable sources that a message names at most
 TIMEOUT = 10.0  # seconds to wait for the Hub's answer about one dataset
 
 Result = TypeVar("Result")
@@ -43,7 +44,7 @@ class SourceError(Exception):
 
 
 class Unreachable(SourceError):
-    """The Hub cannot be reached now; the cache may have the data. `reason` is what the connection failed with."""
+    """The Hub cannot be reached now; the cache may have the data."""
 
 
 @dataclass(frozen=True)
@@ -254,10 +255,10 @@ def _explanation(failure: Exception, source: DataSource) -> SourceError:
         return SourceError(name, "no such dataset on the Hub", remedy)
     overloaded = isinstance(failure, errors.HfHubHTTPError) and failure.response.status_code in (429, *range(500, 600))
     if overloaded or isinstance(failure, (ConnectionError, TimeoutError, httpx.TransportError)):
-        remedy = "check the network, or take the shipped set embedded, which needs none (with a recipe: "
+        remedy = "check the network, or take the shipped set embedded, which needs none (--calibration embedded)"
         offline = isinstance(failure, errors.OfflineModeIsEnabled)
         reason = "HF_HUB_OFFLINE is set" if offline else _short(failure)
-        return Unreachable(name, reason, f"{remedy}--calibration embedded)")
+        return Unreachable(name, f"cannot be reached ({reason})", remedy)
     reason = f"cannot be loaded ({_short(failure)})"
     return SourceError(name, reason, "correct the source's subset, split or revision")
 
@@ -296,9 +297,8 @@ def for_each_source(
     """Call `work(index, source)` for every source in threads; returns the results in the set's order.
 
     Raises:
-        CalibrationError: one line for each reason, naming the set's file and line and every source that failed so; and
-            one line for all sources on the Hub that cannot be reached. A note of the exception, which a traceback
-            shows, has a line for each of them.
+        CalibrationError: one line for each reason, naming the set's file and line and the sources that failed so; and
+            one line for all sources on the Hub that cannot be reached.
     """
     failures: dict[int, SourceError] = {}
 
@@ -312,29 +312,20 @@ def for_each_source(
     with ThreadPoolExecutor(max_workers=workers) as pool:
         results = list(pool.map(attempt, range(len(calibration.sources))))
     if failures:
-        asked = sum(not source.is_local for source in calibration.sources)
-        raise _error(dict(sorted(failures.items())), asked, path)
+        raise _error(dict(sorted(failures.items())), path)
     return [result for result in results if result is not None]
 
 
-def _error(failures: dict[int, SourceError], asked: int, path: Path) -> CalibrationError:
-    lines, groups = source_lines(path), dict[tuple[str, str], list[int]]()
-    unreachable = [index for index, failure in failures.items() if isinstance(failure, Unreachable)]
+def _error(failures: dict[int, SourceError], path: Path) -> CalibrationError:
+    lines, groups = source_lines(path), dict[object, list[int]]()
     for index, failure in failures.items():
-        if index not in unreachable:
-            groups.setdefault((failure.reason, failure.remedy), []).append(index)
+        # Usually there is no network, and one source says so as well as fifty.
+        together = isinstance(failure, Unreachable)
+        groups.setdefault(Unreachable if together else (failure.reason, failure.remedy), []).append(index)
     messages = []
-    for (reason, remedy), (first, *others) in groups.items():
-        subjects = [failures[first].subject, *(f"{failures[n].subject} (line {lines[n]})" for n in others)]
-        messages.append(f"{path}:{lines[first]}: {', '.join(subjects)}: {reason}; {remedy}")
-    if unreachable:  # one line: usually there is no network, and one source says so as well as fifty
-        one, several = failures[unreachable[0]], len(unreachable) > 1
-        messages.append(
-            f"{path}:{lines[unreachable[0]]}: {len(unreachable)} of {asked} sources on the Hub cannot be reached "
-            f"({'first: ' if several else ''}{one.subject}: {one.reason}); {one.remedy}"
-            f"{'; --debug lists them' if several else ''}"
-        )
-    error = CalibrationError("\n".join(messages))
-    for index in unreachable:
-        error.add_note(f"{path}:{lines[index]}: {failures[index].subject}: {failures[index].reason}")
-    return error
+    for cause, (first, *others) in groups.items():
+        failure, shown = failures[first], others[: NAMED - 1] if cause is Unreachable else others
+        subjects = [failure.subject, *(f"{failures[index].subject} (line {lines[index]})" for index in shown)]
+        more = f" and {len(others) - len(shown)} more" if len(others) > len(shown) else ""
+        messages.append(f"{path}:{lines[first]}: {', '.join(subjects)}{more}: {failure.reason}; {failure.remedy}")
+    return CalibrationError("\n".join(messages))

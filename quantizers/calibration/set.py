@@ -41,11 +41,6 @@ Russian ru, Spanish es, Swedish sv, Thai th, Turkish tr, Ukrainian uk, Urdu ur, 
 CODES: dict[str, str] = dict(pair.split() for pair in _CODES.split(","))  # ISO 639-1, by a language's everyday name
 
 
-def language_code(name: str) -> str | None:
-    """The ISO 639-1 code of a spoken language, in upper or lower case; None for one that is not in the table."""
-    return CODES.get(name.title())
-
-
 def slug(name: str) -> str:
     """A language's name as the second part of a category: `cpp` for `C++`, `bash-shell` for `Bash/Shell`."""
     words = name.lower().replace("++", "pp").replace("#", "sharp")
@@ -153,7 +148,7 @@ class DataSource(Strict):
     row is counted and the next one used; with `all` it is an error."""
     sequence_length: Annotated[int, Field(ge=2)] | None = None
     """Overrides the set's; a larger one makes [long texts](#samples-and-their-lengths)."""
-    category: str | FromColumn
+    category: Annotated[str, Field(pattern=r"\S")] | FromColumn
     """Category of the samples in every table: `math`, `code/rust`, `code/{programming_language}`, or
     `{column: NAME}` to read it from each row."""
     prompt: str | None = None
@@ -180,21 +175,6 @@ class DataSource(Strict):
         if not dataset.endswith(LOCAL_SUFFIXES) and not _HUB_ID.fullmatch(dataset):
             raise ValueError(f"neither a Hub id nor a file in {', '.join(LOCAL_SUFFIXES)}")
         return dataset
-
-    @field_validator("samples", mode="before")
-    @classmethod
-    def _positive_or_all(cls, samples: Any) -> Any:
-        if samples != "all" and (not isinstance(samples, int) or isinstance(samples, bool) or samples < 1):
-            raise ValueError("must be a whole number from 1, or all")
-        return samples
-
-    @field_validator("category", mode="before")
-    @classmethod
-    def _name_or_column(cls, category: Any) -> Any:
-        named = isinstance(category, str) and category.strip()
-        if not named and not (isinstance(category, dict) and set(category) == {"column"}):
-            raise ValueError("must be a name, or {column: NAME} to read it from the data")
-        return category
 
     @field_validator("prompt", "category")
     @classmethod
@@ -231,15 +211,8 @@ class CalibrationSet(Strict):
     """Decides which rows are sampled, and which language is assigned to which sample."""
     languages: Languages = Languages()
     """The languages that prompts assign and reports count, by their everyday names."""
-    sources: Annotated[tuple[DataSource, ...], Field(strict=False)]
+    sources: Annotated[tuple[DataSource, ...], Field(strict=False, min_length=1)]
     """At least one source of texts."""
-
-    @field_validator("sources")
-    @classmethod
-    def _at_least_one(cls, sources: tuple[DataSource, ...]) -> tuple[DataSource, ...]:
-        if not sources:
-            raise ValueError("must name at least one source")
-        return sources
 
     @model_validator(mode="after")
     def _languages_to_assign(self) -> CalibrationSet:

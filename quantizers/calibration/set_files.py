@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,18 +17,7 @@ from quantizers.system.strict_yaml import dump
 from .lock import lock_path
 from .row_formats import Rejected, read_row
 from .rows import Row, SourceError, file_rows, local_file
-from .set import (
-    CODES,
-    KINDS,
-    LOCAL_SUFFIXES,
-    CalibrationSet,
-    DataSource,
-    Kind,
-    Shape,
-    claimed_language,
-    read_set,
-    slug,
-)
+from .set import LOCAL_SUFFIXES, DataSource, Shape, read_set, slug
 
 
 def rows() -> list[dict[str, str]]:
@@ -36,28 +26,15 @@ def rows() -> list[dict[str, str]]:
 
 
 def _row(path: Path) -> dict[str, str]:
-    calibration = read_set(path)
-    local = sum(source.is_local for source in calibration.sources)
-    hub = len(calibration.sources) - local
-    places = [f"{local} local" if local else "", f"{hub} on the Hub" if hub else ""]
-    return {
-        "name": path.stem,
-        "samples": _samples(calibration, path.parent),
-        "sources": ", ".join(filter(None, places)),
-        "about": _about(path),
-    }
-
-
-def _samples(calibration: CalibrationSet, folder: Path) -> str:
-    """Number of samples of a set; unknown for a Hub dataset of which it uses all rows."""
+    sources = read_set(path).sources
+    local = sum(source.is_local for source in sources)
+    places = [f"{local} local" if local else "", f"{len(sources) - local} on the Hub" if local < len(sources) else ""]
     counts = [
-        source.samples
-        if source.samples != "all" or not source.is_local
-        else len(file_rows(local_file(source, folder), source.dataset))
-        for source in calibration.sources
+        len(file_rows(local_file(source, path.parent), source.dataset)) if source.samples == "all" else source.samples
+        for source in sources
     ]
-    total = sum(count for count in counts if count != "all")
-    return f"{total:,} and more" if "all" in counts else f"{total:,}"
+    samples, about = f"{sum(counts):,}", _about(path)
+    return {"name": path.stem, "samples": samples, "sources": ", ".join(filter(None, places)), "about": about}
 
 
 def _about(path: Path) -> str:
@@ -133,20 +110,18 @@ def new_set(path: Path, data: Path | None) -> tuple[dict[Path, bytes], list[str]
             rows, notes = file_rows(data, str(data)), []
         except SourceError as failure:
             raise CalibrationError(f"{failure.subject}: {failure.reason}; {failure.remedy}") from None
-    source, unusable = _readable(rows, data)
-    if unusable:
-        place, reason = unusable[0]
-        notes.append(f"{len(unusable)} of {len(rows)} rows cannot be used ({reason}, first at {place})")
-    text = _text(path, data, source, len(unusable), rows)
-    return {path: text.encode(), **contents}, notes
+    source, usable = _readable(rows, data)
+    if usable < len(rows):
+        notes.append(f"{len(rows) - usable} of {len(rows)} rows cannot be used as {source.shape}")
+    return {path: _text(path, data, source, usable, rows).encode(), **contents}, notes
 
 
-def _readable(rows: Sequence[Row], data: Path) -> tuple[DataSource, list[tuple[str, str]]]:
-    """The shape and columns that read most rows, the first of equal ones; place and reason of each row left over."""
+def _readable(rows: Sequence[Row], data: Path) -> tuple[DataSource, int]:
+    """The shape and columns that read most rows, the first of equal ones; and how many they read."""
     present = list(dict.fromkeys(column for row in rows for column in row.values))
-    tried = [(source, _unusable(rows, source)) for source in _candidates(present, rows[0].values)]
-    best = min(tried, key=lambda found: len(found[1]), default=None)
-    if best is None or len(best[1]) == len(rows):
+    read = [(source, _usable(rows, source)) for source in _candidates(present, rows[0].values)]
+    best = max(read, key=lambda one: one[1], default=None)
+    if best is None or not best[1]:
         raise CalibrationError(
             f"{data}: no shape fits its columns ({', '.join(present)}); name them as in docs/calibration.md, Shapes"
         )
@@ -171,35 +146,31 @@ def _candidates(present: Sequence[str], first: dict[str, Any]) -> Iterator[DataS
         yield source("text", column)
 
 
-def _unusable(rows: Sequence[Row], source: DataSource) -> list[tuple[str, str]]:
-    unusable = []
+def _usable(rows: Sequence[Row], source: DataSource) -> int:
+    usable = 0
     for row in rows:
-        try:
+        with contextlib.suppress(Rejected):
             read_row(row.values, source, "0")
-        except Rejected as reason:
-            unusable.append((row.place, str(reason)))
-    return unusable
+            usable += 1
+    return usable
 
 
-def _text(path: Path, data: Path, source: DataSource, unusable: int, rows: Sequence[Row]) -> str:
+def _text(path: Path, data: Path, source: DataSource, usable: int, rows: Sequence[Row]) -> str:
     categories = [row.values.get(CATEGORY) for row in rows]
-    named = [category for category in categories if isinstance(category, str) and category.strip()]
-    own = len(named) == len(rows)
+    named = all(isinstance(category, str) and category.strip() for category in categories)
     relative = os.path.relpath(data.absolute(), path.absolute().parent)
-    listed = _languages(named) if own else {}
-    example = "# languages: {programming: [Rust, C++], spoken: [Hindi], required: true}"
     return f"""\
 # A calibration set. All keys are in docs/calibration.md of moe-quantizers; `quantize calibration schema` prints them.
 {_line("name", path.stem)}
 sequence_length: 2048            # tokens at which a text is cut
 seed: 42                         # decides which rows a number of samples takes
-{_line("languages", listed) if listed else example}
+# languages: {{programming: [Rust, C++], spoken: [Hindi], required: true}}
 sources:
   - {_line("dataset", relative if relative.startswith("..") else f"./{relative}")}
     {_line("columns", list(source.columns))}
     shape: {source.shape}
-    samples: {len(rows) - unusable if unusable else "all"}                 # all, or how many
-    {_line("category", {"column": CATEGORY} if own else slug(data.stem) or "text")}
+    samples: {usable if usable < len(rows) else "all"}                 # all, or how many
+    {_line("category", {"column": CATEGORY} if named else slug(data.stem) or "text")}
   # - dataset: HuggingFaceH4/no_robots     # a data set on the Hub
   #   columns: [messages]
   #   shape: chat                  # text | prompt-answer | chat | sharegpt | code-contests
@@ -211,16 +182,3 @@ sources:
 def _line(key: str, value: Any) -> str:
     """A key and its value in one line of YAML."""
     return dump({key: value}, width=10_000, short_in_one_line=not isinstance(value, str)).rstrip("\n")
-
-
-def _languages(categories: Sequence[str]) -> dict[Kind, list[str]]:
-    """The languages that categories name, by the names of the shipped lists where those have them."""
-    lists = read_set(shipped("calibration") / "embedded.yaml").languages
-    known = {slug(name): name for name in (*lists.programming, *lists.spoken, *CODES)}
-    found: dict[Kind, dict[str, str]] = {kind: {} for kind in KINDS}
-    for category in categories:
-        kind, slugs = claimed_language(category) or (None, set[str]())
-        if kind:
-            name = next((known[each] for each in sorted(slugs) if each in known), category.split("/")[1])
-            found[kind].setdefault(slug(name), name)
-    return {kind: list(names.values()) for kind, names in found.items() if names}

@@ -17,7 +17,7 @@ from .check import SetReport
 from .diff import SetDiff, TextsDiff
 from .load_set import load_set
 from .render import Renderer
-from .samples import CalibrationData, Sample
+from .samples import CalibrationData, Row, Sample
 from .set import KINDS
 
 MOST = 20  # findings, texts or names that are shown; JSON has all of them
@@ -76,7 +76,7 @@ def _categories(report: SetReport) -> Table:
     table.add_column("sources", overflow="fold")
     for row in report.categories:
         figures = (row[key] for key in ("samples", "tokens", "median", "maximum", "truncated"))
-        share = f"{row['cut_share']:.0%}" if row["cut"] else ""
+        share = f"{row['cut_share']:.0%}" if row["truncated"] else ""
         table.add_row(row["category"], *(f"{figure:,}" for figure in figures), share, ", ".join(row["sources"]))
     return table
 
@@ -88,41 +88,34 @@ def _languages(kind: str, counts: Mapping[str, int]) -> Text:
     return line
 
 
-def render_diff(diff: SetDiff, texts: TextsDiff | None = None, note: str = "") -> RenderableType:
+def render_diff(diff: SetDiff, texts: TextsDiff | None = None) -> RenderableType:
     """A difference as lines, `+` for what was added, `-` for what was removed, and as a table by category.
 
     Args:
         texts: of the loaded sets; None if they were not loaded.
-        note: why they were not.
     """
-    lines = [f"{key}: {before} -> {after}" for key, (before, after) in diff.settings.items()]
-    for kind, (added, removed) in diff.languages.items():
-        lines += [f"+ {kind} {name}" for name in added] + [f"- {kind} {name}" for name in removed]
-    lines += [f"+ {name}: {samples} samples" for name, samples in diff.added.items()]
-    lines += [f"- {name}: {samples} samples" for name, samples in diff.removed.items()]
+    lines = [f"{sign} {name}" for sign, names in (("+", diff.added), ("-", diff.removed)) for name in names]
     for name, changes in diff.changed.items():
         lines += [f"  {name}: {key}: {before} -> {after}" for key, (before, after) in changes.items()]
-    if texts is None:  # otherwise the table has the numbers that were really taken
-        lines += [f"  samples of {name}: {old or 0} -> {new or 0}" for name, (old, new) in diff.samples.items()]
     if not diff:
         lines = ["no difference" if texts is None else "no difference between the files"]
-    parts = [*map(_signed, lines), *(_texts(texts) if texts is not None else ())]
-    return Group(*parts, *([Text(note, style="yellow")] if note else []))
+    return Group(*map(_signed, lines), *(_texts(texts) if texts is not None else ()))
 
 
 def _texts(texts: TextsDiff) -> list[RenderableType]:
     """Texts and tokens before and after: of the set, of each category that changed, and the texts themselves."""
+    samples, tokens = (_change(texts.total, count) for count in ("samples", "tokens"))
     total = (
-        f"texts: {_change(texts.texts)} ({len(texts.gained):,} gained, {len(texts.lost):,} lost); "
-        f"tokens: {_change(texts.tokens)}, counted with the tokenizer of {texts.tokenizer}"
+        f"texts: {samples} ({len(texts.gained):,} gained, {len(texts.lost):,} lost); "
+        f"tokens: {tokens}, counted with the tokenizer of {texts.tokenizer}"
     )
     parts: list[RenderableType] = [Text(total if texts else f"the same texts; {total}")]
     if texts.categories:
         table = Table("category")
         table.add_column("texts", justify="right")
         table.add_column("tokens", justify="right")
-        for name, changes in texts.categories.items():
-            table.add_row(name, _change(changes["texts"]), _change(changes["tokens"]))
+        for name, rows in texts.categories.items():
+            table.add_row(name, _change(rows, "samples"), _change(rows, "tokens"))
         parts.append(table)
     for sign, members in (("+", texts.gained), ("-", texts.lost)):
         lines = (f"{text['place']} ({text['category']}, {text['tokens']:,} tokens)" for text in members)
@@ -134,8 +127,8 @@ def _signed(line: str) -> Text:
     return Text(line, style={"+": "green", "-": "red"}.get(line[0], ""))
 
 
-def _change(change: tuple[int, int]) -> str:
-    before, after = change
+def _change(rows: tuple[Row, Row], count: str) -> str:
+    before, after = (row[count] for row in rows)
     return f"{before:,}" if before == after else f"{before:,} -> {after:,}"
 
 
@@ -188,15 +181,8 @@ def _chosen(data: CalibrationData, source: str | None, category: str | None) -> 
     ]
     if not chosen:
         asked = " and ".join(text for text in (source and f"source {source}", category) if text)
-        sources = _some({sample.source for sample in data.samples})
-        families = _some({sample.category.partition("/")[0] for sample in data.samples})
-        raise InputError(f"{data.name}: no sample of {asked}; it has {families}, from {sources}")
+        raise InputError(f"{data.name}: no sample of {asked}; the check's table lists its categories and sources")
     return chosen
-
-
-def _some(names: set[str]) -> str:
-    more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
-    return ", ".join(sorted(names)[:MOST]) + more
 
 
 def render_samples(samples: Iterable[Mapping[str, Any]]) -> RenderableType:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from quantizers.system.errors import CalibrationError, InputError
+from quantizers.system.errors import InputError
 
 from .options import GATE_FAILED, DebugOption, JsonOption, TrustOption, emit, show_rich
 
 if TYPE_CHECKING:
-    from quantizers.calibration.diff import TextsDiff
     from quantizers.recipe.schema import Recipe
 
 
@@ -48,16 +46,7 @@ def calibration_(context: typer.Context, as_json: JsonOption = False, debug: Deb
     Example: quantize calibration embedded
     """
     if context.invoked_subcommand is None:
-        _list(as_json)
-
-
-def _list(as_json: bool) -> None:
-    from quantizers.calibration.set_files import rows
-    from quantizers.system.formatting import text_table
-
-    listed = rows()
-    header = ("name", "samples", "sources", "about")
-    emit({"sets": listed}, as_json, text_table(header, [[row[key] for key in header] for row in listed]))
+        list_sets(as_json)
 
 
 @calibration.command()
@@ -103,12 +92,13 @@ def check(
 
     if not show and (source is not None or category is not None):
         raise InputError("--source and --category choose what --show prints; add --show N")
-    counting = counting_of(tokenizer, recipe, trust_remote_code)
-    path, other = _sets(set_, held_out, counting.recipe)
-    report = check_set(path, held_out=other, workers=workers, **counting.arguments)
-    data, shown = report.as_json(), render(report, counting.about)
+    given = named(recipe)
+    counting, about = counting_of(tokenizer, given, trust_remote_code)
+    path, other = _sets(set_, held_out, given)
+    report = check_set(path, held_out=other, workers=workers, **counting)
+    data, shown = report.as_json(), render(report, about)
     if show:
-        samples = show_samples(path, show, source=source, category=category, **counting.arguments)
+        samples = show_samples(path, show, source=source, category=category, **counting)
         data |= {"samples": samples}
         shown = Group(shown, render_samples(samples))
     show_rich(data, as_json, shown)
@@ -122,7 +112,12 @@ def list_sets(as_json: JsonOption = False, debug: DebugOption = False) -> None:
 
     Example: quantize calibration list
     """
-    _list(as_json)
+    from quantizers.calibration.set_files import rows
+    from quantizers.system.formatting import text_table
+
+    listed = rows()
+    header = ("name", "samples", "sources", "about")
+    emit({"sets": listed}, as_json, text_table(header, [[row[key] for key in header] for row in listed]))
 
 
 @calibration.command()
@@ -159,7 +154,7 @@ def new(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Write a commented set for a file of texts, whose row format, columns and languages are detected.
+    """Write a commented set for a file of texts, whose row format and columns are detected.
 
     Example: quantize calibration new mine.yaml --data texts.jsonl
     """
@@ -209,16 +204,19 @@ def diff(
     """
     from dataclasses import asdict
 
-    from quantizers.calibration.diff import diff_sets
+    from quantizers.calibration.diff import diff_sets, diff_texts
+    from quantizers.calibration.load_set import load_set
     from quantizers.calibration.view import render_diff
     from quantizers.recipe.read import find_set
 
     paths = find_set(before, "embedded"), find_set(after, "embedded")
-    difference, texts, note = diff_sets(*paths), None, ""
+    difference, texts = diff_sets(*paths), None
     if not files_only:
-        texts, note = _texts_diff(*paths, counting_of(tokenizer, recipe, trust_remote_code), workers)
-    data = asdict(difference) | {"texts": None if texts is None else asdict(texts), "note": note}
-    show_rich(data, as_json, render_diff(difference, texts, note))
+        counting, _ = counting_of(tokenizer, named(recipe), trust_remote_code)
+        old, new = (load_set(path, **counting, workers=workers, require_languages=False) for path in paths)
+        texts = diff_texts(old, new, counting["tokenizer"])
+    data = asdict(difference) | {"texts": None if texts is None else asdict(texts)}
+    show_rich(data, as_json, render_diff(difference, texts))
 
 
 @calibration.command()
@@ -231,24 +229,6 @@ def schema(as_json: JsonOption = False, debug: DebugOption = False) -> None:
     from quantizers.system.schema import json_schema
 
     print(json_schema(CalibrationSet, "Calibration set of quantize"), end="")  # JSON in any case
-
-
-def _texts_diff(before: Path, after: Path, counting: Counting, workers: int) -> tuple[TextsDiff | None, str]:
-    """The difference of the loaded sets; or None and why, if data sets on the Hub cannot be loaded."""
-    from quantizers.calibration.diff import diff_texts
-    from quantizers.calibration.load_set import load_set
-    from quantizers.calibration.set import read_set
-
-    loaded = []
-    for path in (before, after):
-        try:
-            loaded.append(load_set(path, **counting.arguments, workers=workers, require_languages=False))
-        except CalibrationError:
-            if all(source.is_local for source in read_set(path).sources):
-                raise
-            why = f"{path} reads the Hub and cannot be loaded now (`quantize calibration {path}` says why)"
-            return None, f"texts and tokens are not compared: {why}"
-    return diff_texts(loaded[0], loaded[1], counting.arguments["tokenizer"]), ""
 
 
 def _sets(name: str | None, held_out: str | None, recipe: tuple[Recipe, Path] | None) -> tuple[Path, Path | None]:
@@ -270,33 +250,29 @@ def _sets(name: str | None, held_out: str | None, recipe: tuple[Recipe, Path] | 
     return path, None if other.is_file() and other.samefile(path) else other
 
 
-@dataclass(frozen=True)
-class Counting:
-    """The tokenizer that counts the tokens, and a note about it.
+def named(recipe: str | None) -> tuple[Recipe, Path] | None:
+    """The recipe of `--recipe` with its path; None if the option was not given."""
+    from quantizers.recipe.read import read_recipe
 
-    Attributes:
-        arguments: tokenizer, revision and trust_remote_code, as `load_set` takes them.
-        recipe: the recipe that was given, with its path.
+    return None if recipe is None else read_recipe(recipe)
+
+
+def counting_of(
+    tokenizer: str | None, recipe: tuple[Recipe, Path] | None, trust_remote_code: bool
+) -> tuple[dict[str, Any], str]:
+    """The tokenizer that counts tokens, as the arguments of `load_set`, and a note about it.
+
+    It is the named one, or the recipe's, or the tiny model's.
     """
-
-    arguments: dict[str, Any]
-    about: str
-    recipe: tuple[Recipe, Path] | None
-
-
-def counting_of(tokenizer: str | None, recipe: str | None, trust_remote_code: bool = False) -> Counting:
-    """The named tokenizer, or the recipe's, or the tiny model's."""
-    from quantizers.recipe.read import read_recipe, source_location
+    from quantizers.recipe.read import source_location
     from quantizers.system.package_data import shipped
 
-    named = None if recipe is None else read_recipe(recipe)
     if tokenizer is not None:
-        return Counting({"tokenizer": tokenizer, "trust_remote_code": trust_remote_code}, "", named)
-    if named is None:
-        tiny = {"tokenizer": str(shipped("models") / "tiny-minimax-m2")}
+        return {"tokenizer": tokenizer, "trust_remote_code": trust_remote_code}, ""
+    if recipe is None:
         about = "; a large model's makes fewer tokens of a text (--recipe RECIPE or --tokenizer MODEL counts with it)"
-        return Counting(tiny, about, None)
-    source = named[0].source
+        return {"tokenizer": str(shipped("models") / "tiny-minimax-m2")}, about
+    source = recipe[0].source
     trusted = trust_remote_code or source.trusts_tokenizer
-    arguments = {"revision": source.revision, "trust_remote_code": trusted}
-    return Counting({"tokenizer": source_location(*named)} | arguments, ", the recipe's source", named)
+    arguments = {"tokenizer": source_location(*recipe), "revision": source.revision, "trust_remote_code": trusted}
+    return arguments, ", the recipe's source"

@@ -56,12 +56,6 @@ def options(
         raise InputError("--json stands behind a command, as in `quantize plan RECIPE --json`")
 
 
-def _quiet() -> None:
-    """Keep libraries' progress bars and notes out of our output; their warnings and errors are still shown."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-
 app.command()(run.run)
 app.command()(plan.plan)
 app.command()(verify.verify)
@@ -77,7 +71,9 @@ app.add_typer(calibration.calibration, name="calibration")
 
 def main() -> None:
     """Entry point. Every error is printed as one line and gives an exit code; a traceback only with --debug."""
-    _quiet()
+    # No progress bars and notes of libraries between our output; their warnings and errors are still shown.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     dist = ProcessGroup()
     try:
         with stoppable(), ordered():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,22 +12,18 @@ import typer
 
 from quantizers.system.errors import InputError
 from quantizers.system.files import json_finite
+from quantizers.system.package_data import shipped_names
 
 GATE_FAILED = 3
 
 
-def _recipe_names(begun: str) -> list[str]:
-    """Shipped recipes whose names start with `begun`, for the shell's completion."""
-    from quantizers.system.package_data import shipped_names
+def _shipped(folder: str) -> Callable[[str], list[str]]:
+    """For the shell's completion: a function from the beginning of a word to the shipped files named so."""
 
-    return [name for name in shipped_names("recipes") if name.startswith(begun)]
+    def names(begun: str) -> list[str]:
+        return [name for name in shipped_names(folder) if name.startswith(begun)]
 
-
-def _set_names(begun: str) -> list[str]:
-    """Shipped calibration sets whose names start with `begun`, for the shell's completion."""
-    from quantizers.system.package_data import shipped_names
-
-    return [name for name in shipped_names("calibration") if name.startswith(begun)]
+    return names
 
 
 RecipeArgument = Annotated[
@@ -34,7 +31,7 @@ RecipeArgument = Annotated[
     typer.Argument(
         metavar="RECIPE",
         help="a recipe file, the name of a shipped recipe, or the Hub id of a model that has one",
-        autocompletion=_recipe_names,
+        autocompletion=_shipped("recipes"),
     ),
 ]
 SourceOption = Annotated[
@@ -60,7 +57,7 @@ CalibrationOption = Annotated[
         "--calibration",
         metavar="SET",
         help="calibration set to use instead of the recipe's: a file, or the name of a shipped set",
-        autocompletion=_set_names,
+        autocompletion=_shipped("calibration"),
     ),
 ]
 TrustOption = Annotated[

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -48,17 +47,14 @@ def publish(
     """Check a finished checkpoint and upload it to the Hub.
 
     Afterwards the Hub's hashes are compared with the local ones. Every file must have the hash recorded in
-    report.json, and every gate must have passed. If the report has no hashes, the checkpoint is compared with its
-    source. The model card's commands then name the repository. An interrupted upload resumes when the command is
-    repeated. The token is that of `hf auth login` or HF_TOKEN.
+    report.json, and every gate must have passed. The model card's commands then name the repository. An interrupted
+    upload resumes when the command is repeated. The token is that of `hf auth login` or HF_TOKEN.
 
     Example: quantize publish out/tiny --repo me/tiny-minimax-m2-FP8-INT4 --dry-run
     """
     from quantizers.cli.tables.commands import dry_run_table, published_table
     from quantizers.hub.publish import publish as check_and_upload
 
-    if not dry_run:
-        license, base_model = _completed(folder, repo, license, base_model)
     found = check_and_upload(
         folder,
         repo,
@@ -75,22 +71,3 @@ def publish(
     emit(found.figures, as_json, (published_table if found.uploaded else dry_run_table)(found.figures))
     if not found.passed:
         raise typer.Exit(GATE_FAILED)
-
-
-def _completed(folder: Path, repo: str, license: str | None, base_model: str | None) -> tuple[str | None, str | None]:
-    """Licence and base model, where the card would lack one: asked for on a terminal, elsewhere named."""
-    from eval.report.model_card import front_matter
-    from quantizers.hub.checks import base_model_point, license_point, read_report
-    from quantizers.hub.publication import with_publication
-
-    report = with_publication(read_report(folder), repo, license, base_model)
-    given = {"license": license, "base_model": base_model}
-    for point in (license_point(report, front_matter(report)), base_model_point(report, front_matter(report))):
-        if point.state == "done":
-            continue
-        if sys.stdin.isatty():
-            answer = typer.prompt(f"{point.name} (empty: none)", default="", show_default=False, err=True)
-            given[point.name] = answer.strip() or None
-        else:
-            print(f"the card has no {point.name}: {point.words}", file=sys.stderr)
-    return given["license"], given["base_model"]

@@ -24,16 +24,7 @@ def recipes_(context: typer.Context, as_json: JsonOption = False, debug: DebugOp
     Example: quantize recipes
     """
     if context.invoked_subcommand is None:
-        _list(as_json)
-
-
-def _list(as_json: bool) -> None:
-    from quantizers.recipe.catalogue import rows
-    from quantizers.system.formatting import text_table
-
-    listed = rows()
-    header = ("name", "source", "calibration", "experts")
-    emit({"recipes": listed}, as_json, text_table(header, [[row[key] for key in header] for row in listed]))
+        list_recipes(as_json)
 
 
 @recipes.command(name="list")
@@ -42,7 +33,12 @@ def list_recipes(as_json: JsonOption = False, debug: DebugOption = False) -> Non
 
     Example: quantize recipes list --json
     """
-    _list(as_json)
+    from quantizers.recipe.catalogue import rows
+    from quantizers.system.formatting import text_table
+
+    listed = rows()
+    header = ("name", "source", "calibration", "experts")
+    emit({"recipes": listed}, as_json, text_table(header, [[row[key] for key in header] for row in listed]))
 
 
 @recipes.command()

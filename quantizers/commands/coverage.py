@@ -5,16 +5,16 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.output.journal import refuse_unfinished
 from quantizers.planning.job import given_folder
-from quantizers.recipe.changes import Change, changes_of
+from quantizers.recipe.changes import changes_of
 from quantizers.recipe.read import facts_location, find_set, read_recipe, set_location, source_location
-from quantizers.recipe.schema import CoverageGate
+from quantizers.recipe.schema import CoverageGate, Recipe
 from quantizers.system.errors import InputError
 
 if TYPE_CHECKING:
@@ -99,111 +99,87 @@ def coverage(
     for name in (source, model):
         if name is not None:
             refuse_unfinished(Path(name))
-    question = question_of(
-        str(recipe) if recipe is not None else None,
-        str(model) if model is not None else None,
-        str(data) if data is not None else None,
-        compare and (str(compare[0]), str(compare[1])),
-        min_routed_tokens=min_routed_tokens,
-        max_uncovered=max_uncovered,
-        source=Path(source) if source is not None else None,
-        own=Path(facts) if facts is not None else None,
-        trust_remote_code=trust_remote_code,
-        changes=changes_of(settings, calibration),
-    )
-    if work is not None:
-        Path(work).mkdir(parents=True, exist_ok=True)
-    answer = compare_coverage if compare else measure_coverage
-    with tempfile.TemporaryDirectory(dir=work) as folder, ordered():
-        figures = answer(question, choose_device(device, dist), Path(folder), dist)
-    return Coverage(figures if dist.is_main else {})
-
-
-def question_of(
-    recipe: str | None,
-    model: str | None,
-    data: str | None,
-    compare: tuple[str, str] | None,
-    *,
-    min_routed_tokens: int | None,
-    max_uncovered: float | None,
-    source: Path | None = None,
-    own: Path | None = None,
-    trust_remote_code: bool = False,
-    changes: Sequence[Change] = (),
-) -> Question:
-    """Combine the arguments: a recipe, of which `model` and `data` may replace parts, or `model` and `data` alone.
-
-    Args:
-        source: folder of the recipe's model on this machine.
-        own: a file with the user's own facts, instead of the one that the recipe may name for its own model.
-        trust_remote_code: whether the tokenizer may run code of its own, even if the recipe does not say so.
-        changes: settings that are given instead of those in the recipe.
-
-    Raises:
-        InputError: something is missing, or given twice.
-    """
-    rule, parsed, path = CoverageGate(), None, None
-    if recipe is not None:
-        parsed, path = read_recipe(recipe, changes)
-        if min_routed_tokens is not None or max_uncovered is not None:
-            raise InputError(
-                f"{path}: holds the gates; leave out --min-routed-tokens and --max-uncovered, or change it with --set "
-                "verify.coverage.min_routed_tokens=N"
-            )
-        rule = (parsed.verify and parsed.verify.coverage) or rule
-    elif changes:
-        raise InputError(f"{changes[0].shown}: changes a recipe; give one, or leave it out")
-    else:
-        given = {"min_routed_tokens": min_routed_tokens, "max_uncovered": max_uncovered}
-        rule = rule.model_copy(update={key: value for key, value in given.items() if value is not None})
+    changes = changes_of(settings, calibration)
     if source is not None and (model is not None or recipe is None):
         raise InputError("--source says where a recipe's model lies; give a recipe and no --model with it")
     if (compare or data) and any(change.place[0] == "calibration" for change in changes):
         raise InputError("--data and --compare name the sets; leave out --calibration and --set calibration")
     if compare and data:
         raise InputError("--compare names both sets; leave out --data")
-    if model is None and parsed is None:
+    given = {"min_routed_tokens": min_routed_tokens, "max_uncovered": max_uncovered}
+    gates = {key: value for key, value in given.items() if value is not None}
+    sets = tuple(find_set(str(name)) for name in compare or ([data] if data else []))
+    question = Question(
+        str(model), "main", trust_remote_code, sets, CoverageGate(), str(model), Path(facts) if facts else None
+    )
+    if recipe is not None:
+        parsed, path = read_recipe(str(recipe), changes)
+        if gates:
+            raise InputError(
+                f"{path}: holds the gates; leave out --min-routed-tokens and --max-uncovered, or change it with --set "
+                "verify.coverage.min_routed_tokens=N"
+            )
+        question = _with_recipe(question, parsed, path)
+        if model is None:
+            question = _with_source(question, parsed, path, source)
+    elif changes:
+        raise InputError(f"{changes[0].shown}: changes a recipe; give one, or leave it out")
+    elif model is None:
         raise InputError("give a recipe, or --model with --data")
-    tokens = None
-    if compare or data:
-        sets = [find_set(name) for name in compare or (str(data),)]
-    elif parsed is None or path is None:
+    elif not sets:
         raise InputError("--data is missing; name a calibration set, such as embedded")
     else:
-        sets, tokens = [set_location(parsed.calibration_set, path)], parsed.calibration_tokens
-        if not sets[0].is_file():
-            raise InputError(f"{path}: {sets[0]}: no such calibration set; correct the path")
-    if model is not None or parsed is None or path is None:
-        return Question(str(model), "main", trust_remote_code, tuple(sets), rule, str(path or model), own, tokens)
-    location = source_location(parsed, path) if source is None else given_folder(source)
-    revision, trusted = parsed.source.revision, trust_remote_code or parsed.source.trusts_tokenizer
-    own = own or facts_location(parsed, path)
-    return Question(location, revision, trusted, tuple(sets), rule, str(path), own, tokens)
+        question = replace(question, rule=question.rule.model_copy(update=gates))
+    if work is not None:
+        Path(work).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=work) as folder, ordered():
+        figures = measure_coverage(question, choose_device(device, dist), Path(folder), dist)
+    return Coverage(figures if dist.is_main else {})
+
+
+def _with_recipe(question: Question, recipe: Recipe, path: Path) -> Question:
+    """The recipe's gates, and its set where none is given.
+
+    Raises:
+        InputError: there is no such set.
+    """
+    rule = (recipe.verify and recipe.verify.coverage) or question.rule
+    question = replace(question, rule=rule, where=str(path))
+    if question.sets:
+        return question
+    file = set_location(recipe.calibration_set, path)
+    if not file.is_file():
+        raise InputError(f"{path}: {file}: no such calibration set; correct the path")
+    return replace(question, sets=(file,), tokens=recipe.calibration_tokens)
+
+
+def _with_source(question: Question, recipe: Recipe, path: Path, source: str | Path | None) -> Question:
+    """The recipe's source, with what the recipe says of that model alone: its revision, trust and facts."""
+    return replace(
+        question,
+        model=source_location(recipe, path) if source is None else given_folder(Path(source)),
+        revision=recipe.source.revision,
+        trust_remote_code=question.trust_remote_code or recipe.source.trusts_tokenizer,
+        own=question.own or facts_location(recipe, path),
+    )
 
 
 def measure_coverage(
     question: Question, device: torch.device, work: Path, dist: ProcessGroup = SINGLE_PROCESS
 ) -> dict[str, Any]:
-    """The report on one set; see `eval.coverage.summary.report`."""
+    """The report on one set, see `eval.coverage.summary.report`; or what the second of two sets wins and loses compared
+    with the first, see `eval.coverage.compare.compare_counts`.
+    """
+    from eval.coverage.compare import SIDES, compare_counts, labels
     from eval.coverage.summary import report
 
-    routed, (data,) = _stream(question, device, work, dist)
-    found = {"model": question.model, "set": data.name} | report(routed.part("0:"), question.rule)
-    return found | ({"drawn": asdict(data.drawn)} if data.drawn else {})
-
-
-def compare_coverage(
-    question: Question, device: torch.device, work: Path, dist: ProcessGroup = SINGLE_PROCESS
-) -> dict[str, Any]:
-    """What the second set wins and loses compared with the first; see `eval.coverage.compare.compare_counts`."""
-    from eval.coverage.compare import SIDES, compare_counts, labels
-
     routed, sets = _stream(question, device, work, dist)
-    comparison = compare_counts(routed.part("0:"), routed.part("1:"), question.rule)
     names = [data.name for data in sets]
-    called = zip(SIDES, names, question.sets, labels(names, question.sets), strict=True)
-    for side, name, file, label in called:
+    if len(sets) == 1:
+        found = {"model": question.model, "set": names[0]} | report(routed.part("0:"), question.rule)
+        return found | ({"drawn": asdict(sets[0].drawn)} if sets[0].drawn else {})
+    comparison = compare_counts(routed.part("0:"), routed.part("1:"), question.rule)
+    for side, name, file, label in zip(SIDES, names, question.sets, labels(names, question.sets), strict=True):
         comparison[side] |= {"name": name, "file": str(file), "label": label}
     return {"model": question.model} | comparison
 
@@ -229,13 +205,9 @@ def _stream(
     facts = architecture_for(checkpoint.config, where, question.own)
     sizes = sizes_of(facts, checkpoint.config, where)
     named = published_names(checkpoint, facts)  # first, for reading the sets may take long
-    trusted = question.trust_remote_code
-    own = (
-        [load_set(file, checkpoint.folder, trusted, question.tokens) for file in question.sets]
-        if dist.is_main
-        else None
-    )
-    loaded: list[CalibrationData] = dist.broadcast_object(own)
+    arguments = (checkpoint.folder, question.trust_remote_code, question.tokens)
+    read = [load_set(file, *arguments) for file in question.sets] if dist.is_main else None
+    loaded: list[CalibrationData] = dist.broadcast_object(read)
     for data in loaded:
         check_floors(question.rule, [sample.category for sample in data.samples], question.where)
     sequences = [tokens for data in loaded for tokens in token_tensors(data, sizes["vocabulary"])]

@@ -21,7 +21,7 @@ import torch
 from eval.fidelity.comparison import Comparison, weight_errors
 from eval.fidelity.metrics import Measured
 from eval.fidelity.paired import NOTE, paired
-from eval.fidelity.scoring import HeldOut, held_out, measured, score
+from eval.fidelity.scoring import HeldOut, held_out, score
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
 from quantizers.calibration.load_set import load_set
@@ -309,8 +309,8 @@ def _evaluate(
     if not dist.is_main:
         return []
     return [
-        measured(scores[0], own, held.texts, [entry[number] for entry in entries])
-        for number, own in enumerate(scores[1:])
+        Measured(scores[0][0], *of_candidate, [entry[number] for entry in entries])
+        for number, of_candidate in enumerate(scores[1:])
     ]
 
 

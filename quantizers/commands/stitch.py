@@ -7,13 +7,10 @@ itself.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from quantizers.checkpoint.reader import Checkpoint, open_checkpoint
+from quantizers.checkpoint.reader import open_checkpoint
 from quantizers.checkpoint.source_identity import source_digest
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device
@@ -76,76 +73,36 @@ def stitch(
     if output is None:
         output = Path("out") / f"{Path(source_name(str(experts), Path.cwd())).name}-stitched"
         print_default(output)
-    opened = open_checkpoint(str(source))
-    with interruptible(RESUME) as check, ordered():
-        report = stitch_checkpoints(
-            opened,
-            open_checkpoint(str(experts)),
-            Path(output),
-            choose_device(device),
-            repair_router=repair_router,
-            check=check,
-            own=Path(facts) if facts is not None else None,
-            command=command,
-        )
+    output, own = Path(output), Path(facts) if facts is not None else None
+    opened, theirs = open_checkpoint(str(source)), open_checkpoint(str(experts))
     location = os.path.relpath(opened.folder) if Path(source).expanduser().is_dir() else str(source)
-    return FinishedCheckpoint(Path(output), report, location)
-
-
-def stitch_checkpoints(
-    source: Checkpoint,
-    experts: Checkpoint,
-    output: Path,
-    device: torch.device,
-    *,
-    repair_router: bool = False,
-    check: Callable[[], None] = lambda: None,
-    own: Path | None = None,
-    command: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Build the mixed checkpoint, audit it against its source as `quantize verify` does, and report.
-
-    Args:
-        source: the FP8 checkpoint.
-        experts: an experts-only checkpoint made from a BF16 copy of it, by any tool.
-        output: a new or empty folder, or that of the same call that was interrupted.
-        repair_router: multiply the source's router by the ratio of the norms.
-        check: called between steps; may raise to interrupt.
-        own: a file with the user's own facts about the family, of which the output then carries a copy.
-        command: what the user typed, to be named where the folder is found unfinished.
-
-    Returns:
-        The contents of report.json.
-
-    Raises:
-        CheckpointError: the two do not belong together, or have a format that cannot be stitched.
-        OutputError: the folder holds something else.
-    """
-    carried = facts_copy(own)
+    copied = facts_copy(own)
     settings = {
-        "source": source_name(source.name, Path.cwd()),
-        "experts": source_name(experts.name, Path.cwd()),
-        "digests": {"source": source_digest(source), "experts": source_digest(experts)},
+        "source": source_name(opened.name, Path.cwd()),
+        "experts": source_name(theirs.name, Path.cwd()),
+        "digests": {"source": source_digest(opened), "experts": source_digest(theirs)},
         "repair_router": repair_router,
-    } | {name: text_sha256(text) for name, text in carried.items()}
+    } | {name: text_sha256(text) for name, text in copied.items()}
     finished = finished_report(output)
     if finished is not None:
-        if finished.get("stitched") != settings or "gates" not in finished:  # older versions had no gates
+        if finished.get("stitched") != settings:
             raise OutputError(f"{output}: holds another finished output; choose another --output")
-        return finished | {"already_done": True}
-    mix = belong_together(source, experts, device, own)
-    refuse_strangers(output)
-    with journal.locked(output):
-        work = journal.work_folder(output)
-        if not (work / "moving").exists():
-            refuse_changes(work, settings, output)
-            journal.note_command(work, command, mix.sizes["layers"])
-            written = write_mix(mix, work, repair_router=repair_router, check=check)
-            folder = work / "output"
-            for name, text in carried.items():
-                write_text(text, folder / name)
-            with progress("verifying", mix.sizes["layers"]) as step:
-                audit = verify(folder, source, device, written, checked(step, check), own=own)
-            write_report(folder, stitch_report(mix, settings, folder, audit, written, own), carried)
-            write_text("", work / "moving")
-        return move_into_place(work, output)
+        return FinishedCheckpoint(output, finished | {"already_done": True}, location)
+    on = choose_device(device)
+    with interruptible(RESUME) as check, ordered():
+        mix = belong_together(opened, theirs, on, own)
+        refuse_strangers(output)
+        with journal.locked(output):
+            work = journal.work_folder(output)
+            if not (work / "moving").exists():
+                refuse_changes(work, settings, output)
+                journal.note_command(work, command)
+                written = write_mix(mix, work, repair_router=repair_router, check=check)
+                folder = work / "output"
+                for name, text in copied.items():
+                    write_text(text, folder / name)
+                with progress("verifying", mix.sizes["layers"]) as step:
+                    audit = verify(folder, opened, on, written, checked(step, check), own=own)
+                write_report(folder, stitch_report(mix, settings, folder, audit, written, own), copied)
+                write_text("", work / "moving")
+            return FinishedCheckpoint(output, move_into_place(work, output), location)

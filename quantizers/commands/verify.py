@@ -34,18 +34,16 @@ class Verification:
         audit: the files compared with the source.
         record: the files compared with report.json, and report.json with its checksum.
         consumers: how serving engines would read it; None if the folder cannot be opened, which the audit reports.
-        vllm: the answers of an installed vLLM, see `eval.serving.ask_vllm`; None if it was not asked.
     """
 
     audit: Audit
     record: Record
     consumers: ServingCheck | None
-    vllm: dict[str, Any] | None = None
 
     @property
     def passed(self) -> bool:
         """Whether nothing differs, and every serving engine would read it as it is stored."""
-        return not (self.differences or self.misread or (self.vllm and self.vllm["differences"]))
+        return not (self.differences or self.misread)
 
     @property
     def differences(self) -> list[str]:
@@ -63,7 +61,7 @@ class Verification:
         if self.consumers is not None:
             findings = [one.as_dict() | {"places": list(one.places)} for one in self.consumers.findings]
             result["consumers"] = self.consumers.as_dict() | {"findings": findings}
-        return result | ({"vllm": self.vllm} if self.vllm else {})
+        return result
 
 
 def verify(
@@ -71,7 +69,6 @@ def verify(
     source: str | Path | None = None,
     *,
     revision: str | None = None,
-    with_vllm: bool = False,
     facts: str | Path | None = None,
     device: str = "auto",
 ) -> Verification:
@@ -81,7 +78,6 @@ def verify(
         folder: a finished checkpoint of compressed-tensors' formats, made by this program or another.
         source: the source model, a folder or Hub id; the one in report.json by default.
         revision: of the source on the Hub; the one in report.json by default.
-        with_vllm: also ask the installed vLLM for the scheme of every layer.
         facts: the user's own architecture spec, instead of one that the folder carries.
         device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
 
@@ -97,12 +93,7 @@ def verify(
         refuse_unfinished(Path(name))
     opened = source_of(folder, str(source) if source is not None else None, revision)
     with ordered():
-        found = verify_folder(folder, opened, choose_device(device), own)
-    if not with_vllm:
-        return found
-    from eval.serving.ask_vllm import ask_vllm
-
-    return replace(found, vllm=ask_vllm(folder, own or output_facts(folder)))
+        return verify_folder(folder, opened, choose_device(device), own)
 
 
 def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: Path | None = None) -> Verification:

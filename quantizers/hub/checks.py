@@ -14,7 +14,7 @@ from quantizers.output.journal import refuse_unfinished
 from quantizers.output.manifest import output_facts, seal_of
 from quantizers.pipeline.manifest_check import check_manifest
 from quantizers.system.errors import OutputError
-from quantizers.system.formatting import gate_figures, size
+from quantizers.system.formatting import gate_figures
 from quantizers.system.output_files import CARD, REPORT
 from quantizers.system.progress import Step
 from stitch.audit.folder import added, strays
@@ -55,13 +55,10 @@ class Checks:
     Attributes:
         problems: reasons not to publish, one line each.
         notes: remarks that are no problems.
-        with_source: the tensors were compared with the source now. Otherwise this was done when the output was made,
-            according to the report with its checksum, and every file still has the hash that it had then.
     """
 
     problems: list[str]
     notes: list[str]
-    with_source: bool
 
 
 def read_report(folder: Path) -> dict[str, Any]:
@@ -124,33 +121,25 @@ def check_output(
     *,
     thorough: bool,
 ) -> Checks:
-    """Check a folder against its report, and against its source if the report does not suffice or on request.
+    """Check a folder against its report, and against its source on request.
+
+    Without the source: the tensors were compared with it when the output was made, according to the report with its
+    checksum, and every file still has the hash that it had then.
 
     Args:
         source: opens the source; called only if needed.
-        thorough: compare with the source in any case, as `quantize verify` does.
+        thorough: compare with the source, as `quantize verify` does.
     """
-    with_source = thorough or not is_complete(report, files)
-    if with_source:
+    if thorough:
         from quantizers.commands.verify import verify_folder
 
         found = verify_folder(folder, source(), device)
         problems = [*found.differences, *found.misread, *_failed_gates(report, ALWAYS)]
         notes = list(found.record.notes)
     else:
-        problems, notes = _check_without_source(folder, report)
+        problems, notes = _check_without_source(folder, report, files)
     problems += _changes(folder, report, files)
-    return Checks(list(dict.fromkeys(problems)), notes, with_source)
-
-
-def is_complete(report: dict[str, Any], files: list[LocalFile]) -> bool:
-    """Whether a report has the gates of an audit, and a hash of every file except its own and the card's.
-
-    Reports of older versions may lack them. The card's text may be edited; its front matter is checked elsewhere.
-    """
-    hashes = _recorded_hashes(report)
-    named = [file.name for file in files if file.name not in (REPORT, CARD)]
-    return {gate["name"] for gate in report["gates"]} >= set(ALWAYS) and all(name in hashes for name in named)
+    return Checks(list(dict.fromkeys(problems)), notes)
 
 
 def _recorded_hashes(report: dict[str, Any]) -> dict[str, str]:
@@ -169,12 +158,17 @@ def _changes(folder: Path, report: dict[str, Any], files: list[LocalFile]) -> li
     return lines
 
 
-def _check_without_source(folder: Path, report: dict[str, Any]) -> tuple[list[str], list[str]]:
+def _check_without_source(folder: Path, report: dict[str, Any], files: list[LocalFile]) -> tuple[list[str], list[str]]:
     """Problems and notes."""
     from eval.serving.check import check_folder
 
-    record = check_manifest(folder)
-    problems = [*record.differences, *strays(folder, recorded_digests(report))]
+    record, hashes = check_manifest(folder), _recorded_hashes(report)
+    problems = [
+        f"{file.name}: {REPORT} has no hash of it; compare it with the source by --thorough"
+        for file in files
+        if file.name not in (REPORT, CARD, *hashes)
+    ]
+    problems += [*record.differences, *strays(folder, recorded_digests(report))]
     problems += [
         f"{name}: not a file of this output, but loaders read it; remove it" for name in added(folder, report["files"])
     ]
@@ -205,46 +199,28 @@ class Point:
     words: str
 
 
-def checklist(
-    report: dict[str, Any], files: list[LocalFile], checks: Checks, repo: str, private: bool | None
-) -> list[Point]:
-    """All steps in order, done or missing; `report` is that of `publication.with_publication`."""
-    gates, front = report["gates"], front_matter(report)
-    passed = sum(gate["passed"] for gate in gates)
-    compared = "now" if checks.with_source else "when it was made; --thorough repeats it"
-    found = (
-        Point("checks", "missing", f"{len(checks.problems)} fail: repair the output, or give --force with a reason")
-        if checks.problems
-        else Point("checks", "done", "file hashes match report.json; no problems for vLLM, SGLang, transformers")
-    )
-    return [
-        Point("files", "done", f"{len(files)}, {size(sum(file.size for file in files))}"),
-        found,
-        Point("source", "done", f"tensors compared with the source {compared}"),
-        Point("gates", "done" if passed == len(gates) else "missing", f"{passed} of {len(gates)} passed"),
-        Point("card", "done", f"its commands will name {repo}; README.md, report.html and report.json will change"),
-        license_point(report, front),
-        base_model_point(report, front),
-        *_account(repo, private),
-    ]
+def checklist(report: dict[str, Any], repo: str, private: bool | None) -> list[Point]:
+    """What a publication needs besides the checks; `report` is that of `publication.with_publication`."""
+    return [*card_points(report), *_account(repo, private)]
 
 
-def license_point(report: dict[str, Any], front: dict[str, Any]) -> Point:
-    """Whether the card names a licence."""
-    if front.get("license"):
-        return Point("license", "done", str(front.get("license_name", front["license"])))
+def card_points(report: dict[str, Any]) -> list[Point]:
+    """Whether the card names a licence, and the model on the Hub that was quantized."""
+    front = front_matter(report)
     said = report.get("experts", {}).get("card", {}).get("license", ())
-    hint = f" (the experts' card says {', '.join(said)})" if said else ""
-    return Point("license", "missing", f"the source names none{hint}; give --license NAME")
-
-
-def base_model_point(report: dict[str, Any], front: dict[str, Any]) -> Point:
-    """Whether the card names the model on the Hub that was quantized."""
-    if front.get("base_model"):
-        return Point("base_model", "done", str(front["base_model"]))
-    said = report["source"].get("made_from", ())
-    hint = f" (made from {', '.join(said)} according to its card)" if said else ""
-    return Point("base_model", "missing", f"the source was a folder{hint}; give --base-model OWNER/NAME")
+    license_hint = f" (the experts' card says {', '.join(said)})" if said else ""
+    made_from = report["source"].get("made_from", ())
+    model_hint = f" (made from {', '.join(made_from)} according to its card)" if made_from else ""
+    missing = {
+        "license": f"the source names none{license_hint}; give --license NAME",
+        "base_model": f"the source was a folder{model_hint}; give --base-model OWNER/NAME",
+    }
+    return [
+        Point(key, "done", str(front.get(f"{key}_name", front[key])))
+        if front.get(key)
+        else Point(key, "missing", words)
+        for key, words in missing.items()
+    ]
 
 
 def _account(repo: str, private: bool | None) -> list[Point]:

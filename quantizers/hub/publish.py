@@ -71,7 +71,7 @@ def publish(
     from quantizers.device.devices import choose_device
     from quantizers.system.progress import progress
 
-    from .checks import check_output, checklist, local_files, read_report, rehash
+    from .checks import card_points, check_output, checklist, local_files, read_report, rehash
     from .publication import rewrite, with_publication, with_statement
     from .upload import upload
 
@@ -80,6 +80,9 @@ def publish(
         raise InputError("--force: give the reason, which the card states")
     report = read_report(folder)
     after = with_publication(report, repo, license, base_model)
+    for point in card_points(after):
+        if point.state == "missing" and not dry_run:  # whose checklist says so
+            print(f"the card has no {point.name}: {point.words}", file=sys.stderr)
     with progress("hashing", len(report["files"]) + 1) as step:
         files = local_files(folder, report, step)
     checks = check_output(
@@ -103,10 +106,10 @@ def publish(
             "files": [vars(file) for file in files],
             "bytes": sum(file.size for file in files),
             "not_sent": sorted(path.name for path in folder.iterdir() if path.name not in sent),
-            "checklist": [vars(point) for point in checklist(after, files, checks, repo, private)],
+            "checklist": [vars(point) for point in checklist(after, repo, private)],
         }
         return Publication(checks.problems, False, figures)
     files = rehash(folder, files, rewrite(folder, report, with_statement(after, force, checks.problems)))
     with progress("publishing", 2) as step:
         published = upload(folder, files, repo, revision, private, step)
-    return Publication(checks.problems, True, published.as_dict() | figures)
+    return Publication(checks.problems, True, published | figures)

@@ -10,7 +10,6 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,34 +23,19 @@ from .checks import LocalFile
 AGAIN = "give the same command again; it resumes the upload"
 
 
-@dataclass(frozen=True)
-class Published:
-    """The result of an upload.
-
-    Attributes:
-        files: the uploaded files, all compared and equal.
-        strangers: files on the Hub that were not uploaded from this folder.
-    """
-
-    url: str
-    commit: str
-    files: tuple[LocalFile, ...]
-    strangers: tuple[str, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """For --json."""
-        return asdict(self) | {"bytes": sum(file.size for file in self.files)}
-
-
 def upload(
     folder: Path, files: list[LocalFile], repo: str, revision: str, private: bool | None, step: Step = lambda _: None
-) -> Published:
+) -> dict[str, Any]:
     """Create the repository if it is missing, upload the files, and compare the Hub's hashes.
 
     Args:
         files: from `local_files`.
         revision: a branch; created if it is missing.
         private: visibility of a new repository; None for the account's default.
+
+    Returns:
+        The URL, the commit, the uploaded files with their bytes in all, and the `strangers`: files on the Hub that were
+        not uploaded from this folder.
 
     Raises:
         InputError: no token, or one without write access.
@@ -85,7 +69,8 @@ def upload(
         )
     known = {file.name for file in files} | {".gitattributes"}
     strangers = sorted(path for path, entry in on_hub.items() if path not in known and hasattr(entry, "blob_id"))
-    return Published(url, commit, tuple(files), tuple(strangers))
+    sent = {"files": [vars(file) for file in files], "bytes": sum(file.size for file in files)}
+    return {"url": url, "commit": commit, "strangers": strangers} | sent
 
 
 def _same(file: LocalFile, entry: Any) -> bool:

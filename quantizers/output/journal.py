@@ -3,7 +3,7 @@
 The state of an unfinished run is in the folder DIR/.quantize/:
 
     run.json          the fingerprint: every setting that decides bytes
-    begun.json        the command that began it, and how many layers it has
+    command.txt       the command that resumes it
     source.json       SHA-256 of the source's shards, with --paranoid
     schemes/          the measurements for a budget, see budget/measure.py
     choice.json       the schemes chosen within the budget
@@ -39,14 +39,14 @@ from typing import Any
 from quantizers.checkpoint.reader import CONFIG, INDEX
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.system.errors import OutputError, QuantizeError
-from quantizers.system.files import disk_errors, file_sha256, sync_folder, write_json
+from quantizers.system.files import disk_errors, file_sha256, sync_folder, write_json, write_text
 from quantizers.system.output_files import CARD, REPORT
 from quantizers.system.thread_map import thread_map
 
 WORK = ".quantize"
 FINGERPRINT = "run.json"
 HELD_OUT = "held-out.json"
-BEGUN = "begun.json"
+BEGUN = "command.txt"
 LIBRARIES = ("torch", "transformers")  # of the fingerprint's part `machine`
 MOVED_LAST = (REPORT, CARD, INDEX, CONFIG)  # moved last, because these files mark a folder as finished
 
@@ -62,14 +62,15 @@ def unfinished(output: Path) -> bool:
     return (work / FINGERPRINT).exists() or (work / "moving").exists()
 
 
-def note_command(work: Path, words: Sequence[str], layers: int) -> None:
+def note_command(work: Path, words: Sequence[str]) -> None:
     """Write down the command that resumes this run: what was typed, without the options that discard it.
 
     Args:
         words: from `quantize` on; empty if it was called in another way.
     """
     resuming = [word for word in words if word not in ("--fresh", "--yes")]
-    write_json(work / BEGUN, {"words": resuming, "folder": str(Path.cwd()), "layers": layers})
+    if resuming:
+        write_text(f"`{shlex.join(resuming)}`, in {Path.cwd()}", work / BEGUN)
 
 
 def refuse_unfinished(folder: Path) -> None:
@@ -80,18 +81,11 @@ def refuse_unfinished(folder: Path) -> None:
     """
     if not unfinished(folder):
         return
-    work = work_folder(folder)
     try:
-        begun = json.loads((work / BEGUN).read_text())
-        layers, words, cwd = int(begun["layers"]), list(begun["words"]), begun["folder"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise OutputError(f"{folder}: unfinished; give the command that began it again, which resumes") from None
-    done = sum(layer_file(work, layer).exists() for layer in range(layers))
-    command = f": `{shlex.join(words)}`" if words else " that began it"
-    where = "" if cwd == str(Path.cwd()) or not words else f", in {cwd}"
-    raise OutputError(
-        f"{folder}: unfinished, {done} of {layers} layers are done; finish it with the same command{command}{where}"
-    )
+        command = (work_folder(folder) / BEGUN).read_text()
+    except OSError:
+        command = "the one that began it"
+    raise OutputError(f"{folder}: unfinished; finish it with the same command: {command}")
 
 
 def refuse_second_run(output: Path) -> None:

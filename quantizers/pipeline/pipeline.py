@@ -305,7 +305,7 @@ def _open_work_folder(
     """
     layers = job.sizes["layers"]
     refuse_changes(work, run_fingerprint(job, inputs.data, options.device), options.output)
-    journal.note_command(work, options.command, layers)
+    journal.note_command(work, options.command)
     done = len(journal.done_layers(work, layers))
     said = opening_line(job, options, resolved.recipe.source.model, inputs.counts, done)
     print(said, file=sys.stderr, flush=True)

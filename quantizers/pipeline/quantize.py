@@ -20,7 +20,7 @@ import torch
 
 from eval.fidelity.comparison import Comparison
 from eval.fidelity.metrics import Measured, Text
-from eval.fidelity.scoring import measured, score
+from eval.fidelity.scoring import score
 from quantizers.calibration.samples import CalibrationData
 from quantizers.checkpoint.loaded_tensors import LoadedTensors, layer_names, load_tensors
 from quantizers.checkpoint.reader import Checkpoint
@@ -254,7 +254,7 @@ class _Run:
             return None
         stage = partial(rank_0_progress, check=self.context.check, dist=self.context.dist)
         source, output = score(self.streams, self.texts, stage, dist=self.context.dist)
-        return measured(source, output, self.texts, compared)
+        return Measured(source[0], *output, compared)
 
 
 def _with_journal(run: _Run, data: CalibrationData, entries: list[dict[str, Any]], stop: Stop | None) -> None:

@@ -43,7 +43,7 @@ from quantizers.system.progress import checked, peak_memory, progress
 from stitch.audit.checkpoint import Audit, verify
 from stitch.audit.folder import folders_left_out
 from stitch.audit.layer import LayerAudit
-from stitch.mix import Mix, as_rows
+from stitch.mix import Mix
 from stitch.mix import describe as describe_mix
 from stitch.write.digests import ShardDigest
 
@@ -163,7 +163,7 @@ def stitch_report(
         "versions": versions(),
         "examined": examined,
         "notes": [*examined, *folders_left_out(source.folder)],
-        "layers": as_rows(mix.found),
+        "layers": [asdict(layer) for layer in mix.found],
         "audit": audit.as_dict() | {"digests": written},
         "gates": _own_gates(audit, engines),
         "serving": serving(mix.plan, mix.facts, mix.sizes, source, model),

@@ -16,7 +16,7 @@ from quantizers.architectures.matrices import MATRICES, Matrix
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.safetensors_header import FLOATING, FP8, TORCH_DTYPES, Spec
 from quantizers.formats.fp8 import ROWS, SCALE, SCALE_INV, Fp8, declared_form, scale_of, stored_form
-from quantizers.recipe.schema import Experts
+from quantizers.recipe.schema import Experts, Scheme
 from quantizers.system.errors import ArchitectureError, CheckpointError, RecipeError
 
 from .plan import Action, Kind, Plan, packed_specs
@@ -123,12 +123,12 @@ def make_plan(
     folded = folds(facts, experts, where)
     in_layers, _, _ = facts.layer_prefix.partition("{layer}")
     form = stored_form((name for name in tensors if name.startswith(in_layers) and not facts.is_unread(name)), block)
-    mtp, remaining = mtp_layers(facts, sizes, tensors), dict(tensors)
+    mtp, remaining, scheme = mtp_layers(facts, sizes, tensors), dict(tensors), experts.scheme
     folding = set(sizes.moe_layers if folded else ())
     actions: list[Action] = []
     for module in _modules(facts, sizes, mtp):
         if module.facts is None:
-            actions += _linear_actions(remaining, module, experts, form, mtp, where)
+            actions += _linear_actions(remaining, module, scheme, form, mtp, where)
         elif module.name in remaining or not module.facts.optional:
             spec = take(remaining, module.name, module.shape, FLOATING, where)
             actions.append(_tensor_action(module, spec, facts, fold=module.layer in folding))
@@ -142,8 +142,7 @@ def make_plan(
         )
     last = sizes["layers"] + len(sizes.mtp)
     actions.sort(key=lambda action: last if action.layer is None else action.layer)
-    schemes = (experts.scheme,) * sizes["layers"]
-    return Plan(tuple(actions), sizes["layers"], experts, schemes, tuple(mtp))
+    return Plan(tuple(actions), sizes["layers"], experts, (scheme,) * sizes["layers"], tuple(mtp))
 
 
 def _tensor_action(module: _Module, spec: Spec, facts: Architecture, *, fold: bool) -> Action:
@@ -159,14 +158,14 @@ def _tensor_action(module: _Module, spec: Spec, facts: Architecture, *, fold: bo
 
 
 def _linear_actions(
-    remaining: Remaining, module: _Module, experts: Experts, form: Fp8, mtp: Collection[int], where: str
+    remaining: Remaining, module: _Module, scheme: Scheme, form: Fp8, mtp: Collection[int], where: str
 ) -> Iterator[Action]:
     """The actions of a linear module: of its weight, and of the scale that an FP8 one has."""
     of = module.layer, module.expert, module.matrix
     weight = f"{module.name}.weight"
     spec = take(remaining, weight, module.shape, (FP8, *FLOATING), where)
     quantized = module.expert is not None and module.layer not in mtp
-    outputs = packed_specs(module.name, spec.shape, experts.scheme) if quantized else {weight: spec}
+    outputs = packed_specs(module.name, spec.shape, scheme) if quantized else {weight: spec}
     yield Action(weight, spec, "quantize" if quantized else "keep", outputs, *of)
     if spec.dtype != FP8:
         return

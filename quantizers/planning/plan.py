@@ -37,7 +37,7 @@ SUMMED = ("tensors", "bytes_before", "bytes_after")
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # a whole part of a name
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Action:
     """The action of one source tensor.
 
@@ -211,7 +211,7 @@ def file_size(tensors: Mapping[str, Spec]) -> int:
     offset = 0
     for name in order:
         spec = tensors[name]
-        header[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [offset, offset + spec.bytes]}
+        header[name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": (offset, offset + spec.bytes)}
         offset += spec.bytes
     length = len(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode())
     return 8 + math.ceil(length / 8) * 8 + offset
@@ -237,15 +237,22 @@ def kind_of_tensor(name: str) -> str:
 
 def kinds(plan: Plan) -> list[dict[str, object]]:
     """Every kind of tensor with its action, count, and bytes before and after, in the order of the plan."""
-    totals: dict[tuple[str, str], Counter[str]] = {}
+    of_kind: dict[tuple[str, str], list[Action]] = {}
     for action in plan.actions:
         name = kind_of_tensor(action.source)
         if action.layer in plan.mtp:  # which has other actions
             name = name.replace(".*.", f".{action.layer}.", 1)
-        written = sum(spec.bytes for spec in action.outputs.values())
-        added = {"tensors": 1, "bytes_before": action.spec.bytes, "bytes_after": written}
-        totals.setdefault((name, action.kind), Counter()).update(added)
-    return [{"kind": name, "action": kind, **total} for (name, kind), total in totals.items()]
+        of_kind.setdefault((name, action.kind), []).append(action)
+    return [
+        {
+            "kind": name,
+            "action": kind,
+            "tensors": len(actions),
+            "bytes_before": sum(action.spec.bytes for action in actions),
+            "bytes_after": sum(spec.bytes for action in actions for spec in action.outputs.values()),
+        }
+        for (name, kind), actions in of_kind.items()
+    ]
 
 
 def listing(plan: Plan) -> list[dict[str, object]]:

@@ -41,9 +41,7 @@ def _stored(experts: Experts) -> str:
 def copied(name: str) -> str:
     """A shipped recipe's text for another folder: relative paths become bare names (sets) or full paths (models)."""
     text = shipped_recipe(name).read_text(encoding="utf-8")
-    for folder in ("calibration", "models"):
-        text = text.replace(f"../{folder}/", "" if folder == "calibration" else f"{shipped(folder)}/")
-    return text
+    return text.replace("../calibration/", "").replace("../models/", f"{shipped('models')}/")
 
 
 def new_recipe(model: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from quantizers.system.errors import RecipeError, did_you_mean
 from quantizers.system.package_data import find, shipped_names
 from quantizers.system.schema import Origin
-from quantizers.system.strict_yaml import Place, Refused, dotted, dump, parse_value
+from quantizers.system.strict_yaml import Place, Refused, dotted, parse_value
 
 CALIBRATION = ("calibration",)
 SET = ("calibration", "set")
@@ -153,10 +153,9 @@ def _set(change: Change, data: dict[str, Any], origins: dict[Place, Origin]) -> 
             inner[part] = {}
             origins[place[:depth]] = change.origin
         if not isinstance(inner[part], dict):
-            before = dump({part: inner[part]}, flow=True).strip().strip("{}")
             raise RecipeError(
-                f"{change.shown}: the recipe has `{before}`, which holds no keys; give all of them as "
-                f"--set {dotted(place[:depth])}='{{...}}'"
+                f"{change.shown}: the recipe has `{part}: {json.dumps(inner[part])}`, which holds no keys; give all "
+                f"of them as --set {dotted(place[:depth])}='{{...}}'"
             )
         inner = inner[part]
     _forget(place, origins)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -50,21 +50,12 @@ def counted(schemes: Iterable[Scheme]) -> str:
     return ", ".join(f"{s} ({n} layer{'s' if n > 1 else ''})" for s, n in sorted(counts.items()))
 
 
-class _OnlyIfGiven(Strict):
-    """A schema with optional keys that are part of the settings, and of their hash, only if a recipe gives them."""
-
-    only_if_given: ClassVar[tuple[str, ...]] = ()
-
-    @model_serializer(mode="wrap")
-    def _as_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        settings: dict[str, Any] = handler(self)
-        return {key: value for key, value in settings.items() if value is not None or key not in self.only_if_given}
+# An optional key that is part of the settings, and of their hash, only if a recipe gives it.
+ONLY_IF_GIVEN = Field(exclude_if=lambda value: value is None)
 
 
-class Source(_OnlyIfGiven):
+class Source(Strict):
     """The checkpoint to read."""
-
-    only_if_given = ("facts",)
 
     model: Annotated[str, Field(min_length=1)]
     """A Hub id, or a folder relative to the recipe."""
@@ -72,7 +63,7 @@ class Source(_OnlyIfGiven):
     """Of a Hub id: a branch, tag or commit."""
     trust_remote_code: Literal[False, "tokenizer", True] = False
     """`tokenizer` lets the tokenizer run its own code. No other code of a source ever runs: `true` means the same."""
-    facts: Annotated[str, Field(min_length=1)] | None = None
+    facts: Annotated[Annotated[str, Field(min_length=1)] | None, ONLY_IF_GIVEN] = None
     """A file with your own architecture spec for the model's family, relative to the recipe; `quantize new --facts`
     writes one. Default: the built-in spec."""
 
@@ -100,36 +91,32 @@ class Calibration(Strict):
         return settings if self.tokens is not None else self.set
 
 
-class Awq(_OnlyIfGiven):
+class Awq(Strict):
     """AWQ's scale search: one scale for each expert, between w3 and w2.
 
     With `fold` there is another one, shared by all experts of a layer and folded into the norm before them. That is
     exact where the router and the experts are the norm's only readers, as the architecture spec says.
     """
 
-    only_if_given = ("fold",)
-
     grid: Annotated[int, Field(ge=3, le=200)] = 20
     """Number of candidates in the search: the identity, and `grid - 1` ratios from 0 to 1."""
     duo_scaling: bool = True
     """Whether candidates use activations and weights, or activations alone."""
-    fold: bool | None = None
+    fold: Annotated[bool | None, ONLY_IF_GIVEN] = None
     """Whether a scale is folded into the norm before the experts, and the router compensated for it. Default: where
     that is exact. `true` refuses any other family, `false` leaves norms and routers unchanged."""
 
 
-class Experts(_OnlyIfGiven):
+class Experts(Strict):
     """Quantization of the routed experts' matrices. Everything else keeps its bytes."""
 
     # These three come first, so that the validators of the keys that they exclude can see them.
-    only_if_given = ("budget", "bits_per_weight", "tensor_parallel")
-
-    budget: str | None = None
+    budget: Annotated[str | None, ONLY_IF_GIVEN] = None
     """Size of all shards, such as `125GiB` or `120GB`, instead of `bits` and `group_size`: both are then chosen for
     each layer from measurements. See [budget](budget.md)."""
-    bits_per_weight: Annotated[float, Field(gt=0.0)] | None = None
+    bits_per_weight: Annotated[Annotated[float, Field(gt=0.0)] | None, ONLY_IF_GIVEN] = None
     """The same with a mean over the experts, scales included: INT4 in groups of 32 has 4.5."""
-    tensor_parallel: Annotated[int, Field(ge=1, le=64)] | None = None
+    tensor_parallel: Annotated[Annotated[int, Field(ge=1, le=64)] | None, ONLY_IF_GIVEN] = None
     """With a budget: the number of GPUs over which an expert is split when served; a group must fit each part."""
     bits: Literal[4, 8] = 4
     """Bits of a weight."""
@@ -186,7 +173,7 @@ class Experts(_OnlyIfGiven):
     @model_serializer(mode="wrap")
     def _as_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         unused = ("bits", "group_size") if self.by_budget else ()
-        settings: dict[str, Any] = super()._as_given(handler)
+        settings: dict[str, Any] = handler(self)
         return {key: value for key, value in settings.items() if key not in unused}
 
 
@@ -223,16 +210,14 @@ class Stop(Strict):
     """The smallest share of the source's expert choices that the output makes too."""
 
 
-class Verify(_OnlyIfGiven):
+class Verify(Strict):
     """What is measured, and the gates: if one fails, the exit code is 3 instead of 0."""
-
-    only_if_given = ("stop",)
 
     coverage: CoverageGate | None = None
     """How many tokens of the calibration set the router must send to each expert."""
     perplexity: PerplexityGate | None = None
     """How close the output must be to the source on a held-out set."""
-    stop: Stop | None = None
+    stop: Annotated[Stop | None, ONLY_IF_GIVEN] = None
     """When to stop after a layer instead of finishing the output; needs `perplexity`."""
 
     @field_validator("stop")

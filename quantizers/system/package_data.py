@@ -23,7 +23,7 @@ def shipped_names(folder: str) -> list[str]:
     return sorted(path.stem for path in shipped(folder).glob("*.yaml"))
 
 
-def find(name: str, folder: str, beside: Path | None = None, suffix: str = ".yaml") -> Path:
+def find(name: str, folder: str, beside: Path | None = None) -> Path:
     """Find a file by its path, or by the bare name of a file in a shipped folder, which may omit the suffix.
 
     Args:
@@ -36,5 +36,5 @@ def find(name: str, folder: str, beside: Path | None = None, suffix: str = ".yam
     candidate = path if path.is_absolute() or beside is None else beside / path
     if os.path.exists(candidate) or len(path.parts) > 1:
         return candidate
-    known = shipped(folder) / (name if name.endswith(suffix) else name + suffix)
+    known = shipped(folder) / f"{name.removesuffix('.yaml')}.yaml"
     return known if os.path.exists(known) else candidate

@@ -79,15 +79,12 @@ def _bar(title: str, total: int, done: int) -> Iterator[tuple[Step, Step]]:
         rich.TextColumn("{task.fields[phase]}{task.fields[note]}"),
     )
     with rich.Progress(*columns, console=Console(stderr=True)) as bar:
-        task, latest = bar.add_task(title, total=total, completed=done, note="", phase=""), ""
+        task = bar.add_task(title, total=total, completed=done, note="", phase="")
 
-        def phase(name: str) -> None:
-            nonlocal latest
-            if name != latest:
-                latest = name
-                bar.update(task, phase=f"{name:<{WIDEST}} ")
+        def step(note: str) -> None:
+            bar.update(task, advance=1, note=f"last: {note}")
 
-        yield lambda note: bar.update(task, advance=1, note=f"last: {note}" if latest else note), phase
+        yield step, lambda phase: bar.update(task, phase=f"{phase:<{WIDEST}} ")
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ written, every tensor that changed since is reported.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -35,6 +34,9 @@ from stitch.write.digests import ShardDigest, changes, recorded_digests
 
 from .folder import config_differences, side_file_differences, strays
 from .layer import NOT_COMPENSATED, LayerAudit, audit_kept, audit_layer
+
+PARTS = ("weight_packed", "weight_scale", "weight_shape")  # of a matrix of packed symmetric integers
+UNSUPPORTED = ("weight_zero_point", "weight_g_idx")
 
 
 @dataclass
@@ -125,7 +127,7 @@ def verify(
     try:
         candidate = open_folder(folder)
         renamed = published_names(candidate, facts)
-        schemes = _declared_schemes(candidate, facts, sizes) or stored_schemes(renamed, facts, sizes)
+        schemes = stored_schemes(renamed, facts, sizes)
     except CheckpointError as failure:
         audit.differences.append(str(failure))
         return _ordered(audit, folder)
@@ -213,60 +215,26 @@ def _header_differences(plan: Plan, facts: Architecture, candidate: Checkpoint) 
 # The experts' scheme -----------------------------------------------------------------------------------------------
 
 
-def _declared_schemes(checkpoint: Checkpoint, facts: Architecture, sizes: Sizes) -> list[Scheme] | None:
-    """Each layer's scheme, from quantization_config: of several integer groups the first that matches expert 0.
-
-    Returns:
-        None if no group targets integer experts, or none matches some layer.
-    """
-    groups = _expert_groups(checkpoint)
-    if len(groups) == 1:
-        return [groups[0][1]] * sizes["layers"]
-    first = sizes.moe_layers[0]
-    names = [facts.expert(first if n in sizes.dense else n, 0, "gate") for n in range(sizes["layers"])]
-    matched = [next((s for targets, s in groups if any(_matches(t, name) for t in targets)), None) for name in names]
-    schemes = [scheme for scheme in matched if scheme is not None]
-    return schemes if len(schemes) == sizes["layers"] else None
-
-
-def _matches(target: str, name: str) -> bool:
-    try:
-        return re.match(target.removeprefix("re:"), name) is not None
-    except re.error:
-        return False
-
-
-def _expert_groups(checkpoint: Checkpoint) -> list[tuple[list[str], Scheme]]:
-    """The expert targets and the scheme of each config group of integer experts."""
-    section = checkpoint.config.get("quantization_config")
-    groups = section.get("config_groups") if isinstance(section, dict) else None
-    result: list[tuple[list[str], Scheme]] = []
-    for group in groups.values() if isinstance(groups, dict) else ():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        targets = group.get("targets") if isinstance(group, dict) else None
-        if not isinstance(weights, dict) or not isinstance(targets, list) or weights.get("type") != "int":
-            continue
-        expert_targets = [target for target in targets if isinstance(target, str) and "experts" in target]
-        bits, group_size = weights.get("num_bits"), weights.get("group_size")
-        if expert_targets and bits in BITS and group_size in GROUPS:
-            result.append((expert_targets, Scheme(bits, group_size)))
-    return result
-
-
 def stored_schemes(experts: Checkpoint, facts: Architecture, sizes: Sizes) -> list[Scheme]:
-    """Each layer's scheme, from the shapes of its expert 0's tensors (under published names).
+    """Each layer's scheme, from the shapes of its first whole expert's tensors (under published names).
 
     Raises:
         CheckpointError: they are not packed symmetric integers of a supported bit width and group size.
     """
-    schemes = {layer: _stored_scheme(experts, facts, layer) for layer in sizes.moe_layers}
+    schemes = {layer: _stored_scheme(experts, facts, layer, sizes["experts"]) for layer in sizes.moe_layers}
     return [schemes.get(layer, schemes[sizes.moe_layers[0]]) for layer in range(sizes["layers"])]
 
 
-def _stored_scheme(experts: Checkpoint, facts: Architecture, layer: int) -> Scheme:
-    module = facts.expert(layer, 0, "gate")
+def _is_whole(experts: Checkpoint, module: str) -> bool:
+    parts = {part for part in (*PARTS, *UNSUPPORTED) if f"{module}.{part}" in experts.tensors}
+    return parts == set(PARTS)
+
+
+def _stored_scheme(experts: Checkpoint, facts: Architecture, layer: int, count: int) -> Scheme:
+    modules = [facts.expert(layer, expert, "gate") for expert in range(count)]
+    module = next((m for m in modules if _is_whole(experts, m)), modules[0])
     where = f"{experts.folder}: {module}"
-    for part in ("weight_zero_point", "weight_g_idx"):
+    for part in UNSUPPORTED:
         if f"{module}.{part}" in experts.tensors:
             raise CheckpointError(f"{where}.{part}: asymmetric or reordered integers are not supported")
     if f"{module}.qweight" in experts.tensors:

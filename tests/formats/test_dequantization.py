@@ -66,6 +66,14 @@ def test_fp8_by_its_bits(shape: tuple[int, int], block: tuple[int, int], suffix:
     assert torch.equal(weight, (numbers * scale.double()[in_row][:, in_column]).float())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp8_with_a_scale_per_row(dtype: torch.dtype, tmp_path: Path) -> None:
+    codes = torch.randn(96, 160, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
+    scale = torch.rand(96, 1, generator=torch.Generator().manual_seed(1)).to(dtype)
+    weight = read_weight(stored(tmp_path, {"m.weight": codes, "m.weight_scale": scale}), "m", CPU)
+    assert torch.equal(weight, torch.stack([row.float() * s.float() for row, s in zip(codes, scale, strict=True)]))
+
+
 @pytest.mark.parametrize(
     ("config", "block"),
     [

@@ -220,7 +220,7 @@ def test_what_is_no_finished_output(publish: Publish, folder: Path, tmp_path: Pa
     (folder / ".quantize" / "run.json").write_text("{}")
     code, _, err = publish(folder, "--repo", REPO)
     assert code == 2
-    assert f"{folder}: unfinished; give the command that began it again" in err
+    assert f"{folder}: unfinished; finish it with the same command: the one that began it" in err
     code, _, err = publish(tmp_path, "--repo", REPO)
     assert code == 2
     assert "has no report.json of a finished run" in err

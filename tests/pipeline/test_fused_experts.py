@@ -188,15 +188,3 @@ def test_experts_that_are_there_twice_are_refused(more: dict[str, Spec]) -> None
         CheckpointError, match=r"^here: model.layers.\d.block_sparse_moe.experts.\d.w\d.weight is also a"
     ):
         split_fused_specs(headers() | more, FACTS, SIZES, "here")
-
-
-def test_a_transposed_file_is_refused_before_anything_is_computed(made: Made, tmp_path: Path) -> None:
-    shutil.copytree(made.fused / "model", tmp_path / "model")
-    edit(tmp_path / "model", GATE_UP, lambda t: t.update({GATE_UP: t[GATE_UP].mT.contiguous()}))
-    recipe = tiny.write_recipe(tmp_path)
-    with pytest.raises(CheckpointError, match=f"{GATE_UP} holds all experts in one tensor.* save the model"):
-        prepare(str(recipe))
-    checkpoint, facts, _ = opened(tmp_path / "model")
-    published = GATE_UP.replace("mlp", "block_sparse_moe")
-    with pytest.raises(CheckpointError, match=f"{published} holds all experts in one tensor.* save the model"):
-        published_names(checkpoint, facts)

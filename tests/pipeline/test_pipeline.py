@@ -50,17 +50,6 @@ def test_every_file_may_be_read_by_whom_the_umask_allows(finished: Finished, tmp
     assert set(modes.values()) == {(tmp_path / "any").stat().st_mode}, modes
 
 
-def test_sizes_are_as_planned_to_the_byte(finished: Finished) -> None:
-    from quantizers.planning.plan import summary
-
-    job = prepare(str(finished.recipe))
-    planned = summary(job.plan, job.sizes)
-    shards = planned["shards"]
-    assert isinstance(shards, dict)
-    assert shards == {path.name: path.stat().st_size for path in finished.folder.glob("*.safetensors")}
-    assert planned["index_bytes"] == (finished.folder / "model.safetensors.index.json").stat().st_size
-
-
 def test_a_finished_output_is_left_alone(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in finished.folder.iterdir()}
     assert quantize_command(monkeypatch, "run", finished.recipe, "--output", finished.folder) == 0
@@ -151,11 +140,6 @@ def test_what_a_run_was_begun_with_cannot_change(small: Small, tmp_path: Path) -
     (moved.folder / "held-out.jsonl").write_text("\n".join(rows[1:]) + "\n")
     with pytest.raises(QuantizeError, match=r"unfinished run with another held_out .*; restore it, or start over"):
         run(moved.job, options)
-
-
-def test_two_runs_on_one_folder(finished: Finished, tmp_path: Path) -> None:
-    with journal.locked(tmp_path), pytest.raises(OutputError, match="is working here"):
-        run(prepare(str(finished.recipe)), Options(tmp_path, CPU))
 
 
 @pytest.mark.own_signals

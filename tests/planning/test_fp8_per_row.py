@@ -104,6 +104,13 @@ def test_servers_find_the_form_that_the_config_says() -> None:
     assert found.findings == []
     assert {rows[ATTENTION] for rows in found.schemes.values()} == {"FP8 per channel"}
     assert found.tensor_parallel[2] == "ok"
+    section = output_config(MODEL.config, MODEL.facts, MODEL.plan(), ROWS)["quantization_config"]
+    assert section["config_groups"]["attention_fp8_channel"] == {
+        "targets": [r"re:.*self_attn\.(q|k|v|o|qkv)_proj$"],
+        "format": "float-quantized",
+        "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
+        "input_activations": PER_ROW["config_groups"]["group_0"]["input_activations"],
+    }
 
 
 def test_servers_that_are_told_the_other_form_are_an_error() -> None:

@@ -23,7 +23,6 @@ from quantizers.recipe.read import read_recipe
 from quantizers.recipe.schema import Recipe
 from quantizers.system.package_data import shipped
 from quantizers.system.schema import Origin
-from quantizers.system.strict_yaml import dump
 
 TINY = "tiny-minimax-m2-fp8-int4"
 
@@ -60,7 +59,7 @@ def test_a_key_has_the_new_value_and_all_others_the_old_one(tree: Any, key: tupl
 
     before = leaves(tree)
     blocked = any(before.get(key[:depth], {}) != {} for depth in range(1, len(key)))
-    text = f"{'.'.join(key)}={dump({'v': value}, flow=True, width=10**6).strip()[4:-1]}"
+    text = f"{'.'.join(key)}={json.dumps(value)}"
     if blocked:
         with pytest.raises(Exception, match="which holds no keys; give all of them as --set"):
             changed(tree, {}, changes_of([text]))
@@ -238,16 +237,10 @@ def test_coverage_takes_them_too(
     assert command(*words, *options, "--set", "verify.coverage.min_routed_tokens=10000") == 3
     found = json.loads(command.out)
     assert (found["set"], sum(found["tokens"].values()), found["min_routed_tokens"]) == ("held-out", 77, 10000)
-    for more, said in (
-        (("coverage", recipe, "--data", "embedded", *options), "--data and --compare name the sets; leave"),
-        (
-            ("coverage", "--model", "x", "--data", "embedded", *options),
-            "calibration.tokens=77: changes a recipe; give one",
-        ),
-        (("coverage", recipe, "--min-routed-tokens", "5"), "change it with --set verify.coverage.min_routed_tokens=N"),
-    ):
-        assert command(*more) == 2
-        assert said in command.err
+    assert command("coverage", recipe, "--data", "embedded", *options) == 2
+    assert "--data and --compare name the sets; leave" in command.err
+    assert command("coverage", recipe, "--min-routed-tokens", "5") == 2
+    assert "change it with --set verify.coverage.min_routed_tokens=N" in command.err
 
 
 def test_a_plan_follows_them(command: Command) -> None:

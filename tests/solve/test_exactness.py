@@ -12,6 +12,7 @@ import families
 import pytest
 import torch
 from torch import Tensor
+from whole_models import source_weights
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for
@@ -64,13 +65,13 @@ def change(model: Any, vocabulary: int, fold: bool) -> float:
 def test_scaling_alone_is_exact(family: str, tmp_path: Path) -> None:
     """With the norm as it is stored, in bfloat16, where it is folded; where a shared expert reads it, that is not."""
     folder = families.write(tmp_path / "model", family)
-    weights = families.source_weights(folder)
+    model = source_weights(folder)
     facts = architecture_for(families.config(family), "x")
     folded = folds(facts, Experts(), "x")
     assert folded == (family in ("minimax_m2", "mixtral", "qwen3_moe"))
-    assert change(families.whole(folder, weights), 320, fold=folded) < 1e-5
+    assert change(families.whole_model(*model), 320, fold=folded) < 1e-5
     if not folded:
-        assert change(families.whole(folder, weights), 320, fold=True) > 1e-2
+        assert change(families.whole_model(*model), 320, fold=True) > 1e-2
 
 
 def shared_expert() -> Any:

@@ -12,10 +12,10 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from foreign import INT4, bf16_copy, oneshots
 from torch import Tensor
-from whole_models import stored
+from whole_models import source_weights, stored
 
 from quantizers.checkpoint.reader import open_folder, side_files
-from quantizers.commands.stitch import stitch_checkpoints
+from quantizers.commands.stitch import stitch
 from quantizers.system.errors import CheckpointError
 from stitch.audit.checkpoint import verify
 
@@ -52,8 +52,8 @@ def quantized(source: Path, folder: Path, shared: str, *, router: bool = True, m
         router: it was multiplied.
         mtp: the layer that predicts further tokens is there.
     """
-    own, tensors = stored(source)
-    numbers = families.source_weights(source)
+    tensors = stored(source)[1]
+    own, numbers = source_weights(source)
     generator = torch.Generator().manual_seed(2)
     for layer, divided in enumerate(DIVIDED, 1):
         scale = torch.ones(CHANNELS)
@@ -125,7 +125,7 @@ def test_stitching_is_refused_since_neither_norm_would_be_right(
         r"up_proj read it too and would keep the source's bytes: its experts fit the divided norm alone"
     )
     with pytest.raises(CheckpointError, match=says):
-        stitch_checkpoints(open_folder(source), open_folder(experts), tmp_path / "output", CPU, repair_router=repair)
+        stitch(source, experts, tmp_path / "output", device="cpu", repair_router=repair)
     assert not (tmp_path / "output").exists()
 
 

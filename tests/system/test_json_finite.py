@@ -37,7 +37,7 @@ def strict(text: str) -> Any:
 
 def measured(**changes: Any) -> Measured:
     rows = {name: np.full(sum(LENGTHS), 0.5) for name in ("source_nll", "candidate_nll", "kl")} | changes
-    return Measured(**rows, same_top1=rows["kl"] < 1, lengths=LENGTHS, router_agreement=[1.0], hidden_error=[0.0])
+    return Measured(**rows, same_top1=rows["kl"] < 1, layers=[{"agreement": 1.0, "hidden_error": 0.0}])
 
 
 def texts(*sizes: int) -> list[Text]:
