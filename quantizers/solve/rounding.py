@@ -42,7 +42,8 @@ def minmax_scales(weight: torch.Tensor, group: int, bits: int) -> torch.Tensor:
     Returns:
         (…, R, n) bfloat16; 1 where a group is all zero.
     """
-    return minmax_steps(weight.mT.unflatten(-2, (-1, group)), bits).mT.contiguous()
+    rows = weight.shape[-2]
+    return minmax_steps(weight.mT.view(*weight.shape[:-2], -1, group, rows), bits).mT.contiguous()
 
 
 def minmax_steps(by_group: torch.Tensor, bits: int) -> torch.Tensor:
