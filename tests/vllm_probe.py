@@ -31,7 +31,6 @@ import sys
 import sysconfig
 import tempfile
 import traceback
-from collections import Counter
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -59,7 +58,6 @@ from vllm.model_executor.kernels.linear.scaled_mm import cpu as cpu_kernels
 from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
 from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import WNA16MoEBackend
 from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
     compressed_tensors_moe_wna16 as int4_experts,
 )
@@ -68,7 +66,6 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm_parameters import compare, fill, parameters_of
 from whole_models import stored
 
-from eval.serving.schemes import scheme_of
 from quantizers.system.errors import InputError
 
 
@@ -85,22 +82,6 @@ def without_kernels() -> Iterator[None]:
     amx = patch.object(cpu_kernels.CPUFp8BlockScaledMMKernel, "is_supported", lambda *_: (True, None))
     with marlin, amx:
         yield
-
-
-@contextlib.contextmanager
-def lookups() -> Iterator[dict[str, Counter[str]]]:
-    """What vLLM looks up in the quantization config meanwhile: answers with their counts, by name without numbers."""
-    asked: dict[str, Counter[str]] = {}
-    look_up = CompressedTensorsConfig.get_scheme_dict
-
-    def recorded(self: CompressedTensorsConfig, layer: Any, layer_name: str | None = None) -> Any:
-        found = look_up(self, layer, layer_name)
-        answer = str(scheme_of(found["weights"])) if found else "plain"
-        asked.setdefault(re.sub(r"layers\.\d+", "layers.N", str(layer_name)), Counter())[answer] += 1
-        return found
-
-    with patch.object(CompressedTensorsConfig, "get_scheme_dict", recorded):
-        yield asked
 
 
 def start_group(store: Path) -> None:
@@ -139,18 +120,6 @@ def has_mtp(folder: Path) -> bool:
     return any(number >= config["num_hidden_layers"] for number in numbers)
 
 
-def unnumbered(text: str) -> str:
-    return re.sub(r"\d+", "N", text)
-
-
-def shortened(problems: list[str]) -> list[str]:
-    """The first of those that differ in numbers only, and how many there are."""
-    alike: dict[str, list[str]] = {}
-    for problem in problems:
-        alike.setdefault(unnumbered(problem), []).append(problem)
-    return [lines[0] + (f" (and {len(lines) - 1} more)" if len(lines) > 1 else "") for lines in alike.values()]
-
-
 def probe(folder: Path, reference: Path | None) -> dict[str, Any]:
     """The report on one folder, with whose values, or with those of `reference`, vLLM's are compared."""
     report: dict[str, Any] = {"folder": str(folder), "model_class": "", "parameters": 0, "tensors": 0, "problems": []}
@@ -162,26 +131,20 @@ def probe(folder: Path, reference: Path | None) -> dict[str, Any]:
         ).create_engine_config()
         config.load_config.use_tqdm_on_load = False
         doing = "building the model"
-        with lookups() as asked:
-            model = build(config, config.model_config)
+        model = build(config, config.model_config)
         modules = list(model.modules())
-        report |= {
-            "model_class": type(model).__name__,
-            "router_dtype": dtypes(module.weight for module in modules if isinstance(module, GateLinear)),
-            "looked_up": {name: dict(answers) for name, answers in asked.items()},
-        }
+        report["model_class"] = type(model).__name__
         doing = "loading the weights"
         load(model, config, config.model_config)
         mtp = None
         if config.speculative_config is not None:
             doing = "building the MTP model"
             draft = config.speculative_config.draft_model_config
-            with lookups() as asked:
-                mtp = build(config, draft)
-            report["looked_up_by_mtp"] = {name: dict(answers) for name, answers in asked.items()}
-            report["router_dtype"] = dtypes(m.weight for m in [*modules, *mtp.modules()] if isinstance(m, GateLinear))
+            mtp = build(config, draft)
+            modules += mtp.modules()
             doing = "loading the MTP model's weights"
             load(mtp, config, draft)
+        report["router_dtype"] = dtypes(module.weight for module in modules if isinstance(module, GateLinear))
         doing = "after which its parameters were compared"
         _, tensors = stored(folder)
         report |= compare(model, mtp, set(tensors), tensors if reference is None else stored(reference)[1])
@@ -196,7 +159,6 @@ def probe(folder: Path, reference: Path | None) -> dict[str, Any]:
         report["problems"] += answer["differences"]
     except InputError as failure:
         report["schemes"] = {"not asked": str(failure)}  # a family that this repository does not know
-    report["problems"] = shortened(report["problems"])
     return report
 
 

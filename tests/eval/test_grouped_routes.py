@@ -56,14 +56,6 @@ def test_near_are_the_experts_that_the_router_would_choose_next(router: Any, sta
     assert not torch.equal(near(scores + bias, without), wanted)
 
 
-def test_the_bias_changes_which_groups_are_chosen(router: Any, states: Tensor) -> None:
-    """Of the tiny model: all four experts of the two groups that are chosen are near."""
-    bias = router.e_score_correction_bias
-    groups = [choice(router, states, top_k=4, bias=b)[:, ::2] // 2 for b in (bias, torch.zeros_like(bias))]
-    changed = (groups[0] != groups[1]).any(1)
-    assert TOKENS / 10 < int(changed.sum()) < TOKENS
-
-
 @pytest.mark.parametrize(
     ("scores", "tied"),
     [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +14,6 @@ from torch import Tensor
 from whole_models import Figures, Run, compared, finished_weights, run_whole, source_weights
 
 from quantizers.calibration.load_set import load_set
-from quantizers.checkpoint.reader import open_folder
-from quantizers.commands.evaluate import measure
 
 
 @dataclass(frozen=True)
@@ -79,16 +76,3 @@ def test_router_agreement_and_hidden_error(wanted: Figures, finished: Finished) 
     assert finished.report["router"]["agreement"] == pytest.approx(wanted.agreement, abs=1e-12)
     assert finished.report["router"]["min"] == min(finished.report["router"]["agreement"])
     assert finished.report["hidden_error"] == pytest.approx(wanted.hidden_error, rel=1e-5)
-
-
-def test_measure_alone_gives_what_the_report_says(finished: Finished, tmp_path: Path) -> None:
-    """From the finished folders, without the run: the same figures; and a source against itself differs in nothing."""
-    source = open_folder(finished.source)
-    both = measure(
-        source, [open_folder(finished.folder), source], finished.held_out, torch.device("cpu"), tmp_path / "work"
-    )
-    assert both[0] == {key: finished.report[key] for key in both[0]}
-    assert both[1]["kl"] == {"mean": 0.0, "median": 0.0, "p99": 0.0, "max": 0.0}
-    assert both[1]["perplexity"]["increase"] == 0.0
-    assert both[1]["top1"] == both[1]["router"]["min"] == 1.0
-    assert set(both[1]["hidden_error"]) == {0.0}

@@ -112,8 +112,11 @@ def test_the_command_compares_every_candidate_with_the_first(
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert list(work.iterdir()) == []
     first, itself = report["candidates"]
+    alone = {key: value for key, value in first.items() if key not in ("model", "weight_error")}
+    assert alone == {key: finished.report[key] for key in alone}, "from the folders, without the run"
     assert itself["kl"] == {"mean": 0.0, "median": 0.0, "p99": 0.0, "max": 0.0}
-    assert itself["top1"] == 1.0
+    assert itself["top1"] == itself["router"]["min"] == 1.0
+    assert set(itself["hidden_error"]) == {0.0}
     assert itself["interval"] == {"kl": [0.0, 0.0], "top1": [1.0, 1.0], "increase": [0.0, 0.0]}
     assert itself["weight_error"] == [{"experts": 0.0, "attention": 0.0}] * 4
     (source,) = report["paired"]

@@ -31,6 +31,14 @@ SECTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {}},
         "format 'nvfp4-pack-quantized' is not one of",
     ),
+    "rotated activations": (
+        {"quant_method": "compressed-tensors", "config_groups": {}, "transform_config": {"config_groups": {}}},
+        "transform_config rotates activations",
+    ),
+    "sparse weights": (
+        {"quant_method": "compressed-tensors", "config_groups": {}, "sparsity_config": {"format": "sparse-24-bitmask"}},
+        "sparsity_config has format 'sparse-24-bitmask'",
+    ),
     "AutoRound's own": (
         Kind("gptq").section() | {"quant_method": "auto-round", "packing_format": "auto_round:nv_fp4"},
         "packing_format is 'auto_round:nv_fp4', another packing; only",

@@ -78,26 +78,6 @@ def test_a_shard_holds_what_the_plan_says_and_the_library_packs(layer: Layer, tm
             assert torch.equal(written[f"{module}.weight_scale"], solved.scales[matrix][expert])
 
 
-def test_what_a_device_made_comes_to_the_host_in_a_few_copies(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the meta device, which has no values: whoever looks at one, or copies it otherwise, fails."""
-    copied = []
-
-    def cpu(tensor: torch.Tensor) -> torch.Tensor:
-        copied.append(tensor.shape)
-        return torch.empty_like(tensor, device="cpu")
-
-    solved = layer.solved("meta")
-    monkeypatch.setattr(torch.Tensor, "cpu", cpu)
-    tensors = layer_tensors(layer.plan, 0, layer.source, solved)
-    assert len(copied) == 8, "codes and scales of three matrices, norm and router"
-    kept = {name for action in layer.plan.of_layer(0) if action.kind in PASSTHROUGH for name in action.outputs}
-    for name, tensor in tensors.device.items():
-        assert tensors.host[name].device.type == "cpu"
-        assert tensors.host[name].shape == tensor.shape
-        assert tensors.host[name].dtype == tensor.dtype
-        assert tensor.device.type == ("cpu" if name in kept or name.endswith("weight_shape") else "meta"), name
-
-
 def test_an_accelerators_tensors_have_the_same_bytes(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its branch taken on the CPU: experts are packed several at a time."""
     from stitch.write import shard
@@ -112,16 +92,6 @@ def test_an_accelerators_tensors_have_the_same_bytes(layer: Layer, monkeypatch: 
     unwritten = layer_tensors(layer.plan, 0, layer.source, layer.solved(), written=False)
     assert unwritten.host.keys() == kept
     assert unwritten.device.keys() == laid.device.keys()
-
-
-def test_the_candidate_gets_the_kept_tensors_from_the_device(layer: Layer) -> None:
-    near = load_tensors(open_folder(layer.source.folder), layer.source.stored)
-    tensors = layer_tensors(layer.plan, 0, layer.source, layer.solved(), near=near)
-    for action in layer.plan.of_layer(0):
-        if action.kind in PASSTHROUGH:
-            (name,) = action.outputs
-            assert tensors.host[name].data_ptr() == layer.source.tensor(action.source).data_ptr()
-            assert tensors.device[name] is near.tensor(action.source)
 
 
 def rounded(layer: Layer) -> LayerTensors:
