@@ -63,7 +63,7 @@ def copy_set(name: str, folder: Path) -> list[Path]:
     sets = dict.fromkeys(each for each in (path, path.parent / HELD_OUT) if each.is_file())
     wanted = dict.fromkeys(file for each in sets for file in _files(each))
     contents = {folder / file.relative_to(path.parent): file.read_bytes() for file in wanted}
-    write_new(contents, keep_equal=True)
+    write_new(contents)
     return list(contents)
 
 
