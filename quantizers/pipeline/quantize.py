@@ -70,7 +70,6 @@ def quantize_layers(
     *,
     damaged: Sequence[int] = (),
     stop: Stop | None = None,
-    compensate_router: bool = True,
 ) -> Measured | None:
     """Write all shards, with a journal entry for each, under the context's `work`; measure them on the way.
 
@@ -82,7 +81,6 @@ def quantize_layers(
         texts: held-out texts; empty for none.
         damaged: finished layers whose shards must be made again.
         stop: the figures of a layer after which the run stops.
-        compensate_router: False reproduces the defect of the published recipe, for comparison (llmcompressor only).
 
     Returns:
         What the output does with the texts, compared with the source; None without texts, and of no use in ranks
@@ -101,7 +99,7 @@ def quantize_layers(
     start: _Start = dist.broadcast_object(_Start(len(entries), tuple(damaged), lengths, 0 if stop else None))
     use_one_arena()
     with ThreadPoolExecutor(max_workers=1) as background:
-        run = _Run(job, context, start, texts, background, compensate_router=compensate_router)
+        run = _Run(job, context, start, texts, background)
         run.begin(tokens)
         run.resume(entries)
         if not dist.is_main:
@@ -126,8 +124,6 @@ class _Run:
         start: _Start,
         texts: Sequence[Text],
         background: Executor,
-        *,
-        compensate_router: bool,
     ) -> None:
         self.job, self.context, self.start, self.texts, dist = job, context, start, texts, context.dist
         outside = load_tensors(job.opened, [action.source for action in job.plan.of_layer(None)])
@@ -153,7 +149,6 @@ class _Run:
             context,
             start.lengths,
             writer=self.writer,
-            compensate_router=compensate_router,
         )
         self.comparison = Comparison(self.streams[0], [self.quantizer], texts, dist)
 

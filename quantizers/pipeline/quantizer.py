@@ -60,14 +60,11 @@ class Quantizer:
         context: where the work is done.
         lengths: calibration tokens of each sequence.
         writer: writes and audits shards in the background.
-        compensate_router: False reproduces the defect of the published recipe, for comparison (llmcompressor only).
 
     Attributes:
         states: the calibration states between the layers.
         moe_inputs: what the experts of the last layer were called with.
     """
-
-    keeps_attention = True
 
     def __init__(
         self,
@@ -78,10 +75,9 @@ class Quantizer:
         lengths: Sequence[int],
         *,
         writer: ShardWriter[ShardDigest, LayerAudit],
-        compensate_router: bool = True,
     ) -> None:
         self.job, self.model, self.stream, self.context = job, model, stream, context
-        self.writer, self._compensate_router = writer, compensate_router
+        self.writer = writer
         chunk = tokens_per_chunk(is_accelerator(model.device))
 
         def rows(
@@ -133,7 +129,6 @@ class Quantizer:
                 residents=context.residents,
                 entering=entering,
                 check=context.check,
-                compensate_router=self._compensate_router,
                 dist=context.dist,
             )
         weights.require_finite()
