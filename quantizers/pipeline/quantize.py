@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -102,11 +102,7 @@ def quantize_layers(
         run = _Run(job, context, start, texts, background)
         run.begin(tokens)
         run.resume(entries)
-        if not dist.is_main:
-            _assist(run)
-        else:
-            assert data is not None
-            _with_journal(run, data, entries, stop)
+        _work(run, data, entries, stop)
         return run.measured([entry["held_out"] for entry in entries])
 
 
@@ -247,45 +243,40 @@ class _Run:
         return Measured(source[0], *output, compared)
 
 
-def _with_journal(run: _Run, data: CalibrationData, entries: list[dict[str, Any]], stop: Stop | None) -> None:
-    """Rank 0's loop: each layer that is done gets its journal entry, which is added to `entries`."""
+def _work(run: _Run, data: CalibrationData | None, entries: list[dict[str, Any]], stop: Stop | None) -> None:
+    """The loop over the layers that are left; rank 0 adds the journal entry of each one that is done to `entries`."""
     work, begun = run.context.work, dict[int, dict[str, Any]]()  # begun: layers whose shards are not on disk yet
-    say_forecast = forecast(run.job.sizes["layers"])
-    with progress("quantizing", run.job.sizes["layers"], len(entries), "layer", trusted=1) as shown_step:
+    layers, is_main = run.job.sizes["layers"], run.context.dist.is_main
+    say_forecast = forecast(layers)
+    shown = progress("quantizing", layers, len(entries), "layer", trusted=1) if is_main else nullcontext(lambda _: None)
 
-        def journaled(shards: dict[int, Written]) -> None:
-            for number, shard in shards.items():
-                entry = begun.pop(number) | of_shard(shard)
-                for stream in run.streams:
-                    stream.on_disk(number + 1)  # from there a run resumes once the layer is journaled
-                write_json(journal.layer_file(work, number), entry)
-                journal.log(work, layer_line(entry))
-                entries.append(entry)
+    def done(shards: dict[int, Written]) -> None:
+        for number, shard in shards.items():
+            if number not in begun:  # in the other ranks
                 run.forget(number)
-                shown_step(_note(entry))
-                say_forecast(entry)
-                _refuse(entry, stop)
+                continue
+            entry = begun.pop(number) | of_shard(shard)
+            for stream in run.streams:
+                stream.on_disk(number + 1)  # from there a run resumes once the layer is journaled
+            write_json(journal.layer_file(work, number), entry)
+            journal.log(work, layer_line(entry))
+            entries.append(entry)
+            run.forget(number)
+            show(_note(entry))
+            say_forecast(entry)
+            _refuse(entry, stop)
 
-        with run.steps() as steps:
-            for step in steps:
-                shards = run.written(step)
+    with shown as show, run.steps() as steps:
+        for step in steps:
+            shards = run.written(step)
+            if data is not None:
                 begun[step.number] = run.quantizer.entry(step) | {
                     "routed": run.quantizer.routed(data, step.number),
                     "held_out": run.comparison.found[0] if run.comparison.found else None,
                     "peak_memory_bytes": peak_memory(run.context.device),
                 }
-                journaled(shards)
-            journaled(run.written(None))
-
-
-def _assist(run: _Run) -> None:
-    """The other ranks' loop, without a journal."""
-    with run.steps() as steps:
-        for step in steps:
-            for number in run.written(step):
-                run.forget(number)
-        for number in run.written(None):
-            run.forget(number)
+            done(shards)
+        done(run.written(None))
 
 
 def write_passthrough(job: Job, outside: Checkpoint, context: Context) -> None:
