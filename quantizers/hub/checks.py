@@ -48,19 +48,6 @@ class LocalFile:
     blob: str
 
 
-@dataclass(frozen=True)
-class Checks:
-    """The result of the checks.
-
-    Attributes:
-        problems: reasons not to publish, one line each.
-        notes: remarks that are no problems.
-    """
-
-    problems: list[str]
-    notes: list[str]
-
-
 def read_report(folder: Path) -> dict[str, Any]:
     """The report of a finished run or stitch.
 
@@ -120,7 +107,7 @@ def check_output(
     device: torch.device,
     *,
     thorough: bool,
-) -> Checks:
+) -> tuple[list[str], list[str]]:
     """Check a folder against its report, and against its source on request.
 
     Without the source: the tensors were compared with it when the output was made, according to the report with its
@@ -129,6 +116,9 @@ def check_output(
     Args:
         source: opens the source; called only if needed.
         thorough: compare with the source, as `quantize verify` does.
+
+    Returns:
+        The reasons not to publish, and remarks that are none, one line each.
     """
     if thorough:
         from quantizers.commands.verify import verify_folder
@@ -139,7 +129,7 @@ def check_output(
     else:
         problems, notes = _check_without_source(folder, report, files)
     problems += _changes(folder, report, files)
-    return Checks(list(dict.fromkeys(problems)), notes)
+    return list(dict.fromkeys(problems)), notes
 
 
 def _recorded_hashes(report: dict[str, Any]) -> dict[str, str]:
@@ -227,7 +217,7 @@ def _account(repo: str, private: bool | None) -> list[Point]:
     """Whether there is a token and a repository, as far as the Hub answers; nothing is uploaded."""
     from httpx import HTTPError
     from huggingface_hub import HfApi, get_token
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import RepositoryNotFoundError
 
     token = get_token()
     login = "log in with `hf auth login`, or set HF_TOKEN to one with write access"
@@ -237,8 +227,6 @@ def _account(repo: str, private: bool | None) -> list[Point]:
         info = HfApi().model_info(repo, timeout=PATIENCE)
     except RepositoryNotFoundError:
         return [*points, Point("repository", "open", f"{repo}: not found; will be created {as_new}")]
-    except HFValidationError:
-        return [*points, Point("repository", "missing", f"{repo} is not a valid name; write it as owner/name")]
     except (HTTPError, OSError) as failure:
         status = getattr(getattr(failure, "response", None), "status_code", None)
         if token and status in (401, 403):

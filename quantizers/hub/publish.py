@@ -85,7 +85,7 @@ def publish(
             print(f"the card has no {point.name}: {point.words}", file=sys.stderr)
     with progress("hashing", len(report["files"]) + 1) as step:
         files = local_files(folder, report, step)
-    checks = check_output(
+    problems, notes = check_output(
         folder,
         report,
         files,
@@ -93,12 +93,12 @@ def publish(
         choose_device(device),
         thorough=thorough or source is not None,
     )
-    for note in checks.notes:
+    for note in notes:
         print(note, file=sys.stderr)
-    if checks.problems and force is None and not dry_run:
-        more = f" (and {len(checks.problems) - 1} more)" if len(checks.problems) > 1 else ""
-        raise CheckpointError(f"{folder}: {checks.problems[0]}{more}; repair it, or give --force with a reason")
-    figures: dict[str, Any] = {"repo": repo, "revision": revision, "problems": checks.problems, "forced": force}
+    if problems and force is None and not dry_run:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise CheckpointError(f"{folder}: {problems[0]}{more}; repair it, or give --force with a reason")
+    figures: dict[str, Any] = {"repo": repo, "revision": revision, "problems": problems, "forced": force}
     if dry_run:
         sent = {file.name for file in files}
         figures |= {
@@ -108,8 +108,8 @@ def publish(
             "not_sent": sorted(path.name for path in folder.iterdir() if path.name not in sent),
             "checklist": [vars(point) for point in checklist(after, repo, private)],
         }
-        return Publication(checks.problems, False, figures)
-    files = rehash(folder, files, rewrite(folder, report, with_statement(after, force, checks.problems)))
+        return Publication(problems, False, figures)
+    files = rehash(folder, files, rewrite(folder, report, with_statement(after, force, problems)))
     with progress("publishing", 2) as step:
         published = upload(folder, files, repo, revision, private, step)
-    return Publication(checks.problems, True, published | figures)
+    return Publication(problems, True, published | figures)
