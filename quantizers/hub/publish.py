@@ -71,7 +71,7 @@ def publish(
     from quantizers.device.devices import choose_device
     from quantizers.system.progress import progress
 
-    from .checks import card_points, check_output, checklist, local_files, read_report, rehash
+    from .checks import account_points, card_points, check_output, local_files, read_report, rehash
     from .publication import rewrite, with_publication, with_statement
     from .upload import upload
 
@@ -85,14 +85,10 @@ def publish(
             print(f"the card has no {point.name}: {point.words}", file=sys.stderr)
     with progress("hashing", len(report["files"]) + 1) as step:
         files = local_files(folder, report, step)
-    problems, notes = check_output(
-        folder,
-        report,
-        files,
-        lambda: source_of(folder, str(source) if source is not None else None, report["source"]["revision"]),
-        choose_device(device),
-        thorough=thorough or source is not None,
-    )
+    opened = None
+    if thorough or source is not None:
+        opened = source_of(folder, None if source is None else str(source), report["source"]["revision"])
+    problems, notes = check_output(folder, report, files, opened, choose_device(device))
     for note in notes:
         print(note, file=sys.stderr)
     if problems and force is None and not dry_run:
@@ -106,7 +102,7 @@ def publish(
             "files": [vars(file) for file in files],
             "bytes": sum(file.size for file in files),
             "not_sent": sorted(path.name for path in folder.iterdir() if path.name not in sent),
-            "checklist": [vars(point) for point in checklist(after, repo, private)],
+            "checklist": [vars(point) for point in (*card_points(after), *account_points(repo, private))],
         }
         return Publication(problems, False, figures)
     files = rehash(folder, files, rewrite(folder, report, with_statement(after, force, problems)))
