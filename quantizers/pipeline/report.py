@@ -294,7 +294,7 @@ def serving(plan: Plan, facts: Architecture, sizes: Sizes, source: Checkpoint, n
     fits = common_fits(model)
     return about | {
         "longest": model.longest,
-        "fits": [row.as_dict() for row in fits],
+        "fits": [asdict(row) for row in fits],
         "assumptions": [*assumptions([parse_gpus(row.cards) for row in fits]), *notes(model, fits)] if fits else [],
     }
 
