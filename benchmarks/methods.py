@@ -28,7 +28,6 @@ from quantizers.device.devices import choose_device, forward_dtype, machine, use
 from quantizers.formats.fp8 import block_size
 from quantizers.layers.context import Context
 from quantizers.output import journal
-from quantizers.pipeline.pipeline import assemble
 from quantizers.pipeline.quantize import quantize_layers
 from quantizers.planning.assign_actions import make_plan, obstacle
 from quantizers.planning.device_memory import Residents
@@ -37,6 +36,7 @@ from quantizers.recipe.read import set_location
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import text_table
+from stitch.write.config_files import write_config_files
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def compare_methods(
                 entries = journal.done_layers(place, job.sizes["layers"])
                 # A layer without experts has neither.
                 seconds.append(sum(entry["seconds"].get(phase, 0.0) for entry in entries for phase in counted))
-            assemble(changed, place / "output")
+            write_config_files(place / "output", changed.opened, changed.plan, changed.facts)
             outputs.append(open_folder(place / "output"))
             rows.append({"method": method.name, "seconds": sorted(seconds)[len(seconds) // 2]})
         held_out = set_location(job.recipe.verify.perplexity.data, job.path)

@@ -89,16 +89,7 @@ def custom_code(tokenizer: Any) -> list[str]:
 
 
 class Renderer:
-    """A tokenizer with its chat template; threads may share it.
-
-    Args:
-        source: a folder, or a Hub id.
-        revision: of a Hub id.
-        trust_remote_code: whether code of the tokenizer, from its repository, may run.
-
-    Raises:
-        CalibrationError: see `load_tokenizer`.
-    """
+    """A tokenizer with its chat template, from the arguments of `load_tokenizer`; threads may share it."""
 
     def __init__(self, source: str, revision: str = "main", trust_remote_code: bool = False) -> None:
         self._tokenizer: Any = load_tokenizer(source, revision, trust_remote_code)

@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -276,19 +276,16 @@ def quiet() -> Iterator[None]:
     import datasets
     import huggingface_hub.utils
 
-    level, libraries = logging.root.manager.disable, (datasets, huggingface_hub.utils)
-    bars = [library for library in libraries if not library.are_progress_bars_disabled()]
-    logging.disable()
-    for library in bars:
-        library.disable_progress_bars()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(level)
-        for library in bars:
-            library.enable_progress_bars()
+    level = logging.root.manager.disable
+    with warnings.catch_warnings(), ExitStack() as restored:
+        warnings.simplefilter("ignore")
+        logging.disable()
+        restored.callback(logging.disable, level)
+        for library in (datasets, huggingface_hub.utils):
+            if not library.are_progress_bars_disabled():
+                library.disable_progress_bars()
+                restored.callback(library.enable_progress_bars)
+        yield
 
 
 def for_each_source(

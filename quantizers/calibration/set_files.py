@@ -33,15 +33,12 @@ def _row(path: Path) -> dict[str, str]:
         len(file_rows(local_file(source, path.parent), source.dataset)) if source.samples == "all" else source.samples
         for source in sources
     ]
-    samples, about = f"{sum(counts):,}", _about(path)
-    return {"name": path.stem, "samples": samples, "sources": ", ".join(filter(None, places)), "about": about}
-
-
-def _about(path: Path) -> str:
-    """The first sentence of the comment with which the file begins."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    comment = lines[: next(number for number, line in enumerate(lines) if not line.startswith("#"))]
-    return " ".join(line.removeprefix("#").strip() for line in comment).partition(". ")[0].rstrip(".")
+    return {
+        "name": path.stem,
+        "samples": f"{sum(counts):,}",
+        "sources": ", ".join(filter(None, places)),
+        "about": path.read_text(encoding="utf-8").splitlines()[0].removeprefix("#").strip(" ."),
+    }
 
 
 def copy_set(name: str, folder: Path) -> list[Path]:
@@ -63,7 +60,7 @@ def copy_set(name: str, folder: Path) -> list[Path]:
     sets = dict.fromkeys(each for each in (path, path.parent / HELD_OUT) if each.is_file())
     wanted = dict.fromkeys(file for each in sets for file in _files(each))
     contents = {folder / file.relative_to(path.parent): file.read_bytes() for file in wanted}
-    write_new(contents, keep_equal=True)
+    write_new(contents)
     return list(contents)
 
 

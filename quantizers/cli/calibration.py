@@ -162,7 +162,7 @@ def new(
     from quantizers.system.files import write_new
 
     contents, notes = new_set(file, data)
-    write_new(contents, keep_equal=True)
+    write_new(contents)
     lines = [f"wrote {' and '.join(map(str, contents))}", *notes, f"next: quantize calibration {file}"]
     files = {"set": str(file), "files": list(map(str, contents)), "notes": notes}
     emit(files, as_json, "\n".join(lines))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -130,7 +130,7 @@ def _needs(job: Job, nodes: int, gpus: int, disk: int | None, device_memory: int
 
     figures = summary(job.plan, job.sizes) | {"cards_unknown": unsaid(job.facts)}
     needs = estimate_run(job, int(str(figures["output_bytes"])), nodes * gpus, disk or DISK)
-    figures |= {"needs": needs.as_dict(), "asked": {"machines": nodes, "gpus": gpus}}
+    figures |= {"needs": asdict(needs), "asked": {"machines": nodes, "gpus": gpus}}
     return figures | ({"device_memory": memory_on_gpu(job, device_memory).as_dict()} if device_memory else {})
 
 
@@ -147,7 +147,7 @@ def _serving(
     suggested = remedies(job, model, list(zip(gpus, fits, strict=True)), tp)
     return {
         "fits": [
-            one.as_dict() | {"to_fit": [remedy.as_dict() for remedy in ways]}
+            asdict(one) | {"to_fit": [asdict(remedy) for remedy in ways]}
             for one, ways in zip(fits, suggested, strict=True)
         ],
         "longest": model.longest,

@@ -24,8 +24,6 @@ Part = tuple[torch.Tensor, ...]
 Key = TypeVar("Key")
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # targets and sources
 
-_pinned: set[int] = set()  # first addresses
-
 
 def pin(buffer: torch.Tensor, device: torch.device) -> None:
     """Page-lock host memory for copies from and to a GPU, for the tensor's lifetime; does nothing for a CPU.
@@ -34,10 +32,10 @@ def pin(buffer: torch.Tensor, device: torch.device) -> None:
     processes share. Where the driver refuses, one line is printed, and copies are slower.
 
     Args:
-        buffer: on the CPU, all of its storage.
+        buffer: on the CPU, all of its storage; each once.
     """
     address = buffer.data_ptr()
-    if device.type != "cuda" or not buffer.nbytes or address in _pinned:
+    if device.type != "cuda" or not buffer.nbytes:
         return
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # in torch
     failure = runtime.cudaHostRegister(address, buffer.nbytes, 0)
@@ -48,8 +46,6 @@ def pin(buffer: torch.Tensor, device: torch.device) -> None:
             torch.zeros(1, device=device)
         return
     weakref.finalize(buffer, runtime.cudaHostUnregister, address).atexit = False
-    _pinned.add(address)
-    weakref.finalize(buffer, _pinned.discard, address).atexit = False
 
 
 @cache

@@ -90,11 +90,12 @@ def _problems(section: Mapping[str, Any]) -> Iterator[str]:
         yield f"sparsity_config has format {reprlib.repr(sparsity['format'])}, which is not supported; {OTHERWISE}"
 
 
-FORMATS = ("quant_method", "quant_algo", "format", "fmt")
 BITS = ("bits", "w_bit", "num_bits")
 SWITCHES = ("load_in_4bit", "_load_in_4bit")
-DTYPE = re.compile(r"(torch_|.*(expert|weight).*)?dtype")  # not those of the KV cache or of activations
+# Keys with a format's name; of dtypes, not those of the KV cache or of activations.
+NAMED = re.compile(r"quant_method|quant_algo|format|fmt|(torch_|.*(expert|weight).*)?dtype")
 FOUR_BIT_NAME = re.compile(r"(fp|float|int|nf|w)_?4(?!\d)", re.IGNORECASE)  # mxfp4, float4_e2m1, int4, W4A16, nf4
+INNER = ("text_config", SECTION, "config_groups", "weights")  # sections that say how weights are stored
 
 
 def refuse_four_bits(config: Mapping[str, Any], where: str) -> None:
@@ -107,53 +108,23 @@ def refuse_four_bits(config: Mapping[str, Any], where: str) -> None:
     Raises:
         CheckpointError: one line that names the key.
     """
-    sign = _four_bit_key(config)
-    if sign is not None:
+    for sign in _four_bit_keys(config):
         raise CheckpointError(
             f"{where}: {sign}: this model already has 4-bit weights, so there is nothing to quantize; give the model's "
             "FP8 or BF16 release"
         )
 
 
-def _four_bit_key(config: Mapping[str, Any]) -> str | None:
-    """The first key of config.json that declares weights of 4 bits or fewer, with its value; None if there is none."""
-    return next((f"{printed(key)} is {reprlib.repr(value)}" for key, value in _four_bit_keys(config)), None)
-
-
-def _four_bit_keys(config: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    """Every such key with its value, those of a language model within another model (`text_config`) included."""
-    for prefix, model in (("", config), ("text_config.", config.get("text_config"))):
-        if isinstance(model, Mapping):
-            yield from _four_bit_dtypes(model, prefix)
-            section = model.get(SECTION)
-            if isinstance(section, Mapping):
-                yield from _in_section(section, f"{prefix}{SECTION}.")
-
-
-def _in_section(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, object]]:
-    yield from _four_bit_dtypes(section, prefix)
-    yield from ((prefix + key, section[key]) for key in FORMATS if _is_four_bit_name(section.get(key)))
-    yield from ((prefix + key, section[key]) for key in BITS if _is_four_or_less(section.get(key)))
-    yield from ((prefix + key, True) for key in SWITCHES if section.get(key) is True)
-    groups = section.get("config_groups")
-    for name, group in groups.items() if isinstance(groups, Mapping) else ():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        if isinstance(weights, Mapping) and _is_four_or_less(weights.get("num_bits")):
-            yield f"{prefix}config_groups.{name}.weights.num_bits", weights["num_bits"]
-
-
-def _four_bit_dtypes(model: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, object]]:
-    for key, value in model.items():
-        if DTYPE.fullmatch(key) and _is_four_bit_name(value):
-            yield prefix + key, value
-
-
-def _is_four_bit_name(value: object) -> bool:
-    return isinstance(value, str) and FOUR_BIT_NAME.search(value) is not None
-
-
-def _is_four_or_less(value: object) -> bool:
-    return type(value) is int and 1 <= value <= 4
+def _four_bit_keys(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Each key that declares weights of 4 bits or fewer, with its value; those of inner sections included."""
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and (key in INNER or prefix.endswith("config_groups.")):
+            yield from _four_bit_keys(value, f"{name}.")
+        named = isinstance(value, str) and NAMED.fullmatch(key) and FOUR_BIT_NAME.search(value)
+        few = type(value) is int and key in BITS and 1 <= value <= 4
+        if named or few or (value is True and key in SWITCHES):
+            yield f"{printed(name)} is {reprlib.repr(value)}"
 
 
 def refuse_swapped_arguments(source: Checkpoint, candidate: Checkpoint, remedy: str) -> None:
@@ -181,5 +152,4 @@ def _quantized_by(checkpoint: Checkpoint) -> str | None:
     section = checkpoint.config.get("quantization_config")
     if isinstance(section, Mapping) and section.get("quant_method") in METHODS:
         return f"its {CONFIG} says quant_method: {section['quant_method']}"
-    sign = _four_bit_key(checkpoint.config)
-    return None if sign is None else f"its {CONFIG} says {sign}"
+    return next((f"its {CONFIG} says {sign}" for sign in _four_bit_keys(checkpoint.config)), None)

@@ -1,7 +1,7 @@
 """Partition of the rows of many sequences: which a process computes, and which it keeps.
 
 Rows are dealt in whole chunks (see `ActivationStore.chunks`), consecutive ones in the order of ranks. Attention needs
-whole batches of sequences (see attention_batches.py), and a batch may reach across the border of two ranks' rows: then
+whole batches of sequences (see `batches`), and a batch may reach across the border of two ranks' rows: then
 both keep all of it, and take it through attention both, which gives both the same bits. What follows attention is
 computed chunk by chunk, by the chunk's process alone; afterwards the rows of the batches at the borders are exchanged
 (`RowPartition.complete`).
@@ -15,7 +15,7 @@ import torch
 
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 
-from .attention_batches import batches
+MOST_PADDING = 1 / 4  # of the rows of a batch
 
 
 class RowPartition:
@@ -145,3 +145,24 @@ class RowPartition:
 def _unused(like: torch.Tensor, rows: int) -> torch.Tensor:
     """A buffer for rows that this process does not keep: a broadcast needs all processes."""
     return like.new_empty(rows, *like.shape[1:])
+
+
+def batches(lengths: Sequence[int], most: int) -> list[range]:
+    """Consecutive sequences that go through attention together, since a short one alone would give it few tokens.
+
+    A batch has at most `most` rows with its padding, or is one longer sequence. What is computed together follows from
+    the lengths alone.
+
+    Args:
+        lengths: tokens of each sequence.
+        most: rows of a batch of more than one sequence.
+    """
+    result: list[range] = []
+    first = tokens = longest = 0
+    for number, length in enumerate(lengths):
+        tokens, longest = tokens + length, max(longest, length)
+        rows = longest * (number + 1 - first)
+        if number > first and (rows > most or rows - tokens > MOST_PADDING * rows):
+            result.append(range(first, number))
+            first, tokens, longest = number, length, length
+    return [*result, range(first, len(lengths))] if lengths else []

@@ -238,11 +238,6 @@ class _Run:
             step.watch.lap("write")
         return shards
 
-    def on_disk(self, number: int) -> None:
-        """Wait for the held-out states that left a layer, from which a run resumes once the layer is journaled."""
-        for stream in self.streams:
-            stream.on_disk(number + 1)
-
     def forget(self, number: int) -> None:
         """Remove the held-out states that entered a layer, which is in the journal."""
         for stream in self.streams:
@@ -266,7 +261,8 @@ def _with_journal(run: _Run, data: CalibrationData, entries: list[dict[str, Any]
         def journaled(shards: dict[int, Written]) -> None:
             for number, shard in shards.items():
                 entry = begun.pop(number) | of_shard(shard)
-                run.on_disk(number)
+                for stream in run.streams:
+                    stream.on_disk(number + 1)  # from there a run resumes once the layer is journaled
                 write_json(journal.layer_file(work, number), entry)
                 journal.log(work, layer_line(entry))
                 entries.append(entry)
@@ -306,7 +302,7 @@ def write_passthrough(job: Job, outside: Checkpoint, context: Context) -> None:
     """
     plan, source = job.plan, job.opened
     for part in plan.passthrough_parts:
-        file, shard = journal.kept_file(context.work, part), context.work / "output" / plan.shard_file(part)
+        file, shard = journal.passthrough_file(context.work, part), context.work / "output" / plan.shard_file(part)
         if file.exists() and shard.exists():
             continue
         actions = plan.of_layer(part)

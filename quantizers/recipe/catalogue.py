@@ -9,7 +9,6 @@ from quantizers.system.errors import InputError, did_you_mean
 from quantizers.system.package_data import shipped
 
 from .read import read_recipe, shipped_recipe
-from .schema import Experts
 
 
 def rows() -> list[dict[str, str]]:
@@ -23,19 +22,11 @@ def rows() -> list[dict[str, str]]:
                 "name": path.stem,
                 "source": recipe.source.model,
                 "calibration": name if tokens is None else f"{name}, {tokens:,} tokens",
-                "experts": f"{_stored(experts)}, {experts.engine}",
+                "experts": f"INT{experts.bits}, groups of {experts.group_size}, {experts.engine}",
                 "about": path.read_text(encoding="utf-8").splitlines()[0].removeprefix("#").strip(),
             }
         )
     return table
-
-
-def _stored(experts: Experts) -> str:
-    if experts.budget is not None:
-        return f"chosen within {experts.budget}"
-    if experts.bits_per_weight is not None:
-        return f"chosen, {experts.bits_per_weight:g} bits per weight"
-    return f"INT{experts.bits}, groups of {experts.group_size}"
 
 
 def copied(name: str) -> str:

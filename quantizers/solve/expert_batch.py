@@ -29,7 +29,7 @@ from .awq import divided, fold_hessian, grid_scales, row_step, scale_losses, wei
 from .coordinate_descent import refine
 from .down_hessian import DownHessian
 from .rounding import DAMPING, damped, gptq, minmax_scales, mse_scales, nearest
-from .symmetric import quadratic_loss
+from .symmetric import row_losses
 
 SEARCH_ROWS, REPORTED_ROWS = 768, 512  # rows of a matrix read to choose w2's scale, and for the report, see `row_step`
 SWEEPS = 2  # of coordinate_descent.py after GPTQ; a third would lower the loss by less than 1 %
@@ -145,8 +145,8 @@ def _round(
     lost = dequantize(codes[:, ::step], scale[:, ::step]).sub_(whole)
     if rows is not None:
         lost, whole = lost.mul_(rows[:, ::step]), whole * rows[:, ::step]
-    numbers[f"{name}_lost"] = quadratic_loss(lost, hessian).double() * step
-    numbers[f"{name}_whole"] = quadratic_loss(whole, hessian).double() * step
+    numbers[f"{name}_lost"] = row_losses(lost, hessian).sum(-1).double() * step
+    numbers[f"{name}_whole"] = row_losses(whole, hessian).sum(-1).double() * step
     return codes, scale, numbers
 
 

@@ -26,13 +26,12 @@ Legend: E experts, H hidden, I expert width, g group size, T tokens of a sequenc
 from __future__ import annotations
 
 import copy
-import logging
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from io import StringIO
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -43,27 +42,15 @@ from quantizers.system.errors import QuantizeError
 
 from .result import LayerResult
 
-if TYPE_CHECKING:
-    from loguru import Message
-
-# Warnings about intended things: a layer has no embeddings and no lm_head, a router has no scheme, and the device is
-# the caller's choice.
-EXPECTED_WARNINGS = (
-    "Attempted to disable lm_head",
-    "Cannot check embeddings",
-    "No accelerator available",
-    "Unable to find quantization scheme for targeted layer",
-)
+LOG_DISABLED = "LLM_COMPRESSOR_LOG_DISABLED"  # else its import replaces loguru's sinks by one on standard output
 
 
 @contextmanager
 def quiet_library() -> Iterator[None]:
-    """Suppress the library's progress bars, pinned memory and log within the block; warnings go to `logging`.
+    """Suppress the library's progress bars, pinned memory and log within the block.
 
-    llm-compressor logs through loguru; importing it removes all loguru sinks and adds one on standard output. loguru
-    has no public way to put its sinks back afterwards, hence `_core`. Two functions are replaced within the block:
-    llm-compressor 0.14 has no option that hides its progress bars, and tqdm reads TQDM_DISABLE only when imported; its
-    AWQ pins tensors even where there is no accelerator, which torch refuses.
+    Two functions are replaced within it: llm-compressor 0.14 has no option that hides its progress bars, and tqdm reads
+    TQDM_DISABLE only when imported; its AWQ pins tensors even where there is no accelerator, which torch refuses.
     """
     from loguru import logger
     from tqdm import tqdm
@@ -73,31 +60,17 @@ def quiet_library() -> Iterator[None]:
     def hidden(bar: Any, *args: Any, **options: Any) -> None:
         shown(bar, *args, **options | {"disable": True})
 
-    core: Any = logger._core  # type: ignore[attr-defined]  # private, see above
-    with core.lock:
-        sinks = core.handlers, core.min_level
-        core.handlers, core.min_level = {}, float("inf")
-    try:
-        with redirect_stdout(StringIO()):
-            from llmcompressor.pipelines.cache import IntermediatesCache  # adds a sink, which the next line removes
-        logger.remove()
-        logger.add(_to_logging, level="WARNING", format="{message}")
-        with ExitStack() as stack:
-            stack.enter_context(patch.object(tqdm, "__init__", hidden))
-            if not torch.accelerator.is_available():
-                stack.enter_context(patch.object(IntermediatesCache, "pin_memory", lambda *_args, **_named: None))
-            yield
-    finally:
-        logger.remove()
-        with core.lock:
-            core.handlers, core.min_level = sinks
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, {LOG_DISABLED: "true"}))
+        for package in ("llmcompressor", "compressed_tensors"):
+            logger.disable(package)
+            stack.callback(logger.enable, package)
+        from llmcompressor.pipelines.cache import IntermediatesCache
 
-
-def _to_logging(message: Message) -> None:
-    """A loguru sink that passes a record on to the standard logger of its module."""
-    record = message.record
-    if not record["message"].startswith(EXPECTED_WARNINGS):
-        logging.getLogger(record["name"]).log(record["level"].no, "%s", record["message"])
+        stack.enter_context(patch.object(tqdm, "__init__", hidden))
+        if not torch.accelerator.is_available():
+            stack.enter_context(patch.object(IntermediatesCache, "pin_memory", lambda *_args, **_named: None))
+        yield
 
 
 @quiet_library()

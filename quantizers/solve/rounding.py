@@ -42,9 +42,8 @@ def minmax_scales(weight: torch.Tensor, group: int, bits: int) -> torch.Tensor:
     Returns:
         (…, R, n) bfloat16; 1 where a group is all zero.
     """
-    low, high = code_range(bits)
-    scale = (grouped(weight, group).abs().amax(-1) / ((high - low) / 2)).bfloat16()
-    return torch.where(scale == 0, torch.ones_like(scale), scale)
+    rows = weight.shape[-2]
+    return minmax_steps(weight.mT.view(*weight.shape[:-2], -1, group, rows), bits).mT.contiguous()
 
 
 def minmax_steps(by_group: torch.Tensor, bits: int) -> torch.Tensor:

@@ -72,13 +72,8 @@ def mirror(total: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def quadratic_loss(delta: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
-    """tr(D G Dᵀ) = ‖D X‖², (E,), of the arguments of `row_losses`."""
-    return row_losses(delta, hessian).sum(-1)
-
-
 def row_losses(delta: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
-    """d G dᵀ of each row d of D.
+    """d G dᵀ of each row d of D; their sum is tr(D G Dᵀ) = ‖D X‖².
 
     Args:
         delta: (E, R, C), or a transposed view, whose columns lie in one piece.

@@ -30,17 +30,14 @@ def write_text(text: str, path: Path) -> None:
         stream.write(text.encode())
 
 
-def write_new(contents: Mapping[Path, bytes], *, keep_equal: bool = False) -> None:
-    """Write files, all or none of them, and overwrite nothing.
-
-    Args:
-        keep_equal: whether files that exist with the same bytes may stay.
+def write_new(contents: Mapping[Path, bytes]) -> None:
+    """Write files, all or none of them, and overwrite nothing; those that exist with the same bytes stay.
 
     Raises:
-        OutputError: one exists, or cannot be written.
+        OutputError: one exists with other bytes, or cannot be written.
     """
     for target, content in contents.items():
-        if target.exists() and not (keep_equal and target.is_file() and target.read_bytes() == content):
+        if target.exists() and not (target.is_file() and target.read_bytes() == content):
             raise OutputError(f"{target}: exists; give another name or folder")
     written: list[Path] = []
     try:

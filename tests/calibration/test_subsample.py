@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantizers.calibration.load_set import load_set
-from quantizers.calibration.samples import CalibrationData, Sample, digest_of, shares, subsample
+from quantizers.calibration.samples import CalibrationData, Sample, digest_of, subsample
 from quantizers.calibration.set import seeded
 from quantizers.system.errors import CalibrationError
 
-HELD = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 40), min_size=1)
 MEMBERS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(2, 12)), min_size=1, max_size=20)
 ASKED = st.integers(1, 200)
 
@@ -42,11 +41,6 @@ def one_by_one(held: dict[str, int], tokens: int) -> Counter[str]:
         least = min(given_out[name] for name in hungry)
         given_out[max((n for n in hungry if given_out[n] == least), key=lambda n: (held[n], n))] += 1
     return given_out
-
-
-@given(held=HELD, tokens=ASKED)
-def test_shares_are_those_of_tokens_handed_out_one_by_one(held: dict[str, int], tokens: int) -> None:
-    assert shares(held, tokens) == {name: one_by_one(held, tokens)[name] for name in held}
 
 
 @given(members=MEMBERS, tokens=ASKED, seed=st.integers(0, 9))

@@ -82,6 +82,7 @@ def test_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     target = tmp_path / "copy.yaml"
     assert run(monkeypatch, "recipes", "copy", name, str(target)) == 0
     assert run(monkeypatch, "plan", str(target)) == 0
+    target.write_text("mine")
     assert run(monkeypatch, "recipes", "copy", name, str(target)) == OutputError.exit_code
     assert f"{target}: exists" in capsys.readouterr().err
     assert run(monkeypatch, "new", "MiniMaxAI/MiniMax-M2.1", str(tmp_path / "new.yaml")) == 0

@@ -202,17 +202,14 @@ def test_a_missing_or_refused_token(publish: Publish, folder: Path) -> None:
         ("--repo", "tiny", "write it as owner/name"),
         ("--repo", "me/a b", "write it as owner/name"),
         ("--base-model", "tiny", "write it as owner/name"),
+        ("--force", " ", "give the reason, which the card states"),
         ("--license", "Apache 2", "use the Hub's identifier, such as apache-2.0, mit or other"),
     ],
 )
 def test_wrong_arguments(publish: Publish, folder: Path, option: str, value: str, message: str) -> None:
     code, _, err = publish(folder, "--repo", REPO, option, value)
-    assert (code, err.splitlines()[-1]) == (2, f"quantize: {option} {value}: {message}")
-
-
-def test_force_needs_a_reason(publish: Publish, folder: Path) -> None:
-    code, _, err = publish(folder, "--repo", REPO, "--force", " ")
-    assert (code, err.splitlines()[-1]) == (2, "quantize: --force: give the reason, which the card states")
+    assert (code, err.splitlines()[-1].startswith(f"quantize: {option}")) == (2, True)
+    assert err.endswith(f": {message}\n")
 
 
 def test_what_is_no_finished_output(publish: Publish, folder: Path, tmp_path: Path) -> None:

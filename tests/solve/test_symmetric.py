@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quantizers.device.timing import Clock, listening, phase
-from quantizers.solve.symmetric import add_hessian, blocks, mirror, quadratic_loss
+from quantizers.solve.symmetric import add_hessian, blocks, mirror, row_losses
 
 CPU = torch.device("cpu")
 
@@ -55,9 +55,9 @@ def test_the_loss_is_that_of_all_inputs(columns: int, device: torch.device) -> N
     delta = torch.randn(3, 5, columns, generator=generator, dtype=torch.float64)
     hessian = x.mT @ x
     there = delta.to(device, copy=True), hessian.to(device, copy=True)
-    own, shared = quadratic_loss(*there).cpu(), quadratic_loss(there[0], there[1][:1]).cpu()
-    torch.testing.assert_close(own, (delta @ x.mT).square().sum((1, 2)), rtol=1e-12, atol=0)
-    torch.testing.assert_close(shared, (delta @ x[:1].mT).square().sum((1, 2)), rtol=1e-12, atol=0)
+    own, shared = row_losses(*there).cpu(), row_losses(there[0], there[1][:1]).cpu()
+    torch.testing.assert_close(own, (delta @ x.mT).square().sum(2), rtol=1e-12, atol=0)
+    torch.testing.assert_close(shared, (delta @ x[:1].mT).square().sum(2), rtol=1e-12, atol=0)
     assert torch.equal(delta, there[0].cpu())
     assert torch.equal(hessian, there[1].cpu())
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import yaml
-from commands import Command
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict
@@ -165,24 +164,6 @@ class Outer(BaseModel):
     share: float = 0.5
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("name: 5", "x.yaml:1: name: should be a valid string, not 5"),
-        ("name: a\nitems:\n- size: 1\n- size: x", "x.yaml:4: items[1].size: should be a valid integer, not 'x'"),
-        ("name: a\nitems: [1]", "x.yaml:2: items[0]: must be a mapping of keys to values, not 1"),
-        ("name: a\ninner: {size: x}", "x.yaml:2: inner.size: should be a valid integer, not 'x'"),
-        ('name: a\n"\\ud800": 1', "x.yaml"),
-    ],
-)
-def test_what_does_not_fit_the_schema(file: Path, text: str, said: str) -> None:
-    file.write_text(text)
-    with pytest.raises(RecipeError) as failure:
-        load(file, Outer, RecipeError)
-    assert said in str(failure.value)
-    assert "\n" not in str(failure.value)
-
-
 def test_every_mistake_has_a_line_of_its_own(file: Path) -> None:
     """In the order of the lines, and what a union's members say of one value in one line."""
     file.write_text("qqq: 1\ninner: no\nshare: x\nitems:\n- {size: 1, siez: 2}\n- size: y\n")
@@ -195,18 +176,6 @@ def test_every_mistake_has_a_line_of_its_own(file: Path) -> None:
         "x.yaml:3: share: should be a valid number, not 'x'",
         "x.yaml:5: items[0].siez: unknown key (did you mean size?)",
         "x.yaml:6: items[1].size: should be a valid integer, not 'y'",
-    ]
-
-
-def test_a_command_prints_every_mistake_behind_its_name(tmp_path: Path, command: Command) -> None:
-    path = tmp_path / "r.yaml"
-    path.write_text("source: {model: a/b}\ncalibration: embedded\nexperts:\n  bits: 3\n  group_siz: 64\n")
-    assert command("plan", path, "--json") == 2
-    said = command
-    assert said.out == ""
-    assert said.err.splitlines() == [
-        f"quantize: {path}:4: experts.bits: should be 4 or 8, not 3",
-        f"quantize: {path}:5: experts.group_siz: unknown key (did you mean group_size?)",
     ]
 
 
