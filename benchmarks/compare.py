@@ -255,7 +255,7 @@ def compare_route(
         opened = [open_folder(results[name].pop("folder")) for name in ("ours", "library")]
         measured = measure(
             source, opened, held_out, device, Path(folder) / "eval",
-            long=False, trust_remote_code=job.recipe.source.trusts_tokenizer, own=job.facts_file,
+            trust_remote_code=job.recipe.source.trusts_tokenizer, own=job.facts_file,
         )  # fmt: skip
     for name, figures in zip(("ours", "library"), measured, strict=True):
         results[name]["kl"] = figures["kl"]["mean"]

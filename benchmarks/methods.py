@@ -208,7 +208,7 @@ def compare_methods(
         held_out = set_location(job.recipe.verify.perplexity.data, job.path)
         results = measure(
             source, outputs, held_out, device, Path(folder) / "eval",
-            long=False, trust_remote_code=job.recipe.source.trusts_tokenizer, own=job.facts_file,
+            trust_remote_code=job.recipe.source.trusts_tokenizer, own=job.facts_file,
         )  # fmt: skip
     for row, result in zip(rows, results, strict=True):
         row |= {

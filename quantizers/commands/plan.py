@@ -105,7 +105,13 @@ def plan(
     job, schemes = apply_choice(job, Path(output) if output is not None else None)
     figures: dict[str, Any] = {"basis": job.basis, "recipe": str(job.path), "servers": sorted(job.facts.servers)}
     if measure:
-        return PlannedRun(figures | {"measured": _measured(job, device or "auto", tokens, experts, device_memory)})
+        from quantizers.device.devices import choose_device, use_threads
+        from quantizers.pipeline.layer_measurement import measure_layer
+
+        use_threads(job.sizes)
+        on = choose_device(device or "auto")
+        measured = measure_layer(job, on, tokens=tokens, experts=experts, limit=device_memory)
+        return PlannedRun(figures | {"measured": measured})
     if vram:
         return PlannedRun(figures | _serving(job, vram, context, kv, tp))
     figures |= _needs(job, nodes, gpus, disk, device_memory) | ({"schemes": schemes} if schemes else {})
@@ -150,14 +156,3 @@ def _serving(
         "notes": notes(model, fits),
         "assumptions": assumptions(gpus),
     }
-
-
-def _measured(
-    job: Job, device: str, tokens: int | None, experts: int | None, device_memory: int | None
-) -> dict[str, Any]:
-    """One layer, timed, and what follows for the whole run."""
-    from quantizers.device.devices import choose_device, use_threads
-    from quantizers.pipeline.layer_measurement import measure_layer
-
-    use_threads(job.sizes)
-    return measure_layer(job, choose_device(device), tokens=tokens, experts=experts, limit=device_memory)

@@ -288,7 +288,7 @@ def write_passthrough(job: Job, outside: Checkpoint, context: Context) -> None:
     """
     plan, source = job.plan, job.opened
     for part in plan.passthrough_parts:
-        file, shard = journal.kept_file(context.work, part), context.work / "output" / plan.shard_file(part)
+        file, shard = journal.passthrough_file(context.work, part), context.work / "output" / plan.shard_file(part)
         if file.exists() and shard.exists():
             continue
         actions = plan.of_layer(part)

@@ -178,7 +178,7 @@ def _last_reading(job: Job, layers: Sequence[dict[str, Any]], context: Context) 
         QuantizeError: a shard has changed since it was written; the same command makes it again.
     """
     folder = context.work / "output"
-    passthrough = (journal.kept_file(context.work, part) for part in job.plan.passthrough_parts)
+    passthrough = (journal.passthrough_file(context.work, part) for part in job.plan.passthrough_parts)
     entries = [*layers, *(json.loads(file.read_text()) for file in passthrough)]
     written = {entry["shard"]: entry["digest"] for entry in entries}
     with progress("last reading", len(written), unit="shard") as step:
