@@ -209,9 +209,7 @@ def test_a_gpu_that_is_not_there(
         choose_device(device)
 
 
-def test_what_concerns_all_layers_is_one_line_in_text(
-    finished: Finished, tmp_path: Path, said: Said
-) -> None:
+def test_what_concerns_all_layers_is_one_line_in_text(finished: Finished, tmp_path: Path, said: Said) -> None:
     """No scheme names the experts any more, and the norms are not those that they were folded into."""
     folder = shutil.copytree(finished.folder, tmp_path / "copy")
     (folder / "report.json").unlink()
