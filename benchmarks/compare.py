@@ -43,7 +43,6 @@ from quantizers.forward.moe_inputs import MoeInputStore, moe_input_store
 from quantizers.layers.context import Context
 from quantizers.output import journal
 from quantizers.pipeline.layer_measurement import resized, write_random
-from quantizers.pipeline.pipeline import assemble
 from quantizers.pipeline.quantize import quantize_layers
 from quantizers.planning.device_memory import Residents
 from quantizers.planning.expert_batches import tokens_per_chunk
@@ -52,6 +51,7 @@ from quantizers.recipe.read import set_location
 from quantizers.recipe.schema import Experts
 from quantizers.solve.solver import solve_layer
 from quantizers.system.formatting import size, text_table
+from stitch.write.config_files import write_config_files
 
 PUBLISHED = published_config("MiniMaxAI/MiniMax-M2.1")
 assert PUBLISHED is not None
@@ -224,7 +224,7 @@ def compare_route(
             residents = Residents(job.sizes["experts"], 1, 0)
             quantize_layers(own, data, tokens, Context(place, device, residents, inputs="files", states="files"))
             layers_done = time.perf_counter()
-            assemble(own, place / "output")
+            write_config_files(place / "output", own.opened, own.plan, own.facts)
             entries = journal.done_layers(place, job.sizes["layers"])
             phases = {p: sum(e["seconds"].get(p, 0.0) for e in entries) for p in entries[0]["seconds"]}
             steps["ours"].append(phases | {"assemble": time.perf_counter() - layers_done})
@@ -255,7 +255,7 @@ def compare_route(
         opened = [open_folder(results[name].pop("folder")) for name in ("ours", "library")]
         measured = measure(
             source, opened, held_out, device, Path(folder) / "eval",
-            long=False, trust_remote_code=job.recipe.source.trusts_tokenizer, own=job.facts_file,
+            trust_remote_code=job.recipe.source.trusts_tokenizer, own=job.facts_file,
         )  # fmt: skip
     for name, figures in zip(("ours", "library"), measured, strict=True):
         results[name]["kl"] = figures["kl"]["mean"]

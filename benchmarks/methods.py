@@ -13,8 +13,10 @@ import argparse
 import json
 import tempfile
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 
@@ -28,15 +30,17 @@ from quantizers.device.devices import choose_device, forward_dtype, machine, use
 from quantizers.formats.fp8 import block_size
 from quantizers.layers.context import Context
 from quantizers.output import journal
-from quantizers.pipeline.pipeline import assemble
 from quantizers.pipeline.quantize import quantize_layers
 from quantizers.planning.assign_actions import make_plan, obstacle
 from quantizers.planning.device_memory import Residents
 from quantizers.planning.job import Job, prepare
 from quantizers.recipe.read import set_location
 from quantizers.recipe.schema import Awq, Experts
+from quantizers.solve import llmcompressor_engine
+from quantizers.solve.llmcompressor_engine import solve_with_llmcompressor
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import text_table
+from stitch.write.config_files import write_config_files
 
 
 @dataclass(frozen=True)
@@ -191,18 +195,20 @@ def compare_methods(
                 for name in ("layers", "output"):
                     (place / name).mkdir(parents=True)
                 context = Context(place, device, Residents(job.sizes["experts"], 1, 0))
-                quantize_layers(changed, data, tokens, context, compensate_router=method.compensate_router)
+                library = partial(solve_with_llmcompressor, compensate_router=method.compensate_router)
+                with patch.object(llmcompressor_engine, "solve_with_llmcompressor", library):
+                    quantize_layers(changed, data, tokens, context)
                 counted = ("solve",) if method.experts.engine == "llmcompressor" else ("observe", "solve")
                 entries = journal.done_layers(place, job.sizes["layers"])
                 # A layer without experts has neither.
                 seconds.append(sum(entry["seconds"].get(phase, 0.0) for entry in entries for phase in counted))
-            assemble(changed, place / "output")
+            write_config_files(place / "output", changed.opened, changed.plan, changed.facts)
             outputs.append(open_folder(place / "output"))
             rows.append({"method": method.name, "seconds": sorted(seconds)[len(seconds) // 2]})
         held_out = set_location(job.recipe.verify.perplexity.data, job.path)
         results = measure(
             source, outputs, held_out, device, Path(folder) / "eval",
-            long=False, trust_remote_code=job.recipe.source.trusts_tokenizer, own=job.facts_file,
+            trust_remote_code=job.recipe.source.trusts_tokenizer, own=job.facts_file,
         )  # fmt: skip
     for row, result in zip(rows, results, strict=True):
         row |= {

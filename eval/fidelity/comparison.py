@@ -11,7 +11,7 @@ first is found as the ratio of the norms, the second from w3's rows by least squ
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -26,12 +26,14 @@ from quantizers.device.prefetch import to_host
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.formats.dequantization import read_weight
 from quantizers.forward.activation_stream import ActivationStream
-from quantizers.forward.attention_batches import padded
+from quantizers.forward.layer_forward import padded
 from quantizers.layers.step import Consumer, LayerStep
 from quantizers.solve.folded_scales import row_scale, stored_norm_ratio
 from quantizers.system.progress import doing
 
 from .metrics import Text, parts
+
+Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]  # the candidate's matrix and the source's
 
 
 class Candidate(Protocol):
@@ -39,11 +41,9 @@ class Candidate(Protocol):
 
     Attributes:
         stream: its states of the texts.
-        keeps_attention: whether all before the norm that the experts read is the source's own.
     """
 
     stream: ActivationStream
-    keeps_attention: bool
 
     def prepare(self, step: LayerStep, layer: torch.nn.Module) -> None:
         """`layer` is the source's without the weights of its experts; they are to be left as they are."""
@@ -81,9 +81,6 @@ class Comparison(Consumer):
         """The source's texts go through its layer."""
         doing("held-out texts")
         self.reference.attend(step.number, layer)
-        for candidate in self.candidates:
-            if _shares_attention(candidate, step.number):
-                candidate.stream.attend_as(self.reference, step.number)
         self.reference.finish(step.number, layer)
 
     def without_experts(self, step: LayerStep, layer: torch.nn.Module) -> None:
@@ -100,8 +97,7 @@ class Comparison(Consumer):
             with candidate.layer(step) as layer:
                 if self.texts:
                     doing("held-out texts")
-                    if not _shares_attention(candidate, step.number):
-                        candidate.stream.attend(step.number, layer)
+                    candidate.stream.attend(step.number, layer)
                     candidate.stream.finish(step.number, layer)
                     step.watch.lap("candidate")
             if self.texts:
@@ -109,11 +105,6 @@ class Comparison(Consumer):
                 routed = step.number not in self.reference.model.sizes.dense
                 self.found.append(compare(self.reference, candidate.stream, self.texts, routed=routed, dist=self.dist))
                 step.watch.lap("compare")
-
-
-def _shares_attention(candidate: Candidate, number: int) -> bool:
-    """Whether a candidate's attention would compute what the source's did: only the first layer's inputs are equal."""
-    return candidate.keeps_attention and number == 0
 
 
 @dataclass(frozen=True)
@@ -196,20 +187,6 @@ def _together(texts: Sequence[OfText], choices: int) -> dict[str, Any]:
 # Weights -----------------------------------------------------------------------------------------------------------
 
 
-class _Total:
-    """Accumulates ‖candidate − source‖ / ‖source‖ over many matrices."""
-
-    def __init__(self) -> None:
-        self.error = self.size = 0.0  # sums of squares
-
-    def add(self, candidate: torch.Tensor, source: torch.Tensor) -> None:
-        self.error += float((candidate - source).double().square().sum())
-        self.size += float(source.double().square().sum())
-
-    def relative(self) -> float:
-        return math.sqrt(self.error / self.size) if self.size else 0.0
-
-
 def weight_errors(
     source: Checkpoint, candidate: Checkpoint, facts: Architecture, sizes: Sizes, layer: int, device: torch.device
 ) -> dict[str, float]:
@@ -218,24 +195,34 @@ def weight_errors(
     Returns:
         experts and attention: ‖candidate − source‖ / ‖source‖ over all their matrices.
     """
-    experts, attention, dense = _Total(), _Total(), layer in sizes.dense
-    smooth = stored_norm_ratio(source, candidate, facts.layer(layer, facts.norm.tensor), facts.norm.offset).to(device)
-    for expert in range(0 if dense else sizes["experts"]):
-        modules = [facts.expert(layer, expert, matrix) for matrix in MATRICES]
-        gate, up, down = (read_weight(source, module, device) for module in modules)
-        g, u, d = (read_weight(candidate, module, device) for module in modules)
-        rows = row_scale(u / smooth, up)
-        experts.add(g / smooth, gate)
-        experts.add(u / smooth / rows.unsqueeze(1), up)
-        experts.add(d * rows, down)
-    ratios = {
-        norm: stored_norm_ratio(source, candidate, facts.layer(layer, norm), facts.norm.offset).to(device)
-        for norm in facts.smoothing
-        if norm in facts.tensors(dense)
-    }
-    for name in facts.linears(dense):
-        original = read_weight(source, facts.layer(layer, name), device)
-        weight = read_weight(candidate, facts.layer(layer, name), device)
-        ratio = ratios.get(facts.scaled_with(name) or "")
-        attention.add(weight if ratio is None else weight / ratio, original)
-    return {"experts": experts.relative(), "attention": attention.relative()}
+    dense = layer in sizes.dense
+
+    def ratio(norm: str) -> torch.Tensor:
+        return stored_norm_ratio(source, candidate, facts.layer(layer, norm), facts.norm.offset).to(device)
+
+    def experts() -> Pairs:
+        smooth = ratio(facts.norm.tensor)
+        for expert in range(0 if dense else sizes["experts"]):
+            modules = [facts.expert(layer, expert, matrix) for matrix in MATRICES]
+            gate, up, down = (read_weight(source, module, device) for module in modules)
+            g, u, d = (read_weight(candidate, module, device) for module in modules)
+            rows = row_scale(u / smooth, up)
+            yield from ((g / smooth, gate), (u / smooth / rows.unsqueeze(1), up), (d * rows, down))
+
+    def attention() -> Pairs:
+        ratios = {norm: ratio(norm) for norm in facts.smoothing if norm in facts.tensors(dense)}
+        for name in facts.linears(dense):
+            original, weight = (read_weight(one, facts.layer(layer, name), device) for one in (source, candidate))
+            scale = ratios.get(facts.scaled_with(name) or "")
+            yield weight if scale is None else weight / scale, original
+
+    return {"experts": _relative(experts()), "attention": _relative(attention())}
+
+
+def _relative(pairs: Pairs) -> float:
+    """‖candidate − source‖ / ‖source‖ over many matrices of both; 0 without any."""
+    error = size = 0.0  # sums of squares
+    for candidate, source in pairs:
+        error += float((candidate - source).double().square().sum())
+        size += float(source.double().square().sum())
+    return math.sqrt(error / size) if size else 0.0

@@ -104,6 +104,7 @@ def _part(
 ) -> dict[str, Any]:
     """All figures over the texts with these indices; `layers` were compared over the same texts."""
     agreement = [layer["agreement"] for layer in layers]
+    kl = np.split(measured.kl, np.cumsum(_lengths(texts))[:-1])  # of each text
     names = {i: texts[i].category for i in indices}
     families = {i: name.partition("/")[0] for i, name in names.items()}
 
@@ -119,13 +120,8 @@ def _part(
         "hidden_error": [layer["hidden_error"] for layer in layers],
         "categories": by(names),
         "families": by(families),
-        "per_text": _per_text(measured, texts, indices),
+        "per_text": [{"category": names[i], "tokens": len(kl[i]), "kl": float(kl[i].mean())} for i in indices],
     }
-
-
-def _per_text(measured: Measured, texts: Sequence[Text], indices: Sequence[int]) -> list[dict[str, Any]]:
-    of_text = np.split(measured.kl, np.cumsum(_lengths(texts))[:-1])
-    return [{"category": texts[i].category, "tokens": len(of_text[i]), "kl": float(of_text[i].mean())} for i in indices]
 
 
 def _table(measured: Measured, texts: Sequence[Text], members: np.ndarray) -> dict[str, Any]:

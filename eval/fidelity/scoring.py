@@ -105,7 +105,8 @@ def score_text(
     chunks = []
     for start in range(0, len(targets), CHUNK):
         target = targets[start : start + CHUNK, None]
-        logs = [log_probabilities(x[start : start + CHUNK], head) for x, (_, head) in zip(final, models, strict=True)]
+        pairs = zip(final, models, strict=True)
+        logs = [torch.log_softmax(logits(x[start : start + CHUNK], head), dim=-1) for x, (_, head) in pairs]
         p, best = logs[0].exp(), logs[0].argmax(-1)
         rows = []
         for q in logs:
@@ -125,16 +126,6 @@ def logits(states: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
     for start in range(0, len(head), HEAD_ROWS):
         product[:, start : start + HEAD_ROWS] = transposed_product(states.mT, head[start : start + HEAD_ROWS].mT)
     return product
-
-
-def log_probabilities(states: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
-    """log p of every token at every position, (T, V) float32.
-
-    Args:
-        states: (T, H), after the final norm.
-        head: (V, H).
-    """
-    return torch.log_softmax(logits(states, head), dim=-1)
 
 
 # Held-out texts ----------------------------------------------------------------------------------------------------

@@ -86,11 +86,6 @@ def fidelity_figure(results: Results, title: str = "", *, stacked: bool = False)
     return figure
 
 
-def _few(results: Results) -> bool:
-    """Whether every category is drawn, and not only their families."""
-    return len(results[0][1]["categories"]) <= CATEGORY_ROWS
-
-
 def _tables(results: Results) -> list[dict[str, Any]]:
     """The bars of each candidate by name: categories, or families and the worst categories; then the long texts."""
     first = results[0][1]
@@ -127,7 +122,8 @@ def _categories(axes: Any, results: Results) -> None:
     axes.grid(visible=False, axis="y")
     axes.grid(axis="x", color="#e4e7eb", linewidth=0.8)
     axes.set_xlabel("mean KL(source || candidate), nats per token\nwhiskers: 95 % bootstrap interval over texts")
-    _title(axes, "KL by category" if _few(results) else "KL by family, then the worst categories")
+    all_of_them = len(results[0][1]["categories"]) <= CATEGORY_ROWS
+    _title(axes, "KL by category" if all_of_them else "KL by family, then the worst categories")
 
 
 def _positions(axes: Any, results: Results) -> None:

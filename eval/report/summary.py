@@ -105,11 +105,6 @@ def layer_rows(schemes: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str
     return header, rows
 
 
-def layers_table(schemes: dict[str, Any]) -> str:
-    """`layer_rows` as text."""
-    return text_table(*layer_rows(schemes))
-
-
 def under_routed_line(report: dict[str, Any]) -> str:
     """How many experts got too few routed tokens for the recipe's full `routed_weight`; empty if none did.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from itertools import zip_longest
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +20,7 @@ from quantizers.system.schema import Strict
 from .rows import SourceError, for_each_source, local_file, quiet, read_bytes, resolve
 from .set import CalibrationSet, DataSource, read_set
 
-NAMED = ("dataset", "subset", "split", "revision")  # keys of a source that say what it reads
+NAMED = {"dataset", "subset", "split", "revision"}  # keys of a source that say what it reads
 
 
 class Pin(Strict):
@@ -61,7 +62,7 @@ def lock_set(path: Path, workers: int = 8) -> Path:
     def pin(_: int, source: DataSource) -> Pin:
         commit = None if source.is_local else resolve(source)
         files = {source.dataset: file_hash(local_file(source, path.parent))} if source.is_local else {}
-        return Pin(**source.model_dump(include=set(NAMED)), commit=commit, files=files)
+        return Pin(**source.model_dump(include=NAMED), commit=commit, files=files)
 
     calibration = read_set(path)
     with quiet():
@@ -85,14 +86,10 @@ def read_lock(path: Path, calibration: CalibrationSet) -> list[Pin] | None:
         return None
     except (OSError, ValidationError) as failure:
         raise CalibrationError(f"{locked}: not a readable lock ({type(failure).__name__}); {again}") from None
-    if len(lock.sources) != len(calibration.sources):
-        counts = f"{len(lock.sources)} sources, the set {len(calibration.sources)}"
-        raise CalibrationError(f"{locked}: has {counts}; {again}")
-    for pin, source in zip(lock.sources, calibration.sources, strict=True):
-        for key in NAMED:
-            if getattr(pin, key) != getattr(source, key):
-                change = f"{key} was {getattr(pin, key)}, the set now says {getattr(source, key)}"
-                raise CalibrationError(f"{locked}: {pin.dataset}: {change}; {again}")
+    pinned, named = ([one.model_dump(include=NAMED) for one in each.sources] for each in (lock, calibration))
+    for pin, source in zip_longest(pinned, named):
+        if pin != source:
+            raise CalibrationError(f"{locked}: was made for {pin or 'no source'}, the set now has {source}; {again}")
     return lock.sources
 
 

@@ -33,15 +33,12 @@ def _row(path: Path) -> dict[str, str]:
         len(file_rows(local_file(source, path.parent), source.dataset)) if source.samples == "all" else source.samples
         for source in sources
     ]
-    samples, about = f"{sum(counts):,}", _about(path)
-    return {"name": path.stem, "samples": samples, "sources": ", ".join(filter(None, places)), "about": about}
-
-
-def _about(path: Path) -> str:
-    """The first sentence of the comment with which the file begins."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    comment = lines[: next(number for number, line in enumerate(lines) if not line.startswith("#"))]
-    return " ".join(line.removeprefix("#").strip() for line in comment).partition(". ")[0].rstrip(".")
+    return {
+        "name": path.stem,
+        "samples": f"{sum(counts):,}",
+        "sources": ", ".join(filter(None, places)),
+        "about": path.read_text(encoding="utf-8").splitlines()[0].removeprefix("#").strip(" ."),
+    }
 
 
 def copy_set(name: str, folder: Path) -> list[Path]:

@@ -9,15 +9,7 @@ import typer
 
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 
-from .options import (
-    DebugOption,
-    DeviceOption,
-    FactsOption,
-    JsonOption,
-    NoPictureOption,
-    TrustOption,
-    emit,
-)
+from .options import DebugOption, DeviceOption, FactsOption, JsonOption, NoPictureOption, TrustOption, emit
 
 
 def evaluate(

@@ -7,15 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import (
-    GATE_FAILED,
-    DebugOption,
-    DeviceOption,
-    FactsOption,
-    JsonOption,
-    emit,
-    typed,
-)
+from .options import GATE_FAILED, DebugOption, DeviceOption, FactsOption, JsonOption, emit, typed
 
 
 def stitch(

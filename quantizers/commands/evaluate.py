@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from eval.fidelity.scoring import HeldOut, held_out, score
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
 from quantizers.calibration.load_set import load_set
-from quantizers.calibration.samples import CalibrationData, digest_of
+from quantizers.calibration.samples import CalibrationData
 from quantizers.checkpoint.loaded_tensors import layer_names, load_tensors, outside_names
 from quantizers.checkpoint.reader import Checkpoint, open_checkpoint
 from quantizers.device.determinism import ordered
@@ -168,7 +168,6 @@ def measure(
     *,
     weights: bool = False,
     resumable: bool = False,
-    long: bool = True,
     trust_remote_code: bool = False,
     dist: ProcessGroup = SINGLE_PROCESS,
     own: Path | None = None,
@@ -178,11 +177,10 @@ def measure(
     Args:
         source, candidates: in any format that checkpoint/formats.py and forward/weights.py read.
         data_set: a calibration set file; tokenized with the source's tokenizer.
-        work: a folder for hidden states on the first machine, created and removed here.
+        work: a folder for hidden states on the first machine, created here, and removed at the end.
         check: called between steps; may raise to interrupt.
         weights: also compare the weights, layer by layer.
-        resumable: keep `work` when interrupted, and resume from what it holds.
-        long: also measure the set's long texts; a set that has only long texts is measured in any case.
+        resumable: resume from what an interrupted call left in `work`.
         trust_remote_code: whether the tokenizer may run code of its own.
         dist: the processes that share the work; each of them calls this.
         own: a file with the user's own facts about the family.
@@ -208,35 +206,23 @@ def measure(
         if candidate.config.get("model_type") != facts.model_type or (other, other.dense) != (sizes, sizes.dense):
             raise CheckpointError(f"{config_path}: is another model than {source.name}; give checkpoints of one model")
     data = dist.broadcast_object(load_set(data_set, source.folder, trust_remote_code) if dist.is_main else None)
-    if not long and any(not sample.long for sample in data.samples):
-        short = tuple(sample for sample in data.samples if not sample.long)
-        data = replace(data, samples=short, digest=digest_of(short))
     held = held_out(data, source, sizes["vocabulary"], trust_remote_code)
     parts = [load_tensors(one, outside_names(one, facts)) for one in opened]
     models = [LayeredModel(part, facts, sizes, device, forward_dtype(device)) for part in parts]
     if dist.is_main:
-        if not resumable:
-            shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True, exist_ok=True)
-    keep = resumable
-    try:
-        if dist.is_main and resumable:
+        if resumable:
             _same_evaluation(work, opened, data, device, weights)
-        dist.barrier()
-        results = _evaluate(models, opened, held, work, check, weights=weights, resumable=resumable, dist=dist)
-        keep = False
-    finally:
-        if dist.is_main and not keep:
-            shutil.rmtree(work, ignore_errors=True)
+    dist.barrier()
+    results = _evaluate(models, opened, held, work, check, weights=weights, resumable=resumable, dist=dist)
     if not dist.is_main:
         return []
+    shutil.rmtree(work, ignore_errors=True)
     return [held.figures(one, candidate.name) for one, candidate in zip(results, candidates, strict=True)]
 
 
 class _FromFiles:
     """A finished checkpoint as a candidate of the comparison."""
-
-    keeps_attention = False  # which may be any tool's
 
     def __init__(self, stream: ActivationStream, checkpoint: Checkpoint, weights: bool) -> None:
         self.stream, self.checkpoint, self.weights = stream, checkpoint, weights

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -105,7 +105,13 @@ def plan(
     job, schemes = apply_choice(job, Path(output) if output is not None else None)
     figures: dict[str, Any] = {"basis": job.basis, "recipe": str(job.path), "servers": sorted(job.facts.servers)}
     if measure:
-        return PlannedRun(figures | {"measured": _measured(job, device or "auto", tokens, experts, device_memory)})
+        from quantizers.device.devices import choose_device, use_threads
+        from quantizers.pipeline.layer_measurement import measure_layer
+
+        use_threads(job.sizes)
+        on = choose_device(device or "auto")
+        measured = measure_layer(job, on, tokens=tokens, experts=experts, limit=device_memory)
+        return PlannedRun(figures | {"measured": measured})
     if vram:
         return PlannedRun(figures | _serving(job, vram, context, kv, tp))
     figures |= _needs(job, nodes, gpus, disk, device_memory) | ({"schemes": schemes} if schemes else {})
@@ -124,7 +130,7 @@ def _needs(job: Job, nodes: int, gpus: int, disk: int | None, device_memory: int
 
     figures = summary(job.plan, job.sizes) | {"cards_unknown": unsaid(job.facts)}
     needs = estimate_run(job, int(str(figures["output_bytes"])), nodes * gpus, disk or DISK)
-    figures |= {"needs": needs.as_dict(), "asked": {"machines": nodes, "gpus": gpus}}
+    figures |= {"needs": asdict(needs), "asked": {"machines": nodes, "gpus": gpus}}
     return figures | ({"device_memory": memory_on_gpu(job, device_memory).as_dict()} if device_memory else {})
 
 
@@ -141,7 +147,7 @@ def _serving(
     suggested = remedies(job, model, list(zip(gpus, fits, strict=True)), tp)
     return {
         "fits": [
-            one.as_dict() | {"to_fit": [remedy.as_dict() for remedy in ways]}
+            asdict(one) | {"to_fit": [asdict(remedy) for remedy in ways]}
             for one, ways in zip(fits, suggested, strict=True)
         ],
         "longest": model.longest,
@@ -150,14 +156,3 @@ def _serving(
         "notes": notes(model, fits),
         "assumptions": assumptions(gpus),
     }
-
-
-def _measured(
-    job: Job, device: str, tokens: int | None, experts: int | None, device_memory: int | None
-) -> dict[str, Any]:
-    """One layer, timed, and what follows for the whole run."""
-    from quantizers.device.devices import choose_device, use_threads
-    from quantizers.pipeline.layer_measurement import measure_layer
-
-    use_threads(job.sizes)
-    return measure_layer(job, choose_device(device), tokens=tokens, experts=experts, limit=device_memory)

@@ -9,7 +9,7 @@ Each of several processes keeps a part of them, see row_partition.py.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -34,7 +34,7 @@ class ActivationStore(Sequence[torch.Tensor]):
         chunk: see `RowPartition`.
 
     Attributes:
-        share: which of the sequences are kept here.
+        partition: which of the sequences are kept here.
         flat: (Σ T_i, width), all rows that are kept here.
     """
 
@@ -68,14 +68,11 @@ class ActivationStore(Sequence[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]  # no slices
         if not 0 <= index < len(self):
             raise IndexError(index)
-        share, number = self.partition, self.partition.sequences[index]
-        return self.flat[share.offsets[number] - share.start : share.offsets[number + 1] - share.start]
+        part, number = self.partition, self.partition.sequences[index]
+        return self.flat[part.offsets[number] - part.start : part.offsets[number + 1] - part.start]
 
     def __setitem__(self, index: int, value: torch.Tensor) -> None:
         self[index].copy_(value)
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return (self[i] for i in range(len(self)))
 
     def chunks(self) -> list[slice]:
         """Slices of `flat`: the chunks of rows, counted through all sequences, that are computed here."""

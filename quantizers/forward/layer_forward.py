@@ -7,7 +7,7 @@ do not depend on the number of processes, so the bytes do not either.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,7 +15,6 @@ from quantizers.device.prefetch import prefetched
 from quantizers.system.errors import QuantizeError
 
 from .activation_store import ActivationStore
-from .attention_batches import padded, unpadded
 from .layered_model import LayeredModel
 from .moe_inputs import MoeInputStore
 
@@ -103,3 +102,20 @@ def finish(
     for kept in (residual, chosen):
         if kept is not None:
             kept.partition.complete(kept.flat)
+
+
+def padded(rows: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """(B, T, …) from the rows (Σ T_i, …) of B sequences, with zeros at the end of those that are shorter than T.
+
+    Attention is causal, so no token sees the padding, which needs no mask. A view where all are of one length.
+    """
+    if len(set(lengths)) == 1:
+        return rows.view(len(lengths), lengths[0], *rows.shape[1:])
+    return torch.nn.utils.rnn.pad_sequence(list(torch.split(rows, list(lengths))), batch_first=True)
+
+
+def unpadded(batch: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """The rows (Σ T_i, …) again; a view where all are of one length."""
+    if len(set(lengths)) == 1:
+        return batch.flatten(0, 1)
+    return torch.cat([sequence[:length] for sequence, length in zip(batch, lengths, strict=True)])

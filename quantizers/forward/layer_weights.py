@@ -32,31 +32,17 @@ from quantizers.system.errors import CheckpointError
 BAND = 2**21  # bytes in float32 of the rows that a CPU dequantizes at a time: in its cache, and in the heap
 
 
-class FiniteCheck:
-    """Deferred checks that tensors are finite: on an accelerator each check is a synchronisation."""
+# Whether a tensor is finite, a bool on its device; and a function that reads it again and names it where it is not.
+Checks = list[tuple[torch.Tensor, Callable[[], object]]]
 
-    def __init__(self) -> None:
-        self._finite: list[torch.Tensor] = []
-        self._read_again: list[Callable[[], object]] = []
 
-    def add(self, finite: torch.Tensor, read_again: Callable[[], object]) -> None:
-        """Defer a check.
-
-        Args:
-            finite: a bool on the device: whether a tensor is finite.
-            read_again: reads that tensor again, and raises an error that names it where it is not.
-        """
-        self._finite.append(finite)
-        self._read_again.append(read_again)
-
-    def require(self) -> None:
-        """Make all checks so far; the error is that of the first tensor that was not finite."""
-        if self._finite and not bool(torch.stack(self._finite).all()):
-            for read_again in self._read_again:
-                read_again()
-            raise AssertionError("a tensor was not finite, and is now")
-        self._finite.clear()
-        self._read_again.clear()
+def require_finite(checks: Checks) -> None:
+    """Make deferred checks with one synchronisation; the error is that of the first tensor that was not finite."""
+    if checks and not bool(torch.stack([finite for finite, _ in checks]).all()):
+        for _, read_again in checks:
+            read_again()
+        raise AssertionError("a tensor was not finite, and is now")
+    checks.clear()
 
 
 class ExpertWeights:
@@ -67,7 +53,7 @@ class ExpertWeights:
             `require_finite` has been called.
         layer: one with experts.
         device, dtype: of the result. The product of integers and scales is float32, rounded to `dtype` once.
-        finite: gets whether all of it is finite, for one check of this and other things.
+        checks: gets whether all of it is finite, for one check of this and other things.
 
     Raises:
         CheckpointError: a tensor is missing, has a wrong dtype or shape, or is a bias that the model would not add.
@@ -81,13 +67,13 @@ class ExpertWeights:
         layer: int,
         device: torch.device,
         dtype: torch.dtype,
-        finite: FiniteCheck | None = None,
+        checks: Checks | None = None,
     ) -> None:
         self.stored, self.device, self.dtype = stored, device, dtype
         self.experts, self.width, self.hidden = sizes["experts"], sizes["width"], sizes["hidden"]
         self.modules = {m: [facts.expert(layer, e, m) for e in range(self.experts)] for m in MATRICES}
         self._formats: dict[str, WeightFormat | None] = {}
-        self._finite = finite or FiniteCheck()
+        self._checks: Checks = [] if checks is None else checks
         for matrix, modules in self.modules.items():
             for module in modules:
                 stored_as = self._formats[module] = weight_format(stored, module)
@@ -116,7 +102,7 @@ class ExpertWeights:
             weight = unchecked_weight(self.stored, module, self.device)
             self._require_shape(module, matrix, tuple(weight.shape))
             slot.copy_(weight)
-            self._finite.add(is_finite(weight), again)
+            self._checks.append((is_finite(weight), again))
             return
         parts = [self.stored.tensor(f"{module}.{part}").to(self.device) for part in stored.parts]
         (rows, columns), height = stored.shape, stored.block[0]
@@ -125,7 +111,7 @@ class ExpertWeights:
             band = slot[first : first + step]
             numbers = stored.numbers(stored.band(parts, first, first + len(band)))
             band.copy_(numbers)
-            self._finite.add(is_finite(numbers), again)
+            self._checks.append((is_finite(numbers), again))
 
     def require_finite(self) -> None:
         """Check all batches so far, with one synchronisation.
@@ -133,7 +119,7 @@ class ExpertWeights:
         Raises:
             CheckpointError: a weight or its scale holds a NaN or infinity.
         """
-        self._finite.require()
+        require_finite(self._checks)
 
     def _require_shape(self, module: str, matrix: Matrix, shape: tuple[int, ...]) -> None:
         needed = (self.hidden, self.width) if matrix == "down" else (self.width, self.hidden)
@@ -167,14 +153,14 @@ def layer_weights(
         CheckpointError: as `read_weight`.
     """
     dense = layer in sizes.dense
-    finite = FiniteCheck()
-    weights = _outside_experts(checkpoint, facts, layer, device, dtype, finite, dense=dense)
+    checks: Checks = []
+    weights = _outside_experts(checkpoint, facts, layer, device, dtype, checks, dense=dense)
     if experts and not dense:
-        routed = ExpertWeights(checkpoint, facts, sizes, layer, device, dtype, finite)
+        routed = ExpertWeights(checkpoint, facts, sizes, layer, device, dtype, checks)
         gate_up, down = routed.batch(range(sizes["experts"]))
         weights[f"{facts.modules.experts}.gate_up_proj"] = gate_up
         weights[f"{facts.modules.experts}.down_proj"] = down
-    finite.require()
+    require_finite(checks)
     return weights
 
 
@@ -184,7 +170,7 @@ def _outside_experts(
     layer: int,
     device: torch.device,
     dtype: torch.dtype,
-    finite: FiniteCheck,
+    checks: Checks,
     *,
     dense: bool,
 ) -> dict[str, torch.Tensor]:
@@ -195,14 +181,14 @@ def _outside_experts(
         if name in facts.modules.without or (tensor.optional and full not in checkpoint.tensors):
             continue
         stored = checkpoint.tensor(checkpoint.require(full, "a tensor of the layer").name).to(device)
-        finite.add(is_finite(stored), partial(_read_again, checkpoint, full))
+        checks.append((is_finite(stored), partial(_read_again, checkpoint, full)))
         weights[facts.in_transformers(name)] = stored.to(torch.float32 if tensor.dtype == "F32" else dtype)
     for name in facts.linears(dense):
         if name in facts.modules.without:
             continue
         full = facts.layer(layer, name)
         weight = unchecked_weight(checkpoint, full, device)
-        finite.add(is_finite(weight), partial(read_weight, checkpoint, full, device))
+        checks.append((is_finite(weight), partial(read_weight, checkpoint, full, device)))
         weights[facts.in_transformers(name) + ".weight"] = weight.to(dtype)
         if f"{name}.bias" not in facts.tensors(dense):
             refuse_bias(checkpoint, full)

@@ -1,7 +1,7 @@
 """Partition of the rows of many sequences: which a process computes, and which it keeps.
 
 Rows are dealt in whole chunks (see `ActivationStore.chunks`), consecutive ones in the order of ranks. Attention needs
-whole batches of sequences (see attention_batches.py), and a batch may reach across the border of two ranks' rows: then
+whole batches of sequences (see `batches`), and a batch may reach across the border of two ranks' rows: then
 both keep all of it, and take it through attention both, which gives both the same bits. What follows attention is
 computed chunk by chunk, by the chunk's process alone; afterwards the rows of the batches at the borders are exchanged
 (`RowPartition.complete`).
@@ -15,7 +15,7 @@ import torch
 
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 
-from .attention_batches import batches
+MOST_PADDING = 1 / 4  # of the rows of a batch
 
 
 class RowPartition:
@@ -101,17 +101,16 @@ class RowPartition:
             flat: (rows kept, …), of this process.
             whole: (all rows, …) on the CPU, filled here; None in the other ranks.
         """
+        computed = flat[self.rows[0] - self.start : self.rows[1] - self.start]
+        if whole is not None:
+            whole[slice(*self.rows)].copy_(computed)
         for owner in range(self.dist.world_size):
             first, last = self.rows_of(owner)
-            if owner == self.dist.rank:
-                rows = flat[first - self.start : last - self.start]
-            elif whole is not None:
+            if whole is not None:
                 rows = whole[first:last]
             else:
-                rows = _unused(flat, last - first)
+                rows = computed if owner == self.dist.rank else _unused(flat, last - first)
             self.dist.broadcast(rows, owner)
-            if whole is not None and owner == self.dist.rank:
-                whole[first:last].copy_(rows)
 
     def deal(self, flat: torch.Tensor, whole: torch.Tensor | None) -> None:
         """Give each process the rows that it keeps; the reverse of `collect`.
@@ -123,7 +122,7 @@ class RowPartition:
         kept = self.kept_by(self.dist.rank)
         for rank in range(self.dist.world_size):
             first, last = self.rows_of(rank)
-            rows = flat.new_empty(last - first, *flat.shape[1:]) if whole is None else whole[first:last]
+            rows = _unused(flat, last - first) if whole is None else whole[first:last]
             self.dist.broadcast(rows)
             begin, end = max(first, kept.start), min(last, kept.stop)
             if begin < end:
@@ -145,3 +144,24 @@ class RowPartition:
 def _unused(like: torch.Tensor, rows: int) -> torch.Tensor:
     """A buffer for rows that this process does not keep: a broadcast needs all processes."""
     return like.new_empty(rows, *like.shape[1:])
+
+
+def batches(lengths: Sequence[int], most: int) -> list[range]:
+    """Consecutive sequences that go through attention together, since a short one alone would give it few tokens.
+
+    A batch has at most `most` rows with its padding, or is one longer sequence. What is computed together follows from
+    the lengths alone.
+
+    Args:
+        lengths: tokens of each sequence.
+        most: rows of a batch of more than one sequence.
+    """
+    result: list[range] = []
+    first = tokens = longest = 0
+    for number, length in enumerate(lengths):
+        tokens, longest = tokens + length, max(longest, length)
+        rows = longest * (number + 1 - first)
+        if number > first and (rows > most or rows - tokens > MOST_PADDING * rows):
+            result.append(range(first, number))
+            first, tokens, longest = number, length, length
+    return [*result, range(first, len(lengths))] if lengths else []

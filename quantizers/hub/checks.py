@@ -1,10 +1,9 @@
-"""Checks before an upload: the run's report, the hashes of the files, the gates; and the checklist of a dry run."""
+"""Checks before an upload: the run's report, the hashes of the files, the gates; and what a dry run says is missing."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -46,19 +45,6 @@ class LocalFile:
     size: int
     sha256: str
     blob: str
-
-
-@dataclass(frozen=True)
-class Checks:
-    """The result of the checks.
-
-    Attributes:
-        problems: reasons not to publish, one line each.
-        notes: remarks that are no problems.
-    """
-
-    problems: list[str]
-    notes: list[str]
 
 
 def read_report(folder: Path) -> dict[str, Any]:
@@ -116,30 +102,27 @@ def check_output(
     folder: Path,
     report: dict[str, Any],
     files: list[LocalFile],
-    source: Callable[[], Checkpoint],
+    source: Checkpoint | None,
     device: torch.device,
-    *,
-    thorough: bool,
-) -> Checks:
-    """Check a folder against its report, and against its source on request.
+) -> tuple[list[str], list[str]]:
+    """Check a folder against its report, and against its source if that is given, as `quantize verify` does.
 
-    Without the source: the tensors were compared with it when the output was made, according to the report with its
+    Without it: the tensors were compared with the source when the output was made, according to the report with its
     checksum, and every file still has the hash that it had then.
 
-    Args:
-        source: opens the source; called only if needed.
-        thorough: compare with the source, as `quantize verify` does.
+    Returns:
+        The reasons not to publish, and remarks that are none, one line each.
     """
-    if thorough:
+    if source is not None:
         from quantizers.commands.verify import verify_folder
 
-        found = verify_folder(folder, source(), device)
+        found = verify_folder(folder, source, device)
         problems = [*found.differences, *found.misread, *_failed_gates(report, ALWAYS)]
         notes = list(found.record.notes)
     else:
         problems, notes = _check_without_source(folder, report, files)
     problems += _changes(folder, report, files)
-    return Checks(list(dict.fromkeys(problems)), notes)
+    return list(dict.fromkeys(problems)), notes
 
 
 def _recorded_hashes(report: dict[str, Any]) -> dict[str, str]:
@@ -199,11 +182,6 @@ class Point:
     words: str
 
 
-def checklist(report: dict[str, Any], repo: str, private: bool | None) -> list[Point]:
-    """What a publication needs besides the checks; `report` is that of `publication.with_publication`."""
-    return [*card_points(report), *_account(repo, private)]
-
-
 def card_points(report: dict[str, Any]) -> list[Point]:
     """Whether the card names a licence, and the model on the Hub that was quantized."""
     front = front_matter(report)
@@ -223,11 +201,11 @@ def card_points(report: dict[str, Any]) -> list[Point]:
     ]
 
 
-def _account(repo: str, private: bool | None) -> list[Point]:
+def account_points(repo: str, private: bool | None) -> list[Point]:
     """Whether there is a token and a repository, as far as the Hub answers; nothing is uploaded."""
     from httpx import HTTPError
     from huggingface_hub import HfApi, get_token
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import RepositoryNotFoundError
 
     token = get_token()
     login = "log in with `hf auth login`, or set HF_TOKEN to one with write access"
@@ -237,8 +215,6 @@ def _account(repo: str, private: bool | None) -> list[Point]:
         info = HfApi().model_info(repo, timeout=PATIENCE)
     except RepositoryNotFoundError:
         return [*points, Point("repository", "open", f"{repo}: not found; will be created {as_new}")]
-    except HFValidationError:
-        return [*points, Point("repository", "missing", f"{repo} is not a valid name; write it as owner/name")]
     except (HTTPError, OSError) as failure:
         status = getattr(getattr(failure, "response", None), "status_code", None)
         if token and status in (401, 403):

@@ -71,7 +71,7 @@ def publish(
     from quantizers.device.devices import choose_device
     from quantizers.system.progress import progress
 
-    from .checks import card_points, check_output, checklist, local_files, read_report, rehash
+    from .checks import account_points, card_points, check_output, local_files, read_report, rehash
     from .publication import rewrite, with_publication, with_statement
     from .upload import upload
 
@@ -85,20 +85,16 @@ def publish(
             print(f"the card has no {point.name}: {point.words}", file=sys.stderr)
     with progress("hashing", len(report["files"]) + 1) as step:
         files = local_files(folder, report, step)
-    checks = check_output(
-        folder,
-        report,
-        files,
-        lambda: source_of(folder, str(source) if source is not None else None, report["source"]["revision"]),
-        choose_device(device),
-        thorough=thorough or source is not None,
-    )
-    for note in checks.notes:
+    opened = None
+    if thorough or source is not None:
+        opened = source_of(folder, None if source is None else str(source), report["source"]["revision"])
+    problems, notes = check_output(folder, report, files, opened, choose_device(device))
+    for note in notes:
         print(note, file=sys.stderr)
-    if checks.problems and force is None and not dry_run:
-        more = f" (and {len(checks.problems) - 1} more)" if len(checks.problems) > 1 else ""
-        raise CheckpointError(f"{folder}: {checks.problems[0]}{more}; repair it, or give --force with a reason")
-    figures: dict[str, Any] = {"repo": repo, "revision": revision, "problems": checks.problems, "forced": force}
+    if problems and force is None and not dry_run:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise CheckpointError(f"{folder}: {problems[0]}{more}; repair it, or give --force with a reason")
+    figures: dict[str, Any] = {"repo": repo, "revision": revision, "problems": problems, "forced": force}
     if dry_run:
         sent = {file.name for file in files}
         figures |= {
@@ -106,10 +102,10 @@ def publish(
             "files": [vars(file) for file in files],
             "bytes": sum(file.size for file in files),
             "not_sent": sorted(path.name for path in folder.iterdir() if path.name not in sent),
-            "checklist": [vars(point) for point in checklist(after, repo, private)],
+            "checklist": [vars(point) for point in (*card_points(after), *account_points(repo, private))],
         }
-        return Publication(checks.problems, False, figures)
-    files = rehash(folder, files, rewrite(folder, report, with_statement(after, force, checks.problems)))
+        return Publication(problems, False, figures)
+    files = rehash(folder, files, rewrite(folder, report, with_statement(after, force, problems)))
     with progress("publishing", 2) as step:
         published = upload(folder, files, repo, revision, private, step)
-    return Publication(checks.problems, True, published | figures)
+    return Publication(problems, True, published | figures)

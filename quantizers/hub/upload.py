@@ -89,7 +89,6 @@ def _same(file: LocalFile, entry: Any) -> bool:
 def _hub_errors(repo: str) -> Iterator[None]:
     """Within the block the library's exceptions become ours, in one line without the token; signals end the process."""
     from httpx import HTTPError
-    from huggingface_hub.errors import HFValidationError
 
     def end(number: int, _frame: FrameType | None) -> None:
         os.write(2, f"quantize: {repo}: interrupted while uploading; {AGAIN}\n".encode())
@@ -98,8 +97,6 @@ def _hub_errors(repo: str) -> Iterator[None]:
     restore = handle_signals(end, signal.SIGINT, signal.SIGTERM)
     try:
         yield
-    except HFValidationError as failure:
-        raise InputError(f"--repo {repo}: {_first_line(failure)}; write it as owner/name") from None
     except (HTTPError, OSError, RuntimeError, ValueError) as failure:
         status = getattr(getattr(failure, "response", None), "status_code", None)
         if status in (401, 403):

@@ -8,7 +8,7 @@ The state of an unfinished run is in the folder DIR/.quantize/:
     schemes/          the measurements for a budget, see budget/measure.py
     choice.json       the schemes chosen within the budget
     layers/00003.json layer 3 is done: the digest of its shard, and its figures
-    outside.json      the same of the shard of the non-layer tensors
+    passthrough-*     the same of each shard of tensors that pass through
     held-out.json     the held-out set that the layers are measured on
     held-out/         hidden states of the held-out texts after the last finished layer: the source's and the output's
     states.bin        calibration states between two layers, and x.bin, chosen.bin, weight.bin: where they do not
@@ -146,14 +146,9 @@ def layer_file(work: Path, layer: int) -> Path:
     return work / "layers" / f"{layer:05d}.json"
 
 
-def kept_file(work: Path, part: int | None) -> Path:
+def passthrough_file(work: Path, part: int | None) -> Path:
     """The path of the journal entry of a passthrough shard: None for the tensors outside the layers."""
-    return work / ("outside.json" if part is None else f"kept-{part:05d}.json")
-
-
-def kept_files(work: Path) -> list[Path]:
-    """The journal entries of passthrough shards so far."""
-    return [path for path in work.glob("*.json") if path.name == "outside.json" or path.name.startswith("kept-")]
+    return work / f"passthrough-{'outside' if part is None else f'{part:05d}'}.json"
 
 
 def done_layers(work: Path, layers: int) -> list[dict[str, Any]]:

@@ -112,9 +112,9 @@ def refuse_other_texts(work: Path, layers: int, held: HeldOut, output: Path) -> 
 def find_damage(work: Path, layers: int, output: Path, check: Callable[[], None]) -> list[int]:
     """The finished layers of an earlier call whose shards are no longer as they were written; each is named."""
     entries = journal.done_layers(work, layers)
-    for kept in journal.kept_files(work):
-        if journal.damaged_shards(work, [json.loads(kept.read_text())]):
-            kept.unlink()  # its shard is written at the beginning, so it will be written again
+    for passthrough in work.glob("passthrough-*.json"):
+        if journal.damaged_shards(work, [json.loads(passthrough.read_text())]):
+            passthrough.unlink()  # its shard is written at the beginning, so it will be written again
     if not entries:
         return []
     with progress("checking", len(entries), unit="shard") as step:

@@ -38,13 +38,7 @@ from quantizers.output.journal import (
     short_value,
 )
 from quantizers.output.manifest import text_sha256
-from quantizers.planning.device_memory import (
-    Place,
-    Residents,
-    device_memory,
-    held_out_bytes,
-    placement,
-)
+from quantizers.planning.device_memory import Residents, device_memory, held_out_bytes, placement
 from quantizers.planning.expert_batches import batch_sizes
 from quantizers.planning.job import Job
 from quantizers.planning.plan import summary
@@ -158,29 +152,6 @@ class _Inputs:
         return sum(map(len, self.tokens)), sum(len(text.tokens) for text in self.texts)
 
 
-@dataclass(frozen=True)
-class _Shared:
-    """What rank 0 decides for all processes.
-
-    Attributes:
-        residents, inputs, states, texts_on_device, prefetch_to_device: see `Context`.
-        texts: the held-out texts; empty for none.
-    """
-
-    residents: dict[str, int]
-    inputs: Place
-    states: Place
-    texts_on_device: bool
-    prefetch_to_device: bool
-    texts: Sequence[Text]
-
-    def context(self, options: Options, work: Path, check: Callable[[], None]) -> Context:
-        """The same for a process."""
-        residents = Residents(**self.residents)
-        places = self.inputs, self.states, self.texts_on_device, self.prefetch_to_device
-        return Context(work, options.device, residents, check, options.dist, *places)
-
-
 def _memory(options: Options) -> tuple[int, int]:
     """Bytes that this process may use on its device, and bytes that are free in its machine's memory."""
     limit = options.device_memory or device_limit(options.device, options.dist.local_world_size)
@@ -192,10 +163,10 @@ def _quantize_share(job: Job, options: Options, work: Path, check: Callable[[], 
     dist = options.dist
     try:
         dist.all_gather_object(_memory(options))
-        shared: _Shared = dist.broadcast_object()
-        context = shared.context(options, work, check)
+        kept, texts = dist.broadcast_object()
+        context = Context(work, options.device, check=check, dist=dist, **kept)
         job = choose_schemes(job, None, context, options.output) if job.allocation else job
-        quantize_layers(job, None, None, context, shared.texts)
+        quantize_layers(job, None, None, context, texts)
     finally:
         if dist.node:
             journal.leave(options.output, dist.node)
@@ -205,20 +176,20 @@ def _make_output(job: Job, resolved: Resolved, options: Options, work: Path, che
     """All that rank 0 does: make work/output, up to the mark that lets it be moved into place."""
     started = time.monotonic()
     inputs = _read_inputs(job, options.dist)
-    shared, temporary = _share_memory(job, inputs, options)
+    kept, temporary = _share_memory(job, inputs, options)
     damaged = _open_work_folder(job, resolved, inputs, options, work, check)
     needed = _output_bytes(job, resolved.data.values() if options.with_data else ()) + temporary
     itemsize = forward_dtype(options.device).itemsize
     probe = probe_bytes(job.sizes, [len(t) for t in inputs.tokens], itemsize) if job.allocation else 0
     check_room(work, needed + probe)
-    options.dist.broadcast_object(shared)
-    context = shared.context(options, work, check)
+    options.dist.broadcast_object((kept, inputs.texts))
+    context = Context(work, options.device, check=check, dist=options.dist, **kept)
     if job.allocation:
         job = choose_schemes(job, inputs.tokens, context, options.output)
         check_room(work, needed)
     stop = job.recipe.verify.stop if job.recipe.verify and not options.ignore_stop else None
     measured = quantize_layers(job, inputs.data, inputs.tokens, context, inputs.texts, damaged=damaged, stop=stop)
-    assemble(job, work / "output")
+    write_config_files(work / "output", job.opened, job.plan, job.facts)
     _add_recipe(resolved, work / "output", options.with_data)
     check()
     figures = inputs.evaluation.figures(measured, "the output") if inputs.evaluation and measured else None
@@ -240,7 +211,11 @@ def _read_inputs(job: Job, dist: ProcessGroup) -> _Inputs:
         print(data.notes[-1], file=sys.stderr)  # of the subsample
     if job.recipe.verify and job.recipe.verify.coverage:
         check_floors(job.recipe.verify.coverage, [sample.category for sample in data.samples], str(job.path))
-    return _Inputs(data, token_tensors(data, job.sizes["vocabulary"]), load_held_out(job))
+    gate, vocabulary = job.recipe.verify and job.recipe.verify.perplexity, job.sizes["vocabulary"]
+    texts = (
+        held_out(_samples(job, gate.data), job.opened, vocabulary, job.recipe.source.trusts_tokenizer) if gate else None
+    )
+    return _Inputs(data, token_tensors(data, vocabulary), texts)
 
 
 def _samples(job: Job, name: str, tokens: int | None = None) -> CalibrationData:
@@ -248,39 +223,26 @@ def _samples(job: Job, name: str, tokens: int | None = None) -> CalibrationData:
     return load_set(set_location(name, job.path), job.opened.folder, job.recipe.source.trusts_tokenizer, tokens)
 
 
-def load_held_out(job: Job) -> HeldOut | None:
-    """The texts on which the recipe has perplexity and KL measured; None if it asks for neither."""
-    gate = job.recipe.verify and job.recipe.verify.perplexity
-    if not gate:
-        return None
-    data = _samples(job, gate.data)
-    return held_out(data, job.opened, job.sizes["vocabulary"], job.recipe.source.trusts_tokenizer)
-
-
-def _share_memory(job: Job, inputs: _Inputs, options: Options) -> tuple[_Shared, int]:
-    """Decide for all processes what memory keeps.
-
-    Returns:
-        The decision, and bytes of temporary files.
-    """
+def _share_memory(job: Job, inputs: _Inputs, options: Options) -> tuple[dict[str, Any], int]:
+    """What memory keeps in each process, as arguments of `Context`; and the bytes of temporary files."""
     device, dist = options.device, options.dist
     itemsize, (rows, text_rows) = forward_dtype(device).itemsize, inputs.counts
     limits, frees = zip(*dist.all_gather_object(_memory(options)), strict=True)
-    on_device = (rows, text_rows) if options.states == "auto" else (0, 0)  # what may be kept on the device
+    tokens, held_out = (rows, text_rows) if options.states == "auto" else (0, 0)  # that may be kept on the device
     memory = device_memory(
         job.plan,
         job.sizes,
         inputs.data.lengths[-1],
         is_accelerator(device),
         min(limits),
-        on_device[0],
+        tokens,
         dist.world_size,
-        held_out=on_device[1],
+        held_out,
     )
     if dist.is_distributed and memory.units < dist.world_size:
         batches = f"{memory.units} expert batch{'es' if memory.units > 1 else ''} of {memory.unit} experts"
         print(f"{batches} for {dist.world_size} processes: some will be idle", file=sys.stderr)
-    places = placement(
+    inputs_place, states_place, in_files = placement(
         job.sizes,
         memory,
         rows,
@@ -290,9 +252,14 @@ def _share_memory(job: Job, inputs: _Inputs, options: Options) -> tuple[_Shared,
         processes=dist.world_size,
         machines=len(set(dist.nodes)),
     )
-    residents = Residents(memory.resident, memory.unit, memory.smallest)
-    shared = _Shared(residents.as_dict(), places[0], places[1], memory.texts, memory.early, inputs.texts)
-    return shared, held_out_bytes(job.sizes, text_rows, itemsize) + places[2]
+    kept = {
+        "residents": Residents(memory.resident, memory.unit, memory.smallest),
+        "inputs": inputs_place,
+        "states": states_place,
+        "texts_on_device": memory.texts,
+        "prefetch_to_device": memory.early,
+    }
+    return kept, held_out_bytes(job.sizes, text_rows, itemsize) + in_files
 
 
 def _open_work_folder(
@@ -304,10 +271,10 @@ def _open_work_folder(
         The finished layers whose shards must be made again.
     """
     layers = job.sizes["layers"]
-    refuse_changes(work, run_fingerprint(job, inputs.data, options.device), options.output)
+    refuse_changes(work, _fingerprint(job, inputs.data, options.device), options.output)
     journal.note_command(work, options.command)
     done = len(journal.done_layers(work, layers))
-    said = opening_line(job, options, resolved.recipe.source.model, inputs.counts, done)
+    said = _opening_line(job, options, resolved.recipe.source.model, inputs.counts, done)
     print(said, file=sys.stderr, flush=True)
     if inputs.evaluation:
         refuse_other_texts(work, layers, inputs.evaluation, options.output)
@@ -321,7 +288,7 @@ def _open_work_folder(
     return damaged
 
 
-def opening_line(job: Job, options: Options, model: str, counts: tuple[int, int], done: int) -> str:
+def _opening_line(job: Job, options: Options, model: str, counts: tuple[int, int], done: int) -> str:
     """The line with which a run begins: source, size, output, device, tokens.
 
     It gives no time: the rates of `plan` are not this machine's. After the first layer the progress has a measured one.
@@ -352,7 +319,7 @@ def _machine(device: torch.device, processes: int) -> str:
     return name if processes == 1 else f"{name}, one of {processes} processes"
 
 
-def run_fingerprint(job: Job, data: CalibrationData, device: torch.device) -> dict[str, Any]:
+def _fingerprint(job: Job, data: CalibrationData, device: torch.device) -> dict[str, Any]:
     """Every setting that the output's bytes depend on; gates and logging are not among them."""
     facts = {name: text_sha256(text) for name, text in facts_copy(job.facts_file).items()}
     drawn = {"calibration.tokens": data.drawn.asked} if data.drawn else {}
@@ -375,11 +342,6 @@ def _output_bytes(job: Job, data: Collection[Path]) -> int:
     """Bytes of the output with its side files, and with the data files that are copied into it."""
     output = int(str(summary(job.plan, job.sizes)["output_bytes"]))
     return output + sum(file.stat().st_size for file in (*side_files(job.opened.folder), *data))
-
-
-def assemble(job: Job, folder: Path) -> None:
-    """Write everything beside the shards: index, config, and the source's side files."""
-    write_config_files(folder, job.opened, job.plan, job.facts)
 
 
 def _add_recipe(resolved: Resolved, folder: Path, with_data: bool) -> None:

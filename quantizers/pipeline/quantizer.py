@@ -44,7 +44,7 @@ from quantizers.solve.solver import solve_layer
 from quantizers.system.progress import doing
 from stitch.audit.layer import LayerAudit, audit_layer, written_from
 from stitch.write.digests import ShardDigest
-from stitch.write.shard import LayerTensors, kept_hashes, layer_tensors, write_shard
+from stitch.write.shard import kept_hashes, layer_tensors, write_shard
 
 Written = tuple[ShardDigest, LayerAudit]
 
@@ -59,14 +59,11 @@ class Quantizer:
         context: where the work is done.
         lengths: calibration tokens of each sequence.
         writer: writes and audits shards in the background.
-        compensate_router: False reproduces the defect of the published recipe, for comparison (llmcompressor only).
 
     Attributes:
         states: the calibration states between the layers.
         moe_inputs: what the experts of the last layer were called with.
     """
-
-    keeps_attention = True
 
     def __init__(
         self,
@@ -77,17 +74,16 @@ class Quantizer:
         lengths: Sequence[int],
         *,
         writer: ShardWriter[ShardDigest, LayerAudit],
-        compensate_router: bool = True,
     ) -> None:
         self.job, self.model, self.stream, self.context = job, model, stream, context
-        self.writer, self._compensate_router = writer, compensate_router
+        self.writer = writer
         chunk = tokens_per_chunk(is_accelerator(model.device))
 
         def rows(
             place: Place, name: str, width: int, dtype: torch.dtype, dist: ProcessGroup = SINGLE_PROCESS
         ) -> ActivationStore:
-            own = "" if context.dist.is_main else f"-{context.dist.rank}"
-            path = context.work / f"{name}{own}.bin" if place == "files" else None
+            rank = "" if context.dist.is_main else f"-{context.dist.rank}"
+            path = context.work / f"{name}{rank}.bin" if place == "files" else None
             device = model.device if place == "device" else None
             made = ActivationStore(path, lengths, width, dtype, device, dist=dist, chunk=chunk)
             if place == "memory":
@@ -132,7 +128,6 @@ class Quantizer:
                 residents=context.residents,
                 entering=entering,
                 check=context.check,
-                compensate_router=self._compensate_router,
                 dist=context.dist,
             )
         weights.require_finite()
@@ -141,46 +136,31 @@ class Quantizer:
         self._begin_writing(step, solved)
 
     def _begin_writing(self, step: LayerStep, solved: LayerResult | None) -> None:
-        """Pack a layer, and let it be written; `solved` is None for a layer without experts."""
-        job, context, number = self.job, self.context, step.number
-        doing("packing")
-        tensors = layer_tensors(
-            job.plan,
-            number,
-            step.source,
-            solved,
-            near=step.on_device,
-            buffers=self._packed,
-            written=self.writer.has_turn(number),
-        )
-        self._made = tensors_in_memory(
-            step.source, tensors.device, context.work / "output" / job.plan.shard_file(number)
-        )
-        self._solved = _for_the_journal(solved)
-        self._submit(step, tensors, self._made)
-        step.watch.lap("pack")
-
-    def _submit(self, step: LayerStep, tensors: LayerTensors, made: LoadedTensors) -> None:
-        """Let a shard be audited and written, if it is this process's turn.
+        """Pack a layer, and let its shard be audited and written if it is this process's turn.
 
         Args:
-            tensors: those on the CPU are for the file, and of no use if it is another's turn.
-            made: those where the layer was solved.
+            solved: None for a layer without experts.
         """
-        number, source = step.number, step.source
-        if not self.writer.has_turn(number):
-            self.writer.skip(number)
-            return
-        host = tensors.host
-        if self.writer.pending:  # the source's memory gets other bytes before the shard is on disk
-            host = {name: tensor.clone() if source.holds(tensor) else tensor for name, tensor in host.items()}
-        path = self.context.work / "output" / self.job.plan.shard_file(number)
-        hashes, carried = kept_hashes(self.job.plan, number, source), self.job.plan.unread(number)
-        self.writer.begin(
-            number,
-            partial(audit_shard, self.job, number, step.on_device, made, self.context.device),
-            partial(write_shard, host, path, hashes, carried),
+        job, number, source, writes = self.job, step.number, step.source, self.writer.has_turn(step.number)
+        path = self.context.work / "output" / job.plan.shard_file(number)
+        doing("packing")
+        tensors = layer_tensors(
+            job.plan, number, source, solved, near=step.on_device, buffers=self._packed, written=writes
         )
+        self._made = made = tensors_in_memory(source, tensors.device, path)
+        self._solved = _for_the_journal(solved)
+        if writes:
+            host = tensors.host
+            if self.writer.pending:  # the source's memory gets other bytes before the shard is on disk
+                host = {name: tensor.clone() if source.holds(tensor) else tensor for name, tensor in host.items()}
+            self.writer.begin(
+                number,
+                partial(audit_shard, job, number, step.on_device, made, self.context.device),
+                partial(write_shard, host, path, kept_hashes(job.plan, number, source), job.plan.unread(number)),
+            )
+        else:
+            self.writer.skip(number)
+        step.watch.lap("pack")
 
     @contextlib.contextmanager
     def layer(self, step: LayerStep) -> Iterator[torch.nn.Module]:
@@ -225,8 +205,8 @@ class Quantizer:
         counts = torch.zeros(len(names), self.job.sizes["experts"], dtype=torch.int64)
         chosen = self.moe_inputs.chosen.flat.cpu()
         for i, sample in enumerate(data.samples):
-            own = chosen[self.moe_inputs.sequence(i)].long()
-            counts[names.index(sample.category)] += route_counts(own, counts.shape[1])
+            in_sample = chosen[self.moe_inputs.sequence(i)].long()
+            counts[names.index(sample.category)] += route_counts(in_sample, counts.shape[1])
         rows: list[list[int]] = counts.tolist()
         return rows
 
@@ -271,9 +251,5 @@ def _closeness(errors: Sequence[float | None]) -> dict[str, float] | None:
 
 def _by_expert(lines: Sequence[str]) -> list[str]:
     """Sort lines by expert number, so that the report does not depend on how many experts were solved at a time."""
-
-    def expert(line: str) -> int:
-        match = re.match(r"expert (\d+)", line)
-        return int(match[1]) if match else -1
-
-    return sorted(lines, key=expert)
+    numbers = {line: re.match(r"expert (\d+)", line) for line in lines}
+    return sorted(lines, key=lambda line: int(match[1]) if (match := numbers[line]) else -1)

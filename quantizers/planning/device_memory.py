@@ -267,10 +267,6 @@ class Residents:
     unit: int
     needed: int
 
-    def as_dict(self) -> dict[str, int]:
-        """For JSON."""
-        return asdict(self)
-
     def share(self, units: int) -> int:
         """Expert batches of the next sweep, so that all sweeps have equally many: not 5, 5, 5 and 1."""
         sweeps = -(-units // self.count)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from quantizers.calibration.set import DataSource, read_set
 from quantizers.recipe.read import set_location
+from quantizers.recipe.schema import Scheme
 
 from .device_memory import DeviceMemory, calibration_bytes, device_memory
 from .gpus import CPU_SHARES, GPU_SHARES, Rates, rates_of_cpu, rates_of_gpus
@@ -37,11 +37,6 @@ class Work:
     moved: float = 0.0
     files: float = 0.0
 
-    @property
-    def operations(self) -> float:
-        """Multiplications and additions of all kinds."""
-        return self.products + self.float32 + self.factorization
-
     def seconds(self, rates: Rates, processes: int = 1, disk: float = DISK) -> float:
         """Computing divided by the number of processes, or the files if they take longer: both happen at once.
 
@@ -62,16 +57,16 @@ class Estimate:
 
     Attributes:
         tokens, held_out: upper bounds for the calibration set and the evaluation set (0 without evaluation); None if
-            unknown until the set is read. `drawn`: whether `tokens` are those of the recipe's calibration.tokens.
+            unknown until the set is read.
         source, output: bytes of the source, and disk space needed besides.
         states: activations of the calibration set, by kind of device: host memory, or disk space if they do not fit.
         host: host memory for two layers of the source and two of the output, the non-layer tensors, and the program.
         memory: device memory, by kind of device: with the Hessians of one expert batch, and with all of them and the
             activations.
-        operations: multiplications and additions of the layers and the scoring.
         seconds: `layers`, `verification`, and `all` for their sum, on this machine's CPU and on every known GPU that
-            has the memory, by its name; `several`: the same by so many `processes` with a GPU each.
-        disk: bytes a second that a machine reads from or writes to files.
+            has the memory, by its name; None if a set's size is unknown, and for the library's engine.
+        processes, several: the same on GPUs by so many processes; None for one.
+        assumptions: what the figures assume, one line each.
     """
 
     tokens: int | None
@@ -81,16 +76,10 @@ class Estimate:
     states: dict[str, int] | None
     host: int
     memory: dict[str, tuple[int, int]]
-    operations: float | None = None
-    seconds: dict[str, dict[str, float]] | None = None
-    drawn: bool = False
-    processes: int = 1
-    several: dict[str, dict[str, float]] | None = None
-    disk: float = DISK
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON, with the assumptions."""
-        return asdict(self) | {"assumptions": assumptions(self)}
+    seconds: dict[str, dict[str, float]] | None
+    processes: int
+    several: dict[str, dict[str, float]] | None
+    assumptions: list[str]
 
 
 def estimate_run(job: Job, output_bytes: int, processes: int = 1, disk: float = DISK) -> Estimate:
@@ -101,50 +90,49 @@ def estimate_run(job: Job, output_bytes: int, processes: int = 1, disk: float = 
         processes: with a GPU each, whose run is estimated besides that of one.
         disk: bytes a second that each machine reads from or writes to files.
     """
-    lengths, drawn = calibration_lengths(job)
-    texts = evaluation_lengths(job)
+    (lengths, drawn), texts = calibration_lengths(job), evaluation_lengths(job)
+    tokens = None if lengths is None else sum(lengths)
     plan, numbers = job.plan, range(job.plan.layers)
     layer_source = max(sum(action.spec.bytes for action in plan.of_layer(n)) for n in numbers)
     layer_output = max(sum(spec.bytes for spec in plan.shard(n).values()) for n in numbers)
-    tokens = None if lengths is None else sum(lengths)
-    held_out = None if texts is None else sum(texts)
-    memory = {
-        name: _device_memory(job, None, name == "GPU", tokens, held_out or 0)  # without a limit
-        for name in ITEMSIZES
-    }
-    needs = Estimate(
+    memory = {name: _device_memory(job, None, name == "GPU", lengths, texts) for name in ITEMSIZES}
+    seconds = several = None
+    if lengths is not None and texts is not None and plan.experts.engine == "gram":
+        layers = _work_of_layers(job, lengths, texts)
+        logits = Work(4.0 * sum(texts) * job.sizes["hidden"] * job.sizes["vocabulary"], files=output_bytes)
+        gpus = [rates for rates in rates_of_gpus() if memory["GPU"].smallest <= USABLE * rates.memory]
+
+        def of(rates: Rates, count: int) -> dict[str, float]:
+            in_layers = sum(one.seconds(rates, count, disk) for one in layers)
+            verification = logits.seconds(rates, count, disk)
+            return {"layers": in_layers, "verification": verification, "all": in_layers + verification}
+
+        seconds = {rates.name: of(rates, 1) for rates in (rates_of_cpu(), *gpus)}
+        several = {rates.name: of(rates, processes) for rates in gpus} if processes > 1 else None
+    return Estimate(
         tokens,
-        held_out,
+        None if texts is None else sum(texts),
         sum(action.spec.bytes for action in plan.actions),
         output_bytes,
         None if tokens is None else {n: calibration_bytes(job.sizes, tokens, size) for n, size in ITEMSIZES.items()},
         2 * (layer_source + layer_output) + sum(action.spec.bytes for action in plan.of_layer(None)) + HOST,
         {name: (needed.smallest, needed.peak) for name, needed in memory.items()},
-        drawn=drawn,
-        processes=processes,
-        disk=disk,
+        seconds,
+        processes,
+        several,
+        _assumptions(drawn, processes, disk),
     )
-    if lengths is None or texts is None or plan.experts.engine != "gram":
-        return needs
-    alike = {number: (number in job.sizes.dense, plan.schemes[number]) for number in numbers}
-    first = {kind: number for number, kind in reversed(alike.items())}
-    of_kind = {kind: layer_work(job, number, lengths, texts) for kind, number in first.items()}
+
+
+def _work_of_layers(job: Job, lengths: Sequence[int], texts: Sequence[int]) -> list[Work]:
+    """The work on each layer, computed once for those that are alike, and the bytes of all that passes through."""
+    plan, of_kind = job.plan, dict[tuple[bool, Scheme], Work]()
+    kinds = [(number in job.sizes.dense, plan.schemes[number]) for number in range(plan.layers)]
+    for number, kind in enumerate(kinds):
+        if kind not in of_kind:
+            of_kind[kind] = layer_work(job, number, lengths, texts)
     around = 2.0 * sum(a.spec.bytes for part in plan.passthrough_parts for a in plan.of_layer(part))
-    work = [*(of_kind[kind] for kind in alike.values()), Work(files=around)]
-    logits = Work(4.0 * sum(texts) * job.sizes["hidden"] * job.sizes["vocabulary"])
-    gpus = [rates for rates in rates_of_gpus() if memory["GPU"].smallest <= USABLE * rates.memory]
-
-    def seconds(rates: Rates, count: int) -> dict[str, float]:
-        layers = sum(one.seconds(rates, count, disk) for one in work)
-        verification = logits.seconds(rates, count) + output_bytes / disk
-        return {"layers": layers, "verification": verification, "all": layers + verification}
-
-    return replace(
-        needs,
-        operations=sum(one.operations for one in (*work, logits)),
-        seconds={rates.name: seconds(rates, 1) for rates in (rates_of_cpu(), *gpus)},
-        several={rates.name: seconds(rates, processes) for rates in gpus} if processes > 1 else None,
-    )
+    return [*(of_kind[kind] for kind in kinds), Work(files=around)]
 
 
 def layer_work(job: Job, number: int, lengths: Sequence[int], texts: Sequence[int]) -> Work:
@@ -178,8 +166,11 @@ def layer_work(job: Job, number: int, lengths: Sequence[int], texts: Sequence[in
     return Work(products, search + rounding, factorization, moved, files)
 
 
-def _device_memory(job: Job, limit: int | None, accelerator: bool, tokens: int | None, held_out: int) -> DeviceMemory:
-    return device_memory(job.plan, job.sizes, _longest(job), accelerator, limit, tokens, held_out=held_out)
+def _device_memory(
+    job: Job, limit: int | None, accelerator: bool, lengths: Sequence[int] | None, texts: Sequence[int] | None
+) -> DeviceMemory:
+    tokens = None if lengths is None else sum(lengths)
+    return device_memory(job.plan, job.sizes, _longest(job), accelerator, limit, tokens, held_out=sum(texts or ()))
 
 
 def memory_on_gpu(job: Job, limit: int) -> DeviceMemory:
@@ -188,33 +179,27 @@ def memory_on_gpu(job: Job, limit: int) -> DeviceMemory:
     Raises:
         InputError: the limit is too small even for one expert batch at a time.
     """
-    lengths, _ = calibration_lengths(job)
-    return _device_memory(
-        job, limit, True, None if lengths is None else sum(lengths), sum(evaluation_lengths(job) or ())
-    )
+    return _device_memory(job, limit, True, calibration_lengths(job)[0], evaluation_lengths(job))
 
 
-def assumptions(needs: Estimate) -> list[str]:
-    """The assumptions behind the figures, one line each."""
+def _assumptions(drawn: bool, processes: int, disk: float) -> list[str]:
     reached = " and ".join(
         f"{', '.join(f'{share:.0%}' for share in shares.values())} on a {device}"
         for device, shares in (("GPU", GPU_SHARES), ("CPU", CPU_SHARES))
     )
     lines = [
         "tokens: the recipe's calibration.tokens; every evaluation text as long as its sequence_length allows"
-        if needs.drawn
+        if drawn
         else "tokens: every sample as long as its sequence_length allows, which few are",
         "time: an estimate in closed form, with evaluation and one last reading of the shards, without measuring for a "
         "budget; --measure times a layer on this machine",
         "rates: nominal ones (quantizers/planning/gpus.yaml), of which bandwidth, matrix products, float32 and "
         f"factorizations reach {reached}",
-        f"files: {needs.disk / 1e9:g} GB/s read or written, beside the computing",
+        f"files: {disk / 1e9:g} GB/s read or written, beside the computing",
         "memory: with the Hessians of one expert batch at a time, and with those of all and the activations as well",
     ]
-    if needs.processes > 1:
-        lines.append(
-            f"{needs.processes} processes: computing divided by {needs.processes}; not what they send to each other"
-        )
+    if processes > 1:
+        lines.append(f"{processes} processes: computing divided by {processes}; not what they send to each other")
     return lines
 
 

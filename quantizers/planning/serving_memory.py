@@ -23,7 +23,7 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from quantizers.architectures.architecture import Architecture
@@ -103,10 +103,6 @@ class Fit:
     left: int
     longest: int
     fits: bool
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON and report.json."""
-        return asdict(self)
 
 
 def serving_model(plan: Plan, facts: Architecture, sizes: Sizes, config: dict[str, Any], fp8: Fp8 | None) -> Model:
@@ -380,10 +376,6 @@ class Remedy:
 
     say: str
     fit: Fit
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"say": self.say, "fit": self.fit.as_dict()}
 
 
 def remedies(

@@ -29,7 +29,8 @@ from quantizers.system.strict_yaml import dump, parse
 from .read import facts_location, set_location
 from .schema import Calibration, Recipe
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+# As huggingface_hub.utils.validate_repo_id has it, which takes long to import.
+_HUB_ID = re.compile(r"(?!.*(?:--|\.\.))(?=.{3,96}\Z)\w(?:[\w.-]*\w)?/\w(?:[\w.-]*\w)?(?<!\.git)")
 _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 
 

@@ -249,7 +249,6 @@ def solve_layer(
     residents: Residents,
     entering: Sequence[torch.Tensor] = (),
     check: Callable[[], None] = lambda: None,
-    compensate_router: bool = True,
     dist: ProcessGroup = SINGLE_PROCESS,
 ) -> LayerResult:
     """Solve one layer from the captured inputs of its experts, with either engine.
@@ -261,7 +260,6 @@ def solve_layer(
         weights, residents: see `solve`.
         entering: hidden states entering the layer, (T, H) each; the llmcompressor engine runs the layer itself.
         check: called between sequences; may raise to interrupt.
-        compensate_router: False leaves the published defect in, for comparison (llmcompressor only).
         dist: the processes that solve it together (gram only); each has all rows, and gets the whole result.
     """
     modules, norm = model.facts.modules, None if norm is None else norm.to(model.device)
@@ -290,7 +288,6 @@ def solve_layer(
         norm=None if norm is None else modules.norm,
         router=modules.router,
         experts=modules.experts,
-        compensate_router=compensate_router,
         norm_dtype=torch.bfloat16 if norm is None else norm.dtype,
     )
     matrices = zip(MATRICES, (*experts.gate_up_proj.data.chunk(2, dim=1), experts.down_proj.data), strict=True)

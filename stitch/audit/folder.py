@@ -74,11 +74,8 @@ def side_file_differences(folder: Path, source: Path) -> list[str]:
 
 def added(folder: Path, known: Collection[str]) -> list[str]:
     """Names of unknown side files that a loader reads or runs."""
-    return [file.name for file in side_files(folder) if file.name not in known and _is_loaded(file)]
-
-
-def _is_loaded(file: Path) -> bool:
-    return file.suffix in LOADED or file.name in LOADED_NAMES
+    files = (file for file in side_files(folder) if file.suffix in LOADED or file.name in LOADED_NAMES)
+    return [file.name for file in files if file.name not in known]
 
 
 def strays(folder: Path, shards: Collection[str]) -> list[str]:

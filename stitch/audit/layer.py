@@ -107,13 +107,11 @@ def audit_layer(
     if before.shape != after.shape or seen["broken"]:
         audit.differences.append(f"{norm_name}: is not finite, or has another shape than the source's")
         return
-    smooth = norm_ratio(before, after, facts.norm.offset)
     if seen["zeros"]:
         audit.differences.append(f"{norm_name}: zero where the source is not, or vice versa")
-    routers = source.tensor(router_name).to(device), candidate.tensor(router_name).to(device)
-    _check_router(router_name, norm_name, smooth, *routers, audit, repairable=not facts.also_reads_the_norm)
-    _check_other_readers(layer, facts, source, candidate, smooth, audit)
-    found, unreadable = _errors(layer, facts, sizes, source, candidate, smooth)
+    pair = _Pair(layer, facts, sizes, source, candidate, norm_ratio(before, after, facts.norm.offset))
+    audit.differences += [*_router_differences(pair), *_other_readers(pair)]
+    found, unreadable = _errors(pair)
     errors = dict(zip(found, torch.stack(list(found.values())).tolist() if found else [], strict=True))
     for expert in range(sizes["experts"]):
         if expert in unreadable:
@@ -130,9 +128,28 @@ def audit_layer(
     audit.weight_error = max((error for error in audit.by_expert if error is not None), default=0.0)
 
 
-def _errors(
-    layer: int, facts: Architecture, sizes: Sizes, source: Checkpoint, candidate: Checkpoint, smooth: torch.Tensor
-) -> tuple[dict[int, torch.Tensor], dict[int, str]]:
+@dataclass(frozen=True)
+class _Pair:
+    """A layer of the source and of the candidate, and the ratio (H,) of its norms, on the device that computes."""
+
+    layer: int
+    facts: Architecture
+    sizes: Sizes
+    source: Checkpoint
+    candidate: Checkpoint
+    smooth: torch.Tensor
+
+    def weights(self, checkpoint: Checkpoint) -> ExpertWeights:
+        """The experts' matrices in one of the two."""
+        return ExpertWeights(checkpoint, self.facts, self.sizes, self.layer, self.smooth.device, torch.float32)
+
+    def was_divided(self) -> str:
+        """What every message about the norm's readers says of it."""
+        divided = f"{int((self.smooth != 1).sum())} of {len(self.smooth)} channels"
+        return f"{NOT_COMPENSATED} {self.facts.layer(self.layer, self.facts.norm.tensor)} was divided in {divided}"
+
+
+def _errors(pair: _Pair) -> tuple[dict[int, torch.Tensor], dict[int, str]]:
     """Compare all experts in batches; one by one if any of the candidate's cannot be read.
 
     Returns:
@@ -142,23 +159,18 @@ def _errors(
     Raises:
         CheckpointError: the source is damaged.
     """
-    device = smooth.device
-
-    def weights(checkpoint: Checkpoint) -> ExpertWeights:
-        return ExpertWeights(checkpoint, facts, sizes, layer, device, torch.float32)
-
     with _reading_the_source():
-        old = weights(source)
+        old = pair.weights(pair.source)
     try:
-        new = weights(candidate)
-        found = _in_batches(old, new, smooth)
+        new = pair.weights(pair.candidate)
+        found = _in_batches(old, new, pair.smooth)
         with _reading_the_source():
             old.require_finite()
         new.require_finite()
     except BrokenSource:
         raise
     except CheckpointError:
-        return _one_by_one(layer, facts, sizes["experts"], source, candidate, smooth)
+        return _one_by_one(pair)
     return found, {}
 
 
@@ -176,8 +188,8 @@ def _reading_the_source() -> Iterator[None]:
 
 def _in_batches(old: ExpertWeights, new: ExpertWeights, smooth: torch.Tensor) -> dict[int, torch.Tensor]:
     found: dict[int, torch.Tensor] = {}
-    unit = experts_per_batch(is_accelerator(smooth.device), old.hidden, old.width)
-    for first, last in expert_batches(old.experts, unit):
+    size = experts_per_batch(is_accelerator(smooth.device), old.hidden, old.width)
+    for first, last in expert_batches(old.experts, size):
         # The previous batch is freed after this one is read, so that a CPU's memory is reused, not returned.
         with _reading_the_source():
             source = _matrices(*old.batch(range(first, last)))
@@ -190,101 +202,80 @@ def _matrices(gate_up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, 
     return (*gate_up.chunk(2, dim=1), down)
 
 
-def _one_by_one(
-    layer: int, facts: Architecture, experts: int, source: Checkpoint, candidate: Checkpoint, smooth: torch.Tensor
-) -> tuple[dict[int, torch.Tensor], dict[int, str]]:
+def _one_by_one(pair: _Pair) -> tuple[dict[int, torch.Tensor], dict[int, str]]:
     found: dict[int, torch.Tensor] = {}
     unreadable: dict[int, str] = {}
-    for expert in range(experts):
-        modules = [facts.expert(layer, expert, matrix) for matrix in MATRICES]
+    for expert in range(pair.sizes["experts"]):
+        modules = [pair.facts.expert(pair.layer, expert, matrix) for matrix in MATRICES]
         with _reading_the_source():
-            old = [read_weight(source, module, smooth.device) for module in modules]
+            old = [read_weight(pair.source, module, pair.smooth.device) for module in modules]
         try:
-            new = [read_weight(candidate, module, smooth.device) for module in modules]
+            new = [read_weight(pair.candidate, module, pair.smooth.device) for module in modules]
         except CheckpointError as failure:
             unreadable[expert] = f"{modules[0].rpartition('.')[0]}: {failure}"
         else:
-            found[expert] = matrix_errors(old, new, smooth)
+            found[expert] = matrix_errors(old, new, pair.smooth)
     return found, unreadable
 
 
-def _check_router(
-    router_name: str,
-    norm_name: str,
-    smooth: torch.Tensor,
-    before: torch.Tensor,
-    after: torch.Tensor,
-    audit: LayerAudit,
-    *,
-    repairable: bool,
-) -> None:
+def _router_differences(pair: _Pair) -> Iterator[str]:
+    """Where the router is not the source's times the ratio, rounded once to the dtype in which it is stored."""
+    name, smooth = pair.facts.layer(pair.layer, pair.facts.router.tensor), pair.smooth
+    before, after = (checkpoint.tensor(name).to(smooth.device) for checkpoint in (pair.source, pair.candidate))
     expected = before.float() * smooth
     ulp = torch.nextafter(expected.abs(), expected.new_full((), torch.inf)) - expected.abs()
-    # Rounded once, to the dtype in which it is stored.
     least, most = ((expected + sign * ROUTER_ULPS * ulp).to(after.dtype) for sign in (-1, 1))
     off = ~((least <= after) & (after <= most))
     if not bool(off.any()):
         return
-    folded = int((smooth != 1).sum())
     if router_state(before, after, smooth) == "not compensated":
-        remedy = "repair it with `quantize stitch --experts THIS --repair-router`" if repairable else WITHOUT_A_FOLD
-        audit.differences.append(
-            f"{router_name}: {NOT_COMPENSATED} {norm_name} was divided in {folded} of {len(smooth)} channels: "
-            f"the router chooses other experts than the source's; {remedy}"
-        )
+        repair = "repair it with `quantize stitch --experts THIS --repair-router`"
+        remedy = WITHOUT_A_FOLD if pair.facts.also_reads_the_norm else repair
+        yield f"{name}: {pair.was_divided()}: the router chooses other experts than the source's; {remedy}"
     else:
-        audit.differences.append(
-            f"{router_name}: {int(off.sum())} elements differ from the source's times the norm's ratio by more than "
+        yield (
+            f"{name}: {int(off.sum())} elements differ from the source's times the norm's ratio by more than "
             f"{ROUTER_ULPS} ulp of float32"
         )
 
 
-def _check_other_readers(
-    layer: int,
-    facts: Architecture,
-    source: Checkpoint,
-    candidate: Checkpoint,
-    smooth: torch.Tensor,
-    audit: LayerAudit,
-) -> None:
+def _other_readers(pair: _Pair) -> Iterator[str]:
     """Every other reader of a divided norm must have been multiplied as the experts were.
 
     Other tools' mappings omit some: llm-compressor 0.14 the shared experts of GLM-4.x.
     """
-    if not facts.also_reads_the_norm or not bool((smooth != 1).any()):
+    if not pair.facts.also_reads_the_norm or not bool((pair.smooth != 1).any()):
         return
     left: list[str] = []
-    for reader in facts.also_reads_the_norm:
+    for reader in pair.facts.also_reads_the_norm:
         try:
-            if _is_left(layer, reader, facts, source, candidate, smooth):
+            if _is_left(pair, reader):
                 left.append(reader)
         except BrokenSource:
             raise
         except CheckpointError as failure:
-            audit.differences.append(str(failure))
+            yield str(failure)
     if left:
-        audit.differences.append(
-            f"{facts.layer(layer, left[0])}: {NOT_COMPENSATED} {facts.layer(layer, facts.norm.tensor)} was divided in "
-            f"{int((smooth != 1).sum())} of {len(smooth)} channels: {' and '.join(left)} read it and have the source's "
-            f"numbers; repairing this would change passthrough bytes; {WITHOUT_A_FOLD}"
+        yield (
+            f"{pair.facts.layer(pair.layer, left[0])}: {pair.was_divided()}: {' and '.join(left)} read it and have the "
+            f"source's numbers; repairing this would change passthrough bytes; {WITHOUT_A_FOLD}"
         )
 
 
-def _is_left(
-    layer: int, reader: str, facts: Architecture, source: Checkpoint, candidate: Checkpoint, smooth: torch.Tensor
-) -> bool:
+def _is_left(pair: _Pair, reader: str) -> bool:
     """Whether a reader of the norm has the source's numbers; the residual stream always has."""
     if reader == "residual":
         return True
+    facts, smooth = pair.facts, pair.smooth
     linear = reader in facts.linears(dense=False)
-    name = reader if reader in facts.outside else facts.layer(layer, reader)
-    if not linear and name not in candidate.tensors:
+    name = reader if reader in facts.outside else facts.layer(pair.layer, reader)
+    if not linear and name not in pair.candidate.tensors:
         return False  # reported as missing
 
     def numbers(checkpoint: Checkpoint) -> torch.Tensor:
         return read_weight(checkpoint, name, smooth.device) if linear else checkpoint.tensor(name).to(smooth).float()
 
     with _reading_the_source():
-        before = numbers(source)
-    after = numbers(candidate)
+        before = numbers(pair.source)
+    after = numbers(pair.candidate)
     return before.shape == after.shape and reader_state(before, after, smooth, CLOSE_ENOUGH) == "not compensated"

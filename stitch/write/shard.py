@@ -82,7 +82,10 @@ def layer_tensors(
         arrays = _arrays(small, solved if quantized else None, bits)
         places = [(made.device, arrays)]
         if written:
-            places.append((made.host, _on_host(arrays, buffers)))
+            copied = (
+                {key: tensor.cpu() for key, tensor in arrays.items()} if buffers is None else buffers.copied(arrays)
+            )
+            places.append((made.host, copied))
         for found, values in places:
             for action in quantized:
                 assert action.matrix is not None
@@ -119,10 +122,6 @@ def _arrays(small: Mapping[str, torch.Tensor], solved: LayerResult | None, bits:
         for first in range(0, len(codes), step):
             packed[first : first + step] = pack(codes[first : first + step], bits)
     return arrays
-
-
-def _on_host(arrays: Mapping[Key, torch.Tensor], buffers: PinnedBuffers | None) -> dict[Key, torch.Tensor]:
-    return {key: tensor.cpu() for key, tensor in arrays.items()} if buffers is None else buffers.copied(arrays)
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor], where: str, carried: Collection[str] = ()) -> None:

@@ -296,10 +296,10 @@ def test_a_lock_of_another_set_is_refused(hundred: Path, tokenizer: str) -> None
     path = write_set(hundred, source("a.jsonl"))
     lock_set(path)
     write_set(hundred, source("a.jsonl") * 2)
-    with pytest.raises(CalibrationError, match=r"set.lock.json: has 1 sources, the set 2; run `quantize"):
+    with pytest.raises(CalibrationError, match=r"set.lock.json: was made for no source, .*a.jsonl.*; run `quantize"):
         load_set(path, tokenizer)
     write_set(hundred, source("b.jsonl"))
-    with pytest.raises(CalibrationError, match=r"dataset was a.jsonl, the set now says b.jsonl"):
+    with pytest.raises(CalibrationError, match=r"was made for .*'a.jsonl'.*, the set now has .*'b.jsonl'"):
         load_set(path, tokenizer)
     lock_path(path).write_text("{}")
     with pytest.raises(CalibrationError, match="not a readable lock"):

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import Finished
-from runs import leaves
 from sets import EMBEDDED, LONG, SHORT, write_set
 from whole_models import Figures, compared, finished_weights, run_whole, source_weights
 
@@ -169,16 +168,6 @@ def test_texts_are_cut_at_the_positions_that_the_model_was_made_for(
     }
     text = eval_table({"candidates": [one], "notes": []})
     assert "2 texts were cut at 9 tokens, the model's max_position_embeddings; 4 tokens were not measured" in text
-
-
-def test_long_texts_can_be_left_out(finished: Finished, held_out: Path, report: dict[str, Any], tmp_path: Path) -> None:
-    source, candidate = open_folder(finished.source), open_folder(finished.folder)
-    (short,) = measure(source, [candidate], held_out, CPU, tmp_path / "work", long=False)
-    moved = {"long", "positions", "evaluated_on"}
-    found, wanted = (leaves({k: v for k, v in one.items() if k not in moved}) for one in (short, report))
-    assert found == pytest.approx(wanted, rel=1e-4, abs=1e-6)  # the rows that meet at the experts are others
-    assert "long" not in short
-    assert short["evaluated_on"]["digest"] != report["evaluated_on"]["digest"]
 
 
 def test_both_parts_are_shown_everywhere(finished: Finished, report: dict[str, Any], tmp_path: Path) -> None:

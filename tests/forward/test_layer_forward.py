@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny import make
 
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.forward.activation_store import ActivationStore
-from quantizers.forward.layer_forward import attend, finish, observe
+from quantizers.forward.layer_forward import attend, finish, observe, padded, unpadded
 from quantizers.forward.layered_model import LayeredModel
 from quantizers.forward.moe_inputs import moe_input_store
 from quantizers.system.errors import QuantizeError
@@ -102,3 +104,16 @@ def test_rows_of_nothing_are_rows(tmp_path: Path) -> None:
     assert (len(empty), empty.chunks()) == (0, [])
     empty.flush()
     empty.remove()
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+def test_padding_comes_last_and_goes_again(lengths: list[int]) -> None:
+    rows = torch.arange(1.0, 3 * sum(lengths) + 1).view(-1, 3)
+    batch = padded(rows, lengths)
+    assert batch.shape == (len(lengths), max(lengths), 3)
+    for sequence, length in zip(batch, lengths, strict=True):
+        assert bool((sequence[:length] > 0).all())
+        assert not sequence[length:].any()
+    assert torch.equal(unpadded(batch, lengths), rows)
+    assert (batch.data_ptr() == rows.data_ptr()) == (len(set(lengths)) == 1)

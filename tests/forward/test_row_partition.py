@@ -1,4 +1,4 @@
-"""Which rows a process computes and keeps, for any sequences and any number of processes."""
+"""Which rows a process computes and keeps, for any sequences and any number of processes; attention's batches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rank_threads import together
 from quantizers.distributed.process_group import ProcessGroup
 from quantizers.forward.activation_store import ActivationStore
 from quantizers.forward.moe_inputs import MoeInputs, moe_input_store
-from quantizers.forward.row_partition import RowPartition
+from quantizers.forward.row_partition import MOST_PADDING, RowPartition, batches
 
 CHUNK = 8
 # Sequences within a block, across some, and across the shares of three processes; the last ones in batches of two.
@@ -105,3 +105,22 @@ def test_every_process_gets_what_the_experts_are_called_with() -> None:
         assert torch.equal(found.usable, usable)
 
     assert together(4, work) == 4 * [None]
+
+
+def waste(lengths: list[int]) -> tuple[int, int]:
+    """Rows of a batch, and how many of them are padding."""
+    rows = len(lengths) * max(lengths)
+    return rows, rows - sum(lengths)
+
+
+@settings(deadline=None)
+@given(st.lists(LENGTH, max_size=15), st.integers(1, 100))
+def test_batches_are_consecutive_and_as_large_as_they_may_be(lengths: list[int], most: int) -> None:
+    found = batches(lengths, most)
+    assert [number for batch in found for number in batch] == list(range(len(lengths)))
+    for i, batch in enumerate(found):
+        rows, padding = waste(lengths[batch.start : batch.stop])
+        assert len(batch) == 1 or (rows <= most and padding <= MOST_PADDING * rows)
+        if i + 1 < len(found):
+            rows, padding = waste(lengths[batch.start : batch.stop + 1])
+            assert rows > most or padding > MOST_PADDING * rows

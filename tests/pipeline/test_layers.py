@@ -214,7 +214,7 @@ def test_a_shard_damaged_between_layer_and_end_is_found_and_made_again(
     small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A byte of a kept tensor, one of a packed tensor, the header; each time the layer is made again."""
-    output, real = tmp_path / "output", pipeline.assemble
+    output, real = tmp_path / "output", pipeline.write_config_files
     shard = output / ".quantize" / "output" / SHARD
     for damage, said in (
         (lambda: flip(shard, KEPT), f"{KEPT}: changed since the run wrote it; check the disk"),
@@ -230,7 +230,7 @@ def test_a_shard_damaged_between_layer_and_end_is_found_and_made_again(
             damage()
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(pipeline, "assemble", damaged)
+            patched.setattr(pipeline, "write_config_files", damaged)
             with pytest.raises(QuantizeError, match=said):
                 run(small.job, Options(output, CPU))
         assert not (output / "config.json").exists()

@@ -78,7 +78,7 @@ def test_a_run_that_was_cut_goes_on_and_gives_the_same_bytes(small: Small, tmp_p
         (quantizer, "finish", 1),
         (quantize, "write_json", 1),
         (quantize, "score", 0),
-        (pipeline, "assemble", 0),
+        (pipeline, "write_config_files", 0),
         (pipeline, "run_report", 0),
         (pipeline, "move_into_place", 0),
     ):

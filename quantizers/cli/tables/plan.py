@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from eval.report.summary import candidate_lines, choice_lines, layers_table
+from eval.report.summary import candidate_lines, choice_lines, layer_rows
 from quantizers.system.formatting import gib, size, text_table
 from quantizers.system.progress import duration
 
@@ -60,7 +60,7 @@ def remarks(numbers: dict[str, Any]) -> list[str]:
 def scheme_lines(schemes: dict[str, Any]) -> list[str]:
     """The choice within a budget once it is made, until then the candidates."""
     if "layers" in schemes:
-        return [*candidate_lines(schemes), "", *choice_lines(schemes), "", layers_table(schemes), ""]
+        return [*candidate_lines(schemes), "", *choice_lines(schemes), "", text_table(*layer_rows(schemes)), ""]
     assumed = f"the sizes above are those of {schemes['planned']} in every layer"
     return [*candidate_lines(schemes), f"the run measures, then chooses for each layer; until then {assumed}", ""]
 
