@@ -13,8 +13,10 @@ import argparse
 import json
 import tempfile
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 
@@ -34,6 +36,8 @@ from quantizers.planning.device_memory import Residents
 from quantizers.planning.job import Job, prepare
 from quantizers.recipe.read import set_location
 from quantizers.recipe.schema import Awq, Experts
+from quantizers.solve import llmcompressor_engine
+from quantizers.solve.llmcompressor_engine import solve_with_llmcompressor
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import text_table
 from stitch.write.config_files import write_config_files
@@ -191,7 +195,9 @@ def compare_methods(
                 for name in ("layers", "output"):
                     (place / name).mkdir(parents=True)
                 context = Context(place, device, Residents(job.sizes["experts"], 1, 0))
-                quantize_layers(changed, data, tokens, context, compensate_router=method.compensate_router)
+                library = partial(solve_with_llmcompressor, compensate_router=method.compensate_router)
+                with patch.object(llmcompressor_engine, "solve_with_llmcompressor", library):
+                    quantize_layers(changed, data, tokens, context)
                 counted = ("solve",) if method.experts.engine == "llmcompressor" else ("observe", "solve")
                 entries = journal.done_layers(place, job.sizes["layers"])
                 # A layer without experts has neither.

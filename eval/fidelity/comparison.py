@@ -41,11 +41,9 @@ class Candidate(Protocol):
 
     Attributes:
         stream: its states of the texts.
-        keeps_attention: whether all before the norm that the experts read is the source's own.
     """
 
     stream: ActivationStream
-    keeps_attention: bool
 
     def prepare(self, step: LayerStep, layer: torch.nn.Module) -> None:
         """`layer` is the source's without the weights of its experts; they are to be left as they are."""
@@ -83,9 +81,6 @@ class Comparison(Consumer):
         """The source's texts go through its layer."""
         doing("held-out texts")
         self.reference.attend(step.number, layer)
-        for candidate in self.candidates:
-            if _shares_attention(candidate, step.number):
-                candidate.stream.attend_as(self.reference, step.number)
         self.reference.finish(step.number, layer)
 
     def without_experts(self, step: LayerStep, layer: torch.nn.Module) -> None:
@@ -102,8 +97,7 @@ class Comparison(Consumer):
             with candidate.layer(step) as layer:
                 if self.texts:
                     doing("held-out texts")
-                    if not _shares_attention(candidate, step.number):
-                        candidate.stream.attend(step.number, layer)
+                    candidate.stream.attend(step.number, layer)
                     candidate.stream.finish(step.number, layer)
                     step.watch.lap("candidate")
             if self.texts:
@@ -111,11 +105,6 @@ class Comparison(Consumer):
                 routed = step.number not in self.reference.model.sizes.dense
                 self.found.append(compare(self.reference, candidate.stream, self.texts, routed=routed, dist=self.dist))
                 step.watch.lap("compare")
-
-
-def _shares_attention(candidate: Candidate, number: int) -> bool:
-    """Whether a candidate's attention would compute what the source's did: only the first layer's inputs are equal."""
-    return candidate.keeps_attention and number == 0
 
 
 @dataclass(frozen=True)

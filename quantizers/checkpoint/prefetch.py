@@ -88,22 +88,15 @@ def _require_the_same_bytes(loaded: LoadedTensors, dist: ProcessGroup) -> None:
             )
 
 
-def broadcast_tensors(loaded: LoadedTensors, dist: ProcessGroup) -> LoadedTensors:
-    """Give the other processes a part, which they get from `received_tensors`; returns it."""
-    dist.broadcast_object({name: (info.dtype, info.shape) for name, info in loaded.tensors.items()})
-    dist.broadcast_object((loaded.folder, loaded.name, loaded.config))
-    for name in loaded.tensors:
-        dist.broadcast(loaded.stored[name])
-    return loaded
-
-
-def received_tensors(dist: ProcessGroup) -> LoadedTensors:
-    """The part that rank 0 passes on, in memory of its own."""
+def broadcast_tensors(loaded: LoadedTensors | None, dist: ProcessGroup) -> LoadedTensors:
+    """Rank 0's part in every process; the others, which call this with None, get it in memory of their own."""
     import torch
 
-    specs = dist.broadcast_object()
-    folder, name, config = dist.broadcast_object()
-    stored = {name: torch.empty(shape, dtype=torch_dtype(dtype)) for name, (dtype, shape) in specs.items()}
-    for tensor in stored.values():
-        dist.broadcast(tensor)
-    return tensors_in_memory(LoadedTensors(folder, name, config, {}), stored, folder)
+    specs = loaded and {tensor: (info.dtype, info.shape) for tensor, info in loaded.tensors.items()}
+    specs, folder, name, config = dist.broadcast_object(loaded and (specs, loaded.folder, loaded.name, loaded.config))
+    if loaded is None:
+        stored = {tensor: torch.empty(shape, dtype=torch_dtype(dtype)) for tensor, (dtype, shape) in specs.items()}
+        loaded = tensors_in_memory(LoadedTensors(folder, name, config, {}), stored, folder)
+    for tensor in specs:
+        dist.broadcast(loaded.stored[tensor])
+    return loaded

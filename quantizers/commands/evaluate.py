@@ -224,8 +224,6 @@ def measure(
 class _FromFiles:
     """A finished checkpoint as a candidate of the comparison."""
 
-    keeps_attention = False  # which may be any tool's
-
     def __init__(self, stream: ActivationStream, checkpoint: Checkpoint, weights: bool) -> None:
         self.stream, self.checkpoint, self.weights = stream, checkpoint, weights
         self.weight_error: dict[str, float] = {}

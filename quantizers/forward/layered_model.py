@@ -34,23 +34,14 @@ if TYPE_CHECKING:
     from quantizers.checkpoint.reader import Checkpoint
 
 
-class _ZeroBlock(torch.nn.Module):
-    """Replaces the MoE block: the layer then returns the residual stream that the block would add to."""
+class _StandIn(torch.nn.Module):
+    """Replaces the MoE block, or the experts in it: keeps the arguments and returns zeros."""
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(hidden)
+    seen: tuple[torch.Tensor, ...]
 
-
-class _Capture(torch.nn.Module):
-    """Replaces the experts: keeps their arguments and returns zeros."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: MoeInputs | None = None
-
-    def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        self.seen = capture_moe_inputs(hidden, chosen, weight)
-        return torch.zeros_like(hidden)
+    def forward(self, *arguments: torch.Tensor) -> torch.Tensor:
+        self.seen = arguments
+        return torch.zeros_like(arguments[0])
 
 
 class LayeredModel:
@@ -157,7 +148,7 @@ class LayeredModel:
         Args:
             states: of one sequence (T, H), or of several of one length (B, T, H); the result has the same shape.
         """
-        with _replaced(layer, self._block, _ZeroBlock()):
+        with _replaced(layer, self._block, _StandIn()):
             output: torch.Tensor = layer(**self.inputs(states.view(-1, *states.shape[-2:])))
         return output.view_as(states)
 
@@ -168,11 +159,10 @@ class LayeredModel:
         Args:
             residual: (T, H), rows of the residual stream after attention, of any sequences.
         """
-        capture = _Capture()
-        with _replaced(layer, self.facts.modules.experts, capture):
+        experts = _StandIn()
+        with _replaced(layer, self.facts.modules.experts, experts):
             self._moe(layer, residual.to(device=self.device, dtype=self.dtype))
-        assert capture.seen is not None
-        return capture.seen
+        return capture_moe_inputs(*experts.seen)
 
     @torch.no_grad()
     def finish(self, layer: torch.nn.Module, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

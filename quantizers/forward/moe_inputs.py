@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import overload
+from typing import Any
 
 import torch
 
@@ -144,13 +144,7 @@ class _Chunks(Sequence[MoeInputs]):
     def __len__(self) -> int:
         return len(self.slices)
 
-    @overload
-    def __getitem__(self, index: int) -> MoeInputs: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> _Chunks: ...
-
-    def __getitem__(self, index: int | slice) -> MoeInputs | _Chunks:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return _Chunks(self.rows, self.slices[index], self.device, self.check)
         self.check()

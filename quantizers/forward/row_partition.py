@@ -101,17 +101,16 @@ class RowPartition:
             flat: (rows kept, …), of this process.
             whole: (all rows, …) on the CPU, filled here; None in the other ranks.
         """
+        computed = flat[self.rows[0] - self.start : self.rows[1] - self.start]
+        if whole is not None:
+            whole[slice(*self.rows)].copy_(computed)
         for owner in range(self.dist.world_size):
             first, last = self.rows_of(owner)
-            if owner == self.dist.rank:
-                rows = flat[first - self.start : last - self.start]
-            elif whole is not None:
+            if whole is not None:
                 rows = whole[first:last]
             else:
-                rows = _unused(flat, last - first)
+                rows = computed if owner == self.dist.rank else _unused(flat, last - first)
             self.dist.broadcast(rows, owner)
-            if whole is not None and owner == self.dist.rank:
-                whole[first:last].copy_(rows)
 
     def deal(self, flat: torch.Tensor, whole: torch.Tensor | None) -> None:
         """Give each process the rows that it keeps; the reverse of `collect`.
@@ -123,7 +122,7 @@ class RowPartition:
         kept = self.kept_by(self.dist.rank)
         for rank in range(self.dist.world_size):
             first, last = self.rows_of(rank)
-            rows = flat.new_empty(last - first, *flat.shape[1:]) if whole is None else whole[first:last]
+            rows = _unused(flat, last - first) if whole is None else whole[first:last]
             self.dist.broadcast(rows)
             begin, end = max(first, kept.start), min(last, kept.stop)
             if begin < end:

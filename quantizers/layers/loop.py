@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from quantizers.checkpoint.loaded_tensors import LoadedTensors, layer_names, load_tensors
-from quantizers.checkpoint.prefetch import broadcast_tensors, prefetched_tensors, received_tensors
+from quantizers.checkpoint.prefetch import broadcast_tensors, prefetched_tensors
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.device.devices import is_accelerator, release_free_memory
@@ -136,7 +136,8 @@ def finished_shard(source: Checkpoint, shard: Path, dist: ProcessGroup) -> Loade
     Args:
         source: gives name and config.
     """
-    if not dist.is_main:
-        return received_tensors(dist)
-    tensors = read_header(shard)
-    return broadcast_tensors(load_tensors(Checkpoint(shard.parent, source.name, source.config, tensors), tensors), dist)
+    loaded = None
+    if dist.is_main:
+        tensors = read_header(shard)
+        loaded = load_tensors(Checkpoint(shard.parent, source.name, source.config, tensors), tensors)
+    return broadcast_tensors(loaded, dist)

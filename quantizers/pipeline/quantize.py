@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ from quantizers.planning.job import Job
 from quantizers.recipe.schema import Stop
 from quantizers.system.errors import QuantizeError, Stopped
 from quantizers.system.files import write_json
-from quantizers.system.progress import doing, forecast, layer_line, peak_memory, progress
+from quantizers.system.progress import doing, forecast, peak_memory, progress
 from stitch.audit.layer import written_from
 from stitch.write.shard import kept_hashes, layer_tensors, write_shard
 
@@ -70,7 +70,6 @@ def quantize_layers(
     *,
     damaged: Sequence[int] = (),
     stop: Stop | None = None,
-    compensate_router: bool = True,
 ) -> Measured | None:
     """Write all shards, with a journal entry for each, under the context's `work`; measure them on the way.
 
@@ -82,7 +81,6 @@ def quantize_layers(
         texts: held-out texts; empty for none.
         damaged: finished layers whose shards must be made again.
         stop: the figures of a layer after which the run stops.
-        compensate_router: False reproduces the defect of the published recipe, for comparison (llmcompressor only).
 
     Returns:
         What the output does with the texts, compared with the source; None without texts, and of no use in ranks
@@ -101,14 +99,10 @@ def quantize_layers(
     start: _Start = dist.broadcast_object(_Start(len(entries), tuple(damaged), lengths, 0 if stop else None))
     use_one_arena()
     with ThreadPoolExecutor(max_workers=1) as background:
-        run = _Run(job, context, start, texts, background, compensate_router=compensate_router)
+        run = _Run(job, context, start, texts, background)
         run.begin(tokens)
         run.resume(entries)
-        if not dist.is_main:
-            _assist(run)
-        else:
-            assert data is not None
-            _with_journal(run, data, entries, stop)
+        _work(run, data, entries, stop)
         return run.measured([entry["held_out"] for entry in entries])
 
 
@@ -126,8 +120,6 @@ class _Run:
         start: _Start,
         texts: Sequence[Text],
         background: Executor,
-        *,
-        compensate_router: bool,
     ) -> None:
         self.job, self.context, self.start, self.texts, dist = job, context, start, texts, context.dist
         outside = load_tensors(job.opened, [action.source for action in job.plan.of_layer(None)])
@@ -153,7 +145,6 @@ class _Run:
             context,
             start.lengths,
             writer=self.writer,
-            compensate_router=compensate_router,
         )
         self.comparison = Comparison(self.streams[0], [self.quantizer], texts, dist)
 
@@ -252,45 +243,39 @@ class _Run:
         return Measured(source[0], *output, compared)
 
 
-def _with_journal(run: _Run, data: CalibrationData, entries: list[dict[str, Any]], stop: Stop | None) -> None:
-    """Rank 0's loop: each layer that is done gets its journal entry, which is added to `entries`."""
+def _work(run: _Run, data: CalibrationData | None, entries: list[dict[str, Any]], stop: Stop | None) -> None:
+    """The loop over the layers that are left; rank 0 adds the journal entry of each one that is done to `entries`."""
     work, begun = run.context.work, dict[int, dict[str, Any]]()  # begun: layers whose shards are not on disk yet
-    say_forecast = forecast(run.job.sizes["layers"])
-    with progress("quantizing", run.job.sizes["layers"], len(entries), "layer", trusted=1) as shown_step:
+    layers, is_main = run.job.sizes["layers"], run.context.dist.is_main
+    say_forecast = forecast(layers)
+    shown = progress("quantizing", layers, len(entries), "layer", trusted=1) if is_main else nullcontext(lambda _: None)
 
-        def journaled(shards: dict[int, Written]) -> None:
-            for number, shard in shards.items():
-                entry = begun.pop(number) | of_shard(shard)
-                for stream in run.streams:
-                    stream.on_disk(number + 1)  # from there a run resumes once the layer is journaled
-                write_json(journal.layer_file(work, number), entry)
-                journal.log(work, layer_line(entry))
-                entries.append(entry)
+    def done(shards: dict[int, Written]) -> None:
+        for number, shard in shards.items():
+            if number not in begun:  # in the other ranks
                 run.forget(number)
-                shown_step(_note(entry))
-                say_forecast(entry)
-                _refuse(entry, stop)
+                continue
+            entry = begun.pop(number) | of_shard(shard)
+            for stream in run.streams:
+                stream.on_disk(number + 1)  # from there a run resumes once the layer is journaled
+            write_json(journal.layer_file(work, number), entry)
+            entries.append(entry)
+            run.forget(number)
+            show(_note(entry))
+            say_forecast(entry)
+            _refuse(entry, stop)
 
-        with run.steps() as steps:
-            for step in steps:
-                shards = run.written(step)
+    with shown as show, run.steps() as steps:
+        for step in steps:
+            shards = run.written(step)
+            if data is not None:
                 begun[step.number] = run.quantizer.entry(step) | {
                     "routed": run.quantizer.routed(data, step.number),
                     "held_out": run.comparison.found[0] if run.comparison.found else None,
                     "peak_memory_bytes": peak_memory(run.context.device),
                 }
-                journaled(shards)
-            journaled(run.written(None))
-
-
-def _assist(run: _Run) -> None:
-    """The other ranks' loop, without a journal."""
-    with run.steps() as steps:
-        for step in steps:
-            for number in run.written(step):
-                run.forget(number)
-        for number in run.written(None):
-            run.forget(number)
+            done(shards)
+        done(run.written(None))
 
 
 def write_passthrough(job: Job, outside: Checkpoint, context: Context) -> None:

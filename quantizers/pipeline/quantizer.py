@@ -17,7 +17,6 @@ import math
 import re
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -60,14 +59,11 @@ class Quantizer:
         context: where the work is done.
         lengths: calibration tokens of each sequence.
         writer: writes and audits shards in the background.
-        compensate_router: False reproduces the defect of the published recipe, for comparison (llmcompressor only).
 
     Attributes:
         states: the calibration states between the layers.
         moe_inputs: what the experts of the last layer were called with.
     """
-
-    keeps_attention = True
 
     def __init__(
         self,
@@ -78,10 +74,9 @@ class Quantizer:
         lengths: Sequence[int],
         *,
         writer: ShardWriter[ShardDigest, LayerAudit],
-        compensate_router: bool = True,
     ) -> None:
         self.job, self.model, self.stream, self.context = job, model, stream, context
-        self.writer, self._compensate_router = writer, compensate_router
+        self.writer = writer
         chunk = tokens_per_chunk(is_accelerator(model.device))
 
         def rows(
@@ -133,7 +128,6 @@ class Quantizer:
                 residents=context.residents,
                 entering=entering,
                 check=context.check,
-                compensate_router=self._compensate_router,
                 dist=context.dist,
             )
         weights.require_finite()
@@ -242,7 +236,7 @@ def _for_the_journal(solved: LayerResult | None) -> dict[str, Any]:
         # JSON has no infinity. An infinite error means that an expert's weights or inputs overflow.
         "error": {key: value if math.isfinite(value) else None for key, value in solved.error.items()},
         "fallbacks": _by_expert(solved.fallbacks),
-        "leaning": solved.under_routed and asdict(solved.under_routed),
+        "leaning": solved.under_routed,
     }
 
 

@@ -24,7 +24,7 @@ from quantizers.budget.measure import measuring_seconds, read_measurements
 from quantizers.calibration.render import custom_class
 from quantizers.calibration.samples import by_category, by_language, language_counts
 from quantizers.calibration.set import read_set
-from quantizers.checkpoint.reader import Checkpoint
+from quantizers.checkpoint.reader import Checkpoint, read_json
 from quantizers.checkpoint.source_identity import source_digest
 from quantizers.device.devices import machine, versions
 from quantizers.formats.fp8 import block_size
@@ -37,7 +37,7 @@ from quantizers.planning.serving_memory import assumptions, common_fits, notes, 
 from quantizers.recipe.portable import is_hub_id
 from quantizers.recipe.read import set_location
 from quantizers.recipe.schema import PerplexityGate
-from quantizers.system.errors import QuantizeError
+from quantizers.system.errors import CheckpointError, QuantizeError
 from quantizers.system.output_files import CARD, RECIPE
 from quantizers.system.progress import checked, peak_memory, progress
 from stitch.audit.checkpoint import Audit, verify
@@ -88,10 +88,8 @@ def run_report(
     recipe, source, model = job.recipe, job.opened, resolved.recipe.source.model
     layers = journal.done_layers(context.work, job.sizes["layers"])
     written, audit = _last_reading(job, layers, context)
-    engines = check_folder(context.work / "output", job.facts_file)
+    engines, gate = check_folder(context.work / "output", job.facts_file), recipe.verify and recipe.verify.perplexity
     coverage, coverage_checks = _coverage(job, data, layers)
-    limits = recipe.verify.perplexity if recipe.verify else None
-    measured = figures if limits and figures else {}
     seconds = {
         "this_process": time.monotonic() - started,
         "layers": sum(sum(entry["seconds"].values()) for entry in layers),
@@ -114,7 +112,7 @@ def run_report(
         "gates": [
             *_own_gates(audit, engines),
             *coverage_checks,
-            *(fidelity_gates(measured, limits) if limits and measured else []),
+            *(fidelity_gates(figures, gate) if figures and gate else []),
         ],
         "serving": serving(job.plan, job.facts, job.sizes, source, model),
         "seconds": seconds,
@@ -127,7 +125,7 @@ def run_report(
         assert entries is not None
         report["schemes"] = describe_choice(job.allocation, entries)
         seconds["measuring"] = measuring_seconds(context.work, job.sizes["layers"])
-    return report | measured
+    return report | (figures or {})
 
 
 def stitch_report(
@@ -277,10 +275,7 @@ def serving(plan: Plan, facts: Architecture, sizes: Sizes, source: Checkpoint, n
     Args:
         name: of the source, for options that only some models of the family have.
     """
-    try:
-        generation = json.loads((source.folder / "generation_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        generation = {}
+    generation = _json(source, "generation_config.json")
     about = {
         "servers": sorted(facts.servers),
         "sglang": server_options(facts, "sglang", name, source) if "sglang" in facts.servers else None,
@@ -302,12 +297,16 @@ def serving(plan: Plan, facts: Architecture, sizes: Sizes, source: Checkpoint, n
 def server_options(facts: Architecture, server: ServerName, model: str, source: Checkpoint) -> Options:
     """The options of a server: of the family, of this model, and for a tokenizer with code of its own."""
     published = (one.options.get(server, {}) for one in facts.published if model in one.models)
-    try:
-        settings = json.loads((source.folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        settings = {}
-    code: Options = {"trust-remote-code": True} if isinstance(settings, dict) and custom_class(settings) else {}
+    code: Options = {"trust-remote-code": True} if custom_class(_json(source, "tokenizer_config.json")) else {}
     return facts.servers[server].options | next(published, {}) | code
+
+
+def _json(source: Checkpoint, name: str) -> dict[str, Any]:
+    """A side file's table; empty if there is none or it cannot be read."""
+    try:
+        return read_json(source.folder / name)
+    except CheckpointError:
+        return {}
 
 
 def _in_transformers(facts: Architecture) -> bool:

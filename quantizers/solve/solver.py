@@ -36,7 +36,7 @@ from .awq import fold_hessian, fold_norm, norm_scale
 from .down_hessian import Activation, DownHessian, collect_down_hessian
 from .expert_batch import solve_batch
 from .input_hessian import ExpertBatch, HessianCache, blended_hessian
-from .result import LayerResult, UnderRouted
+from .result import LayerResult
 from .rounding import DAMPING
 from .routing_weights import RoutingStatistics, routing_statistics
 
@@ -115,7 +115,11 @@ def solve(
     numbers = to_host(
         solved | {"routed_tokens": blend.routed_tokens[order], "share": blend.share[order]} | searched
     )  # only now, when all batches are under way
-    fewer = int((numbers["routed_tokens"] < blend.full_share_at).sum())
+    under_routed = {
+        "full_share_at": blend.full_share_at,
+        "experts": int((numbers["routed_tokens"] < blend.full_share_at).sum()),
+        "smallest_share": float(numbers["share"].min()),
+    }
     return LayerResult(
         folded,
         smooth,
@@ -124,7 +128,7 @@ def solve(
         scales,
         _errors(numbers, blend.tokens),
         _fallbacks(numbers, routing, settings, scales),
-        UnderRouted(blend.full_share_at, fewer, float(numbers["share"].min())) if settings.routed_weight else None,
+        under_routed if settings.routed_weight else None,
     )
 
 
@@ -245,7 +249,6 @@ def solve_layer(
     residents: Residents,
     entering: Sequence[torch.Tensor] = (),
     check: Callable[[], None] = lambda: None,
-    compensate_router: bool = True,
     dist: ProcessGroup = SINGLE_PROCESS,
 ) -> LayerResult:
     """Solve one layer from the captured inputs of its experts, with either engine.
@@ -257,7 +260,6 @@ def solve_layer(
         weights, residents: see `solve`.
         entering: hidden states entering the layer, (T, H) each; the llmcompressor engine runs the layer itself.
         check: called between sequences; may raise to interrupt.
-        compensate_router: False leaves the published defect in, for comparison (llmcompressor only).
         dist: the processes that solve it together (gram only); each has all rows, and gets the whole result.
     """
     modules, norm = model.facts.modules, None if norm is None else norm.to(model.device)
@@ -286,7 +288,6 @@ def solve_layer(
         norm=None if norm is None else modules.norm,
         router=modules.router,
         experts=modules.experts,
-        compensate_router=compensate_router,
         norm_dtype=torch.bfloat16 if norm is None else norm.dtype,
     )
     matrices = zip(MATRICES, (*experts.gate_up_proj.data.chunk(2, dim=1), experts.down_proj.data), strict=True)
