@@ -11,7 +11,6 @@ import torch
 from quantizers.architectures.matrices import MATRICES
 from quantizers.forward.moe_inputs import MoeInputs
 from quantizers.forward.moe_inputs import capture_moe_inputs as seen
-from quantizers.planning.expert_batches import by_load
 from quantizers.solve import input_hessian
 from quantizers.solve.result import LayerResult
 from quantizers.solve.solver import Weights
@@ -50,14 +49,6 @@ class Layer:
     def weights(self) -> Weights:
         """The experts' matrices as the engine asks for them."""
         return sliced(self.gate_up, self.down)
-
-
-def solving_order(layer: Layer, size: int, chosen: int = 2) -> list[int]:
-    """The order in which a layer's experts are solved, in which the searches see them."""
-    counts = torch.zeros(len(layer.router), dtype=torch.int64)
-    for sequence in layer.recorded(chosen):
-        counts += torch.bincount(sequence.chosen.flatten(), minlength=len(counts))
-    return by_load(counts.tolist(), size)
 
 
 def sliced(gate_up: torch.Tensor, down: torch.Tensor) -> Weights:

@@ -1,13 +1,8 @@
 """What makes a GPU compute the same bytes every time: deterministic algorithms, whole float32, a fixed environment.
 
-The threads of a GPU run in any order. Sums made with atomics differ in the last bits from run to run, cuBLAS may
-choose another algorithm when its workspace differs, and TF32 computes float32 products with 11 bits of mantissa; some
-images switch TF32 on for everything. `settle_gpu` fixes all of this in one place, before CUDA is used: environment
-variables that it keeps, sets or refuses, and torch's own settings. torch then refuses operations that have no fixed
-order; `ordered` turns that refusal into a one-line message.
-
-A CPU needs none of this: there the number of threads and the instruction set decide the bits, and the fingerprint
-contains both.
+Sums made with atomics differ in the last bits from run to run, cuBLAS may choose another algorithm when its workspace
+differs, and TF32 computes float32 products with 11 bits of mantissa; some images switch TF32 on for everything. Of a
+CPU the number of threads and the instruction set decide the bits; both are in the fingerprint.
 """
 
 from __future__ import annotations
@@ -45,22 +40,23 @@ def settle_gpu() -> None:
         InputError: an environment variable rules it out.
         QuantizeError: torch did not take a setting.
     """
-    refuse_undoing()
-    os.environ.setdefault(WORKSPACE, WORKSPACES[0])
     import torch
 
+    _refuse_undoing()
+    os.environ.setdefault(WORKSPACE, WORKSPACES[0])
     # More memory would be lost between blocks otherwise; it decides no bit, and the user may have settings of his own.
     if torch.version.hip is None and not any(name in os.environ for name in ALLOCATOR):
         os.environ[ALLOCATOR[-1]] = GROWING
-    apply_settings()
+    for setting in gpu_settings():
+        setting.write(setting.value)
+        if (value := setting.read()) != setting.value:
+            raise QuantizeError(
+                f"torch {torch.__version__}: {setting.name} is {value} after it was set to {setting.value}, so a GPU "
+                "would not give the same bytes; use --device cpu, or another version of torch"
+            )
 
 
-def refuse_undoing() -> None:
-    """Refuse environment variables by which a GPU would not compute the same bytes.
-
-    Raises:
-        InputError: the variable, its value and the remedy.
-    """
+def _refuse_undoing() -> None:
     for name, consequence in UNDOING.items():
         if (value := os.environ.get(name, "")) not in OFF:
             raise InputError(f"{name}={value}: {consequence}; unset it, or set it to 0")
@@ -84,8 +80,8 @@ class Setting(NamedTuple):
 def gpu_settings() -> tuple[Setting, ...]:
     """torch's settings that decide the bits of a GPU's results.
 
-    Most differ from torch's defaults. Two have the same value there, but an environment variable can change them before
-    this program begins: TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which some images set, and TORCH_BLAS_PREFER_CUBLASLT.
+    Two are torch's defaults, unless TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which some images set, or
+    TORCH_BLAS_PREFER_CUBLASLT is in the environment.
     """
     import torch
 
@@ -94,13 +90,14 @@ def gpu_settings() -> tuple[Setting, ...]:
         return torch.are_deterministic_algorithms_enabled() and not warns
 
     products = torch.backends.cuda.matmul
+    reductions = "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"
     # By default torch chooses between NVIDIA's libraries by the size of the problem, and differently in every version.
     # AMD's have other names, and not every build takes them.
     libraries = {"preferred_linalg_library": "cusolver", "preferred_blas_library": "cublas"}
     return (
         Setting("deterministic_algorithms", True, deterministic, torch.use_deterministic_algorithms),
         # We never read uninitialized memory, and filling it takes time.
-        _attribute("fill_uninitialized_memory", torch.utils.deterministic),
+        _switched_off("fill_uninitialized_memory", torch.utils.deterministic, "fill_uninitialized_memory"),
         # The older of torch's two interfaces: an image's TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 has already used it, and
         # torch's products raise an error when both interfaces were used.
         Setting(
@@ -109,15 +106,14 @@ def gpu_settings() -> tuple[Setting, ...]:
             torch.get_float32_matmul_precision,
             torch.set_float32_matmul_precision,
         ),
-        _attribute("cudnn_allow_tf32", torch.backends.cudnn, "allow_tf32"),
-        *(_attribute(f"allow_{t}_reduced_precision_reduction", products) for t in ("bf16", "fp16")),
+        _switched_off("cudnn_allow_tf32", torch.backends.cudnn, "allow_tf32"),
+        *(_switched_off(name, products, name) for name in reductions),
         *(_library(*item) for item in libraries.items() if torch.version.hip is None),
     )
 
 
-def _attribute(name: str, owner: Any, attribute: str = "") -> Setting:
-    """A setting that is off, and an attribute of one of torch's modules; by default of the setting's name."""
-    attribute = attribute or name
+def _switched_off(name: str, owner: Any, attribute: str) -> Setting:
+    """A setting that is an attribute of one of torch's modules."""
     return Setting(name, False, lambda: getattr(owner, attribute), lambda new: setattr(owner, attribute, new))
 
 
@@ -132,23 +128,6 @@ def _library(name: str, value: str) -> Setting:
         return str(prefer()).rpartition(".")[2].lower()
 
     return Setting(name, value, read, prefer)
-
-
-def apply_settings() -> None:
-    """Apply all of `gpu_settings`.
-
-    Raises:
-        QuantizeError: torch did not take one of them.
-    """
-    import torch
-
-    for setting in gpu_settings():
-        setting.write(setting.value)
-        if (value := setting.read()) != setting.value:
-            raise QuantizeError(
-                f"torch {torch.__version__}: {setting.name} is {value} after it was set to {setting.value}, so a GPU "
-                "would not give the same bytes; use --device cpu, or another version of torch"
-            )
 
 
 def settings_in_force() -> dict[str, bool | str]:

@@ -28,8 +28,7 @@ MALLOC_OPTIONS = {"ARENA_MAX": (-8, 1), "MMAP_THRESHOLD": (-3, 4 * 2**20), "TRIM
 def choose_device(name: str, dist: ProcessGroup = SINGLE_PROCESS) -> torch.device:
     """The device of a name: `auto` is the first GPU if there is one, else the CPU.
 
-    Several processes get a GPU each, and are connected to pass on tensors. On a GPU this also makes the process
-    deterministic, before CUDA is first used, see `determinism.settle_gpu`.
+    Several processes get a GPU each, and are connected. On a GPU this also calls `determinism.settle_gpu`.
 
     Raises:
         InputError: there is no such device, or an environment variable makes the GPU nondeterministic.
@@ -112,9 +111,8 @@ def use_threads(sizes: Sizes, begun_with: int | None = None, dist: ProcessGroup 
 def use_one_arena() -> None:
     """Let glibc's allocator use one arena, and return freed blocks of 4 MiB and more at once; nothing without glibc.
 
-    By default glibc keeps freed blocks of up to 32 MB, in an arena for every thread. The heap fragments: the peak
-    memory of a layer grew by a sixth over 24 layers. Smaller blocks stay in the heap until `release_free_memory`: a
-    newly mapped block costs a page fault for every 4 KiB, which took a fifth of the tiny model's time.
+    By default it keeps freed blocks of up to 32 MB in an arena for every thread: the peak memory of a layer grew by a
+    sixth over 24 layers. Smaller blocks stay in the heap, since a newly mapped one costs a page fault for every 4 KiB.
     """
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         for parameter, value in MALLOC_OPTIONS.values():
@@ -146,8 +144,7 @@ def device_limit(device: torch.device, processes: int = 1) -> int:
 def fingerprint(device: torch.device) -> dict[str, Any]:
     """Everything that decides bits on this machine: device, versions of libraries, and settings.
 
-    Of a CPU threads and instruction set. Of a GPU all by which its libraries choose kernels, and torch's settings in
-    force; threads, driver, amount of memory and allocator decide nothing there.
+    Threads, driver, amount of memory and allocator decide nothing on a GPU.
     """
     libraries = {"torch": torch.__version__, "transformers": version("transformers")}
     if device.type != "cpu":
@@ -201,8 +198,8 @@ def environment() -> dict[str, Any]:
     gpus = []
     for number in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(number)
-        own = {"kernels": kernels(torch.device("cuda", number))}
-        gpus.append({"device": f"cuda:{number}", "name": gpu.name, "bytes": gpu.total_memory} | own)
+        entry = {"device": f"cuda:{number}", "name": gpu.name, "bytes": gpu.total_memory}
+        gpus.append(entry | {"kernels": kernels(torch.device("cuda", number))})
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     cpu = {"device": "cpu", "name": f"{len(os.sched_getaffinity(0))} cores", "bytes": memory}
     return {"versions": versions(), "cuda": torch.version.cuda, "rocm": torch.version.hip, "devices": [*gpus, cpu]}

@@ -59,31 +59,25 @@ def _print_refusal(failure: str) -> None:
 
 @dataclass(frozen=True)
 class Copies:
-    """Copies to a device in progress; without an event they are done."""
+    """Copies to a GPU in progress."""
 
     device: torch.device
-    event: torch.cuda.Event | None = None
+    event: torch.cuda.Event
 
     def before_next_work(self) -> None:
         """Let all work that is queued from now on wait for them."""
-        if self.event is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.event)
+        torch.cuda.current_stream(self.device).wait_event(self.event)
 
     def wait(self) -> None:
         """Wait for them here, so that their sources may be overwritten."""
-        if self.event is not None:
-            self.event.synchronize()
+        self.event.synchronize()
 
 
 def start_copies(pairs: Pairs, device: torch.device) -> Copies:
-    """Begin to copy each source to its target on the device, after all work queued there so far.
+    """Begin to copy each source to its target on the GPU, after all work queued there so far.
 
     Both must stay alive, and the source unchanged, until the copies have been waited for.
     """
-    if device.type != "cuda":
-        for target, source in pairs:
-            target.copy_(source)
-        return Copies(device)
     device = torch.device("cuda", device.index or 0)
     stream = _copy_stream(device.index)
     stream.wait_stream(torch.cuda.current_stream(device))

@@ -34,15 +34,11 @@ class Clock:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
-    @staticmethod
-    def _event() -> torch.cuda.Event:
-        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # in torch
-
     @contextlib.contextmanager
     def block(self, name: str) -> Iterator[None]:
         """Add the block's time to `name`."""
         if self.device.type == "cuda":
-            before, after = self._event(), self._event()
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # in torch
             before.record()
             yield
             after.record()

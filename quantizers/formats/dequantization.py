@@ -35,7 +35,7 @@ from quantizers.checkpoint.safetensors_header import FLOATING, FP8, TensorInfo
 from quantizers.system.errors import CheckpointError
 
 from .awq_gptq import dequantize_awq_gptq
-from .fp8 import SCALE, SCALE_INV, block_size, blocks_of
+from .fp8 import SCALE, SCALE_INV, block_size, blocks_of, weight_schemes
 from .packed_integers import dequantize, unpack
 
 PLAIN = (*FLOATING, "F64")
@@ -184,7 +184,7 @@ def _packed(checkpoint: Checkpoint, module: str) -> tuple[list[TensorInfo], tupl
     names = (PACKED, SCALE, "weight_shape")
     packed, scale, stated = (checkpoint.require(f"{module}.{name}", "part of a packed weight") for name in names)
     zero, index = (checkpoint.tensors.get(f"{module}.{part}") for part in (ZERO_POINT, GROUP_INDEX))
-    symmetric = all(weights.get("symmetric", True) for weights in _weight_schemes(checkpoint))
+    symmetric = all(weights.get("symmetric", True) for weights in weight_schemes(checkpoint.config))
     unread = index or (zero if symmetric else None)
     if unread is not None:
         raise CheckpointError(
@@ -230,7 +230,7 @@ def _spread(checkpoint: Checkpoint, scale: TensorInfo, weight: TensorInfo, devic
         return values.view(rows, 1)
     if len(scale.shape) == 2 and scale.shape[0] == rows and columns % scale.shape[1] == 0:
         return values.repeat_interleave(columns // scale.shape[1], dim=1)
-    for declared in _weight_schemes(checkpoint):
+    for declared in weight_schemes(checkpoint.config):
         block = declared.get("block_structure")
         if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
             if scale.shape == blocks_of(weight.shape, (block[0], block[1])):
@@ -240,14 +240,6 @@ def _spread(checkpoint: Checkpoint, scale: TensorInfo, weight: TensorInfo, devic
         f"{scale.file}: {scale.name} has shape {list(scale.shape)}; one number, or one per row, group or declared "
         f"block of {list(weight.shape)} is needed"
     )
-
-
-def _weight_schemes(checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    """The `weights` entry of every config group."""
-    section = checkpoint.config.get("quantization_config")
-    groups = section.get("config_groups") if isinstance(section, dict) else None
-    schemes = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else []
-    return [weights for weights in schemes if isinstance(weights, dict)]
 
 
 @cache

@@ -61,6 +61,15 @@ def stored_form(names: Iterable[str], block: tuple[int, int]) -> Fp8:
     return ROWS if any(name.endswith(f".{SCALE}") for name in names) else block
 
 
+def weight_schemes(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The `weights` entry of every config group in config.json."""
+    section = config.get("quantization_config")
+    groups = section.get("config_groups") if isinstance(section, Mapping) else None
+    groups = groups.values() if isinstance(groups, Mapping) else ()
+    schemes = (group.get("weights") for group in groups if isinstance(group, Mapping))
+    return [weights for weights in schemes if isinstance(weights, Mapping)]
+
+
 def declared_form(config: Mapping[str, Any], where: str) -> Fp8:
     """The format that config.json declares.
 
@@ -72,13 +81,11 @@ def declared_form(config: Mapping[str, Any], where: str) -> Fp8:
         CheckpointError: it declares neither format.
     """
     block = declared_block(config, where)
-    section = config.get("quantization_config") or {}
-    if section.get("quant_method") != "compressed-tensors":
+    if (config.get("quantization_config") or {}).get("quant_method") != "compressed-tensors":
         return block
-    groups = section.get("config_groups")
-    schemes = [g.get("weights") for g in groups.values() if isinstance(g, Mapping)] if isinstance(groups, dict) else []
+    schemes = weight_schemes(config)
     wanted = {"num_bits": 8, "type": "float", "strategy": "channel"}
-    if not schemes or not all(isinstance(s, Mapping) and wanted.items() <= s.items() for s in schemes):
+    if not schemes or not all(wanted.items() <= weights.items() for weights in schemes):
         raise CheckpointError(
             f"{where}: quantization_config.config_groups: of compressed-tensors only FP8 with a scale per row is "
             "supported (num_bits 8, type float, strategy channel); give the model's FP8 or BF16 release"

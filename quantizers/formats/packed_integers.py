@@ -17,16 +17,7 @@ SIGN_BITS = {4: 0x88, 8: 0x80}
 
 
 def pack(integers: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack integers (…, R, C) int8 into int32 (…, R, C * bits / 32).
-
-    Args:
-        integers: each in [-2^(bits-1), 2^(bits-1) - 1].
-        bits: 4 or 8.
-
-    Raises:
-        ValueError: another width, or rows that are no whole number of int32.
-    """
-    _require_whole_rows(integers.shape[-1], bits)
+    """Pack integers (…, R, C) int8 of 4 or 8 bits into int32 (…, R, C * bits / 32); C * bits is a multiple of 32."""
     raw = integers.contiguous().view(torch.uint8)
     if bits == 8:
         return (raw ^ SIGN_BITS[bits]).view(torch.int32)
@@ -37,14 +28,7 @@ def pack(integers: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, bits: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Unpack int32 (…, R, C * bits / 32) to integers int8 of the given shape (…, R, C).
-
-    Raises:
-        ValueError: as `pack`, or the two shapes do not belong together.
-    """
-    _require_whole_rows(shape[-1], bits)
-    if tuple(packed.shape) != (*shape[:-1], shape[-1] * bits // 32):
-        raise ValueError(f"int32 {list(packed.shape)} do not hold {list(shape)} integers of {bits} bits")
+    """Unpack int32 (…, R, C * bits / 32) to integers int8 of the given shape (…, R, C)."""
     raw = packed.contiguous().view(torch.uint8)
     if bits == 8:
         return (raw ^ SIGN_BITS[bits]).view(torch.int8)
@@ -53,13 +37,6 @@ def unpack(packed: torch.Tensor, bits: int, shape: tuple[int, ...]) -> torch.Ten
     integers[..., 1::2] = raw >> 4
     integers -= 8  # modulo 256, which is what the bits of a negative int8 are
     return integers.view(torch.int8)
-
-
-def _require_whole_rows(columns: int, bits: int) -> None:
-    if bits not in SIGN_BITS:
-        raise ValueError(f"integers of {bits} bits cannot be packed, only of {' or '.join(map(str, SIGN_BITS))}")
-    if columns % (32 // bits):
-        raise ValueError(f"rows of {columns} integers of {bits} bits do not fill int32")
 
 
 def code_range(bits: int) -> tuple[int, int]:

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import TypeVar
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import MATRICES, PROJECTIONS, Matrix
@@ -30,17 +31,9 @@ from .unsupported import refuse_unsupported
 # Legend: E experts, I width of an expert, H hidden size
 
 FUSED: dict[str, tuple[Matrix, ...]] = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+Entry = TypeVar("Entry", bound=Stored)
 # FP8 would need its scales split as well.
 REMEDY = "save the model with transformers' save_pretrained, which takes them apart"
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One expert's matrix within a fused tensor: its own name, its shape, and how many elements lie before it."""
-
-    name: str
-    shape: tuple[int, ...]
-    before: int
 
 
 def split_fused_experts(checkpoint: Checkpoint, facts: Architecture, sizes: Sizes) -> Checkpoint:
@@ -49,27 +42,19 @@ def split_fused_experts(checkpoint: Checkpoint, facts: Architecture, sizes: Size
     Raises:
         CheckpointError: a fused tensor has another layout or dtype, or its experts are stored separately as well.
     """
-    pieces = _all_pieces(checkpoint.tensors, facts, sizes, str(checkpoint.folder))
-    tensors: dict[str, TensorInfo] = {}
-    for name, info in checkpoint.tensors.items():
-        if name not in pieces:
-            tensors[name] = info
-        for piece in pieces.get(name, ()):
-            start = info.start + piece.before * DTYPE_BYTES[info.dtype]
-            end = start + math.prod(piece.shape) * DTYPE_BYTES[info.dtype]
-            tensors[piece.name] = replace(info, name=piece.name, shape=piece.shape, start=start, end=end)
-    return replace(checkpoint, tensors=tensors) if pieces else checkpoint
+
+    def piece(info: TensorInfo, name: str, shape: tuple[int, ...], before: int) -> TensorInfo:
+        start = info.start + before * DTYPE_BYTES[info.dtype]
+        end = start + math.prod(shape) * DTYPE_BYTES[info.dtype]
+        return replace(info, name=name, shape=shape, start=start, end=end)
+
+    tensors = _split(checkpoint.tensors, facts, sizes, str(checkpoint.folder), piece)
+    return replace(checkpoint, tensors=tensors)
 
 
 def split_fused_specs(specs: Mapping[str, Spec], facts: Architecture, sizes: Sizes, where: str) -> dict[str, Spec]:
-    """The same for headers without files.
-
-    Raises:
-        CheckpointError: as `split_fused_experts`.
-    """
-    pieces = _all_pieces(specs, facts, sizes, where)
-    apart = {name: spec for name, spec in specs.items() if name not in pieces}
-    return apart | {piece.name: Spec(specs[name].dtype, piece.shape) for name in pieces for piece in pieces[name]}
+    """The same for headers without files."""
+    return _split(specs, facts, sizes, where, lambda spec, _, shape, __: Spec(spec.dtype, shape))
 
 
 def is_fused(name: str) -> bool:
@@ -77,13 +62,25 @@ def is_fused(name: str) -> bool:
     return name.endswith(tuple(f".experts.{last}" for last in FUSED))
 
 
-def _all_pieces(tensors: Mapping[str, Stored], facts: Architecture, sizes: Sizes, where: str) -> dict[str, list[Piece]]:
-    """The pieces of every fused tensor, in the order of their bytes."""
-    fused = {name: info for name, info in tensors.items() if is_fused(name) and not facts.is_unread(name)}
-    layers = _layers(facts, sizes) if fused else {}
-    result: dict[str, list[Piece]] = {}
-    taken = set(tensors)
-    for name, info in fused.items():
+def _split(
+    tensors: Mapping[str, Entry],
+    facts: Architecture,
+    sizes: Sizes,
+    where: str,
+    piece: Callable[[Entry, str, tuple[int, ...], int], Entry],
+) -> dict[str, Entry]:
+    """Header entries with those of its pieces, in the order of their bytes, in place of every fused tensor.
+
+    Args:
+        piece: from a fused tensor's entry, and an expert's matrix's name, shape and number of elements that lie before
+            it, to its entry.
+    """
+    layers = _layers(facts, sizes)
+    result: dict[str, Entry] = {}
+    for name, info in tensors.items():
+        if not is_fused(name) or facts.is_unread(name):
+            result[name] = info
+            continue
         shapes = [
             (matrix, sizes.shape(facts.expert_linears[matrix].shape)) for matrix in FUSED[name.rpartition(".")[2]]
         ]
@@ -93,14 +90,13 @@ def _all_pieces(tensors: Mapping[str, Stored], facts: Architecture, sizes: Sizes
                 f"{where}: {name} holds all experts in one tensor, {info.dtype} {list(info.shape)}; only "
                 f"{' or '.join(FLOATING)} {needed} in a layer with experts can be read; {REMEDY}"
             )
-        result[name], before = [], 0
+        before = 0
         for expert in range(sizes["experts"]):
             for matrix, shape in shapes:
-                piece = Piece(f"{facts.expert(layers[name], expert, matrix)}.weight", shape, before)
-                if piece.name in taken:
-                    raise CheckpointError(f"{where}: {piece.name} is also a part of {name}; keep one")
-                taken.add(piece.name)
-                result[name].append(piece)
+                single = f"{facts.expert(layers[name], expert, matrix)}.weight"
+                if single in tensors or single in result:
+                    raise CheckpointError(f"{where}: {single} is also a part of {name}; keep one")
+                result[single] = piece(info, single, shape, before)
                 before += math.prod(shape)
     return result
 

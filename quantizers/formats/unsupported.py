@@ -1,8 +1,7 @@
 """Checkpoints that are refused by their config.json: unsupported formats, sources in 4 bits, swapped arguments.
 
-A format of another tool that is mistaken for a known one would silently give wrong weights. EXL3 and QuIP# have
-codebooks or rotations of their own, NVFP4 and MXFP4 are 4-bit floats; the tool that runs such a format can also
-evaluate it. (GGUF files are refused in checkpoint/reader.py.)
+A format of another tool that is mistaken for a known one would silently give wrong weights; the tool that runs it can
+also evaluate it. (GGUF files are refused in checkpoint/reader.py.)
 
 A source in 4 bits can be read but not quantized: its weights are already rounded, and would only get worse.
 

@@ -58,9 +58,9 @@ class Consumer:
         after_source(step)             the module is freed; the source's stored tensors are still there: this is where
                                        other versions of the layer are made and run
 
-    Then the loop yields the step, so that its caller writes a journal or shows progress. A new use (comparing
-    calibration sets, an importance matrix, scales of a KV cache) is one more class with those methods that it needs;
-    the inherited ones do nothing. Consumers own their states: the loop carries none from one layer to the next.
+    Then the loop yields the step, so that its caller writes a journal or shows progress. A use is a class with those
+    methods that it needs; the inherited ones do nothing. Consumers own their states: the loop carries none from one
+    layer to the next.
 
     Attributes:
         needs: what the loop prepares: `bytes` for the stored tensors alone, `attention` for the module without its
@@ -86,22 +86,17 @@ def run_step(step: LayerStep, model: LayeredModel | None, consumers: Sequence[Co
     Args:
         model: the source's; None if no consumer needs more than bytes.
     """
-    needs = {consumer.needs for consumer in consumers}
-    if needs - {"bytes"}:
+    with_experts = [consumer for consumer in consumers if consumer.needs == "experts"]
+    with_attention = [consumer for consumer in consumers if consumer.needs != "bytes"]
+    if with_attention:
         assert model is not None
-        _with_source(step, model, consumers, experts="experts" in needs)
+        with model.layer(step.number, step.on_device, experts=bool(with_experts)) as layer:
+            step.watch.lap("materialise")
+            for consumer in with_experts:
+                consumer.source_layer(step, layer)
+            if with_experts and step.number not in model.sizes.dense:
+                model.release_experts(layer)
+            for consumer in with_attention:
+                consumer.without_experts(step, layer)
     for consumer in consumers:
         consumer.after_source(step)
-
-
-def _with_source(step: LayerStep, model: LayeredModel, consumers: Sequence[Consumer], *, experts: bool) -> None:
-    with model.layer(step.number, step.on_device, experts=experts) as layer:
-        step.watch.lap("materialise")
-        for consumer in consumers:
-            if consumer.needs == "experts":
-                consumer.source_layer(step, layer)
-        if experts and step.number not in model.sizes.dense:
-            model.release_experts(layer)
-        for consumer in consumers:
-            if consumer.needs != "bytes":
-                consumer.without_experts(step, layer)

@@ -17,7 +17,6 @@ import math
 import re
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -237,7 +236,7 @@ def _for_the_journal(solved: LayerResult | None) -> dict[str, Any]:
         # JSON has no infinity. An infinite error means that an expert's weights or inputs overflow.
         "error": {key: value if math.isfinite(value) else None for key, value in solved.error.items()},
         "fallbacks": _by_expert(solved.fallbacks),
-        "leaning": solved.under_routed and asdict(solved.under_routed),
+        "leaning": solved.under_routed,
     }
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -67,15 +68,13 @@ def collect_down_hessian(
         source: (c, 2I, H) of the same dtype: the weights that `gate_up` was rounded from, for `changes`.
         every: read every n-th token chunk only.
     """
-    count, width, device = len(gate_up), gate_up.shape[1] // 2, gate_up.device
-    sums = _Sums(
-        torch.zeros(count, width, width, device=device),
-        torch.zeros(count, width, kernels.SUMS if _by_kernel(gate_up) else 1, device=device),
-        torch.zeros(count, 1, device=device),
-        torch.zeros(count, dtype=torch.int64, device=device),
-        None if source is None else torch.zeros(count, width, width, device=device),
-        torch.zeros(count, dtype=torch.float64, device=device),
-    )
+    count, width = len(gate_up), gate_up.shape[1] // 2
+    zeros = partial(torch.zeros, device=gate_up.device)
+    # Sums over token chunks, which are divided by the mass of all rows at the end.
+    total, changes = zeros(count, width, width), None if source is None else zeros(count, width, width)
+    magnitude = zeros(count, width, kernels.SUMS if _by_kernel(gate_up) else 1)
+    mass, seen = zeros(count, 1), zeros(count, dtype=torch.int64)
+    routed_mass = zeros(count, dtype=torch.float64)
     step = max(1, routing.routed() // (ROUTED_PER_COLUMN * width))
     products = gate_up.new_empty(0, 0)
     rows = 0
@@ -91,40 +90,25 @@ def collect_down_hessian(
         with phase("Hessians"):
             # √w in the dtype of h, so that one operand serves both sides of the sum; and w is its square.
             root = token_roots(chunk, routing.blend, *batch, good, h.dtype)
-            sums.mass += root.float().square().sum(1, keepdim=True)
-            sums.seen += good.sum(1)
-        if source is not None and sums.changes is not None:
+            mass += root.float().square().sum(1, keepdim=True)
+            seen += good.sum(1)
+        if source is not None and changes is not None:
             with phase("changes"):
                 for part in routing.tables[number].routed(*batch) if number % step == 0 else ():
-                    sums.routed_mass += _add_changes(sums.changes, h, good, chunk.x, part, source, activation)
+                    routed_mass += _add_changes(changes, h, good, chunk.x, part, source, activation)
         with phase("Hessians"):
-            add_weighed(h, root, sums.total, sums.magnitude)
+            add_weighed(h, root, total, magnitude)
         del h, good, root  # before there is memory for the next ones
-    mass = sums.mass.clamp(min=torch.finfo(torch.float32).tiny)
-    share = routing.blend.share[batch[0] : batch[1]] / sums.routed_mass
-    share = torch.where(sums.routed_mass > 0, share, torch.zeros_like(share)).float()
+    mass.clamp_(min=torch.finfo(torch.float32).tiny)
+    share = routing.blend.share[batch[0] : batch[1]] / routed_mass
+    share = torch.where(routed_mass > 0, share, torch.zeros_like(share)).float()
     return DownHessian(
-        mirror(sums.total).div_(mass.unsqueeze(-1)),
-        sums.magnitude.sum(-1) / mass,
-        None if sums.changes is None else sums.changes.mul_(share[:, None, None]),
-        sums.seen,
-        rows - sums.seen,
+        mirror(total).div_(mass.unsqueeze(-1)),
+        magnitude.sum(-1) / mass,
+        None if changes is None else changes.mul_(share[:, None, None]),
+        seen,
+        rows - seen,
     )
-
-
-@dataclass
-class _Sums:
-    """Sums over token chunks, see `DownHessian`, before they are divided by the mass of all rows.
-
-    `magnitude` is Σ w |h| (c, I, n), in n parts: one, or as many as the kernel `weigh_rows` adds side by side.
-    """
-
-    total: torch.Tensor
-    magnitude: torch.Tensor
-    mass: torch.Tensor
-    seen: torch.Tensor
-    changes: torch.Tensor | None
-    routed_mass: torch.Tensor
 
 
 def gated(products: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -140,7 +124,7 @@ def add_weighed(h: torch.Tensor, root: torch.Tensor, total: torch.Tensor, magnit
         h: (c, I, T), overwritten.
         root: √w (c, T), of the same dtype; 0 for rows that are left out, where h may have any value.
         total: (c, I, I) float32, see `symmetric.add_hessian`.
-        magnitude: see `_Sums`.
+        magnitude: Σ w |h| (c, I, n) float32, in n parts: one, or as many as the kernel `weigh_rows` adds side by side.
     """
     if _by_kernel(h):
         kernels.weigh_rows(h, root, magnitude)

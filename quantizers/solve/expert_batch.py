@@ -6,10 +6,7 @@ the difference (`corrected`), a scale s per expert between w3 and w2 is searched
 With 8 bits s comes first. Found afterwards, it would divide w3's stored group scales, which bfloat16 then rounds a
 second time. That is far below the codes' error at 4 bits, but 4 to 39 % of it at 8. So s is searched from what the
 source's w1 and w3 give w2 (the rounded ones differ by half a percent), on a part of large sets, and w3 / s is rounded
-as it is stored. Median KL of INT8 in groups of 32, calibrated on each fifth of the tiny model's set: 4.22e-6 this way;
-4.58e-6 with s found afterwards; 4.38e-6 afterwards with s rounded to powers of two, whose division is exact, but then
-the search leaves w2 12 to 25 % more error. (Setting w3's codes again after the division repairs only half of the harm,
-because the group scales were fitted to the codes.)
+as it is stored: a median KL of 4.22e-6 on the tiny model instead of 4.58e-6.
 
 Legend: c experts of the batch, H hidden, I expert width, R rows, C columns, P grid points.
 """

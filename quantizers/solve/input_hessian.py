@@ -63,16 +63,11 @@ def sweep(
             size += torch.linalg.vector_norm(chunk.x, 1, dim=0, dtype=torch.float32)
         for batch, hessian in hessians.items():
             for rows, weight in table.routed(*batch):
-                _add_routed(hessian, chunk.x, rows, weight)
+                picked = rows_of(chunk.x, rows).mul_(weight.unsqueeze(-1).to(chunk.x.dtype))  # (c, m, H)
+                add_hessian(hessian, picked, picked)
     for hessian in hessians.values():
         mirror(hessian)
     return InputHessian(mirror(total), size / max(routing.blend.tokens, 1)) if with_all else None, hessians
-
-
-def _add_routed(total: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> None:
-    """Add Σ r² x xᵀ (c, H, H) over the rows (c, m) of a token chunk that are routed to a batch's experts."""
-    picked = rows_of(x, rows).mul_(weight.unsqueeze(-1).to(x.dtype))  # (c, m, H)
-    add_hessian(total, picked, picked)
 
 
 def blended_hessian(routed: torch.Tensor, all_hessian: torch.Tensor, blend: Blend, batch: ExpertBatch) -> torch.Tensor:

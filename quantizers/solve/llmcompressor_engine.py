@@ -7,8 +7,7 @@ on every calibration token; min-max group scales; nearest rounding.
 Three things differ on purpose:
 
 - The layer is float32, and so are the library's group scales, but a checkpoint holds bfloat16 scales. They are rounded
-  first, and the smoothed weights are then rounded to codes with the rounded scale, by the library's own `quantize`. (A
-  bfloat16 model would have rounded the smoothed weights as well; here they stay float32.)
+  first, and the smoothed float32 weights are then rounded to codes with them, by the library's own `quantize`.
 - The library divides the norm by its s and multiplies the router and the experts by the same s. A checkpoint holds
   norm' = bf16(norm / s), so `smooth` is norm / norm', and the router is the source's times that: exact. The experts
   keep the unrounded s, hence a relative error of at most 2^-9 in each input.
@@ -16,9 +15,7 @@ Three things differ on purpose:
   that are quantized twice. So the events are sent here, in the order of the library's `SequentialPipeline` (which
   `oneshot` uses) and with quantization off as there.
 
-The only file that replaces code of another project while it runs (`quiet_library`), since llm-compressor 0.14 has no
-option for it: tqdm's bars would be mixed with our progress, and its cache pins memory even without an accelerator,
-which torch refuses.
+The only file that replaces code of another project while it runs, see `quiet_library`.
 
 Legend: E experts, H hidden, I expert width, g group size, T tokens of a sequence.
 """
@@ -139,10 +136,10 @@ def solve_with_llmcompressor(
     fallbacks: list[str] = []
     with create_session() as session, torch.no_grad():
         session.initialize(model=torch.nn.ModuleDict({"layer": layer}), recipe=modifiers, start=-1)
-        seen = _calibrate(layer, linear, inputs if settings.awq is not False else ())
+        tokens = _calibrate(layer, linear, inputs if settings.awq is not False else ())
         if settings.awq is not False:
             error, fallbacks = _report(modifiers[0]._error_metrics, norm, experts, linear.num_experts)
-            error["expert_tokens"] = float(min(seen))
+            error["expert_tokens"] = float(tokens)
         session.finalize()
 
     folded, smooth = None, torch.ones_like(source_router[0])
@@ -200,11 +197,8 @@ def _awq_modifier(settings: Experts, norm: str | None, router: str | None, every
     )
 
 
-def _calibrate(layer: torch.nn.Module, linear: Any, inputs: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Send the calibration's events, with one forward pass a sequence, every expert on every token.
-
-    Returns:
-        For each expert the number of tokens that it saw in the forward passes.
+def _calibrate(layer: torch.nn.Module, linear: Any, inputs: Sequence[Mapping[str, Any]]) -> int:
+    """Send the calibration's events, with one forward pass a sequence; returns the tokens that every expert saw.
 
     Raises:
         QuantizeError: not every expert saw every token.
@@ -228,7 +222,7 @@ def _calibrate(layer: torch.nn.Module, linear: Any, inputs: Sequence[Mapping[str
             layer(**batch)
         for hook in hooks:
             hook.remove()
-        tokens = sum(batch["hidden_states"].shape[:-1].numel() for batch in inputs)
+        tokens: int = sum(batch["hidden_states"].shape[:-1].numel() for batch in inputs)
         for expert, number in enumerate(seen):
             if number != tokens:
                 raise QuantizeError(
@@ -237,7 +231,7 @@ def _calibrate(layer: torch.nn.Module, linear: Any, inputs: Sequence[Mapping[str
                 )
         LifecycleCallbacks.sequential_epoch_end(list(layer.modules()))
         LifecycleCallbacks.calibration_end()
-    return seen
+    return tokens
 
 
 def _report(

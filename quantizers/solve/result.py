@@ -12,21 +12,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class UnderRouted:
-    """The experts of a layer that depend on tokens which the router did not send them, see routing_weights.py.
-
-    Attributes:
-        full_share_at: n0, the number of routed tokens from which an expert gets the recipe's full share.
-        experts: number of experts with fewer.
-        smallest_share: of all experts.
-    """
-
-    full_share_at: int
-    experts: int
-    smallest_share: float
-
-
-@dataclass(frozen=True)
 class LayerResult:
     """One solved layer. E experts, H hidden, I expert width, g group size.
 
@@ -39,7 +24,9 @@ class LayerResult:
         scales: bfloat16, (E, rows, columns / g); weight = code * scale.
         error: numbers about the search and the rounding, for report.json.
         fallbacks: one line for each expert that did not get the method asked for, and why.
-        under_routed: None where all tokens count alike.
+        under_routed: the experts that depend on tokens which the router did not send them, see routing_weights.py:
+            `full_share_at` is n0, `experts` the number of those with fewer routed tokens, `smallest_share` the least
+            share of all. None where all tokens count alike.
     """
 
     norm: torch.Tensor | None
@@ -49,4 +36,4 @@ class LayerResult:
     scales: dict[Matrix, torch.Tensor]
     error: dict[str, float] = field(default_factory=dict)
     fallbacks: list[str] = field(default_factory=list)
-    under_routed: UnderRouted | None = None
+    under_routed: dict[str, float] | None = None

@@ -178,12 +178,6 @@ def rows_of(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return x.index_select(0, rows.flatten()).view(*rows.shape, -1)
 
 
-def squared_weights(chunk: MoeInputs, experts: torch.Tensor) -> torch.Tensor:
-    """(c, T) float32: the square of each row's routing weight for some experts (c,), 0 where not chosen."""
-    chosen = chunk.chosen == experts[:, None, None]  # (c, T, K), of which at most one of K is true
-    return torch.where(chosen, chunk.weight.square(), 0).sum(-1)
-
-
 def token_roots(
     chunk: MoeInputs, blend: Blend, first: int, last: int, good: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -194,5 +188,6 @@ def token_roots(
         dtype: of the result.
     """
     routed, every = blend.factors(first, last)
-    squares = squared_weights(chunk, blend.experts[first:last])
+    chosen = chunk.chosen == blend.experts[first:last, None, None]  # (c, T, K), of which at most one of K is true
+    squares = torch.where(chosen, chunk.weight.square(), 0).sum(-1)
     return squares.mul_(routed.unsqueeze(-1)).add_(every.unsqueeze(-1)).mul_(good).sqrt_().to(dtype)

@@ -36,7 +36,7 @@ from .awq import fold_hessian, fold_norm, norm_scale
 from .down_hessian import Activation, DownHessian, collect_down_hessian
 from .expert_batch import solve_batch
 from .input_hessian import ExpertBatch, HessianCache, blended_hessian
-from .result import LayerResult, UnderRouted
+from .result import LayerResult
 from .rounding import DAMPING
 from .routing_weights import RoutingStatistics, routing_statistics
 
@@ -115,7 +115,11 @@ def solve(
     numbers = to_host(
         solved | {"routed_tokens": blend.routed_tokens[order], "share": blend.share[order]} | searched
     )  # only now, when all batches are under way
-    fewer = int((numbers["routed_tokens"] < blend.full_share_at).sum())
+    under_routed = {
+        "full_share_at": blend.full_share_at,
+        "experts": int((numbers["routed_tokens"] < blend.full_share_at).sum()),
+        "smallest_share": float(numbers["share"].min()),
+    }
     return LayerResult(
         folded,
         smooth,
@@ -124,7 +128,7 @@ def solve(
         scales,
         _errors(numbers, blend.tokens),
         _fallbacks(numbers, routing, settings, scales),
-        UnderRouted(blend.full_share_at, fewer, float(numbers["share"].min())) if settings.routed_weight else None,
+        under_routed if settings.routed_weight else None,
     )
 
 

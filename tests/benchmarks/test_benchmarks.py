@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import compare
-import families
 import layer
 import methods
 import pytest
@@ -16,8 +15,6 @@ import torch
 from conftest import REPOSITORY
 from tiny import write_job
 
-from quantizers.checkpoint.reader import Checkpoint
-from quantizers.forward.layered_model import LayeredModel
 from quantizers.planning.job import Job, prepare
 
 CPU = torch.device("cpu")
@@ -112,31 +109,3 @@ def test_where_the_norm_has_another_reader_rows_with_a_fold_are_left_out_by_name
     )
     assert table.count("left out: ") == 1
     assert all(name in table for name in found.left_out)
-
-
-@pytest.mark.slow
-def test_a_router_written_in_float32_is_measured_unrounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = prepare(str(families.write_job(tmp_path, "qwen3_moe")))
-    base, facts = job.recipe.experts, job.facts
-    assert not any(method.router for method in methods.methods(base, facts, torch.bfloat16).rows)  # it would be rounded
-    compared = methods.methods(base, facts, torch.float32)
-    rows = [m for m in compared.rows if m.router or m.name.endswith("(default)")]
-    compared = replace(compared, rows=rows)
-    assert [row.router for row in rows] == [None, "F32"]
-    seen = []
-
-    def measure(source: Checkpoint, candidates: list[Checkpoint], *arguments: Any, **options: Any) -> Any:
-        for candidate in candidates:
-            model = LayeredModel(candidate, facts, job.sizes, CPU, torch.float32)
-            with model.layer(0) as layer:
-                seen.append(layer.mlp.gate.weight.clone())
-        return measured_by_all(source, candidates, *arguments, **options)
-
-    measured_by_all = methods.measure
-    monkeypatch.setattr(methods, "methods", lambda *arguments: compared)
-    monkeypatch.setattr(methods, "measure", measure)
-    result = methods.compare_methods(job, CPU, repeats=1, most_tokens=256)
-    rounded, unrounded = seen
-    assert torch.equal(rounded, unrounded.bfloat16().float())
-    assert not torch.equal(rounded, unrounded)
-    assert result["rows"][0]["kl"] != result["rows"][1]["kl"]

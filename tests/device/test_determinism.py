@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 import sys
@@ -29,11 +28,9 @@ from quantizers.device.determinism import (
     ordered,
     settings_in_force,
 )
-from quantizers.forward.moe_inputs import MoeInputs
 from quantizers.forward.moe_inputs import capture_moe_inputs as seen_by
 from quantizers.planning.device_memory import Residents
 from quantizers.recipe.schema import Awq, Experts, Scheme
-from quantizers.solve.routing_weights import routing_statistics
 from quantizers.solve.solver import solve
 from quantizers.system.errors import InputError, QuantizeError
 
@@ -258,39 +255,6 @@ def test_torch_says_it_in_these_words() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def recorded(seed: int, lengths: tuple[int, ...], experts: int, chosen: int) -> list[MoeInputs]:
-    """Sequences of which some rows cannot be used, with weights of very different sizes."""
-    generator = torch.Generator().manual_seed(seed)
-    sequences = []
-    for length in lengths:
-        x = torch.randn(length, 8, generator=generator)
-        x[::7] = torch.inf
-        weight = 10 ** (6 * torch.rand(length, chosen, generator=generator) - 3)
-        chosen_by = torch.rand(length, experts, generator=generator).topk(chosen).indices
-        sequences.append(seen_by(x, chosen_by, weight))
-    return sequences
-
-
-def test_the_routing_mass_is_the_exact_sum() -> None:
-    """Against math.fsum of Python's numbers, expert by expert; and counts, which are whole."""
-    sequences = recorded(0, (1, 50, 333), 6, 2)
-    found = routing_statistics(sequences, 6, 0.9, 8).blend
-    for expert in range(6):
-        squares = [
-            weight * weight
-            for sequence in sequences
-            for row, (chosen, weights) in enumerate(
-                zip(sequence.chosen.tolist(), sequence.weight.tolist(), strict=True)
-            )
-            for number, weight in zip(chosen, weights, strict=True)
-            if number == expert and row % 7
-        ]
-        assert len(squares) > 20
-        assert int(found.routed_tokens[expert]) == len(squares)
-        assert float(found.routed_mass[expert]) == pytest.approx(math.fsum(squares), rel=1e-15)
-    assert found.tokens == sum(int(s.usable.sum()) for s in sequences) == 384 - 1 - 8 - 48
-
-
 class InOrder(TorchDispatchMode):
     """Refuses what a GPU would do in no fixed order, or torch by other and larger means once it must be fixed."""
 
@@ -330,16 +294,6 @@ def test_the_watch_refuses() -> None:
     for name, operation in unordered.items():
         with pytest.raises(AssertionError, match=name), InOrder(2):
             operation()
-
-
-def test_the_watch_lets_whole_numbers_pass() -> None:
-    """Exact in any order."""
-    places = torch.tensor([0, 0, 1])
-    with InOrder(0) as watch:
-        torch.zeros(2, dtype=torch.int64).scatter_add_(0, places, places)
-        (places > 0).cumsum(0)
-        places.bincount()
-    assert {"scatter_add", "cumsum", "bincount"} <= watch.seen
 
 
 @pytest.mark.parametrize(("rounding", "dtype"), [("gptq", torch.bfloat16), ("nearest", torch.float32)])

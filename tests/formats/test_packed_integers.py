@@ -47,12 +47,3 @@ def test_memory_in_another_order_makes_no_difference(bits: int, device: torch.de
     assert torch.equal(packed.cpu(), pack(codes.cpu().contiguous(), bits))
     strided = packed.repeat_interleave(2, 0)[::2]
     assert torch.equal(unpack(strided, bits, tuple(codes.shape)), codes)
-
-
-def test_what_does_not_fill_its_words_is_refused() -> None:
-    with pytest.raises(ValueError, match="rows of 12 integers of 4 bits do not fill int32"):
-        pack(codes_of((2, 12), 4), 4)
-    with pytest.raises(ValueError, match="integers of 3 bits cannot be packed, only of 4 or 8"):
-        pack(codes_of((2, 32), 3), 3)
-    with pytest.raises(ValueError, match=r"int32 \[2, 4\] do not hold \[2, 16\] integers of 4 bits"):
-        unpack(torch.zeros(2, 4, dtype=torch.int32), 4, (2, 16))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -97,41 +96,6 @@ def test_a_loss_that_is_not_finite_is_infinite_and_leaves_other_experts_alone() 
     losses = scale_losses(weight, hessians, grid, 32, 4)
     assert torch.isinf(losses[:, [0, 2]]).all()
     torch.testing.assert_close(losses[:, 1:2], scale_losses(weight[1:2], hessian[None], grid[:, 1:2], 32, 4))
-
-
-def slow_grid(x_mean: list[float], w_mean: list[float], points: int, duo: bool) -> list[list[float]]:
-    """The design's formula, one column at a time, in Python floats.
-
-    s = clamp(x̄^r / (w̄^(1−r) + 1e-4), min 1e-4), then s /= sqrt(max s * min s); the identity first, then
-    r = k / (points − 2) for k = 0 … points − 2. Without duo scaling s = clamp(x̄^r), r = k / (points − 1).
-    """
-    grid = [[1.0] * len(x_mean)]
-    for k in range(points - 1):
-        r = k / (points - 2) if duo else (k + 1) / (points - 1)
-        s = [max(x**r / (w ** (1 - r) + 1e-4) if duo else x**r, 1e-4) for x, w in zip(x_mean, w_mean, strict=True)]
-        middle = math.sqrt(max(s) * min(s))
-        grid.append([value / middle for value in s])
-    return grid
-
-
-magnitudes = st.one_of(st.just(0.0), st.floats(2.0**-17, 2.0**13, width=32))
-
-
-@FEW
-@given(
-    columns=st.lists(st.tuples(magnitudes, st.floats(0, 1, width=32)), min_size=1, max_size=12),
-    points=st.integers(3, 24),
-    duo=st.booleans(),
-)
-def test_grid_is_the_designs_formula(columns: list[tuple[float, float]], points: int, duo: bool) -> None:
-    """Oracle: `slow_grid`, columns without input or weight included."""
-    x_mean, w_mean = [x for x, _ in columns], [w for _, w in columns]
-    grid = grid_scales(torch.tensor([x_mean]), torch.tensor([w_mean]), points, duo)
-    assert grid.shape == (points, 1, len(columns))
-    assert torch.equal(grid[0], torch.ones(1, len(columns)))
-    expected = torch.tensor(slow_grid(x_mean, w_mean, points, duo))
-    torch.testing.assert_close(grid[:, 0], expected, rtol=3e-6, atol=0)
-    torch.testing.assert_close(grid.amax(-1) * grid.amin(-1), torch.ones(points, 1), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 0.0])
