@@ -44,7 +44,7 @@ from quantizers.system.thread_map import thread_map
 WORK = ".quantize"
 FINGERPRINT = "run.json"
 HELD_OUT = "held-out.json"
-BEGUN = "command.txt"
+COMMAND = "command.txt"
 LIBRARIES = ("torch", "transformers")  # of the fingerprint's part `machine`
 MOVED_LAST = (REPORT, CARD, INDEX, CONFIG)  # moved last, because these files mark a folder as finished
 
@@ -68,7 +68,7 @@ def note_command(work: Path, words: Sequence[str]) -> None:
     """
     resuming = [word for word in words if word not in ("--fresh", "--yes")]
     if resuming:
-        write_text(f"`{shlex.join(resuming)}`, in {Path.cwd()}", work / BEGUN)
+        write_text(f"`{shlex.join(resuming)}`, in {Path.cwd()}", work / COMMAND)
 
 
 def refuse_unfinished(folder: Path) -> None:
@@ -80,7 +80,7 @@ def refuse_unfinished(folder: Path) -> None:
     if not unfinished(folder):
         return
     try:
-        command = (work_folder(folder) / BEGUN).read_text()
+        command = (work_folder(folder) / COMMAND).read_text()
     except OSError:
         command = "the one that began it"
     raise OutputError(f"{folder}: unfinished; finish it with the same command: {command}")
