@@ -46,11 +46,6 @@ class RowPartition:
         self.start = self.offsets[self.sequences.start]
 
     @property
-    def total(self) -> int:
-        """Number of all rows."""
-        return self.offsets[-1]
-
-    @property
     def owned_batches(self) -> list[range]:
         """The batches whose first row this process computes: each is one process's."""
         first, last = self.rows
@@ -64,8 +59,9 @@ class RowPartition:
 
     def rows_of(self, rank: int) -> tuple[int, int]:
         """First and last (exclusive) row that a process computes chunk by chunk."""
-        chunks = self.dist.partition(-(-self.total // self._chunk), rank)
-        return min(chunks.start * self._chunk, self.total), min(chunks.stop * self._chunk, self.total)
+        total = self.offsets[-1]
+        chunks = self.dist.partition(-(-total // self._chunk), rank)
+        return min(chunks.start * self._chunk, total), min(chunks.stop * self._chunk, total)
 
     def kept_by(self, rank: int) -> slice:
         """The rows that a process keeps, counted through all sequences."""
