@@ -1,6 +1,6 @@
 """Partition of the rows of many sequences: which a process computes, and which it keeps.
 
-Rows are dealt in whole chunks (see `ActivationStore.chunks`), consecutive ones in the order of ranks. Attention needs
+Rows are dealt in whole chunks (see `RowPartition.chunks`), consecutive ones in the order of ranks. Attention needs
 whole batches of sequences (see `batches`), and a batch may reach across the border of two ranks' rows: then
 both keep all of it, and take it through attention both, which gives both the same bits. What follows attention is
 computed chunk by chunk, by the chunk's process alone; afterwards the rows of the batches at the borders are exchanged
@@ -69,7 +69,7 @@ class RowPartition:
         return slice(self.offsets[kept.start], self.offsets[kept.stop])
 
     def chunks(self) -> list[slice]:
-        """The chunks of this process, counted from `start`; the same for any number of processes."""
+        """Slices of the rows kept here: the chunks that this process computes, the same for any number of processes."""
         first, last = self.rows
         starts = range(first, last, self._chunk)
         return [slice(start - self.start, min(start + self._chunk, last) - self.start) for start in starts]
