@@ -10,8 +10,8 @@ Legend: L layers with experts, C categories, E experts, T tokens of a sequence, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,16 +118,17 @@ class RouteCounter(Consumer):
     def source_layer(self, step: LayerStep, layer: torch.nn.Module) -> None:
         """Take the sequences through a layer, and count the choices of its router if it has one."""
         model, sizes, number = self.model, self.model.sizes, step.number
-        router = None if number in sizes.dense else _RouterScores(layer, model)
-        for row, category in enumerate(self.rows):
-            output, chosen = model.run(layer, self.states[row])
-            if not bool(torch.isfinite(output).all()):
-                raise QuantizeError(f"{model.checkpoint.name}: layer {number}: its output is not finite")
-            self.states[row] = output
-            if router is not None and chosen is not None:
-                self._count((sizes.moe_layers.index(number), category), chosen, router.taken())
-        if router is not None:
-            router.remove()
+        captured: AbstractContextManager[list[torch.Tensor]] = nullcontext([])
+        if number not in sizes.dense:
+            captured = _router_scores(layer, model)
+        with captured as scores:
+            for row, category in enumerate(self.rows):
+                output, chosen = model.run(layer, self.states[row])
+                if not bool(torch.isfinite(output).all()):
+                    raise QuantizeError(f"{model.checkpoint.name}: layer {number}: its output is not finite")
+                self.states[row] = output
+                if chosen is not None:
+                    self._count((sizes.moe_layers.index(number), category), chosen, scores.pop())
 
     def _count(self, place: tuple[int, int], chosen: torch.Tensor, scores: torch.Tensor) -> None:
         experts = self.model.sizes["experts"]
@@ -174,29 +175,25 @@ def ranked(scores: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, torch.Tens
     return order_of_experts[best > -torch.inf], tie
 
 
-class _RouterScores:
+@contextmanager
+def _router_scores(layer: torch.nn.Module, model: LayeredModel) -> Iterator[list[torch.Tensor]]:
     """Captures, with a forward hook, the scores (T, E) by which a layer's router chooses experts, or groups of them.
 
     transformers' routers return their logits first. Families with a correction bias pass it to the router as an
     argument, or it is a buffer of the router; with sigmoid scoring it is added to the probabilities.
     """
+    captured: list[torch.Tensor] = []
 
-    def __init__(self, layer: torch.nn.Module, model: LayeredModel) -> None:
-        self._sigmoid = model.facts.router.scoring == "sigmoid"
-        self._scores: torch.Tensor | None = None
-        self._hook = layer.get_submodule(model.facts.modules.router).register_forward_hook(self._capture)
-
-    def _capture(self, module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def capture(module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         logits = (output[0] if isinstance(output, tuple) else output).float()
-        self._scores = logits.sigmoid() if self._sigmoid else logits
+        scores = logits.sigmoid() if model.facts.router.scoring == "sigmoid" else logits
         for extra in (*inputs[1:], *module.buffers()):
             if isinstance(extra, torch.Tensor) and extra.shape == logits.shape[-1:]:
-                self._scores = self._scores + extra
+                scores = scores + extra
+        captured.append(scores)
 
-    def taken(self) -> torch.Tensor:
-        """The scores of the sequence that ran last."""
-        assert self._scores is not None
-        return self._scores
-
-    def remove(self) -> None:
-        self._hook.remove()
+    hook = layer.get_submodule(model.facts.modules.router).register_forward_hook(capture)
+    try:
+        yield captured
+    finally:
+        hook.remove()

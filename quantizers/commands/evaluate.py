@@ -44,7 +44,7 @@ from quantizers.system.errors import CheckpointError, OutputError
 from quantizers.system.files import json_finite, write_json
 from quantizers.system.interrupts import interruptible
 
-EVALUATION = "evaluation.json"  # in `work`: the settings that a resumable evaluation was started with
+EVALUATION = "evaluation.json"  # in `work`: the settings that an evaluation was started with
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ def evaluate(
         data: evaluation set: a file, or the name of a shipped set such as held-out.
         facts: the user's own architecture spec; the one that a candidate carries by default.
         device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
-        work: folder for activations and a journal, from which an interrupted evaluation resumes; a temporary one,
-            without a journal, by default.
+        work: folder for activations and a journal, from which an interrupted evaluation resumes; a temporary one by
+            default.
         trust_remote_code: allow custom tokenizer code.
         dist: the processes that share the work; each of them calls this.
 
@@ -145,8 +145,6 @@ def evaluate(
             choose_device(device, dist),
             Path(folder) / "evaluation",
             dist.watch(interrupt),
-            weights=True,
-            resumable=work is not None,
             trust_remote_code=trust_remote_code,
             dist=dist,
             own=own,
@@ -166,8 +164,6 @@ def measure(
     work: Path,
     check: Callable[[], None] = lambda: None,
     *,
-    weights: bool = False,
-    resumable: bool = False,
     trust_remote_code: bool = False,
     dist: ProcessGroup = SINGLE_PROCESS,
     own: Path | None = None,
@@ -175,12 +171,11 @@ def measure(
     """Perplexity, KL and routing of candidates against their source on a held-out set.
 
     Args:
-        source, candidates: in any format that checkpoint/formats.py and forward/weights.py read.
+        source, candidates: in any format that `quantize eval --help` names.
         data_set: a calibration set file; tokenized with the source's tokenizer.
-        work: a folder for hidden states on the first machine, created here, and removed at the end.
+        work: a folder for hidden states and the journal on the first machine, from which an interrupted call resumes;
+            created here, and removed at the end.
         check: called between steps; may raise to interrupt.
-        weights: also compare the weights, layer by layer.
-        resumable: resume from what an interrupted call left in `work`.
         trust_remote_code: whether the tokenizer may run code of its own.
         dist: the processes that share the work; each of them calls this.
         own: a file with the user's own facts about the family.
@@ -211,10 +206,9 @@ def measure(
     models = [LayeredModel(part, facts, sizes, device, forward_dtype(device)) for part in parts]
     if dist.is_main:
         work.mkdir(parents=True, exist_ok=True)
-        if resumable:
-            _same_evaluation(work, opened, data, device, weights)
+        _same_evaluation(work, opened, data, device)
     dist.barrier()
-    results = _evaluate(models, opened, held, work, check, weights=weights, resumable=resumable, dist=dist)
+    results = _evaluate(models, opened, held, work, check, dist)
     if not dist.is_main:
         return []
     shutil.rmtree(work, ignore_errors=True)
@@ -248,21 +242,18 @@ def _evaluate(
     held: HeldOut,
     work: Path,
     check: Callable[[], None],
-    *,
-    weights: bool,
-    resumable: bool,
     dist: ProcessGroup,
 ) -> list[Measured]:
-    """Run all models over the texts; journaled layer by layer if `resumable`."""
+    """Run all models over the texts, journaled layer by layer."""
     layers = models[0].sizes["layers"]
 
     def journal(number: int) -> Path:
         return work / f"layer-{number:05d}.json"
 
-    done = dist.broadcast_object(next((n for n in range(layers) if not (resumable and journal(n).exists())), layers))
+    done = dist.broadcast_object(next((n for n in range(layers) if not journal(n).exists()), layers))
     lengths = [len(text.tokens) for text in held.texts]
     streams = [
-        ActivationStream(one.name, model, number, lengths, work, durable=resumable, check=check, dist=dist)
+        ActivationStream(one.name, model, number, lengths, work, durable=True, check=check, dist=dist)
         for number, (model, one) in enumerate(zip(models, opened, strict=True))
     ]
     for stream in streams:
@@ -270,9 +261,7 @@ def _evaluate(
             stream.embed([text.tokens for text in held.texts])
         else:
             stream.resume(done)
-    candidates = [
-        _FromFiles(stream, one, weights and dist.is_main) for stream, one in zip(streams[1:], opened[1:], strict=True)
-    ]
+    candidates = [_FromFiles(stream, one, dist.is_main) for stream, one in zip(streams[1:], opened[1:], strict=True)]
     entries = [json.loads(journal(number).read_text()) for number in range(done if dist.is_main else 0)]
     comparison = Comparison(streams[0], candidates, held.texts, dist)
     tensors = all_tensors(models[0], opened[0], done)
@@ -281,16 +270,15 @@ def _evaluate(
         for step in steps:
             if dist.is_main:
                 found = [
-                    compared | ({"weight_error": candidate.weight_error} if weights else {})
+                    compared | {"weight_error": candidate.weight_error}
                     for compared, candidate in zip(comparison.found, candidates, strict=True)
                 ]
                 entries.append(found)
-                if resumable:
-                    write_json(journal(step.number), json_finite(found))
+                write_json(journal(step.number), json_finite(found))
             for stream in streams:
                 stream.forget(step.number)
             shown_step(f"layer {step.number}")
-    kept = work if resumable and dist.node == 0 else None  # other machines have no such folder
+    kept = work if dist.node == 0 else None  # other machines have no such folder
     scores = score(streams, held.texts, partial(rank_0_progress, check=check, dist=dist), kept, dist)
     if not dist.is_main:
         return []
@@ -300,9 +288,7 @@ def _evaluate(
     ]
 
 
-def _same_evaluation(
-    work: Path, opened: list[Checkpoint], data: CalibrationData, device: torch.device, weights: bool
-) -> None:
+def _same_evaluation(work: Path, opened: list[Checkpoint], data: CalibrationData, device: torch.device) -> None:
     """Write the settings that the figures depend on beside the states, or compare them with those already there."""
     settings = {
         "data": data.digest,
@@ -312,7 +298,6 @@ def _same_evaluation(
             for c in opened
         ],
         "machine": fingerprint(device),
-        "weights": weights,
     }
     path = work / EVALUATION
     if not path.exists():

@@ -16,7 +16,7 @@ import torch
 
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.system.errors import QuantizeError
-from quantizers.system.files import disk_errors, sync_folder
+from quantizers.system.files import atomic, disk_errors, sync_folder
 
 from .row_partition import RowPartition
 
@@ -52,14 +52,16 @@ class ActivationStore(Sequence[torch.Tensor]):
         self.path, self.width, self.partition = path, width, RowPartition(lengths, dist, chunk)
         kept = self.partition.kept_by(dist.rank)
         count = (kept.stop - kept.start) * width
-        self._size = count * dtype.itemsize
+        size = count * dtype.itemsize
         if path is None or not count:  # an empty file cannot be mapped
             self.flat = torch.empty(count, dtype=dtype, device=device).view(-1, width)
             return
         if not path.exists():
-            _allocate(path, self._size)
-        elif path.stat().st_size != self._size:
-            raise QuantizeError(f"{path}: has {path.stat().st_size} bytes, not {self._size}; start over with --fresh")
+            # With all its blocks, so that a full disk is an error here instead of a SIGBUS in the middle of a layer.
+            with disk_errors(path), atomic(path) as stream:
+                os.posix_fallocate(stream.fileno(), 0, size)
+        elif path.stat().st_size != size:
+            raise QuantizeError(f"{path}: has {path.stat().st_size} bytes, not {size}; start over with --fresh")
         self.flat = torch.from_file(str(path), shared=True, size=count, dtype=dtype).view(-1, width)
 
     def __len__(self) -> int:
@@ -102,25 +104,6 @@ class ActivationStore(Sequence[torch.Tensor]):
         if self.path is None or not len(self.flat):
             return
         with disk_errors(self.path):
-            handle = os.open(self.path, os.O_RDWR)
-            try:
-                os.fsync(handle)  # on Linux this also writes back dirty shared mappings of the file
-            finally:
-                os.close(handle)
+            with self.path.open("r+b") as stream:
+                os.fsync(stream.fileno())  # on Linux this also writes back dirty shared mappings of the file
             sync_folder(self.path.parent)
-
-
-def _allocate(path: Path, size: int) -> None:
-    # Allocate all blocks now, so that a full disk raises an error here instead of a SIGBUS in the middle of a layer.
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("wb") as stream:
-            if size:
-                os.posix_fallocate(stream.fileno(), 0, size)
-        os.replace(temporary, path)
-    except OSError as failure:
-        temporary.unlink(missing_ok=True)
-        raise QuantizeError(
-            f"{path}: no room for {size:,} bytes of hidden states ({failure.strerror}); make room, "
-            "then give the same command again"
-        ) from None

@@ -41,7 +41,7 @@ class MoeInputs:
 def capture_moe_inputs(x: torch.Tensor, chosen: torch.Tensor, weight: torch.Tensor) -> MoeInputs:
     """The routing of x (T, H), with zeros in rows that no Hessian can use; the arguments are left as they are.
 
-    ActivationStore are validated once, here, and not in each pass over them.
+    They are validated once, here, and not in each pass over them.
     """
     weight = weight.float()
     usable = usable_rows(x) & usable_rows(weight)
@@ -154,18 +154,6 @@ class _Chunks(Sequence[MoeInputs]):
         for part in prefetched([self.rows._parts(rows) for rows in self.slices], self.device):
             self.check()
             yield _moe_inputs(part)
-
-    def routing(self) -> Iterator[MoeInputs]:
-        """The same, without a copy of x."""
-        parts = [self.rows._parts(rows) for rows in self.slices]
-        for (x, *_), routed in zip(parts, prefetched([part[1:] for part in parts], self.device), strict=True):
-            self.check()
-            yield _moe_inputs((x, *routed))
-
-
-def routing_of(chunks: Iterable[MoeInputs]) -> Iterable[MoeInputs]:
-    """The same chunks to read their routing alone: x, which is large, is not copied to the device."""
-    return chunks.routing() if isinstance(chunks, _Chunks) else chunks
 
 
 def _moe_inputs(part: Iterable[torch.Tensor]) -> MoeInputs:

@@ -37,21 +37,11 @@ def with_publication(report: dict[str, Any], repo: str, license: str | None, bas
     return report | {"published": report.get("published", {}) | {key: v for key, v in given.items() if v is not None}}
 
 
-def with_statement(report: dict[str, Any], reason: str | None, problems: list[str]) -> dict[str, Any]:
-    """The report with the statement that it was published despite its problems, or without one if it has none.
-
-    Args:
-        reason: the user's, from --force.
-    """
-    rest = {key: value for key, value in report.items() if key != "forced"}
-    return rest | ({"forced": {"reason": reason, "problems": problems}} if problems else {})
-
-
 def rewrite(folder: Path, before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Write report, HTML report and card after a change; an edited card keeps its text.
 
     Args:
-        before, after: the report as read, and as changed by the functions above.
+        before, after: the report as read, and as changed for the publication.
 
     Returns:
         The names of the written files; none if nothing changed.

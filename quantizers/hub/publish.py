@@ -72,7 +72,7 @@ def publish(
     from quantizers.system.progress import progress
 
     from .checks import account_points, card_points, check_output, local_files, read_report, rehash
-    from .publication import rewrite, with_publication, with_statement
+    from .publication import rewrite, with_publication
     from .upload import upload
 
     folder = Path(folder)
@@ -105,7 +105,10 @@ def publish(
             "checklist": [vars(point) for point in (*card_points(after), *account_points(repo, private))],
         }
         return Publication(problems, False, figures)
-    files = rehash(folder, files, rewrite(folder, report, with_statement(after, force, problems)))
+    after.pop("forced", None)
+    if problems:  # the card then says that it was published all the same, and why
+        after["forced"] = {"reason": force, "problems": problems}
+    files = rehash(folder, files, rewrite(folder, report, after))
     with progress("publishing", 2) as step:
         published = upload(folder, files, repo, revision, private, step)
     return Publication(problems, True, published | figures)

@@ -14,7 +14,6 @@ The state of an unfinished run is in the folder DIR/.quantize/:
     states.bin        calibration states between two layers, and x.bin, chosen.bin, weight.bin: where they do not
                       fit in memory; not read again after the process has ended
     output/           the checkpoint, as far as it is written
-    run.log           one line of figures for each layer
     moving            everything is verified, and the final move has started
     lock              locked while a process works here
 
@@ -30,7 +29,6 @@ import json
 import os
 import shlex
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -46,7 +44,7 @@ from quantizers.system.thread_map import thread_map
 WORK = ".quantize"
 FINGERPRINT = "run.json"
 HELD_OUT = "held-out.json"
-BEGUN = "command.txt"
+COMMAND = "command.txt"
 LIBRARIES = ("torch", "transformers")  # of the fingerprint's part `machine`
 MOVED_LAST = (REPORT, CARD, INDEX, CONFIG)  # moved last, because these files mark a folder as finished
 
@@ -70,7 +68,7 @@ def note_command(work: Path, words: Sequence[str]) -> None:
     """
     resuming = [word for word in words if word not in ("--fresh", "--yes")]
     if resuming:
-        write_text(f"`{shlex.join(resuming)}`, in {Path.cwd()}", work / BEGUN)
+        write_text(f"`{shlex.join(resuming)}`, in {Path.cwd()}", work / COMMAND)
 
 
 def refuse_unfinished(folder: Path) -> None:
@@ -82,7 +80,7 @@ def refuse_unfinished(folder: Path) -> None:
     if not unfinished(folder):
         return
     try:
-        command = (work_folder(folder) / BEGUN).read_text()
+        command = (work_folder(folder) / COMMAND).read_text()
     except OSError:
         command = "the one that began it"
     raise OutputError(f"{folder}: unfinished; finish it with the same command: {command}")
@@ -190,13 +188,6 @@ def _damage(folder: Path, entry: dict[str, Any]) -> str:
         return "" if file_sha256(path) == written["sha256"] else f"{path.name} has other bytes than were written"
     except OSError as failure:
         return f"{path.name} cannot be read ({failure.strerror})"
-
-
-def log(work: Path, line: str) -> None:
-    """Append a line with the current time to run.log."""
-    path = work / "run.log"
-    with disk_errors(path), path.open("a", encoding="utf-8") as stream:
-        stream.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {line}\n")
 
 
 def discard(output: Path) -> None:

@@ -67,21 +67,12 @@ def _changes(output: Path, job: Job) -> str:
         before = meaning(*read_recipe(str(output / RECIPE)))
     except InputError:
         return ""
-    now = meaning(job.recipe, job.path)
-    texts = [{name: yaml.safe_load(text) for name, text in side[1].items()} for side in (before, now)]
-    changes = [
-        *differences(before[0], now[0]),
-        *differences(_by_place(texts[0]), _by_place(texts[1])),
-    ]
-    shown = [f"{key}: {short_value(old)}, now {short_value(new)}" for key, old, new in changes[:SHOWN]]
-    return ", ".join([*shown, *([f"and {len(changes) - SHOWN} more"] if len(changes) > SHOWN else [])])
-
-
-def _by_place(value: Any) -> Any:
-    """The value with lists as tables by position, so that a difference in one names its place."""
-    if isinstance(value, list):
-        return {str(place): _by_place(item) for place, item in enumerate(value)}
-    return {key: _by_place(item) for key, item in value.items()} if isinstance(value, dict) else value
+    old, now = (
+        settings | {name: yaml.safe_load(text) for name, text in texts.items()}
+        for settings, texts in (before, meaning(job.recipe, job.path))
+    )
+    changes = [f"{key}: {short_value(was)}, now {short_value(value)}" for key, was, value in differences(old, now)]
+    return ", ".join([*changes[:SHOWN], *([f"and {len(changes) - SHOWN} more"] if len(changes) > SHOWN else [])])
 
 
 def _add_data(output: Path, finished: dict[str, Any], resolved: Resolved) -> dict[str, Any]:

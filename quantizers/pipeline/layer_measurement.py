@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import shutil
 import sys
 import tempfile
@@ -130,7 +129,6 @@ def _quantize_random(
 ) -> list[dict[str, Any]]:
     """Quantize a random model of the job's sizes with random tokens; the journal's entries of its layers."""
     job = replace(job, source=write_random(folder / "model", job.config, job.facts, device))
-    _drop_from_cache(job.opened)
     for part in ("layers", "output"):
         (folder / part).mkdir()
     _reset_peak(device)
@@ -231,8 +229,10 @@ def _largest_fitting(
             )
             files = 2 * sum(action.spec.bytes for action in small.plan.actions)
             host = files + PROGRAM + (0 if accelerator else memory.smallest)
-            _refuse_too_large("host memory", host, available())
-            _refuse_too_large(f"disk space in {folder.parent}", files, shutil.disk_usage(folder).free)
+            disk = shutil.disk_usage(folder).free
+            for kind, needed, free in (("host memory", host, available()), ("disk space", files, disk)):
+                if needed > free:
+                    raise InputError(f"{gib(needed)} of {kind} are needed, {gib(free)} are free; give fewer experts")
         except ArchitectureError as impossible:  # fewer are impossible as well
             raise refused or InputError(f"--experts {count}: {impossible}") from None
         except InputError as failure:
@@ -241,11 +241,6 @@ def _largest_fitting(
             return small, memory
     assert refused is not None
     raise refused
-
-
-def _refuse_too_large(kind: str, needed: int, free: int) -> None:
-    if needed > free:
-        raise InputError(f"{gib(needed)} of {kind} are needed, and {gib(free)} are free; give fewer experts")
 
 
 def _smallest(job: Job, accelerator: bool) -> Job:
@@ -324,14 +319,6 @@ def _draw(
     elif name not in (facts.embedding, facts.head):
         drawn *= spec.shape[1] ** -0.5
     return drawn.to(torch_dtype(spec.dtype)).cpu()
-
-
-def _drop_from_cache(source: Checkpoint) -> None:
-    """Drop a checkpoint's files from the page cache, as far as the system complies, so that the disk is read."""
-    for file in {info.file for info in source.tensors.values()}:
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _reset_peak(device: torch.device) -> None:

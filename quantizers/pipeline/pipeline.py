@@ -299,24 +299,20 @@ def _opening_line(job: Job, options: Options, model: str, counts: tuple[int, int
         done: layers that earlier calls finished.
     """
     tokens, held_out = counts
-    layers, dense = job.sizes["layers"], len(job.sizes.dense)
+    layers, dense, threads = job.sizes["layers"], len(job.sizes.dense), torch.get_num_threads()
+    place = f"cpu, {threads} thread{'s' if threads > 1 else ''}"
+    if options.device.type != "cpu":
+        place = f"{options.device} ({torch.cuda.get_device_name(options.device)})"
+    if options.dist.is_distributed:
+        place += f", one of {options.dist.world_size} processes"
     source = sum(action.spec.bytes for action in job.plan.actions)
     routed = f"{layers - dense} of {layers} layers" if dense else f"{layers} layer{'s' if layers > 1 else ''}"
     texts = f" and {held_out:,} held-out" if held_out else ""
     resuming = f"; resuming after layer {done} of {layers}" if done else ""
     return (
         f"{model} ({size(source)}, {routed} × {job.sizes['experts']} experts) → {short_path(options.output)} on "
-        f"{_machine(options.device, options.dist.world_size)}; {tokens:,} calibration{texts} tokens{resuming}"
+        f"{place}; {tokens:,} calibration{texts} tokens{resuming}"
     )
-
-
-def _machine(device: torch.device, processes: int) -> str:
-    if device.type == "cpu":
-        threads = torch.get_num_threads()
-        name = f"cpu, {threads} thread{'s' if threads > 1 else ''}"
-    else:
-        name = f"{device} ({torch.cuda.get_device_name(device)})"
-    return name if processes == 1 else f"{name}, one of {processes} processes"
 
 
 def _fingerprint(job: Job, data: CalibrationData, device: torch.device) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from quantizers.planning.job import Job
 from quantizers.recipe.schema import Stop
 from quantizers.system.errors import QuantizeError, Stopped
 from quantizers.system.files import write_json
-from quantizers.system.progress import doing, forecast, layer_line, peak_memory, progress
+from quantizers.system.progress import doing, forecast, peak_memory, progress
 from stitch.audit.layer import written_from
 from stitch.write.shard import kept_hashes, layer_tensors, write_shard
 
@@ -259,7 +259,6 @@ def _work(run: _Run, data: CalibrationData | None, entries: list[dict[str, Any]]
             for stream in run.streams:
                 stream.on_disk(number + 1)  # from there a run resumes once the layer is journaled
             write_json(journal.layer_file(work, number), entry)
-            journal.log(work, layer_line(entry))
             entries.append(entry)
             run.forget(number)
             show(_note(entry))

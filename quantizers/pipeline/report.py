@@ -207,11 +207,10 @@ def _own_gates(audit: Audit, engines: ServingCheck | None) -> list[dict[str, Any
         engines: None if the folder cannot be opened, which the audit reports.
     """
     found: list[tuple[str, Sequence[object], str]] = [
-        ("audit", audit.differences, "differences from what the plan promises")
+        ("audit", audit.differences, "differences from what the plan promises"),
     ]
     if engines is not None:
-        meaning = "ways in which vLLM, SGLang or transformers would misread it"
-        found.append(("consumers", engines.errors, meaning))
+        found.append(("consumers", engines.errors, "ways in which vLLM, SGLang or transformers would misread it"))
     return [
         {"name": name, "passed": not faults, "value": len(faults), "limit": 0, "meaning": meaning}
         for name, faults, meaning in found

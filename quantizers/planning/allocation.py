@@ -108,12 +108,10 @@ class Allocation:
                 "scheme": str(scheme),
                 "bits_per_weight": scheme.bits_per_weight,
                 "tensor_parallel": [n for n in PARALLEL if self.width % (scheme.group_size * n) == 0],
-                "layer_bytes": [min(of_layer), max(of_layer)],
+                "layer_bytes": [pick(row[number] for row in self.shard_bytes) for pick in (min, max)],
                 "output_bytes": self.output_bytes(self.uniform(number)),
             }
-            for number, (scheme, of_layer) in enumerate(
-                zip(self.candidates, zip(*self.shard_bytes, strict=True), strict=True)
-            )
+            for number, scheme in enumerate(self.candidates)
         ]
         return {
             "candidates": rows,

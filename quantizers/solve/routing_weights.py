@@ -23,7 +23,7 @@ from functools import cached_property
 import torch
 
 from quantizers.device.prefetch import tensor_to_host
-from quantizers.forward.moe_inputs import MoeInputs, route_counts, routing_of
+from quantizers.forward.moe_inputs import MoeInputs, route_counts
 from quantizers.planning.expert_batches import ALIGNED, ROUTED_ROWS, by_load
 
 Routed = tuple[torch.Tensor, torch.Tensor]  # rows of a chunk (c, m) int32, and their routing weights (c, m) float32
@@ -133,7 +133,7 @@ def routing_statistics(
         full_share_at: n0. The hidden size is used: with fewer tokens than columns the routed Hessian is singular.
         batch_size: experts of a batch, for the order of `expert_batches.by_load`; None for that of their numbers.
     """
-    parts = [(_of_chunk(chunk, experts), len(chunk.x)) for chunk in routing_of(chunks)]
+    parts = [(_of_chunk(chunk, experts), len(chunk.x)) for chunk in chunks]
     numbers = torch.stack([counts for (_, _, counts, _), _ in parts])  # (chunks, 2E + 1)
     mass = sum(squares for (_, _, _, squares), _ in parts)
     assert isinstance(mass, torch.Tensor), "a calibration set has at least one sequence"

@@ -79,9 +79,9 @@ MOST = 3  # names suggested where several begin with the given one
 BEGUN = 3  # letters of a beginning, at least
 
 
-def did_you_mean(name: str, known: Iterable[str], most: int = MOST) -> str:
-    """` (did you mean group_size?)`: up to `most` known names that begin with this one, or else the most similar."""
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """` (did you mean group_size?)`: up to MOST known names that begin with this one, or else the most similar."""
     names = {one.lower(): one for one in known}
     begun = [one for one in sorted(names) if len(name) >= BEGUN and one.startswith(name.lower())]
-    near = sorted(begun, key=len)[:most] or difflib.get_close_matches(name.lower(), names, n=1)
+    near = sorted(begun, key=len)[:MOST] or difflib.get_close_matches(name.lower(), names, n=1)
     return f" (did you mean {' or '.join(names[one] for one in near)}?)" if near else ""

@@ -134,21 +134,6 @@ def forecast(layers: int) -> Callable[[dict[str, Any]], None]:
     return line
 
 
-def layer_line(entry: dict[str, Any]) -> str:
-    """The log line of a layer's journal entry: seconds by phase, errors, held-out figures, fallbacks, peak memory."""
-    phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in entry["seconds"].items())
-    errors = ", ".join(f"{name} {'infinite' if e is None else f'{e:.4g}'}" for name, e in entry["error"].items())
-    held_out = entry.get("held_out")
-    if held_out:
-        errors += f"; hidden error {held_out['hidden_error']:.4g}"
-        if held_out["agreement"] is not None:  # None in a layer without experts
-            errors += f", router agreement {held_out['agreement']:.4g}"
-    return (
-        f"layer {entry['layer']}: {sum(entry['seconds'].values()):.1f} s ({phases}); {errors}; "
-        f"{len(entry['fallbacks'])} fallbacks; peak memory {entry['peak_memory_bytes'] / 1e9:.2f} GB"
-    )
-
-
 def peak_memory(device: torch.device) -> int:
     """Peak memory in bytes so far: resident memory of this process, or allocated memory on a GPU."""
     if device.type == "cuda":

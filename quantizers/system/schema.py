@@ -111,7 +111,7 @@ def _fault(
     if missing:
         return origin.line, f"{start}missing; add it"
     if details[0]["type"] == "extra_forbidden":
-        hint = did_you_mean(str(place[-1]), _all_keys(model), most=1) or "; remove it"
+        hint = did_you_mean(str(place[-1]), _all_keys(model)) or "; remove it"
         return origin.line, f"{start}unknown key{hint}"
     value = details[0].get("input")
     message = " or ".join(dict.fromkeys(_message(detail) for detail in details))

@@ -136,11 +136,5 @@ def _numbers(plan: Plan) -> str:
 
 
 def _scheme(bits: int, kind: str, strategy: str, dynamic: bool = False, **extra: Any) -> dict[str, Any]:
-    return {
-        "num_bits": bits,
-        "type": kind,
-        "strategy": strategy,
-        "symmetric": True,
-        "dynamic": dynamic,
-        **extra,
-    }
+    fixed = {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": dynamic}
+    return fixed | extra

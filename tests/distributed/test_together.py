@@ -142,10 +142,7 @@ def test_an_evaluation_by_several(finished: Finished, tmp_path: Path, monkeypatc
             if done and dist.rank == dist.world_size - 1 and (tmp_path / folder / done).exists():
                 raise QuantizeError("cut here")
 
-        return measure(
-            source, [candidate], finished.held_out, CPU, tmp_path / folder, check,
-            weights=True, resumable=True, dist=dist,
-        )  # fmt: skip
+        return measure(source, [candidate], finished.held_out, CPU, tmp_path / folder, check, dist=dist)
 
     wanted = work(SINGLE_PROCESS, "alone")
     found = together(2, lambda dist: work(dist, f"machine-{dist.node}"), nodes=2)

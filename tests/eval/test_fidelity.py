@@ -89,7 +89,7 @@ def test_a_stock_checkpoint_measures_as_the_whole_model_does(
     """Figures equal those of transformers with both models in memory, weights decompressed by the library."""
     config, weights = library_weights(stock[name])
     opened, data = [open_folder(folder) for folder in (finished.source, stock[name])], finished.held_out
-    found = measure(opened[0], opened[1:], data, CPU, tmp_path / "work", weights=True)[0]
+    found = measure(opened[0], opened[1:], data, CPU, tmp_path / "work")[0]
     config["rope_theta"] = 10000
     texts = [torch.from_numpy(sample.tokens).long() for sample in load_set(data, str(finished.source)).samples]
     models = (source_weights(finished.source), (config, weights))
@@ -121,7 +121,7 @@ def test_an_evaluation_resumes_where_it_was_interrupted(
 ) -> None:
     """Interrupted whenever something new is kept: the same figures of short and long texts, and no layer done twice."""
     source, candidate, data = open_folder(finished.source), open_folder(finished.folder), write_set(tmp_path)
-    whole = measure(source, [candidate], data, CPU, tmp_path / "whole", weights=True)
+    whole = measure(source, [candidate], data, CPU, tmp_path / "whole")
     assert set(materialised.values()) == {1}, "the source is computed once"
     materialised.clear()
     seen, cuts, again = 0, 0, None
@@ -135,7 +135,7 @@ def test_an_evaluation_resumes_where_it_was_interrupted(
 
     while again is None:
         with contextlib.suppress(Interrupted):
-            again = measure(source, [candidate], data, CPU, tmp_path / "work", cut, weights=True, resumable=True)
+            again = measure(source, [candidate], data, CPU, tmp_path / "work", cut)
     assert cuts == 4 + 5
     assert "long" in whole[0]
     assert again == whole
@@ -151,7 +151,7 @@ def test_another_evaluations_work_folder_is_refused(finished: Finished, tmp_path
 
     for data, expected in ((finished.held_out, Interrupted), (finished.calibration, OutputError)):
         with pytest.raises(expected):
-            measure(source, [candidate], data, CPU, tmp_path / "work", cut, resumable=True)
+            measure(source, [candidate], data, CPU, tmp_path / "work", cut)
 
 
 def test_intervals_are_seeded_and_hold_the_mean() -> None:

@@ -62,13 +62,6 @@ def beyond(family: str) -> tuple[str, ...]:
     return () if family == "kimi_k2" else (f"model.layers.{LAYERS}", "model.decoder")
 
 
-def plain(family: str) -> Iterator[str]:
-    """What no file has in FP8, the linear layers among it."""
-    yield from ("lm_head", "model.embed_tokens", "model.layers.1.mlp.gate", "model.layers.61.mlp.gate")
-    for prefix in (*beyond(family), *(["model"] if beyond(family) else [])):
-        yield from (f"{prefix}.{name}" for name in ("eh_proj", "shared_head.head", "embed_tokens", "mlp.gate"))
-
-
 @pytest.mark.parametrize("family", FORMS)
 @pytest.mark.parametrize("schemes", [ONE, SCHEMES], ids=["one scheme", "a scheme for each layer"])
 def test_each_name_that_a_server_asks_is_in_the_group_that_it_is_stored_as(family: str, schemes: list[Scheme]) -> None:
@@ -91,20 +84,6 @@ def test_each_name_that_a_server_asks_is_in_the_group_that_it_is_stored_as(famil
         else:
             (group,) = groups
             assert (group["weights"]["type"], group["weights"]["num_bits"]) == ("float", 8), name
-
-
-@pytest.mark.parametrize("family", FORMS)
-def test_ignore_covers_every_other_linear_layer(family: str) -> None:
-    """SGLang stops at a linear layer that is in no group and not in `ignore`."""
-    section, _ = section_of(family, ONE)
-    stays = [*plain(family)]
-    if FORMS[family] is None:
-        stays += [*kept(family), *(f"{p}.mlp.experts.0.{m}" for p in beyond(family) for m in MATRICES)]
-    for name in stays:
-        covering = [e for e in section["ignore"] if e == name or (e.startswith("re:") and re.match(e[3:], name))]
-        assert covering, name
-    # vLLM calls the head of a layer that predicts further tokens so; what matches nothing is plain there.
-    assert hits(section, f"model.layers.{LAYERS}.head") == []
 
 
 def test_transformers_finds_the_routed_experts_group_first() -> None:

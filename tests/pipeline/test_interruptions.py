@@ -238,18 +238,6 @@ def test_a_kill_while_the_traces_are_removed(job: Small, quantize: Callable[...,
     assert not work.exists()
 
 
-def test_the_log_has_a_line_of_numbers_for_each_layer(job: Small) -> None:
-    lines = (cut_after(2, job) / journal.WORK / "run.log").read_text().splitlines()
-    assert len(lines) == 2
-    for number, line in enumerate(lines):
-        assert re.search(
-            rf"layer {number}: [\d.]+ s \(read [\d.]+, materialise [\d.]+, reference [\d.]+, observe [\d.]+, "
-            r"solve [\d.]+, .*write [\d.]+\); .*norm_search_before [\d.e+-]+, norm_search_after .*; hidden error "
-            r"[\d.]+, router agreement [\d.]+; \d+ fallbacks; peak memory [\d.]+ GB$",
-            line,
-        )
-
-
 def test_the_second_run_on_a_folder_is_refused_before_anything_heavy_is_imported(job: Small) -> None:
     """So within a second on a quiet machine; --fresh does not remove what another process works on."""
     output = cut_after(1, job)

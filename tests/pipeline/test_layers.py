@@ -146,7 +146,7 @@ def test_a_layer_is_journaled_once_what_goes_on_from_it_is_on_the_disk(
 def test_the_figures_of_a_run_are_those_of_its_files(finished: Finished, tmp_path: Path) -> None:
     """What the run measured on the way is what `quantize eval` finds in the finished files."""
     source, output = open_folder(finished.source), open_folder(finished.folder)
-    (found,) = measure(source, [output], finished.held_out, CPU, tmp_path / "eval", weights=True)
+    (found,) = measure(source, [output], finished.held_out, CPU, tmp_path / "eval")
     found.pop("weight_error")
     wanted, of_files = leaves({key: finished.report[key] for key in found}), leaves(found)
     assert of_files.keys() == wanted.keys()

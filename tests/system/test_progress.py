@@ -49,7 +49,7 @@ def test_layers_and_texts_have_an_estimate_each(
     slow_down(scoring, "score_text", 1.0)
     source, candidate = open_folder(finished.source), open_folder(finished.folder)
     work = tmp_path / "work"
-    measure(source, [candidate], finished.held_out, torch.device("cpu"), work, lambda: None, resumable=True)
+    measure(source, [candidate], finished.held_out, torch.device("cpu"), work, lambda: None)
     assert capsys.readouterr().err.splitlines() == [
         "evaluating: 1 of 4  layer 0",
         "evaluating: 2 of 4  layer 1",

@@ -134,14 +134,12 @@ def _about(seconds: float) -> str:
 
 
 def memory_line(numbers: dict[str, Any]) -> str:
-    """The data that a run keeps on a GPU with --device-memory, and their memory."""
+    """What a GPU holds at most with --device-memory, and in how many sweeps a layer is read for it."""
     memory = numbers["device_memory"]
-    kept = {(False, False): "", (True, False): ", the inputs of the experts", (True, True): ", all activations"}
     return (
-        f"--device-memory: {gib(memory['peak'])} at most: a layer {gib(memory['layer'])} as it is stored, "
-        f"{gib(memory['forward'])} as it is computed{kept[memory['inputs'], memory['states']]}, the Hessians of "
-        f"{memory['resident']} of {memory['units']} batches of {memory['unit']} experts (read in {memory['sweeps']} "
-        f"sweep{'s' if memory['sweeps'] > 1 else ''}), and {gib(memory['one_unit'])} for solving one"
+        f"--device-memory: {gib(memory['peak'])} at most, with the Hessians of {memory['resident']} of "
+        f"{memory['units']} batches of {memory['unit']} experts at a time ({memory['sweeps']} "
+        f"sweep{'s' if memory['sweeps'] > 1 else ''} over a layer's inputs)"
     )
 
 
