@@ -113,14 +113,7 @@ class _Run:
         background: one thread, which writes shards and held-out states.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        context: Context,
-        start: _Start,
-        texts: Sequence[Text],
-        background: Executor,
-    ) -> None:
+    def __init__(self, job: Job, context: Context, start: _Start, texts: Sequence[Text], background: Executor) -> None:
         self.job, self.context, self.start, self.texts, dist = job, context, start, texts, context.dist
         outside = load_tensors(job.opened, [action.source for action in job.plan.of_layer(None)])
         self.model = LayeredModel(outside, job.facts, job.sizes, context.device, forward_dtype(context.device))
@@ -138,14 +131,7 @@ class _Run:
         self.writer: ShardWriter[Any, Any] = ShardWriter(
             dist, background, background=dist.is_distributed or is_accelerator(context.device)
         )
-        self.quantizer = Quantizer(
-            job,
-            self.model,
-            self.streams[1],
-            context,
-            start.lengths,
-            writer=self.writer,
-        )
+        self.quantizer = Quantizer(job, self.model, self.streams[1], context, start.lengths, writer=self.writer)
         self.comparison = Comparison(self.streams[0], [self.quantizer], texts, dist)
 
     def begin(self, tokens: Sequence[torch.Tensor] | None) -> None:

@@ -75,8 +75,7 @@ class Quantizer:
         *,
         writer: ShardWriter[ShardDigest, LayerAudit],
     ) -> None:
-        self.job, self.model, self.stream, self.context = job, model, stream, context
-        self.writer = writer
+        self.job, self.model, self.stream, self.context, self.writer = job, model, stream, context, writer
         chunk = tokens_per_chunk(is_accelerator(model.device))
 
         def rows(
