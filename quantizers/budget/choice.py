@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from quantizers.architectures.matrices import MATRICES
 from quantizers.layers.context import Context
 from quantizers.output import journal
-from quantizers.output.journal import refuse_changes
+from quantizers.output.journal import finished_report, refuse_changes
 from quantizers.planning.allocation import Allocation
 from quantizers.recipe.schema import Scheme, counted
 from quantizers.system.errors import InputError
@@ -109,14 +109,12 @@ def apply_choice(job: Job, output: Path | None) -> tuple[Job, dict[str, Any] | N
 
 def read_choice(job: Job, output: Path) -> dict[str, Any] | None:
     """The choice of a finished or unfinished run in `output`; None if it has made none, or ran another recipe."""
-    from quantizers.output.journal import finished_report
     from quantizers.recipe.portable import settings_hash
 
     from .measure import read_measurements
 
     assert job.allocation is not None
-    report = finished_report(output)
-    if report is not None:
+    if (report := finished_report(output)) is not None:
         settings = report.get("settings")
         same = isinstance(settings, dict) and settings.get("hash") == settings_hash(job.recipe, job.path)
         return report.get("schemes") if same else None

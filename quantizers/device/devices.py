@@ -59,8 +59,6 @@ def _device_problem(name: str) -> str:
         return ""
     form = re.fullmatch(r"cuda(?::(\d+))?", name)
     if form is None:
-        if name.partition(":")[0].lower() in ("gpu", "nvidia", "rocm", "hip"):
-            return "a GPU, AMD's too, is called cuda or cuda:N here; give one of these, or auto"
         return "only the CPU and GPUs of NVIDIA and AMD are supported; give cpu, cuda, cuda:N or auto"
     if torch.version.cuda is None and torch.version.hip is None:
         return f"torch {torch.__version__} is a build for the CPU alone; install one for GPUs, or give cpu"
@@ -147,28 +145,25 @@ def fingerprint(device: torch.device) -> dict[str, Any]:
     Threads, driver, amount of memory and allocator decide nothing on a GPU.
     """
     libraries = {"torch": torch.__version__, "transformers": version("transformers")}
-    if device.type != "cpu":
-        return _gpu(device) | libraries
-    return {
-        "device": "cpu",
-        "threads": torch.get_num_threads(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-    } | libraries
-
-
-def _gpu(device: torch.device) -> dict[str, Any]:
+    if device.type == "cpu":
+        capability = torch.backends.cpu.get_cpu_capability()
+        return {"device": "cpu", "threads": torch.get_num_threads(), "cpu_capability": capability} | libraries
     gpu = torch.cuda.get_device_properties(device)
-    return {
-        "device": gpu.name,
-        "multiprocessors": gpu.multi_processor_count,
-        "compute_capability": f"{gpu.major}.{gpu.minor}",
-        "cuda": torch.version.cuda,
-        "cublas": _package_version("cublas"),
-        "cusolver": _package_version("cusolver"),
-        "cublas_workspace": os.environ.get(WORKSPACE),
-        "cublaslt_workspace": os.environ.get(LT_WORKSPACE),
-        "kernels": kernels(device),
-    } | settings_in_force()
+    return (
+        {
+            "device": gpu.name,
+            "multiprocessors": gpu.multi_processor_count,
+            "compute_capability": f"{gpu.major}.{gpu.minor}",
+            "cuda": torch.version.cuda,
+            "cublas": _package_version("cublas"),
+            "cusolver": _package_version("cusolver"),
+            "cublas_workspace": os.environ.get(WORKSPACE),
+            "cublaslt_workspace": os.environ.get(LT_WORKSPACE),
+            "kernels": kernels(device),
+        }
+        | settings_in_force()
+        | libraries
+    )
 
 
 def _package_version(library: str) -> str | None:

@@ -164,13 +164,11 @@ def _stored_groups(
     checkpoint: Checkpoint, module: str, default: torch.Tensor, count: int, in_order: bool
 ) -> torch.Tensor:
     """The group of each column, int64 (C,), from g_idx; `default` is the order without it."""
-    import torch
-
     info = checkpoint.tensors[f"{module}.g_idx"]
     stored = checkpoint.tensor(info.name).cpu().long()
     if stored.shape != default.shape or bool((stored < 0).any()) or bool((stored >= count).any()):
         raise CheckpointError(f"{info.file}: {info.name} must give each of {len(default)} inputs one of {count} groups")
-    if in_order and not torch.equal(stored, default):
+    if in_order and not stored.equal(default):
         raise CheckpointError(
             f"{info.file}: {info.name} is out of order, but {CONFIG}: quantization_config.desc_act is false; set "
             "desc_act to true if the checkpoint was quantized with it"

@@ -35,7 +35,6 @@ def layer_steps(
     """Call the consumers layer by layer.
 
     Args:
-        source: the whole checkpoint, from which each layer is read once.
         tensors: the names of the tensors to read, by the layer's number, in the order of the layers; see
             `all_tensors`.
         consumers: called in this order at each place of a step, see `Consumer`.

@@ -34,10 +34,8 @@ class LayerStep:
     """The work on one layer.
 
     Attributes:
-        number: of the layer.
         source: its tensors on the host, as read from the source.
         on_device: the same tensors on the device; on a CPU the same memory.
-        watch: seconds by phase.
     """
 
     number: int

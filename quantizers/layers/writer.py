@@ -21,7 +21,6 @@ class ShardWriter(Generic[Digest, Audit]):
     """The shards of one process, and which of the others' are on disk.
 
     Args:
-        dist: the processes that take turns.
         executor: one thread, which also writes held-out activations.
         background: whether the next layer is begun before a shard is written.
 

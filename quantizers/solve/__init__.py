@@ -1,4 +1,1 @@
-"""The mathematics: Hessians ─► scales, folding, correction, rounding; one layer's inputs become its solved experts.
-
-Pure functions over tensors; nothing here opens a file.
-"""
+"""The mathematics: one layer's inputs become its solved experts. Pure functions over tensors; nothing opens a file."""

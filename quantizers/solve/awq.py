@@ -36,14 +36,7 @@ def row_step(rows: int, enough: int) -> int:
 
 
 def weight_means(weight: torch.Tensor, group: int) -> torch.Tensor:
-    """w̄: each column's mean over rows of |w| / (largest |w| of its group + 1e-6).
-
-    Args:
-        weight: (E, R, C) float32.
-
-    Returns:
-        (E, C) float32.
-    """
+    """w̄ (E, C) float32: each column's mean over rows of |w| / (largest |w| of its group + 1e-6); weight (E, R, C)."""
     means = torch.empty_like(weight[:, 0])
     for experts, columns in column_parts(weight.mT, group):
         part = weight.mT[experts, columns]

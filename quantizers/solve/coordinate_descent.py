@@ -57,11 +57,7 @@ def _sweep(
     *,
     bits: int,
 ) -> None:
-    """Set all codes (E, C, R) and scales (E, n, R), and with them (W − Ŵ)ᵀ (E, C, R).
-
-    Args:
-        blocks: (E, n, g, g), the part of G of each group alone.
-    """
+    """Set all codes (E, C, R) and scales (E, n, R), and with them (W − Ŵ)ᵀ (E, C, R); blocks (E, n, g, g) of G."""
     experts, columns, rows = codes.shape
     group = columns // scale.shape[1]
     panel = max(1, PANEL // group) * group

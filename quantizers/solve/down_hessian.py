@@ -128,10 +128,10 @@ def add_weighed(h: torch.Tensor, root: torch.Tensor, total: torch.Tensor, magnit
     """
     if _by_kernel(h):
         kernels.weigh_rows(h, root, magnitude)
-        add_hessian(total, h.mT, h.mT)
+        add_hessian(total, h.mT)
         return
     weigh_rows(h, root)
-    add_hessian(total, h.mT, h.mT)
+    add_hessian(total, h.mT)
     magnitude += h.abs_().mul_(root.unsqueeze(1)).sum(-1, keepdim=True, dtype=torch.float32)
 
 

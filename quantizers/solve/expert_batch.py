@@ -69,7 +69,7 @@ def solve_batch(
     del rounded
     if inputs.changes is not None:
         with phase("rounding"):
-            down = corrected(down, inputs.hessian, inputs.changes, DAMPING)
+            down = corrected(down, inputs.hessian, inputs.changes)
     gate_codes, up_codes = codes.chunk(2, dim=1)
     gate_scales, up_scales = scales.chunk(2, dim=1)
     if settings.awq and not early:
@@ -130,7 +130,7 @@ def _round(
     else:
         scale = minmax_scales(weight, settings.group_size, settings.bits)
     if settings.rounding == "gptq":
-        codes, used = gptq(weight, hessian, scale, settings.bits, DAMPING)
+        codes, used = gptq(weight, hessian, scale, settings.bits)
         numbers[f"damping.{name}"] = used
         solvable = torch.isfinite(used)[:, None, None]  # the others were rounded to nearest, and stay so
         refined = refine(weight, damped(hessian, used), codes, scale, settings.bits, sweeps=SWEEPS)
@@ -147,7 +147,7 @@ def _round(
     return codes, scale, numbers
 
 
-def corrected(down: torch.Tensor, hessian: torch.Tensor, changes: torch.Tensor, damping: float) -> torch.Tensor:
+def corrected(down: torch.Tensor, hessian: torch.Tensor, changes: torch.Tensor) -> torch.Tensor:
     """w2 corrected for the inputs that the rounded w1 and w3 give it, (c, H, I) float32; w2 where there is no solution.
 
     Rounding w1 and w3 changes w2's input from h + d to h. The matrix that comes closest to w2 (h + d) when it reads h
@@ -155,17 +155,15 @@ def corrected(down: torch.Tensor, hessian: torch.Tensor, changes: torch.Tensor, 
 
         w2* = w2 + w2 (Σ d hᵀ) (Σ h hᵀ + λ I)⁻¹.
 
-    Tokens are weighted as in all Hessians, but Σ d hᵀ runs only over those that the router sends to the expert: only
-    their error reaches the model's output.
+    λ is DAMPING times the Hessian's mean diagonal. Tokens are weighted as in all Hessians, but Σ d hᵀ runs only over
+    those that the router sends to the expert: only their error reaches the model's output.
 
     Args:
         down: (c, H, I) float32, w2.
         hessian: Σ h hᵀ (c, I, I) float32.
         changes: Σ d hᵀ (c, I, I) float32, see `down_hessian.DownHessian`.
-        damping: λ, as a share of the Hessian's mean diagonal.
     """
-    share = torch.full_like(hessian[:, 0, 0], damping)
-    lower, info = torch.linalg.cholesky_ex(damped(hessian, share))
+    lower, info = torch.linalg.cholesky_ex(damped(hessian, torch.full_like(hessian[:, 0, 0], DAMPING)))
     step = torch.cholesky_solve((down @ changes).mT, lower).mT
     solved = (info == 0) & torch.isfinite(torch.linalg.vector_norm(step, torch.inf, dim=(-2, -1)))
     return step.masked_fill_(~solved[:, None, None], 0).add_(down)

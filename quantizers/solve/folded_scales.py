@@ -77,25 +77,18 @@ def _norm(matrices: torch.Tensor) -> torch.Tensor:
     return norm
 
 
-State = Literal["compensated", "not compensated", "unclear"]
-
-
-def reader_state(before: torch.Tensor, after: torch.Tensor, smooth: torch.Tensor, within: float) -> State:
-    """Whether a matrix (R, H), perhaps a quantized one, is the source's, or the source's times the norm's ratio (H,).
-
-    Args:
-        within: the relative error up to which it is the one or the other.
-    """
-    both = [
+def is_uncompensated(before: torch.Tensor, after: torch.Tensor, smooth: torch.Tensor) -> bool:
+    """Whether a matrix (R, H), perhaps a quantized one, is the source's, not the source's times the ratio (H,)."""
+    compensated, unchanged = (
         float((after - wanted).norm() / wanted.norm().clamp(min=torch.finfo(torch.float32).tiny))
         for wanted in (before * smooth, before)
-    ]
-    if not min(both) < within:
-        return "unclear"
-    return "compensated" if both[0] < both[1] else "not compensated"
+    )
+    return unchanged < CLOSE_ENOUGH and unchanged <= compensated
 
 
-def router_state(before: torch.Tensor, after: torch.Tensor, smooth: torch.Tensor) -> State:
+def router_state(
+    before: torch.Tensor, after: torch.Tensor, smooth: torch.Tensor
+) -> Literal["compensated", "not compensated", "unclear"]:
     """Whether a router (E, H) equals the source's, or the source's multiplied by the norm's ratio (H,).
 
     Each channel's factor is estimated by least squares over all experts, which averages out the errors of

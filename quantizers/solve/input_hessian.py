@@ -4,8 +4,8 @@ Legend: T rows of a token chunk, H hidden, c experts of an expert batch, m rows 
 is the input.
 
 Hessians are float32 and added token chunk by token chunk, in order, one chunk a matmul. As many as memory has room for
-are cached. Where the device's memory is full, the cache is dropped and the step repeated with half as many, see
-planning/device_memory.py; an interrupted step leaves no trace: all is computed again from the captured inputs.
+are cached. Where the device's memory is full, the cache is dropped and the step repeated from the captured inputs with
+half as many.
 """
 
 from __future__ import annotations
@@ -48,47 +48,34 @@ def sweep(
 
     Args:
         batches: expert batches whose Hessians are computed; all of them are in memory at a time.
-        hidden: H.
-        with_all: whether to compute the Hessian of all rows as well.
 
     Returns:
-        The Hessian of all rows; and of each expert batch Σ r² x xᵀ (c, H, H) over the rows routed to its experts.
+        The Hessian of all rows, if asked for; of each expert batch Σ r² x xᵀ (c, H, H) over rows routed to its experts.
     """
     device = routing.blend.share.device
     total, size = torch.zeros(hidden, hidden, device=device), torch.zeros(hidden, device=device)
     hessians = {batch: torch.zeros(batch[1] - batch[0], hidden, hidden, device=device) for batch in batches}
     for chunk, table in zip(chunks, routing.tables, strict=True):
         if with_all:
-            add_hessian(total, chunk.x, chunk.x)
+            add_hessian(total, chunk.x)
             size += torch.linalg.vector_norm(chunk.x, 1, dim=0, dtype=torch.float32)
         for batch, hessian in hessians.items():
             for rows, weight in table.routed(*batch):
                 picked = rows_of(chunk.x, rows).mul_(weight.unsqueeze(-1).to(chunk.x.dtype))  # (c, m, H)
-                add_hessian(hessian, picked, picked)
+                add_hessian(hessian, picked)
     for hessian in hessians.values():
         mirror(hessian)
     return InputHessian(mirror(total), size / max(routing.blend.tokens, 1)) if with_all else None, hessians
 
 
 def blended_hessian(routed: torch.Tensor, all_hessian: torch.Tensor, blend: Blend, batch: ExpertBatch) -> torch.Tensor:
-    """Blended Σ x xᵀ (c, H, H) of an expert batch, each of total weight 1, in the memory of `routed`.
-
-    Args:
-        routed: of the expert batch, see `sweep`.
-        all_hessian: (H, H), see `InputHessian`.
-    """
+    """Blended Σ x xᵀ (c, H, H) of an expert batch, each of total weight 1, in `routed`'s memory; all_hessian (H, H)."""
     of_routed, of_all = blend.factors(*batch)
     return routed.mul_(of_routed[:, None, None]).addcmul_(all_hessian, of_all[:, None, None])
 
 
 class HessianCache:
-    """Hessians of x of the next expert batches of one layer, as many as there is memory for.
-
-    Args:
-        chunks: captured MoE inputs, in token chunks.
-        hidden: H.
-        residents: how many expert batches may be cached.
-    """
+    """Hessians of x of the next expert batches of one layer, as many as there is memory for."""
 
     def __init__(
         self, chunks: Sequence[MoeInputs], routing: RoutingStatistics, hidden: int, residents: Residents

@@ -43,10 +43,7 @@ def verify_kernels(
 ) -> None:
     """Disable each kernel that cannot be launched on a device, or differs from its eager twin there.
 
-    All processes call this, and disable the kernels of all. Rank 0 prints a line for each.
-
-    Args:
-        schemes: bits and group sizes of the run, for which kernels are compiled.
+    All processes call this, with bits and group sizes of the run, and disable the kernels of all; rank 0 prints them.
     """
     found = {kernel: problem_of(kernel, device, schemes) for kernel in KERNELS} if can_launch(device) else {}
     problems: dict[str, str] = {}
@@ -71,11 +68,7 @@ def problem_of(kernel: str, device: torch.device, schemes: Collection[tuple[int,
 
 
 def differences(kernel: str, device: torch.device, shape: tuple[int, int, int, int]) -> list[str]:
-    """The results of a kernel that do not have its eager twin's bits.
-
-    Args:
-        shape: E, R, C and bits.
-    """
+    """The results of a kernel that do not have its eager twin's bits; `shape` is E, R, C and bits."""
     case = KERNELS[kernel]
     by_kernel, by_twin = case.arguments(device, *shape), case.arguments(device, *shape)
     returned = getattr(kernels, kernel)(*by_kernel), case.twin(*by_twin)

@@ -41,10 +41,7 @@ def rows_of_program(columns: int) -> int:
 def _launch(
     kernel: str, on: torch.Tensor, more: tuple[int, ...], columns: int, *arguments: Any, **options: Any
 ) -> None:
-    """Launch a kernel: a program for some rows of each expert of `on` (E, …, R), and `more` in the grid's other axes.
-
-    How many rows decides no bit, and is not searched for: the same programs are launched every time.
-    """
+    """Launch a kernel: a program for some rows of each expert of `on` (E, …, R); `more` are the grid's other axes."""
     from . import triton_code
 
     rows = rows_of_program(columns) if on.is_cuda else INTERPRETED

@@ -33,6 +33,7 @@ from unittest.mock import patch
 
 import torch
 
+from quantizers.architectures.facts import Modules
 from quantizers.architectures.matrices import MATRICES, PROJECTIONS, Matrix
 from quantizers.recipe.schema import Experts
 from quantizers.system.errors import QuantizeError
@@ -75,12 +76,10 @@ def solve_with_llmcompressor(
     layer: torch.nn.Module,
     inputs: Sequence[Mapping[str, Any]],
     settings: Experts,
+    modules: Modules,
+    norm: torch.Tensor | None,
     *,
-    norm: str | None,
-    router: str,
-    experts: str,
     compensate_router: bool = True,
-    norm_dtype: torch.dtype = torch.bfloat16,
 ) -> LayerResult:
     """Smooth and quantize one layer's routed experts as llm-compressor does.
 
@@ -92,22 +91,18 @@ def solve_with_llmcompressor(
             attention must be causal by itself where the mask is None (sdpa is, eager is not).
         inputs: the keyword arguments of `layer(**kwargs)`, one mapping a calibration sequence, on the layer's device.
             Not used where `settings.awq` is False: min-max scales need no data.
-        settings: `bits`, `group_size` and `awq` are used; `scales`, `rounding` and `routed_weight` have no counterpart
-            in the library.
-        norm: path within the layer of the norm that the MoE block reads, if scales are to be folded into it; else
-            None. The library divides the stored weight, so it must not be one that the model adds 1 to.
-        router: path of the module with the router's weight (`mlp.gate`). It is never quantized.
-        experts: path of the fused experts (`mlp.experts`).
+        settings: `bits`, `group_size` and `awq` are used; the library has nothing like the others.
+        modules: paths within the layer.
+        norm: (H,) in the source's dtype, if scales are to be folded into it; else None. The library divides the stored
+            weight, so it must not be one that the model adds 1 to.
         compensate_router: False leaves the router as it is although the norm is folded: the defect of the published
             recipe, for the benchmark.
-        norm_dtype: dtype of the norm in the source.
 
     Returns:
         The solved layer, on the layer's device. `norm` is None where none was given. `router` is None where nothing was
         folded, or `compensate_router` is False. `error` holds mean squared errors of an output element as the library
         measures them, `search_before` and `search_after` of the MoE block for the shared scale, `search_down_before`
-        and `search_down_after` of w2 averaged over the experts; and `expert_tokens`, the fewest tokens that an expert
-        saw.
+        and `search_down_after` of w2 averaged over the experts; and `expert_tokens`, the tokens that each expert saw.
 
     Raises:
         QuantizeError: an expert did not see every token, or a group scale is not finite.
@@ -117,20 +112,18 @@ def solve_with_llmcompressor(
     from llmcompressor.core import create_session
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
-    if norm is not None:
-        source_norm = _weight(layer.get_submodule(norm)).to(torch.float32, copy=True)  # (H,)
-        assert torch.equal(source_norm.to(norm_dtype).float(), source_norm), f"the norm is not from {norm_dtype}"
-    source_router = _weight(layer.get_submodule(router)).to(torch.float32, copy=True)  # (E, H)
-
-    linear = _linearize(layer, experts)
+    source_router = _weight(layer.get_submodule(modules.router)).to(torch.float32, copy=True)  # (E, H)
+    divided = None if norm is None else modules.norm
+    linear = _linearize(layer, modules.experts)
     args = QuantizationArgs(
         num_bits=settings.bits, type="int", symmetric=True, strategy="group", group_size=settings.group_size
     )
-    every = rf"re:layer\.{re.escape(experts)}\.\d+\."
+    every = rf"re:layer\.{re.escape(modules.experts)}\.\d+\."
     scheme = QuantizationScheme(targets=[f"{every}(gate|up|down)_proj$"], weights=args)
     modifiers: list[Any] = [QuantizationModifier(config_groups={"experts": scheme})]
     if settings.awq is not False:
-        modifiers.insert(0, _awq_modifier(settings, norm, router if compensate_router else None, every))
+        router = modules.router if compensate_router else None
+        modifiers.insert(0, _awq_modifier(settings, divided, router, every))
 
     error: dict[str, float] = {}
     fallbacks: list[str] = []
@@ -138,14 +131,14 @@ def solve_with_llmcompressor(
         session.initialize(model=torch.nn.ModuleDict({"layer": layer}), recipe=modifiers, start=-1)
         tokens = _calibrate(layer, linear, inputs if settings.awq is not False else ())
         if settings.awq is not False:
-            error, fallbacks = _report(modifiers[0]._error_metrics, norm, experts, linear.num_experts)
+            error, fallbacks = _report(modifiers[0]._error_metrics, divided, modules.experts, linear.num_experts)
             error["expert_tokens"] = float(tokens)
         session.finalize()
 
     folded, smooth = None, torch.ones_like(source_router[0])
     if norm is not None:
-        folded = _weight(layer.get_submodule(norm)).to(norm_dtype)  # (H,)
-        smooth = torch.where(folded == 0, 1.0, source_norm / folded.float())
+        folded = _weight(layer.get_submodule(modules.norm)).to(norm.dtype)  # (H,)
+        smooth = torch.where(folded == 0, 1.0, norm.float() / folded.float())
     compensated = norm is not None and settings.awq is not False and compensate_router
     codes, scales = _codes(linear, args)
     return LayerResult(folded, smooth, source_router * smooth if compensated else None, codes, scales, error, fallbacks)
@@ -158,25 +151,19 @@ def _weight(module: torch.nn.Module) -> torch.Tensor:
 
 
 def _linearize(layer: torch.nn.Module, experts: str) -> Any:
-    """Replace the fused experts by the library's: a module list of experts, each of three nn.Linear.
-
-    The library makes them in the config's dtype, which is that of the checkpoint: a float32 layer of a bfloat16 model
-    would be rounded. So it gets a config with the layer's dtype.
-    """
+    """Replace the fused experts by the library's: a module list of experts, each of three nn.Linear."""
     from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
 
     fused: Any = layer.get_submodule(experts)
     config = copy.copy(fused.config)
-    config.dtype = fused.down_proj.dtype
+    config.dtype = fused.down_proj.dtype  # that of the checkpoint would round a float32 layer
     linear = LinearExperts2D.get_linear_experts_cls(type(fused)).from_experts_module(fused, config)
     layer.set_submodule(experts, linear)
     return linear
 
 
 def _awq_modifier(settings: Experts, norm: str | None, router: str | None, every: str) -> Any:
-    """The library's AWQ with the readers of the norm as the family's architecture spec lists them.
-
-    The library's own table of mappings leaves some out.
+    """The library's AWQ with the readers of the norm, of which the library's own table of mappings leaves some out.
 
     Args:
         norm, router: paths within the layer; no scale is folded without a norm, and none compensated without a router.

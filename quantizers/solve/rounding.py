@@ -34,13 +34,9 @@ PART = 2**19  # numbers of a part that stays in a CPU's cache: 2 MiB of float32
 
 
 def minmax_scales(weight: torch.Tensor, group: int, bits: int) -> torch.Tensor:
-    """Scale per group from the largest magnitude: max|w| / 7.5 for 4 bits, as compressed-tensors does.
+    """Scale per group (…, R, n) bfloat16 from the largest magnitude in weight (…, R, C), 1 where that is zero.
 
-    Args:
-        weight: (…, R, C) float32, C a multiple of `group`.
-
-    Returns:
-        (…, R, n) bfloat16; 1 where a group is all zero.
+    max|w| / 7.5 for 4 bits, as compressed-tensors does.
     """
     rows = weight.shape[-2]
     return minmax_steps(weight.mT.view(*weight.shape[:-2], -1, group, rows), bits).mT.contiguous()
@@ -56,15 +52,7 @@ def minmax_steps(by_group: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def nearest(weight: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes nearest to weight / scale.
-
-    Args:
-        weight: (…, R, C) float32.
-        scale: (…, R, n) bfloat16.
-
-    Returns:
-        (…, R, C) int8, within the code range.
-    """
+    """Codes (…, R, C) int8 nearest to weight (…, R, C) / scale (…, R, n), within the code range."""
     view = grouped(weight, weight.shape[-1] // scale.shape[-1])
     return (view / scale.float().unsqueeze(-1)).round_().clamp_(*code_range(bits)).flatten(-2).to(torch.int8)
 
@@ -127,7 +115,6 @@ def gptq(
     hessian: torch.Tensor,
     scale: torch.Tensor,
     bits: int,
-    damping: float = DAMPING,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Round column by column, each column's error spread over those not yet rounded.
 
@@ -135,7 +122,6 @@ def gptq(
         weight: (E, R, C) float32.
         hessian: (E, C, C) float32: Σ x xᵀ of what multiplies the columns.
         scale: (E, R, n) bfloat16, fixed beforehand.
-        damping: share of the mean diagonal added to the diagonal.
 
     Returns:
         Codes (E, R, C) int8, and the damping used (E,), see `cholesky_inverse`.
@@ -143,7 +129,7 @@ def gptq(
     """
     experts, rows, columns = weight.shape
     order = hessian.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)  # (E, C)
-    factor, used = cholesky_inverse(_in_order(_in_order(hessian, order).mT, order), damping)
+    factor, used = cholesky_inverse(_in_order(_in_order(hessian, order).mT, order), DAMPING)
     # An error's share in each later column.
     factor.div_(factor.diagonal(dim1=-2, dim2=-1).unsqueeze(-1).clone())
     # Transposed, (E, C, R): a column is contiguous, and so are all later ones.

@@ -4,8 +4,8 @@ Order: one pass over the routing ─► one over the token chunks, for the Hessi
 its readers, where it is folded ─► expert batch by expert batch, see expert_batch.py. The other engine, llm-compressor's
 own, is llmcompressor_engine.py.
 
-Every matmul works on one token chunk or one expert batch, see planning/expert_batches.py. Memory only decides for how
-many expert batches the Hessians of x are collected in one sweep, see planning/device_memory.py.
+Every matmul works on one token chunk or one expert batch, see planning/expert_batches.py. Memory decides no byte, see
+planning/device_memory.py.
 
 Legend: E experts, c experts of an expert batch, H hidden, I expert width.
 """
@@ -70,7 +70,7 @@ def solve(
         router: (E, H).
         activation: of the gate, usually SiLU.
         batch_size: experts of an expert batch, see planning/expert_batches.py.
-        residents: expert batches whose Hessians are cached at a time; decides no byte.
+        residents: expert batches whose Hessians are cached at a time.
         dist: each process solves its share of the expert batches, which are those of one process, so that not even the
             shape of a matmul differs; all of them get the whole result.
 
@@ -151,8 +151,7 @@ def _solve_batch(
         fold_hessian(hessian, smooth)
     collect = partial(collect_down_hessian, cache.chunks, routing, activation=activation, batch=batch)
     every = max(1, routing.rows // (SEARCH_TOKENS * down.shape[-1]))
-    matrices = zip(MATRICES, (*gate_up.chunk(2, dim=1), down), strict=True)
-    zero = {f"{matrix}_zero": _zero_groups(weight, settings.group_size) for matrix, weight in matrices}
+    zero = _zero_groups(gate_up, down, settings.group_size)
 
     def when_rounded(rounded: torch.Tensor, compare: bool) -> DownHessian:
         # One rounding of the weights to the dtype of the forward pass, as a server does it.
@@ -198,17 +197,18 @@ def _errors(numbers: Numbers, tokens: int) -> dict[str, float]:
     return errors
 
 
-def _zero_groups(weight: torch.Tensor, group: int) -> torch.Tensor:
-    """(c,) int64: number of groups of each matrix (c, R, C) that are all zero, and get scale 1."""
-    return grouped(weight, group).any(-1).logical_not_().sum((1, 2))
+def _zero_groups(gate_up: torch.Tensor, down: torch.Tensor, group: int) -> dict[str, torch.Tensor]:
+    """For each matrix `…_zero`, (c,) int64: the number of its groups that are all zero, and get scale 1."""
+    matrices = zip(MATRICES, (*gate_up.chunk(2, dim=1), down), strict=True)
+    return {f"{matrix}_zero": grouped(weight, group).any(-1).logical_not_().sum((1, 2)) for matrix, weight in matrices}
 
 
-def _zero_lines(zero: Mapping[Matrix, Sequence[float]], scales: Mapping[Matrix, torch.Tensor]) -> list[str]:
-    """A line for every expert's matrix with such groups, of the number of them by matrix and expert."""
+def _zero_lines(numbers: Numbers, scales: Mapping[Matrix, torch.Tensor]) -> list[str]:
+    """A line for every expert's matrix with such groups."""
     return [
         f"expert {expert}: {matrix}: {count:.0f} of {scales[matrix][0].numel()} groups are all zero, scale 1"
         for matrix in MATRICES
-        for expert, count in enumerate(zero[matrix])
+        for expert, count in enumerate(numbers[f"{matrix}_zero"].tolist())
         if count
     ]
 
@@ -235,7 +235,7 @@ def _fallbacks(
                 lines.append(f"expert {expert}: {matrix}: rounded to nearest, because its Hessian is not usable")
             elif used > 1.5 * DAMPING:
                 lines.append(f"expert {expert}: {matrix}: damping raised to {used:g}")
-    return lines + _zero_lines({matrix: numbers[f"{matrix}_zero"].tolist() for matrix in MATRICES}, scales)
+    return lines + _zero_lines(numbers, scales)
 
 
 def solve_layer(
@@ -255,9 +255,7 @@ def solve_layer(
 
     Args:
         layer: with the source's weights, those of its experts only for the llmcompressor engine; left as it is.
-        norm: (H,) as stored, in the source's dtype: the one that AWQ folds its scales into; None if it stays.
-        moe_inputs: captured MoE inputs.
-        weights, residents: see `solve`.
+        norm, weights, residents: see `solve`.
         entering: hidden states entering the layer, (T, H) each; the llmcompressor engine runs the layer itself.
         check: called between sequences; may raise to interrupt.
         dist: the processes that solve it together (gram only); each has all rows, and gets the whole result.
@@ -285,12 +283,9 @@ def solve_layer(
         copy.deepcopy(layer),  # the library replaces the experts' module
         [model.inputs(states.unsqueeze(0)) for states in entering],
         settings,
-        norm=None if norm is None else modules.norm,
-        router=modules.router,
-        experts=modules.experts,
-        norm_dtype=torch.bfloat16 if norm is None else norm.dtype,
+        modules,
+        norm,
     )
-    matrices = zip(MATRICES, (*experts.gate_up_proj.data.chunk(2, dim=1), experts.down_proj.data), strict=True)
-    zero = {matrix: _zero_groups(weight, settings.group_size).tolist() for matrix, weight in matrices}
+    zero = _zero_groups(experts.gate_up_proj.data, experts.down_proj.data, settings.group_size)
     solved.fallbacks.extend(_zero_lines(zero, solved.scales))
     return solved

@@ -47,27 +47,26 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total.baddbmm_(a.float().mT, b.float())
 
 
-def add_hessian(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += aᵀ b in the lower blocks, where aᵀ b is symmetric; call `mirror` once all is added.
+def add_hessian(total: torch.Tensor, rows: torch.Tensor) -> None:
+    """total += Σ x xᵀ in the lower blocks; call `mirror` once all is added.
 
     Args:
         total: (E, C, C) float32, or (C, C).
-        a, b: (E, T, C) of one dtype, or (T, C), such as w · x and x with a weight w for each token.
+        rows: the x, (E, T, C) or (T, C).
     """
-    if not is_accelerator(a.device):
-        a, b = a.float(), b.float()
+    rows = rows if is_accelerator(rows.device) else rows.float()
     if total.dim() == 2:
-        total, a, b = total.unsqueeze(0), a.unsqueeze(0), b.unsqueeze(0)
+        total, rows = total.unsqueeze(0), rows.unsqueeze(0)
     for start, end in blocks(total.shape[-1]):
-        add_product(total[:, start:, start:end], a[..., start:], b[..., start:end])
+        add_product(total[:, start:, start:end], rows[..., start:], rows[..., start:end])
 
 
 def mirror(total: torch.Tensor) -> torch.Tensor:
     """Copy the lower triangle to the upper one, in place: (E, C, C), then exactly symmetric."""
     for start, end in blocks(total.shape[-1]):
-        own = total[..., start:end, start:end]
-        below = own.tril(-1)
-        own.tril_().add_(below.mT)
+        block = total[..., start:end, start:end]
+        below = block.tril(-1)
+        block.tril_().add_(below.mT)
         total[..., start:end, end:] = total[..., end:, start:end].mT
     return total
 

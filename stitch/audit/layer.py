@@ -23,7 +23,7 @@ from quantizers.formats.dequantization import read_weight
 from quantizers.forward.layer_weights import ExpertWeights
 from quantizers.planning.expert_batches import expert_batches, experts_per_batch
 from quantizers.planning.plan import PASSTHROUGH, Action
-from quantizers.solve.folded_scales import CLOSE_ENOUGH, matrix_errors, norm_ratio, reader_state, router_state
+from quantizers.solve.folded_scales import CLOSE_ENOUGH, is_uncompensated, matrix_errors, norm_ratio, router_state
 from quantizers.system.errors import CheckpointError
 
 ROUTER_ULPS = 2
@@ -278,4 +278,4 @@ def _is_left(pair: _Pair, reader: str) -> bool:
     with _reading_the_source():
         before = numbers(pair.source)
     after = numbers(pair.candidate)
-    return before.shape == after.shape and reader_state(before, after, smooth, CLOSE_ENOUGH) == "not compensated"
+    return before.shape == after.shape and is_uncompensated(before, after, smooth)

@@ -96,16 +96,3 @@ def test_where_the_norm_has_another_reader_rows_with_a_fold_are_left_out_by_name
     assert why.startswith("post_attention_layernorm.weight is also read by self_attn.q_proj, ")
     jobs = {row.name: methods.variant(replace(small_job, facts=other), row) for row in found.rows}
     assert [name for name, job in jobs.items() if job.plan.folds] == ["llm-compressor AWQ, other readers left out"]
-    table = methods.methods_table(
-        {
-            "rows": [{"method": name, "kl": 1, "top1": 1, "router": 1, "increase": 0, "seconds": 1} for name in jobs],
-            "base": found.base,
-            "left_out": found.left_out,
-            "calibration": {"tokens": 1},
-            "held_out_tokens": 1,
-            "machine": {"threads": 1},
-            "repeats": 1,
-        }
-    )
-    assert table.count("left out: ") == 1
-    assert all(name in table for name in found.left_out)

@@ -95,7 +95,7 @@ def test_the_corrected_matrix_is_the_ridge_regression() -> None:
     sums = sums_of(sequences, source, served, 0.9)
     assert sums.changes is not None
     down = torch.randn(EXPERTS, HIDDEN, WIDTH, generator=torch.Generator().manual_seed(4))
-    found = corrected(down, sums.hessian, sums.changes, 0.01)
+    found = corrected(down, sums.hessian, sums.changes)
     for e, (d, h, weight, routed) in enumerate(slow(sequences, source, served, 0.9)):
         w2, root = down[e].double(), weight.sqrt()[:, None]
         target = (h + d * (routed / weight)[:, None]) @ w2.T
@@ -111,9 +111,9 @@ def test_the_corrected_matrix_is_the_ridge_regression() -> None:
 
 def test_nothing_to_correct_changes_nothing() -> None:
     down = torch.randn(2, 8, 4)
-    assert torch.equal(corrected(down, torch.eye(4).expand(2, 4, 4) * 3.0, torch.zeros(2, 4, 4), 0.01), down)
+    assert torch.equal(corrected(down, torch.eye(4).expand(2, 4, 4) * 3.0, torch.zeros(2, 4, 4)), down)
 
 
 def test_sums_without_a_solution_leave_the_matrix() -> None:
     down = torch.randn(1, 8, 4)
-    assert torch.equal(corrected(down, torch.full((1, 4, 4), float("nan")), torch.ones(1, 4, 4), 0.01), down)
+    assert torch.equal(corrected(down, torch.full((1, 4, 4), float("nan")), torch.ones(1, 4, 4)), down)

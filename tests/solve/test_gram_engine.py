@@ -398,7 +398,7 @@ def test_rounding_reads_the_inputs_as_they_are_after_folding() -> None:
         h = silu(x @ layer.gate_up[expert, :WIDTH].mT) * (x @ layer.gate_up[expert, WIDTH:].mT)
         changes = ((h.double() - served) * routed[:, None]).mT @ served
         hessian = ((served * each[:, None]).mT @ served).float()
-        down = corrected(layer.down[expert][None], hessian[None], changes.float()[None], 0.01)[0]
+        down = corrected(layer.down[expert][None], hessian[None], changes.float()[None])[0]
         means = (served.abs() * each[:, None]).sum(0).float()
         grid = grid_scales(means[None], weight_means(down[None], GROUP), 8, True)[:, 0]
         s = min(grid, key=lambda point: slow_replay(down, point, served, each, 4))

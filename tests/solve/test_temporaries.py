@@ -48,7 +48,7 @@ def work(name: str) -> Callable[[], object]:
         "refine": lambda: refine(weight, hessian, nearest(weight, scale, 4), scale, 4, sweeps=2),
         "mse_scales": lambda: mse_scales(weight, hessian[:, 0].abs(), GROUP, 4),
         "scale_losses": lambda: scale_losses(weight, hessian, s, GROUP, 4),
-        "corrected": lambda: corrected(weight, hessian, hessian, 0.01),
+        "corrected": lambda: corrected(weight, hessian, hessian),
     }[name]
 
 
