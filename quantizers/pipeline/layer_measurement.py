@@ -229,8 +229,8 @@ def _largest_fitting(
             )
             files = 2 * sum(action.spec.bytes for action in small.plan.actions)
             host = files + PROGRAM + (0 if accelerator else memory.smallest)
-            disk = shutil.disk_usage(folder).free
-            for kind, needed, free in (("host memory", host, available()), ("disk space", files, disk)):
+            disk = f"disk space in {folder.parent}", files, shutil.disk_usage(folder).free
+            for kind, needed, free in (("host memory", host, available()), disk):
                 if needed > free:
                     raise InputError(f"{gib(needed)} of {kind} are needed, {gib(free)} are free; give fewer experts")
         except ArchitectureError as impossible:  # fewer are impossible as well
