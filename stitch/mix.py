@@ -5,8 +5,6 @@ everything else keeps the source's bytes. The published FrankenQuant was made th
 AWQ divided the norm before the experts by s and multiplied the experts by s, but the router, which reads the
 same norm, comes from the source and was not multiplied. So before anything is written, each layer's norms are
 compared, their ratio is confirmed on some experts, and the router is checked for compensation.
-
-Outputs of `quantize run` do not pass through here.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ HELPFUL = 3  # categories named for each of them
 
 
 def summarise(
-    counts: Sequence[np.ndarray], categories: Sequence[str], minimum: int, numbers: Sequence[int] | None = None
+    counts: Sequence[np.ndarray], categories: Sequence[str], minimum: int, numbers: Sequence[int]
 ) -> dict[str, Any]:
     """Routed tokens over all layers, and layer by layer; see `Coverage` in eval/report/schema.py.
 
@@ -35,10 +35,9 @@ def summarise(
         counts: for each layer with experts (C, E) int64.
         categories: names of the rows.
         minimum: routed tokens that an expert needs to count as covered.
-        numbers: of these layers; None for 0, 1, 2, …
+        numbers: of these layers.
     """
     totals = np.stack([layer.sum(0) for layer in counts])  # (L, E)
-    numbers = range(len(counts)) if numbers is None else numbers
     layers = [
         {
             "layer": number,

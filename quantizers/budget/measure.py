@@ -197,7 +197,7 @@ class SchemeMeasurement(Consumer):
     def _moe_inputs(self, layer: torch.nn.Module) -> MoeInputs:
         """The inputs of the layer's experts, of all processes."""
         source, dist = self.streams[0], self.context.dist
-        blocks = [self.model.route(layer, source.left.flat[rows]) for rows in source.left.chunks()]
+        blocks = [self.model.route(layer, source.left.flat[rows]) for rows in source.left.partition.chunks()]
         names = [field.name for field in fields(MoeInputs)]
         inputs = {name: torch.cat([getattr(block, name) for block in blocks]) for name in names} if blocks else {}
         return MoeInputs(**dist.all_gather(inputs, self.model.device))

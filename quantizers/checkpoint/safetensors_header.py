@@ -12,7 +12,6 @@ import reprlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 from quantizers.system.errors import CheckpointError
 
@@ -30,16 +29,6 @@ TORCH_DTYPES = {
 }  # fmt: skip
 FP8 = "F8_E4M3"  # as safetensors spells float8_e4m3fn
 FLOATING = ("BF16", "F16", "F32")
-
-
-class Stored(Protocol):
-    """A tensor's header entry: `TensorInfo` of a file, or `Spec` of a plan."""
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -143,3 +132,6 @@ class Spec:
     def bytes(self) -> int:
         """Number of data bytes."""
         return DTYPE_BYTES[self.dtype] * math.prod(self.shape)
+
+
+Stored = TensorInfo | Spec  # a tensor of a file, or of a plan: both have dtype and shape

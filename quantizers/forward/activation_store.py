@@ -76,10 +76,6 @@ class ActivationStore(Sequence[torch.Tensor]):
     def __setitem__(self, index: int, value: torch.Tensor) -> None:
         self[index].copy_(value)
 
-    def chunks(self) -> list[slice]:
-        """Slices of `flat`: the chunks of rows, counted through all sequences, that are computed here."""
-        return self.partition.chunks()
-
     def batches(self) -> list[tuple[slice, list[int]]]:
         """`of_batch` of all batches that are kept here."""
         return [self.of_batch(batch) for batch in self.partition.batches if batch.start in self.partition.sequences]

@@ -58,7 +58,7 @@ def observe(
     """
     attend(model, layer, states, states, check)
     start, device = states.partition.start, model.device
-    chunks = states.chunks()
+    chunks = states.partition.chunks()
     for chunk, (residual,) in zip(chunks, prefetched([(states.flat[rows],) for rows in chunks], device), strict=True):
         moe_inputs.put(slice(start + chunk.start, start + chunk.stop), model.route(layer, residual))
         check()
@@ -85,7 +85,7 @@ def finish(
         QuantizeError: an output is not finite.
     """
     finite: torch.Tensor | None = None
-    chunks, device = residual.chunks(), model.device
+    chunks, device = residual.partition.chunks(), model.device
     for chunk, (rows,) in zip(chunks, prefetched([(residual.flat[rows],) for rows in chunks], device), strict=True):
         output, choices = model.finish(layer, rows)
         so_far = torch.isfinite(output).all()

@@ -1,6 +1,6 @@
 """Partition of the rows of many sequences: which a process computes, and which it keeps.
 
-Rows are dealt in whole chunks (see `ActivationStore.chunks`), consecutive ones in the order of ranks. Attention needs
+Rows are dealt in whole chunks (see `RowPartition.chunks`), consecutive ones in the order of ranks. Attention needs
 whole batches of sequences (see `batches`), and a batch may reach across the border of two ranks' rows: then
 both keep all of it, and take it through attention both, which gives both the same bits. What follows attention is
 computed chunk by chunk, by the chunk's process alone; afterwards the rows of the batches at the borders are exchanged
@@ -46,11 +46,6 @@ class RowPartition:
         self.start = self.offsets[self.sequences.start]
 
     @property
-    def total(self) -> int:
-        """Number of all rows."""
-        return self.offsets[-1]
-
-    @property
     def owned_batches(self) -> list[range]:
         """The batches whose first row this process computes: each is one process's."""
         first, last = self.rows
@@ -64,8 +59,9 @@ class RowPartition:
 
     def rows_of(self, rank: int) -> tuple[int, int]:
         """First and last (exclusive) row that a process computes chunk by chunk."""
-        chunks = self.dist.partition(-(-self.total // self._chunk), rank)
-        return min(chunks.start * self._chunk, self.total), min(chunks.stop * self._chunk, self.total)
+        total = self.offsets[-1]
+        chunks = self.dist.partition(-(-total // self._chunk), rank)
+        return min(chunks.start * self._chunk, total), min(chunks.stop * self._chunk, total)
 
     def kept_by(self, rank: int) -> slice:
         """The rows that a process keeps, counted through all sequences."""
@@ -73,7 +69,7 @@ class RowPartition:
         return slice(self.offsets[kept.start], self.offsets[kept.stop])
 
     def chunks(self) -> list[slice]:
-        """The chunks of this process, counted from `start`; the same for any number of processes."""
+        """Slices of the rows kept here: the chunks that this process computes, the same for any number of processes."""
         first, last = self.rows
         starts = range(first, last, self._chunk)
         return [slice(start - self.start, min(start + self._chunk, last) - self.start) for start in starts]

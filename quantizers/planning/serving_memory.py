@@ -398,20 +398,19 @@ def _remedies(
     model: Model, smaller: Sequence[tuple[str, Model]], gpus: Gpus, asked: Fit, tensor_parallel: int | None
 ) -> Iterator[Remedy]:
     in_fp8 = fit(model, gpus, asked.context, "fp8", tensor_parallel)
-    both = asked.kv == "auto" and not in_fp8.fits
     if in_fp8.fits:
         yield Remedy("--kv fp8", in_fp8)
-    if asked.longest >= USEFUL:
-        yield Remedy(f"--context {asked.longest}", fit(model, gpus, asked.longest, asked.kv, tensor_parallel))
-    if both and in_fp8.longest >= USEFUL:
-        shorter = fit(model, gpus, in_fp8.longest, "fp8", tensor_parallel)
-        yield Remedy(f"--kv fp8 --context {in_fp8.longest}", shorter)
+    kvs: tuple[KvType, ...] = ("auto", "fp8") if asked.kv == "auto" and not in_fp8.fits else (asked.kv,)
+    for kv in kvs:
+        longest = fit(model, gpus, asked.context, kv, tensor_parallel).longest
+        if longest >= USEFUL:
+            shorter = fit(model, gpus, longest, kv, tensor_parallel)
+            yield Remedy(f"{'' if kv == asked.kv else f'--kv {kv} '}--context {longest}", shorter)
     for say, other in smaller:
         with_fewer_bits = fit(other, gpus, asked.context, asked.kv)
         if with_fewer_bits.fits and tensor_parallel in (None, with_fewer_bits.tensor_parallel):
             yield Remedy(f"{say} in the recipe", with_fewer_bits)
             break
-    kvs: tuple[KvType, ...] = ("auto", "fp8") if both else (asked.kv,)
     step, most = tensor_parallel or 1, MOST_GPUS
     for kv in kvs:  # the smallest number of such GPUs; a still smaller one with keys and values in FP8
         counts = range(gpus.count + step, most + 1, step)

@@ -154,14 +154,14 @@ def test_gates() -> None:
     counts = [np.array([[4, 0, 0, 0], [2, 2, 0, 4]]), np.array([[1, 1, 1, 1], [1, 1, 1, 1]])]
     names = ("code/c", "math")
     rule = CoverageGate(min_routed_tokens=2, max_uncovered=0.2, categories={"code": 1, "math": 5}, min_entropy=0.7)
-    found = {g["name"]: g for g in gates(summarise(counts, names, 2), counts, names, rule)}
+    found = {g["name"]: g for g in gates(summarise(counts, names, 2, range(2)), counts, names, rule)}
     assert (found["coverage"]["value"], found["coverage"]["passed"]) == (1 / 8, True)
     assert (found["coverage code"]["value"], found["coverage code"]["passed"]) == (3 / 8, False)
     assert (found["coverage math"]["value"], found["coverage math"]["passed"]) == (1.0, False)
     load = np.array([6, 2, 4]) / 12
     assert found["entropy"]["value"] == pytest.approx(-(load * np.log(load)).sum() / np.log(4))
     assert found["entropy"]["passed"]
-    assert not gates(summarise(counts, names, 2), counts, names, CoverageGate(min_entropy=0.99))[-1]["passed"]
+    assert not gates(summarise(counts, names, 2, range(2)), counts, names, CoverageGate(min_entropy=0.99))[-1]["passed"]
 
 
 def test_entropy() -> None:

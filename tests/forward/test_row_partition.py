@@ -53,7 +53,7 @@ def test_rows_at_the_borders_are_passed_on(count: int) -> None:
     def work(dist: ProcessGroup) -> None:
         rows = ActivationStore(None, LENGTHS, 3, torch.float32, dist=dist, chunk=CHUNK)
         rows.flat.fill_(-1)
-        for block in rows.chunks():
+        for block in rows.partition.chunks():
             first = rows.partition.start
             rows.flat[block] = whole[first + block.start : first + block.stop]
         rows.partition.complete(rows.flat)
