@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from eval.report.schema import (
     AuditFigures,
     Coverage,
@@ -65,6 +67,7 @@ class VerifyReport(AuditFigures):
 
     notes: list[str] = key("What is not a fault but worth knowing")
     consumers: Engines | None = maybe("Serving engines; absent if the folder could not be opened")
+    vllm: dict[str, Any] | None = maybe("vLLM's own answers; with --with-vllm only")
 
 
 class WorstExpert(Part):

@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,7 @@ def checkpoint(
         if how is None:
             tensors[name] = numbers[name] = weight.half()
             continue
-        parts, numbers[name] = quantized(weight, replace(how), seed=position)
+        parts, numbers[name] = quantized(weight, how, seed=position)
         tensors |= {f"{module}.{part}": tensor for part, tensor in parts.items()}
     edit(tensors)
     config = json.loads((source / "config.json").read_text())

@@ -2,7 +2,7 @@
 
 Runs in an environment of its own that has a vLLM for the CPU (.ci/vllm-requirements.txt):
 
-    PYTHONPATH=.:scripts /path/to/that/python tests/vllm_probe.py FOLDER... [--compare FOLDER]
+    PYTHONPATH=. /path/to/that/python tests/vllm_probe.py FOLDER... [--compare FOLDER]
 
 For each folder vLLM reads the config, builds the model class of its registry on one CPU, and loads the shards, all by
 its own code. Before it loads, every byte of every parameter is set to 0xFF (NaN in any float dtype), so what it does
@@ -49,7 +49,6 @@ import compressed_tensors
 import torch
 import transformers
 import vllm
-from ask_vllm import ask_vllm
 from torch import Tensor
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
@@ -66,6 +65,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm_parameters import compare, fill, parameters_of
 from whole_models import stored
 
+from eval.serving.ask_vllm import ask_vllm
 from quantizers.system.errors import InputError
 
 

@@ -17,7 +17,7 @@ transformers looks up every linear layer separately, by name and then by class, 
 first group with a `re:` target that contains "experts", even if that expression does not match them.
 
 From the sources of vLLM 0.15 to 0.33 (before about 0.23 it tried the class before the parts), SGLang 0.5.23 and
-transformers 5.17; scripts/ask_vllm.py compares these rules with an installed vLLM.
+transformers 5.17; ask_vllm.py compares these rules with an installed vLLM.
 """
 
 from __future__ import annotations

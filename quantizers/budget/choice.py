@@ -39,18 +39,14 @@ def choose_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Con
     assert job.allocation is not None
     schemes, entries = None, measure_schemes(job, tokens, context)
     if entries is not None:
-        schemes = job.allocation.schemes(_choice(job.allocation, entries))
+        schemes = job.allocation.schemes(job.allocation.choose([entry["loss"] for entry in entries]))
         refuse_changes(context.work, {"schemes": [str(scheme) for scheme in schemes]}, output, CHOICE)
     return replace(job, plan=job.plan.with_schemes(context.dist.broadcast_object(schemes)))
 
 
-def _choice(allocation: Allocation, entries: Entries) -> list[int]:
-    return allocation.choose([entry["loss"] for entry in entries])
-
-
 def describe_choice(allocation: Allocation, entries: Entries) -> dict[str, Any]:
     """For report.json and `quantize plan`: candidates, bounds, and each layer's scheme with its measurements."""
-    picked = _choice(allocation, entries)
+    picked = allocation.choose([entry["loss"] for entry in entries])
     schemes = [allocation.candidates[index] for index in picked]
     layers = [
         {

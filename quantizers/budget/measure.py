@@ -18,8 +18,8 @@ of this disturbance after each layer, and the KL at the end, give
 
 in nats per token, where disturbance is ‖probe − source‖² / ‖source‖² of the states that leave the layer: an error is
 taken to grow, or fade, on its way to the output as the probe's does from there on, and KL to grow with its square.
-Only some experts are disturbed, so their errors are enlarged to disturb as much as all would; in bfloat16 they are
-enlarged once more, since the states' own rounding disturbs too.
+Only some experts are disturbed, so errors are enlarged to disturb as much as all would, and once more in bfloat16,
+where the states' own rounding disturbs too.
 
     schemes/00003.json   the measurements of layer 3
     schemes/kl.json      the disturbance after each layer and the probe's KL; written last

@@ -19,6 +19,9 @@ def verify(
     revision: Annotated[
         str | None, typer.Option(help="revision of the source on the Hub; the one in report.json by default")
     ] = None,
+    with_vllm: Annotated[
+        bool, typer.Option("--with-vllm", help="also ask the installed vLLM for the scheme of every layer")
+    ] = False,
     facts: FactsOption = None,
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
@@ -37,11 +40,16 @@ def verify(
     from quantizers.cli.tables.commands import audit_table
     from quantizers.commands.verify import verify as verify_checkpoint
 
-    found = verify_checkpoint(candidate, source, revision=revision, facts=facts, device=device)
+    found = verify_checkpoint(candidate, source, revision=revision, with_vllm=with_vllm, facts=facts, device=device)
     report = found.as_dict()
     text = audit_table(report)
     if found.consumers is not None:
         text += "\n\n" + render(found.consumers)
+    if found.vllm is not None:
+        different = found.vllm["differences"]
+        text += f"\n\nvLLM {found.vllm['version']}, asked for {found.vllm['asked']:,} modules: " + (
+            "\n".join([f"{len(different)} differ", *different]) if different else "every scheme is the one above"
+        )
     emit(report, as_json, text)
     if not found.passed:
         raise typer.Exit(GATE_FAILED)

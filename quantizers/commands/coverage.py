@@ -38,7 +38,7 @@ class Question:
     sets: tuple[Path, ...]
     rule: CoverageGate
     where: str
-    own: Path | None = None
+    facts_file: Path | None = None
     tokens: int | None = None
 
 
@@ -160,7 +160,7 @@ def _with_source(question: Question, recipe: Recipe, path: Path, source: str | P
         model=source_location(recipe, path) if source is None else given_folder(Path(source)),
         revision=recipe.source.revision,
         trust_remote_code=question.trust_remote_code or recipe.source.trusts_tokenizer,
-        own=question.own or facts_location(recipe, path),
+        facts_file=question.facts_file or facts_location(recipe, path),
     )
 
 
@@ -202,7 +202,7 @@ def _stream(
 
     checkpoint = dist.in_turn(lambda: open_checkpoint(question.model, question.revision))
     where = str(checkpoint.folder / "config.json")
-    facts = architecture_for(checkpoint.config, where, question.own)
+    facts = architecture_for(checkpoint.config, where, question.facts_file)
     sizes = sizes_of(facts, checkpoint.config, where)
     named = published_names(checkpoint, facts)  # first, for reading the sets may take long
     arguments = (checkpoint.folder, question.trust_remote_code, question.tokens)

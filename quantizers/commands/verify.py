@@ -34,16 +34,18 @@ class Verification:
         audit: the files compared with the source.
         record: the files compared with report.json, and report.json with its checksum.
         consumers: how serving engines would read it; None if the folder cannot be opened, which the audit reports.
+        vllm: the answers of an installed vLLM, see `eval.serving.ask_vllm`; None if it was not asked.
     """
 
     audit: Audit
     record: Record
     consumers: ServingCheck | None
+    vllm: dict[str, Any] | None = None
 
     @property
     def passed(self) -> bool:
         """Whether nothing differs, and every serving engine would read it as it is stored."""
-        return not (self.differences or self.misread)
+        return not (self.differences or self.misread or (self.vllm and self.vllm["differences"]))
 
     @property
     def differences(self) -> list[str]:
@@ -61,7 +63,7 @@ class Verification:
         if self.consumers is not None:
             findings = [one.as_dict() | {"places": list(one.places)} for one in self.consumers.findings]
             result["consumers"] = self.consumers.as_dict() | {"findings": findings}
-        return result
+        return result | ({"vllm": self.vllm} if self.vllm else {})
 
 
 def verify(
@@ -69,6 +71,7 @@ def verify(
     source: str | Path | None = None,
     *,
     revision: str | None = None,
+    with_vllm: bool = False,
     facts: str | Path | None = None,
     device: str = "auto",
 ) -> Verification:
@@ -78,6 +81,7 @@ def verify(
         folder: a finished checkpoint of compressed-tensors' formats, made by this program or another.
         source: the source model, a folder or Hub id; the one in report.json by default.
         revision: of the source on the Hub; the one in report.json by default.
+        with_vllm: also ask the installed vLLM for the scheme of every layer.
         facts: the user's own architecture spec, instead of one that the folder carries.
         device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
 
@@ -93,7 +97,12 @@ def verify(
         refuse_unfinished(Path(name))
     opened = source_of(folder, str(source) if source is not None else None, revision)
     with ordered():
-        return verify_folder(folder, opened, choose_device(device), own)
+        found = verify_folder(folder, opened, choose_device(device), own)
+    if not with_vllm:
+        return found
+    from eval.serving.ask_vllm import ask_vllm
+
+    return replace(found, vllm=ask_vllm(folder, own or output_facts(folder)))
 
 
 def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: Path | None = None) -> Verification:

@@ -1,8 +1,7 @@
 """Copies between a GPU and host memory: page-locked buffers, and a prefetch of the next tensors.
 
 A prefetch runs on a stream of its own, beside the GPU's work, but after all work queued before it, so that its target
-may be memory that earlier work still reads. Copies back to the host are plain ones, and wait. None of this decides a
-bit of a result. On a CPU nothing is copied.
+may be memory that earlier work still reads. Copies back to the host wait. On a CPU nothing is copied.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ def disable_kernel(name: str) -> None:
 def launch(kernel: Any, grid: tuple[int, ...], on: torch.Tensor, *arguments: Any, **options: Any) -> None:
     """Launch a kernel on a tensor's device and its current stream.
 
-    One thread launches at a time, since Triton compiles and launches for one alone, and a layer is audited in another
-    thread than the next one is solved. Triton takes the thread's current device, in a new thread the first GPU.
+    One thread launches at a time, since Triton compiles and launches for one alone. It takes the thread's current
+    device, in a new thread the first GPU.
     """
     with _LAUNCHING, torch.cuda.device_of(on):  # type: ignore[no-untyped-call]  # in torch
         kernel[grid](*arguments, **(OPTIONS | options))

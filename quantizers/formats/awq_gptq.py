@@ -177,10 +177,7 @@ def _stored_groups(
 
 
 def read_packing(section: Mapping[str, Any], where: str) -> Packing:
-    """Parse a quantization_config whose quant_method is one of METHODS.
-
-    Args:
-        where: its file and key, for messages.
+    """Parse a quantization_config whose quant_method is one of METHODS; `where` is its file and key, for messages.
 
     Raises:
         CheckpointError: one line that names the unsupported key.
@@ -237,11 +234,10 @@ def _overrides(
             raise CheckpointError(f"{where}.{key} is {reprlib.repr(given)}; an object is needed")
         parsed = []
         for name, keys in given.items():
-            excluded = keys is False or (key == "dynamic" and name.startswith("-:"))
-            parsed.append((name, None if excluded else _override(keys, f"{where}.{key}[{reprlib.repr(name)}]", layout)))
-        if key == "dynamic":
-            parsed = [(name.removeprefix("-:").removeprefix("+:"), keys) for name, keys in parsed]
-        else:
+            excluded = keys is False or name.startswith("-:")
+            override = None if excluded else _override(keys, f"{where}.{key}[{reprlib.repr(name)}]", layout)
+            parsed.append((name.removeprefix("-:").removeprefix("+:"), override))
+        if key == "extra_config":
             names = [(rf"{re.escape(name)}\Z", keys) for name, keys in parsed]
             parsed = [*names, *((f".*?(?:{name})", keys) for name, keys in parsed if SPECIAL.search(name))]
         for pattern, keys in parsed:

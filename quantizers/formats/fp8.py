@@ -71,11 +71,7 @@ def weight_schemes(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def declared_form(config: Mapping[str, Any], where: str) -> Fp8:
-    """The format that config.json declares.
-
-    Args:
-        config: config.json of an FP8 model.
-        where: its path, for messages.
+    """The format that an FP8 model's config.json declares; `where` is its path, for messages.
 
     Raises:
         CheckpointError: it declares neither format.

@@ -2,8 +2,7 @@
 
 An int32 holds 32 / bits neighbouring integers of a row, the first in its lowest bits, each plus 2^(bits-1) so that it
 is not negative. On a little-endian machine a row is therefore its bytes in order: one integer a byte with 8 bits, two
-with 4, the even column in the low half. So nothing here is wider than 8 bits or scattered, and no value is looked at:
-all experts of a matrix are packed by the same few operations as one.
+with 4, the even column in the low half. So nothing here is wider than 8 bits, and no value is looked at.
 
 Legend: R rows (outputs), C columns (inputs), g group size, n = C / g groups, … any leading dimensions.
 """

@@ -149,10 +149,5 @@ def _published(name: str, facts: Architecture, known: Collection[str]) -> str:
     for alias, published in facts.modules.aliases.items():
         if name.endswith(f".{alias}"):
             name = name.removesuffix(alias) + published
-    expert = re.search(r"\.experts\.\d+\.(\w+)\.", name)
-    if expert:
-        for matrix in MATRICES:
-            if expert[1] == PROJECTIONS[matrix]:
-                at, end = expert.span(1)
-                name = name[:at] + facts.expert_linears[matrix].name + name[end:]
-    return name
+    matrices = {PROJECTIONS[matrix]: facts.expert_linears[matrix].name for matrix in MATRICES}
+    return re.sub(r"(\.experts\.\d+\.)(\w+)(?=\.)", lambda m: m[1] + matrices.get(m[2], m[2]), name, count=1)

@@ -35,25 +35,19 @@ from .awq_gptq import METHODS, read_packing
 
 SECTION = "quantization_config"
 SUPPORTED = {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense"}
-DEQUANTIZE = "load it with transformers, save model.dequantize() with save_pretrained, and give that folder"
 # By quant_method: what to do instead.
 INSTEAD = {
     "gguf": EVALUATE_GGUF,
     "exl2": f"evaluate it with exllamav2's test_inference.py --eval_dataset; {GIVE_ORIGINAL}",
     "exl3": f"evaluate it with exllamav3's eval/model_diff.py; {GIVE_ORIGINAL}",
-    "bitsandbytes": DEQUANTIZE,
-    "higgs": DEQUANTIZE,
+    "bitsandbytes": "load it with transformers, save model.dequantize() with save_pretrained, and give that folder",
 }
 OTHERWISE = f"evaluate it with the program that made it; {GIVE_ORIGINAL}"
 MLX = f"evaluate it with mlx-lm; {GIVE_ORIGINAL}"
 
 
 def refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
-    """Refuse a checkpoint in a format that this program cannot read.
-
-    Args:
-        config: config.json, not validated yet.
-        where: its path, for the message.
+    """Refuse a checkpoint in a format that this program cannot read, by its config.json, whose path is `where`.
 
     Raises:
         CheckpointError: one line that names the key and the remedy.
@@ -98,11 +92,7 @@ INNER = ("text_config", SECTION, "config_groups", "weights")  # sections that sa
 
 
 def refuse_four_bits(config: Mapping[str, Any], where: str) -> None:
-    """Refuse a source whose weights have 4 bits or fewer.
-
-    Args:
-        config: config.json, not validated yet.
-        where: its path, for the message.
+    """Refuse a source whose weights have 4 bits or fewer, by its config.json, whose path is `where`.
 
     Raises:
         CheckpointError: one line that names the key.

@@ -21,7 +21,6 @@ class Context:
     Attributes:
         work: see `journal.work_folder`. That of the first machine holds the run; of other machines it holds files
             that are of no use once the processes have ended.
-        device: where layers are computed.
         residents: expert batches whose Hessians are kept at a time.
         check: called between steps; may raise to interrupt.
         dist: which process this is, of how many.

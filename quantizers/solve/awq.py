@@ -1,12 +1,11 @@
 """AWQ's scale search and folding, from Hessians instead of replayed forward passes.
 
-Legend: E experts, R rows (outputs), C columns (inputs), G (C, C) = Σ x xᵀ, P grid points, B = E for
-a scale per expert, B = 1 for one scale that all experts share.
+Legend: E experts, R rows (outputs), C columns (inputs), G (C, C) = Σ x xᵀ, P grid points; B = E for a scale per expert,
+B = 1 for one scale that all experts share.
 
 AWQ (Lin et al., https://arxiv.org/abs/2306.00978) looks for a scale s per column that makes
-‖(Q(W s) / s − W) X‖² small. With D = Q(W s) / s − W this is tr(D G Dᵀ), so the search needs G only:
-it never runs the model again, and its cost does not depend on the number of tokens. The candidates
-are llm-compressor's "duo scaling" grid.
+‖(Q(W s) / s − W) X‖² small. With D = Q(W s) / s − W this is tr(D G Dᵀ), so the search needs G only and never runs the
+model again. The candidates are llm-compressor's "duo scaling" grid.
 """
 
 from __future__ import annotations
@@ -167,7 +166,6 @@ def norm_scale(
     Args:
         gate_up: returns w1 above w3 of an expert batch, (c, 2I, H).
         batches: this process's.
-        experts: E.
         within_memory: calls a function again where memory was full, see `HessianCache`.
 
     Returns:

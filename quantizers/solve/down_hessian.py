@@ -75,7 +75,8 @@ def collect_down_hessian(
     magnitude = zeros(count, width, kernels.SUMS if _by_kernel(gate_up) else 1)
     mass, seen = zeros(count, 1), zeros(count, dtype=torch.int64)
     routed_mass = zeros(count, dtype=torch.float64)
-    step = max(1, routing.routed() // (ROUTED_PER_COLUMN * width))
+    routed = sum(sum(table.known) for table in routing.tables) // len(routing.experts)  # of an expert on average
+    step = max(1, routed // (ROUTED_PER_COLUMN * width))
     products = gate_up.new_empty(0, 0)
     rows = 0
     numbered = zip(range(0, len(chunks), every), chunks[::every], strict=True)

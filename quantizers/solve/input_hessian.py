@@ -43,14 +43,14 @@ def sweep(
     hidden: int,
     *,
     with_all: bool,
-) -> tuple[InputHessian | None, dict[ExpertBatch, torch.Tensor]]:
+) -> tuple[InputHessian, dict[ExpertBatch, torch.Tensor]]:
     """One pass over all token chunks.
 
     Args:
         batches: expert batches whose Hessians are computed; all of them are in memory at a time.
 
     Returns:
-        The Hessian of all rows, if asked for; of each expert batch Σ r² x xᵀ (c, H, H) over rows routed to its experts.
+        The Hessian of all rows, zero without `with_all`; of each expert batch Σ r² x xᵀ (c, H, H) over its routed rows.
     """
     device = routing.blend.share.device
     total, size = torch.zeros(hidden, hidden, device=device), torch.zeros(hidden, device=device)
@@ -65,7 +65,7 @@ def sweep(
                 add_hessian(hessian, picked)
     for hessian in hessians.values():
         mirror(hessian)
-    return InputHessian(mirror(total), size / max(routing.blend.tokens, 1)) if with_all else None, hessians
+    return InputHessian(mirror(total), size / max(routing.blend.tokens, 1)), hessians
 
 
 def blended_hessian(routed: torch.Tensor, all_hessian: torch.Tensor, blend: Blend, batch: ExpertBatch) -> torch.Tensor:
@@ -85,9 +85,7 @@ class HessianCache:
 
     def of_all(self, batches: Sequence[ExpertBatch]) -> InputHessian:
         """The Hessian of all rows, from a sweep that caches those of the first expert batches as well."""
-        inputs = self._sweep(batches, with_all=True)
-        assert inputs is not None
-        return inputs
+        return self._sweep(batches, with_all=True)
 
     def take(self, waiting: Sequence[ExpertBatch]) -> torch.Tensor:
         """The Hessians (c, H, H) of the first of these expert batches, removed from the cache."""
@@ -96,8 +94,8 @@ class HessianCache:
             self._sweep(waiting, with_all=False)
         return self._cached.pop(waiting[0])
 
-    def _sweep(self, waiting: Sequence[ExpertBatch], *, with_all: bool) -> InputHessian | None:
-        def compute() -> InputHessian | None:
+    def _sweep(self, waiting: Sequence[ExpertBatch], *, with_all: bool) -> InputHessian:
+        def compute() -> InputHessian:
             batches = waiting[: self._residents.share(len(waiting))]
             inputs, self._cached = sweep(self.chunks, self.routing, batches, self._hidden, with_all=with_all)
             return inputs

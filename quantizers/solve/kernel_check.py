@@ -18,7 +18,7 @@ from quantizers.formats.packed_integers import grouped
 from . import kernels
 from .coordinate_descent import refine_group
 from .down_hessian import weigh_rows
-from .rounding import BLOCK, MSE_COUNT, MSE_FIRST, MSE_LESS, in_groups, mse_steps, round_block
+from .rounding import BLOCK, in_groups, mse_steps, round_block
 
 Arguments = list[Any]
 
@@ -135,10 +135,10 @@ def _mse_scales(device: torch.device, experts: int, rows: int, columns: int, bit
     weight = _drawn(device, experts, 2 * columns, rows)
     weight[0, :columns, 0] = 0
     importance = _drawn(device, experts, 2 * columns).square()
-    return [weight, importance, columns, bits, MSE_COUNT, MSE_FIRST, MSE_LESS]
+    return [weight, importance, columns, bits]
 
 
-def _mse_twin(weight: torch.Tensor, importance: torch.Tensor, group: int, bits: int, *_: Any) -> torch.Tensor:
+def _mse_twin(weight: torch.Tensor, importance: torch.Tensor, group: int, bits: int) -> torch.Tensor:
     return mse_steps(in_groups(weight, group), grouped(importance, group).unsqueeze(-1), bits)
 
 

@@ -30,6 +30,7 @@ from .symmetric import LANES
 
 ROWS, WIDE = 32, 64  # rows of a program, and columns from which on there are fewer, for want of registers
 INTERPRETED = 1024  # rows of a program in Triton's interpreter, where every operation takes as long
+MSE_COUNT, MSE_FIRST, MSE_LESS = 20, 1.05, 0.02  # multiples of the min-max scale: so many, the first, the steps down
 STRIP, SUMS = 16, 128  # of a program that weighs rows: columns, and tokens of theirs that are added apart
 
 
@@ -107,15 +108,12 @@ def refine_group(
     )  # fmt: skip
 
 
-def mse_scales(
-    weight: torch.Tensor, importance: torch.Tensor, group: int, bits: int, count: int, first: float, less: float
-) -> torch.Tensor:
+def mse_scales(weight: torch.Tensor, importance: torch.Tensor, group: int, bits: int) -> torch.Tensor:
     """The best of each group's min-max scale and some multiples of it.
 
     Args:
         weight: (E, C, R) float32, transposed.
         importance: (E, C) float32, what a squared error in each column counts.
-        count, first, less: the multiples are `first`, `first - less`, …, so many.
 
     Returns:
         (E, n, R) bfloat16.
@@ -127,7 +125,7 @@ def mse_scales(
         "mse_scales", weight, (weight.shape[1] // group,), LANES,
         weight, importance, chosen,
         weight.shape[2], weight.stride(0), importance.stride(0), chosen.stride(0),
-        G=group, COUNT=count, FIRST=first, LESS=less, LOW=low, HIGH=high,
+        G=group, COUNT=MSE_COUNT, FIRST=MSE_FIRST, LESS=MSE_LESS, LOW=low, HIGH=high,
     )  # fmt: skip
     return chosen
 

@@ -25,8 +25,7 @@ from . import kernels
 from .symmetric import ordered_sum
 
 DAMPING = 0.01  # of Hessians, as a share of their mean diagonal
-MSE_COUNT, MSE_FIRST, MSE_LESS = 20, 1.05, 0.02
-MSE_FACTORS = tuple(MSE_FIRST - MSE_LESS * k for k in range(MSE_COUNT))
+MSE_FACTORS = tuple(kernels.MSE_FIRST - kernels.MSE_LESS * k for k in range(kernels.MSE_COUNT))
 BLOCK = 32  # GPTQ columns of one kernel; one matmul adds the errors of their panel before it
 PANEL = 256  # GPTQ columns that get the errors of all panels before them by one matmul
 ATTEMPTS = 4  # dampings tried, each ten times the one before
@@ -58,21 +57,16 @@ def nearest(weight: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tenso
 
 
 def mse_scales(weight: torch.Tensor, importance: torch.Tensor, group: int, bits: int) -> torch.Tensor:
-    """The best of the min-max scale and 20 multiples of it, by squared error weighted per column.
+    """The best of the min-max scale and 20 multiples of it, (E, R, n) bfloat16, by squared error weighted per column.
 
     Args:
         weight: (E, R, C) float32.
-        importance: (E, C) float32, not negative: the diagonal of the columns' Hessian.
-
-    Returns:
-        (E, R, n) bfloat16; min-max where nothing is smaller, as where the importance is all zero.
+        importance: (E, C) float32, not negative: the diagonal of the columns' Hessian. Where all of it is zero, the
+            min-max scale is the best.
     """
     experts, rows, columns = weight.shape
     if use_kernel("mse_scales", weight.device):
-        steps = kernels.mse_scales(
-            weight.mT.contiguous(), importance.contiguous(), group, bits, MSE_COUNT, MSE_FIRST, MSE_LESS
-        )
-        return steps.mT.contiguous()
+        return kernels.mse_scales(weight.mT.contiguous(), importance.contiguous(), group, bits).mT.contiguous()
     chosen = torch.empty(experts, columns // group, rows, dtype=torch.bfloat16, device=weight.device)
     for some, part in column_parts(weight.mT, group):
         by_group = in_groups(weight.mT[some, part].contiguous(), group)
@@ -129,7 +123,7 @@ def gptq(
     """
     experts, rows, columns = weight.shape
     order = hessian.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)  # (E, C)
-    factor, used = cholesky_inverse(_in_order(_in_order(hessian, order).mT, order), DAMPING)
+    factor, used = cholesky_inverse(_in_order(_in_order(hessian, order).mT, order))
     # An error's share in each later column.
     factor.div_(factor.diagonal(dim1=-2, dim2=-1).unsqueeze(-1).clone())
     # Transposed, (E, C, R): a column is contiguous, and so are all later ones.
@@ -205,7 +199,7 @@ def in_groups(part: torch.Tensor, group: int) -> torch.Tensor:
     return part.view(part.shape[0], -1, group, part.shape[2])
 
 
-def cholesky_inverse(hessian: torch.Tensor, damping: float) -> tuple[torch.Tensor, torch.Tensor]:
+def cholesky_inverse(hessian: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """U, upper triangular, with inverse(H) = Uᵀ U for the damped H = hessian + d I: GPTQ spreads errors by it.
 
     With A upper triangular and H = A Aᵀ, U is A's inverse; A comes from the Cholesky factor of H with rows and columns
@@ -214,7 +208,6 @@ def cholesky_inverse(hessian: torch.Tensor, damping: float) -> tuple[torch.Tenso
 
     Args:
         hessian: (E, C, C) float32, symmetric, positive semi-definite.
-        damping: share of the mean diagonal that is added to the diagonal.
 
     Returns:
         U (E, C, C) and the damping used (E,): ten times as much, again and again, for an expert
@@ -224,7 +217,7 @@ def cholesky_inverse(hessian: torch.Tensor, damping: float) -> tuple[torch.Tenso
     diagonal = work.diagonal(dim1=-2, dim2=-1)
     before = diagonal.clone()  # (E, C)
     mean = hessian.diagonal(dim1=-2, dim2=-1).mean(-1)  # (E,)
-    used = torch.full_like(mean, damping)
+    used = torch.full_like(mean, DAMPING)
     for _ in range(ATTEMPTS):
         torch.add(before, (used * mean).unsqueeze(-1), out=diagonal)
         lower, info = torch.linalg.cholesky_ex(work)

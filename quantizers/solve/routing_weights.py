@@ -112,10 +112,6 @@ class RoutingStatistics:
     experts: list[int]
     rows: int
 
-    def routed(self) -> int:
-        """Average number of routed tokens of an expert."""
-        return sum(sum(table.known) for table in self.tables) // len(self.blend.share)
-
 
 def routing_statistics(
     chunks: Iterable[MoeInputs],
@@ -128,7 +124,6 @@ def routing_statistics(
     """Count the routed tokens, make each chunk's table, and derive each expert's share; one synchronisation.
 
     Args:
-        experts: E.
         routed_weight: the recipe's a, 0 to 1.
         full_share_at: n0. The hidden size is used: with fewer tokens than columns the routed Hessian is singular.
         batch_size: experts of a batch, for the order of `expert_batches.by_load`; None for that of their numbers.

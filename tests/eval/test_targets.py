@@ -70,12 +70,8 @@ def test_each_name_that_a_server_asks_is_in_the_group_that_it_is_stored_as(famil
     for layer, scheme in turns.items():
         for matrix in MATRICES:
             (group,) = hits(section, f"model.layers.{layer}.mlp.experts.0.{matrix}")
-            weights = group["weights"]
-            assert (weights["type"], weights["num_bits"], weights["group_size"]) == (
-                "int",
-                scheme.bits,
-                scheme.group_size,
-            )
+            found = [group["weights"][key] for key in ("type", "num_bits", "group_size")]
+            assert found == ["int", scheme.bits, scheme.group_size]
     fp8 = [f"{prefix}.mlp.experts.0.{matrix}" for prefix in beyond(family) for matrix in MATRICES] + [*kept(family)]
     for name in fp8:
         groups = hits(section, name)

@@ -104,7 +104,7 @@ def probed(*words: object) -> tuple[int, dict[str, Any]]:
     """The probe's exit code and report."""
     done = subprocess.run(
         [os.environ[VLLM_PYTHON], "tests/vllm_probe.py", *map(str, words)],
-        cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": ".:scripts"}, stdout=subprocess.PIPE, check=False
+        cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, stdout=subprocess.PIPE, check=False
     )  # fmt: skip
     return done.returncode, json.loads(done.stdout)
 

@@ -15,7 +15,7 @@ from quantizers.solve.rounding import cholesky_inverse
 def test_inverse_factor_against_float64(columns: int, tokens: int, device: torch.device) -> None:
     """Oracle: inverse(H) in float64, H with 1 % of the mean diagonal added; singular Hessians included."""
     hessian = correlated_hessian(6, 2, max(columns, 5), tokens)[:, :columns, :columns]
-    factor, used = (found.cpu() for found in cholesky_inverse(hessian.to(device), 0.01))
+    factor, used = (found.cpu() for found in cholesky_inverse(hessian.to(device)))
     assert used.tolist() == pytest.approx([0.01, 0.01])
     assert torch.equal(factor, factor.triu())
     assert (factor.diagonal(dim1=-2, dim2=-1) > 0).all()
@@ -39,7 +39,7 @@ def test_damping_is_raised_tenfold_until_the_matrix_is_positive(lowest: float, e
     values = torch.full((size,), (size - lowest) / (size - 1))
     values[0] = lowest
     hessian = torch.stack([basis @ torch.diag(values) @ basis.mT, torch.eye(size)])
-    factor, used = cholesky_inverse(hessian, 0.01)
+    factor, used = cholesky_inverse(hessian)
     assert used.tolist() == pytest.approx([expected, 0.01])
     damped = hessian[0].double() + expected * torch.eye(size, dtype=torch.float64)
     torch.testing.assert_close(

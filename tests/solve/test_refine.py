@@ -46,13 +46,6 @@ def test_no_row_gets_worse_and_codes_and_scales_stay_valid(
     assert bool((finer_scale > 0).all())
 
 
-def test_it_wins_on_gptq() -> None:
-    weight, hessian, codes, scale = case(4, 64, 4, 4, 7)
-    finer = refine(weight, hessian, codes, scale, 4)
-    gain = loss(weight, hessian, *finer).sum() / loss(weight, hessian, codes, scale).sum()
-    assert gain < 0.97
-
-
 def test_a_slow_version_in_float64_makes_the_same_choices() -> None:
     """The same sweep written out for one row at a time, the loss evaluated afresh for every choice."""
     weight, hessian, codes, scale = case(1, 3, 2, 4, 11)

