@@ -26,10 +26,7 @@ Entries = Sequence[Mapping[str, Any]]
 
 
 def choose_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Context, output: Path) -> Job:
-    """The job with the plan of the chosen schemes; measures first unless that has been done.
-
-    Args:
-        tokens: of the calibration samples; None in all ranks except 0.
+    """The job with the plan of the chosen schemes; measures first unless that has been done, see `measure_schemes`.
 
     Raises:
         OutputError: the unfinished run has made another choice.

@@ -279,10 +279,7 @@ def probe_bytes(sizes: Sizes, lengths: Sequence[int], itemsize: int) -> int:
 
 
 def read_measurements(work: Path, layers: Sequence[int]) -> list[dict[str, Any]] | None:
-    """The finished measurements, one entry for each of these layers; None while they are not complete.
-
-    Args:
-        layers: the numbers of all layers with experts.
+    """The finished measurements, one entry for each of the layers with experts; None while they are not complete.
 
     Each has `layer`, `seconds`, `experts`, `kl` of the probe and its `disturbance` after this layer, and by a scheme's
     name `error`, `by_matrix` (all three are squares, relative to the states) and `loss`.

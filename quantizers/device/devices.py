@@ -82,11 +82,8 @@ def is_accelerator(device: torch.device) -> bool:
 def use_threads(sizes: Sizes, begun_with: int | None = None, dist: ProcessGroup = SINGLE_PROCESS) -> None:
     """Set torch's threads: one for a layer with few weights, else one per core. OMP_NUM_THREADS takes precedence.
 
-    On a CPU the number of threads decides bits, so a resumed run keeps the number that it began with. torchrun sets
-    OMP_NUM_THREADS=1 if it is unset: a resumed run with several processes ignores that 1.
-
-    Args:
-        begun_with: the threads of the unfinished run or evaluation to resume; None for a new one.
+    On a CPU the number of threads decides bits, so a run or evaluation that is resumed keeps the number that it was
+    begun with. torchrun sets OMP_NUM_THREADS=1 if it is unset: resumed with several processes, that 1 is ignored.
 
     Raises:
         OutputError: OMP_NUM_THREADS asks for another number than `begun_with`.

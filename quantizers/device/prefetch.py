@@ -27,11 +27,8 @@ Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # targets and sources
 def pin(buffer: torch.Tensor, device: torch.device) -> None:
     """Page-lock host memory for copies from and to a GPU, for the tensor's lifetime; does nothing for a CPU.
 
-    Memory is registered in place: torch's own pool rounds sizes up to powers of two, and has no memory that several
-    processes share. Where the driver refuses, one line is printed, and copies are slower.
-
-    Args:
-        buffer: on the CPU, all of its storage; each once.
+    All of a buffer's storage is registered in place, once: torch's own pool rounds sizes up to powers of two, and has
+    no memory that several processes share. Where the driver refuses, one line is printed, and copies are slower.
     """
     address = buffer.data_ptr()
     if device.type != "cuda" or not buffer.nbytes:
@@ -93,13 +90,10 @@ def _copy_stream(number: int) -> torch.cuda.Stream:
 
 
 def prefetched(parts: Sequence[Part], device: torch.device) -> Iterator[Part]:
-    """Each part on the device in turn, while the next one is copied there.
+    """Each part, of tensors (rows, …) of the same widths and dtypes, on the device in turn, while the next is copied.
 
     A double buffer on the device, as large as the largest part: a part is valid until the next one is asked for. Parts
     that are on the device already are returned as they are.
-
-    Args:
-        parts: tensors (rows, …), as many in each part, and of the same widths and dtypes.
     """
     if all(_is_on(tensor, device) for part in parts for tensor in part):
         yield from parts

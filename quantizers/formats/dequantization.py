@@ -43,10 +43,7 @@ PACKED, ZERO_POINT, GROUP_INDEX = "weight_packed", "weight_zero_point", "weight_
 
 
 def read_weight(checkpoint: Checkpoint, module: str, device: torch.device) -> torch.Tensor:
-    """Read a linear module's weight (R, C) as float32 on `device`.
-
-    Args:
-        module: its full published name, without `.weight`.
+    """Read the weight (R, C) of a linear module, of this full published name, as float32 on `device`.
 
     Raises:
         CheckpointError: a tensor is missing, has a wrong dtype or shape, or contains NaN or infinity.

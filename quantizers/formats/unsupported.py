@@ -117,10 +117,7 @@ def _four_bit_keys(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]
 
 
 def refuse_swapped_arguments(source: Checkpoint, candidate: Checkpoint, remedy: str) -> None:
-    """Refuse a source that was quantized, with a candidate that was not.
-
-    Args:
-        remedy: what to give instead.
+    """Refuse a source that was quantized, with a candidate that was not; the remedy is what to give instead.
 
     Raises:
         CheckpointError: one line that says how the source shows it.

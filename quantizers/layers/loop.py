@@ -130,11 +130,7 @@ def resume_layers(
 
 
 def finished_shard(source: Checkpoint, shard: Path, dist: ProcessGroup) -> LoadedTensors:
-    """The tensors of a finished shard, which rank 0 reads from its file and passes on.
-
-    Args:
-        source: gives name and config.
-    """
+    """The tensors of a finished shard of `source`'s copy, which rank 0 reads from its file and passes on."""
     loaded = None
     if dist.is_main:
         tensors = read_header(shard)

@@ -53,8 +53,7 @@ class ShardWriter(Generic[Digest, Audit]):
     def finished(self, pending: int | None = None) -> dict[int, tuple[Digest, Audit]]:
         """The layers whose shards are on disk since the last call, in their order; all processes call this.
 
-        Args:
-            pending: how many may still be unfinished; None for `self.pending`.
+        As many as `pending`, by default `self.pending`, may still be unfinished.
 
         Raises:
             QuantizeError: a shard could not be written, or holds other bytes than it was written with.

@@ -19,10 +19,7 @@ SAME_FACTOR = 2**-6
 def norm_ratio(before: torch.Tensor, after: torch.Tensor, offset: int) -> torch.Tensor:
     """The scale (H,) by which a norm was divided, float32; 1 where the divided one is 0.
 
-    The matrices that read the norm must have been multiplied by this ratio.
-
-    Args:
-        before, after: as stored; to both the model adds `offset`.
+    The matrices that read the norm must have been multiplied by it. To both stored norms the model adds `offset`.
     """
     source, divided = offset + before.float(), offset + after.float()
     return torch.where(divided != 0, source / divided, torch.ones_like(source))

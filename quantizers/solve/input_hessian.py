@@ -44,10 +44,7 @@ def sweep(
     *,
     with_all: bool,
 ) -> tuple[InputHessian, dict[ExpertBatch, torch.Tensor]]:
-    """One pass over all token chunks.
-
-    Args:
-        batches: expert batches whose Hessians are computed; all of them are in memory at a time.
+    """One pass over all token chunks for the Hessians of some expert batches, which are in memory together.
 
     Returns:
         The Hessian of all rows, zero without `with_all`; of each expert batch Σ r² x xᵀ (c, H, H) over its routed rows.

@@ -176,12 +176,7 @@ def rows_of(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 def token_roots(
     chunk: MoeInputs, blend: Blend, first: int, last: int, good: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """(c, T): the square root of each row's weight in the blend, for the experts of a batch.
-
-    Args:
-        good: (c, T) bool, the rows that are not left out.
-        dtype: of the result.
-    """
+    """(c, T): the square root of each row's weight in the blend for a batch's experts, 0 where not `good` (c, T)."""
     routed, every = blend.factors(first, last)
     chosen = chunk.chosen == blend.experts[first:last, None, None]  # (c, T, K), of which at most one of K is true
     squares = torch.where(chosen, chunk.weight.square(), 0).sum(-1)

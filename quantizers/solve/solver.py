@@ -167,11 +167,9 @@ def _solve_batch(
 def _gathered(
     parts: Sequence[dict[str, torch.Tensor]], order: torch.Tensor, dist: ProcessGroup
 ) -> dict[str, torch.Tensor]:
-    """Results of all experts in the order of their numbers.
+    """Results of all experts in the order of their numbers; order (E,) is their places among those of all batches.
 
-    Args:
-        parts: of this process's expert batches; emptied, so that nothing is in memory twice.
-        order: (E,) place of each expert among those of all batches.
+    The parts of this process's expert batches are emptied, so that nothing is in memory twice.
     """
     rows = {name: torch.cat([part.pop(name) for part in parts]) for name in list(parts[0] if parts else ())}
     rows = dist.all_gather(rows, order.device)

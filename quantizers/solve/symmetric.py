@@ -99,13 +99,9 @@ LANES = 8  # terms that are added side by side
 
 
 def ordered_sum(terms: torch.Tensor) -> torch.Tensor:
-    """The sum over the last dimension but one: in 8 lanes, each from left to right, then neighbouring lanes in pairs.
+    """The sum (…, R) of terms (…, g, R) float32: in 8 lanes, each from left to right, then neighbouring lanes in pairs.
 
-    Args:
-        terms: (…, g, R) float32; with g not divisible by 8 there are 4, 2 or 1 lanes. Overwritten.
-
-    Returns:
-        (…, R).
+    With g not divisible by 8 there are 4, 2 or 1 lanes. The terms are overwritten.
     """
     count = terms.shape[-2]
     lanes = min(LANES, count & -count)
