@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import shutil
 import sys
 import tempfile
@@ -26,7 +27,7 @@ from safetensors.torch import save_file
 from eval.fidelity.metrics import Text
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for
-from quantizers.architectures.sizes import sizes_of
+from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.calibration.samples import CalibrationData, Sample, token_tensors
 from quantizers.checkpoint.reader import CONFIG, SINGLE, Checkpoint, open_folder, torch_dtype
 from quantizers.checkpoint.safetensors_header import FP8, Spec
@@ -37,8 +38,9 @@ from quantizers.layers.context import Context
 from quantizers.output import journal
 from quantizers.planning.assign_actions import expected_tensors, make_plan
 from quantizers.planning.device_memory import DeviceMemory, Residents, device_memory
-from quantizers.planning.estimate import calibration_lengths, cut_to, evaluation_lengths
+from quantizers.planning.estimate import calibration_lengths, cut_to, evaluation_lengths, layer_work
 from quantizers.planning.expert_batches import tokens_per_chunk
+from quantizers.planning.gpus import rates_of_cpu
 from quantizers.planning.job import Job
 from quantizers.planning.plan import METADATA
 from quantizers.recipe.schema import Stop
@@ -46,7 +48,7 @@ from quantizers.solve.kernel_check import verify_kernels
 from quantizers.system.errors import ArchitectureError, InputError
 from quantizers.system.formatting import gib
 from quantizers.system.host_memory import available
-from quantizers.system.progress import peak_memory
+from quantizers.system.progress import duration, peak_memory
 
 from .quantize import quantize_layers
 
@@ -54,12 +56,12 @@ OUTLIERS = 8  # number of outlier channels in a norm, and the factor that enlarg
 VOCABULARY = 256  # of the random model: embeddings and logits are not measured
 PROGRAM = 1 << 30  # bytes of host memory for the program and its libraries
 WARM_UP = 16  # tokens of a first layer, which pays for imports, compilation and first calls
-TOKENS, TEXTS, EXPERTS = "tokens", "evaluation tokens", "experts"
+TOKENS, TEXTS, EXPERTS, HESSIANS = "tokens", "evaluation tokens", "experts", "Hessians"
 # The phases of a layer in their order, and what their time grows with. Each token is routed to as many of few experts
-# as of many.
+# as of many: the Hessians of routed tokens do not grow with the number of experts, as those of w2 do.
 GROWS_WITH = {
     "read": [EXPERTS], "materialise": [EXPERTS], "reference": [TEXTS], "observe": [TOKENS], "dequantize": [EXPERTS],
-    "forced pass": [TOKENS, EXPERTS], "Hessians": [TOKENS, EXPERTS], "changes": [TOKENS], "search": [EXPERTS],
+    "forced pass": [TOKENS, EXPERTS], "Hessians": [TOKENS, HESSIANS], "changes": [TOKENS], "search": [EXPERTS],
     "rounding": [EXPERTS], "other solving": [EXPERTS], "pack": [EXPERTS], "propagate": [TOKENS], "candidate": [TEXTS],
     "compare": [TEXTS], "write": [EXPERTS],
 }  # fmt: skip
@@ -98,7 +100,7 @@ def measure_layer(
     with tempfile.TemporaryDirectory(dir=work, prefix="quantize-measure-") as name:
         folder = Path(name)
         small, memory = _largest_fitting(job, lengths, sum(texts), device, experts, limit, folder)
-        print(f"measuring one layer: {small.sizes['experts']} experts, {tokens:,} tokens", file=sys.stderr, flush=True)
+        _announce(small, lengths, texts, device)
         smallest = _smallest(job, is_accelerator(device))
         _quantize_random(smallest, memory, [WARM_UP], [WARM_UP] if texts else [], device, folder / "warm-up")
         shutil.rmtree(folder / "warm-up")
@@ -108,6 +110,7 @@ def measure_layer(
         TOKENS: sum(run_lengths) / tokens,
         TEXTS: sum(run_texts) / sum(texts) if texts else 0.0,
         EXPERTS: job.sizes["experts"] / small.sizes["experts"],
+        HESSIANS: _hessian_work(job.sizes) / _hessian_work(small.sizes),
     }
     *dense, measured = (entry["seconds"] for entry in entries)
     solving = clock.seconds()  # the phases of `solve`
@@ -129,6 +132,10 @@ def _quantize_random(
 ) -> list[dict[str, Any]]:
     """Quantize a random model of the job's sizes with random tokens; the journal's entries of its layers."""
     job = replace(job, source=write_random(folder / "model", job.config, job.facts, device))
+    for file in {info.file for info in job.opened.tensors.values()}:
+        with file.open("rb") as stream:  # out of the page cache, as far as the system complies: the disk is to be read
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     for part in ("layers", "output"):
         (folder / part).mkdir()
     _reset_peak(device)
@@ -149,6 +156,15 @@ def _quantize_random(
     return journal.done_layers(folder, job.sizes["layers"])
 
 
+def _announce(job: Job, lengths: list[int], texts: list[int], device: torch.device) -> None:
+    """One line about the measurement, with its time where that can be estimated and is long: on a CPU."""
+    line = f"measuring one layer: {job.sizes['experts']} experts, {sum(lengths):,} tokens"
+    seconds = layer_work(job, job.sizes.moe_layers[0], lengths, texts).seconds(rates_of_cpu())
+    if device.type == "cpu" and seconds > 60:
+        line += f"; about {duration(seconds)} are estimated, less with fewer --experts and --tokens"
+    print(line, file=sys.stderr, flush=True)
+
+
 def extrapolated(
     job: Job, measured: Mapping[str, float], dense: list[dict[str, float]], ratios: Mapping[str, float]
 ) -> dict[str, Any]:
@@ -163,7 +179,7 @@ def extrapolated(
     """
     of_run = _scaled(measured, ratios)
     layer = _overlapped(of_run)
-    without = [_overlapped(_scaled(seconds, {**ratios, EXPERTS: 1.0})) for seconds in dense]
+    without = [_overlapped(_scaled(seconds, {**ratios, EXPERTS: 1.0, HESSIANS: 1.0})) for seconds in dense]
     moe, others = len(job.sizes.moe_layers), len(job.sizes.dense)
     dense_layer = sum(without) / len(without) if without else layer if others else 0.0
     return {
@@ -187,6 +203,11 @@ def _scaled(seconds: Mapping[str, float], ratios: Mapping[str, float]) -> dict[s
 def _overlapped(seconds: Mapping[str, float]) -> float:
     reading = seconds.get("read", 0.0)
     return max(reading, sum(seconds.values()) - reading)
+
+
+def _hessian_work(sizes: Sizes) -> int:
+    """Multiplications of a token in the Hessians of a layer, see `planning.estimate`."""
+    return sizes["experts"] * sizes["width"] ** 2 + (sizes["chosen"] + 1) * sizes["hidden"] ** 2
 
 
 def _run_lengths(job: Job) -> tuple[list[int], list[int]]:

@@ -27,11 +27,12 @@ from quantizers.system.errors import InputError
 CPU = torch.device("cpu")
 # What each phase of the tiny layer is multiplied with: 2 of 4 experts, 100 of 1,536 tokens, of both sets.
 TOKENS, EXPERTS = 1536 / 100, 2.0
+HESSIANS = (4 * 64**2 + 3 * 128**2) / (2 * 64**2 + 3 * 128**2)
 FACTORS = {
     "read": EXPERTS, "materialise": EXPERTS, "dequantize": EXPERTS, "search": EXPERTS, "rounding": EXPERTS,
     "other solving": EXPERTS, "pack": EXPERTS, "write": EXPERTS, "reference": TOKENS, "candidate": TOKENS,
     "compare": TOKENS, "observe": TOKENS, "propagate": TOKENS, "changes": TOKENS, "forced pass": TOKENS * EXPERTS,
-    "Hessians": TOKENS * EXPERTS,
+    "Hessians": TOKENS * HESSIANS,
 }  # fmt: skip
 
 
@@ -68,11 +69,11 @@ def deepseek() -> Job:
 
 def test_a_whole_run_by_hand(deepseek: Job) -> None:
     """DeepSeek-V3: 58 layers with experts and 3 without, a second in each phase, and 200 of reading."""
-    ratios = {"tokens": 10, "evaluation tokens": 4, "experts": 2}
+    ratios = {"tokens": 10, "evaluation tokens": 4, "experts": 2, "Hessians": 1.5}
     phases = dict.fromkeys(GROWS_WITH, 1.0)
     found = extrapolated(deepseek, phases, [{"observe": 3.0, "pack": 1.0, "reference": 1.0}] * 3, ratios)
     # dequantize, search, rounding, other solving, pack, write, materialise; observe, propagate, changes; forced; sums
-    layer = 7 * 2 + 3 * 10 + 2 * 20 + 3 * 4
+    layer = 7 * 2 + 3 * 10 + 20 + 15 + 3 * 4
     assert found["layer"] == layer
     assert found["dense_layer"] == 3 * 10 + 1 + 4
     assert found["run"] == 58 * layer + 3 * 35
