@@ -91,7 +91,10 @@ def link_out(case: JobFolder) -> None:
 SOURCE = "source: {model: model}\n"
 SET = "calibration: set.yaml\n"
 RECIPES: dict[str, tuple[Edit, tuple[str, ...]]] = {
-    "unknown key below": (recipe(SOURCE + SET + "experts:\n  bit: 4\n"), (":4: experts.bit:", "did you mean bits or bits_per_weight?")),
+    "unknown key below": (
+        recipe(SOURCE + SET + "experts:\n  bit: 4\n"),
+        (":4: experts.bit:", "did you mean bits or bits_per_weight?"),
+    ),
     "empty": (recipe(""), ("recipe.yaml:1: source: missing; add it", "recipe.yaml:1: calibration: missing; add it")),
     "not YAML": (recipe("source: {model: model\n"), ("recipe.yaml:2: not valid YAML", "correct it")),
     "no recipe": (lambda case: case.recipe.unlink(), ("recipe.yaml: no such recipe; give a file",)),
