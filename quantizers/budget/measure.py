@@ -72,13 +72,9 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
 def measure_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Context) -> list[dict[str, Any]] | None:
-    """Measure all layers unless that has been done. All processes of a run call this, and share the probe's tokens.
+    """Measure all layers unless that has been done, see `read_measurements`. All processes of a run call this.
 
-    Args:
-        tokens: the calibration samples (T,) int64; None in all ranks except 0.
-
-    Returns:
-        See `read_measurements`; None in all ranks except 0.
+    They share the probe's tokens. The calibration samples (T,) int64 and the result are None in all ranks except 0.
 
     Raises:
         QuantizeError: states or logits are not finite, or there is no room for them.

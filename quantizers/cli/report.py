@@ -25,16 +25,27 @@ def report(
 
     Example: quantize report out/tiny
     """
+    from pydantic import ValidationError
+
     from eval.report.html_report import html_report
     from eval.report.plots import draw
+    from eval.report.schema import checked
     from quantizers.checkpoint.reader import read_json
     from quantizers.output.journal import refuse_unfinished
     from quantizers.output.manifest import add_files, seal_of, write_record
+    from quantizers.system.errors import InputError
     from quantizers.system.files import write_text
     from quantizers.system.output_files import PAGE, REPORT
 
     refuse_unfinished(folder)
     target, contents = output or folder / PAGE, read_json(folder / REPORT)
+    try:
+        checked(contents)
+    except ValidationError as failure:
+        key = ".".join(map(str, failure.errors()[0]["loc"]))
+        raise InputError(
+            f"{folder / REPORT}: {key}: {failure.errors()[0]['msg']}; take the version of this program that wrote it"
+        ) from None
     write_text(html_report(contents, draw(contents)), target)
     if target.resolve() == (folder / PAGE).resolve() and contents.get("seal") == seal_of(contents):
         write_record(folder, add_files(folder, contents, [PAGE]))

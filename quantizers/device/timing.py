@@ -23,11 +23,7 @@ from quantizers.system.progress import doing
 
 
 class Clock:
-    """Sums of seconds by phase: wall-clock time, or on a GPU CUDA events, read once at the end, so that nothing waits.
-
-    Args:
-        device: the device whose work is timed.
-    """
+    """Sums of seconds by phase: wall-clock time, or on a GPU CUDA events, read once at the end: nothing waits."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

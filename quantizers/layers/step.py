@@ -79,11 +79,7 @@ class Consumer:
 
 
 def run_step(step: LayerStep, model: LayeredModel | None, consumers: Sequence[Consumer]) -> None:
-    """Call the consumers at their places.
-
-    Args:
-        model: the source's; None if no consumer needs more than bytes.
-    """
+    """Call the consumers at their places; the source's model is None if they need bytes alone."""
     with_experts = [consumer for consumer in consumers if consumer.needs == "experts"]
     with_attention = [consumer for consumer in consumers if consumer.needs != "bytes"]
     if with_attention:

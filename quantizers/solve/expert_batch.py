@@ -115,13 +115,10 @@ def _round(
     name: str,
     rows: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Codes int8 and scales bfloat16 of (c, R, C) matrices whose inputs have Hessian (c, C, C).
+    """Codes int8 and scales bfloat16 of (c, R, C) matrices whose inputs have Hessian (c, C, C), and their numbers.
 
-    Args:
-        rows: (c, R, 1), divisors of the rows; losses are those of the rows before that.
-
-    Returns:
-        Codes, scales, and the numbers of `solve_batch` under `name`.
+    The numbers are those of `solve_batch` under `name`. Losses are those of the rows before they were divided by `rows`
+    (c, R, 1).
     """
     numbers: dict[str, torch.Tensor] = {}
     weight = weight.mT.contiguous().mT  # columns are contiguous from here on

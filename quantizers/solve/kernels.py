@@ -109,14 +109,11 @@ def refine_group(
 
 
 def mse_scales(weight: torch.Tensor, importance: torch.Tensor, group: int, bits: int) -> torch.Tensor:
-    """The best of each group's min-max scale and some multiples of it.
+    """The best (E, n, R) bfloat16 of each group's min-max scale and some multiples of it.
 
     Args:
         weight: (E, C, R) float32, transposed.
         importance: (E, C) float32, what a squared error in each column counts.
-
-    Returns:
-        (E, n, R) bfloat16.
     """
     low, high = code_range(bits)
     experts, columns, rows = weight.shape

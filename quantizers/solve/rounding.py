@@ -200,14 +200,11 @@ def in_groups(part: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def cholesky_inverse(hessian: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """U, upper triangular, with inverse(H) = Uᵀ U for the damped H = hessian + d I: GPTQ spreads errors by it.
+    """U, upper triangular, with inverse(H) = Uᵀ U for the damped H = hessian (E, C, C) + d I: for GPTQ.
 
     With A upper triangular and H = A Aᵀ, U is A's inverse; A comes from the Cholesky factor of H with rows and columns
     reversed. One factorization and one triangular solve, where inverting H first and factoring the inverse would need
     three.
-
-    Args:
-        hessian: (E, C, C) float32, symmetric, positive semi-definite.
 
     Returns:
         U (E, C, C) and the damping used (E,): ten times as much, again and again, for an expert

@@ -33,12 +33,7 @@ def transposed_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += aᵀ b, with float32 sums for any dtype of the factors.
-
-    Args:
-        total: (E, M, N) float32, a view perhaps.
-        a, b: (E, T, M) and (E, T, N) of one dtype.
-    """
+    """total (E, M, N) float32 += aᵀ b of (E, T, M) and (E, T, N), with float32 sums for any dtype of both factors."""
     if a.dtype == torch.float32:
         total.baddbmm_(a.mT, b)
     elif is_accelerator(a.device):  # `total` as `self` and as `out`: in place
@@ -48,11 +43,9 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def add_hessian(total: torch.Tensor, rows: torch.Tensor) -> None:
-    """total += Σ x xᵀ in the lower blocks; call `mirror` once all is added.
+    """total (E, C, C) or (C, C) float32 += Σ x xᵀ of the rows (E, T, C) or (T, C), in the lower blocks.
 
-    Args:
-        total: (E, C, C) float32, or (C, C).
-        rows: the x, (E, T, C) or (T, C).
+    Call `mirror` once all is added.
     """
     rows = rows if is_accelerator(rows.device) else rows.float()
     if total.dim() == 2:
@@ -72,14 +65,11 @@ def mirror(total: torch.Tensor) -> torch.Tensor:
 
 
 def row_losses(delta: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
-    """d G dᵀ of each row d of D; their sum is tr(D G Dᵀ) = ‖D X‖².
+    """d G dᵀ (E, R) of each row d of D; their sum is tr(D G Dᵀ) = ‖D X‖².
 
     Args:
         delta: (E, R, C), or a transposed view, whose columns lie in one piece.
         hessian: (E, C, C), or (1, C, C) where all share it; symmetric.
-
-    Returns:
-        (E, R) in delta's dtype, added as symmetric.py says.
     """
     columns = delta.mT if delta.stride(-2) == 1 else delta.mT.contiguous()  # (E, C, R)
     hessian = hessian.expand(len(columns), -1, -1)

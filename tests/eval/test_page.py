@@ -71,6 +71,15 @@ def test_run_and_report_write_the_same_page(finished: Finished, tmp_path: Path, 
     assert target.read_bytes() == (finished.folder / "report.html").read_bytes()
 
 
+@pytest.mark.altered_report
+def test_a_report_of_another_version_is_refused(finished: Finished, tmp_path: Path, command: Command) -> None:
+    report = {key: value for key, value in finished.report.items() if key != "gates"}
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    assert command("report", tmp_path) == 2
+    assert command.err.startswith(f"quantize: {tmp_path / 'report.json'}: gates: Field required; take the version ")
+    assert not (tmp_path / "report.html").exists()
+
+
 def test_text_is_escaped(finished: Finished) -> None:
     report: dict[str, Any] = json.loads(json.dumps(finished.report))
     report["audit"]["differences"] = ["<script>alert(1)</script>"]
