@@ -398,6 +398,7 @@ def test_from_the_refusal_to_a_plan(
     assert "model.layers.*.self_attn.sinks " in capsys.readouterr().out
     recipe.write_text(recipe.read_text().replace("model: model", "model: model\n  facts: model-facts.yaml"))
     assert quantize(monkeypatch, "plan", recipe) == 0
+    (tmp_path / "model-facts.yaml").write_text("edited")
     assert quantize(monkeypatch, "new", model, "--facts") == 2
     assert "model-facts.yaml: exists; give another name" in capsys.readouterr().err
     assert quantize(monkeypatch, "new", model, "--like", "mixtral") == 2
