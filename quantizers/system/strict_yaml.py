@@ -149,10 +149,7 @@ def _values(text: str, lines: dict[Place, int]) -> Any:
         mark = getattr(failure, "problem_mark", None)
         problem = getattr(failure, "problem", None) or str(failure).splitlines()[0]
         raise Refused(mark.line + 1 if mark else 0, f"not valid YAML: {problem}; correct it") from None
-    except (
-        ValueError,
-        OverflowError,
-    ) as failure:  # such as an escape that stands for nothing, or 5,000 digits
+    except (ValueError, OverflowError) as failure:  # such as an escape of no character, or 5,000 digits
         raise Refused(0, f"not valid YAML: {failure}; correct it") from None
 
 
