@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from quantizers.system.errors import CalibrationError
 from quantizers.system.schema import Strict, load
@@ -148,7 +148,7 @@ class DataSource(Strict):
     row is counted and the next one used; with `all` it is an error."""
     sequence_length: Annotated[int, Field(ge=2)] | None = None
     """Overrides the set's; a larger one makes [long texts](#samples-and-their-lengths)."""
-    category: Annotated[str, Field(pattern=r"\S")] | FromColumn
+    category: Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)] | FromColumn
     """Category of the samples in every table: `math`, `code/rust`, `code/{programming_language}`, or
     `{column: NAME}` to read it from each row."""
     prompt: str | None = None

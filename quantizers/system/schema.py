@@ -125,7 +125,7 @@ def _fault(
 def _message(detail: ErrorDetails) -> str:
     if detail["type"] in ("model_type", "dict_type"):
         return "must be a mapping of keys to values"
-    return " ".join(detail["msg"].removeprefix("Value error, ").removeprefix("Input ").split())
+    return " ".join(re.sub("^(Value error,|Input|String|Tuple) ", "", detail["msg"]).split())
 
 
 def _all_keys(model: type[BaseModel]) -> list[str]:

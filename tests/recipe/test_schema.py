@@ -102,7 +102,7 @@ def test_what_experts_refuse(write: Any, text: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("source: {model: ''}", "r.yaml:2: source.model: String should have at least 1 character"),
+        ("source: {model: ''}", "r.yaml:2: source.model: should have at least 1 character"),
         ("source: {model: a, revison: x}", "r.yaml:2: source.revison: unknown key (did you mean revision?)"),
         ("source: {model: a, trust_remote_code: no}", "r.yaml:2: source.trust_remote_code: should be False, 'tok"),
         ("source: {model: a}\nkeep: attention", "r.yaml:3: keep: should be 'everything-else', not 'attention'"),
