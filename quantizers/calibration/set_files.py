@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -107,18 +106,18 @@ def new_set(path: Path, data: Path | None) -> tuple[dict[Path, bytes], list[str]
             rows, notes = file_rows(data, str(data)), []
         except SourceError as failure:
             raise CalibrationError(f"{failure.subject}: {failure.reason}; {failure.remedy}") from None
-    source, usable = _readable(rows, data)
-    if usable < len(rows):
-        notes.append(f"{len(rows) - usable} of {len(rows)} rows cannot be used as {source.shape}")
-    return {path: _text(path, data, source, usable, rows).encode(), **contents}, notes
+    source, unusable = _readable(rows, data)
+    if unusable:
+        notes.append(f"{len(unusable)} of {len(rows)} rows cannot be used as {source.shape}; the first: {unusable[0]}")
+    return {path: _text(path, data, source, len(unusable), rows).encode(), **contents}, notes
 
 
-def _readable(rows: Sequence[Row], data: Path) -> tuple[DataSource, int]:
-    """The shape and columns that read most rows, the first of equal ones; and how many they read."""
+def _readable(rows: Sequence[Row], data: Path) -> tuple[DataSource, list[str]]:
+    """The shape and columns that read most rows, the first of equal ones; place and reason of each row left over."""
     present = list(dict.fromkeys(column for row in rows for column in row.values))
-    read = [(source, _usable(rows, source)) for source in _candidates(present, rows[0].values)]
-    best = max(read, key=lambda one: one[1], default=None)
-    if best is None or not best[1]:
+    tried = [(source, _unusable(rows, source)) for source in _candidates(present, rows[0].values)]
+    best = min(tried, key=lambda one: len(one[1]), default=None)
+    if best is None or len(best[1]) == len(rows):
         raise CalibrationError(
             f"{data}: no shape fits its columns ({', '.join(present)}); name them as in docs/calibration.md, Shapes"
         )
@@ -143,16 +142,17 @@ def _candidates(present: Sequence[str], first: dict[str, Any]) -> Iterator[DataS
         yield source("text", column)
 
 
-def _usable(rows: Sequence[Row], source: DataSource) -> int:
-    usable = 0
+def _unusable(rows: Sequence[Row], source: DataSource) -> list[str]:
+    unusable = []
     for row in rows:
-        with contextlib.suppress(Rejected):
+        try:
             read_row(row.values, source, "0")
-            usable += 1
-    return usable
+        except Rejected as reason:
+            unusable.append(f"{row.place}: {reason}")
+    return unusable
 
 
-def _text(path: Path, data: Path, source: DataSource, usable: int, rows: Sequence[Row]) -> str:
+def _text(path: Path, data: Path, source: DataSource, unusable: int, rows: Sequence[Row]) -> str:
     categories = [row.values.get(CATEGORY) for row in rows]
     named = all(isinstance(category, str) and category.strip() for category in categories)
     relative = os.path.relpath(data.absolute(), path.absolute().parent)
@@ -166,7 +166,7 @@ sources:
   - {_line("dataset", relative if relative.startswith("..") else f"./{relative}")}
     {_line("columns", list(source.columns))}
     shape: {source.shape}
-    samples: {usable if usable < len(rows) else "all"}                 # all, or how many
+    samples: {len(rows) - unusable if unusable else "all"}                 # all, or how many
     {_line("category", {"column": CATEGORY} if named else slug(data.stem) or "text")}
   # - dataset: HuggingFaceH4/no_robots     # a data set on the Hub
   #   columns: [messages]

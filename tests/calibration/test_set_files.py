@@ -130,7 +130,7 @@ def test_rows_that_cannot_be_used_are_said_and_the_set_loads_without_them(tmp_pa
     data.write_text("\n".join(json.dumps({"prose": f"text {n}" if n % 3 else "", "id": n}) for n in range(9)))
     path = tmp_path / "new.yaml"
     contents, notes = new_set(path, data)
-    assert notes == ["3 of 9 rows cannot be used as text"]
+    assert notes == [f"3 of 9 rows cannot be used as text; the first: {data}:1: an empty text"]
     write_new(contents)
     assert len(load_set(path, tokenizer).samples) == 6
 
