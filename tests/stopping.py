@@ -6,6 +6,7 @@ STOP_AFTER_MEASURING=N  the same as soon as layer N is measured for a budget
 KILLED_RANK=N         rank N gets SIGKILL as it begins to solve the second layer
 HALTED_RANK=N         rank N does not begin to solve the second layer, and waits for what happens
 KILLED_ATTEMPT=N      only when torchrun has started the processes N times before
+SLOW_LAST_WORDS=S     a process that ends waits S seconds before it says why
 """
 
 from __future__ import annotations
@@ -22,8 +23,18 @@ from eval.report import plots
 from quantizers.budget import measure
 from quantizers.cli import main as cli
 from quantizers.device import devices
+from quantizers.distributed.torch_group import DistributedGroup
 from quantizers.pipeline import quantize, quantizer
 
+real_message, pause = DistributedGroup.final_message, float(os.environ.get("SLOW_LAST_WORDS", "0"))
+
+
+def slow_message(*arguments: Any) -> Any:
+    time.sleep(pause)
+    return real_message(*arguments)
+
+
+DistributedGroup.final_message = slow_message
 devices.SMALL_LAYER = 0
 plots.draw = drawn_once(plots.draw)  # as in the tests' own process
 real = quantize.write_json

@@ -26,10 +26,11 @@ def eval_table(report: dict[str, Any]) -> str:
     """
     results = [(one["model"], one) for one in report["candidates"]]
     first = report["candidates"][0]
+    long = f", and {first['long']['samples']} long ones, {first['long']['tokens']:,} tokens" if "long" in first else ""
     parts = [
         fidelity_table(results),
         f"{first['samples']} samples, {first['tokens']:,} scored tokens of {first['evaluated_on']['name']}"
-        f"{_long(first)}; KL(source || candidate) in nats; router: share of equal choices in the worst layer; "
+        f"{long}; KL(source || candidate) in nats; router: share of equal choices in the worst layer; "
         "[95 % interval]",
     ]
     for name, one in results:
@@ -73,10 +74,6 @@ def _paired_interval(row: dict[str, Any]) -> str:
         low, high = row["interval"]
         return f"[{low:+.6f}, {high:+.6f}]" if row["difference"] or low or high else "[0, 0]"
     return "too few texts" if row["texts"] < FEWEST else "too few texts differ"
-
-
-def _long(one: dict[str, Any]) -> str:
-    return f", and {one['long']['samples']} long ones, {one['long']['tokens']:,} tokens" if "long" in one else ""
 
 
 def by_part(one: dict[str, Any]) -> dict[str, Any]:

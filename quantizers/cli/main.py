@@ -76,7 +76,7 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     dist = ProcessGroup()
     try:
-        with stoppable(), ordered():
+        with stoppable(by_launcher=launched() is not None), ordered():
             if ranks := launched():
                 if not {*sys.argv[1:2]} <= SEVERAL:
                     raise InputError("only run, eval and coverage work with several processes; start this by itself")

@@ -42,10 +42,8 @@ def report(
     try:
         checked(contents)
     except ValidationError as failure:
-        key = ".".join(map(str, failure.errors()[0]["loc"]))
-        raise InputError(
-            f"{folder / REPORT}: {key}: {failure.errors()[0]['msg']}; take the version of this program that wrote it"
-        ) from None
+        key, fault = ".".join(map(str, failure.errors()[0]["loc"])), failure.errors()[0]["msg"]
+        raise InputError(f"{folder / REPORT}: {key}: {fault}; take the version of this program that wrote it") from None
     write_text(html_report(contents, draw(contents)), target)
     if target.resolve() == (folder / PAGE).resolve() and contents.get("seal") == seal_of(contents):
         write_record(folder, add_files(folder, contents, [PAGE]))

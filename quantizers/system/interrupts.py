@@ -6,11 +6,12 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
 
 from .errors import Interrupted
 
-Handler = Callable[[int, FrameType | None], None]
+Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 
 
 def handle_signals(handler: Handler, *numbers: int) -> Callable[[], None]:
@@ -27,15 +28,22 @@ def handle_signals(handler: Handler, *numbers: int) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def stoppable() -> Iterator[None]:
-    """Within the block SIGTERM raises at once, as Ctrl-C does. For all commands but runs, and before a run starts."""
+def stoppable(*, by_launcher: bool = False) -> Iterator[None]:
+    """Within the block SIGTERM raises at once, as Ctrl-C does. For all commands but runs, and before a run starts.
+
+    A launcher sends signals when a process has failed: one that is about to say why (`by_launcher`) ignores them.
+    """
 
     def stop(number: int, _frame: FrameType | None) -> None:
         raise Interrupted("interrupted by SIGTERM; give the same command again", number)
 
-    restore = handle_signals(stop, signal.SIGTERM)
+    restore: Callable[[], object] = handle_signals(stop, signal.SIGTERM)
     try:
         yield
+    except Exception:
+        if by_launcher:
+            restore = partial(handle_signals, signal.SIG_IGN, signal.SIGINT, signal.SIGTERM)
+        raise
     finally:
         restore()
 
