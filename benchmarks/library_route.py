@@ -87,7 +87,7 @@ def library_route(
 def _convert(source: Checkpoint, folder: Path) -> None:
     from compressed_tensors.entrypoints.convert import FP8BlockDequantizer, convert_checkpoint
 
-    class Dequantizer(FP8BlockDequantizer):  # type: ignore[misc]  # untyped
+    class Dequantizer(FP8BlockDequantizer):
         """Makes weights contiguous: for one that is not a multiple of the block, compressed-tensors 0.19 returns a
         view, which it then cannot save.
         """

@@ -23,7 +23,7 @@ SHAPES = [(2, 3, 32, 8), (1, 40, 32, 4)]  # experts, rows, columns of a group, b
 
 
 @triton.jit
-def off_by_one(x, LOW: tl.constexpr, HIGH: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton's language
+def off_by_one(x, LOW: tl.constexpr, HIGH: tl.constexpr):
     return tl.minimum(tl.maximum(x + 1, LOW), HIGH)
 
 

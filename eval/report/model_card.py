@@ -153,7 +153,7 @@ def front_matter(report: dict[str, Any]) -> dict[str, Any]:
         model_name=_title(report),
         eval_results=[EvalResult(**row) for row in _results(report)] or None,
     )
-    front: dict[str, Any] = data.to_dict()  # type: ignore[no-untyped-call]  # in huggingface_hub
+    front: dict[str, Any] = data.to_dict()
     return front if "model-index" in front else {key: value for key, value in front.items() if key != "model_name"}
 
 

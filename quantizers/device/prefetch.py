@@ -33,7 +33,7 @@ def pin(buffer: torch.Tensor, device: torch.device) -> None:
     address = buffer.data_ptr()
     if device.type != "cuda" or not buffer.nbytes:
         return
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # in torch
+    runtime: Any = torch.cuda.cudart()
     failure = runtime.cudaHostRegister(address, buffer.nbytes, 0)
     if failure != runtime.cudaError.success:
         _print_refusal(runtime.cudaGetErrorString(failure))
@@ -86,7 +86,7 @@ def start_copies(pairs: Pairs, device: torch.device) -> Copies:
 
 @cache
 def _copy_stream(number: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(torch.device("cuda", number))  # type: ignore[no-untyped-call]  # in torch
+    return torch.cuda.Stream(torch.device("cuda", number))
 
 
 def prefetched(parts: Sequence[Part], device: torch.device) -> Iterator[Part]:

@@ -34,7 +34,7 @@ class Clock:
     def block(self, name: str) -> Iterator[None]:
         """Add the block's time to `name`."""
         if self.device.type == "cuda":
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # in torch
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             before.record()
             yield
             after.record()

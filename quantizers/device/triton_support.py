@@ -42,7 +42,7 @@ def launch(kernel: Any, grid: tuple[int, ...], on: torch.Tensor, *arguments: Any
     One thread launches at a time, since Triton compiles and launches for one alone. It takes the thread's current
     device, in a new thread the first GPU.
     """
-    with _LAUNCHING, torch.cuda.device_of(on):  # type: ignore[no-untyped-call]  # in torch
+    with _LAUNCHING, torch.cuda.device_of(on):
         kernel[grid](*arguments, **(OPTIONS | options))
 
 

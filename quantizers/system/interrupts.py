@@ -6,7 +6,6 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import FrameType
 
 from .errors import Interrupted
@@ -31,21 +30,21 @@ def handle_signals(handler: Handler, *numbers: int) -> Callable[[], None]:
 def stoppable(*, by_launcher: bool = False) -> Iterator[None]:
     """Within the block SIGTERM raises at once, as Ctrl-C does. For all commands but runs, and before a run starts.
 
-    A launcher sends signals when a process has failed: one that is about to say why (`by_launcher`) ignores them.
+    A launcher sends signals when a process has failed. A process started `by_launcher` ignores them after the block,
+    since it is about to say why it ends.
     """
 
     def stop(number: int, _frame: FrameType | None) -> None:
         raise Interrupted("interrupted by SIGTERM; give the same command again", number)
 
-    restore: Callable[[], object] = handle_signals(stop, signal.SIGTERM)
+    restore = handle_signals(stop, signal.SIGTERM)
     try:
         yield
-    except Exception:
-        if by_launcher:
-            restore = partial(handle_signals, signal.SIG_IGN, signal.SIGINT, signal.SIGTERM)
-        raise
     finally:
-        restore()
+        if by_launcher:
+            handle_signals(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM)
+        else:
+            restore()
 
 
 @contextlib.contextmanager
@@ -59,18 +58,16 @@ def interruptible(advice: str) -> Iterator[Callable[[], None]]:
         Interrupted: from the yielded function. A second signal has its usual effect.
     """
     caught: list[int] = []
-    restore: Callable[[], None] = lambda: None  # noqa: E731  # a signal may arrive before the line that replaces it
+    handlers = contextlib.ExitStack()
 
     def record(number: int, _frame: FrameType | None) -> None:
         caught.append(number)
-        restore()
+        handlers.close()
 
     def check() -> None:
         if caught:
             raise Interrupted(f"interrupted by {signal.Signals(caught[0]).name}; {advice}", caught[0])
 
-    restore = handle_signals(record, signal.SIGINT, signal.SIGTERM)
-    try:
+    with handlers:
+        handlers.callback(handle_signals(record, signal.SIGINT, signal.SIGTERM))
         yield check
-    finally:
-        restore()
