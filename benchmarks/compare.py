@@ -35,12 +35,12 @@ from quantizers.checkpoint.loaded_tensors import layer_names, load_tensors
 from quantizers.checkpoint.reader import CONFIG, open_folder
 from quantizers.commands.evaluate import measure
 from quantizers.device.devices import choose_device, forward_dtype, is_accelerator, machine, versions
-from quantizers.forward.activation_store import ActivationStore
-from quantizers.forward.layer_forward import observe
-from quantizers.forward.layer_weights import ExpertWeights
-from quantizers.forward.layered_model import LayeredModel
-from quantizers.forward.moe_inputs import MoeInputStore, moe_input_store
 from quantizers.layers.context import Context
+from quantizers.model.activation_store import ActivationStore
+from quantizers.model.layer_forward import observe
+from quantizers.model.layer_weights import ExpertWeights
+from quantizers.model.moe_inputs import MoeInputStore, moe_input_store
+from quantizers.model.streamed_model import StreamedModel
 from quantizers.output import journal
 from quantizers.pipeline.layer_measurement import resized, write_random
 from quantizers.pipeline.quantize import quantize_layers
@@ -93,7 +93,7 @@ def compare_layer(
         facts = architecture_for(config, CONFIG)
         checkpoint = write_random(Path(folder) / "model", config, facts, torch.device("cpu"))
         dtype = forward_dtype(device)
-        model = LayeredModel(checkpoint, facts, sizes_of(facts, config, CONFIG), device, dtype)
+        model = StreamedModel(checkpoint, facts, sizes_of(facts, config, CONFIG), device, dtype)
         generator = torch.Generator().manual_seed(1)
         count = max(1, tokens // length)
         states = [torch.randn(length, sizes["hidden"], generator=generator).to(dtype) for _ in range(count)]
@@ -125,7 +125,7 @@ def compare_layer(
 
 
 def observed(
-    model: LayeredModel, layer: torch.nn.Module, states: Sequence[torch.Tensor]
+    model: StreamedModel, layer: torch.nn.Module, states: Sequence[torch.Tensor]
 ) -> tuple[ActivationStore, MoeInputStore]:
     """Sequences (T, H) through the first half of a layer: the residual stream, and what its experts are called with."""
     lengths, chunk = [len(rows) for rows in states], tokens_per_chunk(is_accelerator(model.device))
@@ -143,7 +143,7 @@ def observed(
     return residual, moe_inputs
 
 
-def _warm_up(model: LayeredModel, solve: Callable[[Experts], None], states: list[torch.Tensor]) -> None:
+def _warm_up(model: StreamedModel, solve: Callable[[Experts], None], states: list[torch.Tensor]) -> None:
     """Run both engines once on 16 tokens per sequence, so that imports and first calls are not timed."""
     kept = states[:]
     states[:] = [states[0][:16]] * len(states)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from quantizers.architectures.matrices import MATRICES
-from quantizers.forward.moe_inputs import MoeInputs
-from quantizers.forward.moe_inputs import capture_moe_inputs as seen
+from quantizers.model.moe_inputs import MoeInputs
+from quantizers.model.moe_inputs import capture_moe_inputs as seen
 from quantizers.solve import input_hessian
 from quantizers.solve.result import LayerResult
 from quantizers.solve.solver import Weights

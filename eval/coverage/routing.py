@@ -21,11 +21,11 @@ import torch
 
 from quantizers.architectures.sizes import Sizes
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
-from quantizers.forward.activation_store import ActivationStore
-from quantizers.forward.layered_model import LayeredModel
-from quantizers.forward.moe_inputs import route_counts
 from quantizers.layers.loop import all_tensors, layer_steps
 from quantizers.layers.step import Consumer, LayerStep, Need
+from quantizers.model.activation_store import ActivationStore
+from quantizers.model.moe_inputs import route_counts
+from quantizers.model.streamed_model import StreamedModel
 from quantizers.system.errors import QuantizeError
 
 TIE = 1e-6  # difference between the scores of the experts ranked K and K + 1, or of the last group chosen and the next
@@ -60,7 +60,7 @@ class Routed:
 
 
 def count_routes(
-    model: LayeredModel,
+    model: StreamedModel,
     sequences: Sequence[torch.Tensor],
     categories: Sequence[str],
     work: Path,
@@ -94,7 +94,7 @@ class RouteCounter(Consumer):
 
     def __init__(
         self,
-        model: LayeredModel,
+        model: StreamedModel,
         sequences: Sequence[torch.Tensor],
         categories: Sequence[str],
         work: Path,
@@ -176,7 +176,7 @@ def ranked(scores: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, torch.Tens
 
 
 @contextmanager
-def _router_scores(layer: torch.nn.Module, model: LayeredModel) -> Iterator[list[torch.Tensor]]:
+def _router_scores(layer: torch.nn.Module, model: StreamedModel) -> Iterator[list[torch.Tensor]]:
     """Captures, with a forward hook, the scores (T, E) by which a layer's router chooses experts, or groups of them.
 
     transformers' routers return their logits first. Families with a correction bias pass it to the router as an

@@ -25,9 +25,9 @@ from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.prefetch import to_host
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.formats.dequantization import read_weight
-from quantizers.forward.activation_stream import ActivationStream
-from quantizers.forward.layer_forward import padded
 from quantizers.layers.step import Consumer, LayerStep
+from quantizers.model.activation_stream import ActivationStream
+from quantizers.model.layer_forward import padded
 from quantizers.solve.folded_scales import row_scale, stored_norm_ratio
 from quantizers.system.progress import doing
 

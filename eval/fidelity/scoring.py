@@ -29,8 +29,8 @@ from quantizers.calibration.render import load_tokenizer, scored_bytes
 from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
-from quantizers.forward.activation_stream import ActivationStream
-from quantizers.forward.layered_model import LayeredModel
+from quantizers.model.activation_stream import ActivationStream
+from quantizers.model.streamed_model import StreamedModel
 from quantizers.solve.symmetric import transposed_product
 from quantizers.system.errors import QuantizeError
 from quantizers.system.files import atomic, disk_errors
@@ -91,7 +91,7 @@ def score(
 
 @torch.no_grad()
 def score_text(
-    models: Sequence[tuple[LayeredModel, torch.Tensor]], tokens: torch.Tensor, states: Sequence[torch.Tensor]
+    models: Sequence[tuple[StreamedModel, torch.Tensor]], tokens: torch.Tensor, states: Sequence[torch.Tensor]
 ) -> np.ndarray:
     """(models, 3, T - 1) float64: nll, KL from the first model, and 1 where the top-1 token is the first model's.
 

@@ -51,12 +51,12 @@ from quantizers.checkpoint.loaded_tensors import load_tensors
 from quantizers.device.devices import forward_dtype, use_one_arena
 from quantizers.distributed.process_group import rank_0_progress
 from quantizers.formats.packed_integers import dequantize
-from quantizers.forward.activation_stream import ActivationStream
-from quantizers.forward.layered_model import LayeredModel
-from quantizers.forward.moe_inputs import MoeInputs
 from quantizers.layers.context import Context
 from quantizers.layers.loop import all_tensors, layer_steps
 from quantizers.layers.step import Consumer, LayerStep, Need
+from quantizers.model.activation_stream import ActivationStream
+from quantizers.model.moe_inputs import MoeInputs
+from quantizers.model.streamed_model import StreamedModel
 from quantizers.planning.job import Job
 from quantizers.recipe.schema import Scheme
 from quantizers.solve.rounding import minmax_scales, nearest
@@ -93,7 +93,7 @@ def measure_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Co
         [Text(tokens[i][:length], "probe", 1) for i, length in probes.items()] if tokens else None
     )
     outside = load_tensors(job.opened, (job.facts.embedding, job.facts.final_norm, job.facts.head))
-    model = LayeredModel(outside, job.facts, job.sizes, context.device, forward_dtype(context.device))
+    model = StreamedModel(outside, job.facts, job.sizes, context.device, forward_dtype(context.device))
     measurement = SchemeMeasurement(job, model, context, texts)
     tensors, check, started = all_tensors(model, job.opened), context.check, time.monotonic()
     early = context.prefetch_to_device
@@ -126,7 +126,7 @@ class SchemeMeasurement(Consumer):
 
     needs: Need = "experts"
 
-    def __init__(self, job: Job, model: LayeredModel, context: Context, texts: Sequence[Text]) -> None:
+    def __init__(self, job: Job, model: StreamedModel, context: Context, texts: Sequence[Text]) -> None:
         self.job, self.model, self.context = job, model, context
         new = partial(ActivationStream, durable=False, check=context.check, dist=context.dist)
         folder, lengths = context.work / FOLDER / "probe", [len(text.tokens) for text in texts]

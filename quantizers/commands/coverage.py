@@ -197,7 +197,7 @@ def _stream(
     from quantizers.checkpoint.reader import open_checkpoint
     from quantizers.device.devices import forward_dtype, use_threads
     from quantizers.formats.tensor_names import published_names
-    from quantizers.forward.layered_model import LayeredModel
+    from quantizers.model.streamed_model import StreamedModel
     from quantizers.system.progress import progress
 
     checkpoint = dist.in_turn(lambda: open_checkpoint(question.model, question.revision))
@@ -213,7 +213,7 @@ def _stream(
     sequences = [tokens for data in loaded for tokens in token_tensors(data, sizes["vocabulary"])]
     categories = [f"{n}:{sample.category}" for n, data in enumerate(loaded) for sample in data.samples]
     use_threads(sizes)
-    model = LayeredModel(named, facts, sizes, device, forward_dtype(device))
+    model = StreamedModel(named, facts, sizes, device, forward_dtype(device))
     shown = progress("streaming", sizes["layers"]) if dist.is_main else nullcontext(lambda _: None)
     with shown as step:
         return count_routes(model, sequences, categories, work, step, dist), loaded

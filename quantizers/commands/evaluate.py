@@ -33,10 +33,10 @@ from quantizers.device.devices import choose_device, fingerprint, forward_dtype,
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
 from quantizers.formats.tensor_names import published_names
 from quantizers.formats.unsupported import refuse_swapped_arguments
-from quantizers.forward.activation_stream import ActivationStream
-from quantizers.forward.layered_model import LayeredModel
 from quantizers.layers.loop import all_tensors, layer_steps
 from quantizers.layers.step import LayerStep
+from quantizers.model.activation_stream import ActivationStream
+from quantizers.model.streamed_model import StreamedModel
 from quantizers.output.journal import begun_with, refuse_unfinished
 from quantizers.output.manifest import output_facts
 from quantizers.recipe.read import find_set
@@ -203,7 +203,7 @@ def measure(
     data = dist.broadcast_object(load_set(data_set, source.folder, trust_remote_code) if dist.is_main else None)
     held = held_out(data, source, sizes["vocabulary"], trust_remote_code)
     parts = [load_tensors(one, outside_names(one, facts)) for one in opened]
-    models = [LayeredModel(part, facts, sizes, device, forward_dtype(device)) for part in parts]
+    models = [StreamedModel(part, facts, sizes, device, forward_dtype(device)) for part in parts]
     if dist.is_main:
         work.mkdir(parents=True, exist_ok=True)
         _same_evaluation(work, opened, data, device)
@@ -237,7 +237,7 @@ class _FromFiles:
 
 
 def _evaluate(
-    models: Sequence[LayeredModel],
+    models: Sequence[StreamedModel],
     opened: Sequence[Checkpoint],
     held: HeldOut,
     work: Path,

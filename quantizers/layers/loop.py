@@ -15,7 +15,7 @@ from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.device.devices import is_accelerator, release_free_memory
 from quantizers.device.prefetch import BufferPrefetch, pin
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
-from quantizers.forward.layered_model import LayeredModel
+from quantizers.model.streamed_model import StreamedModel
 from quantizers.system.errors import QuantizeError
 from quantizers.system.progress import doing
 
@@ -26,7 +26,7 @@ def layer_steps(
     source: Checkpoint,
     tensors: Mapping[int, Sequence[str]],
     consumers: Sequence[Consumer],
-    model: LayeredModel | None = None,
+    model: StreamedModel | None = None,
     *,
     check: Callable[[], None] = lambda: None,
     dist: ProcessGroup = SINGLE_PROCESS,
@@ -86,7 +86,7 @@ def layer_steps(
             release_free_memory()
 
 
-def all_tensors(model: LayeredModel, source: Checkpoint, first: int = 0) -> dict[int, list[str]]:
+def all_tensors(model: StreamedModel, source: Checkpoint, first: int = 0) -> dict[int, list[str]]:
     """The names of all tensors of each layer from `first` on, by the layer's number."""
     return {number: layer_names(source, model.facts, number) for number in range(first, model.sizes["layers"])}
 

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from quantizers.checkpoint.loaded_tensors import LoadedTensors
-from quantizers.forward.layered_model import LayeredModel
+from quantizers.model.streamed_model import StreamedModel
 
 Need = Literal["bytes", "attention", "experts"]
 
@@ -78,7 +78,7 @@ class Consumer:
         """The source's module is freed, its stored tensors are loaded."""
 
 
-def run_step(step: LayerStep, model: LayeredModel | None, consumers: Sequence[Consumer]) -> None:
+def run_step(step: LayerStep, model: StreamedModel | None, consumers: Sequence[Consumer]) -> None:
     """Call the consumers at their places; the source's model is None if they need bytes alone."""
     with_experts = [consumer for consumer in consumers if consumer.needs == "experts"]
     with_attention = [consumer for consumer in consumers if consumer.needs != "bytes"]

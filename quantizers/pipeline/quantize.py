@@ -26,12 +26,12 @@ from quantizers.checkpoint.loaded_tensors import LoadedTensors, layer_names, loa
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.devices import forward_dtype, is_accelerator, use_one_arena
 from quantizers.distributed.process_group import rank_0_progress
-from quantizers.forward.activation_stream import ActivationStream
-from quantizers.forward.layered_model import LayeredModel
 from quantizers.layers.context import Context
 from quantizers.layers.loop import all_tensors, device_memory_errors, finished_shard, layer_steps, resume_layers
 from quantizers.layers.step import LayerStep, run_step
 from quantizers.layers.writer import ShardWriter
+from quantizers.model.activation_stream import ActivationStream
+from quantizers.model.streamed_model import StreamedModel
 from quantizers.output import journal
 from quantizers.planning.job import Job
 from quantizers.recipe.schema import Stop
@@ -116,7 +116,7 @@ class _Run:
     def __init__(self, job: Job, context: Context, start: _Start, texts: Sequence[Text], background: Executor) -> None:
         self.job, self.context, self.start, self.texts, dist = job, context, start, texts, context.dist
         outside = load_tensors(job.opened, [action.source for action in job.plan.of_layer(None)])
-        self.model = LayeredModel(outside, job.facts, job.sizes, context.device, forward_dtype(context.device))
+        self.model = StreamedModel(outside, job.facts, job.sizes, context.device, forward_dtype(context.device))
         self.model.head()  # only to check it: otherwise a NaN in it would be found after the last layer
         folder = context.work / "held-out"
         if dist.is_main:

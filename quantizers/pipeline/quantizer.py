@@ -27,15 +27,15 @@ from quantizers.checkpoint.loaded_tensors import LoadedTensors, tensors_in_memor
 from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import PinnedBuffers, pin
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
-from quantizers.forward.activation_store import ActivationStore
-from quantizers.forward.activation_stream import ActivationStream, embed
-from quantizers.forward.layer_forward import attend, finish, observe
-from quantizers.forward.layer_weights import ExpertWeights
-from quantizers.forward.layered_model import LayeredModel
-from quantizers.forward.moe_inputs import moe_input_store, route_counts
 from quantizers.layers.context import Context
 from quantizers.layers.step import LayerStep
 from quantizers.layers.writer import ShardWriter
+from quantizers.model.activation_store import ActivationStore
+from quantizers.model.activation_stream import ActivationStream, embed
+from quantizers.model.layer_forward import attend, finish, observe
+from quantizers.model.layer_weights import ExpertWeights
+from quantizers.model.moe_inputs import moe_input_store, route_counts
+from quantizers.model.streamed_model import StreamedModel
 from quantizers.planning.device_memory import Place
 from quantizers.planning.expert_batches import tokens_per_chunk
 from quantizers.planning.job import Job
@@ -68,7 +68,7 @@ class Quantizer:
     def __init__(
         self,
         job: Job,
-        model: LayeredModel,
+        model: StreamedModel,
         stream: ActivationStream,
         context: Context,
         lengths: Sequence[int],

@@ -19,7 +19,7 @@ import torch
 from quantizers.device.devices import is_accelerator
 from quantizers.device.timing import phase, timed_items
 from quantizers.device.triton_support import use_kernel
-from quantizers.forward.moe_inputs import MoeInputs, usable_rows
+from quantizers.model.moe_inputs import MoeInputs, usable_rows
 
 from . import kernels
 from .input_hessian import ExpertBatch

@@ -18,7 +18,7 @@ import torch
 
 from quantizers.device.devices import release_free_memory
 from quantizers.device.timing import phase
-from quantizers.forward.moe_inputs import MoeInputs
+from quantizers.model.moe_inputs import MoeInputs
 from quantizers.planning.device_memory import Residents
 
 from .routing_weights import Blend, RoutingStatistics, rows_of

@@ -23,7 +23,7 @@ from functools import cached_property
 import torch
 
 from quantizers.device.prefetch import tensor_to_host
-from quantizers.forward.moe_inputs import MoeInputs, route_counts
+from quantizers.model.moe_inputs import MoeInputs, route_counts
 from quantizers.planning.expert_batches import ALIGNED, ROUTED_ROWS, by_load
 
 Routed = tuple[torch.Tensor, torch.Tensor]  # rows of a chunk (c, m) int32, and their routing weights (c, m) float32

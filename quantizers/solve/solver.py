@@ -26,8 +26,8 @@ from quantizers.device.prefetch import to_host
 from quantizers.device.timing import phase
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.formats.packed_integers import grouped
-from quantizers.forward.layered_model import LayeredModel
-from quantizers.forward.moe_inputs import MoeInputs, MoeInputStore
+from quantizers.model.moe_inputs import MoeInputs, MoeInputStore
+from quantizers.model.streamed_model import StreamedModel
 from quantizers.planning.device_memory import Residents
 from quantizers.planning.expert_batches import expert_batches, experts_per_batch, tokens_per_chunk
 from quantizers.recipe.schema import Experts
@@ -237,7 +237,7 @@ def _fallbacks(
 
 
 def solve_layer(
-    model: LayeredModel,
+    model: StreamedModel,
     layer: torch.nn.Module,
     norm: torch.Tensor | None,
     moe_inputs: MoeInputStore,

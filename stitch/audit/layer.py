@@ -20,7 +20,7 @@ from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import to_host
 from quantizers.formats.dequantization import read_weight
-from quantizers.forward.layer_weights import ExpertWeights
+from quantizers.model.layer_weights import ExpertWeights
 from quantizers.planning.expert_batches import expert_batches, experts_per_batch
 from quantizers.planning.plan import PASSTHROUGH, Action
 from quantizers.solve.folded_scales import CLOSE_ENOUGH, is_uncompensated, matrix_errors, norm_ratio, router_state

@@ -29,8 +29,8 @@ from quantizers.cli import main as cli
 from quantizers.commands.stitch import stitch
 from quantizers.formats.dequantization import read_weight
 from quantizers.formats.packed_integers import dequantize
-from quantizers.forward.moe_inputs import capture_moe_inputs as seen_by
 from quantizers.layers.context import Context
+from quantizers.model.moe_inputs import capture_moe_inputs as seen_by
 from quantizers.output import journal
 from quantizers.pipeline import pipeline
 from quantizers.pipeline.options import Options

@@ -28,7 +28,7 @@ from quantizers.device.determinism import (
     ordered,
     settings_in_force,
 )
-from quantizers.forward.moe_inputs import capture_moe_inputs as seen_by
+from quantizers.model.moe_inputs import capture_moe_inputs as seen_by
 from quantizers.planning.device_memory import Residents
 from quantizers.recipe.schema import Awq, Experts, Scheme
 from quantizers.solve.solver import solve

@@ -25,7 +25,7 @@ from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.commands.evaluate import measure
 from quantizers.formats.dequantization import read_weight
 from quantizers.formats.tensor_names import published_names
-from quantizers.forward import layered_model
+from quantizers.model import streamed_model
 from quantizers.system.errors import CheckpointError, Interrupted, OutputError
 
 CPU = torch.device("cpu")
@@ -106,13 +106,13 @@ def test_a_stock_checkpoint_measures_as_the_whole_model_does(
 def materialised(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
     """How often each model's layers are materialised."""
     counts: Counter[tuple[str, int]] = Counter()
-    original = layered_model.layer_weights
+    original = streamed_model.layer_weights
 
     def counted(checkpoint: Checkpoint, facts: Any, sizes: Any, layer: int, *rest: Any, **named: Any) -> Any:
         counts[checkpoint.name, layer] += 1
         return original(checkpoint, facts, sizes, layer, *rest, **named)
 
-    monkeypatch.setattr(layered_model, "layer_weights", counted)
+    monkeypatch.setattr(streamed_model, "layer_weights", counted)
     return counts
 
 

@@ -14,7 +14,7 @@ from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.formats.dequantization import read_weight
 from quantizers.formats.fp8 import declared_block
-from quantizers.forward.layer_weights import layer_weights
+from quantizers.model.layer_weights import layer_weights
 from quantizers.system.errors import CheckpointError
 
 CPU = torch.device("cpu")

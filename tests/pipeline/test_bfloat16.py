@@ -13,7 +13,7 @@ from one_layer import GROUP, make_layer, sliced
 
 from quantizers.architectures.matrices import MATRICES
 from quantizers.commands import evaluate as measure
-from quantizers.forward.moe_inputs import MoeInputs, capture_moe_inputs
+from quantizers.model.moe_inputs import MoeInputs, capture_moe_inputs
 from quantizers.pipeline import pipeline, quantize
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run

@@ -29,7 +29,7 @@ from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.cli import main as cli
 from quantizers.commands.stitch import stitch
-from quantizers.forward.layered_model import LayeredModel
+from quantizers.model.streamed_model import StreamedModel
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import Job, prepare
@@ -122,8 +122,8 @@ def whole(made: Made) -> Any:
 
 
 @pytest.fixture
-def streamed(made: Made) -> LayeredModel:
-    return LayeredModel(open_folder(made.source), made.job.facts, made.job.sizes, CPU, torch.float32)
+def streamed(made: Made) -> StreamedModel:
+    return StreamedModel(open_folder(made.source), made.job.facts, made.job.sizes, CPU, torch.float32)
 
 
 def test_every_family_that_is_known_is_tested() -> None:
@@ -133,7 +133,7 @@ def test_every_family_that_is_known_is_tested() -> None:
 # What is computed ----------------------------------------------------------------------------------
 
 
-def test_the_streamed_model_is_transformers_whole_model(made: Made, whole: Any, streamed: LayeredModel) -> None:
+def test_the_streamed_model_is_transformers_whole_model(made: Made, whole: Any, streamed: StreamedModel) -> None:
     text = made.texts("held-out")[0]
     expected = run_whole(whole, [text])
     states = streamed.embedding()[text]

@@ -24,8 +24,8 @@ from tiny import make, write_job
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.commands.evaluate import measure
-from quantizers.forward.activation_store import ActivationStore
 from quantizers.layers import loop
+from quantizers.model.activation_store import ActivationStore
 from quantizers.output import journal
 from quantizers.pipeline import pipeline, quantize, quantizer
 from quantizers.pipeline.options import Options

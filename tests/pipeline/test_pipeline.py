@@ -16,7 +16,7 @@ from commands import quantize as quantize_command
 from conftest import Finished
 from runs import Small, assert_same, change, cut_at, cut_in_layer, hashes, timeless
 
-from quantizers.forward import activation_stream
+from quantizers.model import activation_stream
 from quantizers.output import journal
 from quantizers.pipeline import pipeline, quantize, quantizer
 from quantizers.pipeline.options import Options

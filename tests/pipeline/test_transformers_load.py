@@ -24,8 +24,8 @@ from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
-from quantizers.forward.layer_weights import layer_weights
-from quantizers.forward.layered_model import LayeredModel
+from quantizers.model.layer_weights import layer_weights
+from quantizers.model.streamed_model import StreamedModel
 
 CPU = torch.device("cpu")
 MESSAGES = [
@@ -45,7 +45,7 @@ def without_activation_rounding(model: Any) -> Any:
     return model
 
 
-def with_float32_experts(model: Any, streamed: LayeredModel | None = None) -> Any:
+def with_float32_experts(model: Any, streamed: StreamedModel | None = None) -> Any:
     """Experts computed in float32: with the weights of the files, or with the bfloat16 ones if there is no `streamed`.
 
     Before the first forward, after which the parameters cannot be replaced any more.
@@ -68,10 +68,10 @@ def texts(finished: Finished) -> list[Tensor]:
 
 
 @pytest.fixture(scope="module")
-def streamed(finished: Finished) -> LayeredModel:
+def streamed(finished: Finished) -> StreamedModel:
     checkpoint = open_folder(finished.folder)
     facts = architecture_for(checkpoint.config, "config.json")
-    return LayeredModel(checkpoint, facts, sizes_of(facts, checkpoint.config, "config.json"), CPU, torch.float32)
+    return StreamedModel(checkpoint, facts, sizes_of(facts, checkpoint.config, "config.json"), CPU, torch.float32)
 
 
 def rounded_to_fp8(_module: Any, inputs: tuple[Tensor, ...]) -> Tensor:
@@ -83,7 +83,7 @@ def rounded_to_fp8(_module: Any, inputs: tuple[Tensor, ...]) -> Tensor:
 
 @torch.no_grad()
 def streamed_logs(
-    model: LayeredModel, texts: list[Tensor], round_inputs: bool = False, round_experts: bool = False
+    model: StreamedModel, texts: list[Tensor], round_inputs: bool = False, round_experts: bool = False
 ) -> list[Tensor]:
     """Log-probabilities of the streamed model, with transformers' two roundings done by hand if asked for."""
     states = [model.embedding()[text] for text in texts]
@@ -104,7 +104,7 @@ def streamed_logs(
 
 
 @pytest.fixture(scope="module")
-def expected(streamed: LayeredModel, texts: list[Tensor]) -> list[Tensor]:
+def expected(streamed: StreamedModel, texts: list[Tensor]) -> list[Tensor]:
     return streamed_logs(streamed, texts)
 
 
@@ -135,7 +135,7 @@ def test_every_key_is_there_and_none_is_left_over(finished: Finished) -> None:
 
 @pytest.mark.slow
 def test_what_transformers_computes_and_why_it_differs(
-    finished: Finished, streamed: LayeredModel, texts: list[Tensor], expected: list[Tensor]
+    finished: Finished, streamed: StreamedModel, texts: list[Tensor], expected: list[Tensor]
 ) -> None:
     """In float32. Largest difference of a log-probability, and mean KL in nats, as measured on this model:
 
@@ -167,7 +167,7 @@ def test_what_transformers_computes_and_why_it_differs(
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_as_transformers_dequantizes_them(
-    finished: Finished, streamed: LayeredModel, dtype: torch.dtype
+    finished: Finished, streamed: StreamedModel, dtype: torch.dtype
 ) -> None:
     """FP8 attention: exact in float32; in bfloat16 code times bfloat16 scale, rounded. Experts: bfloat16 in both.
 

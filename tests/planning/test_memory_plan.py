@@ -8,7 +8,7 @@ from live_bytes import Alive
 from one_layer import sliced
 from planned import published, tiny_model
 
-from quantizers.forward.moe_inputs import capture_moe_inputs
+from quantizers.model.moe_inputs import capture_moe_inputs
 from quantizers.planning.device_memory import DeviceMemory, Residents, _Phases, device_memory
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve.solver import solve

@@ -22,7 +22,7 @@ from quantizers.architectures.families import architecture_for, known
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.commands.verify import verify_folder
-from quantizers.forward.layered_model import LayeredModel
+from quantizers.model.streamed_model import StreamedModel
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import prepare
@@ -154,7 +154,7 @@ def test_transformers_is_asked_whether_the_facts_fit_it(
     source = open_folder(job.parent / "model")
     facts = architecture_for(source.config, "x", job.parent / "mine.yaml")
     with contextlib.nullcontext() if said is None else pytest.raises(ArchitectureError, match=said):
-        model = LayeredModel(source, facts, sizes_of(facts, source.config, "x"), CPU, torch.float32)
+        model = StreamedModel(source, facts, sizes_of(facts, source.config, "x"), CPU, torch.float32)
         with model.layer(0):
             pass
 

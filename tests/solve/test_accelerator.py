@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantizers.device import prefetch
-from quantizers.forward.moe_inputs import MoeInputs
+from quantizers.model.moe_inputs import MoeInputs
 from quantizers.planning.device_memory import Residents
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve import rounding, routing_weights

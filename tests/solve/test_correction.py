@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import silu
 
 from quantizers.formats.packed_integers import dequantize
-from quantizers.forward.moe_inputs import MoeInputs, capture_moe_inputs
+from quantizers.model.moe_inputs import MoeInputs, capture_moe_inputs
 from quantizers.solve import down_hessian
 from quantizers.solve.down_hessian import DownHessian, collect_down_hessian
 from quantizers.solve.expert_batch import corrected

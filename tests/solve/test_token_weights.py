@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
-from quantizers.forward.layered_model import LayeredModel
-from quantizers.forward.moe_inputs import MoeInputs
-from quantizers.forward.moe_inputs import capture_moe_inputs as seen_by
+from quantizers.model.moe_inputs import MoeInputs
+from quantizers.model.moe_inputs import capture_moe_inputs as seen_by
+from quantizers.model.streamed_model import StreamedModel
 from quantizers.planning.expert_batches import ALIGNED, by_load, expert_batches
 from quantizers.solve import routing_weights
 from quantizers.solve.down_hessian import collect_down_hessian
@@ -35,7 +35,7 @@ silu = torch.nn.functional.silu
 class Observed:
     """One layer of a tiny checkpoint: its module, what went in, and what was recorded."""
 
-    model: LayeredModel
+    model: StreamedModel
     layer: int
     states: list[torch.Tensor]
     recorded: list[MoeInputs]
@@ -45,12 +45,12 @@ class Observed:
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Observed:
-    """A layer of a random MiniMax-M2, given random states and read through `LayeredModel.record`."""
+    """A layer of a random MiniMax-M2, given random states and read through `StreamedModel.record`."""
     folder = tiny.make(tmp_path_factory.mktemp("observed") / "model", seed=1)
     checkpoint = open_folder(folder)
     facts = architecture_for(checkpoint.config, "config.json")
     sizes = sizes_of(facts, checkpoint.config, "config.json")
-    model = LayeredModel(checkpoint, facts, sizes, torch.device("cpu"), torch.float32)
+    model = StreamedModel(checkpoint, facts, sizes, torch.device("cpu"), torch.float32)
     generator = torch.Generator().manual_seed(1)
     states = [torch.randn(n, HIDDEN, generator=generator) for n in LENGTHS]
     with model.layer(1) as module:

@@ -15,7 +15,7 @@ from conftest import Finished
 from eval.fidelity import scoring
 from quantizers.checkpoint.reader import open_folder
 from quantizers.commands.evaluate import measure
-from quantizers.forward import activation_stream
+from quantizers.model import activation_stream
 from quantizers.system import progress as shown
 
 

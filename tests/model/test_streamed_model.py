@@ -17,7 +17,7 @@ from torch import Tensor
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
-from quantizers.forward.layered_model import LayeredModel, require_plain_experts
+from quantizers.model.streamed_model import StreamedModel, require_plain_experts
 from quantizers.system.errors import ArchitectureError
 
 # ‖streamed − by hand‖ / ‖by hand‖, float32 against float64. Measured: at most 1.1e-6 over all models and
@@ -127,10 +127,10 @@ class Pass:
     choices: list[list[set[int]]]
 
 
-def layered(folder: Path) -> LayeredModel:
+def layered(folder: Path) -> StreamedModel:
     checkpoint = open_folder(folder)
     facts = architecture_for(checkpoint.config, str(folder))
-    return LayeredModel(
+    return StreamedModel(
         checkpoint, facts, sizes_of(facts, checkpoint.config, str(folder)), torch.device("cpu"), torch.float32
     )
 

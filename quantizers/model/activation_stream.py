@@ -20,7 +20,7 @@ from quantizers.system.errors import QuantizeError
 
 from .activation_store import ActivationStore
 from .layer_forward import attend, finish
-from .layered_model import LayeredModel
+from .streamed_model import StreamedModel
 
 
 class ActivationStream:
@@ -49,7 +49,7 @@ class ActivationStream:
     def __init__(
         self,
         name: str,
-        model: LayeredModel,
+        model: StreamedModel,
         number: int,
         lengths: Sequence[int],
         folder: Path,
@@ -154,7 +154,7 @@ class ActivationStream:
             (self._folder / self._file(number)).unlink(missing_ok=True)
 
 
-def embed(model: LayeredModel, texts: Sequence[torch.Tensor], states: ActivationStore) -> None:
+def embed(model: StreamedModel, texts: Sequence[torch.Tensor], states: ActivationStore) -> None:
     """Fill the states that enter layer 0 from the token ids (T,) int64 of all texts."""
     if not len(states):
         return

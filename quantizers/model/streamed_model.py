@@ -44,7 +44,7 @@ class _StandIn(torch.nn.Module):
         return torch.zeros_like(arguments[0])
 
 
-class LayeredModel:
+class StreamedModel:
     """A checkpoint that is run layer by layer.
 
     Args:

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from rank_threads import together
 
 from quantizers.distributed.process_group import ProcessGroup
-from quantizers.forward.activation_store import ActivationStore
-from quantizers.forward.moe_inputs import MoeInputs, moe_input_store
-from quantizers.forward.row_partition import MOST_PADDING, RowPartition, batches
+from quantizers.model.activation_store import ActivationStore
+from quantizers.model.moe_inputs import MoeInputs, moe_input_store
+from quantizers.model.row_partition import MOST_PADDING, RowPartition, batches
 
 CHUNK = 8
 # Sequences within a block, across some, and across the shares of three processes; the last ones in batches of two.

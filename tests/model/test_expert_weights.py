@@ -16,9 +16,9 @@ from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.loaded_tensors import load_tensors
 from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.formats.dequantization import read_weight
-from quantizers.forward import layer_weights as weights
-from quantizers.forward.layer_weights import ExpertWeights, layer_weights
-from quantizers.forward.layered_model import LayeredModel, load_layer
+from quantizers.model import layer_weights as weights
+from quantizers.model.layer_weights import ExpertWeights, layer_weights
+from quantizers.model.streamed_model import StreamedModel, load_layer
 from quantizers.system.errors import ArchitectureError, CheckpointError
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -203,7 +203,7 @@ def test_a_layer_without_its_experts_attends_and_routes(tmp_path: Path) -> None:
     checkpoint = stored(tmp_path, "FP8 in blocks")
     facts = architecture_for(checkpoint.config, "config.json")
     sizes = sizes_of(facts, checkpoint.config, "config.json")
-    model = LayeredModel(checkpoint, facts, sizes, CPU, torch.float32)
+    model = StreamedModel(checkpoint, facts, sizes, CPU, torch.float32)
     states = torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(1))
     with model.layer(0) as layer:
         residual = model.attend(layer, states)

@@ -14,10 +14,10 @@ from tiny import make
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
-from quantizers.forward.activation_store import ActivationStore
-from quantizers.forward.layer_forward import attend, finish, observe, padded, unpadded
-from quantizers.forward.layered_model import LayeredModel
-from quantizers.forward.moe_inputs import moe_input_store
+from quantizers.model.activation_store import ActivationStore
+from quantizers.model.layer_forward import attend, finish, observe, padded, unpadded
+from quantizers.model.moe_inputs import moe_input_store
+from quantizers.model.streamed_model import StreamedModel
 from quantizers.system.errors import QuantizeError
 
 LENGTHS = [5, 1, 12, 7, 3, 4, 2, 2, 2]
@@ -26,15 +26,15 @@ CHUNK = 8  # rows: every block but the first holds parts of two sequences or mor
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LayeredModel:
+def model(tmp_path_factory: pytest.TempPathFactory) -> StreamedModel:
     checkpoint = open_folder(make(tmp_path_factory.mktemp("halves") / "model", seed=3))
     facts = architecture_for(checkpoint.config, "config.json")
     sizes = sizes_of(facts, checkpoint.config, "config.json")
-    return LayeredModel(checkpoint, facts, sizes, torch.device("cpu"), torch.float32)
+    return StreamedModel(checkpoint, facts, sizes, torch.device("cpu"), torch.float32)
 
 
 @pytest.fixture
-def layer(model: LayeredModel) -> Iterator[torch.nn.Module]:
+def layer(model: StreamedModel) -> Iterator[torch.nn.Module]:
     with model.layer(0) as module:
         yield module
 
@@ -43,7 +43,7 @@ def rows(width: int, dtype: torch.dtype, path: Path | None = None) -> Activation
     return ActivationStore(path, LENGTHS, width, dtype, chunk=CHUNK)
 
 
-def filled(model: LayeredModel, path: Path | None = None) -> ActivationStore:
+def filled(model: StreamedModel, path: Path | None = None) -> ActivationStore:
     states = rows(model.sizes["hidden"], model.dtype, path)
     states.flat.copy_(torch.randn(states.flat.shape, generator=torch.Generator().manual_seed(1)))
     return states
@@ -52,7 +52,7 @@ def filled(model: LayeredModel, path: Path | None = None) -> ActivationStore:
 @torch.no_grad()
 @pytest.mark.parametrize("in_a_file", [False, True])
 def test_blocks_of_rows_give_what_each_sequence_gives_alone(
-    in_a_file: bool, model: LayeredModel, layer: torch.nn.Module, tmp_path: Path
+    in_a_file: bool, model: StreamedModel, layer: torch.nn.Module, tmp_path: Path
 ) -> None:
     states = filled(model, tmp_path / "states.bin" if in_a_file else None)
     wanted = [layer(**model.inputs(sequence.unsqueeze(0)))[0] for sequence in states]
@@ -74,7 +74,7 @@ def test_blocks_of_rows_give_what_each_sequence_gives_alone(
 
 @torch.no_grad()
 def test_observing_leaves_the_residual_and_what_the_experts_are_given(
-    model: LayeredModel, layer: torch.nn.Module
+    model: StreamedModel, layer: torch.nn.Module
 ) -> None:
     states = filled(model)
     residual = [model.attend(layer, sequence) for sequence in states]
@@ -91,7 +91,7 @@ def test_observing_leaves_the_residual_and_what_the_experts_are_given(
 
 
 @torch.no_grad()
-def test_an_output_that_is_not_finite_is_named(model: LayeredModel, layer: torch.nn.Module) -> None:
+def test_an_output_that_is_not_finite_is_named(model: StreamedModel, layer: torch.nn.Module) -> None:
     states = filled(model)
     states[2][3, 0] = torch.nan
     with pytest.raises(QuantizeError, match="layer 7: its output is not finite"):

@@ -1,4 +1,4 @@
-"""The two halves of a layer over the rows of many sequences, see layered_model.py.
+"""The two halves of a layer over the rows of many sequences, see streamed_model.py.
 
 Attention runs on batches of whole sequences. What follows it treats every row alone, so it runs on chunks of rows
 regardless of where a sequence ends: short sequences would give the experts a handful of tokens each. Batches and chunks
@@ -15,14 +15,14 @@ from quantizers.device.prefetch import prefetched
 from quantizers.system.errors import QuantizeError
 
 from .activation_store import ActivationStore
-from .layered_model import LayeredModel
 from .moe_inputs import MoeInputStore
+from .streamed_model import StreamedModel
 
 Check = Callable[[], None]
 
 
 def attend(
-    model: LayeredModel,
+    model: StreamedModel,
     layer: torch.nn.Module,
     before: ActivationStore,
     after: ActivationStore,
@@ -43,7 +43,7 @@ def attend(
 
 
 def observe(
-    model: LayeredModel,
+    model: StreamedModel,
     layer: torch.nn.Module,
     states: ActivationStore,
     moe_inputs: MoeInputStore,
@@ -66,7 +66,7 @@ def observe(
 
 
 def finish(
-    model: LayeredModel,
+    model: StreamedModel,
     layer: torch.nn.Module,
     residual: ActivationStore,
     where: str,
