@@ -1,0 +1,250 @@
+"""transformers' whole model of a config.json without its weights.
+
+Its parameters are on the meta device, where they need no memory; buffers that are computed, such as rotary frequencies,
+are real. It says what no list of families has to say: where the decoder layers are, where each stored tensor goes, and
+what the model's own forward passes to every layer (masks, windows, rotary embeddings, position ids).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from quantizers.system.errors import ArchitectureError
+
+ATTENTION = ("sdpa", "eager")  # in this order: some classes have eager attention alone
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call of a decoder layer by the model's own forward."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def states(self) -> torch.Tensor:
+        """The hidden states (B, T, H) among them."""
+        states: torch.Tensor = self.args[0] if self.args else self.kwargs["hidden_states"]
+        return states
+
+    def run(self, layer: torch.nn.Module, states: torch.Tensor) -> torch.Tensor:
+        """Call a layer with other hidden states (B, T, H), and these arguments; the result has the same shape."""
+        if self.args:
+            output = layer(states, *self.args[1:], **self.kwargs)
+        else:
+            output = layer(**self.kwargs | {"hidden_states": states})
+        result: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        return result
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a stored tensor goes.
+
+    Attributes:
+        layer: the decoder layer's number; None outside the layers.
+        parameter: the name of a parameter or persistent buffer, within the layer, or outside them within the model.
+        converted: whether transformers computes the parameter from several tensors, or from a rearranged one.
+    """
+
+    layer: int | None
+    parameter: str
+    converted: bool
+
+
+class Skeleton:
+    """The whole model without weights.
+
+    Args:
+        model_class: transformers' class of the whole model.
+        config: of its config class; its implementations of attention and experts are set here.
+        device: of the computed buffers, and of the arguments of layers.
+
+    Attributes:
+        model: in evaluation mode.
+        path: the name of the list of decoder layers within the model.
+        layers: the list.
+
+    Raises:
+        ArchitectureError: the model has no layers with experts.
+    """
+
+    def __init__(self, model_class: Any, config: Any, device: torch.device) -> None:
+        self.device, self.config = device, config
+        # One grouped matmul for all experts on an accelerator; on a CPU the plain loop is faster.
+        config._experts_implementation = "eager" if device.type == "cpu" else "grouped_mm"
+        self.model: Any = _built(model_class, config, device)
+        self.path, self.layers = _decoder_layers(self.model)
+        self._calls: dict[int, list[Call]] = {}
+
+    def layer(self, number: int) -> torch.nn.Module:
+        """A copy of a decoder layer, to be given weights."""
+        config = getattr(self.layers[number], "config", self.config)
+        layer: torch.nn.Module = copy.deepcopy(self.layers[number], {id(config): config, id(self.config): self.config})
+        return layer
+
+    def calls(self, length: int) -> list[Call]:
+        """What the model's forward calls each of its layers with, for a sequence of `length` tokens.
+
+        The hidden states in them are zeros. The last two lengths are kept, since masks are large.
+        """
+        if length not in self._calls:
+            while len(self._calls) > 1:
+                self._calls.pop(next(iter(self._calls)))
+            tokens = torch.zeros(1, length, dtype=torch.int64, device=self.device)
+            self._calls[length] = self.calls_with(tokens)
+        return self._calls[length]
+
+    @torch.no_grad()
+    def calls_with(self, tokens: torch.Tensor, embedding: torch.Tensor | None = None) -> list[Call]:
+        """The same for token ids (B, T) int64; layers pass their states on, and nothing behind them runs.
+
+        Args:
+            embedding: (vocabulary, H); without it, all embeddings are zeros.
+        """
+        table = self.model.get_input_embeddings()
+        calls: list[Call] = []
+
+        def embed(ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            if embedding is None:
+                return torch.zeros(*ids.shape, table.weight.shape[-1], device=self.device)
+            return torch.nn.functional.embedding(ids, embedding)
+
+        for as_tuple in (False, True):  # what a layer returns
+            calls.clear()
+            try:
+                with contextlib.ExitStack() as stack:
+                    stack.enter_context(_forward(table, embed))
+                    for layer in self.layers:
+                        stack.enter_context(_forward(layer, _recorder(calls, len(self.layers), as_tuple=as_tuple)))
+                    with contextlib.suppress(_Reached):
+                        self.model(input_ids=tokens, use_cache=False)
+                break
+            except (TypeError, ValueError, IndexError, AttributeError, RuntimeError):
+                if as_tuple:
+                    raise
+        return list(calls)
+
+    @cached_property
+    def _transforms(self) -> tuple[list[Any], list[Any]]:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+        mapping = get_model_conversion_mapping(self.model)
+        return tuple([e for e in mapping if isinstance(e, kind)] for kind in (WeightRenaming, WeightConverter))  # type: ignore[return-value]
+
+    @cached_property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """All parameters and persistent buffers by name, without memory."""
+        state: dict[str, torch.Tensor] = self.model.state_dict()
+        return state
+
+    def place(self, name: str) -> Place | None:
+        """Where a stored tensor goes, by transformers' own rules for loading; None if the model does without it."""
+        from transformers.core_model_loading import rename_source_key
+
+        parameter, pattern = rename_source_key(name, *self._transforms, self.model.base_model_prefix, self.parameters)
+        if parameter not in self.parameters and name in self.parameters:
+            parameter = name
+        if parameter not in self.parameters:
+            return None
+        within = re.match(rf"{re.escape(self.path)}\.(\d+)\.", parameter)
+        if within is None:
+            return Place(None, parameter, pattern is not None)
+        return Place(int(within[1]), parameter[within.end() :], pattern is not None)
+
+
+class _Reached(Exception):  # no error: the forward has reached its last layer
+    """Ends the model's forward once all layers have been called."""
+
+
+def _recorder(calls: list[Call], layers: int, *, as_tuple: bool) -> Callable[..., Any]:
+    """A layer's forward that keeps its arguments and returns its states."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        calls.append(Call(args, kwargs))
+        if len(calls) == layers:
+            raise _Reached
+        return (calls[-1].states,) if as_tuple else calls[-1].states
+
+    return forward
+
+
+@contextlib.contextmanager
+def _forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let a module of the skeleton, which cannot compute, run this instead of its forward."""
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Puts what `torch.empty` makes on the meta device: parameters, but no buffer that is computed."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty and kwargs.get("device") is None:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def _built(model_class: Any, config: Any, device: torch.device) -> Any:
+    """A model without weights, its computed buffers on `device`; with the first kind of attention that it has."""
+    for attention in ATTENTION:
+        config._attn_implementation = attention
+        try:
+            with _EmptyOnMeta():
+                model = model_class(config).eval()
+            break
+        except ValueError as failure:
+            if "attention implementation" not in str(failure) or attention == ATTENTION[-1]:
+                raise
+    for module in model.modules():
+        free(module)
+        for name, buffer in module.named_buffers(recurse=False):
+            if not buffer.is_meta:
+                setattr(module, name, buffer.to(device))
+    return model.requires_grad_(False)
+
+
+def free(module: torch.nn.Module) -> None:
+    """Put a module's weights, which are its parameters and persistent buffers, on the meta device; not its children's.
+
+    Buffers that are computed stay.
+    """
+    for name, parameter in module.named_parameters(recurse=False):
+        if not parameter.is_meta:
+            setattr(module, name, torch.nn.Parameter(parameter.to("meta"), requires_grad=False))
+    for name, buffer in module.named_buffers(recurse=False):
+        if name not in module._non_persistent_buffers_set:
+            setattr(module, name, buffer.to("meta"))
+
+
+def _decoder_layers(model: torch.nn.Module) -> tuple[str, torch.nn.ModuleList]:
+    """The list of layers with experts that has most parameters, and its name.
+
+    Raises:
+        ArchitectureError: there is none.
+    """
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)}
+    decoders = {name: layers for name, layers in lists.items() if any(map(_has_experts, layers))}
+    if not decoders:
+        raise ArchitectureError(f"{type(model).__name__} has no layers with experts; give a mixture-of-experts model")
+    # The experts themselves may be a list within such a layer: the outermost has the most.
+    name = max(decoders, key=lambda one: (sum(p.numel() for p in decoders[one].parameters()), -one.count(".")))
+    return name, decoders[name]
+
+
+def _has_experts(layer: torch.nn.Module) -> bool:
+    return any("expert" in name.lower() for name, _ in layer.named_modules())
