@@ -14,7 +14,8 @@ class Roles:
     """The parts of a decoder layer with experts; modules are paths within the layer, as transformers names them.
 
     Attributes:
-        experts: the module with the matrices of all routed experts, `gate_up_proj` (E, 2I, H) and `down_proj` (E, H, I).
+        experts: the module of all routed experts, with `gate_up_proj` (E, 2I, H) and `down_proj`
+            (E, H, I).
         router: the module whose output holds the chosen experts.
         router_weight: the name of its parameter (E, H).
         chosen: K.
