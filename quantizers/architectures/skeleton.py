@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,25 +26,21 @@ ATTENTION = ("sdpa", "eager")  # in this order: some classes have eager attentio
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one call of a decoder layer by the model's own forward."""
+    """The arguments of one call of a decoder layer by the model's own forward.
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    Attributes:
+        arguments: by the names of the layer's parameters, without the hidden states.
+        states: the hidden states (B, T, H).
+        name: what the layer calls these.
+    """
 
-    @property
-    def states(self) -> torch.Tensor:
-        """The hidden states (B, T, H) among them."""
-        states: torch.Tensor = self.args[0] if self.args else self.kwargs["hidden_states"]
-        return states
+    arguments: dict[str, Any]
+    states: torch.Tensor
+    name: str
 
-    def run(self, layer: torch.nn.Module, states: torch.Tensor) -> torch.Tensor:
-        """Call a layer with other hidden states (B, T, H), and these arguments; the result has the same shape."""
-        if self.args:
-            output = layer(states, *self.args[1:], **self.kwargs)
-        else:
-            output = layer(**self.kwargs | {"hidden_states": states})
-        result: torch.Tensor = output[0] if isinstance(output, tuple) else output
-        return result
+    def of(self, states: torch.Tensor) -> dict[str, Any]:
+        """All arguments, with other hidden states (B, T, H), by keyword."""
+        return self.arguments | {self.name: states}
 
 
 @dataclass(frozen=True)
@@ -125,7 +122,9 @@ class Skeleton:
                 with contextlib.ExitStack() as stack:
                     stack.enter_context(_forward(table, embed))
                     for layer in self.layers:
-                        stack.enter_context(_forward(layer, _recorder(calls, len(self.layers), as_tuple=as_tuple)))
+                        stack.enter_context(
+                            _forward(layer, _recorder(layer, calls, len(self.layers), as_tuple=as_tuple))
+                        )
                     with contextlib.suppress(_Reached):
                         self.model(input_ids=tokens, use_cache=False)
                 break
@@ -167,14 +166,19 @@ class _Reached(Exception):  # no error: the forward has reached its last layer
     """Ends the model's forward once all layers have been called."""
 
 
-def _recorder(calls: list[Call], layers: int, *, as_tuple: bool) -> Callable[..., Any]:
+def _recorder(layer: torch.nn.Module, calls: list[Call], layers: int, *, as_tuple: bool) -> Callable[..., Any]:
     """A layer's forward that keeps its arguments and returns its states."""
+    signature = inspect.signature(layer.forward)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        calls.append(Call(args, kwargs))
+        given = dict(signature.bind(*args, **kwargs).arguments)
+        given |= given.pop("kwargs", {})
+        name = next(iter(given))
+        states = given.pop(name)
+        calls.append(Call(given, states, name))
         if len(calls) == layers:
             raise _Reached
-        return (calls[-1].states,) if as_tuple else calls[-1].states
+        return (states,) if as_tuple else states
 
     return forward
 
