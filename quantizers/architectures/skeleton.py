@@ -169,10 +169,11 @@ class _Reached(Exception):  # no error: the forward has reached its last layer
 def _recorder(layer: torch.nn.Module, calls: list[Call], layers: int, *, as_tuple: bool) -> Callable[..., Any]:
     """A layer's forward that keeps its arguments and returns its states."""
     signature = inspect.signature(layer.forward)
+    rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = dict(signature.bind(*args, **kwargs).arguments)
-        given |= given.pop("kwargs", {})
+        given |= given.pop(rest, {})
         name = next(iter(given))
         states = given.pop(name)
         calls.append(Call(given, states, name))
