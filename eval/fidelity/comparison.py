@@ -28,6 +28,7 @@ from quantizers.formats.dequantization import read_weight
 from quantizers.layers.step import Consumer, LayerStep
 from quantizers.model.activation_stream import ActivationStream
 from quantizers.model.layer_forward import padded
+from quantizers.model.streamed_model import DecoderLayer
 from quantizers.solve.folded_scales import row_scale, stored_norm_ratio
 from quantizers.system.progress import doing
 
@@ -45,10 +46,10 @@ class Candidate(Protocol):
 
     stream: ActivationStream
 
-    def prepare(self, step: LayerStep, layer: torch.nn.Module) -> None:
+    def prepare(self, step: LayerStep, layer: DecoderLayer) -> None:
         """`layer` is the source's without the weights of its experts; they are to be left as they are."""
 
-    def layer(self, step: LayerStep) -> AbstractContextManager[torch.nn.Module]:
+    def layer(self, step: LayerStep) -> AbstractContextManager[DecoderLayer]:
         """The layer with the candidate's weights, within the block."""
 
 
@@ -77,13 +78,13 @@ class Comparison(Consumer):
         self.needs = "experts" if texts else "attention"
         self.found: list[dict[str, Any]] = []
 
-    def source_layer(self, step: LayerStep, layer: torch.nn.Module) -> None:
+    def source_layer(self, step: LayerStep, layer: DecoderLayer) -> None:
         """The source's texts go through its layer."""
         doing("held-out texts")
         self.reference.attend(step.number, layer)
         self.reference.finish(step.number, layer)
 
-    def without_experts(self, step: LayerStep, layer: torch.nn.Module) -> None:
+    def without_experts(self, step: LayerStep, layer: DecoderLayer) -> None:
         """Candidates that are made from the source are made now."""
         if self.texts:
             step.watch.lap("reference")

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
-
 from quantizers.checkpoint.loaded_tensors import LoadedTensors
-from quantizers.model.streamed_model import StreamedModel
+from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 
 Need = Literal["bytes", "attention", "experts"]
 
@@ -68,10 +66,10 @@ class Consumer:
 
     needs: Need
 
-    def source_layer(self, step: LayerStep, layer: torch.nn.Module) -> None:
+    def source_layer(self, step: LayerStep, layer: DecoderLayer) -> None:
         """The layer with all of the source's weights."""
 
-    def without_experts(self, step: LayerStep, layer: torch.nn.Module) -> None:
+    def without_experts(self, step: LayerStep, layer: DecoderLayer) -> None:
         """The layer without the weights of its experts, which are to be left as they are."""
 
     def after_source(self, step: LayerStep) -> None:
