@@ -211,8 +211,9 @@ def weight_errors(
             yield from ((g / smooth, gate), (u / smooth / rows.unsqueeze(1), up), (d * rows, down))
 
     def attention() -> Pairs:
-        ratios = {norm: ratio(norm) for norm in facts.smoothing if norm in facts.tensors(dense)}
-        for name in facts.linears(dense):
+        here = facts.of_layer(layer, sizes.dense)
+        ratios = {norm: ratio(norm) for norm in facts.smoothing if norm in here.tensors}
+        for name in here.linears:
             original, weight = (read_weight(one, facts.layer(layer, name), device) for one in (source, candidate))
             scale = ratios.get(facts.scaled_with(name) or "")
             yield weight if scale is None else weight / scale, original

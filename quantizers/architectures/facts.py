@@ -71,6 +71,20 @@ class DenseFacts(LayerFacts):
     otherwise: int = 0
 
 
+class KindFacts(LayerFacts):
+    """All that lies in some decoder layers besides the routed experts: those of one kind.
+
+    Attributes:
+        layers: their numbers.
+        dense: whether they have no experts.
+        halves: whether they run in two halves, see model/streamed_model.py.
+    """
+
+    layers: list[int]
+    dense: bool
+    halves: bool
+
+
 class MtpFacts(LayerFacts):
     """What a layer that predicts further tokens has besides all that a layer with experts has.
 

@@ -123,7 +123,7 @@ class StreamedModel:
         del weights  # otherwise what `release_experts` releases would live here until the block ends
         module.requires_grad_(False)
         try:
-            yield DecoderLayer(number, module, halves=True)
+            yield DecoderLayer(number, module, self.facts.halves(number))
         finally:
             module.to("meta")  # frees the weights even if someone still references the module
 
