@@ -51,12 +51,12 @@ class Place:
     Attributes:
         layer: the decoder layer's number; None outside the layers.
         parameter: the name of a parameter or persistent buffer, within the layer, or outside them within the model.
-        converted: whether transformers computes the parameter from several tensors, or from a rearranged one.
+        part: if transformers makes the parameter of several kinds of tensors, or rearranges it: which of them this is.
     """
 
     layer: int | None
     parameter: str
-    converted: bool
+    part: int | None = None
 
 
 class Skeleton:
@@ -197,9 +197,11 @@ class Skeleton:
         if parameter not in self.parameters:
             return None
         within = re.match(rf"{re.escape(self.path)}\.(\d+)\.", parameter)
+        sources = next((c.source_patterns for c in self._transforms[1] if pattern in c.source_patterns), [pattern])
+        part = None if pattern is None else sources.index(pattern)
         if within is None:
-            return Place(None, parameter, pattern is not None)
-        return Place(int(within[1]), parameter[within.end() :], pattern is not None)
+            return Place(None, parameter, part)
+        return Place(int(within[1]), parameter[within.end() :], part)
 
 
 class _Reached(Exception):  # no error: the forward has reached its last layer
