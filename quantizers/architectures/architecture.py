@@ -75,6 +75,7 @@ class Architecture(Facts):
     tensor_parallel: TensorParallelFacts | None = None
     servers: dict[ServerName, ServerFacts] = Field(default_factory=dict)
     published: list[Published] = Field(default_factory=list)
+    probes: dict[str, float] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
@@ -109,7 +110,7 @@ class Architecture(Facts):
                 yield f"{key}: {name} is not among the tensors"
         for reader in self.norm.readers:
             linears = self.every_linear(with_dense=False)
-            if reader not in (ROUTER, EXPERTS, "residual", *linears, *moe_tensors, *self.outside):
+            if reader not in (ROUTER, EXPERTS, "residual", *linears, *moe_tensors, *self.outside, *self._strangers()):
                 yield f"norm.readers: {reader} is neither {ROUTER}, {EXPERTS} nor residual, nor any tensor"
         linear = self.every_linear()
         for before, readers in self.smoothing.items():
@@ -139,6 +140,13 @@ class Architecture(Facts):
             else:
                 if taken is not None:
                     yield f"unread: {pattern!r} matches {taken}, which these facts name already; narrow it"
+
+    def _strangers(self) -> Iterator[str]:
+        """Unread readers of the norm, which a model's class has no place for."""
+        numbers = [number for kind in self.kinds for number in kind.layers]
+        for reader in self.norm.readers:
+            if any(self.is_unread(self.layer(number, reader)) for number in numbers):
+                yield reader
 
     def _names(self) -> Iterator[str]:
         """The names of all tensors outside the layers, and of those of layer 0 with one expert."""
@@ -256,6 +264,8 @@ class Architecture(Facts):
 
     def in_transformers(self, name: str) -> str:
         """transformers' name for a published tensor name, both without the layer's prefix."""
+        if name in self.modules.rename:
+            return self.modules.rename[name]
         for published, module in self.modules.rename.items():
             if name.startswith(published + "."):
                 return module + name.removeprefix(published)

@@ -27,10 +27,15 @@ class Facts(BaseModel):
 
 
 class SizeFacts(Facts):
-    """A size's key in config.json, and what a config.json without that key means: an expression in other sizes."""
+    """A size's key in config.json, and what a config.json without that key means: an expression in other sizes.
+
+    Attributes:
+        value: the size itself, of facts about one model; `key` then only names it in messages.
+    """
 
     key: str
     otherwise: Term | None = None
+    value: int | None = None
 
 
 class TensorFacts(Facts):

@@ -12,9 +12,10 @@ import copy
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from importlib import import_module
+from typing import Any, Final
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -57,6 +58,11 @@ class Place:
     layer: int | None
     parameter: str
     part: int | None = None
+
+
+# Names of an expert's matrices, the parameters that hold those of all experts, and which part of them they are: FP8
+# releases have them for models whose fused experts transformers saves as they are.
+_PARTS: Final = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "down_proj": ("down_proj", 0)}
 
 
 class Skeleton:
@@ -195,13 +201,31 @@ class Skeleton:
         if parameter not in self.parameters and name in self.parameters:
             parameter = name
         if parameter not in self.parameters:
-            return None
+            single = re.fullmatch(rf"(.*\.experts\.)\d+\.({'|'.join(_PARTS)})\.weight", name)
+            if single is None:
+                return None
+            fused, of_fused = _PARTS[single[2]]
+            whole = self.place(f"{single[1]}{fused}")
+            return whole and replace(whole, part=of_fused)
         within = re.match(rf"{re.escape(self.path)}\.(\d+)\.", parameter)
         sources = next((c.source_patterns for c in self._transforms[1] if pattern in c.source_patterns), [pattern])
         part = None if pattern is None else sources.index(pattern)
         if within is None:
             return Place(None, parameter, part)
         return Place(int(within[1]), parameter[within.end() :], part)
+
+
+def model_class(name: str, model_type: str | None) -> Any:
+    """transformers' class of this name, or the one of a model type's own file; None if there is none."""
+    import transformers
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    found = getattr(transformers, name, None)
+    if found is None and model_type:
+        module = model_type_to_module_name(model_type)
+        with contextlib.suppress(ImportError):
+            found = getattr(import_module(f"transformers.models.{module}.modeling_{module}"), name, None)
+    return found if hasattr(found, "config_class") else None
 
 
 class _Reached(Exception):  # no error: the forward has reached its last layer

@@ -189,6 +189,7 @@ class Quantizer:
             "shard": self.job.plan.shard_file(step.number),
             "source": step.source.digest(),
             "seconds": step.watch.seconds,
+            "proof": step.proof,
             **self._solved,
         }
 
