@@ -40,7 +40,7 @@ from quantizers.model.activation_store import ActivationStore
 from quantizers.model.layer_forward import observe
 from quantizers.model.layer_weights import ExpertWeights
 from quantizers.model.moe_inputs import MoeInputStore, moe_input_store
-from quantizers.model.streamed_model import StreamedModel
+from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 from quantizers.output import journal
 from quantizers.pipeline.layer_measurement import resized, write_random
 from quantizers.pipeline.quantize import quantize_layers
@@ -125,7 +125,7 @@ def compare_layer(
 
 
 def observed(
-    model: StreamedModel, layer: torch.nn.Module, states: Sequence[torch.Tensor]
+    model: StreamedModel, layer: DecoderLayer, states: Sequence[torch.Tensor]
 ) -> tuple[ActivationStore, MoeInputStore]:
     """Sequences (T, H) through the first half of a layer: the residual stream, and what its experts are called with."""
     lengths, chunk = [len(rows) for rows in states], tokens_per_chunk(is_accelerator(model.device))

@@ -25,7 +25,7 @@ from quantizers.layers.loop import all_tensors, layer_steps
 from quantizers.layers.step import Consumer, LayerStep, Need
 from quantizers.model.activation_store import ActivationStore
 from quantizers.model.moe_inputs import route_counts
-from quantizers.model.streamed_model import StreamedModel
+from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 from quantizers.system.errors import QuantizeError
 
 TIE = 1e-6  # difference between the scores of the experts ranked K and K + 1, or of the last group chosen and the next
@@ -111,11 +111,11 @@ class RouteCounter(Consumer):
         self.states = ActivationStore(path, [lengths[i] for i in own], sizes["hidden"], model.dtype)
         table = model.embedding()
         for row, i in enumerate(own):
-            self.states[row] = table[sequences[i].to(model.device)]
+            self.states[row] = model.begin(sequences[i], table)
         shape = (len(sizes.moe_layers), len(self.names), sizes["experts"])
         self.counts, self.close, self.near = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
 
-    def source_layer(self, step: LayerStep, layer: torch.nn.Module) -> None:
+    def source_layer(self, step: LayerStep, layer: DecoderLayer) -> None:
         """Take the sequences through a layer, and count the choices of its router if it has one."""
         model, sizes, number = self.model, self.model.sizes, step.number
         captured: AbstractContextManager[list[torch.Tensor]] = nullcontext([])
@@ -176,7 +176,7 @@ def ranked(scores: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, torch.Tens
 
 
 @contextmanager
-def _router_scores(layer: torch.nn.Module, model: StreamedModel) -> Iterator[list[torch.Tensor]]:
+def _router_scores(layer: DecoderLayer, model: StreamedModel) -> Iterator[list[torch.Tensor]]:
     """Captures, with a forward hook, the scores (T, E) by which a layer's router chooses experts, or groups of them.
 
     transformers' routers return their logits first. Families with a correction bias pass it to the router as an
@@ -192,7 +192,7 @@ def _router_scores(layer: torch.nn.Module, model: StreamedModel) -> Iterator[lis
                 scores = scores + extra
         captured.append(scores)
 
-    hook = layer.get_submodule(model.facts.modules.router).register_forward_hook(capture)
+    hook = layer.module.get_submodule(model.facts.modules.router).register_forward_hook(capture)
     try:
         yield captured
     finally:

@@ -28,6 +28,7 @@ from quantizers.formats.dequantization import read_weight
 from quantizers.layers.step import Consumer, LayerStep
 from quantizers.model.activation_stream import ActivationStream
 from quantizers.model.layer_forward import padded
+from quantizers.model.streamed_model import DecoderLayer
 from quantizers.solve.folded_scales import row_scale, stored_norm_ratio
 from quantizers.system.progress import doing
 
@@ -45,10 +46,10 @@ class Candidate(Protocol):
 
     stream: ActivationStream
 
-    def prepare(self, step: LayerStep, layer: torch.nn.Module) -> None:
+    def prepare(self, step: LayerStep, layer: DecoderLayer) -> None:
         """`layer` is the source's without the weights of its experts; they are to be left as they are."""
 
-    def layer(self, step: LayerStep) -> AbstractContextManager[torch.nn.Module]:
+    def layer(self, step: LayerStep) -> AbstractContextManager[DecoderLayer]:
         """The layer with the candidate's weights, within the block."""
 
 
@@ -77,13 +78,13 @@ class Comparison(Consumer):
         self.needs = "experts" if texts else "attention"
         self.found: list[dict[str, Any]] = []
 
-    def source_layer(self, step: LayerStep, layer: torch.nn.Module) -> None:
+    def source_layer(self, step: LayerStep, layer: DecoderLayer) -> None:
         """The source's texts go through its layer."""
         doing("held-out texts")
         self.reference.attend(step.number, layer)
         self.reference.finish(step.number, layer)
 
-    def without_experts(self, step: LayerStep, layer: torch.nn.Module) -> None:
+    def without_experts(self, step: LayerStep, layer: DecoderLayer) -> None:
         """Candidates that are made from the source are made now."""
         if self.texts:
             step.watch.lap("reference")
@@ -210,8 +211,9 @@ def weight_errors(
             yield from ((g / smooth, gate), (u / smooth / rows.unsqueeze(1), up), (d * rows, down))
 
     def attention() -> Pairs:
-        ratios = {norm: ratio(norm) for norm in facts.smoothing if norm in facts.tensors(dense)}
-        for name in facts.linears(dense):
+        here = facts.of_layer(layer, sizes.dense)
+        ratios = {norm: ratio(norm) for norm in facts.smoothing if norm in here.tensors}
+        for name in here.linears:
             original, weight = (read_weight(one, facts.layer(layer, name), device) for one in (source, candidate))
             scale = ratios.get(facts.scaled_with(name) or "")
             yield weight if scale is None else weight / scale, original

@@ -1,8 +1,7 @@
-"""The schema of report.json.
+"""The schema of report.json, which `quantizers/pipeline/report.py` fills, and checks against it when it is written.
 
-Reports are filled in `quantizers/pipeline/report.py`, and checked against this schema when written; docs/report.md and
-docs/schemas/report.schema.json are made from it. Unless a description says otherwise, None stands for a number that is
-not finite, and a key that may be absent has the default None.
+docs/report.md and docs/schemas/report.schema.json are made from it. Unless a description says otherwise, None stands
+for a number that is not finite, and a key that may be absent has the default None.
 """
 
 from __future__ import annotations
@@ -253,6 +252,7 @@ class Layer(Part):
     """One layer of a run."""
 
     layer: int = key("Its number")
+    proof: float = key("Distance from transformers' own call of the layer, as a part of its largest change of a state")
     seconds: dict[str, float] = key("Time by phase", "seconds")
     error: SolvingErrors = key("Errors of search and rounding; empty for a layer without experts")
     fallbacks: list[str] = key("One line for each expert that did not get the method asked for")

@@ -297,7 +297,7 @@ def _vectors(facts: Architecture, sizes: Sizes) -> list[str]:
     """The required tensors that are not matrices: norms, biases and the router's correction bias."""
     named = dict(facts.outside)
     for layer in (*range(sizes["layers"]), *sizes.mtp):
-        of_layer = facts.mtp_tensors() if layer in sizes.mtp else facts.tensors(layer in sizes.dense)
+        of_layer = facts.mtp_tensors() if layer in sizes.mtp else facts.of_layer(layer, sizes.dense).tensors
         named |= {facts.layer(layer, name): tensor for name, tensor in of_layer.items()}
     return [name for name, tensor in named.items() if len(tensor.shape) == 1 and not tensor.optional]
 
@@ -363,7 +363,7 @@ def tensor_parallel(ranks: int, facts: Architecture, sizes: Sizes, lookups: Sequ
         return problem
     experts = {lookup.scheme for lookup in lookups if lookup.kind == EXPERTS and lookup.scheme}
     groups = {scheme.group_size for scheme in experts if scheme.type == "int" and scheme.group_size}
-    linears = facts.linears(dense=False) | (facts.linears(dense=True) if sizes.dense else {})
+    linears = facts.every_linear(with_dense=bool(sizes.dense))
     blocks = {
         name: lookup.scheme.block
         for lookup in lookups

@@ -8,7 +8,7 @@ against it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from .facts import (
     DenseFacts,
     Facts,
+    KindFacts,
     KvCacheFacts,
     LayerFacts,
     LinearFacts,
@@ -58,8 +59,9 @@ class Architecture(Facts):
     head: str
     unread: list[str] = Field(default_factory=list)
     layer_prefix: str
-    every_layer: LayerFacts
-    moe_layer: LayerFacts
+    every_layer: LayerFacts = LayerFacts()
+    moe_layer: LayerFacts = LayerFacts()
+    kinds: list[KindFacts] = Field(default_factory=list)
     dense_layer: DenseFacts | None = None
     mtp_layer: MtpFacts | None = None
     scale_dtype: Literal["F32", "BF16"] = "F32"
@@ -74,6 +76,7 @@ class Architecture(Facts):
     tensor_parallel: TensorParallelFacts | None = None
     servers: dict[ServerName, ServerFacts] = Field(default_factory=dict)
     published: list[Published] = Field(default_factory=list)
+    probes: dict[str, float] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
@@ -95,9 +98,11 @@ class Architecture(Facts):
             for word in re.findall(r"\w+", expression):
                 if not word.isdigit() and word not in self.sizes:
                     yield f"{expression!r}: there is no size {word!r}"
+        moe_tensors = {name for kind in self.every_kind(with_dense=False) for name in kind.tensors}
+        all_tensors = {name for kind in self.every_kind() for name in kind.tensors}
         for key, name, tensors in (
-            ("norm.tensor", self.norm.tensor, self.tensors(dense=False)),
-            ("router.tensor", self.router.tensor, self.tensors(dense=False)),
+            ("norm.tensor", self.norm.tensor, moe_tensors),
+            ("router.tensor", self.router.tensor, moe_tensors),
             ("embedding", self.embedding, self.outside),
             ("final_norm", self.final_norm, self.outside),
             ("head", self.head, self.outside),
@@ -105,19 +110,18 @@ class Architecture(Facts):
             if name not in tensors:
                 yield f"{key}: {name} is not among the tensors"
         for reader in self.norm.readers:
-            tensors, linears = self.tensors(dense=False), self.linears(dense=False)
-            if reader not in (ROUTER, EXPERTS, "residual", *linears, *tensors, *self.outside):
+            linears = self.every_linear(with_dense=False)
+            if reader not in (ROUTER, EXPERTS, "residual", *linears, *moe_tensors, *self.outside, *self._strangers()):
                 yield f"norm.readers: {reader} is neither {ROUTER}, {EXPERTS} nor residual, nor any tensor"
-        kinds = (False, True)
-        linear = {name for dense in kinds for name in self.linears(dense)}
+        linear = self.every_linear()
         for before, readers in self.smoothing.items():
-            if not any(before in self.tensors(dense) for dense in kinds) and before not in linear:
+            if before not in all_tensors and before not in linear:
                 yield f"smoothing: {before} is neither a tensor nor a linear module of a layer"
             for reader in readers:
                 if reader not in linear:
                     yield f"smoothing.{before}: {reader} is no linear module of a layer"
         for name in self.modules.without:
-            if not any(name in (*self.tensors(dense), *self.linears(dense)) for dense in (False, True)):
+            if name not in all_tensors and name not in linear:
                 yield f"modules.without: {name} is neither a linear module nor a tensor of a layer"
         everywhere = {name for part in self._parts() for name in part.linears}
         for key, parts in self._divided():
@@ -137,6 +141,13 @@ class Architecture(Facts):
             else:
                 if taken is not None:
                     yield f"unread: {pattern!r} matches {taken}, which these facts name already; narrow it"
+
+    def _strangers(self) -> Iterator[str]:
+        """Unread readers of the norm, which a model's class has no place for."""
+        numbers = [number for kind in self.kinds for number in kind.layers]
+        for reader in self.norm.readers:
+            if any(self.is_unread(self.layer(number, reader)) for number in numbers):
+                yield reader
 
     def _names(self) -> Iterator[str]:
         """The names of all tensors outside the layers, and of those of layer 0 with one expert."""
@@ -158,7 +169,8 @@ class Architecture(Facts):
             yield from shape
 
     def _parts(self) -> list[LayerFacts]:
-        return [part for part in (self.every_layer, self.moe_layer, self.dense_layer, self.mtp_layer) if part]
+        parts = (self.every_layer, self.moe_layer, *self.kinds, self.dense_layer, self.mtp_layer)
+        return [part for part in parts if part]
 
     def _divided(self) -> Iterator[tuple[str, dict[str, str]]]:
         if self.tensor_parallel:
@@ -200,6 +212,36 @@ class Architecture(Facts):
         """The linear modules of a layer besides the routed experts, with their shapes."""
         return self.every_layer.linears | self._kind(dense).linears
 
+    def of_layer(self, number: int, dense: Collection[int]) -> LayerFacts:
+        """What lies in a decoder layer besides its routed experts.
+
+        Args:
+            dense: the layers without experts, see `Sizes.dense`.
+        """
+        by_number = next((kind for kind in self.kinds if number in kind.layers), None)
+        return by_number or self._two_kinds(number in dense)
+
+    def halves(self, number: int) -> bool:
+        """Whether a decoder layer runs in two halves, see model/streamed_model.py."""
+        return all(kind.halves for kind in self.kinds if number in kind.layers)
+
+    def every_kind(self, *, with_dense: bool = True) -> list[LayerFacts]:
+        """What `of_layer` gives for any layer.
+
+        Args:
+            with_dense: False leaves out the layers without experts.
+        """
+        if self.kinds:
+            return [kind for kind in self.kinds if with_dense or not kind.dense]
+        return [self._two_kinds(dense) for dense in (False, True)[: 1 + with_dense]]
+
+    def every_linear(self, *, with_dense: bool = True) -> dict[str, list[str]]:
+        """The linear modules of all kinds of layers besides the routed experts, with their shapes."""
+        return {name: shape for kind in self.every_kind(with_dense=with_dense) for name, shape in kind.linears.items()}
+
+    def _two_kinds(self, dense: bool) -> LayerFacts:
+        return LayerFacts.model_construct(tensors=self.tensors(dense), linears=self.linears(dense))
+
     def mtp_tensors(self) -> dict[str, TensorFacts]:
         """The tensors of a layer that predicts further tokens, that are no linear module's."""
         assert self.mtp_layer is not None
@@ -228,6 +270,8 @@ class Architecture(Facts):
 
     def in_transformers(self, name: str) -> str:
         """transformers' name for a published tensor name, both without the layer's prefix."""
+        if name in self.modules.rename:
+            return self.modules.rename[name]
         for published, module in self.modules.rename.items():
             if name.startswith(published + "."):
                 return module + name.removeprefix(published)

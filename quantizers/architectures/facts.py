@@ -27,10 +27,15 @@ class Facts(BaseModel):
 
 
 class SizeFacts(Facts):
-    """A size's key in config.json, and what a config.json without that key means: an expression in other sizes."""
+    """A size's key in config.json, and what a config.json without that key means: an expression in other sizes.
+
+    Attributes:
+        value: the size itself, of facts about one model; `key` then only names it in messages.
+    """
 
     key: str
     otherwise: Term | None = None
+    value: int | None = None
 
 
 class TensorFacts(Facts):
@@ -69,6 +74,20 @@ class DenseFacts(LayerFacts):
 
     layers: str
     otherwise: int = 0
+
+
+class KindFacts(LayerFacts):
+    """All that lies in some decoder layers besides the routed experts: those of one kind.
+
+    Attributes:
+        layers: their numbers.
+        dense: whether they have no experts.
+        halves: whether they run in two halves, see model/streamed_model.py.
+    """
+
+    layers: list[int]
+    dense: bool
+    halves: bool
 
 
 class MtpFacts(LayerFacts):

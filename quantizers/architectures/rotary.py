@@ -52,7 +52,8 @@ def transformers_config(facts: Architecture, config: dict[str, Any], sizes: Mapp
     Where config.json leaves a size out, transformers may have another default than the facts.
     """
     adapted = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
-    adapted |= {size.key: sizes[name] for name, size in facts.sizes.items() if not config.get(size.key)}
+    by_key = {size.key: sizes[name] for name, size in facts.sizes.items() if size.value is None}
+    adapted |= {key: size for key, size in by_key.items() if not config.get(key)}
     factor = rotary_factor(facts, config, sizes)
     if factor is not None:
         rope = dict(config.get("rope_parameters") or {"rope_type": "default", "rope_theta": config["rope_theta"]})

@@ -66,8 +66,9 @@ def sizes_of(facts: Architecture, config: dict[str, Any], where: str) -> Sizes:
     Raises:
         ArchitectureError: a size is missing or absurd, or a value contradicts the facts.
     """
-    sizes = Sizes()
-    given = {name: size for name, size in facts.sizes.items() if size.otherwise is None or config.get(size.key)}
+    sizes = Sizes({name: size.value for name, size in facts.sizes.items() if size.value is not None})
+    open_sizes = {name: size for name, size in facts.sizes.items() if size.value is None}
+    given = {name: size for name, size in open_sizes.items() if size.otherwise is None or config.get(size.key)}
     for name, size in given.items():
         value = config.get(size.key)
         limit = LIMITS.get(name, LARGEST_SIZE)
@@ -76,7 +77,7 @@ def sizes_of(facts: Architecture, config: dict[str, Any], where: str) -> Sizes:
                 f"{where}: {size.key} is {reprlib.repr(value)}; a whole number from 1 to {limit} is needed"
             )
         sizes[name] = value
-    for name, size in facts.sizes.items():
+    for name, size in open_sizes.items():
         if name not in given:
             assert size.otherwise is not None
             try:
@@ -144,7 +145,7 @@ def dense_layers(facts: Architecture, config: Mapping[str, Any], layers: int, wh
         ArchitectureError: config.json says something else, or leaves no layer with experts.
     """
     if facts.dense_layer is None:
-        return frozenset()
+        return frozenset(number for kind in facts.kinds if kind.dense for number in kind.layers)
     key = facts.dense_layer.layers
     value = config.get(key, facts.dense_layer.otherwise)
     numbers = range(value) if type(value) is int and 0 <= value <= layers else value or []

@@ -12,15 +12,17 @@ import copy
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from importlib import import_module
+from typing import Any, Final
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from quantizers.system.errors import ArchitectureError
 
+CPU = torch.device("cpu")
 ATTENTION = ("sdpa", "eager")  # in this order: some classes have eager attention alone
 
 
@@ -50,12 +52,17 @@ class Place:
     Attributes:
         layer: the decoder layer's number; None outside the layers.
         parameter: the name of a parameter or persistent buffer, within the layer, or outside them within the model.
-        converted: whether transformers computes the parameter from several tensors, or from a rearranged one.
+        part: if transformers makes the parameter of several kinds of tensors, or rearranges it: which of them this is.
     """
 
     layer: int | None
     parameter: str
-    converted: bool
+    part: int | None = None
+
+
+# Names of an expert's matrices, the parameters that hold those of all experts, and which part of them they are: FP8
+# releases have them for models whose fused experts transformers saves as they are.
+_PARTS: Final = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "down_proj": ("down_proj", 0)}
 
 
 class Skeleton:
@@ -65,6 +72,7 @@ class Skeleton:
         model_class: transformers' class of the whole model.
         config: of its config class; its implementations of attention and experts are set here.
         device: of the computed buffers, and of the arguments of layers.
+        dtype: of the hidden states.
 
     Attributes:
         model: in evaluation mode.
@@ -75,8 +83,10 @@ class Skeleton:
         ArchitectureError: the model has no layers with experts.
     """
 
-    def __init__(self, model_class: Any, config: Any, device: torch.device) -> None:
-        self.device, self.config = device, config
+    def __init__(
+        self, model_class: Any, config: Any, device: torch.device = CPU, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.device, self.dtype, self.config = device, dtype, config
         # One grouped matmul for all experts on an accelerator; on a CPU the plain loop is faster.
         config._experts_implementation = "eager" if device.type == "cpu" else "grouped_mm"
         self.model: Any = _built(model_class, config, device)
@@ -97,41 +107,77 @@ class Skeleton:
         if length not in self._calls:
             while len(self._calls) > 1:
                 self._calls.pop(next(iter(self._calls)))
-            tokens = torch.zeros(1, length, dtype=torch.int64, device=self.device)
-            self._calls[length] = self.calls_with(tokens)
+            self._calls[length] = self.calls_with(torch.zeros(1, length, dtype=torch.int64, device=self.device))
         return self._calls[length]
 
+    def calls_with(self, tokens: torch.Tensor) -> list[Call]:
+        """The same for token ids (B, T) int64."""
+        return self._record(tokens, layers=len(self.layers))
+
+    def begin(self, tokens: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        """The states (B, T, H) that enter layer 0, from token ids (B, T) int64 and the embedding table."""
+        return self._record(tokens, layers=1, embed=lambda ids: torch.nn.functional.embedding(ids, embedding))[0].states
+
+    def end(self, states: torch.Tensor) -> torch.Tensor:
+        """What the head multiplies, (1, T, H), from the states (1, T, H) that leave the last layer.
+
+        The modules between need their weights, see `put`.
+        """
+        multiplied: list[torch.Tensor] = []
+
+        def head(rows: torch.Tensor) -> torch.Tensor:
+            multiplied.append(rows)
+            raise _Reached
+
+        tokens = torch.zeros(states.shape[:2], dtype=torch.int64, device=self.device)
+        with replaced_forward(self.model.get_output_embeddings(), head):
+            self._record(tokens, layers=None, leaving=states)
+        return multiplied[0]
+
     @torch.no_grad()
-    def calls_with(self, tokens: torch.Tensor, embedding: torch.Tensor | None = None) -> list[Call]:
-        """The same for token ids (B, T) int64; layers pass their states on, and nothing behind them runs.
+    def _record(
+        self,
+        tokens: torch.Tensor,
+        *,
+        layers: int | None,
+        embed: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        leaving: torch.Tensor | None = None,
+    ) -> list[Call]:
+        """Run the model's forward with layers that keep their arguments and pass their states on.
 
         Args:
-            embedding: (vocabulary, H); without it, all embeddings are zeros.
+            layers: it ends once so many have been called; None to go on behind the last one.
+            embed: stands for the embedding; None for zeros.
+            leaving: what all layers return; None for their states.
         """
         table = self.model.get_input_embeddings()
-        calls: list[Call] = []
 
-        def embed(ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-            if embedding is None:
-                return torch.zeros(*ids.shape, table.weight.shape[-1], device=self.device)
-            return torch.nn.functional.embedding(ids, embedding)
+        def zeros(ids: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(*ids.shape, table.weight.shape[-1], dtype=self.dtype, device=self.device)
 
         for as_tuple in (False, True):  # what a layer returns
-            calls.clear()
+            calls: list[Call] = []
             try:
-                with contextlib.ExitStack() as stack:
-                    stack.enter_context(_forward(table, embed))
+                with contextlib.suppress(_Reached), contextlib.ExitStack() as stack:
+                    stack.enter_context(replaced_forward(table, embed or zeros))
                     for layer in self.layers:
-                        stack.enter_context(
-                            _forward(layer, _recorder(layer, calls, len(self.layers), as_tuple=as_tuple))
-                        )
-                    with contextlib.suppress(_Reached):
-                        self.model(input_ids=tokens, use_cache=False)
-                break
+                        recorder = _recorder(layer, calls, layers, leaving, as_tuple=as_tuple)
+                        stack.enter_context(replaced_forward(layer, recorder))
+                    self.model(input_ids=tokens, use_cache=False)
+                return calls
             except (TypeError, ValueError, IndexError, AttributeError, RuntimeError):
                 if as_tuple:
                     raise
-        return list(calls)
+        raise AssertionError
+
+    def put(self, name: str, weight: torch.Tensor) -> None:
+        """Give a weight outside the layers, by the name under which it is stored, to the module that has it."""
+        place = self.place(name)
+        if place is not None:
+            path, _, last = place.parameter.rpartition(".")
+            module = self.model.get_submodule(path)
+            module.load_state_dict({last: weight}, strict=False, assign=True)
+            module.requires_grad_(False)
 
     @cached_property
     def _transforms(self) -> tuple[list[Any], list[Any]]:
@@ -155,19 +201,41 @@ class Skeleton:
         if parameter not in self.parameters and name in self.parameters:
             parameter = name
         if parameter not in self.parameters:
-            return None
+            single = re.fullmatch(rf"(.*\.experts\.)\d+\.({'|'.join(_PARTS)})\.weight", name)
+            if single is None:
+                return None
+            fused, of_fused = _PARTS[single[2]]
+            whole = self.place(f"{single[1]}{fused}")
+            return whole and replace(whole, part=of_fused)
         within = re.match(rf"{re.escape(self.path)}\.(\d+)\.", parameter)
+        sources = next((c.source_patterns for c in self._transforms[1] if pattern in c.source_patterns), [pattern])
+        part = None if pattern is None else sources.index(pattern)
         if within is None:
-            return Place(None, parameter, pattern is not None)
-        return Place(int(within[1]), parameter[within.end() :], pattern is not None)
+            return Place(None, parameter, part)
+        return Place(int(within[1]), parameter[within.end() :], part)
+
+
+def model_class(name: str, model_type: str | None) -> Any:
+    """transformers' class of this name, or the one of a model type's own file; None if there is none."""
+    import transformers
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    found = getattr(transformers, name, None)
+    if found is None and model_type:
+        module = model_type_to_module_name(model_type)
+        with contextlib.suppress(ImportError):
+            found = getattr(import_module(f"transformers.models.{module}.modeling_{module}"), name, None)
+    return found if hasattr(found, "config_class") else None
 
 
 class _Reached(Exception):  # no error: the forward has reached its last layer
     """Ends the model's forward once all layers have been called."""
 
 
-def _recorder(layer: torch.nn.Module, calls: list[Call], layers: int, *, as_tuple: bool) -> Callable[..., Any]:
-    """A layer's forward that keeps its arguments and returns its states."""
+def _recorder(
+    layer: torch.nn.Module, calls: list[Call], layers: int | None, leaving: torch.Tensor | None, *, as_tuple: bool
+) -> Callable[..., Any]:
+    """A layer's forward that keeps its arguments, see `Skeleton._record`."""
     signature = inspect.signature(layer.forward)
     rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
 
@@ -179,14 +247,15 @@ def _recorder(layer: torch.nn.Module, calls: list[Call], layers: int, *, as_tupl
         calls.append(Call(given, states, name))
         if len(calls) == layers:
             raise _Reached
-        return (states,) if as_tuple else states
+        result = states if leaving is None else leaving
+        return (result,) if as_tuple else result
 
     return forward
 
 
 @contextlib.contextmanager
-def _forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let a module of the skeleton, which cannot compute, run this instead of its forward."""
+def replaced_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let a module run this instead of its own forward within the block."""
     module.forward = forward
     try:
         yield

@@ -47,7 +47,7 @@ from eval.fidelity.metrics import Text
 from eval.fidelity.scoring import score
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes
-from quantizers.checkpoint.loaded_tensors import load_tensors
+from quantizers.checkpoint.loaded_tensors import load_tensors, outside_names
 from quantizers.device.devices import forward_dtype, use_one_arena
 from quantizers.distributed.process_group import rank_0_progress
 from quantizers.formats.packed_integers import dequantize
@@ -55,8 +55,9 @@ from quantizers.layers.context import Context
 from quantizers.layers.loop import all_tensors, layer_steps
 from quantizers.layers.step import Consumer, LayerStep, Need
 from quantizers.model.activation_stream import ActivationStream
+from quantizers.model.layer_forward import routes
 from quantizers.model.moe_inputs import MoeInputs
-from quantizers.model.streamed_model import StreamedModel
+from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 from quantizers.planning.job import Job
 from quantizers.recipe.schema import Scheme
 from quantizers.solve.rounding import minmax_scales, nearest
@@ -92,7 +93,7 @@ def measure_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Co
     texts = dist.broadcast_object(
         [Text(tokens[i][:length], "probe", 1) for i, length in probes.items()] if tokens else None
     )
-    outside = load_tensors(job.opened, (job.facts.embedding, job.facts.final_norm, job.facts.head))
+    outside = load_tensors(job.opened, outside_names(job.opened, job.facts))
     model = StreamedModel(outside, job.facts, job.sizes, context.device, forward_dtype(context.device))
     measurement = SchemeMeasurement(job, model, context, texts)
     tensors, check, started = all_tensors(model, job.opened), context.check, time.monotonic()
@@ -136,7 +137,7 @@ class SchemeMeasurement(Consumer):
         self.entry: dict[str, Any] = {}
         self.disturbance: list[float] = []
 
-    def source_layer(self, step: LayerStep, layer: torch.nn.Module) -> None:
+    def source_layer(self, step: LayerStep, layer: DecoderLayer) -> None:
         """Measure a layer, and take the texts through it."""
         number, (source, probe) = step.number, self.streams
         disturbed = any(self.disturbance)
@@ -154,10 +155,10 @@ class SchemeMeasurement(Consumer):
         for stream in self.streams:
             stream.forget(number)
 
-    def _measure(self, number: int, layer: torch.nn.Module, disturbed: bool) -> None:
+    def _measure(self, number: int, layer: DecoderLayer, disturbed: bool) -> None:
         (source, probe), model, dist = self.streams, self.model, self.context.dist
         assert self.job.allocation is not None
-        experts: Any = layer.get_submodule(self.job.facts.modules.experts)
+        experts: Any = layer.module.get_submodule(self.job.facts.modules.experts)
         weights = (experts.gate_up_proj.data, experts.down_proj.data)
         count = min(MEASURED_EXPERTS, len(weights[0]))
         moe_inputs = self._moe_inputs(layer)
@@ -190,10 +191,10 @@ class SchemeMeasurement(Consumer):
             "by_matrix": {scheme: {m: row[m] for m in MATRICES} for scheme, row in errors.items()},
         }
 
-    def _moe_inputs(self, layer: torch.nn.Module) -> MoeInputs:
+    def _moe_inputs(self, layer: DecoderLayer) -> MoeInputs:
         """The inputs of the layer's experts, of all processes."""
         source, dist = self.streams[0], self.context.dist
-        blocks = [self.model.route(layer, source.left.flat[rows]) for rows in source.left.partition.chunks()]
+        blocks = [inputs for _, inputs in routes(self.model, layer, source.left)]
         names = [field.name for field in fields(MoeInputs)]
         inputs = {name: torch.cat([getattr(block, name) for block in blocks]) for name in names} if blocks else {}
         return MoeInputs(**dist.all_gather(inputs, self.model.device))

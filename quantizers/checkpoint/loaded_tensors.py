@@ -122,8 +122,8 @@ def outside_names(checkpoint: Checkpoint, facts: Architecture) -> list[str]:
     """
     module = facts.head.removesuffix(".weight")
     head = [name for name in checkpoint.tensors if name.rpartition(".")[0] == module] or [facts.head]
-    names = (facts.embedding, facts.final_norm, *head)
-    return [checkpoint.require(name, "a tensor outside the layers").name for name in names]
+    others = [name for name in facts.outside if name != facts.head]
+    return [checkpoint.require(name, "a tensor outside the layers").name for name in (*others, *head)]
 
 
 def load_tensors(

@@ -36,7 +36,7 @@ from quantizers.formats.unsupported import refuse_swapped_arguments
 from quantizers.layers.loop import all_tensors, layer_steps
 from quantizers.layers.step import LayerStep
 from quantizers.model.activation_stream import ActivationStream
-from quantizers.model.streamed_model import StreamedModel
+from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 from quantizers.output.journal import begun_with, refuse_unfinished
 from quantizers.output.manifest import output_facts
 from quantizers.recipe.read import find_set
@@ -222,11 +222,11 @@ class _FromFiles:
         self.stream, self.checkpoint, self.weights = stream, checkpoint, weights
         self.weight_error: dict[str, float] = {}
 
-    def prepare(self, step: LayerStep, layer: torch.nn.Module) -> None:
+    def prepare(self, step: LayerStep, layer: DecoderLayer) -> None:
         """Nothing is made of the source's weights."""
 
     @contextlib.contextmanager
-    def layer(self, step: LayerStep) -> Iterator[torch.nn.Module]:
+    def layer(self, step: LayerStep) -> Iterator[DecoderLayer]:
         """The layer as it lies in the files, each tensor read once."""
         model = self.stream.model
         part = load_tensors(self.checkpoint, layer_names(self.checkpoint, model.facts, step.number))

@@ -127,8 +127,7 @@ def published_names(checkpoint: Checkpoint, facts: Architecture) -> Checkpoint:
             "quantization_config from quant_config.json or quantize_config.json, and add its quant_method"
         )
     tensors: dict[str, TensorInfo] = {}
-    kinds = [part for dense in (False, True) for part in (facts.tensors(dense), facts.linears(dense))]
-    known = {name for kind in kinds for name in kind}
+    known = {name for kind in facts.every_kind() for part in (kind.tensors, kind.linears) for name in part}
     for name, info in checkpoint.tensors.items():
         published = _published(name, facts, known)
         if published in tensors:

@@ -15,6 +15,7 @@ from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.device.devices import is_accelerator, release_free_memory
 from quantizers.device.prefetch import BufferPrefetch, pin
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
+from quantizers.model.proof import Proof
 from quantizers.model.streamed_model import StreamedModel
 from quantizers.system.errors import QuantizeError
 from quantizers.system.progress import doing
@@ -50,10 +51,13 @@ def layer_steps(
     Raises:
         QuantizeError: an output is not finite, or the device's memory is full.
         CheckpointError: a layer cannot be read.
+        ArchitectureError: a layer is not computed as transformers computes it.
     """
     device = torch.device("cpu") if model is None else model.device
     early = early and is_accelerator(device)
     prefetch = BufferPrefetch(device)
+    computes = model is not None and any(consumer.needs != "bytes" for consumer in consumers)
+    proof = Proof(model) if model is not None and computes else None
 
     def prepare(buffer: torch.Tensor) -> None:
         pin(buffer, device)
@@ -78,7 +82,7 @@ def layer_steps(
                 on_device = loaded.to(device, prefetch.take() if early else None)
                 step = LayerStep(number, loaded, on_device, watch)
                 del on_device
-                run_step(step, model, consumers)
+                run_step(step, model, consumers, proof)
             del loaded
             yield step
             # The caller may keep the step while the next bytes are read.

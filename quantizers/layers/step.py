@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
-
 from quantizers.checkpoint.loaded_tensors import LoadedTensors
-from quantizers.model.streamed_model import StreamedModel
+from quantizers.model.proof import Proof
+from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 
 Need = Literal["bytes", "attention", "experts"]
 
@@ -36,12 +35,14 @@ class LayerStep:
     Attributes:
         source: its tensors on the host, as read from the source.
         on_device: the same tensors on the device; on a CPU the same memory.
+        proof: how far the layer's output is from transformers' own, see model/proof.py; None if it is not computed.
     """
 
     number: int
     source: LoadedTensors
     on_device: LoadedTensors
     watch: Watch = field(default_factory=Watch)
+    proof: float | None = None
 
 
 class Consumer:
@@ -68,24 +69,35 @@ class Consumer:
 
     needs: Need
 
-    def source_layer(self, step: LayerStep, layer: torch.nn.Module) -> None:
+    def source_layer(self, step: LayerStep, layer: DecoderLayer) -> None:
         """The layer with all of the source's weights."""
 
-    def without_experts(self, step: LayerStep, layer: torch.nn.Module) -> None:
+    def without_experts(self, step: LayerStep, layer: DecoderLayer) -> None:
         """The layer without the weights of its experts, which are to be left as they are."""
 
     def after_source(self, step: LayerStep) -> None:
         """The source's module is freed, its stored tensors are loaded."""
 
 
-def run_step(step: LayerStep, model: StreamedModel | None, consumers: Sequence[Consumer]) -> None:
-    """Call the consumers at their places; the source's model is None if they need bytes alone."""
+def run_step(
+    step: LayerStep, model: StreamedModel | None, consumers: Sequence[Consumer], proof: Proof | None = None
+) -> None:
+    """Call the consumers at their places.
+
+    Args:
+        model: the source's; None if they need bytes alone.
+        proof: of this model, before they compute anything; None if the layer is proven.
+
+    Raises:
+        ArchitectureError: the layer is not computed as transformers computes it.
+    """
     with_experts = [consumer for consumer in consumers if consumer.needs == "experts"]
     with_attention = [consumer for consumer in consumers if consumer.needs != "bytes"]
     if with_attention:
         assert model is not None
         with model.layer(step.number, step.on_device, experts=bool(with_experts)) as layer:
             step.watch.lap("materialise")
+            step.proof = proof.of_layer(layer) if proof else None
             for consumer in with_experts:
                 consumer.source_layer(step, layer)
             if with_experts and step.number not in model.sizes.dense:

@@ -20,7 +20,7 @@ from quantizers.system.errors import QuantizeError
 
 from .activation_store import ActivationStore
 from .layer_forward import attend, finish
-from .streamed_model import StreamedModel
+from .streamed_model import DecoderLayer, StreamedModel
 
 
 class ActivationStream:
@@ -104,7 +104,7 @@ class ActivationStream:
         """Fill the states that enter layer 0 from token ids (T,) int64."""
         embed(self.model, texts, self.states(0))
 
-    def attend(self, number: int, layer: torch.nn.Module) -> None:
+    def attend(self, number: int, layer: DecoderLayer) -> None:
         """Take all texts through the first half of a layer with this stream's weights; `left` is then the residual."""
         self.left = self.states(number + 1)
         attend(self.model, layer, self.states(number), self.left, self._check)
@@ -116,7 +116,7 @@ class ActivationStream:
         self.left.flat.copy_(other.left.flat)
         self._states.pop(number, None)
 
-    def finish(self, number: int, layer: torch.nn.Module) -> None:
+    def finish(self, number: int, layer: DecoderLayer) -> None:
         """Take them through the second half.
 
         Raises:
@@ -160,4 +160,4 @@ def embed(model: StreamedModel, texts: Sequence[torch.Tensor], states: Activatio
         return
     table = model.embedding()
     for i, number in enumerate(states.partition.sequences):
-        states[i] = table[texts[number].to(table.device)]
+        states[i] = model.begin(texts[number], table)

@@ -1,13 +1,13 @@
 """The two halves of a layer over the rows of many sequences, see streamed_model.py.
 
 Attention runs on batches of whole sequences. What follows it treats every row alone, so it runs on chunks of rows
-regardless of where a sequence ends: short sequences would give the experts a handful of tokens each. Batches and chunks
-do not depend on the number of processes, so the bytes do not either.
+regardless of where a sequence ends: short sequences would give the experts a handful of tokens each. A layer without
+halves runs on batches in both. Batches and chunks do not depend on the number of processes, so the bytes do not either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -15,15 +15,15 @@ from quantizers.device.prefetch import prefetched
 from quantizers.system.errors import QuantizeError
 
 from .activation_store import ActivationStore
-from .moe_inputs import MoeInputStore
-from .streamed_model import StreamedModel
+from .moe_inputs import MoeInputs, MoeInputStore
+from .streamed_model import DecoderLayer, StreamedModel
 
 Check = Callable[[], None]
 
 
 def attend(
     model: StreamedModel,
-    layer: torch.nn.Module,
+    layer: DecoderLayer,
     before: ActivationStore,
     after: ActivationStore,
     check: Check = lambda: None,
@@ -34,6 +34,10 @@ def attend(
         before, after: may be the same.
         check: called between batches; may raise to interrupt.
     """
+    if not layer.halves:
+        if after is not before:
+            after.flat.copy_(before.flat)
+        return
     batches, device = before.batches(), model.device
     entering = prefetched([(before.flat[rows],) for rows, _ in batches], device)
     for (rows, lengths), (states,) in zip(batches, entering, strict=True):
@@ -44,7 +48,7 @@ def attend(
 
 def observe(
     model: StreamedModel,
-    layer: torch.nn.Module,
+    layer: DecoderLayer,
     states: ActivationStore,
     moe_inputs: MoeInputStore,
     check: Check = lambda: None,
@@ -57,17 +61,16 @@ def observe(
         check: as for `attend`.
     """
     attend(model, layer, states, states, check)
-    start, device = states.partition.start, model.device
-    chunks = states.partition.chunks()
-    for chunk, (residual,) in zip(chunks, prefetched([(states.flat[rows],) for rows in chunks], device), strict=True):
-        moe_inputs.put(slice(start + chunk.start, start + chunk.stop), model.route(layer, residual))
+    start = states.partition.start
+    for rows, routed in routes(model, layer, states):
+        moe_inputs.put(slice(start + rows.start, start + rows.stop), routed)
         check()
     moe_inputs.complete(states.partition.dist, states.partition.rows_of)
 
 
 def finish(
     model: StreamedModel,
-    layer: torch.nn.Module,
+    layer: DecoderLayer,
     residual: ActivationStore,
     where: str,
     check: Check = lambda: None,
@@ -85,14 +88,16 @@ def finish(
         QuantizeError: an output is not finite.
     """
     finite: torch.Tensor | None = None
-    chunks, device = residual.partition.chunks(), model.device
-    for chunk, (rows,) in zip(chunks, prefetched([(residual.flat[rows],) for rows in chunks], device), strict=True):
-        output, choices = model.finish(layer, rows)
+    for rows, lengths, entering in second_half(model, layer, residual):
+        output, choices = model.finish(layer, entering)
+        if lengths:
+            output = unpadded(output, lengths)
+            choices = None if choices is None else unpadded(choices.view(*entering.shape[:2], -1), lengths)
         so_far = torch.isfinite(output).all()
         finite = so_far if finite is None else finite & so_far
-        residual.flat[chunk].copy_(output)
+        residual.flat[rows].copy_(output)
         if chosen is not None and choices is not None:
-            chosen.flat[chunk].copy_(choices)
+            chosen.flat[rows].copy_(choices)
         check()
     # Checked once: on an accelerator every check is a synchronisation.
     if finite is not None and not bool(finite):
@@ -102,6 +107,36 @@ def finish(
     for kept in (residual, chosen):
         if kept is not None:
             kept.partition.complete(kept.flat)
+
+
+def routes(model: StreamedModel, layer: DecoderLayer, states: ActivationStore) -> Iterator[tuple[slice, MoeInputs]]:
+    """What the experts of a layer are called with; they do not run.
+
+    Args:
+        states: what the first half left.
+
+    Yields:
+        Some rows of `states`, and their routing.
+    """
+    for rows, lengths, entering in second_half(model, layer, states):
+        routed = model.route(layer, entering)
+        yield rows, routed.of_sequences(lengths) if lengths else routed
+
+
+def second_half(
+    model: StreamedModel, layer: DecoderLayer, states: ActivationStore
+) -> Iterator[tuple[slice, list[int], torch.Tensor]]:
+    """What goes through the second half of a layer together.
+
+    Yields:
+        Its rows in `states`; the tokens of each sequence if it is a batch, else nothing; and the rows on the device:
+        a chunk (N, H), or a batch (B, T, H).
+    """
+    chunks: list[tuple[slice, list[int]]] = [(rows, []) for rows in states.partition.chunks()]
+    parts = chunks if layer.halves else states.batches()
+    on_device = prefetched([(states.flat[rows],) for rows, _ in parts], model.device)
+    for (rows, lengths), (entering,) in zip(parts, on_device, strict=True):
+        yield rows, lengths, padded(entering, lengths) if lengths else entering
 
 
 def padded(rows: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:

@@ -37,6 +37,11 @@ class MoeInputs:
     weight: torch.Tensor
     usable: torch.Tensor
 
+    def of_sequences(self, lengths: Sequence[int]) -> MoeInputs:
+        """Of the rows (B · T, …) of a padded batch those that belong to its sequences."""
+        kept = torch.cat([torch.arange(length) + i * max(lengths) for i, length in enumerate(lengths)])
+        return MoeInputs(*(getattr(self, field.name)[kept.to(self.x.device)] for field in fields(self)))
+
 
 def capture_moe_inputs(x: torch.Tensor, chosen: torch.Tensor, weight: torch.Tensor) -> MoeInputs:
     """The routing of x (T, H), with zeros in rows that no Hessian can use; the arguments are left as they are.

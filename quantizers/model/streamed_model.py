@@ -1,21 +1,22 @@
 """A model of which only one decoder layer is in memory at a time.
 
-A layer is built with transformers' class on the meta device, where it needs no memory. It gets its weights, runs,
-and goes back to the meta device.
+A layer is a copy of one of transformers' whole model on the meta device, where it needs no memory. It gets its weights,
+runs with the arguments that the model's own forward passes to it, and its weights are freed.
 
-A layer runs in two halves. The first, `attend`, is the layer without its MoE block: the residual stream after
-attention, a batch of sequences at a time. The second, `finish`, is norm, router and experts, added to that. It treats
-every token alone, so it takes any rows of any sequences together; and if only norm, router and experts change, as they
-do when a layer is quantized, the first half need not run again. Both are made of transformers' own modules. Only the
-call of the routed experts is intercepted, with arguments `(hidden_states, top_k_index, top_k_weights)`, which all
-MoE models in transformers share.
+Most layers are `residual + block(norm(residual))` from a residual stream that attention leaves, and run in two halves.
+The first, `attend`, is the layer without its MoE block, a batch of sequences at a time. The second, `finish`, is norm,
+router and experts, added to that. It treats every token alone, so it takes any rows of any sequences together; and if
+only norm, router and experts change, as they do when a layer is quantized, the first half need not run again. Any other
+layer runs whole each time: its first half leaves the states as they are. Both are made of transformers' own modules.
+Only the call of the routed experts is intercepted, with arguments `(hidden_states, top_k_index, top_k_weights)`, which
+nearly all MoE models in transformers share. proof.py compares each layer with transformers' own call of it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ import torch
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.rotary import transformers_config
 from quantizers.architectures.sizes import Sizes
+from quantizers.architectures.skeleton import Skeleton, replaced_forward
 from quantizers.formats.dequantization import read_weight
 from quantizers.formats.tensor_names import FUSED
 from quantizers.system.errors import ArchitectureError, CheckpointError
@@ -34,14 +36,19 @@ if TYPE_CHECKING:
     from quantizers.checkpoint.reader import Checkpoint
 
 
-class _StandIn(torch.nn.Module):
-    """Replaces the MoE block, or the experts in it: keeps the arguments and returns zeros."""
+@dataclass(frozen=True)
+class DecoderLayer:
+    """A decoder layer with its weights.
 
-    seen: tuple[torch.Tensor, ...]
+    Attributes:
+        number: among the model's layers.
+        module: transformers' own.
+        halves: whether it runs in two halves.
+    """
 
-    def forward(self, *arguments: torch.Tensor) -> torch.Tensor:
-        self.seen = arguments
-        return torch.zeros_like(arguments[0])
+    number: int
+    module: torch.nn.Module
+    halves: bool
 
 
 class StreamedModel:
@@ -67,21 +74,10 @@ class StreamedModel:
         self.device, self.dtype = device, dtype
         model_class = class_of(facts)
         config = model_class.config_class(**transformers_config(facts, checkpoint.config, sizes))
-        config._attn_implementation = "sdpa"  # causal even with mask None; eager attention is not
-        # One grouped matmul for all experts on an accelerator; on a CPU the plain loop is faster.
-        config._experts_implementation = "eager" if device.type == "cpu" else "grouped_mm"
-        self.config = config
-        # Build only one layer here, the others when they are needed: in a deep model even empty layers take memory.
-        short = copy.deepcopy(config)
-        short.num_hidden_layers = 1
-        with torch.device("meta"):
-            inner = model_class(short).model
-        self.layer_class: Callable[..., torch.nn.Module] = type(inner.layers[0])
-        # inv_freq is computed, not loaded, so it would stay empty on the meta device.
-        self.rotary = type(inner.rotary_emb)(config=config).to(device)
-        self.final_norm = inner.norm
-        # A copy, since a view would keep the buffer of all non-layer tensors.
-        self.final_norm.load_state_dict({"weight": self._plain(facts.final_norm).clone()}, assign=True)
+        self.skeleton = Skeleton(model_class, config, device, dtype)
+        for name in facts.outside:
+            if name not in (facts.embedding, facts.head):
+                self.skeleton.put(name, self._plain(name).clone())  # a view would keep the buffer of all of them
 
     def _plain(self, name: str) -> torch.Tensor:
         info = self.checkpoint.require(name, "a tensor outside the layers")
@@ -94,14 +90,20 @@ class StreamedModel:
         """The embedding table (vocabulary, H) in the model's dtype."""
         return self._plain(self.facts.embedding)
 
+    def begin(self, tokens: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        """The states (T, H) that enter layer 0, from token ids (T,) int64 and the embedding table."""
+        return self.skeleton.begin(tokens.to(self.device).unsqueeze(0), embedding)[0]
+
+    def final(self, states: torch.Tensor) -> torch.Tensor:
+        """What the head multiplies, (T, H), from the states (T, H) that leave the last layer."""
+        return self.skeleton.end(states.to(device=self.device, dtype=self.dtype).unsqueeze(0))[0]
+
     def head(self) -> torch.Tensor:
         """The output matrix (vocabulary, H) in the model's dtype."""
         return read_weight(self.checkpoint, self.facts.head.removesuffix(".weight"), self.device).to(self.dtype)
 
     @contextlib.contextmanager
-    def layer(
-        self, number: int, stored: Checkpoint | None = None, *, experts: bool = True
-    ) -> Iterator[torch.nn.Module]:
+    def layer(self, number: int, stored: Checkpoint | None = None, *, experts: bool = True) -> Iterator[DecoderLayer]:
         """A decoder layer with its weights, which are freed when the block ends.
 
         Args:
@@ -109,12 +111,11 @@ class StreamedModel:
             experts: False leaves the routed experts' parameters on the meta device: the layer is then good for
                 `attend` and `route`.
         """
-        with torch.device("meta"):
-            module: torch.nn.Module = self.layer_class(self.config, number).eval()
+        module, modules = self.skeleton.layer(number), self.facts.modules
         left_out: list[str] = []
         if number not in self.sizes.dense:
-            require_plain_experts(module.get_submodule(self.facts.modules.experts), self.facts)
-            left_out = [] if experts else [f"{self.facts.modules.experts}.{name}" for name in FUSED]
+            require_plain_experts(module.get_submodule(modules.experts), self.facts)
+            left_out = [] if experts else [f"{modules.experts}.{name}" for name in FUSED]
         weights = layer_weights(
             stored or self.checkpoint, self.facts, self.sizes, number, self.device, self.dtype, experts=experts
         )
@@ -122,102 +123,103 @@ class StreamedModel:
         del weights  # otherwise what `release_experts` releases would live here until the block ends
         module.requires_grad_(False)
         try:
-            yield module
+            yield DecoderLayer(number, module, self.facts.halves(number))
         finally:
             module.to("meta")  # frees the weights even if someone still references the module
 
-    def release_experts(self, layer: torch.nn.Module) -> None:
+    def release_experts(self, layer: DecoderLayer) -> None:
         """Free the weights of a layer's routed experts; it has to be one with experts."""
-        layer.get_submodule(self.facts.modules.experts).to("meta")
+        layer.module.get_submodule(self.facts.modules.experts).to("meta")
 
-    def inputs(self, states: torch.Tensor) -> dict[str, Any]:
-        """The keyword arguments that transformers' model passes to its layers for sequences of one length (B, T, H)."""
-        hidden = states.to(device=self.device, dtype=self.dtype)
-        positions = torch.arange(states.shape[1], device=self.device).unsqueeze(0)
-        return {
-            "hidden_states": hidden,
-            "position_ids": positions,
-            "position_embeddings": self.rotary(hidden, position_ids=positions),
-            "attention_mask": None,
-        }
+    def inputs(self, layer: DecoderLayer, states: torch.Tensor) -> dict[str, Any]:
+        """The keyword arguments of transformers' layer for sequences of one length, from their states (B, T, H)."""
+        call = self.skeleton.calls(states.shape[1])[layer.number]
+        return call.of(states.to(device=self.device, dtype=self.dtype))
 
     @torch.no_grad()
-    def attend(self, layer: torch.nn.Module, states: torch.Tensor) -> torch.Tensor:
-        """The first half of a layer: the residual stream after attention.
+    def attend(self, layer: DecoderLayer, states: torch.Tensor) -> torch.Tensor:
+        """The first half of a layer: the residual stream after attention; the states themselves if it has no halves.
 
         Args:
             states: of one sequence (T, H), or of several of one length (B, T, H); the result has the same shape.
         """
-        with _replaced(layer, self._block, _StandIn()):
-            output: torch.Tensor = layer(**self.inputs(states.view(-1, *states.shape[-2:])))
-        return output.view_as(states)
+        if not layer.halves:
+            return states.to(device=self.device, dtype=self.dtype)
+        with replaced_forward(layer.module.get_submodule(self._block), _zeros):
+            return self._whole(layer, states)
 
     @torch.no_grad()
-    def route(self, layer: torch.nn.Module, residual: torch.Tensor) -> MoeInputs:
+    def route(self, layer: DecoderLayer, entering: torch.Tensor) -> MoeInputs:
         """What the experts of a layer are called with; they do not run.
 
         Args:
-            residual: (T, H), rows of the residual stream after attention, of any sequences.
+            entering: what enters the second half, as for `finish`.
         """
-        experts = _StandIn()
-        with _replaced(layer, self.facts.modules.experts, experts):
-            self._moe(layer, residual.to(device=self.device, dtype=self.dtype))
-        return capture_moe_inputs(*experts.seen)
+        with self.experts_called(layer) as calls, replaced_forward(self._experts(layer), _zeros):
+            self._second_half(layer, entering)
+        return capture_moe_inputs(*calls[0])
 
     @torch.no_grad()
-    def finish(self, layer: torch.nn.Module, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def finish(self, layer: DecoderLayer, entering: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The second half of a layer, with its own routing.
 
         Args:
-            residual: (T, H), rows of the residual stream after attention, of any sequences.
+            entering: what `attend` leaves: (T, H), rows of any sequences; for a layer without halves those of one
+                sequence, or (B, T, H) of several of one length.
 
         Returns:
-            The layer's output (T, H), and the chosen experts (T, K) int64; None in a layer without experts.
+            The layer's output in the same shape, and the chosen experts (rows, K) int64; None in a layer without
+            experts.
         """
-        residual = residual.to(device=self.device, dtype=self.dtype)
-        experts = getattr(layer.get_submodule(self._block), self.facts.modules.experts.rpartition(".")[2], None)
-        if experts is None:
-            return residual + self._moe(layer, residual), None
-        choices: list[torch.Tensor] = []
-        hook = experts.register_forward_pre_hook(lambda _, args: choices.append(args[1]))
+        if layer.number in self.sizes.dense:
+            return self._second_half(layer, entering), None
+        with self.experts_called(layer) as calls:
+            return self._second_half(layer, entering), calls[0][1]
+
+    def run(self, layer: DecoderLayer, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One sequence through both halves of a layer: output (T, H), chosen experts (T, K) int64 or None."""
+        return self.finish(layer, self.attend(layer, states))
+
+    @contextlib.contextmanager
+    def experts_called(self, layer: DecoderLayer) -> Iterator[list[tuple[torch.Tensor, ...]]]:
+        """Collects the arguments of each call of a layer's experts within the block."""
+        calls: list[tuple[torch.Tensor, ...]] = []
+
+        def called(_: torch.nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
+            calls.append((*args, *kwargs.values()))
+
+        hook = self._experts(layer).register_forward_pre_hook(called, with_kwargs=True)
         try:
-            return residual + self._moe(layer, residual), choices[0]
+            yield calls
         finally:
             hook.remove()
 
-    def run(self, layer: torch.nn.Module, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One sequence through both halves of a layer: output (T, H), chosen experts (T, K) int64 or None."""
-        return self.finish(layer, self.attend(layer, states))
+    def _experts(self, layer: DecoderLayer) -> torch.nn.Module:
+        return layer.module.get_submodule(self.facts.modules.experts)
 
     @property
     def _block(self) -> str:
         """The path of a layer's MoE block, or of the MLP in a layer without experts."""
         return self.facts.modules.experts.rpartition(".")[0]
 
-    def _moe(self, layer: torch.nn.Module, residual: torch.Tensor) -> torch.Tensor:
-        """What the MoE block, or the MLP of a dense layer, adds to the residual stream, (T, H)."""
-        norm, block = (layer.get_submodule(path) for path in (self.facts.modules.norm, self._block))
+    def _whole(self, layer: DecoderLayer, states: torch.Tensor) -> torch.Tensor:
+        """transformers' call of the layer with states (T, H) or (B, T, H); the result has the same shape."""
+        output = layer.module(**self.inputs(layer, states.view(-1, *states.shape[-2:])))
+        result: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        return result.view_as(states)
+
+    def _second_half(self, layer: DecoderLayer, entering: torch.Tensor) -> torch.Tensor:
+        if not layer.halves:
+            return self._whole(layer, entering)
+        residual = entering.to(device=self.device, dtype=self.dtype)
+        norm, block = (layer.module.get_submodule(path) for path in (self.facts.modules.norm, self._block))
         output: torch.Tensor = block(norm(residual.unsqueeze(0)))
-        return output[0]
-
-    @torch.no_grad()
-    def final(self, states: torch.Tensor) -> torch.Tensor:
-        """Apply the final norm to states (T, H)."""
-        normed: torch.Tensor = self.final_norm(states.to(device=self.device, dtype=self.dtype))
-        return normed
+        return residual + output[0]
 
 
-@contextlib.contextmanager
-def _replaced(layer: torch.nn.Module, path: str, other: torch.nn.Module) -> Iterator[None]:
-    """Replace the module at `path` by another within the block."""
-    parent_path, _, name = path.rpartition(".")
-    parent = layer.get_submodule(parent_path)
-    replaced = getattr(parent, name)
-    setattr(parent, name, other)
-    try:
-        yield
-    finally:
-        setattr(parent, name, replaced)
+def _zeros(states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """Stands for a MoE block, or for the experts in it, and adds nothing."""
+    return torch.zeros_like(states)
 
 
 def class_of(facts: Architecture) -> Any:

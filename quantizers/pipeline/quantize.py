@@ -155,7 +155,7 @@ class _Run:
         assert isinstance(outside, LoadedTensors)
         if self.context.dist.is_main:
             write_passthrough(job, outside, self.context)
-        self.model.checkpoint = outside.only([job.facts.final_norm, job.facts.head])
+        self.model.checkpoint = outside.only([job.facts.head])
 
     def resume(self, entries: Sequence[dict[str, Any]]) -> None:
         """Take the calibration states through the finished layers, and make damaged ones again."""

@@ -35,7 +35,7 @@ from quantizers.model.activation_stream import ActivationStream, embed
 from quantizers.model.layer_forward import attend, finish, observe
 from quantizers.model.layer_weights import ExpertWeights
 from quantizers.model.moe_inputs import moe_input_store, route_counts
-from quantizers.model.streamed_model import StreamedModel
+from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 from quantizers.planning.device_memory import Place
 from quantizers.planning.expert_batches import tokens_per_chunk
 from quantizers.planning.job import Job
@@ -102,7 +102,7 @@ class Quantizer:
         self.context.dist.broadcast(together)
         embed(self.model, torch.split(together, lengths), self.states)
 
-    def prepare(self, step: LayerStep, layer: torch.nn.Module) -> None:
+    def prepare(self, step: LayerStep, layer: DecoderLayer) -> None:
         """Observe and solve the layer, and begin to write it. A layer without experts is only written."""
         job, model, context, number = self.job, self.model, self.context, step.number
         doing("attention")
@@ -162,7 +162,7 @@ class Quantizer:
         step.watch.lap("pack")
 
     @contextlib.contextmanager
-    def layer(self, step: LayerStep) -> Iterator[torch.nn.Module]:
+    def layer(self, step: LayerStep) -> Iterator[DecoderLayer]:
         """The quantized layer, read from the tensors that are being written; calibration passes through it first."""
         assert self._made is not None
         with self.model.layer(step.number, self._made) as layer:
@@ -173,7 +173,7 @@ class Quantizer:
             step.watch.lap("propagate")
             yield layer
 
-    def _finish(self, number: int, layer: torch.nn.Module) -> None:
+    def _finish(self, number: int, layer: DecoderLayer) -> None:
         finish(self.model, layer, self.states, f"layer {number}", self.context.check)
 
     def follow(self, number: int, stored: LoadedTensors) -> None:
@@ -189,6 +189,7 @@ class Quantizer:
             "shard": self.job.plan.shard_file(step.number),
             "source": step.source.digest(),
             "seconds": step.watch.seconds,
+            "proof": step.proof,
             **self._solved,
         }
 

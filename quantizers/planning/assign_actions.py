@@ -45,7 +45,8 @@ def _modules(facts: Architecture, sizes: Sizes, mtp: Iterable[int]) -> Iterator[
     shapes = {matrix: sizes.shape(facts.expert_linears[matrix].shape) for matrix in MATRICES}
     for layer in (*range(sizes["layers"]), *mtp):
         dense = layer in sizes.dense
-        tensors, linears = facts.tensors(dense), facts.linears(dense)
+        here = facts.of_layer(layer, sizes.dense)
+        tensors, linears = here.tensors, here.linears
         if layer in sizes.mtp:
             tensors, linears = facts.mtp_tensors(), facts.mtp_linears()
         for name, one in tensors.items():

@@ -123,7 +123,7 @@ def serving_model(plan: Plan, facts: Architecture, sizes: Sizes, config: dict[st
     """
     if problem := unsaid(facts):
         raise InputError(problem)
-    linears = facts.linears(dense=False) | facts.linears(dense=True)
+    linears = facts.every_linear()
     experts, others = [0] * plan.layers, [0] * plan.layers
     passthrough: list[Counter[str]] = [Counter() for _ in range(plan.layers)]
     blocks: dict[str, tuple[int, int]] = {}
@@ -349,7 +349,7 @@ def obstacles(ranks: int, facts: Architecture, sizes: Sizes, groups: Iterable[in
                 f"the experts' width per rank, {width // ranks}, is not a multiple of the group, {group}: groups would "
                 "be split between ranks"
             )
-    shapes = facts.linears(dense=False) | (facts.linears(dense=True) if sizes.dense else {})
+    shapes = facts.every_linear(with_dense=bool(sizes.dense))
     for module, parts in _parts(facts).items():
         if module in shapes and parts not in ("heads", split) and sizes.value(parts) % ranks:
             yield f"{module} has {sizes.value(parts)} parts, which are not a multiple of {ranks}"

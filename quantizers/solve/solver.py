@@ -27,7 +27,7 @@ from quantizers.device.timing import phase
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.formats.packed_integers import grouped
 from quantizers.model.moe_inputs import MoeInputs, MoeInputStore
-from quantizers.model.streamed_model import StreamedModel
+from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 from quantizers.planning.device_memory import Residents
 from quantizers.planning.expert_batches import expert_batches, experts_per_batch, tokens_per_chunk
 from quantizers.recipe.schema import Experts
@@ -238,7 +238,7 @@ def _fallbacks(
 
 def solve_layer(
     model: StreamedModel,
-    layer: torch.nn.Module,
+    layer: DecoderLayer,
     norm: torch.Tensor | None,
     moe_inputs: MoeInputStore,
     settings: Experts,
@@ -259,9 +259,9 @@ def solve_layer(
         dist: the processes that solve it together (gram only); each has all rows, and gets the whole result.
     """
     modules, norm = model.facts.modules, None if norm is None else norm.to(model.device)
-    experts: Any = layer.get_submodule(modules.experts)
+    experts: Any = layer.module.get_submodule(modules.experts)
     if settings.engine == "gram":
-        router: Any = layer.get_submodule(modules.router)
+        router: Any = layer.module.get_submodule(modules.router)
         accelerator, sizes = is_accelerator(model.device), model.sizes
         return solve(
             moe_inputs.chunks(model.device, tokens_per_chunk(accelerator), check),
@@ -278,8 +278,8 @@ def solve_layer(
     from .llmcompressor_engine import solve_with_llmcompressor
 
     solved = solve_with_llmcompressor(
-        copy.deepcopy(layer),  # the library replaces the experts' module
-        [model.inputs(states.unsqueeze(0)) for states in entering],
+        copy.deepcopy(layer.module),  # the library replaces the experts' module
+        [model.inputs(layer, states.unsqueeze(0)) for states in entering],
         settings,
         modules,
         norm,

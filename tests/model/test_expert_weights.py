@@ -209,26 +209,25 @@ def test_a_layer_without_its_experts_attends_and_routes(tmp_path: Path) -> None:
         residual = model.attend(layer, states)
         wanted = model.route(layer, residual)
         model.release_experts(layer)
-        kinds = {name: parameter.device.type for name, parameter in layer.named_parameters()}
+        kinds = {name: parameter.device.type for name, parameter in layer.module.named_parameters()}
         assert {name for name, kind in kinds.items() if kind == "meta"} == {
             f"{facts.modules.experts}.{last}" for last in ("gate_up_proj", "down_proj")
         }
     with model.layer(0, experts=False) as layer:
-        assert {name: parameter.device.type for name, parameter in layer.named_parameters()} == kinds
+        assert {name: parameter.device.type for name, parameter in layer.module.named_parameters()} == kinds
         assert torch.equal(model.attend(layer, states), residual)
         found = model.route(layer, residual)
         assert torch.equal(found.x, wanted.x)
         assert torch.equal(found.chosen, wanted.chosen)
         assert torch.equal(found.weight, wanted.weight)
-        experts: Any = layer.get_submodule(facts.modules.experts)
+        experts: Any = layer.module.get_submodule(facts.modules.experts)
         assert torch.equal(experts.act_fn(states), torch.nn.functional.silu(states))
     whole = layer_weights(checkpoint, facts, sizes, 0, CPU, torch.float32)
     without = layer_weights(checkpoint, facts, sizes, 0, CPU, torch.float32, experts=False)
     assert whole.keys() - without.keys() == {name for name, kind in kinds.items() if kind == "meta"}
     short = {name: t for name, t in without.items() if name != "input_layernorm.weight"}
-    with torch.device("meta"):
-        layer = model.layer_class(model.config, 0)
+    module = model.skeleton.layer(0)
     with pytest.raises(ArchitectureError, match=r"needs input_layernorm\.weight"):
-        load_layer(layer, short, facts, whole.keys() - without.keys())
+        load_layer(module, short, facts, whole.keys() - without.keys())
     with pytest.raises(ArchitectureError, match=r"gate_up_proj|down_proj"):
-        load_layer(layer, without, facts)
+        load_layer(module, without, facts)

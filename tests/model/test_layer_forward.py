@@ -17,7 +17,7 @@ from quantizers.checkpoint.reader import open_folder
 from quantizers.model.activation_store import ActivationStore
 from quantizers.model.layer_forward import attend, finish, observe, padded, unpadded
 from quantizers.model.moe_inputs import moe_input_store
-from quantizers.model.streamed_model import StreamedModel
+from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 from quantizers.system.errors import QuantizeError
 
 LENGTHS = [5, 1, 12, 7, 3, 4, 2, 2, 2]
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> StreamedModel:
 
 
 @pytest.fixture
-def layer(model: StreamedModel) -> Iterator[torch.nn.Module]:
+def layer(model: StreamedModel) -> Iterator[DecoderLayer]:
     with model.layer(0) as module:
         yield module
 
@@ -52,14 +52,14 @@ def filled(model: StreamedModel, path: Path | None = None) -> ActivationStore:
 @torch.no_grad()
 @pytest.mark.parametrize("in_a_file", [False, True])
 def test_blocks_of_rows_give_what_each_sequence_gives_alone(
-    in_a_file: bool, model: StreamedModel, layer: torch.nn.Module, tmp_path: Path
+    in_a_file: bool, model: StreamedModel, layer: DecoderLayer, tmp_path: Path
 ) -> None:
     states = filled(model, tmp_path / "states.bin" if in_a_file else None)
-    wanted = [layer(**model.inputs(sequence.unsqueeze(0)))[0] for sequence in states]
+    wanted = [layer.module(**model.inputs(layer, sequence.unsqueeze(0)))[0] for sequence in states]
     experts: list[torch.Tensor] = []
-    hook = layer.mlp.experts.register_forward_pre_hook(lambda _, args: experts.append(args[1]))
+    hook = layer.module.mlp.experts.register_forward_pre_hook(lambda _, args: experts.append(args[1]))
     for sequence in states:
-        layer(**model.inputs(sequence.unsqueeze(0)))
+        layer.module(**model.inputs(layer, sequence.unsqueeze(0)))
     hook.remove()
     after, chosen = filled(model), rows(model.sizes["chosen"], torch.int32)
     attend(model, layer, states, after)
@@ -74,7 +74,7 @@ def test_blocks_of_rows_give_what_each_sequence_gives_alone(
 
 @torch.no_grad()
 def test_observing_leaves_the_residual_and_what_the_experts_are_given(
-    model: StreamedModel, layer: torch.nn.Module
+    model: StreamedModel, layer: DecoderLayer
 ) -> None:
     states = filled(model)
     residual = [model.attend(layer, sequence) for sequence in states]
@@ -91,7 +91,7 @@ def test_observing_leaves_the_residual_and_what_the_experts_are_given(
 
 
 @torch.no_grad()
-def test_an_output_that_is_not_finite_is_named(model: StreamedModel, layer: torch.nn.Module) -> None:
+def test_an_output_that_is_not_finite_is_named(model: StreamedModel, layer: DecoderLayer) -> None:
     states = filled(model)
     states[2][3, 0] = torch.nan
     with pytest.raises(QuantizeError, match="layer 7: its output is not finite"):

@@ -137,7 +137,7 @@ def layered(folder: Path) -> StreamedModel:
 
 def streamed(folder: Path, tokens: Tensor) -> Pass:
     model = layered(folder)
-    x = model.embedding()[tokens]
+    x = model.begin(tokens, model.embedding())
     states, choices = [], []
     for number in range(model.sizes["layers"]):
         with model.layer(number) as layer:
@@ -198,19 +198,19 @@ def test_route_sees_what_the_experts_of_the_whole_layer_are_given(tmp_path: Path
     """`route` stands in for the experts: input and choice are those of transformers' layer; nothing stays behind."""
     folder = make(tmp_path / "model", seed=5)
     model, tokens = layered(folder), tokens_for(folder)
-    states = model.embedding()[tokens]
+    states = model.begin(tokens, model.embedding())
     with model.layer(0) as layer:
         seen: list[tuple[Tensor, ...]] = []
-        hook = layer.mlp.experts.register_forward_pre_hook(lambda _, args: seen.append(args))
-        before = layer(**model.inputs(states.unsqueeze(0)))[0]
+        hook = layer.module.mlp.experts.register_forward_pre_hook(lambda _, args: seen.append(args))
+        before = layer.module(**model.inputs(layer, states.unsqueeze(0)))[0]
         hook.remove()
         recorded = model.route(layer, model.attend(layer, states))
-        after = layer(**model.inputs(states.unsqueeze(0)))[0]
+        after = layer.module(**model.inputs(layer, states.unsqueeze(0)))[0]
     for a, b in zip((recorded.x, recorded.chosen, recorded.weight), seen[0], strict=True):
         assert torch.equal(a, b)
     assert torch.allclose(recorded.weight.sum(-1), torch.ones(len(tokens)))
     assert torch.equal(before, after)
-    assert all(parameter.is_meta for parameter in layer.parameters())  # freed when the block ended
+    assert all(parameter.is_meta for parameter in layer.module.parameters())  # freed when the block ended
 
 
 def test_experts_that_compute_another_product_are_refused() -> None:

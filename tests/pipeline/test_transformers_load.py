@@ -86,15 +86,15 @@ def streamed_logs(
     model: StreamedModel, texts: list[Tensor], round_inputs: bool = False, round_experts: bool = False
 ) -> list[Tensor]:
     """Log-probabilities of the streamed model, with transformers' two roundings done by hand if asked for."""
-    states = [model.embedding()[text] for text in texts]
+    states = [model.begin(text, model.embedding()) for text in texts]
     for number in range(model.sizes["layers"]):
         with model.layer(number) as layer:
             hooks = []
             if round_inputs:
-                linears = [layer.get_submodule(f"self_attn.{name}_proj") for name in "qkvo"]
+                linears = [layer.module.get_submodule(f"self_attn.{name}_proj") for name in "qkvo"]
                 hooks = [linear.register_forward_pre_hook(rounded_to_fp8) for linear in linears]
             if round_experts:
-                for weight in layer.get_submodule("mlp.experts").parameters():
+                for weight in layer.module.get_submodule("mlp.experts").parameters():
                     weight.copy_(weight.bfloat16())
             states = [model.run(layer, state)[0] for state in states]
             for hook in hooks:

@@ -53,9 +53,9 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Observed:
     model = StreamedModel(checkpoint, facts, sizes, torch.device("cpu"), torch.float32)
     generator = torch.Generator().manual_seed(1)
     states = [torch.randn(n, HIDDEN, generator=generator) for n in LENGTHS]
-    with model.layer(1) as module:
-        experts: Any = module.get_submodule(facts.modules.experts)
-        recorded = [model.route(module, model.attend(module, s)) for s in states]
+    with model.layer(1) as layer:
+        experts: Any = layer.module.get_submodule(facts.modules.experts)
+        recorded = [model.route(layer, model.attend(layer, s)) for s in states]
         return Observed(model, 1, states, recorded, experts.gate_up_proj.clone(), experts.down_proj.clone())
 
 
@@ -66,8 +66,8 @@ def down_inputs(observed: Observed, x: torch.Tensor, expert: int) -> torch.Tenso
     out is what w2 would have read.
     """
     caught: list[torch.Tensor] = []
-    with observed.model.layer(observed.layer) as module:
-        experts: Any = module.get_submodule(observed.model.facts.modules.experts)
+    with observed.model.layer(observed.layer) as layer:
+        experts: Any = layer.module.get_submodule(observed.model.facts.modules.experts)
         experts.down_proj.data = torch.eye(HIDDEN, WIDTH).repeat(EXPERTS, 1, 1)
         hook = experts.register_forward_hook(lambda _module, _arguments, output: caught.append(output))
         with torch.no_grad():

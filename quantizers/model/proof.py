@@ -1,0 +1,108 @@
+"""The proof that a model is computed as transformers computes it, layer by layer.
+
+Two short random sequences go through transformers' own call of a layer, each alone, with the arguments that the model's
+own forward passes for its tokens; and together through both halves of the layer as this program runs it. A difference
+refuses the model: with a wrong mask, window, rotary embedding or residual, states are of the same size and look right.
+The routed experts are transformers' own module in both ways, with the same arguments. They are left out here, so that a
+layer can be proven without their weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from quantizers.architectures.skeleton import Call, replaced_forward
+from quantizers.system.errors import ArchitectureError
+
+from .layer_forward import padded, unpadded
+from .streamed_model import DecoderLayer, StreamedModel
+
+LENGTHS = [48, 31]  # of the two sequences
+SIZE = 0.1  # of their states: small beside what a layer adds to them, so that this is seen
+BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.1}  # see `Proof.of_layer`
+
+
+class Proof:
+    """The proof of one model.
+
+    Args:
+        model: whose layers are proven.
+
+    Raises:
+        ArchitectureError: the model's forward passes arguments to a layer that depend on the tokens.
+    """
+
+    def __init__(self, model: StreamedModel) -> None:
+        self.model, generator = model, torch.Generator().manual_seed(1)
+        tokens = [torch.randint(model.sizes["vocabulary"], (1, n), generator=generator) for n in LENGTHS]
+        self._calls = [model.skeleton.calls_with(row.to(model.device)) for row in tokens]
+        states = SIZE * torch.randn(sum(LENGTHS), model.sizes["hidden"], generator=generator)
+        self._states = states.to(model.device, model.dtype)
+        for calls, length in zip(self._calls, LENGTHS, strict=True):
+            for number, (own, ours) in enumerate(zip(calls, model.skeleton.calls(length), strict=True)):
+                self._require_equal(number, own, ours)
+
+    def _require_equal(self, number: int, own: Call, ours: Call) -> None:
+        where = f"{self.model.checkpoint.name}: layer {number}: {self.model.facts.model_class}"
+        for name, value in own.arguments.items():
+            if not _equal(value, ours.arguments.get(name)):
+                raise ArchitectureError(
+                    f"{where} passes it {name} that depends on the tokens, not on their number alone; such a model "
+                    "cannot be computed layer by layer here; give another model"
+                )
+
+    @torch.no_grad()
+    def of_layer(self, layer: DecoderLayer) -> float:
+        """The largest difference of the two ways through a layer, as a part of the largest change of a state by it.
+
+        Args:
+            layer: with its weights; those of its experts are not needed.
+
+        Raises:
+            ArchitectureError: it is beyond `BOUND`, or not a number.
+        """
+        model, bound = self.model, BOUND[self.model.dtype]
+        with contextlib.ExitStack() as stack:
+            if layer.number not in model.sizes.dense:
+                experts = layer.module.get_submodule(model.facts.modules.experts)
+                stack.enter_context(replaced_forward(experts, _weighted))
+            alone = zip(self._calls, self._states.split(LENGTHS), strict=True)
+            expected = torch.cat([_own(layer, calls[layer.number], states) for calls, states in alone])
+            entering = model.attend(layer, padded(self._states, LENGTHS))
+            if layer.halves:
+                ours = model.finish(layer, unpadded(entering, LENGTHS))[0]
+            else:
+                ours = unpadded(model.finish(layer, entering)[0], LENGTHS)
+        difference = float((ours - expected).abs().max() / (expected - self._states).abs().max())
+        if not difference <= bound:
+            raise ArchitectureError(
+                f"{model.checkpoint.name}: layer {layer.number}: its output is not that of transformers' own call: "
+                f"{difference:.2g} of its largest change of a state apart, {bound:g} is allowed; this model would be "
+                "computed wrongly and is refused; give another model"
+            )
+        return difference
+
+
+def _own(layer: DecoderLayer, call: Call, states: torch.Tensor) -> torch.Tensor:
+    """transformers' own call of a layer with the states (T, H) of one sequence."""
+    output = layer.module(**call.of(states.unsqueeze(0)))
+    result: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return result.view_as(states)
+
+
+def _weighted(states: torch.Tensor, _: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Stands for the experts: what they read, times the sum of the routing weights (T, K)."""
+    return states * weight.sum(-1, keepdim=True).to(states.dtype)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two arguments are equal, tensor by tensor."""
+    leaves = [tree_leaves(value) for value in (one, other)]
+    if len(leaves[0]) != len(leaves[1]):
+        return False
+    pairs = zip(*leaves, strict=True)
+    return all(torch.equal(a, b) if torch.is_tensor(a) and torch.is_tensor(b) else a is b or a == b for a, b in pairs)
