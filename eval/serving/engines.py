@@ -83,7 +83,7 @@ VLLM_BEFORE = Engine("vllm", "vLLM 0.14-0.31")
 SGLANG = Engine("sglang", "SGLang")
 SERVERS = (VLLM, VLLM_BEFORE, SGLANG)
 # For a family of which no server is known: the rules of vLLM, for modules under their published names.
-UNKNOWN_SERVER = Engine("vllm", "vLLM's rules, published names", own_names=True)
+UNKNOWN_SERVER = Engine("vllm", "vLLM's rules for published names", own_names=True)
 
 
 def _first(name: str, targets: Iterable[str]) -> str | None:
