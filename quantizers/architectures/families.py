@@ -54,8 +54,8 @@ def architecture_for(config: dict[str, Any], where: str, own: Path | None = None
         is_moe = any("expert" in key for key in config)
         reason = "no facts for this architecture" if is_moe else "not a mixture-of-experts model that is known here"
         raise ArchitectureError(
-            f"{where}: model_type {model_type!r}: {reason}; give one of {', '.join(files)}, or facts of your own: "
-            "`quantize new MODEL --facts --like FAMILY` writes some to start from"
+            f"{where}: model_type {model_type!r}: {reason}; give one of {', '.join(files)}, or facts of your own, "
+            "as docs/add-a-family.md explains"
         )
     return _facts(files[model_type]).of_model(config)
 

@@ -40,7 +40,7 @@ SourceOption = Annotated[
 ]
 FactsOption = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="your own architecture spec, as `quantize new --facts` writes it"),
+    typer.Option(metavar="FILE", help="your own architecture spec, such as the facts.yaml of an output"),
 ]
 SetOption = Annotated[
     list[str] | None,

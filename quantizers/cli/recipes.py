@@ -7,9 +7,7 @@ from typing import Annotated
 
 import typer
 
-from quantizers.system.errors import InputError
-
-from .options import GATE_FAILED, DebugOption, JsonOption, emit
+from .options import DebugOption, JsonOption, emit
 
 recipes = typer.Typer(rich_markup_mode=None)
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="name from `quantize recipes`, or a model's Hub id")]
@@ -86,27 +84,14 @@ def copy(
 
 
 def new(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id of a known model, or a folder")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id of a model, or a folder")],
     file: Annotated[
         Path | None, typer.Argument(metavar="FILE", help="file to write; named after the model by default")
-    ] = None,
-    *,
-    facts: Annotated[
-        bool,
-        typer.Option(
-            "--facts", help="list how a model differs from the built-in architecture spec, and write a spec that fits"
-        ),
-    ] = False,
-    like: Annotated[
-        str | None, typer.Option(metavar="FAMILY", help="with --facts: family to start from, such as qwen3_moe")
     ] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Write a commented recipe for a model.
-
-    With --facts it writes an architecture spec for a recipe's source.facts: only config.json and headers are
-    read, from a folder or the Hub. Exit 3 if a difference cannot be expressed in a spec.
 
     Example: quantize new MiniMaxAI/MiniMax-M2.1 mine.yaml
     """
@@ -116,33 +101,11 @@ def new(
     from quantizers.recipe.catalogue import new_recipe
     from quantizers.system.files import write_new
 
-    where = Path(model) / CONFIG
-    config = read_config(Path(model)) if Path(model).is_dir() else None
-    if config is not None:
-        refuse_four_bits(config, str(where))
-    if facts:
-        _new_facts(model, file, like, as_json)
-        return
-    if like is not None:
-        raise InputError("--like goes with --facts; leave it out, or add --facts")
-    if config is not None:
-        architecture_for(config, str(where))  # refuses a model that no recipe could quantize
+    folder = Path(model)
+    if folder.is_dir():
+        config, where = read_config(folder), str(folder / CONFIG)
+        refuse_four_bits(config, where)
+        architecture_for(config, where)  # refuses a model that no recipe could quantize
     path = file or Path(f"{Path(model).name.lower()}-fp8-int4.yaml")
     write_new({path: new_recipe(model).encode()})
     emit({"recipe": str(path)}, as_json, f"wrote {path}; next: quantize plan {path}")
-
-
-def _new_facts(model: str, file: Path | None, like: str | None, as_json: bool) -> None:
-    from quantizers.cli.tables.commands import facts_table
-    from quantizers.planning.facts_text import facts_text
-    from quantizers.planning.fit_facts import fit_facts, read_headers
-    from quantizers.system.files import write_new
-
-    config, tensors, where = read_headers(model)
-    fitted = fit_facts(config, tensors, where, like)
-    name = Path(model).resolve().name if Path(model).is_dir() else model
-    path = file or Path(f"{Path(name).name.lower()}-facts.yaml")
-    write_new({path: facts_text(fitted, name).encode()})
-    emit(fitted.as_dict() | {"facts": str(path)}, as_json, facts_table(fitted, path))
-    if not fitted.fits:
-        raise typer.Exit(GATE_FAILED)

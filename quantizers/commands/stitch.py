@@ -57,7 +57,7 @@ def stitch(
         output: a new or empty folder, or that of the same call that was interrupted; out/<name of experts>-stitched by
             default.
         repair_router: compensate the router for the smoothed norms of the experts' checkpoint.
-        facts: the user's own architecture spec, as `quantize new --facts` writes it.
+        facts: the user's own architecture spec.
         device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
         command: what the user typed, named where the folder is found unfinished.
 

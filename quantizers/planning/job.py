@@ -5,8 +5,7 @@ All of this happens before any long computation starts, so that errors are repor
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from quantizers.formats.unsupported import refuse_four_bits
 from quantizers.recipe.changes import Change
 from quantizers.recipe.read import facts_location, given_at, read_recipe, set_location, source_location
 from quantizers.recipe.schema import Recipe
-from quantizers.system.errors import ArchitectureError, CheckpointError, InputError, did_you_mean
+from quantizers.system.errors import CheckpointError, InputError, did_you_mean
 from quantizers.system.package_data import shipped_names
 
 from .allocation import Allocation, allocation
@@ -102,15 +101,14 @@ def prepare(
         config, where, config_name = source.config, str(source.folder), str(source.folder / CONFIG)
         basis = f"the headers of {where}"
     facts, block = architecture_for(config, config_name, facts_file), declared_block(config, config_name)
-    with _with_remedy(location):
-        sizes = sizes_of(facts, config, config_name)
-        if source:
-            source = split_fused_experts(source, facts, sizes)
-            tensors = {tensor: Spec(info.dtype, info.shape) for tensor, info in source.tensors.items()}
-        else:
-            tensors = expected_tensors(facts, sizes, config, where) if tensors is None else tensors
-            tensors = split_fused_specs(tensors, facts, sizes, where)
-        plan = make_plan(facts, sizes, tensors, recipe.experts, where, block)
+    sizes = sizes_of(facts, config, config_name)
+    if source:
+        source = split_fused_experts(source, facts, sizes)
+        tensors = {tensor: Spec(info.dtype, info.shape) for tensor, info in source.tensors.items()}
+    else:
+        tensors = expected_tensors(facts, sizes, config, where) if tensors is None else tensors
+        tensors = split_fused_specs(tensors, facts, sizes, where)
+    plan = make_plan(facts, sizes, tensors, recipe.experts, where, block)
     choices = None
     if recipe.experts.by_budget:
         key = "budget" if recipe.experts.budget is not None else "bits_per_weight"
@@ -150,18 +148,6 @@ def _refuse_unknown_source(location: str, where: str) -> None:
             f"{where}: {printed(location)} is neither a folder beside the recipe nor a Hub id "
             "(owner/name); give --source DIR if it is elsewhere, or correct it"
         )
-
-
-@contextlib.contextmanager
-def _with_remedy(model: str) -> Iterator[None]:
-    """Add to the refusal of a model that differs from the facts the command that lists all differences."""
-    try:
-        yield
-    except (ArchitectureError, CheckpointError) as failure:
-        raise type(failure)(
-            f"{failure}; if this model is meant to be so, `quantize new {printed(model)} --facts` lists all "
-            "differences and writes facts to start from"
-        ) from None
 
 
 def given_folder(folder: Path) -> str:

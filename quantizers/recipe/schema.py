@@ -64,8 +64,8 @@ class Source(Strict):
     trust_remote_code: Literal[False, "tokenizer", True] = False
     """`tokenizer` lets the tokenizer run its own code. No other code of a source ever runs: `true` means the same."""
     facts: Annotated[Annotated[str, Field(min_length=1)] | None, ONLY_IF_GIVEN] = None
-    """A file with your own architecture spec for the model's family, relative to the recipe; `quantize new --facts`
-    writes one. Default: the built-in spec."""
+    """A file with your own architecture spec for the model's family, relative to the recipe. Default: the built-in
+    spec."""
 
     @property
     def trusts_tokenizer(self) -> bool:

@@ -63,21 +63,20 @@ for _kind, _pattern in _CORE_SCHEMA.items():
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(rf"(?:{_pattern})\Z"), None)
 
 
-def dump(values: Mapping[str, Any], width: int = 80, *, short_in_one_line: bool = False, flow: bool = False) -> str:
+def dump(values: Mapping[str, Any], width: int = 80, *, short_in_one_line: bool = False) -> str:
     """Write values as YAML, keys in the given order. `parse` and YAML 1.1 readers both read the same values back.
 
     Args:
         values: text, numbers, booleans, None, and lists and mappings of these.
         width: characters after which long text is folded.
         short_in_one_line: write lists and mappings that contain only scalars as `[a, b]` and `{key: a}`.
-        flow: write all lists and mappings so, the outermost too.
     """
     return yaml.dump(
         dict(values),
         Dumper=_Dumper,
         sort_keys=False,
         allow_unicode=True,
-        default_flow_style=True if flow else None if short_in_one_line else False,
+        default_flow_style=None if short_in_one_line else False,
         width=width,
     )
 

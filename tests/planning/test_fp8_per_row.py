@@ -14,7 +14,6 @@ from eval.serving.engines import ATTENTION
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.formats.fp8 import ROWS, Fp8
 from quantizers.planning.device_memory import device_memory
-from quantizers.planning.fit_facts import fit_facts
 from quantizers.planning.serving_memory import serving_model, tensor_parallel_problem
 from quantizers.system.errors import CheckpointError
 from stitch.write.config_files import output_config
@@ -70,10 +69,6 @@ def test_a_config_alone_with_other_weights_of_compressed_tensors_is_refused(chan
             CheckpointError, match=r"^config.json: quantization_config.config_groups: .* strategy channel"
         ):
             tiny_model(quantization_config=wrong)
-
-
-def test_facts_made_to_fit_such_a_checkpoint_differ_in_nothing() -> None:
-    assert fit_facts(MODEL.config, TENSORS, "config.json").differences == []
 
 
 def test_rows_divide_among_cards_where_blocks_do_not() -> None:

@@ -21,6 +21,7 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for, known
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
+from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.commands.verify import verify_folder
 from quantizers.model.streamed_model import StreamedModel
 from quantizers.pipeline.options import Options
@@ -117,6 +118,19 @@ def test_facts_of_another_family_and_no_facts_are_one_line(job: Path, refused: C
     line = job.read_text().splitlines().index("  facts: mine.yaml") + 1
     assert f"{job}:{line}: source.facts: mine.yaml: no such file; correct the path" in refused("plan", job)
     assert "nowhere.yaml: cannot be read" in refused("plan", job, "--facts", "nowhere.yaml")
+
+
+def test_a_plan_with_facts_of_ones_own_is_not_made_from_a_kept_config(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who gives facts says that the kept ones are not this model's, so its own headers are needed."""
+    source = open_folder(job.parent / "model")
+    tensors = {name: Spec(info.dtype, info.shape) for name, info in source.tensors.items()}
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(job.parent))
+    monkeypatch.setattr("quantizers.planning.hub_headers.read_hub", lambda *_: (source.config, tensors, "abc"))
+    planned = prepare("minimax-m2.1-fp8-int4", offline_facts=True, facts_file=job.parent / "mine.yaml")
+    assert planned.basis == "the headers of MiniMaxAI/MiniMax-M2.1 on the Hub, commit abc"
+    assert planned.sizes["layers"] == 2
 
 
 def test_facts_in_the_source_itself_are_not_taken(job: Path, refused: Callable[..., str]) -> None:

@@ -72,6 +72,27 @@ def test_a_model_s_folder_is_no_recipe(
     assert command("plan", written) == 0
 
 
+def test_a_recipe_for_what_no_recipe_could_quantize_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    """Before, `new` wrote one that every command then refused."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("odd", '{"model_type": "foo_moe", "num_experts": 3}'), ("none", "{}"), ("cut", '{"a": ')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(text)
+    (tmp_path / "empty").mkdir()
+    for name, said in (
+        ("odd", "odd/config.json: model_type 'foo_moe': "),
+        ("none", "none/config.json: model_type is missing; give a transformers checkpoint"),
+        ("cut", "cut/config.json:1: not valid JSON; download this file again"),
+        ("empty", "empty/config.json: cannot be read (No such file or directory); check the folder"),
+    ):
+        assert command("new", name) == 2
+        assert command.err.startswith(f"quantize: {said}")
+        assert command.err.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cut", "empty", "none", "odd"]
+
+
 def test_copy_names_the_file_after_the_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:

@@ -1,12 +1,10 @@
-"""What the smaller commands print: verify, stitch, publish, `new --facts` and `--version`."""
+"""What the smaller commands print: verify, stitch, publish and `--version`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from quantizers.checkpoint.safetensors_header import printed
-from quantizers.planning.fit_facts import Fitted
 from quantizers.system.formatting import collapse_lines, gib, size, text_table
 from quantizers.system.output_files import CARD, PAGE, REPORT
 
@@ -94,37 +92,6 @@ def published_table(result: dict[str, Any]) -> str:
     if result["problems"]:
         lines.append(f"published though {len(result['problems'])} checks fail; the card says so: {result['forced']}")
     return "\n".join(lines)
-
-
-HEADER = ("what differs", "name (* = a number)", "tensors", "built-in spec", "this checkpoint", "new spec")
-
-
-def facts_table(fitted: Fitted, path: Path) -> str:
-    """Every difference from the built-in architecture spec, what to check, and the next step."""
-    lines = [f"nothing differs from the built-in spec of {fitted.family}"]
-    if fitted.differences:
-        rows = []
-        for one in fitted.differences:
-            tensors = f"{one.tensors:,}" if one.tensors else ""
-            written = "cannot be expressed: refused" if one.written is None else one.written
-            rows.append((one.what, printed(one.name), tensors, one.kept, one.found, written))
-        lines = [f"differences from the built-in spec of {fitted.family}:", "", text_table(HEADER, rows), ""]
-    if fitted.suspects:
-        norm = fitted.values["norm"]["tensor"]
-        lines += [
-            f"these tensors of decoder layers are unknown, so they are listed as readers of {norm}, and AWQ folds "
-            "nothing into it; remove those that do not read it from norm.readers:",
-            *(f"  {printed(name)}" for name in fitted.suspects),
-        ]
-    lines += [
-        f"{one.name}: the built-in spec relies on {one.kept}; check that transformers computes this model with "
-        f"{one.found}"
-        for one in fitted.differences
-        if one.what == "assert"
-    ]
-    if not fitted.fits:
-        lines.append("`quantize plan` still refuses this checkpoint: a spec cannot express the rows marked so")
-    return "\n".join([*lines, f"wrote {path}; next: name it in a recipe, source: {{model: ..., facts: {path}}}"])
 
 
 def version_table(found: dict[str, Any]) -> str:
