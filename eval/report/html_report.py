@@ -10,7 +10,7 @@ from eval.fidelity.tables import by_part, past_the_model, shown_categories
 from quantizers.system.formatting import number, size
 
 from .rendering import base_name, render
-from .serve_commands import NAMELESS, knows_vllm, repository, vllm_command
+from .serve_commands import NAMELESS, knows_vllm, repository, vllm_command, without_vllm
 from .summary import choice_lines, expert_bits, layer_rows, summary, under_routed_line
 
 
@@ -39,6 +39,7 @@ def html_report(report: dict[str, Any], drawn: Mapping[str, bytes]) -> str:
         choice=choice_lines(schemes) if schemes else [],
         scheme_table=layer_rows(schemes) if schemes else None,
         command=vllm_command(about, place) if knows_vllm(about) else None,
+        without_vllm=without_vllm(about),
         command_here=place == ".",
     )
 

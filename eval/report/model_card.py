@@ -16,7 +16,7 @@ from quantizers.system.output_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
 from quantizers.system.strict_yaml import dump
 
 from .rendering import base_name, render
-from .serve_commands import REASONS, knows_vllm, repository, sglang_command, vllm_command
+from .serve_commands import REASONS, knows_vllm, repository, sglang_command, vllm_command, without_vllm
 from .summary import choice_lines, expert_bits, layer_rows, under_routed_line
 
 SHARED = ".shared_expert"  # in the names of the matrices of experts that every token passes through
@@ -55,6 +55,7 @@ def model_card(report: dict[str, Any]) -> str:
         reasons=REASONS,
         repository=name,
         vllm=vllm_command(about, name) if knows_vllm(about) else None,
+        without_vllm=without_vllm(about),
         sglang=sglang_command(about, name),
         versions=", ".join(f"{package} {version}" for package, version in report["versions"].items()),
         **(_of_stitch(report) if stitch else _of_run(report)),
@@ -183,7 +184,7 @@ def _results(report: dict[str, Any]) -> list[dict[str, Any]]:
 def _tags(report: dict[str, Any]) -> list[str]:
     widths = (tag for n in expert_bits(report) for tag in (f"int{n}", f"w{n}a16"))
     kinds = (["awq"] if _by_awq(report) else []) + (["fp8"] if has_fp8_attention(report) else [])
-    return ["compressed-tensors", *kinds, *widths, "moe", "vllm"]
+    return ["compressed-tensors", *kinds, *widths, "moe", *(["vllm"] if knows_vllm(report["serving"]) else [])]
 
 
 def _by_awq(report: dict[str, Any]) -> bool:

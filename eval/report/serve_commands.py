@@ -23,6 +23,20 @@ def knows_vllm(about: dict[str, Any]) -> bool:
     return "vllm" in about["servers"]
 
 
+def without_vllm(about: dict[str, Any]) -> str:
+    """A sentence on why there is no command for vLLM: it has no model of the family, or none is known here.
+
+    Args:
+        about: the report's `serving`, or another mapping with its `servers`.
+    """
+    if about["servers"]:
+        return "No release of vLLM that was known when this was made has a model of this family."
+    backend = "vLLM may take it with a model of its own or by its Transformers backend, which nobody has tried here"
+    return "Nothing is known here of the servers of this model type, so none was checked" + (
+        f"; {backend}." if about.get("transformers", True) else "."
+    )
+
+
 def vllm_command(about: dict[str, Any], place: str) -> str:
     """The command for vLLM, over several lines.
 

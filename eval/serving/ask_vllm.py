@@ -31,6 +31,7 @@ from .engines import (
     class_of,
     is_looked_up,
     model_modules,
+    server_facts,
     server_lookups,
 )
 from .schemes import Refused, read_rules, scheme_of
@@ -58,7 +59,7 @@ def ask_vllm(folder: Path, own: Own = None) -> dict[str, Any]:
         `schemes`, its answers by kind with counts; `differences`, one line for each answer that differs from ours.
 
     Raises:
-        InputError: vLLM cannot be imported here.
+        InputError: vLLM cannot be imported here, or has no model of this class.
     """
     where = str(folder / CONFIG)
     config = read_json(folder / CONFIG)
@@ -67,12 +68,15 @@ def ask_vllm(folder: Path, own: Own = None) -> dict[str, Any]:
     section = config.get("quantization_config")
     if not isinstance(section, dict):
         raise InputError(f"{where}: quantization_config is missing; there is nothing to ask vLLM")
-    if "vllm" not in facts.servers:
-        raise InputError(f"{where}: no supported vLLM has a model for {facts.model_type}; there is nothing to ask")
     try:
         vllm = import_module("vllm")
     except ImportError as failure:
         raise InputError(f"{where}: vLLM cannot be imported ({failure}); {REMEDY}") from None
+    if facts.model_class not in import_module("vllm.model_executor.models").ModelRegistry.models:
+        raise InputError(
+            f"{where}: vLLM {vllm.__version__} has no model {facts.model_class}, so there is nothing to ask; its "
+            "Transformers backend may take the model: `vllm serve` tells"
+        )
     result: dict[str, Any] = {"version": vllm.__version__, "rules": "", "asked": 0, "schemes": {}, "differences": []}
     try:
         rules = read_rules(section)
@@ -106,7 +110,7 @@ class _Queries:
         model = import_module("vllm.model_executor.models").ModelRegistry.models[facts.model_class].load_model_cls()
         import_module("vllm.model_executor.model_loader.utils").configure_quant_config(self._config, model)
         # What a model's class adds when it is built. Speculative decoding passes on the same object.
-        self._config.packed_modules_mapping = self._config.packed_modules_mapping | facts.servers["vllm"].fused
+        self._config.packed_modules_mapping = self._config.packed_modules_mapping | server_facts(VLLM, facts).fused
         self._lookups: list[tuple[str, Any]] = []  # name and answer, of the last query
         look_up = self._config.get_scheme_dict
 
@@ -133,7 +137,7 @@ class _Queries:
 
     def expert_names(self) -> tuple[str, ...]:
         """The names under which this vLLM looks up gate, up and down."""
-        self.ask(EXPERTS, self._facts.layer(0, self._facts.servers["vllm"].experts))
+        self.ask(EXPERTS, self._facts.layer(0, server_facts(VLLM, self._facts).experts))
         return tuple(name.rpartition(".")[2] for name, _ in self._lookups)
 
     def ask(self, kind: str, name: str) -> tuple[str, str]:

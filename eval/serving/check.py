@@ -31,6 +31,7 @@ from .engines import (
     MTP_EXPERTS,
     SERVERS,
     TRANSFORMERS,
+    UNKNOWN_SERVER,
     VLLM,
     Lookup,
     Module,
@@ -64,6 +65,8 @@ KEYS = {
     "quant_method", "quantization_status", "format", "config_groups", "ignore", "kv_cache_scheme",
     "global_compression_ratio", "sparsity_config", "transform_config", "version",
 }  # fmt: skip
+NOT_CHECKED = "nothing is known here of the servers of this model type, so none was checked"
+MAY_SERVE = "it may serve this or not: vLLM's Transformers backend takes many types that vLLM has no model for"
 UNINITIALIZED = "loading fails, or the parameter stays uninitialized"
 REFUSES = "refuses it before loading a tensor"
 GARBAGE = "loads without an error and produces garbage"
@@ -205,7 +208,7 @@ def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Archi
     _check_names(tensors, stored, modules, facts, sizes, findings)
     table = {STORED: _by_kind((m.kind, describe(stored[m.name], m.shape)) for m in modules if m.name in stored)}
     packed = any("weight_packed" in parts for parts in stored.values())
-    rules = _read_section(config.get(SECTION), packed, facts.targets.keys, findings)
+    rules = _read_section(config.get(SECTION), packed, facts.section_keys, findings)
     if rules is None:
         return ServingCheck(table, findings.all())
     lookups = {
@@ -214,8 +217,8 @@ def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Archi
         if engine.key in facts.servers
     }
     if not lookups:
-        problem = "no supported release of vLLM or SGLang has a model for this family"
-        findings.add("warning", SERVER_NAMES, facts.model_type, problem, "this checkpoint cannot be served by it")
+        lookups[UNKNOWN_SERVER.name] = list(server_lookups(UNKNOWN_SERVER, facts, sizes, rules, modules))
+        findings.add("warning", SERVER_NAMES, facts.model_type, NOT_CHECKED, MAY_SERVE)
     lookups[TRANSFORMERS] = list(transformers_lookups(facts, rules, modules))
     one_scheme = len({lookup.scheme for lookup in next(iter(lookups.values())) if lookup.kind == EXPERTS} - {None}) < 2
     if not one_scheme:

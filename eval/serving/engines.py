@@ -26,8 +26,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.facts import ServerName
-from quantizers.architectures.fused import FUSED
+from quantizers.architectures.facts import ServerFacts, ServerName
+from quantizers.architectures.fused import FUSED, FUSED_IN_SOME
 from quantizers.architectures.matrices import MATRICES, PROJECTIONS
 from quantizers.architectures.sizes import Sizes
 
@@ -82,6 +82,8 @@ VLLM = Engine("vllm", "vLLM 0.32+", own_names=True)
 VLLM_BEFORE = Engine("vllm", "vLLM 0.14-0.31")
 SGLANG = Engine("sglang", "SGLang")
 SERVERS = (VLLM, VLLM_BEFORE, SGLANG)
+# For a family of which no server is known: the rules of vLLM, for modules under their published names.
+UNKNOWN_SERVER = Engine("vllm", "vLLM's rules for published names", own_names=True)
 
 
 def _first(name: str, targets: Iterable[str]) -> str | None:
@@ -257,10 +259,18 @@ def _linear_kind(linear: str) -> str:
     return SHARED if "shared_expert" in parent else MLP
 
 
+def server_facts(engine: Engine, facts: Architecture) -> ServerFacts:
+    """What is known of a server, or else what is likely: the published names, and all that any server fuses."""
+    if engine.key in facts.servers:
+        return facts.servers[engine.key]
+    experts = facts.expert_prefix.partition(".{expert}")[0]
+    return ServerFacts(experts=experts, asks_for_router=True, fused={k: list(v) for k, v in FUSED_IN_SOME.items()})
+
+
 def _built(engine: Engine, facts: Architecture, sizes: Sizes, modules: Iterable[Module]) -> dict[str, list[Module]]:
     """The modules that a server builds: its name for each, and the published modules in it."""
-    server = facts.servers[engine.key]
-    built: dict[str, list[Module]] = {}
+    server, modules = server_facts(engine, facts), list(modules)
+    names, built = {module.name for module in modules}, dict[str, list[Module]]()
     for module in modules:
         name = module.name
         if module.layer is not None:
@@ -270,7 +280,12 @@ def _built(engine: Engine, facts: Architecture, sizes: Sizes, modules: Iterable[
                 name = server.experts
             elif module.kind not in (ROUTER, MTP_OTHER):
                 parent, _, last = name.rpartition(".")
-                name = f"{parent}.{next((whole for whole, parts in engine.fused.items() if last in parts), last)}"
+                fused = (
+                    whole
+                    for whole, parts in engine.fused.items()
+                    if last in parts and names.issuperset(f"{prefix}{parent}.{part}" for part in parts)
+                )
+                name = f"{parent}.{next(fused, last)}"
             in_mtp = module.layer in sizes.mtp and server.mtp_prefix is not None
             name = f"{server.mtp_prefix if in_mtp else prefix}{name}"
         built.setdefault(name, []).append(module)
@@ -290,7 +305,7 @@ def is_looked_up(engine: Engine, facts: Architecture, module: Module) -> bool:
     """
     if module.layer is not None and module.kind in (ROUTER, MTP_OTHER):
         is_router = module.name == module_of(facts.layer(module.layer, facts.router.tensor))
-        return facts.servers[engine.key].asks_for_router if is_router else engine.is_sglang
+        return server_facts(engine, facts).asks_for_router if is_router else engine.is_sglang
     return not (engine.is_sglang and module.kind in (HEAD, EMBEDDINGS))
 
 
@@ -302,7 +317,7 @@ def server_lookups(
     Args:
         modules: from `model_modules`.
     """
-    engine = replace(engine, fused={**FUSED, **facts.servers[engine.key].fused})
+    engine = replace(engine, fused={**FUSED, **server_facts(engine, facts).fused})
     for name, members in _built(engine, facts, sizes, modules).items():
         kind, scheme, refused = members[0].kind, None, None
         try:

@@ -38,6 +38,7 @@ from .matrices import Matrix
 EXPRESSION = re.compile(r"\s*\w+(\s*[*/+]\s*\w+)*\s*")
 NEEDED = ("layers", "experts", "chosen", "hidden", "width", "vocabulary", "heads")
 ROUTER, EXPERTS = "router", "experts"  # as readers of a norm
+SECTION_KEYS = ["scale_fmt"]  # for a family whose servers are not known: vLLM reads it of every model
 
 
 def _size(value: Any) -> Any:
@@ -69,7 +70,7 @@ class Architecture(Facts):
     smoothing: dict[str, list[str]] = Field(default_factory=dict)
     router: RouterFacts
     modules: Modules
-    targets: Targets
+    targets: Targets | None = None
     kv_cache: KvCacheFacts | None = None
     tensor_parallel: TensorParallelFacts | None = None
     servers: dict[ServerName, ServerFacts] = Field(default_factory=dict)
@@ -125,7 +126,7 @@ class Architecture(Facts):
             for name in parts:
                 if name not in everywhere:
                     yield f"tensor_parallel.{key}: {name} is no linear module of a layer"
-        for pattern in (*self.targets.fp8, self.targets.experts, *self.targets.ignore, *self.targets.unquantized):
+        for pattern in self.targets.patterns() if self.targets else ():
             try:
                 re.compile(pattern.removeprefix("re:"))
             except re.error as failure:
@@ -183,6 +184,11 @@ class Architecture(Facts):
         names = ("every_layer", "moe_layer", "dense_layer", "mtp_layer")
         changes = {name: had(part) for name in names if (part := getattr(self, name)) is not None}
         return self.model_copy(update=changes)
+
+    @property
+    def section_keys(self) -> list[str]:
+        """Of the source's quantization_config, the keys that servers read whatever the method of quantization is."""
+        return self.targets.keys if self.targets else SECTION_KEYS
 
     @property
     def also_reads_the_norm(self) -> list[str]:

@@ -174,6 +174,10 @@ class Targets(Facts):
     unquantized: list[str]
     keys: list[str] = []
 
+    def patterns(self) -> list[str]:
+        """All of the expressions."""
+        return [*self.fp8, self.experts, *self.ignore, *self.unquantized]
+
 
 class KvCacheFacts(Facts):
     """What a server caches of one token in one layer.

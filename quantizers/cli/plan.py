@@ -84,7 +84,7 @@ def plan(
 
     Example: quantize plan minimax-m2.1-fp8-int4 --vram 2x96GiB --vram 4x24GiB --context 196608
     """
-    from quantizers.cli.tables.plan import fit_table, measured_table, plan_table, tensors_table
+    from quantizers.cli.tables.plan import fit_table, measured_table, plan_table, tensors_table, weights_table
     from quantizers.commands.plan import plan as plan_run
 
     figures = plan_run(
@@ -112,7 +112,7 @@ def plan(
     if measure:
         text = measured_table(figures["measured"])
     elif vram:
-        text = fit_table(figures)
+        text = (weights_table if "weights" in figures else fit_table)(figures)
     else:
         text = (tensors_table if tensors else plan_table)(figures)
     emit(figures, as_json, text)

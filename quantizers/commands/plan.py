@@ -31,7 +31,10 @@ class PlannedRun:
 
     @property
     def fits(self) -> list[dict[str, Any]]:
-        """With `vram`, for each of the GPUs, whether and with which context the output fits there."""
+        """With `vram`, for each of the GPUs, whether and with which context the output fits there.
+
+        Empty where that is not known of the model type, and `weights` in the figures says what is.
+        """
         return list(self.figures.get("fits", ()))
 
 
@@ -139,8 +142,22 @@ def _serving(
 ) -> dict[str, Any]:
     """Whether the output fits on each of the GPUs, and ways to make it fit."""
     from quantizers.planning.gpus import parse_gpus
-    from quantizers.planning.serving_memory import assumptions, fit, kv_bytes_per_token, notes, remedies, serving_model
+    from quantizers.planning.serving_memory import (
+        assumptions,
+        fit,
+        kv_bytes_per_token,
+        notes,
+        remedies,
+        serving_model,
+        unsaid,
+        weights_alone,
+    )
 
+    if problem := unsaid(job.facts):
+        if (context, kv, tp) != (None, "auto", None):
+            raise InputError(f"--context, --kv and --tp: {problem}; leave them out")
+        rooms = weights_alone(job.plan, [parse_gpus(text) for text in vram])
+        return {"cards_unknown": problem, "weights": [asdict(room) for room in rooms]}
     model = serving_model(job.plan, job.facts, job.sizes, job.config, job.fp8)
     gpus = [parse_gpus(text) for text in vram]
     fits = [fit(model, one, context, kv, tp) for one in gpus]

@@ -196,7 +196,14 @@ def _unread_actions(
             )
     unread = {name: spec.shape for name, spec in remaining.items() if facts.is_unread(name)}
     taken = {name: take(remaining, name, shape, tuple(TORCH_DTYPES), where) for name, shape in unread.items()}
-    return [Action(name, spec, "carry", {name: spec}, _layer_of(name, facts, layers)) for name, spec in taken.items()]
+
+    def action(name: str, spec: Spec) -> Action:
+        weight = taken.get(f"{name.removesuffix(SCALE_INV)}weight")
+        renamed = name.endswith(f".{SCALE_INV}") and weight is not None and weight.dtype == FP8
+        written = f"{name.removesuffix(SCALE_INV)}{SCALE}" if renamed else name
+        return Action(name, spec, "rename" if renamed else "carry", {written: spec}, _layer_of(name, facts, layers))
+
+    return [action(name, spec) for name, spec in taken.items()]
 
 
 def _layer_of(name: str, facts: Architecture, layers: int) -> int | None:

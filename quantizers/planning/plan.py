@@ -7,6 +7,7 @@
     fold        the norm that AWQ divides by its scales
     compensate  the router that reads this norm, multiplied by the scales
     carry       the source's bytes under the source's name, of a tensor that the facts call unread: never opened
+                (but an FP8 scale among them is renamed)
 
 Layers that predict further tokens (MTP) follow the others. They are not computed, and every tensor in them passes
 through, experts too. Each has a shard of its own, as every decoder layer has. A norm is folded only if the router and

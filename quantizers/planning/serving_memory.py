@@ -105,6 +105,16 @@ class Fit:
     fits: bool
 
 
+@dataclass(frozen=True)
+class Room:
+    """Bytes of a set of GPUs together: what vLLM may use, the weights, and what is left for all else at most."""
+
+    cards: str
+    usable: int
+    weights: int
+    left: int
+
+
 def serving_model(plan: Plan, facts: Architecture, sizes: Sizes, config: dict[str, Any], fp8: Fp8 | None) -> Model:
     """Sum up the bytes of a plan's output by how vLLM distributes them over GPUs.
 
@@ -289,13 +299,17 @@ def common_fits(model: Model) -> list[Fit]:
 
 def unsaid(facts: Architecture) -> str | None:
     """Why nothing can be said about GPUs: the facts do not say how servers divide such a model. None if they do."""
-    lacking = [key for key in ("kv_cache", "tensor_parallel") if getattr(facts, key) is None]
-    if not lacking:
-        return None
-    return (
-        f"the facts of {facts.model_type} have no {' and no '.join(lacking)}, so the memory of a GPU is not known; "
-        "add them as in quantizers/architectures/minimax_m2.yaml"
-    )
+    words = {"tensor_parallel": "how servers divide it among GPUs", "kv_cache": "what they cache of a token"}
+    lacking = [text for key, text in words.items() if getattr(facts, key) is None]
+    return f"{' and '.join(lacking)} is not known here for {facts.model_type}" if lacking else None
+
+
+def weights_alone(plan: Plan, gpus: Sequence[Gpus]) -> list[Room]:
+    """What can be said of a model of which `unsaid` has something to say."""
+    parts = (*range(plan.layers), None)  # without layers for speculative decoding
+    weights = sum(spec.bytes for part in parts for spec in plan.shard(part).values())
+    usable = [one.count * int(one.bytes * UTILISATION) for one in gpus]
+    return [Room(one.name, most, weights, most - weights) for one, most in zip(gpus, usable, strict=True)]
 
 
 def cache_gpus(ranks: int, facts: Architecture, sizes: Sizes) -> int:

@@ -22,10 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.facts import Targets
 from quantizers.checkpoint.reader import CONFIG, INDEX, Checkpoint, side_files
 from quantizers.formats.fp8 import ROWS, Fp8, block_size
 from quantizers.planning.plan import Plan, index_json
 from quantizers.system.files import copy_file, write_text
+
+from .targets import beside_routed, list_of_layers, targets_of
 
 
 def write_config_files(folder: Path, source: Checkpoint, plan: Plan, facts: Architecture) -> None:
@@ -55,7 +58,7 @@ def output_config(source: dict[str, Any], facts: Architecture, plan: Plan, fp8: 
     """
     passthrough = {key: value for key, value in source.items() if key != "quantization_config"}
     section = source.get("quantization_config")
-    own = {key: section[key] for key in facts.targets.keys if key in section} if isinstance(section, dict) else {}
+    own = {key: section[key] for key in facts.section_keys if key in section} if isinstance(section, dict) else {}
     return passthrough | {"quantization_config": quantization_config(facts, plan, fp8) | own}
 
 
@@ -67,9 +70,10 @@ def quantization_config(facts: Architecture, plan: Plan, fp8: Fp8 | None) -> dic
         plan: with each layer's scheme. If they differ, each gets a config group whose regex lists its layers.
         fp8: the format of passthrough FP8 weights; None if there are none.
     """
-    mtp_experts = list(_mtp_experts(facts, plan))
-    patterns = [*facts.targets.fp8, *(mtp_experts if plan.mtp_in_fp8 else [])]
-    routed = dict(_routed_groups(facts, plan))
+    targets = targets_of(plan, facts)
+    mtp_experts = list(_mtp_experts(facts, plan, targets))
+    patterns = [*targets.fp8, *(mtp_experts if plan.mtp_in_fp8 else [])]
+    routed = dict(_routed_groups(facts, plan, targets))
     attention: dict[str, Any] = {}
     if fp8 == ROWS:
         attention["attention_fp8_channel"] = {
@@ -91,7 +95,7 @@ def quantization_config(facts: Architecture, plan: Plan, fp8: Fp8 | None) -> dic
         "quantization_status": "compressed",
         "format": "pack-quantized",  # accepted by vLLM, transformers and SGLang's INT4 MoE
         "config_groups": routed | attention if any("experts" in p for p in patterns) else attention | routed,
-        "ignore": [*facts.targets.ignore, *plain, *(facts.targets.unquantized if fp8 is None else [])],
+        "ignore": [*targets.ignore, *plain, *(targets.unquantized if fp8 is None else [])],
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
         "sparsity_config": {},
@@ -100,21 +104,22 @@ def quantization_config(facts: Architecture, plan: Plan, fp8: Fp8 | None) -> dic
     }
 
 
-def _routed_groups(facts: Architecture, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+def _routed_groups(facts: Architecture, plan: Plan, targets: Targets) -> Iterator[tuple[str, dict[str, Any]]]:
     """One config group per scheme of the routed experts, by name."""
     layers = plan.quantized_layers
     schemes = [plan.schemes[layer] for layer in layers]
+    beside, numbered = beside_routed(plan, facts), list_of_layers(facts)
     for scheme in sorted(set(schemes), key=schemes.index):
         within = ""
         if len(set(schemes)) > 1:
             own = "|".join(str(layer) for layer in layers if plan.schemes[layer] == scheme)
-            within = rf"\.layers\.({own})\..*"
+            within = rf"\.{numbered}\.({own})\..*"
         elif plan.mtp:
-            within = rf"\.layers\.(?!({_numbers(plan)})\.)\d+\..*"
+            within = rf"\.{numbered}\.(?!({_numbers(plan)})\.)\d+\..*"
         yield (
             f"routed_experts_int{scheme.bits}_group{scheme.group_size}" if len(set(schemes)) > 1 else "routed_experts",
             {
-                "targets": [f"re:.*{within}{facts.targets.experts}"],
+                "targets": [f"re:{beside}.*{within}{targets.experts}"],
                 "format": "pack-quantized",
                 "weights": _scheme(scheme.bits, "int", "group", group_size=scheme.group_size),
                 "input_activations": None,
@@ -122,13 +127,13 @@ def _routed_groups(facts: Architecture, plan: Plan) -> Iterator[tuple[str, dict[
         )
 
 
-def _mtp_experts(facts: Architecture, plan: Plan) -> Iterator[str]:
+def _mtp_experts(facts: Architecture, plan: Plan, targets: Targets) -> Iterator[str]:
     """Regular expressions for the experts of MTP layers, under the name of every server."""
     if plan.mtp:
-        yield rf".*\.layers\.({_numbers(plan)})\..*{facts.targets.experts}"
+        yield rf".*\.{list_of_layers(facts)}\.({_numbers(plan)})\..*{targets.experts}"
         for prefix in dict.fromkeys(server.mtp_prefix for server in facts.servers.values()):
             if prefix is not None:
-                yield rf".*{re.escape(prefix)}.*{facts.targets.experts}"
+                yield rf".*{re.escape(prefix)}.*{targets.experts}"
 
 
 def _numbers(plan: Plan) -> str:

@@ -32,6 +32,7 @@ from eval.serving.engines import (
     SGLANG,
     SHARED,
     TRANSFORMERS,
+    UNKNOWN_SERVER,
     VLLM,
     VLLM_BEFORE,
 )
@@ -440,15 +441,20 @@ def test_tensor_parallel(sizes: dict[str, int], group: Any, ranks: int, reason: 
     assert reason in found.tensor_parallel[ranks]
 
 
-def test_a_family_that_no_server_knows_is_a_warning() -> None:
+def test_a_family_whose_servers_are_not_known_is_a_warning() -> None:
+    """What is declared is compared with what is stored all the same, under the published names."""
     config, tensors = good()
     facts = architecture_for(config, "x").model_copy(update={"servers": {}})
     found = check(config, tensors, facts, sizes_of(facts, config, "x"))
     (finding,) = found.findings
     assert (finding.severity, finding.where) == ("warning", "minimax_m2")
-    assert "no supported release of vLLM or SGLang" in finding.problem
+    assert "so none was checked" in finding.problem
     assert found.tensor_parallel == {}
-    assert set(found.schemes) == {STORED, T}
+    assert set(found.schemes) == {STORED, UNKNOWN_SERVER.name, T}
+    tensors[f"{V_PROJ}.weight"] = Spec("BF16", (128, 128))
+    del tensors[f"{V_PROJ}.weight_scale"]
+    found = check(config, tensors, facts, sizes_of(facts, config, "x"))
+    assert "but is stored as BF16" in said(found, UNKNOWN_SERVER.name)
 
 
 def test_text_and_json() -> None:

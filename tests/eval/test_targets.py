@@ -1,20 +1,28 @@
-"""The config's groups match each name that a server asks, and no other: by `re` alone, without our rules."""
+"""The config's groups match each name that a server asks, and no other: by `re` alone, without our rules.
+
+Where the facts of a family have no targets, those that are made from all names do the same.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
 
 import families
 import pytest
 
+from eval.serving.engines import SERVERS, model_modules, server_lookups, transformers_lookups
+from eval.serving.schemes import read_rules
 from quantizers.architectures.families import architecture_for
+from quantizers.architectures.matrices import Matrix
 from quantizers.architectures.sizes import sizes_of
+from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.formats.fp8 import ROWS, Fp8
 from quantizers.planning.assign_actions import expected_tensors, make_plan
+from quantizers.planning.plan import Action, Kind, Plan, packed_specs
 from quantizers.recipe.schema import Experts, Scheme
-from stitch.write.config_files import output_config
+from stitch.write.config_files import output_config, quantization_config
 
 LAYERS = 62  # with layers 2 and 6, 1 and 61, 6 and 62, 16 and 61
 FORMS: dict[str, Fp8 | None] = {
@@ -91,3 +99,124 @@ def test_transformers_finds_the_routed_experts_group_first() -> None:
         section, _ = section_of(family, ONE)
         parsed = QuantizationConfig.model_validate(section)
         assert get_experts_scheme(parsed).weights.num_bits == 4
+
+
+# Targets made from the names of all modules -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", families.CONFIGS)
+@pytest.mark.parametrize("schemes", [ONE, SCHEMES], ids=["one scheme", "a scheme for each layer"])
+def test_made_targets_give_each_module_the_scheme_of_written_ones(family: str, schemes: list[Scheme]) -> None:
+    """As each server asks, under its own names, and as compressed-tensors matches the published ones."""
+    from compressed_tensors.utils import match_name
+
+    config = families.config(family)
+    facts = architecture_for(config, "x")
+    sizes = sizes_of(facts, config, "x")
+    section = config.get("quantization_config")
+    fp8: Fp8 | None = None if section is None else (128, 128) if "weight_block_size" in section else ROWS
+    plan = make_plan(facts, sizes, expected_tensors(facts, sizes, config, "x"), Experts(), "x", (128, 128))
+    plan = plan.with_schemes([schemes[layer % len(schemes)] for layer in range(plan.layers)])
+    answers = []
+    for known in (facts, facts.model_copy(update={"targets": None})):
+        rules = read_rules(output_config(config, known, plan, fp8)["quantization_config"])
+        modules = model_modules(facts, sizes)
+        asked = [(one.asked, one.scheme, one.refused) for engine in SERVERS for one in
+                 server_lookups(engine, facts, sizes, rules, modules)]  # fmt: skip
+        asked += [(one.asked, one.scheme, one.refused) for one in transformers_lookups(facts, rules, modules)]
+        for name in (module.name for module in modules):
+            ignored = any(match_name(name, entry) for entry in rules.ignore)
+            first = next((one for target, one in rules.targets.items() if match_name(name, target)), None)
+            asked.append((name, None if ignored else first, None))
+        answers.append(asked)
+    assert answers[0] == answers[1]
+    assert not any(refused for _, _, refused in answers[1])
+
+
+IN_FP8, PLAIN = "F8_E4M3", "BF16"
+LINEAR_LAYERS, WHOLE_LAYERS = (0, 1), (2, 3)  # of linear attention, and of attention
+# By the published name of a module, or a kind of it: its dtype, and whether it lies in a layer.
+PUBLISHED = {
+    "model.language_model.embed_tokens": PLAIN,
+    "lm_head": PLAIN,
+    "model.visual.patch_embed.proj": PLAIN,
+    "model.visual.blocks.0.attn.qkv": PLAIN,
+    "model.visual.blocks.1.mlp.o_proj": PLAIN,
+    "mtp.fc": PLAIN,
+    "mtp.layers.0.self_attn.q_proj": IN_FP8,
+    "mtp.layers.0.mlp.gate": PLAIN,
+    "mtp.layers.0.mlp.shared_expert.up_proj": IN_FP8,
+    **{f"mtp.layers.0.mlp.experts.{n}.{matrix}": IN_FP8 for n in (0, 1) for matrix in MATRICES},
+}  # fmt: skip
+EVERY_LAYER = {"mlp.gate": PLAIN, "mlp.shared_expert_gate": PLAIN} | {
+    f"mlp.shared_expert.{matrix}": IN_FP8 for matrix in MATRICES
+}
+LINEAR = {f"linear_attn.in_proj_{part}": IN_FP8 if part in ("qkv", "z") else PLAIN for part in ("qkv", "z", "b", "a")}
+WHOLE = {f"self_attn.{part}_proj": IN_FP8 for part in "qkvo"}
+
+
+def plan_of(kept: dict[str, str], layers: int = 4) -> Plan:
+    """A plan of layers with two experts, INT4, in which these modules pass through."""
+    prefix, actions = "model.language_model.layers.", []
+    for layer in range(layers):
+        for expert, matrix in ((n, m) for n in (0, 1) for m in MATRICES):
+            name = f"{prefix}{layer}.mlp.experts.{expert}.{matrix}"
+            packed = packed_specs(name, (64, 64), Scheme(4, 32))
+            of = layer, expert, cast(Matrix, matrix.removesuffix("_proj"))
+            actions.append(Action(f"{name}.weight", Spec(PLAIN, (64, 64)), "quantize", packed, *of))
+    for name, dtype in kept.items():
+        start, _, rest = name.partition(prefix)
+        layer_or_none = int(rest.partition(".")[0]) if rest and not start else None
+        spec, kind = Spec(dtype, (64, 64)), "keep" if layer_or_none is not None else "carry"
+        actions.append(Action(f"{name}.weight", spec, cast(Kind, kind), {f"{name}.weight": spec}, layer_or_none))
+    return Plan(tuple(actions), layers, Experts(), (Scheme(4, 32),) * layers)
+
+
+def made_section(kept: dict[str, str]) -> dict[str, Any]:
+    facts = architecture_for(families.config("qwen3_moe"), "x").model_copy(
+        update={"targets": None, "layer_prefix": "model.language_model.layers.{layer}.", "servers": {}}
+    )
+    return quantization_config(facts, plan_of(kept), (128, 128))
+
+
+def in_layers(modules: dict[str, str], layers: Iterable[int]) -> dict[str, str]:
+    return {f"model.language_model.layers.{n}.{name}": dtype for n in layers for name, dtype in modules.items()}
+
+
+def scheme_in(section: dict[str, Any], name: str) -> str:
+    """The type of the first group that a name is in, `plain` if it is ignored, `unknown` if nothing names it."""
+    if any(re.match(entry[3:], name) for entry in section["ignore"]):
+        return "plain"
+    return next((group["weights"]["type"] for group in hits(section, name)), "unknown")
+
+
+def test_targets_for_layers_of_several_kinds_a_vision_tower_and_further_tokens() -> None:
+    """Under published names, and under those of vLLM, with other prefixes and fused modules."""
+    kept = PUBLISHED | in_layers(EVERY_LAYER, range(4)) | in_layers(LINEAR, LINEAR_LAYERS)
+    kept |= in_layers(WHOLE, WHOLE_LAYERS)
+    section = made_section(kept)
+    expected = {name: {IN_FP8: "float", PLAIN: "plain"}[dtype] for name, dtype in kept.items()}
+    expected |= {f"model.language_model.layers.{n}.mlp.experts.1.{m}": "int" for n in range(4) for m in MATRICES}
+    renamed = {name.replace("model.language_model.", "language_model.model."): one for name, one in expected.items()}
+    served = {name.removeprefix("model."): one for name, one in expected.items() if ".visual." in name}
+    layer = "language_model.model.layers"
+    served |= {
+        f"{layer}.0.linear_attn.in_proj_qkvz": "float", f"{layer}.0.linear_attn.in_proj_ba": "plain",
+        f"{layer}.2.self_attn.qkv_proj": "float", f"{layer}.3.mlp.shared_expert.gate_up_proj": "float",
+        "visual.blocks.0.mlp.linear_fc1": "plain", "language_model.lm_head": "plain",
+    }  # fmt: skip
+    for name, scheme in (expected | renamed | served).items():
+        assert scheme_in(section, name) == scheme, name
+    routed = next(group for group in section["config_groups"].values() if group["weights"]["type"] == "int")
+    assert not re.match(routed["targets"][0][3:], "mtp.layers.0.mlp.experts.0.up_proj")
+
+
+@pytest.mark.parametrize("tower", [PLAIN, IN_FP8])
+def test_a_module_may_be_fp8_in_some_layers_only(tower: str) -> None:
+    """Also beside a module of the same name elsewhere, of either scheme."""
+    kept = {f"mtp.layers.{n}.self_attn.o_proj": tower for n in (0, 2)} | {"lm_head": PLAIN}
+    kept |= in_layers({"self_attn.o_proj": IN_FP8}, (0, 2)) | in_layers({"self_attn.o_proj": PLAIN}, (1, 3))
+    section = made_section(kept)
+    for name, dtype in kept.items():
+        for asked in (name, name.replace("model.language_model", "language_model.model")):
+            assert scheme_in(section, asked) == {IN_FP8: "float", PLAIN: "plain"}[dtype], asked

@@ -80,6 +80,17 @@ def test_they_change_nothing_else_in_the_plan() -> None:
     assert device_memory(plan, SIZES, 64, False, None) == device_memory(plain, SIZES, 64, False, None)
 
 
+def test_the_scale_of_an_fp8_weight_gets_the_name_that_servers_read() -> None:
+    """Where both are unread: servers know one name of a scale per block, wherever it lies."""
+    own = {f"vision_tower.{name}.weight": Spec(dtype, (4, 4)) for name, dtype in (("a", "F8_E4M3"), ("b", "BF16"))}
+    own |= {f"{name}_scale_inv": Spec("F32", (1, 1)) for name in own}
+    actions = {one.source: one for one in planned(with_unread(r"vision_tower\..*"), TENSORS | own).actions}
+    kinds = [(actions[name].kind, *actions[name].outputs) for name in own]
+    fp8, plain, renamed, other = own
+    assert renamed == "vision_tower.a.weight_scale_inv"
+    assert kinds == [("carry", fp8), ("carry", plain), ("rename", "vision_tower.a.weight_scale"), ("carry", other)]
+
+
 def test_an_expression_covers_whole_names_only() -> None:
     with pytest.raises(CheckpointError, match=f"^here: {VISION} is not among the facts"):
         planned(with_unread("vision_tower", r"blocks\..*"), TENSORS | {VISION: SPECS[VISION]})

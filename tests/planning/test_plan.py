@@ -16,15 +16,17 @@ from hypothesis import strategies as st
 from planned import Model, published, published_with, tiny_model
 from safetensors.torch import save_file
 
-from quantizers.architectures.families import architecture_for, published_config
+import quantizers
+from quantizers.architectures.families import architecture_for, known, published_config
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.cli import main as cli
-from quantizers.cli.tables.plan import dense_words, remarks
+from quantizers.cli.tables.plan import dense_words, remarks, weights_table
 from quantizers.planning.plan import METADATA, Plan, file_size, index_json
 from quantizers.recipe.read import read_recipe, source_location
-from quantizers.system.errors import ArchitectureError, CheckpointError, RecipeError
+from quantizers.system.errors import ArchitectureError, CheckpointError, InputError, RecipeError
+from quantizers.system.strict_yaml import dump, parse
 
 SAME = ...  # written under the source's name, in its dtype and shape
 EXPERT = "block_sparse_moe.experts.255."
@@ -332,10 +334,36 @@ def test_a_plan_from_a_lone_config(
     }
 
 
+def test_of_a_model_type_without_server_facts_the_weights_are_counted(tmp_path: Path) -> None:
+    recipe = "qwen3-30b-a3b-instruct-2507-fp8-int4"
+    config = published_with("Qwen/Qwen3-30B-A3B-Instruct-2507-FP8")
+    whole = quantizers.plan(recipe).figures
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    facts = parse(known()["qwen3_moe"])[0]
+    for key in ("servers", "targets", "kv_cache", "tensor_parallel", "smoothing", "published"):
+        del facts[key]
+    (tmp_path / "facts.yaml").write_text(dump(facts))
+
+    def planned(**options: Any) -> dict[str, Any]:
+        return quantizers.plan(recipe, source=tmp_path, facts=tmp_path / "facts.yaml", **options).figures
+
+    assert planned()["output_bytes"] == whole["output_bytes"]
+    given = planned(vram=["2x8GiB", "1x80GiB"])
+    small, large = given["weights"]
+    assert whole["output_bytes"] * 0.99 < small["weights"] == large["weights"] < whole["output_bytes"]
+    assert small["left"] < 0 < large["left"]
+    assert "too few" in weights_table(given)
+    assert "how servers divide it among GPUs and what they cache of a token is not known here" in weights_table(given)
+    with pytest.raises(InputError, match=r"^--context, --kv and --tp: .*; leave them out$"):
+        planned(vram=["2x8GiB"], context=4096)
+
+
 def test_what_is_special_about_a_model_is_said_in_the_plan() -> None:
     """No server, and layers without experts; neither is mentioned where it is not so."""
     assert remarks({"servers": ["sglang", "vllm"]}) == []
+    (line,) = remarks({"servers": ["sglang"]})
+    assert line.startswith("No release of vLLM")
     (line,) = remarks({"servers": []})
-    assert "no known release of vLLM" in line
+    assert "none was checked" in line
     assert dense_words({"dense_layers": []}) == ""
     assert dense_words({"dense_layers": [0, 1]}) == "2 of them without experts, the others with "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from eval.report.serve_commands import without_vllm
 from eval.report.summary import candidate_lines, choice_lines, layer_rows
 from quantizers.system.formatting import gib, size, text_table
 from quantizers.system.progress import duration
@@ -51,9 +52,9 @@ def remarks(numbers: dict[str, Any]) -> list[str]:
         passed = size(numbers["mtp"]["bytes"])
         lines.append(f"{which}, for multi-token prediction (MTP), passed through with their experts: {passed}")
     if "vllm" not in numbers["servers"]:
-        lines.append("no known release of vLLM supports this family; transformers can load the output")
+        lines.append(without_vllm(numbers))
     if numbers.get("cards_unknown"):
-        lines.append(f"--vram would be refused: {numbers['cards_unknown']}")
+        lines.append(f"of GPUs to serve it, only the weights can be counted: {numbers['cards_unknown']}")
     return lines
 
 
@@ -191,6 +192,16 @@ def fit_table(result: dict[str, Any]) -> str:
             *(f"  {line}" for line in result["assumptions"]),
         ]
     )
+
+
+def weights_table(result: dict[str, Any]) -> str:
+    """One row for each set of GPUs, where only the weights are known."""
+    rows = [
+        (row["cards"], *(gib(row[key]) for key in ("usable", "weights", "left")), "" if row["left"] > 0 else "too few")
+        for row in result["weights"]
+    ]
+    header = ("GPUs together", "usable", "weights", "left at most, for KV cache, activations and runtime", "")
+    return "\n".join([f"planned from {result['basis']}", "", text_table(header, rows), *remarks(result)])
 
 
 def _fit_line(row: dict[str, Any], limit: int) -> str:
