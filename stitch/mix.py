@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.families import architecture_for
+from quantizers.architectures.families import Own, architecture_for
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import CONFIG, Checkpoint, torch_dtype
@@ -85,7 +85,7 @@ class Mix:
     found: list[Layer]
 
 
-def belong_together(source: Checkpoint, experts: Checkpoint, device: torch.device, own: Path | None = None) -> Mix:
+def belong_together(source: Checkpoint, experts: Checkpoint, device: torch.device, own: Own = None) -> Mix:
     """Find out whether and how two checkpoints can be mixed; nothing is written.
 
     Args:
@@ -98,11 +98,11 @@ def belong_together(source: Checkpoint, experts: Checkpoint, device: torch.devic
     """
     refuse_swapped_arguments(source, experts, f"--source {experts.name} --experts {source.name}")
     where = str(source.folder / CONFIG)
-    facts = architecture_for(source.config, where, own)
+    facts = architecture_for(source.config, where, own, source.tensors)
     sizes = sizes_of(facts, source.config, where)
     source = split_fused_experts(source, facts, sizes)
     config_path = str(experts.folder / CONFIG)
-    if sizes_of(architecture_for(experts.config, config_path, own), experts.config, config_path) != sizes:
+    if sizes_of(architecture_for(experts.config, config_path, own or facts), experts.config, config_path) != sizes:
         raise CheckpointError(f"{config_path}: is another model than {source.name}; give one made from a copy of it")
     renamed = published_names(experts, facts)
     schemes = stored_schemes(renamed, facts, sizes)

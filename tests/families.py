@@ -168,7 +168,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 # Each family as it is published, and what its class can have besides: changes to config.json, by a name.
 MODELS: dict[str, dict[str, Any]] = {name: {} for name in CONFIGS} | {
-    "qwen3_moe with a dense layer": {"mlp_only_layers": [0]}
+    "qwen3_moe with a dense layer and windows": {
+        "mlp_only_layers": [0],
+        "use_sliding_window": True,
+        "sliding_window": 16,
+        "max_window_layers": 1,
+    },
+    "mixtral with windows": {"sliding_window": 16},
 }
 SCALES = {"qwen3_moe": torch.bfloat16, "glm4_moe": torch.bfloat16}  # dtypes of published FP8 scales, or else float32
 LINEAR = ("_proj.weight", "_proj_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight")

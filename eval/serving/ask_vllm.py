@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.families import architecture_for
+from quantizers.architectures.families import Own, architecture_for
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import CONFIG, read_json
@@ -47,12 +47,12 @@ QUANTIZATION = f"{LAYERS}.quantization.compressed_tensors"
 CHOOSING = ("compressed_tensors.py", "compressed_tensors_moe.py", "utils.py", "config_utils.py")
 
 
-def ask_vllm(folder: Path, own: Path | None = None) -> dict[str, Any]:
+def ask_vllm(folder: Path, own: Own = None) -> dict[str, Any]:
     """Compare vLLM's scheme for every module with that of engines.py.
 
     Args:
         folder: a checkpoint; only its config.json is read.
-        own: a user-supplied architecture file.
+        own: its architecture, or a file of the user's with it; None for a kept one.
 
     Returns:
         `version` of vLLM; `rules`, the name of the Engine that it was compared with; `asked`, the number of modules;

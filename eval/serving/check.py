@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.families import architecture_for
+from quantizers.architectures.families import Own, architecture_for
 from quantizers.architectures.matrices import MATRICES, PROJECTIONS
 from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import CONFIG, open_folder
@@ -179,11 +179,11 @@ def render(result: ServingCheck) -> str:
 # The check ---------------------------------------------------------------------------------------------------------
 
 
-def check_folder(folder: Path, own: Path | None = None) -> ServingCheck | None:
+def check_folder(folder: Path, own: Own = None) -> ServingCheck | None:
     """`check` of a checkpoint folder; None if it cannot be opened, which the audit reports.
 
     Args:
-        own: a user-supplied architecture file.
+        own: its architecture, or a file of the user's with it; None for a kept one.
     """
     try:
         candidate = open_folder(folder)

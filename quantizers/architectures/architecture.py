@@ -55,7 +55,6 @@ class Architecture(Facts):
     rotary_dim_key: str | None = None
     outside: dict[str, TensorFacts]
     embedding: str
-    final_norm: str
     head: str
     unread: list[str] = Field(default_factory=list)
     layer_prefix: str
@@ -104,7 +103,6 @@ class Architecture(Facts):
             ("norm.tensor", self.norm.tensor, moe_tensors),
             ("router.tensor", self.router.tensor, moe_tensors),
             ("embedding", self.embedding, self.outside),
-            ("final_norm", self.final_norm, self.outside),
             ("head", self.head, self.outside),
         ):
             if name not in tensors:

@@ -5,7 +5,7 @@ What one part has to do with another is checked there.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
@@ -238,3 +238,15 @@ class Published(Facts):
     license: dict[str, str]
     options: dict[ServerName, Options] = {}
     config: dict[str, Any]
+
+
+class Stored(Protocol):
+    """The header entry of a stored tensor."""
+
+    @property
+    def dtype(self) -> str:
+        """As safetensors calls it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""

@@ -7,7 +7,7 @@ file (sizes.py).
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from quantizers.system.errors import ArchitectureError
 from quantizers.system.schema import load
 
 from .architecture import Architecture
-from .facts import Published
+from .facts import Published, Stored
 
 FOLDER = Path(__file__).parent
 
@@ -26,22 +26,30 @@ def known() -> dict[str, Path]:
     return {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
 
 
-def architecture_for(config: dict[str, Any], where: str, own: Path | None = None) -> Architecture:
+Own = Path | Architecture | None
+
+
+def architecture_for(
+    config: dict[str, Any], where: str, own: Own = None, tensors: Mapping[str, Stored] | None = None
+) -> Architecture:
     """The facts for a config.json, without the tensors that a model with it does not have.
 
     Args:
         config: config.json.
         where: its path, for the message.
-        own: a file with facts of the user's own, which are taken instead of any kept ones.
+        own: facts that are taken instead of any kept ones, or a file with such of the user's own.
+        tensors: the headers of its files, from which the facts of a model type without a file here are derived.
 
     Raises:
-        ArchitectureError: config.json has no model type, or there are no facts for it; or the user's file is wrong, or
-            is about another model type.
+        ArchitectureError: config.json has no model type, or there are no facts for it; the user's file is wrong, or is
+            about another model type; or no facts can be derived, see `derived_architecture`.
     """
     model_type = config.get("model_type")
     files = known()
     if not isinstance(model_type, str):
         raise ArchitectureError(f"{where}: model_type is missing; give a transformers checkpoint")
+    if isinstance(own, Architecture):
+        return own
     if own is not None:
         facts = load(own, Architecture, ArchitectureError)
         if facts.model_type != model_type:
@@ -50,6 +58,10 @@ def architecture_for(config: dict[str, Any], where: str, own: Path | None = None
                 f"{facts.model_type!r}; give the facts of this model"
             )
         return facts.of_model(config)
+    if model_type not in files and tensors is not None:
+        from .derive import derived_architecture
+
+        return derived_architecture(config, tensors, where)
     if model_type not in files:
         is_moe = any("expert" in key for key in config)
         reason = "no facts for this architecture" if is_moe else "not a mixture-of-experts model that is known here"

@@ -1,12 +1,32 @@
 """What the parts of a decoder layer do, found by running it: no name is read, every claim is a number.
 
+The weights are random: what is asked holds for all weights or for none. No file is read, and a layer of a large model
+takes seconds: the matrices of its experts are never filled. In the layer a cheap function stands for the experts, and
+the experts' module is probed by itself with the matrices of one expert.
+
 Legend: T tokens, H hidden size, E experts, K experts chosen per token, I width of an expert.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from quantizers.system.errors import ArchitectureError
+
+from .skeleton import Call, Skeleton, replaced_forward
+
+TOKENS = 32
+EXACT = 1e-4  # of a probe in float32: sums in another order differ by less, anything that is not exact by far more
+LARGE = 20.0  # times ordinary activations: a product that is clamped shows only there
+FUSED = ("gate_up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -14,21 +34,18 @@ class Roles:
     """The parts of a decoder layer with experts; modules are paths within the layer, as transformers names them.
 
     Attributes:
-        experts: the module of all routed experts, with `gate_up_proj` (E, 2I, H) and `down_proj`
-            (E, H, I).
-        router: the module whose output holds the chosen experts.
-        router_weight: the name of its parameter (E, H).
+        experts: the module of all routed experts, with `gate_up_proj` (E, 2I, H) and `down_proj` (E, H, I).
+        router_weight: the name of the router's parameter (E, H).
         chosen: K.
-        scoring: what the router makes of its logits before it chooses.
+        scoring: what the router makes of its logits before it chooses; softmax where neither is seen.
         norm: the module whose output the experts read; None if there is none.
         norm_offset: what it adds to its stored weight before it multiplies.
         readers: the linear modules that read the norm's output besides the router and the experts; `residual` among
-            them if the fold is not exact and none of these explains it.
-        probes: the largest difference, relative to the largest value, of each probe by name; see `probe`.
+            them if scales cannot be folded into the norm, and these do not explain it.
+        probes: the largest difference of each probe by name, as a part of the largest value; see `probe`.
     """
 
     experts: str
-    router: str
     router_weight: str
     chosen: int
     scoring: Literal["sigmoid", "softmax"]
@@ -36,3 +53,367 @@ class Roles:
     norm_offset: int
     readers: tuple[str, ...]
     probes: dict[str, float]
+
+
+def kinds_of_layers(skeleton: Skeleton) -> list[list[int]]:
+    """The numbers of the layers of each kind: of one class, with the same parameters and the same arguments."""
+    kinds: dict[Any, list[int]] = {}
+    calls = skeleton.calls(TOKENS)
+    for number, layer in enumerate(skeleton.layers):
+        shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.state_dict().items())
+        given = tuple(sorted((name, _shapes(value)) for name, value in calls[number].arguments.items()))
+        kinds.setdefault((type(layer), shapes, given), []).append(number)
+    return list(kinds.values())
+
+
+def _shapes(value: Any) -> str:
+    return str([tuple(leaf.shape) if torch.is_tensor(leaf) else leaf for leaf in tree_leaves(value)])
+
+
+def probe(skeleton: Skeleton, number: int) -> Roles | None:
+    """The roles of a layer's parts; None if it has no routed experts.
+
+    The probes, each a difference that is 0 but for rounding where the claim holds:
+        tokens      the experts treat every token alone, and are linear in its routing weights
+        product     an expert is down · (act(gate · x) * (up · x)), gate above up in `gate_up_proj`
+        up_down     a scale may lie between up and down
+        large       the same at activations 20 times as large
+        fold        a scale may be divided out of the norm, and multiplied into router and experts
+        halves      the layer is residual + block(norm(residual)), where the experts lie in the block
+
+    Raises:
+        ArchitectureError: its experts have matrices or arguments that are not known here.
+    """
+    layer = _with_random_weights(skeleton, number)
+    path = _experts_path(layer, skeleton)
+    if path is None:
+        return None
+    return _Layer(skeleton.calls(TOKENS)[number], layer, path, type(skeleton.model).__name__).roles()
+
+
+def require_usable(roles: Roles, model_type: str) -> None:
+    """Refuse a model that cannot be quantized.
+
+    Raises:
+        ArchitectureError: a probe refutes what is needed of every model.
+    """
+    needed = {
+        "tokens": "its experts do not treat every token alone",
+        "product": "its experts compute another product than act(gate) * up",
+        "up_down": "its experts are not linear in up",
+        "large": "its experts are not linear in up where activations are large, as with a clamp",
+    }
+    for name, meaning in needed.items():
+        if not roles.probes[name] < EXACT:
+            raise ArchitectureError(
+                f"model type {model_type}: {meaning} (probe {name}: {roles.probes[name]:.2g} where 0 is needed); such "
+                "a model cannot be quantized with this program"
+            )
+
+
+# Weights ------------------------------------------------------------------------------------------------------------
+
+
+def _with_random_weights(skeleton: Skeleton, number: int) -> torch.nn.Module:
+    """A layer with random weights, all but its experts' three-dimensional ones: those stay without memory."""
+    generator = torch.Generator().manual_seed(number)
+    layer = skeleton.layer(number)
+    random = {
+        name: _random(name, tensor, generator)
+        for name, tensor in layer.state_dict(keep_vars=True).items()
+        if tensor.is_floating_point() and (tensor.dim() != 3 or tensor.shape[1] == 1)  # 3: a convolution of channels
+    }
+    layer.load_state_dict(random, strict=False, assign=True)
+    layer.requires_grad_(False)
+    return layer
+
+
+def _random(name: str, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Matrices that keep a vector's length; vectors around 1 if they are weights, else around 0."""
+    values = torch.randn(like.shape, generator=generator)
+    if like.dim() >= 2:
+        return values / math.sqrt(like[0].numel())
+    return 1 + 0.2 * values if name.endswith("weight") else 0.1 * values
+
+
+def _experts_path(layer: torch.nn.Module, skeleton: Skeleton) -> str | None:
+    """The module of the routed experts: the one with the largest three-dimensional parameters without memory."""
+    sizes = {
+        path: sum(p.numel() for p in module._parameters.values() if p is not None and p.dim() == 3 and p.is_meta)
+        for path, module in layer.named_modules()
+    }
+    path: str = max(sizes, key=lambda one: sizes[one])
+    if not sizes[path]:
+        if any("expert" in name for name, _ in layer.named_modules()):
+            raise ArchitectureError(
+                f"{type(skeleton.model).__name__}: its experts are not held in {' and '.join(FUSED)}; such a model "
+                "cannot be quantized with this program"
+            )
+        return None
+    return path
+
+
+# Probes -------------------------------------------------------------------------------------------------------------
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference, as a part of the largest value of the second."""
+    return float((one - other).abs().max() / (other.abs().max() + 1e-30))
+
+
+def _first(output: Any) -> torch.Tensor:
+    tensor: torch.Tensor = output[0] if isinstance(output, (tuple, list)) else output
+    return tensor
+
+
+@dataclass
+class _Observed:
+    """A call of one of a layer's modules."""
+
+    inputs: tuple[Any, ...]
+    output: Any
+
+
+class _Layer:
+    """A layer with random weights, and what its modules are called with.
+
+    Args:
+        call: what the model's forward passes to it.
+        layer: with weights, but without those of its experts.
+        path: of the experts.
+        model: the model's name, for messages.
+    """
+
+    def __init__(self, call: Call, layer: torch.nn.Module, path: str, model: str) -> None:
+        self.layer, self.path, self.model = layer, path, model
+        self.experts: Any = layer.get_submodule(path)
+        self._require_plain()
+        self.count, self.hidden = layer.get_parameter(f"{path}.down_proj").shape[:2]
+        self.generator = torch.Generator().manual_seed(0)
+        self.states = torch.randn(call.states.shape, generator=self.generator)
+        self.call = call
+        # Σ_k weight_k · (x ∘ mix[index_k]): linear in x, another for each expert, and no matrix.
+        self.mix = torch.randn(self.count, self.hidden, generator=self.generator)
+        self.undone: torch.Tensor | float = 1.0  # by which the experts' input is multiplied
+        self.seen: dict[str, _Observed] = {}
+        with self._observing():
+            self.output = self.run()
+        self.x, self.index, self.weight = self._arguments()
+
+    def _require_plain(self) -> None:
+        shapes = {name: list(p.shape) for name, p in self.experts.named_parameters()}
+        plain = set(shapes) == set(FUSED) and getattr(self.experts, "act_fn", None) is not None
+        if plain:
+            (count, double, hidden), down = shapes["gate_up_proj"], shapes["down_proj"]
+            plain = down == [count, hidden, double // 2] and not getattr(self.experts, "is_transposed", False)
+        if not plain:
+            raise ArchitectureError(
+                f"{self.model}: its experts hold {', '.join(f'{n} {s}' for n, s in shapes.items())}, not gate_up_proj "
+                "[E, 2I, H] and down_proj [E, H, I] alone; such a model cannot be quantized with this program"
+            )
+
+    def _stand_in(self, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return ((x * self.undone).unsqueeze(1) * self.mix[index] * weight.to(x.dtype).unsqueeze(-1)).sum(1)
+
+    @torch.no_grad()
+    def run(self) -> torch.Tensor:
+        """The layer's output, with the stand-in for the experts."""
+
+        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+            arguments = (*args, *kwargs.values())
+            self._require_three(arguments)
+            return self._stand_in(*arguments)
+
+        with replaced_forward(self.experts, forward):
+            return _first(self.layer(**self.call.of(self.states)))
+
+    def _require_three(self, arguments: Sequence[Any]) -> None:
+        if (
+            len(arguments) != 3
+            or not all(map(torch.is_tensor, arguments))
+            or arguments[0].dim() != 2
+            or arguments[1].dtype not in (torch.int64, torch.int32)
+            or arguments[1].shape != arguments[2].shape
+        ):
+            raise ArchitectureError(
+                f"{self.model}: its experts are not called with states, indices and weights; such a model cannot be "
+                "quantized with this program"
+            )
+
+    @contextlib.contextmanager
+    def _observing(self) -> Iterator[None]:
+        def observe(name: str, _: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if name == self.path and name in self.seen:
+                raise ArchitectureError(f"{self.model}: its experts are called twice in a layer; give another model")
+            self.seen[name] = _Observed((*args, *kwargs.values()), output)
+
+        with contextlib.ExitStack() as stack:
+            for name, module in self.layer.named_modules():
+                if name:
+                    hook = module.register_forward_hook(partial(observe, name), with_kwargs=True)
+                    stack.callback(hook.remove)
+            yield
+
+    def _arguments(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        x, index, weight = self.seen[self.path].inputs
+        return x, index, weight
+
+    def roles(self) -> Roles:
+        """All roles, see `probe`."""
+        probes = self._of_the_experts()
+        norm, router = self._norm(), self._router()
+        readers = self._readers(norm, router)
+        offset = 0
+        probes |= {"fold": 1.0, "halves": 1.0}
+        if norm is not None:
+            offset = self._offset(norm)
+            probes["fold"] = self._fold(norm, offset, [router])
+            probes["halves"] = self._halves(norm)
+            linear = [f"{path}.weight" for path in readers]
+            if probes["fold"] >= EXACT and not (linear and self._fold(norm, offset, [router, *linear]) < EXACT):
+                readers.append("residual")
+        return Roles(
+            self.path, router, self.index.shape[1], self._scoring(router), norm, offset, tuple(readers), probes
+        )
+
+    def _flat(self, value: Any) -> torch.Tensor | None:
+        """(T, H) of states, as the experts get them; None of anything else."""
+        if not torch.is_tensor(value) or value.dim() < 2 or value.shape[-1] != self.hidden:
+            return None
+        rows = value.reshape(-1, self.hidden)
+        return rows if rows.shape == self.x.shape else None
+
+    def _is_input(self, value: Any) -> bool:
+        rows = self._flat(value)
+        return rows is not None and torch.equal(rows, self.x)
+
+    def _norm(self) -> str | None:
+        """The module with a vector of weights whose output is what the experts read."""
+        norms = [
+            path
+            for path, call in self.seen.items()
+            if path != self.path
+            and self._is_input(_first(call.output))
+            and [p.shape for p in self.layer.get_submodule(path).parameters()] == [(self.hidden,)]
+        ]
+        return norms[-1] if norms else None
+
+    def _router(self) -> str:
+        """The name of the parameter (E, H) that makes of what the experts read the logits that choose them.
+
+        Raises:
+            ArchitectureError: there is none, or several.
+        """
+        shape = (self.count, self.hidden)
+        found = [
+            f"{path}.{name}"
+            for path, call in self.seen.items()
+            for name, parameter in self.layer.get_submodule(path).named_parameters(recurse=False)
+            if parameter.shape == shape and path != self.path and call.inputs and self._is_input(call.inputs[0])
+        ]
+        choosing = [path for path, call in self.seen.items() if any(map(self._is_choice, tree_leaves(call.output)))]
+        inside = [name for name in found if any(name.startswith(f"{path}.") for path in choosing)]
+        found = found if len(found) == 1 else inside
+        if len(found) != 1:
+            raise ArchitectureError(
+                f"{self.model}: {len(found)} parameters {list(shape)} of a layer multiply what its experts read; the "
+                "router's alone is needed; such a model cannot be quantized with this program"
+            )
+        return found[0]
+
+    def _is_choice(self, value: Any) -> bool:
+        return torch.is_tensor(value) and value.shape == self.index.shape and torch.equal(value, self.index)
+
+    def _scoring(self, router: str) -> Literal["sigmoid", "softmax"]:
+        """Whose scores have the ratios of the routing weights."""
+        logits = torch.nn.functional.linear(self.x, self.layer.get_parameter(router))
+        ratios = self.weight / self.weight[:, :1]
+        scores = logits.sigmoid().gather(1, self.index.long())
+        return "sigmoid" if self.index.shape[1] > 1 and _apart(scores / scores[:, :1], ratios) < EXACT else "softmax"
+
+    def _readers(self, norm: str | None, router: str) -> list[str]:
+        """The linear modules that read what the experts read, besides the router."""
+        linear = {p for p, m in self.layer.named_modules() if isinstance(m, torch.nn.Linear)}
+        return [
+            path
+            for path, call in self.seen.items()
+            if norm is not None and path in linear and f"{path}.weight" != router and self._is_input(call.inputs[0])
+        ]
+
+    def _offset(self, norm: str) -> int:
+        """What a norm adds to its weight: the change of its output by that of a weight is the normed input."""
+        module: Any = self.layer.get_submodule(norm)
+        weight, states = next(module.parameters()), self.seen[norm].inputs[0]
+        before = module(states)
+        weight.add_(1)
+        normed = module(states) - before
+        weight.sub_(1)
+        return min((0, 1), key=lambda offset: _apart(normed * (weight + offset), before))
+
+    def _fold(self, norm: str, offset: int, readers: Sequence[str]) -> float:
+        """The norm divided by a scale, the experts' input and these readers multiplied by it."""
+        scale = torch.exp(0.5 * torch.randn(self.hidden, generator=self.generator))
+        weight = next(self.layer.get_submodule(norm).parameters())
+        matrices = [weight, *map(self.layer.get_parameter, readers)]
+        kept = [matrix.clone() for matrix in matrices]
+        weight.copy_((weight + offset) / scale - offset)
+        for matrix in matrices[1:]:
+            matrix.mul_(scale)
+        self.undone = scale
+        folded = _apart(self.run(), self.output)
+        for matrix, before in zip(matrices, kept, strict=True):
+            matrix.copy_(before)
+        self.undone = 1.0
+        return folded
+
+    @torch.no_grad()
+    def _halves(self, norm: str) -> float:
+        """The residual plus the block's output of the norm of the residual."""
+        block_path = self.path.rpartition(".")[0]
+        if not block_path:
+            return 1.0
+        block: Any = self.layer.get_submodule(block_path)
+        try:
+            with replaced_forward(block, lambda states, *_, **__: torch.zeros_like(states)):
+                residual = self.run().reshape(-1, self.hidden)
+            with replaced_forward(self.experts, self._stand_in):
+                added = block(self.layer.get_submodule(norm)(residual.unsqueeze(0)))
+            if not torch.is_tensor(added):
+                return 1.0
+            return _apart(residual + added[0], self.output.reshape(-1, self.hidden))
+        except (TypeError, ValueError, RuntimeError, AttributeError):
+            return 1.0  # the layer asks more of its block than to add its output
+
+    @torch.no_grad()
+    def _of_the_experts(self) -> dict[str, float]:
+        """The probes of the experts' module by itself, with the matrices of one expert for all."""
+        width, hidden = int(self.experts.down_proj.shape[2]), self.hidden
+        gate_up = torch.randn(2 * width, hidden, generator=self.generator) * hidden**-0.5
+        down = torch.randn(hidden, width, generator=self.generator) * width**-0.5
+        scale = torch.exp(0.5 * torch.randn(width, 1, generator=self.generator))
+        x = torch.randn(8, hidden, generator=self.generator)
+        index = torch.zeros(8, 1, dtype=torch.int64)
+        weight = torch.rand(8, 1, generator=self.generator) + 0.5
+
+        def run(gate_up: torch.Tensor, down: torch.Tensor, *, backwards: bool = False) -> torch.Tensor:
+            for name, matrix in zip(FUSED, (gate_up, down), strict=True):
+                every = matrix.expand(self.count, *matrix.shape)
+                setattr(self.experts, name, torch.nn.Parameter(every, requires_grad=False))
+            rows, weights = (x.flip(0), weight.flip(0)) if backwards else (x, weight)
+            return _first(self.experts(rows, index, weights))
+
+        def scaled(up_factor: float) -> float:
+            gate, up = gate_up.chunk(2)
+            larger = torch.cat([gate, up * up_factor])
+            moved = torch.cat([gate, up * up_factor / scale])
+            return _apart(run(moved, down * scale.T), run(larger, down))
+
+        gate, up = torch.nn.functional.linear(x, gate_up).chunk(2, -1)
+        product = torch.nn.functional.linear(self.experts.act_fn(gate) * up, down)
+        output, backwards = run(gate_up, down), run(gate_up, down, backwards=True).flip(0)
+        return {
+            "tokens": max(_apart(backwards, output), _apart(product * weight, output)),
+            "product": _apart(product * weight, output),
+            "up_down": scaled(1.0),
+            "large": scaled(LARGE),
+        }

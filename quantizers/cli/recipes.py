@@ -96,7 +96,7 @@ def new(
     Example: quantize new MiniMaxAI/MiniMax-M2.1 mine.yaml
     """
     from quantizers.architectures.families import architecture_for
-    from quantizers.checkpoint.reader import CONFIG, read_config
+    from quantizers.checkpoint.reader import CONFIG, open_folder, read_config
     from quantizers.formats.unsupported import refuse_four_bits
     from quantizers.recipe.catalogue import new_recipe
     from quantizers.system.files import write_new
@@ -105,7 +105,8 @@ def new(
     if folder.is_dir():
         config, where = read_config(folder), str(folder / CONFIG)
         refuse_four_bits(config, where)
-        architecture_for(config, where)  # refuses a model that no recipe could quantize
+        stored = open_folder(folder).tensors if any(folder.glob("*.safetensors")) else None
+        architecture_for(config, where, tensors=stored)  # refuses a model that no recipe could quantize
     path = file or Path(f"{Path(model).name.lower()}-fp8-int4.yaml")
     write_new({path: new_recipe(model).encode()})
     emit({"recipe": str(path)}, as_json, f"wrote {path}; next: quantize plan {path}")

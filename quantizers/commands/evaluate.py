@@ -22,7 +22,7 @@ from eval.fidelity.comparison import Comparison, weight_errors
 from eval.fidelity.metrics import Measured
 from eval.fidelity.paired import NOTE, paired
 from eval.fidelity.scoring import HeldOut, held_out, score
-from quantizers.architectures.families import architecture_for
+from quantizers.architectures.families import Own, architecture_for
 from quantizers.architectures.sizes import sizes_of
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.samples import CalibrationData
@@ -128,11 +128,13 @@ def evaluate(
         refuse_unfinished(Path(name))
     data_set = find_set(str(data), "held-out")
     opened = dist.in_turn(lambda: [open_checkpoint(name) for name in names])
-    own = Path(facts) if facts is not None else next(filter(None, (output_facts(c.folder) for c in opened[1:])), None)
+    carried = next(filter(None, (output_facts(c.folder) for c in opened[1:])), None)
+    own = carried if facts is None else Path(facts)
     if own is not None and facts is None and dist.is_main:
         print(f"facts: {own}", file=sys.stderr, flush=True)
     where = str(opened[0].folder / "config.json")
-    sizes = sizes_of(architecture_for(opened[0].config, where, own), opened[0].config, where)
+    architecture = architecture_for(opened[0].config, where, own, opened[0].tensors)
+    sizes = sizes_of(architecture, opened[0].config, where)
     settings = begun_with(Path(work) / "evaluation", EVALUATION) if work else {}
     use_threads(sizes, dist.broadcast_object(settings.get("threads")), dist)
     advice = "give the same command again" + (" to resume" if work else "; with --work DIR it would resume")
@@ -147,7 +149,7 @@ def evaluate(
             dist.watch(interrupt),
             trust_remote_code=trust_remote_code,
             dist=dist,
-            own=own,
+            own=architecture,
         )
     pairs = [
         {"model": name, "against": names[1], "note": NOTE} | paired(figures[0], other)
@@ -166,7 +168,7 @@ def measure(
     *,
     trust_remote_code: bool = False,
     dist: ProcessGroup = SINGLE_PROCESS,
-    own: Path | None = None,
+    own: Own = None,
 ) -> list[dict[str, Any]]:
     """Perplexity, KL and routing of candidates against their source on a held-out set.
 
@@ -192,7 +194,7 @@ def measure(
     for candidate in candidates:
         refuse_swapped_arguments(source, candidate, f"give {candidate.name} first, and {source.name} after it")
     where = str(source.folder / "config.json")
-    facts = architecture_for(source.config, where, own)
+    facts = architecture_for(source.config, where, own, source.tensors)
     sizes = sizes_of(facts, source.config, where)
     opened = [published_names(checkpoint, facts) for checkpoint in (source, *candidates)]
     for candidate in candidates:

@@ -102,7 +102,7 @@ def stitch(
                 for name, text in copied.items():
                     write_text(text, folder / name)
                 with progress("verifying", mix.sizes["layers"]) as step:
-                    audit = verify(folder, opened, on, written, checked(step, check), own=own)
-                write_report(folder, stitch_report(mix, settings, folder, audit, written, own), copied)
+                    audit = verify(folder, opened, on, written, checked(step, check), own=mix.facts)
+                write_report(folder, stitch_report(mix, settings, folder, audit, written), copied)
                 write_text("", work / "moving")
             return FinishedCheckpoint(output, move_into_place(work, output), location)

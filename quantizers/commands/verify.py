@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantizers.architectures.families import architecture_for
+from quantizers.architectures.families import Own, architecture_for
 from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_checkpoint, read_config, read_json, refuse_gguf
 from quantizers.formats.awq_gptq import is_awq_or_gptq
 from quantizers.formats.unsupported import refuse_swapped_arguments, refuse_unsupported
@@ -102,10 +102,12 @@ def verify(
         return found
     from eval.serving.ask_vllm import ask_vllm
 
-    return replace(found, vllm=ask_vllm(folder, own or output_facts(folder)))
+    own_or_carried = own or output_facts(folder)
+    architecture = architecture_for(opened.config, str(opened.folder / CONFIG), own_or_carried, opened.tensors)
+    return replace(found, vllm=ask_vllm(folder, architecture))
 
 
-def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: Path | None = None) -> Verification:
+def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: Own = None) -> Verification:
     """Compare a finished checkpoint with its source, with its own record, and with the serving engines' rules.
 
     Args:
@@ -130,9 +132,10 @@ def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: P
             return Verification(Audit(differences=[] if told else [fault]), record, None)
     if own is None and carried is not None:
         own, record = carried, replace(record, notes=(*record.notes, f"read with the facts that it carries, {FACTS}"))
+    facts = architecture_for(source.config, str(source.folder / CONFIG), own, source.tensors)
     with progress("verifying", int(source.config.get("num_hidden_layers", 1))) as step:
-        audit = verify(folder, source, device, step=step, own=own)
-    return Verification(audit, record, check_folder(folder, own))
+        audit = verify(folder, source, device, step=step, own=facts)
+    return Verification(audit, record, check_folder(folder, facts))
 
 
 def _refuse(folder: Path, source: Checkpoint) -> None:

@@ -88,7 +88,7 @@ def run_report(
     recipe, source, model = job.recipe, job.opened, resolved.recipe.source.model
     layers = journal.done_layers(context.work, job.sizes["layers"])
     written, audit = _last_reading(job, layers, context)
-    engines, gate = check_folder(context.work / "output", job.facts_file), recipe.verify and recipe.verify.perplexity
+    engines, gate = check_folder(context.work / "output", job.facts), recipe.verify and recipe.verify.perplexity
     coverage, coverage_checks = _coverage(job, data, layers)
     seconds = {
         "this_process": time.monotonic() - started,
@@ -134,7 +134,6 @@ def stitch_report(
     folder: Path,
     audit: Audit,
     written: dict[str, ShardDigest],
-    own: Path | None,
 ) -> dict[str, Any]:
     """Report all that is known about a stitched checkpoint; nothing is known of its experts' calibration.
 
@@ -142,13 +141,12 @@ def stitch_report(
         settings: by which a later call recognizes the output.
         folder: where the files are.
         written: digests of the shards, from when they were written.
-        own: a file with the user's own facts about the family.
 
     Returns:
         `StitchReport` without the keys of the files.
     """
     source, model = mix.source, settings["source"]
-    engines = check_folder(folder, own)
+    engines = check_folder(folder, mix.facts)
     schemes = [asdict(scheme) for scheme in dict.fromkeys(mix.plan.schemes)]
     examined = describe_mix(mix.found)
     return {
@@ -189,7 +187,7 @@ def _last_reading(job: Job, layers: Sequence[dict[str, Any]], context: Context) 
             written,
             checked(step, context.check),
             [LayerAudit(**entry["audit"]) for entry in entries],
-            own=job.facts_file,
+            own=job.facts,
         )
     if audit.changed:
         more = f", and {len(audit.changed) - 1} more" if len(audit.changed) > 1 else ""

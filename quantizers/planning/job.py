@@ -90,7 +90,7 @@ def prepare(
     location = source_location(recipe, path) if source_folder is None else given_folder(source_folder)
     facts_file = facts_file or facts_location(recipe, path)
     source: Checkpoint | None = None
-    tensors: Mapping[str, Spec] | None
+    tensors: Mapping[str, Spec] | None = None
     offline = _without_shards(location, recipe.source.revision, hub, facts_file) if offline_facts else None
     if offline:
         config, tensors, where = offline
@@ -100,7 +100,9 @@ def prepare(
         source = _open_source(location, recipe)
         config, where, config_name = source.config, str(source.folder), str(source.folder / CONFIG)
         basis = f"the headers of {where}"
-    facts, block = architecture_for(config, config_name, facts_file), declared_block(config, config_name)
+    stored = source.tensors if source else tensors
+    facts = architecture_for(config, config_name, facts_file, stored)
+    block = declared_block(config, config_name)
     sizes = sizes_of(facts, config, config_name)
     if source:
         source = split_fused_experts(source, facts, sizes)

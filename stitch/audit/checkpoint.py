@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.families import architecture_for
+from quantizers.architectures.families import Own, architecture_for
 from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_folder, read_json
 from quantizers.checkpoint.safetensors_header import Spec
@@ -87,7 +87,7 @@ def verify(
     step: Callable[[str], None] = lambda _: None,
     audited: Sequence[LayerAudit] | None = None,
     *,
-    own: Path | None = None,
+    own: Own = None,
 ) -> Audit:
     """Compare a finished checkpoint with its source.
 
@@ -99,7 +99,7 @@ def verify(
         step: called after each layer.
         audited: the audits that a run made when it wrote the shards, in their order. The files are then compared with
             `digests` only, bypassing the system's file cache, and no tensor is read a second time.
-        own: a user-supplied architecture file.
+        own: the architecture, or a file of the user's with it; None for a kept or a derived one.
 
     Raises:
         CheckpointError: the folder does not exist, or the source is damaged. Damage to the candidate is a difference.
@@ -108,7 +108,7 @@ def verify(
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; give a finished checkpoint")
     where = str(source.folder / CONFIG)
-    facts = architecture_for(source.config, where, own)
+    facts = architecture_for(source.config, where, own, source.tensors)
     sizes = sizes_of(facts, source.config, where)
     source = split_fused_experts(source, facts, sizes)
     recorded = _recorded(folder) if digests is None else digests

@@ -59,7 +59,7 @@ KEPT = {
     "kimi_k2": (10 + 4, 2 + 6, 6, 0),
     "glm4_moe_lite": (5 + 4, 2 + 3, 3, 9 + 5 + 24 + 6),
 }
-FOLDING = ["minimax_m2", "qwen3_moe", "mixtral", "qwen3_moe with a dense layer"]
+FOLDING = ["minimax_m2", "qwen3_moe", "mixtral", "mixtral with windows", "qwen3_moe with a dense layer and windows"]
 ATTENTION = {"mixtral": "plain", "glm4_moe": "FP8 per channel", "glm4_moe_lite": "plain"}  # else FP8 in blocks
 
 
@@ -100,7 +100,7 @@ class Made:
 
 
 # One family with each kind of layer and attention is quick; MiniMax-M2 is what the other tests are about.
-QUICK = ("mixtral", "qwen3_moe with a dense layer", "deepseek_v3", "glm4_moe")
+QUICK = ("mixtral with windows", "qwen3_moe with a dense layer and windows", "deepseek_v3", "glm4_moe")
 
 
 def slow_but(quick: Collection[str], models: Iterable[str]) -> list[Any]:
@@ -303,7 +303,7 @@ def test_servers_read_it_as_it_is_stored(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("made", ["minimax_m2", "qwen3_moe with a dense layer"], indirect=True)
+@pytest.mark.parametrize("made", ["minimax_m2", "qwen3_moe with a dense layer and windows"], indirect=True)
 def test_without_a_fold_norm_and_router_keep_their_bytes_and_verify_demands_it(made: Made, tmp_path: Path) -> None:
     recipe = families.write_job(tmp_path, made.model, awq={"fold": False})
     job = prepare(str(recipe))
@@ -369,7 +369,9 @@ def test_a_source_without_the_layers_that_its_config_speaks_of_is_quantized(tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("made", ["mixtral", "qwen3_moe with a dense layer", "glm4_moe", "deepseek_v3"], indirect=True)
+@pytest.mark.parametrize(
+    "made", ["mixtral", "qwen3_moe with a dense layer and windows", "glm4_moe", "deepseek_v3"], indirect=True
+)
 def test_stitching_its_own_experts_gives_the_output_again(made: Made, tmp_path: Path) -> None:
     """From an experts' checkpoint as others make it of a bfloat16 copy: no FP8, and no layer beyond the last."""
     own, output = stored(made.output)
@@ -393,7 +395,7 @@ def test_stitching_its_own_experts_gives_the_output_again(made: Made, tmp_path: 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "fold"),
-    [("qwen3_moe with a dense layer", None), ("mixtral", None), ("mixtral", False), ("glm4_moe", None)],
+    [("qwen3_moe with a dense layer and windows", None), ("mixtral", None), ("mixtral", False), ("glm4_moe", None)],
 )
 def test_the_library_is_given_the_readers_that_the_facts_name(model: str, fold: bool | None, tmp_path: Path) -> None:
     """llm-compressor 0.14 has no mapping for Mixtral at all; here it folds into the norm and compensates the router.
