@@ -134,12 +134,18 @@ def test_a_plan_with_facts_of_ones_own_is_not_made_from_a_kept_config(
 
 
 def test_facts_in_the_source_itself_are_not_taken(job: Path, refused: Callable[..., str]) -> None:
-    (job.parent / "mine.yaml").rename(job.parent / "model" / "facts.yaml")
-    job.write_text(job.read_text().replace("  facts: mine.yaml\n", ""))
-    assert "model_type 'mine': no facts for this architecture" in refused("plan", job)
+    """So that the facts of this model are derived, which needs a class that transformers has."""
     model, data = job.parent / "model", job.parent / "held-out.yaml"
-    assert "model_type 'mine': no facts" in refused("coverage", "--model", model, "--data", data)
-    assert "model_type 'mine': no facts" in refused("eval", model, model, "--data", data)
+    (job.parent / "mine.yaml").rename(model / "facts.yaml")
+    job.write_text(job.read_text().replace("  facts: mine.yaml\n", ""))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"architectures": ["MineForCausalLM"]}))
+    for words in (
+        ("plan", job),
+        ("coverage", "--model", model, "--data", data),
+        ("eval", model, model, "--data", data),
+    ):
+        assert "has no MineForCausalLM; give a model that it has, or facts with" in refused(*words)
 
 
 @pytest.mark.parametrize(
