@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from quantizers.system.errors import ArchitectureError
@@ -63,14 +63,19 @@ class Sizes(dict[str, int]):
 def sizes_of(facts: Architecture, config: dict[str, Any], where: str) -> Sizes:
     """Read the sizes from config.json and check it against the facts.
 
+    A size that config.json gives under another name than the facts do, or leaves to transformers, has the value that it
+    has in the model's config class.
+
     Raises:
         ArchitectureError: a size is missing or absurd, or a value contradicts the facts.
     """
     sizes = Sizes({name: size.value for name, size in facts.sizes.items() if size.value is not None})
     open_sizes = {name: size for name, size in facts.sizes.items() if size.value is None}
     given = {name: size for name, size in open_sizes.items() if size.otherwise is None or config.get(size.key)}
+    unnamed = [size.key for size in given.values() if config.get(size.key) is None]
+    named = config | (_of_config_class(facts, config, unnamed) if unnamed else {})
     for name, size in given.items():
-        value = config.get(size.key)
+        value = named.get(size.key)
         limit = LIMITS.get(name, LARGEST_SIZE)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= limit:
             raise ArchitectureError(
@@ -127,6 +132,19 @@ def sizes_of(facts: Architecture, config: dict[str, Any], where: str) -> Sizes:
     return sizes
 
 
+def _of_config_class(facts: Architecture, config: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """The values that these keys have in transformers, which knows other names and defaults; only those that it has."""
+    from .skeleton import model_class  # takes seconds: transformers is imported with it
+
+    found = model_class(facts.model_class, facts.model_type)
+    plain = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
+    try:
+        made = found.config_class(**plain)
+    except Exception:  # whatever the class raises at a wrong value: without it the size is refused by its name
+        return {}
+    return {key: getattr(made, key, None) for key in keys}
+
+
 def _mtp_layers(facts: Architecture, config: Mapping[str, Any], where: str) -> int:
     """How many layers predict further tokens."""
     key = facts.mtp_layer.layers if facts.mtp_layer else None
@@ -153,6 +171,12 @@ def dense_layers(facts: Architecture, config: Mapping[str, Any], layers: int, wh
         raise ArchitectureError(
             f"{where}: {key} is {reprlib.repr(value)}; the numbers of the layers without experts are needed, from 0 "
             f"to {layers - 1}, or how many there are at the start"
+        )
+    kinds = config.get("mlp_layer_types")  # which transformers writes besides, or instead
+    if kinds is not None and kinds != ["dense" if number in numbers else "sparse" for number in range(layers)]:
+        raise ArchitectureError(
+            f"{where}: mlp_layer_types is {reprlib.repr(kinds)}, but {key} or its default means that the layers "
+            f"{list(numbers)} are dense and the others are not; correct one of the two"
         )
     if len(set(numbers)) == layers:
         raise ArchitectureError(f"{where}: {key} leaves no layer with experts; give a mixture-of-experts model")

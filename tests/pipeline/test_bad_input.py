@@ -115,12 +115,12 @@ RECIPES: dict[str, tuple[Edit, tuple[str, ...]]] = {
 
 CONFIGS: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "not a MoE": (
-        config(model_type="llama", num_local_experts=..., num_experts_per_tok=...),
-        ("not a mixture", "minimax_m2"),
+        config(model_type="llama", architectures=["LlamaForCausalLM"], num_local_experts=..., num_experts_per_tok=...),
+        ("no layers with experts; give a mixture-of-experts model",),
     ),
     "no facts": (
-        config(model_type="dots1"),
-        ("'dots1': no facts for this architecture; give one of deepseek_v3, glm4_moe, ",),
+        config(model_type="dots9", architectures=["Dots9ForCausalLM"]),
+        ("has no Dots9ForCausalLM; give a model that it has, or facts with `source.facts`",),
     ),
     "softmax router": (
         config(scoring_func="softmax"),
@@ -128,7 +128,7 @@ CONFIGS: dict[str, tuple[Edit, tuple[str, ...]]] = {
     ),
     "tied embeddings": (config(tie_word_embeddings=True), ("tie_word_embeddings is True",)),
     "absurd hidden size": (config(hidden_size=1 << 40), ("hidden_size is 1099511627776; a whole number from 1 to",)),
-    "missing size": (config(head_dim=...), ("head_dim is None; a whole number from 1 to",)),
+    "missing size": (config(head_dim=...), ("q_norm.weight has shape [256], config.json says [512]; they do not",)),
     "too many chosen": (
         config(num_experts_per_tok=5),
         ("num_experts_per_tok is larger than num_local_experts; correct",),
