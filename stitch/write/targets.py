@@ -46,7 +46,7 @@ def targets_of(plan: Plan, facts: Architecture) -> Targets:
     kinds: dict[_Place, list[str]] = {}
     for name in schemes:
         kinds.setdefault(_place(name, plan, facts), []).append(name)
-    made = list(dict.fromkeys(_expressions(kinds, schemes, facts)))
+    made = _expressions(kinds, schemes, facts)
     return Targets(
         fp8=[expression for scheme, expression in made if scheme == "fp8"],
         experts=_end_of_experts(facts),
@@ -144,10 +144,11 @@ def _any_number(name: str) -> str:
 
 def _expressions(
     kinds: Mapping[_Place, Collection[str]], schemes: Mapping[str, Scheme], facts: Architecture
-) -> Iterator[tuple[Scheme, str]]:
+) -> list[tuple[Scheme, str]]:
     """The expressions for every module but the experts, each with its scheme."""
     roots = list(dict.fromkeys(place.root for place in kinds if place.root))
     in_fp8 = {place.root for place, names in kinds.items() for name in names if schemes[name] == "fp8"}
+    made: list[tuple[Scheme, str]] = []
     for place, names in kinds.items():
         for scheme in dict.fromkeys(schemes[name] for name in names):
             own = [name for name in names if schemes[name] == scheme]
@@ -156,9 +157,12 @@ def _expressions(
                 if place.root
                 else _in_layers(place.end, [_layer(name, facts) for name in own], roots, facts)
             )
-            if scheme != "experts":
-                others = [name for name, other in schemes.items() if other != scheme]
-                yield scheme, _shortest([*candidates, f"({'|'.join(map(re.escape, own))})$"], others)
+            done = [re.compile(text) for other, text in made if other == scheme]
+            if scheme == "experts" or all(any(text.match(name) for text in done) for name in own):
+                continue
+            others = [name for name, other in schemes.items() if other != scheme]
+            made.append((scheme, _shortest([*candidates, f"({'|'.join(map(re.escape, own))})$"], others)))
+    return made
 
 
 def _below(place: _Place, all_plain: bool) -> Iterator[str]:
