@@ -45,6 +45,13 @@ def test_a_key_of_another_name_is_that_of_the_class_and_a_missing_one_its_defaul
             sizes_of(facts, renamed | {"num_local_experts": wrong}, "x")
 
 
+def test_a_size_that_the_class_works_out_is_what_it_works_out() -> None:
+    """GLM's class divides where config.json has no head_dim, and has no default of its own."""
+    config = families.config("glm4_moe")
+    del config["head_dim"]
+    assert sizes_of(architecture_for(config, "x"), config, "x")["head_dim"] == 256 // 4
+
+
 def test_transformers_is_not_asked_where_nothing_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its import takes longer than a plan."""
     monkeypatch.setattr(skeleton, "model_class", None)
