@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from quantizers.architectures.sizes import Sizes
 from quantizers.calibration.render import load_tokenizer, scored_bytes
 from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.checkpoint.reader import Checkpoint
@@ -106,7 +107,10 @@ def score_text(
     for start in range(0, len(targets), CHUNK):
         target = targets[start : start + CHUNK, None]
         pairs = zip(final, models, strict=True)
-        logs = [torch.log_softmax(logits(x[start : start + CHUNK], head), dim=-1) for x, (_, head) in pairs]
+        logs = [
+            torch.log_softmax(model.logits(products(x[start : start + CHUNK], head)), dim=-1)
+            for x, (model, head) in pairs
+        ]
         p, best = logs[0].exp(), logs[0].argmax(-1)
         rows = []
         for q in logs:
@@ -118,7 +122,7 @@ def score_text(
     return np.concatenate(chunks, axis=-1)
 
 
-def logits(states: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+def products(states: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
     """states · headᵀ, (T, V) float32, from (T, H) and (V, H) of the same dtype."""
     if head.dtype == torch.float32:
         return transposed_product(states.mT, head.mT)
@@ -158,18 +162,18 @@ class HeldOut:
             ) from None
 
 
-def held_out(data: CalibrationData, source: Checkpoint, vocabulary: int, trust_remote_code: bool) -> HeldOut:
+def held_out(data: CalibrationData, source: Checkpoint, sizes: Sizes, trust_remote_code: bool) -> HeldOut:
     """The texts of a set whose samples were tokenized with the source's tokenizer.
 
     Args:
-        vocabulary: size of the model's, for the check of token ids.
+        sizes: of the model, with its vocabulary for the check of token ids.
         trust_remote_code: whether the tokenizer may run code of its own.
     """
-    limit = int(source.config.get("max_position_embeddings") or 0) or None
+    limit = sizes.positions
     tokenizer = load_tokenizer(str(source.folder), trust_remote_code=trust_remote_code)
     texts = [
         Text(tokens[:limit], sample.category, scored_bytes(tokenizer, tokens[:limit].tolist()), sample.long)
-        for sample, tokens in zip(data.samples, token_tensors(data, vocabulary), strict=True)
+        for sample, tokens in zip(data.samples, token_tensors(data, sizes["vocabulary"]), strict=True)
     ]
     lost = [len(sample.tokens) - limit for sample in data.samples if limit is not None and len(sample.tokens) > limit]
     past_the_model = {"positions": limit, "texts": len(lost), "tokens": sum(lost)}

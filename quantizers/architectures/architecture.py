@@ -75,6 +75,7 @@ class Architecture(Facts):
     tensor_parallel: TensorParallelFacts | None = None
     servers: dict[ServerName, ServerFacts] = Field(default_factory=dict)
     published: list[Published] = Field(default_factory=list)
+    positions: int | None = None
     probes: dict[str, float] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -222,6 +223,10 @@ class Architecture(Facts):
     def halves(self, number: int) -> bool:
         """Whether a decoder layer runs in two halves, see model/streamed_model.py."""
         return all(kind.halves for kind in self.kinds if number in kind.layers)
+
+    def alone(self, number: int) -> bool:
+        """Whether each sequence must go through a decoder layer alone."""
+        return any(kind.alone for kind in self.kinds if number in kind.layers)
 
     def every_kind(self, *, with_dense: bool = True) -> list[LayerFacts]:
         """What `of_layer` gives for any layer.

@@ -21,11 +21,10 @@ from quantizers.system.errors import ArchitectureError
 from .architecture import EXPERTS, ROUTER, Architecture
 from .facts import Stored
 from .matrices import MATRICES, PROJECTIONS, Matrix
-from .roles import Roles, kinds_of_layers, probe, require_usable
+from .roles import EXACT, Roles, kinds_of_layers, probe, require_usable
 from .skeleton import Place, Skeleton, model_class
 
 SCALES = ("_scale_inv", "_scale")  # what follows the name of an FP8 weight in that of its scale
-EXACT = 3e-5  # of a probe in float32: two orders of the same sums differ by less
 
 
 def derived_architecture(config: dict[str, Any], tensors: Mapping[str, Stored], where: str) -> Architecture:
@@ -48,8 +47,8 @@ def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...],
     # A command asks several times, and building and probing the model takes seconds.
     parsed: dict[str, Any] = json.loads(config)
     skeleton = skeleton_of(parsed, where)
-    kinds = [(numbers, probe(skeleton, numbers[0])) for numbers in kinds_of_layers(skeleton)]
-    roles = _common([one for _, one in kinds if one is not None], where)
+    kinds = [Kind(numbers, *probe(skeleton, numbers[0])) for numbers in kinds_of_layers(skeleton)]
+    roles = _common([kind.roles for kind in kinds if kind.roles is not None], where)
     require_usable(roles, parsed["model_type"])
     stored = sort_out(skeleton, {name: Header(dtype, shape) for name, dtype, shape in headers}, where)
     _require_complete(skeleton, stored, where)
@@ -81,6 +80,7 @@ def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...],
                 "router": router.rpartition(".")[0],
                 "experts": roles.experts,
             },
+            "positions": getattr(skeleton.config.get_text_config(), "max_position_embeddings", None),
             "probes": roles.probes,
         }
     )
@@ -104,6 +104,14 @@ def skeleton_of(config: dict[str, Any], where: str) -> Skeleton:
 
 
 # The stored tensors -------------------------------------------------------------------------------------------------
+
+
+class Kind(NamedTuple):
+    """Layers of one structure, the roles of their parts if they have experts, and the probe `batch`."""
+
+    layers: list[int]
+    roles: Roles | None
+    batch: float
 
 
 class Header(NamedTuple):
@@ -198,6 +206,11 @@ def sort_out(skeleton: Skeleton, headers: Mapping[str, Header], where: str) -> S
         elif place.layer is None:
             outside[name] = place.parameter
         else:
+            if place.part is not None and not _EXPERTS.search(place.parameter):
+                raise ArchitectureError(
+                    f"{where}: {type(skeleton.model).__name__} makes {place.parameter} of a layer of {name} and others; "
+                    "this program cannot do that; give another model"
+                )
             start, _, within = name.partition(f".{place.layer}.")
             prefixes.add(f"{start}.")
             layers[place.layer][within] = place
@@ -210,6 +223,7 @@ def sort_out(skeleton: Skeleton, headers: Mapping[str, Header], where: str) -> S
 
 
 _EXPERT = re.compile(r"(\.experts\.)\d+(\.)")
+_EXPERTS = re.compile(r"\.(gate_up_proj|down_proj)$")  # the parameters of all experts
 
 
 def _weight_of(name: str, headers: Collection[str]) -> str:
@@ -221,13 +235,9 @@ def _weight_of(name: str, headers: Collection[str]) -> str:
 def _needed_outside(skeleton: Skeleton) -> set[str]:
     """The parameters outside the layers that a text goes through: those beside the layers, and the head."""
     beside = skeleton.path.rpartition(".")[0] + "."
-    head = _parameter_of(skeleton, skeleton.model.get_output_embeddings())
+    head = _parameter_of(skeleton, skeleton.model.get_output_embeddings()).removesuffix("weight")
     layers = skeleton.path + "."
-    return {
-        name
-        for name in skeleton.parameters
-        if (name.startswith(beside) and not name.startswith(layers)) or name == head
-    }
+    return {name for name in skeleton.parameters if name.startswith((beside, head)) and not name.startswith(layers)}
 
 
 def _parameter_of(skeleton: Skeleton, module: torch.nn.Module) -> str:
@@ -326,16 +336,15 @@ def _patterns(stored: StoredTensors) -> list[str]:
     return list(patterns)
 
 
-def _kinds(
-    skeleton: Skeleton, stored: StoredTensors, kinds: Sequence[tuple[Sequence[int], Roles | None]], roles: Roles
-) -> list[dict[str, Any]]:
+def _kinds(skeleton: Skeleton, stored: StoredTensors, kinds: Sequence[Kind], roles: Roles) -> list[dict[str, Any]]:
     """The facts about each kind of layer; layers of one structure whose tensors differ are of different kinds."""
     result: dict[str, dict[str, Any]] = {}
-    for numbers, one in kinds:
+    for numbers, one, batch in kinds:
         for number in numbers:
             facts = _of_layer(skeleton, stored, number, roles) | {
                 "dense": one is None,
-                "halves": one is not None and one.probes.get("halves", 1.0) < EXACT,
+                "halves": one is not None and one.probes["halves"] < EXACT,
+                "alone": not batch < EXACT,
             }
             result.setdefault(json.dumps(facts), facts | {"layers": []})["layers"].append(number)
     return list(result.values())
@@ -375,7 +384,7 @@ def _experts(skeleton: Skeleton, stored: StoredTensors, roles: Roles, where: str
         if single:
             names["down" if parameter == "down_proj" else "up" if place.part else "gate"] = single[2]
             prefixes.add(single[1])
-        elif place.part is None and stored.header(number, name).shape == tuple(parameters[parameter].shape):
+        elif name.endswith(f".{parameter}") and place.part is None:
             prefixes.add(name.removesuffix(parameter))
         else:
             raise ArchitectureError(

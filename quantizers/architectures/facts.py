@@ -83,11 +83,13 @@ class KindFacts(LayerFacts):
         layers: their numbers.
         dense: whether they have no experts.
         halves: whether they run in two halves, see model/streamed_model.py.
+        alone: whether each sequence must go through them alone, since others beside it would change its states.
     """
 
     layers: list[int]
     dense: bool
     halves: bool
+    alone: bool
 
 
 class MtpFacts(LayerFacts):

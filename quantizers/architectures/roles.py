@@ -70,10 +70,11 @@ def _shapes(value: Any) -> str:
     return str([tuple(leaf.shape) if torch.is_tensor(leaf) else leaf for leaf in tree_leaves(value)])
 
 
-def probe(skeleton: Skeleton, number: int) -> Roles | None:
-    """The roles of a layer's parts; None if it has no routed experts.
+def probe(skeleton: Skeleton, number: int) -> tuple[Roles | None, float]:
+    """The roles of a layer's parts, None if it has no routed experts; and the probe `batch`.
 
     The probes, each a difference that is 0 but for rounding where the claim holds:
+        batch       sequences that run together, padded at their ends, give what each gives alone
         tokens      the experts treat every token alone, and are linear in its routing weights
         product     an expert is down · (act(gate · x) * (up · x)), gate above up in `gate_up_proj`
         up_down     a scale may lie between up and down
@@ -84,11 +85,13 @@ def probe(skeleton: Skeleton, number: int) -> Roles | None:
     Raises:
         ArchitectureError: its experts have matrices or arguments that are not known here.
     """
-    layer = _with_random_weights(skeleton, number)
-    path = _experts_path(layer, skeleton)
+    path = _experts_path(skeleton, number)
+    layer = _with_random_weights(skeleton, number, path)
+    batch = _batch(skeleton, number, layer, path)
     if path is None:
-        return None
-    return _Layer(skeleton.calls(TOKENS)[number], layer, path, type(skeleton.model).__name__).roles()
+        return None, batch
+    found = _Layer(skeleton.calls(TOKENS)[number], layer, path, type(skeleton.model).__name__)
+    return found.roles(), batch
 
 
 def require_usable(roles: Roles, model_type: str) -> None:
@@ -114,14 +117,14 @@ def require_usable(roles: Roles, model_type: str) -> None:
 # Weights ------------------------------------------------------------------------------------------------------------
 
 
-def _with_random_weights(skeleton: Skeleton, number: int) -> torch.nn.Module:
-    """A layer with random weights, all but its experts' three-dimensional ones: those stay without memory."""
+def _with_random_weights(skeleton: Skeleton, number: int, experts: str | None) -> torch.nn.Module:
+    """A layer with random weights, all but its experts': those stay without memory."""
     generator = torch.Generator().manual_seed(number)
     layer = skeleton.layer(number)
     random = {
         name: _random(name, tensor, generator)
         for name, tensor in layer.state_dict(keep_vars=True).items()
-        if tensor.is_floating_point() and (tensor.dim() != 3 or tensor.shape[1] == 1)  # 3: a convolution of channels
+        if tensor.is_floating_point() and not (experts and name.startswith(f"{experts}."))
     }
     layer.load_state_dict(random, strict=False, assign=True)
     layer.requires_grad_(False)
@@ -136,21 +139,24 @@ def _random(name: str, like: torch.Tensor, generator: torch.Generator) -> torch.
     return 1 + 0.2 * values if name.endswith("weight") else 0.1 * values
 
 
-def _experts_path(layer: torch.nn.Module, skeleton: Skeleton) -> str | None:
-    """The module of the routed experts: the one with the largest three-dimensional parameters without memory."""
-    sizes = {
-        path: sum(p.numel() for p in module._parameters.values() if p is not None and p.dim() == 3 and p.is_meta)
-        for path, module in layer.named_modules()
-    }
-    path: str = max(sizes, key=lambda one: sizes[one])
-    if not sizes[path]:
-        if any("expert" in name for name, _ in layer.named_modules()):
-            raise ArchitectureError(
-                f"{type(skeleton.model).__name__}: its experts are not held in {' and '.join(FUSED)}; such a model "
-                "cannot be quantized with this program"
-            )
+def _experts_path(skeleton: Skeleton, number: int) -> str | None:
+    """The module of a layer's routed experts: the one with the most three-dimensional parameters, if it is called so.
+
+    Raises:
+        ArchitectureError: there are experts, but not in one module's parameters.
+    """
+    layer = skeleton.layers[number]
+    experts = [(path, module) for path, module in layer.named_modules() if "expert" in path.lower()]
+    sizes = {path: sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 3) for path, module in experts}
+    path = max(sizes, key=lambda one: sizes[one], default=None)
+    if path is None or sizes[path]:
+        return path
+    if all("shared" in path for path in sizes):
         return None
-    return path
+    raise ArchitectureError(
+        f"{type(skeleton.model).__name__}: its experts are not held in {' and '.join(FUSED)}; such a model cannot be "
+        "quantized with this program"
+    )
 
 
 # Probes -------------------------------------------------------------------------------------------------------------
@@ -159,6 +165,27 @@ def _experts_path(layer: torch.nn.Module, skeleton: Skeleton) -> str | None:
 def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
     """The largest difference, as a part of the largest value of the second."""
     return float((one - other).abs().max() / (other.abs().max() + 1e-30))
+
+
+@torch.no_grad()
+def _batch(skeleton: Skeleton, number: int, layer: torch.nn.Module, experts: str | None) -> float:
+    """How far two sequences in a padded batch are from each alone."""
+    lengths, hidden = (TOKENS, TOKENS - 9), skeleton.calls(TOKENS)[number].states.shape[-1]
+    states = torch.randn(2, TOKENS, hidden, generator=torch.Generator().manual_seed(number))
+    states[1, lengths[1] :] = 0
+
+    def weighted(x: torch.Tensor, _: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x * weight.sum(-1, keepdim=True).to(x.dtype)
+
+    with contextlib.ExitStack() as stack:
+        if experts:
+            stack.enter_context(replaced_forward(layer.get_submodule(experts), weighted))
+        together = _first(layer(**skeleton.calls(TOKENS)[number].of(states)))
+        alone = [
+            _first(layer(**skeleton.calls(length)[number].of(states[i : i + 1, :length])))
+            for i, length in enumerate(lengths)
+        ]
+    return max(_apart(together[i, : one.shape[1]], one[0]) for i, one in enumerate(alone))
 
 
 def _first(output: Any) -> torch.Tensor:
@@ -267,7 +294,8 @@ class _Layer:
         probes |= {"fold": 1.0, "halves": 1.0}
         if norm is not None:
             offset = self._offset(norm)
-            probes["fold"] = self._fold(norm, offset, [router])
+            if len(list(self.layer.get_submodule(norm).parameters())) == 1:  # a bias is not folded
+                probes["fold"] = self._fold(norm, offset, [router])
             probes["halves"] = self._halves(norm)
             linear = [f"{path}.weight" for path in readers]
             if probes["fold"] >= EXACT and not (linear and self._fold(norm, offset, [router, *linear]) < EXACT):
@@ -294,7 +322,7 @@ class _Layer:
             for path, call in self.seen.items()
             if path != self.path
             and self._is_input(_first(call.output))
-            and [p.shape for p in self.layer.get_submodule(path).parameters()] == [(self.hidden,)]
+            and {p.shape for p in self.layer.get_submodule(path).parameters()} == {(self.hidden,)}
         ]
         return norms[-1] if norms else None
 

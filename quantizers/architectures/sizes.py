@@ -25,10 +25,12 @@ class Sizes(dict[str, int]):
     Attributes:
         dense: the numbers of the layers that have no experts.
         mtp: the numbers of the layers that predict further tokens, which follow the others and are not among `layers`.
+        positions: how many tokens of a text the model was made for; None where config.json does not say it.
     """
 
     dense: frozenset[int] = frozenset()
     mtp: range = range(0)
+    positions: int | None = None
 
     @property
     def moe_layers(self) -> list[int]:
@@ -126,6 +128,7 @@ def sizes_of(facts: Architecture, config: dict[str, Any], where: str) -> Sizes:
             f"{where}: {facts.sizes['kv_heads'].key} {sizes['kv_heads']} does not divide {facts.sizes['heads'].key} "
             f"{sizes['heads']}; correct this file"
         )
+    sizes.positions = facts.positions or int(config.get("max_position_embeddings") or 0) or None
     rotary_factor(facts, config, sizes, where)
     sizes.dense = dense_layers(facts, config, sizes["layers"], where)
     sizes.mtp = range(sizes["layers"], sizes["layers"] + _mtp_layers(facts, config, where))

@@ -134,6 +134,17 @@ class Skeleton:
             self._record(tokens, layers=None, leaving=states)
         return multiplied[0]
 
+    def logits(self, products: torch.Tensor) -> torch.Tensor:
+        """The logits (1, T, V) that the model makes of its head's products (1, T, V), which it may scale or cap."""
+        tokens = torch.zeros(products.shape[:2], dtype=torch.int64, device=self.device)
+        made: list[torch.Tensor] = []
+        head = self.model.get_output_embeddings()
+        bias = getattr(head, "bias", None)
+        biased = products if bias is None else products + bias.to(products.dtype)
+        with replaced_forward(head, lambda _: biased):
+            self._record(tokens, layers=None, logits=made)
+        return made[0]
+
     @torch.no_grad()
     def _record(
         self,
@@ -142,6 +153,7 @@ class Skeleton:
         layers: int | None,
         embed: Callable[[torch.Tensor], torch.Tensor] | None = None,
         leaving: torch.Tensor | None = None,
+        logits: list[torch.Tensor] | None = None,
     ) -> list[Call]:
         """Run the model's forward with layers that keep their arguments and pass their states on.
 
@@ -149,6 +161,7 @@ class Skeleton:
             layers: it ends once so many have been called; None to go on behind the last one.
             embed: stands for the embedding; None for zeros.
             leaving: what all layers return; None for their states.
+            logits: gets the logits.
         """
         table = self.model.get_input_embeddings()
 
@@ -163,12 +176,16 @@ class Skeleton:
                     for layer in self.layers:
                         recorder = _recorder(layer, calls, layers, leaving, as_tuple=as_tuple)
                         stack.enter_context(replaced_forward(layer, recorder))
-                    self.model(input_ids=tokens, use_cache=False)
+                    output = self.model(input_ids=tokens, use_cache=False)
+                    if logits is not None:
+                        logits.append(output.logits)
                 return calls
-            except (TypeError, ValueError, IndexError, AttributeError, RuntimeError):
-                if as_tuple:
-                    raise
-        raise AssertionError
+            except (TypeError, ValueError, IndexError, AttributeError, RuntimeError) as failure:
+                reason = " ".join(str(failure).split())
+        raise ArchitectureError(
+            f"{type(self.model).__name__}: its layers hand on more than hidden states ({reason}), or it cannot run "
+            "text alone; such a model cannot be computed layer by layer here; give another model"
+        )
 
     def put(self, name: str, weight: torch.Tensor) -> None:
         """Give a weight outside the layers, by the name under which it is stored, to the module that has it."""

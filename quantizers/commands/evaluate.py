@@ -203,7 +203,7 @@ def measure(
         if candidate.config.get("model_type") != facts.model_type or (other, other.dense) != (sizes, sizes.dense):
             raise CheckpointError(f"{config_path}: is another model than {source.name}; give checkpoints of one model")
     data = dist.broadcast_object(load_set(data_set, source.folder, trust_remote_code) if dist.is_main else None)
-    held = held_out(data, source, sizes["vocabulary"], trust_remote_code)
+    held = held_out(data, source, sizes, trust_remote_code)
     parts = [load_tensors(one, outside_names(one, facts)) for one in opened]
     models = [StreamedModel(part, facts, sizes, device, forward_dtype(device)) for part in parts]
     if dist.is_main:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantizers.architectures.families import Own, architecture_for
+from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_checkpoint, read_config, read_json, refuse_gguf
 from quantizers.formats.awq_gptq import is_awq_or_gptq
 from quantizers.formats.unsupported import refuse_swapped_arguments, refuse_unsupported
@@ -133,7 +134,7 @@ def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: O
     if own is None and carried is not None:
         own, record = carried, replace(record, notes=(*record.notes, f"read with the facts that it carries, {FACTS}"))
     facts = architecture_for(source.config, str(source.folder / CONFIG), own, source.tensors)
-    with progress("verifying", int(source.config.get("num_hidden_layers", 1))) as step:
+    with progress("verifying", sizes_of(facts, source.config, str(source.folder / CONFIG))["layers"]) as step:
         audit = verify(folder, source, device, step=step, own=facts)
     return Verification(audit, record, check_folder(folder, facts))
 

@@ -38,7 +38,7 @@ def attend(
         if after is not before:
             after.flat.copy_(before.flat)
         return
-    batches, device = before.batches(), model.device
+    batches, device = batches_of(layer, before), model.device
     entering = prefetched([(before.flat[rows],) for rows, _ in batches], device)
     for (rows, lengths), (states,) in zip(batches, entering, strict=True):
         batch = model.attend(layer, padded(states, lengths))
@@ -133,10 +133,15 @@ def second_half(
         a chunk (N, H), or a batch (B, T, H).
     """
     chunks: list[tuple[slice, list[int]]] = [(rows, []) for rows in states.partition.chunks()]
-    parts = chunks if layer.halves else states.batches()
+    parts = chunks if layer.halves else batches_of(layer, states)
     on_device = prefetched([(states.flat[rows],) for rows, _ in parts], model.device)
     for (rows, lengths), (entering,) in zip(parts, on_device, strict=True):
         yield rows, lengths, padded(entering, lengths) if lengths else entering
+
+
+def batches_of(layer: DecoderLayer, states: ActivationStore) -> list[tuple[slice, list[int]]]:
+    """The rows of the sequences that go through a layer together, and the tokens of each."""
+    return [states.of_batch(range(i, i + 1)) for i in states.partition.sequences] if layer.alone else states.batches()
 
 
 def padded(rows: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:

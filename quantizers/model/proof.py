@@ -1,10 +1,10 @@
 """The proof that a model is computed as transformers computes it, layer by layer.
 
 Two short random sequences go through transformers' own call of a layer, each alone, with the arguments that the model's
-own forward passes for its tokens; and together through both halves of the layer as this program runs it. A difference
-refuses the model: with a wrong mask, window, rotary embedding or residual, states are of the same size and look right.
-The routed experts are transformers' own module in both ways, with the same arguments. They are left out here, so that a
-layer can be proven without their weights.
+own forward passes for its tokens; and as this program runs them: together, and through both halves if the layer has
+them. A difference refuses the model: with a wrong mask, window, rotary embedding or residual, states are of the same
+size and look right. The routed experts are transformers' own module in both ways, with the same arguments. They are
+left out here, so that a layer can be proven without their weights.
 """
 
 from __future__ import annotations
@@ -55,6 +55,13 @@ class Proof:
                     "cannot be computed layer by layer here; give another model"
                 )
 
+    def _together(self, layer: DecoderLayer) -> torch.Tensor:
+        """The output of both sequences as a padded batch."""
+        entering = self.model.attend(layer, padded(self._states, LENGTHS))
+        if layer.halves:
+            return self.model.finish(layer, unpadded(entering, LENGTHS))[0]
+        return unpadded(self.model.finish(layer, entering)[0], LENGTHS)
+
     @torch.no_grad()
     def of_layer(self, layer: DecoderLayer) -> float:
         """The largest difference of the two ways through a layer, as a part of the largest change of a state by it.
@@ -72,11 +79,10 @@ class Proof:
                 stack.enter_context(replaced_forward(experts, _weighted))
             alone = zip(self._calls, self._states.split(LENGTHS), strict=True)
             expected = torch.cat([_own(layer, calls[layer.number], states) for calls, states in alone])
-            entering = model.attend(layer, padded(self._states, LENGTHS))
-            if layer.halves:
-                ours = model.finish(layer, unpadded(entering, LENGTHS))[0]
+            if layer.alone:
+                ours = torch.cat([model.run(layer, states)[0] for states in self._states.split(LENGTHS)])
             else:
-                ours = unpadded(model.finish(layer, entering)[0], LENGTHS)
+                ours = self._together(layer)
         difference = float((ours - expected).abs().max() / (expected - self._states).abs().max())
         if not difference <= bound:
             raise ArchitectureError(

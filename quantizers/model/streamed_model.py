@@ -44,11 +44,13 @@ class DecoderLayer:
         number: among the model's layers.
         module: transformers' own.
         halves: whether it runs in two halves.
+        alone: whether each sequence must go through it alone.
     """
 
     number: int
     module: torch.nn.Module
     halves: bool
+    alone: bool
 
 
 class StreamedModel:
@@ -75,6 +77,7 @@ class StreamedModel:
         model_class = class_of(facts)
         config = model_class.config_class(**transformers_config(facts, checkpoint.config, sizes))
         self.skeleton = Skeleton(model_class, config, device, dtype)
+        self._keeps_products: bool | None = None
         for name in facts.outside:
             if name not in (facts.embedding, facts.head):
                 self.skeleton.put(name, self._plain(name).clone())  # a view would keep the buffer of all of them
@@ -102,6 +105,13 @@ class StreamedModel:
         """The output matrix (vocabulary, H) in the model's dtype."""
         return read_weight(self.checkpoint, self.facts.head.removesuffix(".weight"), self.device).to(self.dtype)
 
+    def logits(self, products: torch.Tensor) -> torch.Tensor:
+        """The logits (T, V) that the model makes of the products (T, V) of `final` and `head`."""
+        if self._keeps_products is None:
+            small = products[:1].unsqueeze(0)
+            self._keeps_products = self.skeleton.logits(small) is small
+        return products if self._keeps_products else self.skeleton.logits(products.unsqueeze(0))[0]
+
     @contextlib.contextmanager
     def layer(self, number: int, stored: Checkpoint | None = None, *, experts: bool = True) -> Iterator[DecoderLayer]:
         """A decoder layer with its weights, which are freed when the block ends.
@@ -123,7 +133,7 @@ class StreamedModel:
         del weights  # otherwise what `release_experts` releases would live here until the block ends
         module.requires_grad_(False)
         try:
-            yield DecoderLayer(number, module, self.facts.halves(number))
+            yield DecoderLayer(number, module, self.facts.halves(number), self.facts.alone(number))
         finally:
             module.to("meta")  # frees the weights even if someone still references the module
 

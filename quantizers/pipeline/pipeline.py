@@ -211,11 +211,9 @@ def _read_inputs(job: Job, dist: ProcessGroup) -> _Inputs:
         print(data.notes[-1], file=sys.stderr)  # of the subsample
     if job.recipe.verify and job.recipe.verify.coverage:
         check_floors(job.recipe.verify.coverage, [sample.category for sample in data.samples], str(job.path))
-    gate, vocabulary = job.recipe.verify and job.recipe.verify.perplexity, job.sizes["vocabulary"]
-    texts = (
-        held_out(_samples(job, gate.data), job.opened, vocabulary, job.recipe.source.trusts_tokenizer) if gate else None
-    )
-    return _Inputs(data, token_tensors(data, vocabulary), texts)
+    gate, trusted = job.recipe.verify and job.recipe.verify.perplexity, job.recipe.source.trusts_tokenizer
+    texts = held_out(_samples(job, gate.data), job.opened, job.sizes, trusted) if gate else None
+    return _Inputs(data, token_tensors(data, job.sizes["vocabulary"]), texts)
 
 
 def _samples(job: Job, name: str, tokens: int | None = None) -> CalibrationData:

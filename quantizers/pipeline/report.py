@@ -280,8 +280,7 @@ def serving(plan: Plan, facts: Architecture, sizes: Sizes, source: Checkpoint, n
         "sampling": {key: generation[key] for key in SAMPLING_KEYS if key in generation},
     } | ({} if _in_transformers(facts) else {"transformers": False})
     if problem := unsaid(facts):
-        longest = source.config.get("max_position_embeddings") or 0
-        return about | {"longest": longest, "fits": [], "assumptions": [], "cards_unknown": problem}
+        return about | {"longest": sizes.positions or 0, "fits": [], "assumptions": [], "cards_unknown": problem}
     model = serving_model(plan, facts, sizes, source.config, plan.fp8_form(block_size(source)))
     fits = common_fits(model)
     return about | {

@@ -147,7 +147,7 @@ def serving_model(plan: Plan, facts: Architecture, sizes: Sizes, config: dict[st
         outside=sum(spec.bytes for spec in plan.shard(None).values()),
         groups=frozenset(plan.schemes[layer].group_size for layer in plan.quantized_layers),
         blocks=blocks,
-        longest=int(config.get("max_position_embeddings") or 0),
+        longest=sizes.positions or 0,
     )
 
 
