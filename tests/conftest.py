@@ -149,7 +149,10 @@ def write_recipe(tiny_model: Path) -> Callable[..., Path]:
             "source": {"model": str(source)},
             "calibration": "calibration.yaml",
             "experts": {"bits": 4, "group_size": 32} | experts,
-            "verify": {"coverage": {"min_routed_tokens": 1}, "perplexity": {"data": "held-out.yaml"}},
+            "verify": {
+                "coverage": {"min_routed_tokens": 1},
+                "perplexity": {"data": "held-out.yaml", "max_source": 1e9},
+            },
         }
         path = folder / "recipe.yaml"
         path.write_text(yaml.safe_dump(recipe, sort_keys=False))

@@ -219,7 +219,7 @@ class Architecture(Facts):
         whole = sorted(number for kind in self.kinds if not kind.halves and not kind.dense for number in kind.layers)
         again = f"; layers {ranges(whole)} run whole each time" if whole else ""
         return (
-            f"The architecture is derived from transformers' {self.model_class}, with whose layers each one is compared: "
+            f"The architecture is derived from transformers' {self.model_class}, with which every layer is compared: "
             f"{fold}{again}. Probes on random weights, as a part of the largest value: {probes}"
         )
 

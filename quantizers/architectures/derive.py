@@ -207,9 +207,10 @@ def sort_out(skeleton: Skeleton, headers: Mapping[str, Header], where: str) -> S
             outside[name] = place.parameter
         else:
             if place.part is not None and not _EXPERTS.search(place.parameter):
+                model = type(skeleton.model).__name__
                 raise ArchitectureError(
-                    f"{where}: {type(skeleton.model).__name__} makes {place.parameter} of {name} and other tensors, which "
-                    "this program cannot do; give another model"
+                    f"{where}: {model} makes {place.parameter} of {name} and other tensors; this program cannot do "
+                    "that; give another model"
                 )
             start, _, within = name.partition(f".{place.layer}.")
             prefixes.add(f"{start}.")

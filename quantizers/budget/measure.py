@@ -263,11 +263,17 @@ def _forward(
     return inner, inner @ weights["down"].T
 
 
-def probes_of(lengths: Sequence[int]) -> dict[int, int]:
-    """The sequences whose beginnings make up the probe, with their tokens: evenly spread, about PROBE_TOKENS in all."""
-    total = sum(min(length, PROBE_LENGTH) for length in lengths)
-    chosen = range(0, len(lengths), max(1, round(total / PROBE_TOKENS)))
-    return {i: min(lengths[i], PROBE_LENGTH) for i in chosen if lengths[i] > 1}
+def probes_of(lengths: Sequence[int], tokens: int | None = None, longest: int | None = None) -> dict[int, int]:
+    """The sequences whose beginnings make up a probe, with the tokens of these: evenly spread over all sequences.
+
+    Args:
+        lengths: tokens of each sequence.
+        tokens, longest: about how many in all, and of one beginning at most; those of a measurement by default.
+    """
+    tokens, longest = tokens or PROBE_TOKENS, longest or PROBE_LENGTH
+    total = sum(min(length, longest) for length in lengths)
+    chosen = range(0, len(lengths), max(1, round(total / tokens)))
+    return {i: min(lengths[i], longest) for i in chosen if lengths[i] > 1}
 
 
 def probe_bytes(sizes: Sizes, lengths: Sequence[int], itemsize: int) -> int:

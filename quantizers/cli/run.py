@@ -60,6 +60,10 @@ def run(
     ignore_stop: Annotated[
         bool, typer.Option("--ignore-stop", help="ignore the recipe's verify.stop and continue")
     ] = False,
+    ignore_source_check: Annotated[
+        bool,
+        typer.Option("--ignore-source-check", help="quantize a source that makes no sense of text (random weights)"),
+    ] = False,
     with_data: Annotated[
         bool,
         typer.Option("--with-data", help="copy the sets' local data files into the output, for publishing"),
@@ -95,6 +99,7 @@ def run(
         paranoid=paranoid,
         states=states,
         ignore_stop=ignore_stop,
+        ignore_source_check=ignore_source_check,
         with_data=with_data,
         command=typed(),
         dist=dist,

@@ -57,6 +57,7 @@ def run(
     paranoid: bool = False,
     states: Literal["auto", "memory", "files"] = "auto",
     ignore_stop: bool = False,
+    ignore_source_check: bool = False,
     with_data: bool = False,
     command: Sequence[str] = (),
     dist: ProcessGroup = SINGLE_PROCESS,
@@ -78,6 +79,8 @@ def run(
         paranoid: hash the source's shards, and check them again on resume.
         states: where calibration activations are kept; auto: on the device or in memory if they fit, else in files.
         ignore_stop: continue after a layer whose figures are beyond the recipe's `verify.stop`.
+        ignore_source_check: quantize a source that makes no sense of text, such as random weights; see the recipe's
+            `verify.perplexity.max_source`.
         with_data: copy the sets' local data files into the output, for publishing.
         command: what the user typed, named where the run is found unfinished.
         dist: the processes that share the run; each of them calls this.
@@ -133,6 +136,7 @@ def run(
         with_data,
         states,
         ignore_stop,
+        ignore_source_check,
         dist,
         tuple(command),
     )

@@ -24,6 +24,7 @@ class Options:
         with_data: copy the calibration sets' local data files into the output folder.
         states: where calibration states lie: in `memory`, in `files`, or on the device or in memory where they fit
             (`auto`).
+        ignore_source_check: quantize a source that makes no sense of text, such as random weights.
         ignore_stop: continue after a layer whose figures are beyond the recipe's `verify.stop`.
         dist: the processes that share the run.
         command: what the user typed, from `quantize` on, to be named where the run is found unfinished.
@@ -36,5 +37,6 @@ class Options:
     with_data: bool = False
     states: Literal["auto", "memory", "files"] = "auto"
     ignore_stop: bool = False
+    ignore_source_check: bool = False
     dist: ProcessGroup = SINGLE_PROCESS
     command: tuple[str, ...] = ()

@@ -57,6 +57,7 @@ from .options import Options
 from .quantize import quantize_layers
 from .report import run_report
 from .report_files import write_report
+from .source_check import check_source
 
 METHOD = 12  # increased whenever the same settings would give different bytes
 REMEDIES = {
@@ -165,6 +166,8 @@ def _quantize_share(job: Job, options: Options, work: Path, check: Callable[[], 
         dist.all_gather_object(_memory(options))
         kept, texts = dist.broadcast_object()
         context = Context(work, options.device, check=check, dist=dist, **kept)
+        if not options.ignore_source_check:
+            check_source(job, texts, context)
         job = choose_schemes(job, None, context, options.output) if job.allocation else job
         quantize_layers(job, None, None, context, texts)
     finally:
@@ -184,6 +187,8 @@ def _make_output(job: Job, resolved: Resolved, options: Options, work: Path, che
     check_room(work, needed + probe)
     options.dist.broadcast_object((kept, inputs.texts))
     context = Context(work, options.device, check=check, dist=options.dist, **kept)
+    if not options.ignore_source_check:
+        check_source(job, inputs.texts, context)
     if job.allocation:
         job = choose_schemes(job, inputs.tokens, context, options.output)
         check_room(work, needed)

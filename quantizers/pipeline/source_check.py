@@ -1,0 +1,77 @@
+"""The check that the source makes sense of text, before anything long begins.
+
+A checkpoint whose tensors are mixed up, or one that transformers computes otherwise than its makers, runs as fast as
+any, and its output agrees with it. Only texts tell: their perplexity is then that of noise.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Sequence
+from contextlib import closing
+from functools import partial
+
+from eval.fidelity.comparison import Comparison
+from eval.fidelity.metrics import Text
+from eval.fidelity.scoring import score
+from quantizers.budget.measure import probes_of
+from quantizers.checkpoint.loaded_tensors import load_tensors, outside_names
+from quantizers.device.devices import forward_dtype
+from quantizers.distributed.process_group import rank_0_progress
+from quantizers.layers.context import Context
+from quantizers.layers.loop import all_tensors, layer_steps
+from quantizers.model.activation_stream import ActivationStream
+from quantizers.model.streamed_model import StreamedModel
+from quantizers.planning.job import Job
+from quantizers.system.errors import CheckpointError
+from quantizers.system.files import write_json
+
+FOLDER, RECORD = "source-check", "source-check.json"
+TOKENS, LENGTH = 2048, 256  # of all texts, and of the beginning of one, at most
+
+
+def check_source(job: Job, texts: Sequence[Text], context: Context) -> None:
+    """Measure the source's perplexity on the beginnings of some held-out texts, once in a run; all processes call this.
+
+    Raises:
+        CheckpointError: it is above the recipe's `verify.perplexity.max_source`.
+    """
+    gate, record = job.recipe.verify.perplexity if job.recipe.verify else None, context.work / RECORD
+    if gate is None or not texts or context.dist.broadcast_object(record.exists()):
+        return
+    chosen = probes_of([len(text.tokens) for text in texts], TOKENS, LENGTH)
+    beginnings = [Text(texts[i].tokens[:length], "source", 1) for i, length in chosen.items()]
+    perplexity = _perplexity(job, beginnings, context)
+    if not perplexity <= gate.max_source:
+        raise CheckpointError(
+            f"{job.opened.folder}: makes no sense of text: on the beginnings of {len(beginnings)} texts of {gate.data} "
+            f"its perplexity is {perplexity:,.1f}, above {gate.max_source:g} (verify.perplexity.max_source); check its "
+            "files and its config.json, or give --ignore-source-check if its weights are random"
+        )
+    if context.dist.is_main:
+        write_json(record, {"perplexity": perplexity, "texts": len(beginnings)})
+
+
+def _perplexity(job: Job, texts: Sequence[Text], context: Context) -> float:
+    """The source's perplexity, layer by layer in one pass over its files."""
+    dist, check, folder = context.dist, context.check, context.work / FOLDER
+    if dist.local_rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)  # of an interrupted check
+    dist.in_turn(partial(folder.mkdir, parents=True, exist_ok=True))
+    outside = load_tensors(job.opened, outside_names(job.opened, job.facts))
+    model = StreamedModel(outside, job.facts, job.sizes, context.device, forward_dtype(context.device))
+    lengths = [len(text.tokens) for text in texts]
+    stream = ActivationStream(job.opened.name, model, 0, lengths, folder, durable=False, check=check, dist=dist)
+    stream.embed([text.tokens for text in texts])
+    comparison, tensors = Comparison(stream, [], texts, dist), all_tensors(model, job.opened)
+    steps = layer_steps(job.opened, tensors, [comparison], model, check=check, dist=dist)
+    with rank_0_progress("checking the source", job.sizes["layers"], 0, check, dist) as step, closing(steps):
+        for one in steps:
+            stream.forget(one.number)
+            step(f"layer {one.number}")
+    ((nll, _, _),) = score([stream], texts, partial(rank_0_progress, check=check, dist=dist), dist=dist)
+    if dist.local_rank == 0:
+        shutil.rmtree(folder)
+    mean = float(nll.mean())
+    return math.exp(mean) if mean < 700 else math.inf  # NaN stays
