@@ -124,9 +124,7 @@ class Calibration(Part):
     lock: bool = key("Whether a lock file fixed the revisions")
     notes: list[str] = key("Remarks made while the set was read")
     datasets: list[str] = key("Hub data sets of which samples were used")
-    languages: dict[str, dict[str, int]] = key(
-        "Samples by programming and spoken language of the set's lists", "samples"
-    )
+    languages: dict[str, dict[str, int]] = key("Samples by listed programming and spoken language", "samples")
     by_language: dict[str, dict[str, Tally]] = key("The same with tokens and truncation")
     drawn: Drawn | None = maybe("What was drawn; absent where the recipe takes the whole set")
 
@@ -537,6 +535,7 @@ class Report(Part):
     audit: Audit = key("The audit")
     gates: list[Gate] = key("All gates; the output is as asked for if all passed")
     notes: list[str] = key("What a reader should know")
+    architecture: dict[str, Any] | None = maybe("What probing the layers found; absent where facts are kept")
     serving: Serving = key("How to serve it")
     consumers: Engines | None = maybe("Serving engines; absent if the output could not be opened")
     files: list[str] = key("Names of all files of the output but report.json")

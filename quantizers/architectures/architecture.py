@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from quantizers.system.formatting import ranges
+
 from .facts import (
     DenseFacts,
     Facts,
@@ -198,6 +200,28 @@ class Architecture(Facts):
         Only the router and the experts are compensated. Everything else keeps its bytes, and would read another input.
         """
         return [reader for reader in self.norm.readers if reader not in (ROUTER, EXPERTS)]
+
+    def found(self) -> dict[str, Any]:
+        """What probing the model's own layers found, for report.json; empty for a family with a file of facts."""
+        if not self.probes:
+            return {}
+        kinds = [kind.model_dump(exclude={"tensors", "linears"}) for kind in self.kinds]
+        roles = {"experts": self.modules.experts, "norm": self.norm.model_dump(), "router": self.router.model_dump()}
+        return {"class": self.model_class, **roles, "kinds": kinds, "probes": self.probes}
+
+    def origin(self) -> str:
+        """A sentence on where derived facts come from, and what the probes found; empty for a file of facts."""
+        if not self.probes:
+            return ""
+        others = ", ".join(self.also_reads_the_norm)
+        fold = f"no scale is folded, since {others} also read {self.norm.tensor}" if others else "scales can be folded"
+        probes = ", ".join(f"{name} {number:.0e}" for name, number in self.probes.items())
+        whole = sorted(number for kind in self.kinds if not kind.halves and not kind.dense for number in kind.layers)
+        again = f"; layers {ranges(whole)} run whole each time" if whole else ""
+        return (
+            f"The architecture is derived from transformers' {self.model_class}, with whose layers each one is compared: "
+            f"{fold}{again}. Probes on random weights, as a part of the largest value: {probes}"
+        )
 
     def scaled_with(self, linear: str) -> str | None:
         """The norm, or the linear module, whose output a linear module reads, if a scale may lie between the two."""

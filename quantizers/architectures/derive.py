@@ -208,8 +208,8 @@ def sort_out(skeleton: Skeleton, headers: Mapping[str, Header], where: str) -> S
         else:
             if place.part is not None and not _EXPERTS.search(place.parameter):
                 raise ArchitectureError(
-                    f"{where}: {type(skeleton.model).__name__} makes {place.parameter} of a layer of {name} and others; "
-                    "this program cannot do that; give another model"
+                    f"{where}: {type(skeleton.model).__name__} makes {place.parameter} of {name} and other tensors, which "
+                    "this program cannot do; give another model"
                 )
             start, _, within = name.partition(f".{place.layer}.")
             prefixes.add(f"{start}.")

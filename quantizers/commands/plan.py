@@ -107,6 +107,8 @@ def plan(
     )
     job, schemes = apply_choice(job, Path(output) if output is not None else None)
     figures: dict[str, Any] = {"basis": job.basis, "recipe": str(job.path), "servers": sorted(job.facts.servers)}
+    if found := job.facts.found():
+        figures |= {"architecture": found, "origin": job.facts.origin()}
     if measure:
         from quantizers.device.devices import choose_device, use_threads
         from quantizers.pipeline.layer_measurement import measure_layer

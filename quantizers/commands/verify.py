@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from eval.serving.check import ServingCheck
+    from quantizers.architectures.architecture import Architecture
     from stitch.audit.checkpoint import Audit
 
 
@@ -136,7 +138,21 @@ def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: O
     facts = architecture_for(source.config, str(source.folder / CONFIG), own, source.tensors)
     with progress("verifying", sizes_of(facts, source.config, str(source.folder / CONFIG))["layers"]) as step:
         audit = verify(folder, source, device, step=step, own=facts)
+    record = replace(record, differences=(*record.differences, *_architecture_differences(folder, facts)))
     return Verification(audit, record, check_folder(folder, facts))
+
+
+def _architecture_differences(folder: Path, facts: Architecture) -> list[str]:
+    """What the probes find otherwise than when the folder was written, but for their numbers."""
+    try:
+        recorded = read_json(folder / REPORT).get("architecture")
+    except CheckpointError:
+        return []  # which the audit reports
+    found = json.loads(json.dumps(facts.found()))
+    if not isinstance(recorded, dict) or not found:
+        return []
+    keys = [key for key in found if key != "probes" and found[key] != recorded.get(key)]
+    return [f"{REPORT}: architecture.{key} is {recorded.get(key)}, probing now finds {found[key]}" for key in keys]
 
 
 def _refuse(folder: Path, source: Checkpoint) -> None:

@@ -108,7 +108,7 @@ def run_report(
         "layers": [{key: value for key, value in entry.items() if key not in JOURNAL_ONLY} for entry in layers],
         "coverage": coverage,
         "audit": audit.as_dict() | {"digests": written},
-        "notes": [NOT_SIMULATED, *folders_left_out(source.folder)],
+        "notes": [*filter(None, [job.facts.origin()]), NOT_SIMULATED, *folders_left_out(source.folder)],
         "gates": [
             *_own_gates(audit, engines),
             *coverage_checks,
@@ -118,6 +118,8 @@ def run_report(
         "seconds": seconds,
         "peak_memory_bytes": max([peak_memory(context.device), *(entry["peak_memory_bytes"] for entry in layers)]),
     }
+    if found := job.facts.found():
+        report["architecture"] = found
     if engines is not None:
         report["consumers"] = engines.as_dict()
     if job.allocation:

@@ -45,7 +45,7 @@ def dense_words(numbers: dict[str, Any]) -> str:
 
 def remarks(numbers: dict[str, Any]) -> list[str]:
     """A line about each special thing: MTP layers, a family that vLLM lacks, and facts that --vram lacks."""
-    lines = []
+    lines = [numbers["origin"]] if numbers.get("origin") else []
     if "mtp" in numbers:
         layers = numbers["mtp"]["layers"]
         which = f"layer{'s' if layers[1:] else ''} {', '.join(map(str, layers))}"
