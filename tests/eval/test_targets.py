@@ -203,6 +203,7 @@ def test_targets_for_layers_of_several_kinds_a_vision_tower_and_further_tokens()
     served |= {
         f"{layer}.0.linear_attn.in_proj_qkvz": "float", f"{layer}.0.linear_attn.in_proj_ba": "plain",
         f"{layer}.2.self_attn.qkv_proj": "float", f"{layer}.3.mlp.shared_expert.gate_up_proj": "float",
+        f"{layer}.3.feed_forward.shared_expert.up_proj": "float",
         "visual.blocks.0.mlp.linear_fc1": "plain", "language_model.lm_head": "plain",
     }  # fmt: skip
     for name, scheme in (expected | renamed | served).items():
@@ -220,3 +221,5 @@ def test_a_module_may_be_fp8_in_some_layers_only(tower: str) -> None:
     for name, dtype in kept.items():
         for asked in (name, name.replace("model.language_model", "language_model.model")):
             assert scheme_in(section, asked) == {IN_FP8: "float", PLAIN: "plain"}[dtype], asked
+    shared_with_the_model = "mtp.embed_tokens"  # a server may build it there
+    assert scheme_in(section, shared_with_the_model) == {IN_FP8: "unknown", PLAIN: "plain"}[tower]
