@@ -22,7 +22,7 @@ from .architecture import EXPERTS, ROUTER, Architecture
 from .facts import Stored
 from .matrices import MATRICES, PROJECTIONS, Matrix
 from .roles import EXACT, Roles, kinds_of_layers, probe, require_usable
-from .skeleton import Place, Skeleton, model_class
+from .skeleton import Place, Skeleton, config_of, model_class
 
 SCALES = ("_scale_inv", "_scale")  # what follows the name of an FP8 weight in that of its scale
 
@@ -99,8 +99,16 @@ def skeleton_of(config: dict[str, Any], where: str) -> Skeleton:
             f"{where}: architectures: transformers {transformers.__version__} has no {names[0]}; "
             "give a model that it has, or facts with `source.facts`"
         )
-    plain = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
-    return Skeleton(found, found.config_class(**plain))
+    try:
+        return Skeleton(found, config_of(found, config))
+    except ArchitectureError:
+        raise
+    except Exception as failure:  # whatever its class raises
+        reason = " ".join(str(failure).split())
+        raise ArchitectureError(
+            f"{where}: transformers cannot make {names[0]} of it ({type(failure).__name__}: {reason}); "
+            "correct this file"
+        ) from None
 
 
 # The stored tensors -------------------------------------------------------------------------------------------------

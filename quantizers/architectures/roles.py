@@ -85,6 +85,13 @@ def probe(skeleton: Skeleton, number: int) -> tuple[Roles | None, float]:
     Raises:
         ArchitectureError: its experts have matrices or arguments that are not known here.
     """
+    states = skeleton.calls(TOKENS)[number].states
+    if states.dim() != 3:
+        raise ArchitectureError(
+            f"{type(skeleton.model).__name__}: its layers read {states.dim() - 2} dimensions of hidden states for a "
+            "token, as several residual streams are; such a model cannot be computed layer by layer here; give another "
+            "model"
+        )
     path = _experts_path(skeleton, number)
     layer = _with_random_weights(skeleton, number, path)
     batch = _batch(skeleton, number, layer, path)
@@ -106,6 +113,11 @@ def require_usable(roles: Roles, model_type: str) -> None:
         "up_down": "its experts are not linear in up",
         "large": "its experts are not linear in up where activations are large, as with a clamp",
     }
+    if roles.norm is None:
+        raise ArchitectureError(
+            f"model type {model_type}: its experts do not read the output of a norm with weights of its own; such a "
+            "model cannot be quantized with this program"
+        )
     for name, meaning in needed.items():
         if not roles.probes[name] < EXACT:
             raise ArchitectureError(
@@ -169,28 +181,52 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
 
 @torch.no_grad()
 def _batch(skeleton: Skeleton, number: int, layer: torch.nn.Module, experts: str | None) -> float:
-    """How far two sequences in a padded batch are from each alone."""
+    """How far two sequences in a padded batch are from each alone; infinite in a layer that takes no batch."""
     lengths, hidden = (TOKENS, TOKENS - 9), skeleton.calls(TOKENS)[number].states.shape[-1]
     states = torch.randn(2, TOKENS, hidden, generator=torch.Generator().manual_seed(number))
     states[1, lengths[1] :] = 0
 
-    def weighted(x: torch.Tensor, _: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def weighted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        x, _, weight = _three((*args, *kwargs.values()), type(skeleton.model).__name__)
         return x * weight.sum(-1, keepdim=True).to(x.dtype)
 
     with contextlib.ExitStack() as stack:
         if experts:
             stack.enter_context(replaced_forward(layer.get_submodule(experts), weighted))
-        together = _first(layer(**skeleton.calls(TOKENS)[number].of(states)))
         alone = [
             _first(layer(**skeleton.calls(length)[number].of(states[i : i + 1, :length])))
             for i, length in enumerate(lengths)
         ]
+        try:
+            together = _first(layer(**skeleton.calls(TOKENS)[number].of(states)))
+        except (RuntimeError, IndexError, ValueError):  # its arguments are of one sequence
+            return math.inf
     return max(_apart(together[i, : one.shape[1]], one[0]) for i, one in enumerate(alone))
 
 
 def _first(output: Any) -> torch.Tensor:
     tensor: torch.Tensor = output[0] if isinstance(output, (tuple, list)) else output
     return tensor
+
+
+def _three(arguments: Sequence[Any], model: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The arguments of a call of the experts: states (T, H), chosen experts (T, K) and their weights.
+
+    Raises:
+        ArchitectureError: they are others.
+    """
+    if (
+        len(arguments) != 3
+        or not all(map(torch.is_tensor, arguments))
+        or arguments[0].dim() != 2
+        or arguments[1].dtype not in (torch.int64, torch.int32)
+        or arguments[1].shape != arguments[2].shape
+    ):
+        raise ArchitectureError(
+            f"{model}: its experts are not called with states, indices and weights; such a model cannot be "
+            "quantized with this program"
+        )
+    return arguments[0], arguments[1], arguments[2]
 
 
 @dataclass
@@ -229,7 +265,7 @@ class _Layer:
 
     def _require_plain(self) -> None:
         shapes = {name: list(p.shape) for name, p in self.experts.named_parameters()}
-        plain = set(shapes) == set(FUSED) and getattr(self.experts, "act_fn", None) is not None
+        plain = set(shapes) == set(FUSED)
         if plain:
             (count, double, hidden), down = shapes["gate_up_proj"], shapes["down_proj"]
             plain = down == [count, hidden, double // 2] and not getattr(self.experts, "is_transposed", False)
@@ -237,6 +273,11 @@ class _Layer:
             raise ArchitectureError(
                 f"{self.model}: its experts hold {', '.join(f'{n} {s}' for n, s in shapes.items())}, not gate_up_proj "
                 "[E, 2I, H] and down_proj [E, H, I] alone; such a model cannot be quantized with this program"
+            )
+        if getattr(self.experts, "act_fn", None) is None:
+            raise ArchitectureError(
+                f"{self.model}: its experts have no act_fn and compute a product of their own; such a model cannot be "
+                "quantized with this program"
             )
 
     def _stand_in(self, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -247,25 +288,10 @@ class _Layer:
         """The layer's output, with the stand-in for the experts."""
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-            arguments = (*args, *kwargs.values())
-            self._require_three(arguments)
-            return self._stand_in(*arguments)
+            return self._stand_in(*_three((*args, *kwargs.values()), self.model))
 
         with replaced_forward(self.experts, forward):
             return _first(self.layer(**self.call.of(self.states)))
-
-    def _require_three(self, arguments: Sequence[Any]) -> None:
-        if (
-            len(arguments) != 3
-            or not all(map(torch.is_tensor, arguments))
-            or arguments[0].dim() != 2
-            or arguments[1].dtype not in (torch.int64, torch.int32)
-            or arguments[1].shape != arguments[2].shape
-        ):
-            raise ArchitectureError(
-                f"{self.model}: its experts are not called with states, indices and weights; such a model cannot be "
-                "quantized with this program"
-            )
 
     @contextlib.contextmanager
     def _observing(self) -> Iterator[None]:
