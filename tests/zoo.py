@@ -1,4 +1,4 @@
-"""Tiny random models of every mixture-of-experts type of the installed transformers, saved as such models are published.
+"""Tiny random models of every mixture-of-experts type of transformers, saved as such models are published.
 
 A model is of its type's own classes, with the defaults of its config class but for the sizes below. What is special to
 a type makes every kind of its layers occur: windows of 16, linear and sparse attention, dense layers, indexers.
@@ -44,10 +44,9 @@ VISION: Settings = {
     **dict.fromkeys(("out_hidden_size", "output_dim", "projector_input_dim", "projector_output_dim"), 128),
     **dict.fromkeys(("num_hidden_layers", "depth", "encoder_layers"), 1),
     **dict.fromkeys(("num_heads", "num_attention_heads", "num_key_value_heads", "encoder_attention_heads"), 2),
-    **dict.fromkeys(("global_attn_indexes", "fullatt_block_indexes"), [0]),
     "conf_num_attention_heads": 2, "vision_output_dim": 128, "vocab_size": 320, "patch_size": 8, "image_size": 16,
     "downsample_hidden_size": 16, "downsample_channels": [32, 32], "num_position_embeddings": 16,
-    "deepstack_visual_indexes": [],
+    "deepstack_visual_indexes": [], "global_attn_indexes": [0], "fullatt_block_indexes": [0],
 }  # fmt: skip
 
 
@@ -94,8 +93,8 @@ TYPES: dict[str, Settings] = {
     "exaone_moe": FIRST_DENSE | _layers("sssf"),
     "flex_olmo": NARROW,
     "gemma4": _layers("sssf") | {
-        "pad_token_id": 2, "enable_moe_block": True, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 320,
-        "per_layer_config": {"3": {"head_dim": 64}},
+        "pad_token_id": 2, "enable_moe_block": True, "per_layer_config": {"3": {"head_dim": 64}},
+        "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 320,
     },
     "glm4_moe": {"attention_bias": True},
     "glm4_moe_lite": MLA | FIRST_DENSE,

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
 from quantizers.system.errors import ArchitectureError
@@ -27,6 +28,7 @@ TOKENS = 32
 EXACT = 1e-4  # of a probe in float32: sums in another order differ by less, anything that is not exact by far more
 LARGE = 20.0  # times ordinary activations: a product that is clamped shows only there
 FUSED = ("gate_up_proj", "down_proj")
+BIG = 2**22  # numbers in a matrix; the rows of a larger one are parts of one vector, to draw fewer numbers
 
 
 @dataclass(frozen=True)
@@ -56,13 +58,14 @@ class Roles:
 
 
 def kinds_of_layers(skeleton: Skeleton) -> list[list[int]]:
-    """The numbers of the layers of each kind: of one class, with the same parameters and the same arguments."""
+    """The numbers of the layers of each kind: of the same classes, parameters and arguments."""
     kinds: dict[Any, list[int]] = {}
     calls = skeleton.calls(TOKENS)
     for number, layer in enumerate(skeleton.layers):
         shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.state_dict().items())
         given = tuple(sorted((name, _shapes(value)) for name, value in calls[number].arguments.items()))
-        kinds.setdefault((type(layer), shapes, given), []).append(number)
+        classes = tuple(map(type, layer.modules()))
+        kinds.setdefault((classes, shapes, given), []).append(number)
     return list(kinds.values())
 
 
@@ -78,26 +81,19 @@ def probe(skeleton: Skeleton, number: int) -> tuple[Roles | None, float]:
         tokens      the experts treat every token alone, and are linear in its routing weights
         product     an expert is down · (act(gate · x) * (up · x)), gate above up in `gate_up_proj`
         up_down     a scale may lie between up and down
-        large       the same at activations 20 times as large
+        large       the last two at activations 20 times as large
         fold        a scale may be divided out of the norm, and multiplied into router and experts
         halves      the layer is residual + block(norm(residual)), where the experts lie in the block
 
     Raises:
         ArchitectureError: its experts have matrices or arguments that are not known here.
     """
-    states = skeleton.calls(TOKENS)[number].states
-    if states.dim() != 3:
-        raise ArchitectureError(
-            f"{type(skeleton.model).__name__}: its layers read {states.dim() - 2} dimensions of hidden states for a "
-            "token, as several residual streams are; such a model cannot be computed layer by layer here; give another "
-            "model"
-        )
     path = _experts_path(skeleton, number)
     layer = _with_random_weights(skeleton, number, path)
-    batch = _batch(skeleton, number, layer, path)
     if path is None:
-        return None, batch
+        return None, _batch(skeleton, number, layer, path)
     found = _Layer(skeleton.calls(TOKENS)[number], layer, path, type(skeleton.model).__name__)
+    batch = _batch(skeleton, number, layer, path)
     return found.roles(), batch
 
 
@@ -111,13 +107,8 @@ def require_usable(roles: Roles, model_type: str) -> None:
         "tokens": "its experts do not treat every token alone",
         "product": "its experts compute another product than act(gate) * up",
         "up_down": "its experts are not linear in up",
-        "large": "its experts are not linear in up where activations are large, as with a clamp",
+        "large": "its experts compute another product where activations are large, as with a clamp",
     }
-    if roles.norm is None:
-        raise ArchitectureError(
-            f"model type {model_type}: its experts do not read the output of a norm with weights of its own; such a "
-            "model cannot be quantized with this program"
-        )
     for name, meaning in needed.items():
         if not roles.probes[name] < EXACT:
             raise ArchitectureError(
@@ -145,6 +136,11 @@ def _with_random_weights(skeleton: Skeleton, number: int, experts: str | None) -
 
 def _random(name: str, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Matrices that keep a vector's length; vectors around 1 if they are weights, else around 0."""
+    if like.dim() == 2 and like.numel() > BIG:
+        rows, columns = like.shape
+        shift = 61  # of each row against the one before
+        vector = torch.randn(rows * shift + columns, generator=generator) / math.sqrt(columns)
+        return vector.as_strided((rows, columns), (shift, 1)).contiguous()
     values = torch.randn(like.shape, generator=generator)
     if like.dim() >= 2:
         return values / math.sqrt(like[0].numel())
@@ -175,58 +171,38 @@ def _experts_path(skeleton: Skeleton, number: int) -> str | None:
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest difference, as a part of the largest value of the second."""
-    return float((one - other).abs().max() / (other.abs().max() + 1e-30))
+    """The largest difference, as a part of the largest value of the second; infinite if a value is not finite."""
+    apart = float((one - other).abs().max() / (other.abs().max() + 1e-30))
+    return math.inf if math.isnan(apart) else apart
 
 
 @torch.no_grad()
 def _batch(skeleton: Skeleton, number: int, layer: torch.nn.Module, experts: str | None) -> float:
-    """How far two sequences in a padded batch are from each alone; infinite in a layer that takes no batch."""
-    lengths, hidden = (TOKENS, TOKENS - 9), skeleton.calls(TOKENS)[number].states.shape[-1]
-    states = torch.randn(2, TOKENS, hidden, generator=torch.Generator().manual_seed(number))
+    """How far two sequences in a padded batch are from each alone; infinite if the layer takes no batch."""
+    lengths, shape = (TOKENS, TOKENS - 9), skeleton.calls(TOKENS)[number].states.shape
+    states = torch.randn(2, *shape[1:], generator=torch.Generator().manual_seed(number))
     states[1, lengths[1] :] = 0
 
-    def weighted(*args: Any, **kwargs: Any) -> torch.Tensor:
-        x, _, weight = _three((*args, *kwargs.values()), type(skeleton.model).__name__)
+    def weighted(x: torch.Tensor, _: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return x * weight.sum(-1, keepdim=True).to(x.dtype)
 
     with contextlib.ExitStack() as stack:
         if experts:
             stack.enter_context(replaced_forward(layer.get_submodule(experts), weighted))
+        try:
+            together = _first(layer(**skeleton.calls(TOKENS)[number].of(states)))
+        except (IndexError, RuntimeError):
+            return math.inf  # the layer gets something for each token of one sequence, such as indices
         alone = [
             _first(layer(**skeleton.calls(length)[number].of(states[i : i + 1, :length])))
             for i, length in enumerate(lengths)
         ]
-        try:
-            together = _first(layer(**skeleton.calls(TOKENS)[number].of(states)))
-        except (RuntimeError, IndexError, ValueError):  # its arguments are of one sequence
-            return math.inf
     return max(_apart(together[i, : one.shape[1]], one[0]) for i, one in enumerate(alone))
 
 
 def _first(output: Any) -> torch.Tensor:
     tensor: torch.Tensor = output[0] if isinstance(output, (tuple, list)) else output
     return tensor
-
-
-def _three(arguments: Sequence[Any], model: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The arguments of a call of the experts: states (T, H), chosen experts (T, K) and their weights.
-
-    Raises:
-        ArchitectureError: they are others.
-    """
-    if (
-        len(arguments) != 3
-        or not all(map(torch.is_tensor, arguments))
-        or arguments[0].dim() != 2
-        or arguments[1].dtype not in (torch.int64, torch.int32)
-        or arguments[1].shape != arguments[2].shape
-    ):
-        raise ArchitectureError(
-            f"{model}: its experts are not called with states, indices and weights; such a model cannot be "
-            "quantized with this program"
-        )
-    return arguments[0], arguments[1], arguments[2]
 
 
 @dataclass
@@ -274,24 +250,39 @@ class _Layer:
                 f"{self.model}: its experts hold {', '.join(f'{n} {s}' for n, s in shapes.items())}, not gate_up_proj "
                 "[E, 2I, H] and down_proj [E, H, I] alone; such a model cannot be quantized with this program"
             )
-        if getattr(self.experts, "act_fn", None) is None:
-            raise ArchitectureError(
-                f"{self.model}: its experts have no act_fn and compute a product of their own; such a model cannot be "
-                "quantized with this program"
-            )
 
     def _stand_in(self, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return ((x * self.undone).unsqueeze(1) * self.mix[index] * weight.to(x.dtype).unsqueeze(-1)).sum(1)
 
     @torch.no_grad()
-    def run(self) -> torch.Tensor:
-        """The layer's output, with the stand-in for the experts."""
+    def run(self, changed: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """The layer's output, with the stand-in for the experts, and with other parameters of these names."""
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-            return self._stand_in(*_three((*args, *kwargs.values()), self.model))
+            arguments = (*args, *kwargs.values())
+            self._require_three(arguments)
+            return self._stand_in(*arguments)
 
         with replaced_forward(self.experts, forward):
-            return _first(self.layer(**self.call.of(self.states)))
+            return _first(functional_call(self.layer, dict(changed or {}), (), self.call.of(self.states)))
+
+    def _require_three(self, arguments: Sequence[Any]) -> None:
+        if (
+            len(arguments) != 3
+            or not all(map(torch.is_tensor, arguments))
+            or arguments[0].dim() != 2
+            or arguments[1].dtype not in (torch.int64, torch.int32)
+            or arguments[1].shape != arguments[2].shape
+        ):
+            raise ArchitectureError(
+                f"{self.model}: its experts are not called with states, indices and weights; such a model cannot be "
+                "quantized with this program"
+            )
+        if arguments[1].is_meta:
+            raise ArchitectureError(
+                f"{self.model}: its experts are chosen by a stored table, not by a router's scores; such a model "
+                "cannot be quantized with this program"
+            )
 
     @contextlib.contextmanager
     def _observing(self) -> Iterator[None]:
@@ -407,16 +398,11 @@ class _Layer:
     def _fold(self, norm: str, offset: int, readers: Sequence[str]) -> float:
         """The norm divided by a scale, the experts' input and these readers multiplied by it."""
         scale = torch.exp(0.5 * torch.randn(self.hidden, generator=self.generator))
-        weight = next(self.layer.get_submodule(norm).parameters())
-        matrices = [weight, *map(self.layer.get_parameter, readers)]
-        kept = [matrix.clone() for matrix in matrices]
-        weight.copy_((weight + offset) / scale - offset)
-        for matrix in matrices[1:]:
-            matrix.mul_(scale)
+        changed = {name: self.layer.get_parameter(name) * scale for name in readers}
+        (name, weight), *_ = self.layer.get_submodule(norm).named_parameters(prefix=norm)
+        changed[name] = (weight + offset) / scale - offset
         self.undone = scale
-        folded = _apart(self.run(), self.output)
-        for matrix, before in zip(matrices, kept, strict=True):
-            matrix.copy_(before)
+        folded = _apart(self.run(changed), self.output)
         self.undone = 1.0
         return folded
 
@@ -449,25 +435,29 @@ class _Layer:
         index = torch.zeros(8, 1, dtype=torch.int64)
         weight = torch.rand(8, 1, generator=self.generator) + 0.5
 
-        def run(gate_up: torch.Tensor, down: torch.Tensor, *, backwards: bool = False) -> torch.Tensor:
+        def run(gate_up: torch.Tensor, down: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             for name, matrix in zip(FUSED, (gate_up, down), strict=True):
                 every = matrix.expand(self.count, *matrix.shape)
                 setattr(self.experts, name, torch.nn.Parameter(every, requires_grad=False))
-            rows, weights = (x.flip(0), weight.flip(0)) if backwards else (x, weight)
             return _first(self.experts(rows, index, weights))
 
-        def scaled(up_factor: float) -> float:
+        def moved(rows: torch.Tensor) -> float:
             gate, up = gate_up.chunk(2)
-            larger = torch.cat([gate, up * up_factor])
-            moved = torch.cat([gate, up * up_factor / scale])
-            return _apart(run(moved, down * scale.T), run(larger, down))
+            scaled = run(torch.cat([gate, up / scale]), down * scale.T, rows, weight)
+            return _apart(scaled, run(gate_up, down, rows, weight))
 
-        gate, up = torch.nn.functional.linear(x, gate_up).chunk(2, -1)
-        product = torch.nn.functional.linear(self.experts.act_fn(gate) * up, down)
-        output, backwards = run(gate_up, down), run(gate_up, down, backwards=True).flip(0)
+        def product(rows: torch.Tensor) -> float:
+            gate, up = torch.nn.functional.linear(rows, gate_up).chunk(2, -1)
+            activation = getattr(self.experts, "act_fn", torch.nn.functional.silu)
+            ours = torch.nn.functional.linear(activation(gate) * up, down)
+            return _apart(ours * weight, run(gate_up, down, rows, weight))
+
+        output = run(gate_up, down, x, weight)
+        backwards = run(gate_up, down, x.flip(0), weight.flip(0)).flip(0)
+        unweighted = run(gate_up, down, x, torch.ones_like(weight))
         return {
-            "tokens": max(_apart(backwards, output), _apart(product * weight, output)),
-            "product": _apart(product * weight, output),
-            "up_down": scaled(1.0),
-            "large": scaled(LARGE),
+            "tokens": max(_apart(backwards, output), _apart(unweighted * weight, output)),
+            "product": product(x),
+            "up_down": moved(x),
+            "large": max(product(LARGE * x), moved(LARGE * x)),
         }

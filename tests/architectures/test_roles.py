@@ -1,0 +1,166 @@
+"""The roles of a layer's parts, against files of facts written by hand, and classes that are known to differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import families
+import pytest
+import torch
+import transformers
+
+from quantizers.architectures.architecture import EXPERTS, ROUTER
+from quantizers.architectures.families import architecture_for
+from quantizers.architectures.roles import EXACT, Roles, kinds_of_layers, probe, require_usable
+from quantizers.architectures.sizes import sizes_of
+from quantizers.architectures.skeleton import Skeleton
+from quantizers.system.errors import ArchitectureError
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 128,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+def skeleton_of(family: str) -> Skeleton:
+    """One of the seven families, as small as its tests have it."""
+    model = families.in_transformers(families.config(family))
+    return Skeleton(type(model), model.config)
+
+
+def small(name: str, **changes: Any) -> Skeleton:
+    """A tiny model of one of transformers' classes."""
+    model_class = getattr(transformers, name)
+    return Skeleton(model_class, model_class.config_class(**SMALL | changes))
+
+
+def roles_of(skeleton: Skeleton, number: int) -> Roles:
+    roles, _ = probe(skeleton, number)
+    assert roles is not None
+    return roles
+
+
+@pytest.mark.parametrize("family", families.CONFIGS)
+def test_roles_are_those_that_the_family_was_written_with(family: str) -> None:
+    config = families.config(family)
+    facts = architecture_for(config, family)
+    skeleton = skeleton_of(family)
+    dense = sizes_of(facts, config, family).dense
+    kinds = kinds_of_layers(skeleton)
+    assert kinds == [part for part in (sorted(dense), [n for n in range(3) if n not in dense]) if part]
+    assert all(probe(skeleton, number)[0] is None for number in dense)
+    roles = roles_of(skeleton, kinds[-1][0])
+    linear = {facts.in_transformers(name) for name in facts.norm.readers if name not in (ROUTER, EXPERTS)}
+    found = (roles.experts, roles.norm, roles.norm_offset, roles.scoring, roles.chosen, set(roles.readers))
+    written = (facts.modules.experts, facts.modules.norm, facts.norm.offset, facts.router.scoring, 2, linear)
+    assert found == written
+    assert roles.router_weight == facts.in_transformers(facts.router.tensor)
+    assert (roles.probes["fold"] < EXACT) == (not linear)
+    assert roles.probes["halves"] < EXACT
+    require_usable(roles, family)
+
+
+def test_a_norm_that_adds_one_and_two_kinds_of_attention() -> None:
+    linear = {f"linear_{part}_head_dim": 16 for part in ("key", "value")}
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    types = ["linear_attention", "full_attention", "linear_attention"]
+    skeleton = small(
+        "Qwen3NextForCausalLM",
+        **linear | heads,
+        num_hidden_layers=3,
+        layer_types=types,
+        shared_expert_intermediate_size=64,
+    )
+    assert kinds_of_layers(skeleton) == [[0, 2], [1]]
+    for number in (0, 1):
+        roles = roles_of(skeleton, number)
+        shared = [f"mlp.{name}" for name in ("shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert_gate")]
+        assert (roles.norm_offset, roles.scoring, sorted(roles.readers)) == (1, "softmax", sorted(shared))
+
+
+def test_a_residual_that_comes_from_the_norm_is_a_reader() -> None:
+    roles = roles_of(small("MiniMaxForCausalLM", layer_types=["full_attention"] * 2, mlp_alpha_factor=3.5), 0)
+    assert roles.readers == ("residual",)
+    assert min(roles.probes["fold"], roles.probes["halves"]) > 0.01
+    require_usable(roles, "minimax")
+
+
+def test_attention_beside_the_experts_reads_their_norm() -> None:
+    roles = roles_of(small("Cohere2MoeForCausalLM", num_shared_experts=1, mlp_layer_types=["sparse"] * 2), 0)
+    assert {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"} < set(roles.readers)
+    assert "residual" not in roles.readers  # these explain all that a scale in the norm changes
+    assert min(roles.probes["fold"], roles.probes["halves"]) > 0.01
+
+
+class Experts(torch.nn.Module):
+    """Mixtral's experts as a loop, with a product or inputs of another kind."""
+
+    act_fn = torch.nn.SiLU()
+
+    def __init__(self, other: str, gate_up_proj: torch.nn.Parameter, down_proj: torch.nn.Parameter) -> None:
+        super().__init__()
+        self.other, self.gate_up_proj, self.down_proj = other, gate_up_proj, down_proj
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if self.other == "tokens":
+            x = x + 0.1 * x.cumsum(0)
+        elif self.other == "weight":
+            weight = weight.square()
+        gate, up = torch.einsum("th,tkfh->tkf", x, self.gate_up_proj[index]).chunk(2, -1)
+        if self.other == "gate":
+            gate = gate.clamp(max=25)
+        elif self.other == "up":
+            up = up.clamp(-25, 25)
+        elif self.other == "one":
+            up = up + 1
+        down = torch.einsum("tkf,tkhf->tkh", self.act_fn(gate) * up, self.down_proj[index])
+        return (down * weight.unsqueeze(-1)).sum(1)
+
+
+@pytest.mark.parametrize(
+    ("other", "refuted"),
+    [
+        ("nothing", set()),
+        ("tokens", {"tokens", "product", "large"}),
+        ("weight", {"tokens", "product", "large"}),
+        ("gate", {"large"}),
+        ("up", {"large"}),
+        ("one", {"product", "up_down", "large"}),
+    ],
+)
+def test_experts_that_compute_something_else_are_refused(other: str, refuted: set[str]) -> None:
+    skeleton = small("MixtralForCausalLM")
+    block: Any = skeleton.layers[1].mlp
+    block.experts = Experts(other, block.experts.gate_up_proj, block.experts.down_proj)
+    assert kinds_of_layers(skeleton) == [[0], [1]]  # of other classes
+    roles = roles_of(skeleton, 1)
+    assert {name for name in ("tokens", "product", "up_down", "large") if not roles.probes[name] < EXACT} == refuted
+    if refuted:
+        first = next(name for name in ("tokens", "product", "up_down", "large") if name in refuted)
+        with pytest.raises(ArchitectureError, match=rf"^model type mine: its experts .* \(probe {first}: [\d.]+ where"):
+            require_usable(roles, "mine")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("GptOssForCausalLM", {}, r"its experts hold .*gate_up_proj_bias \[8, 128\]"),
+        (
+            "Llama4ForCausalLM",
+            {"num_experts_per_tok": 1},
+            r"its experts hold gate_up_proj \[8, 128, 128\], down_proj \[8, 64",
+        ),
+    ],
+)
+def test_matrices_of_another_kind_are_refused(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArchitectureError, match=f"^{name}: {message}"):
+        probe(small(name, **changes), 1)
