@@ -162,37 +162,34 @@ TYPES: dict[str, Settings] = {
 TYPES |= {f"{name} with vision": TYPES[name] for name in ("gemma4", "llama4", "minimax_m3_vl", "qwen3_5_moe")}
 # What is said of the types that are refused. Those that TYPES lacks cannot be built, or have no decoder alone.
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(
-        ("aria", "jetmoe", "llama4", "llama4 with vision"),
-        "its experts are not called with states, indices and weights",
-    ),
+    "aria": "its experts hold weight [8, 128, 512], not gate_up_proj",
     **dict.fromkeys(
         ("axk2", "flex_olmo", "qwen4_exp"),
-        "its experts do not read the output of a norm with weights of its own",
+        "its experts do not read the output of a norm with a vector of weights alone",
     ),
     "dbrx": "transformers cannot make DbrxForCausalLM of it",
-    "deepseek_v4": "its layers read 2 dimensions of hidden states for a token, as several residual streams are",
-    "doge": "has no layers with experts",
+    "deepseek_v4": "its experts are chosen by a stored table",
+    "doge": "DogeForCausalLM has no layers with experts",
     "ernie4_5_vl_moe": "makes mlp.text_moe.gate.weight of model.layers.1.mlp.gate.weight and other tensors",
-    **dict.fromkeys(
-        ("gemma4", "gemma4 with vision"), "0 parameters [8, 128] of a layer multiply what its experts read"
-    ),
+    **dict.fromkeys(("gemma4", "gemma4 with vision"), "0 parameters [8, 128] of a layer multiply what its experts"),
     **dict.fromkeys(
         ("glm5_next", "glm_moe_dsa", "hy_v4", "inkling", "nllb_moe", "switch_transformers", "zaya"),
         "its layers hand on more than hidden states",
     ),
     "gpt_oss": "its experts hold gate_up_proj [8, 128, 128], gate_up_proj_bias [8, 128], down_proj [8, 64, 128]",
-    "longcat_flash": "its experts hold gate_up_proj [12, 128, 128], down_proj [8, 128, 64]",
-    "nemotron_h": "its experts hold up_proj [8, 64, 128], down_proj [8, 128, 64]",
     **dict.fromkeys(
         ("granitemoe", "granitemoehybrid", "granitemoeshared", "qwen3_vl_moe", "step3p7"),
         "holds the experts in a layout of its own",
     ),
+    "jetmoe": "its experts hold weight [8, 64, 128], not gate_up_proj",
     "kimi_linear": "makes self_attn.conv1d.weight of model.layers.0.self_attn.k_conv1d.weight and other tensors",
+    **dict.fromkeys(("llama4", "llama4 with vision"), "its experts hold gate_up_proj [8, 128, 128], down_proj [8, 64,"),
+    "longcat_flash": "its experts hold gate_up_proj [12, 128, 128], down_proj [8, 128, 64]",
     **dict.fromkeys(
         ("minimax_m3_vl", "minimax_m3_vl with vision"),
-        "its experts have no act_fn and compute a product of their own",
+        "its experts compute another product than act(gate) * up",
     ),
+    "nemotron_h": "its experts hold up_proj [8, 64, 128], down_proj [8, 128, 64]",
 }
 # The class of the whole model where it is not the only ForCausalLM of its type.
 CLASSES = {
