@@ -56,11 +56,7 @@ def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...])
     stored = sort_out(skeleton, {name: Header(dtype, shape) for name, dtype, shape in headers})
     _require_complete(skeleton, stored)
     norm, router = roles.norm, roles.router_weight
-    if norm is None:
-        raise ArchitectureError(
-            f"{type(skeleton.model).__name__}: its experts do not read the output of a norm; such a model cannot be "
-            "quantized with this program"
-        )
+    assert norm is not None  # see require_usable
     return Architecture.model_validate(
         {
             "model_type": parsed["model_type"],

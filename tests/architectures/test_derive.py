@@ -177,7 +177,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[dict[str, Tensor]], object] |
     ),
     "a tensor has another shape": ({}, cut, f"{Q} has shape [4, 128], config.json says [128, 128]"),
     "experts under other names": (
-        {}, joined, "config.json: OlmoeForCausalLM computes with model.layers.0.mlp.experts.gate_up_proj (and 7 more), but"
+        {}, joined, "config.json: OlmoeForCausalLM computes with model.layers.0.mlp.experts.gate_up_proj (and 7 more)"
     ),
     "no class": ({"architectures": None}, None, "config.json: architectures does not name the model's class; give a"),
     "an unknown class": (
