@@ -64,6 +64,9 @@ FIRST_DENSE: Settings = {"mlp_layer_types": ["dense", "sparse", "sparse", "spars
 NARROW: Settings = {"intermediate_size": 64}  # where this is the width of an expert
 MLA: Settings = {"num_key_value_heads": 4, "head_dim": 16}
 SHARED_INDEX: Settings = {"indexer_types": ["full", "full", "shared", "shared"]}
+FACTORS: Settings = {
+    "embedding_multiplier": 3.0, "logits_scaling": 0.5, "residual_multiplier": 0.6, "attention_multiplier": 0.2,
+}  # fmt: skip
 BLOCKS: Settings = {  # every matrix of whole blocks of 128 × 128
     "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "head_dim": 64,
     "linear_key_head_dim": 64, "linear_value_head_dim": 32,
@@ -71,7 +74,7 @@ BLOCKS: Settings = {  # every matrix of whole blocks of 128 × 128
 
 # What is special to the text model of each type.
 TYPES: dict[str, Settings] = {
-    "afmoe": _layers("sfsf"),
+    "afmoe": _layers("sfsf") | {"mup_enabled": True, "route_scale": 2.5},
     "aria": {},
     "axk1": MLA,
     "axk2": MLA | FIRST_DENSE | _layers("dddd"),
@@ -79,7 +82,7 @@ TYPES: dict[str, Settings] = {
     "deepseek_ocr2": FIRST_DENSE,
     "deepseek_v2": MLA,
     "deepseek_v3": MLA,
-    "deepseek_v32": MLA | FIRST_DENSE | _layers("dddd"),
+    "deepseek_v32": MLA | FIRST_DENSE | _layers("dddd") | {"n_group": 2, "topk_group": 1},
     "deepseek_v4": {
         "num_key_value_heads": 1, "o_groups": 2, "o_lora_rank": 32, "partial_rotary_factor": 0.5,
         "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"] * 2,
@@ -104,12 +107,12 @@ TYPES: dict[str, Settings] = {
     },
     "glm_moe_dsa": MLA | FIRST_DENSE | SHARED_INDEX | _layers("dddd"),
     "gpt_oss": NARROW | _layers("sfsf"),
-    "granitemoe": NARROW,
-    "granitemoe_swa": NARROW | _layers("fssf") | {"layer_rope_theta": [10000.0] * 4},
-    "granitemoehybrid": NARROW | _layers("lflf") | {
+    "granitemoe": NARROW | FACTORS,
+    "granitemoe_swa": NARROW | FACTORS | _layers("fssf") | {"layer_rope_theta": [10000.0] * 4},
+    "granitemoehybrid": NARROW | FACTORS | _layers("lflf") | {
         "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_expand": 2, "mamba_chunk_size": 16,
     },
-    "granitemoeshared": NARROW,
+    "granitemoeshared": NARROW | FACTORS,
     "hunyuan_v1_moe": NARROW,
     "hy_v3": FIRST_DENSE,
     "hy_v4": MLA | FIRST_DENSE | SHARED_INDEX | _layers("dddd"),
@@ -117,7 +120,9 @@ TYPES: dict[str, Settings] = {
     "jamba": NARROW | {"mamba_dt_rank": 8, "use_mamba_kernels": False, "attn_layer_period": 2, "attn_layer_offset": 1},
     "jetmoe": NARROW | {"kv_channels": 32},
     "kimi_linear": MLA | FIRST_DENSE | _layers("lllf") | {"q_lora_rank": None},
-    "laguna": FIRST_DENSE | _layers("fsfs") | {"num_attention_heads_per_layer": [4, 6, 4, 6]},
+    "laguna": FIRST_DENSE | _layers("fsfs") | {
+        "num_attention_heads_per_layer": [4, 6, 4, 6], "moe_routed_scaling_factor": 2.5,
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "llama4": NARROW | _layers("cccf") | {
         "intermediate_size_mlp": 256, "num_experts_per_tok": 1, "attention_chunk_size": 16, "moe_layers": [1, 3],
@@ -126,7 +131,9 @@ TYPES: dict[str, Settings] = {
     "longcat_flash": MLA | {"num_layers": 2, "ffn_hidden_size": 256, "zero_expert_num": 4},
     "mellum": _layers("fsfs") | {"mlp_layer_types": ["sparse"] * 4},
     "mimo_v2_flash": FIRST_DENSE | _layers("fssf") | {"head_dim": 48},
-    "minimax": NARROW | _layers("lflf") | {"block_size": 16},
+    "minimax": NARROW | _layers("lflf") | {
+        "block_size": 16, "full_attn_alpha_factor": 3.55, "linear_attn_alpha_factor": 3.55, "mlp_alpha_factor": 3.55,
+    },
     "minimax_m2": NARROW,
     "minimax_m3_vl": NARROW | FIRST_DENSE | {
         "dense_intermediate_size": 256, "rotary_dim": 16, "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
@@ -139,7 +146,7 @@ TYPES: dict[str, Settings] = {
         "mamba_num_heads": 8, "mamba_head_dim": 32, "chunk_size": 16, "use_mamba_kernels": False,
     },
     "olmoe": NARROW,
-    "phimoe": NARROW,
+    "phimoe": NARROW | {"attention_bias": True, "lm_head_bias": True},
     "qwen2_moe": {},
     "qwen3_5_moe": _layers("lflf"),
     "qwen3_5_moe as published": _layers("lflf") | BLOCKS,
