@@ -245,6 +245,12 @@ def model_class(name: str, model_type: str | None) -> Any:
     return found if hasattr(found, "config_class") else None
 
 
+def made_config(model_class: Any, config: dict[str, Any]) -> Any:
+    """The config that a class of transformers makes of config.json, which may write infinities as objects."""
+    config_class = model_class.config_class
+    return config_class(**config_class._decode_special_floats(config))
+
+
 class _Reached(Exception):  # no error: the forward has reached its last layer
     """Ends the model's forward once all layers have been called."""
 

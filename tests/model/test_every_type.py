@@ -76,6 +76,8 @@ REFUSED = {
     **dict.fromkeys(("Qwen3VLMoeForConditionalGeneration", "Step3p7ForConditionalGeneration"), LAYOUT),
     **dict.fromkeys(("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3VLForCausalLM"), PRODUCT),
     **dict.fromkeys(("KimiLinearForCausalLM", "Ernie4_5_VLMoeForConditionalGeneration"), MAKES),
+    **dict.fromkeys(("AXK2ForCausalLM", "FlexOlmoForCausalLM"), "not the output of a norm"),
+    **dict.fromkeys(("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"), "not the output of a norm"),
     "DeepseekV4ForCausalLM": "chosen by a stored table",
     "LongcatFlashForCausalLM": HELD,
     "NemotronHForCausalLM": HELD,
