@@ -1,12 +1,12 @@
-"""Tiny random models of every mixture-of-experts class that the installed transformers has, found by looking.
+"""Tiny random models of every mixture-of-experts type of transformers, saved as such models are published.
 
-A class counts if transformers loads whole models with it and its file speaks of experts. Its config is its config
-class's default with the sizes below; OWN holds what has to fit together otherwise, or what makes every kind of layer
-occur: sliding windows of 16, linear and sparse attention, dense layers, layers with an indexer and without.
+A model is of its type's own classes, with the defaults of its config class but for the sizes below. What is special to
+a type makes every kind of its layers occur: windows of 16, linear and sparse attention, dense layers, indexers.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from functools import cache
 from importlib import import_module
@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 from calibration_tokenizer import write_tokenizer
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-WHOLE = ("ForCausalLM", "ForConditionalGeneration")
-# By name of a class: why there is no tiny model of it.
-NOT_BUILT = {
-    "DbrxForCausalLM": "transformers 5.17 reads rope_theta of its config of attention, which has none",
-    "DogeForCausalLM": "its forward passes a tuple to dropout in transformers 5.17",
-}
-SIZES: dict[str, Any] = {
+Settings = dict[str, Any]
+ATTENTION = ("sdpa", "eager")  # some classes have no other than the second
+
+SIZES: Settings = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"), 2),
     **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
@@ -38,96 +37,98 @@ SIZES: dict[str, Any] = {
     "index_topk": 8, "index_head_dim": 32, "index_n_heads": 4,
     "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 0,
 }  # fmt: skip
-# Of vision and audio towers, which text does not go through.
-TOWER: dict[str, Any] = {
+# Of towers for images and sound, through which no text goes.
+VISION: Settings = {
     **dict.fromkeys(("hidden_size", "d_model", "output_channels"), 32),
     **dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "mlp_dim"), 64),
-    **dict.fromkeys(("text_hidden_size", "out_hidden_size", "output_dim", "vision_output_dim"), 128),
-    **dict.fromkeys(("projector_input_dim", "projector_output_dim"), 128),
+    **dict.fromkeys(("out_hidden_size", "output_dim", "projector_input_dim", "projector_output_dim"), 128),
     **dict.fromkeys(("num_hidden_layers", "depth", "encoder_layers"), 1),
     **dict.fromkeys(("num_heads", "num_attention_heads", "num_key_value_heads", "encoder_attention_heads"), 2),
-    "global_attn_indexes": [0], "fullatt_block_indexes": [0],
-    "conf_num_attention_heads": 2, "vocab_size": 320, "patch_size": 8, "image_size": 16,
+    "conf_num_attention_heads": 2, "vision_output_dim": 128, "vocab_size": 320, "patch_size": 8, "image_size": 16,
     "downsample_hidden_size": 16, "downsample_channels": [32, 32], "num_position_embeddings": 16,
-    "n_layers": 6, "deepstack_visual_indexes": [],
+    "deepstack_visual_indexes": [], "global_attn_indexes": [0], "fullatt_block_indexes": [0],
 }  # fmt: skip
 
 
-def _kinds(*letters: str) -> dict[str, Any]:
+def _layers(letters: str) -> Settings:
+    """The kind of attention of each layer."""
     names = {"f": "full", "s": "sliding", "l": "linear", "c": "chunked", "d": "deepseek_sparse", "q": "qwen_sparse"}
-    return {"layer_types": [f"{names[letter]}_attention" for letter in "".join(letters)]}
+    return {"layer_types": [f"{names[letter]}_attention" for letter in letters]}
 
 
-def _rope(**section: Any) -> dict[str, Any]:
+def _rope(**section: Any) -> Settings:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0} | section}
 
 
-SPARSE = {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
-NARROW = {"intermediate_size": 64}  # where this is the experts'
-MLA = {"num_key_value_heads": 4, "head_dim": 16}
-SHARED_INDEX = {"indexer_types": ["full", "full", "shared", "shared"]}
-# By model type of the text model.
-OWN: dict[str, dict[str, Any]] = {
-    "afmoe": _kinds("sfsf"),
+FIRST_DENSE: Settings = {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
+NARROW: Settings = {"intermediate_size": 64}  # where this is the width of an expert
+MLA: Settings = {"num_key_value_heads": 4, "head_dim": 16}
+SHARED_INDEX: Settings = {"indexer_types": ["full", "full", "shared", "shared"]}
+BLOCKS: Settings = {  # every matrix of whole blocks of 128 × 128
+    "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "head_dim": 64,
+    "linear_key_head_dim": 64, "linear_value_head_dim": 32,
+}  # fmt: skip
+
+# What is special to the text model of each type.
+TYPES: dict[str, Settings] = {
+    "afmoe": _layers("sfsf"),
+    "aria": {},
     "axk1": MLA,
-    "axk2": MLA | SPARSE | _kinds("dddd"),
-    "cohere2_moe": SPARSE | _kinds("sfsf"),
-    "deepseek_ocr2_text": SPARSE,
+    "axk2": MLA | FIRST_DENSE | _layers("dddd"),
+    "cohere2_moe": FIRST_DENSE | _layers("sfsf"),
+    "deepseek_ocr2": FIRST_DENSE,
     "deepseek_v2": MLA,
     "deepseek_v3": MLA,
-    "deepseek_v32": MLA | SPARSE | _kinds("dddd"),
+    "deepseek_v32": MLA | FIRST_DENSE | _layers("dddd"),
     "deepseek_v4": {
         "num_key_value_heads": 1, "o_groups": 2, "o_lora_rank": 32, "partial_rotary_factor": 0.5,
         "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"] * 2,
         "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
     },
-    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2} | _kinds("fsfs"),
+    "doge": {"is_moe": True, "num_experts": 64, "keep_window_size": 512},
+    "dots1": _layers("fsfs") | {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "ernie4_5_moe": {"moe_layer_start_index": 1, "moe_layer_end_index": 3},
-    "ernie4_5_vl_moe_text": SPARSE | {"moe_intermediate_size": [64, 32]} | _rope(mrope_section=[6, 6, 4]),
-    "exaone_moe": SPARSE | _kinds("sssf"),
+    "ernie4_5_vl_moe": FIRST_DENSE | {"moe_intermediate_size": [64, 32]} | _rope(mrope_section=[6, 6, 4]),
+    "exaone_moe": FIRST_DENSE | _layers("sssf"),
     "flex_olmo": NARROW,
-    "gemma4_text": _kinds("sssf") | {
+    "gemma4": _layers("sssf") | {
         "pad_token_id": 2, "enable_moe_block": True, "per_layer_config": {"3": {"head_dim": 64}},
         "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 320,
     },
     "glm4_moe": {"attention_bias": True},
-    "glm4_moe_lite": MLA | SPARSE,
-    "glm4v_moe_text": _rope(partial_rotary_factor=0.5, mrope_section=[2, 3, 3]),
-    "glm5_next_text": SPARSE | _kinds("llld") | {
+    "glm4_moe_lite": MLA | FIRST_DENSE,
+    "glm4v_moe": _rope(partial_rotary_factor=0.5, mrope_section=[2, 3, 3]),
+    "glm5_next": FIRST_DENSE | _layers("llld") | {
         "num_key_value_heads": 4, "head_dim": 0, "qk_rope_head_dim": 0, "indexer_types": ["full"] * 4, "index_kpool": 4,
     },
-    "glm_moe_dsa": MLA | SPARSE | SHARED_INDEX | _kinds("dddd"),
-    "gpt_oss": NARROW | _kinds("sfsf"),
+    "glm_moe_dsa": MLA | FIRST_DENSE | SHARED_INDEX | _layers("dddd"),
+    "gpt_oss": NARROW | _layers("sfsf"),
     "granitemoe": NARROW,
-    "granitemoe_swa": NARROW | _kinds("fssf") | {"layer_rope_theta": [10000.0] * 4},
-    "granitemoehybrid": NARROW | _kinds("lflf") | {
+    "granitemoe_swa": NARROW | _layers("fssf") | {"layer_rope_theta": [10000.0] * 4},
+    "granitemoehybrid": NARROW | _layers("lflf") | {
         "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_expand": 2, "mamba_chunk_size": 16,
     },
     "granitemoeshared": NARROW,
     "hunyuan_v1_moe": NARROW,
-    "hy_v3": SPARSE,
-    "hy_v4": MLA | SPARSE | SHARED_INDEX | _kinds("dddd"),
-    "inkling_text": {
-        "layer_types": ["hybrid_sliding", "hybrid"] * 2, "sliding_window_size": 16, "rel_extent": 64,
-        "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 32,
-        "logits_mup_width_multiplier": 2.0,
-    } | SPARSE,
+    "hy_v3": FIRST_DENSE,
+    "hy_v4": MLA | FIRST_DENSE | SHARED_INDEX | _layers("dddd"),
+    "inkling": {},
     "jamba": NARROW | {"mamba_dt_rank": 8, "use_mamba_kernels": False, "attn_layer_period": 2, "attn_layer_offset": 1},
     "jetmoe": NARROW | {"kv_channels": 32},
-    "kimi_linear": MLA | SPARSE | _kinds("lllf") | {"q_lora_rank": None},
-    "laguna": SPARSE | _kinds("fsfs") | {"num_attention_heads_per_layer": [4, 6, 4, 6]},
+    "kimi_linear": MLA | FIRST_DENSE | _layers("lllf") | {"q_lora_rank": None},
+    "laguna": FIRST_DENSE | _layers("fsfs") | {"num_attention_heads_per_layer": [4, 6, 4, 6]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
-    "llama4_text": NARROW | _kinds("cccf") | {
+    "llama4": NARROW | _layers("cccf") | {
         "intermediate_size_mlp": 256, "num_experts_per_tok": 1, "attention_chunk_size": 16, "moe_layers": [1, 3],
         "interleave_moe_layer_step": 2, "no_rope_layers": [1, 1, 1, 0],
     },
     "longcat_flash": MLA | {"num_layers": 2, "ffn_hidden_size": 256, "zero_expert_num": 4},
-    "mellum": _kinds("fsfs") | {"mlp_layer_types": ["sparse"] * 4},
-    "mimo_v2_flash": SPARSE | _kinds("fssf") | {"head_dim": 48},
-    "minimax": NARROW | _kinds("lflf") | {"block_size": 16},
+    "mellum": _layers("fsfs") | {"mlp_layer_types": ["sparse"] * 4},
+    "mimo_v2_flash": FIRST_DENSE | _layers("fssf") | {"head_dim": 48},
+    "minimax": NARROW | _layers("lflf") | {"block_size": 16},
     "minimax_m2": NARROW,
-    "minimax_m3_vl_text": NARROW | SPARSE | {
+    "minimax_m3_vl": NARROW | FIRST_DENSE | {
         "dense_intermediate_size": 256, "rotary_dim": 16, "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
         "index_block_size": 8, "index_topk_blocks": 2, "index_local_blocks": 1,
     },
@@ -139,95 +140,174 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "olmoe": NARROW,
     "phimoe": NARROW,
-    "qwen3_5_moe_text": _kinds("lflf"),
-    "qwen3_next": _kinds("lflf"),
-    "qwen3_omni_moe_text": _rope(mrope_section=[6, 5, 5]),
-    "qwen3_vl_moe_text": _rope(mrope_section=[6, 5, 5]),
-    "qwen4_exp_text": _kinds("lqlq") | {
+    "qwen2_moe": {},
+    "qwen3_5_moe": _layers("lflf"),
+    "qwen3_5_moe as published": _layers("lflf") | BLOCKS,
+    "qwen3_moe": {},
+    "qwen3_next": _layers("lflf"),
+    "qwen3_omni_moe": _rope(mrope_section=[6, 5, 5]),
+    "qwen3_vl_moe": _rope(mrope_section=[6, 5, 5]),
+    "qwen4_exp": _layers("lqlq") | {
         "hc_lowrank": 16, "ple_embed_dim": 32, "ngram_vocab_size_base": 500, "split_ngram_parts": 2,
         "heads_per_ngram": 2, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 32,
         "indexer_budget": 16, "indexer_compress_ratio": 2,
     },
-    "step3p5": SPARSE | _kinds("fsfs") | {
+    "solar_open": {},
+    "step3p7": FIRST_DENSE | _layers("fsfs") | {
         "pad_token_id": 1, "num_sliding_attention_heads": 6, "query_pre_attn_scalar": 32, "per_layer_config": {},
         "rope_parameters": {f"{kind}_attention": _rope()["rope_parameters"] for kind in ("full", "sliding")},
     },
     "zaya": {"router_hidden_size": 32, "num_experts_per_tok": 1},
 }  # fmt: skip
-# A size that the class works out of another one, and refuses or mistakes if it is given.
-WORKED_OUT = {"jetmoe": ("num_attention_heads",), "nemotron_h": ("num_hidden_layers",)}
+TYPES |= {f"{name} with vision": TYPES[name] for name in ("gemma4", "llama4", "minimax_m3_vl", "qwen3_5_moe")}
+# What is said of the types that are refused. Those that TYPES lacks cannot be built, or have no decoder alone.
+REFUSED: dict[str, str] = {
+    "aria": "its experts hold weight [8, 128, 512], not gate_up_proj",
+    **dict.fromkeys(
+        ("axk2", "flex_olmo", "qwen4_exp"),
+        "its experts do not read the output of a norm with a vector of weights alone",
+    ),
+    "dbrx": "transformers cannot make DbrxForCausalLM of it",
+    "deepseek_v4": "its experts are chosen by a stored table",
+    "doge": "DogeForCausalLM has no layers with experts",
+    "ernie4_5_vl_moe": "makes mlp.text_moe.gate.weight of model.layers.1.mlp.gate.weight and other tensors",
+    **dict.fromkeys(("gemma4", "gemma4 with vision"), "0 parameters [8, 128] of a layer multiply what its experts"),
+    **dict.fromkeys(
+        ("glm5_next", "glm_moe_dsa", "hy_v4", "inkling", "nllb_moe", "switch_transformers", "zaya"),
+        "its layers hand on more than hidden states",
+    ),
+    "gpt_oss": "its experts hold gate_up_proj [8, 128, 128], gate_up_proj_bias [8, 128], down_proj [8, 64, 128]",
+    **dict.fromkeys(
+        ("granitemoe", "granitemoehybrid", "granitemoeshared", "qwen3_vl_moe", "step3p7"),
+        "holds the experts in a layout of its own",
+    ),
+    "jetmoe": "its experts hold weight [8, 64, 128], not gate_up_proj",
+    "kimi_linear": "makes self_attn.conv1d.weight of model.layers.0.self_attn.k_conv1d.weight and other tensors",
+    **dict.fromkeys(("llama4", "llama4 with vision"), "its experts hold gate_up_proj [8, 128, 128], down_proj [8, 64,"),
+    "longcat_flash": "its experts hold gate_up_proj [12, 128, 128], down_proj [8, 128, 64]",
+    **dict.fromkeys(
+        ("minimax_m3_vl", "minimax_m3_vl with vision"),
+        "its experts compute another product than act(gate) * up",
+    ),
+    "nemotron_h": "its experts hold up_proj [8, 64, 128], down_proj [8, 128, 64]",
+}
+# The class of the whole model where it is not the only ForCausalLM of its type.
+CLASSES = {
+    "aria": "AriaTextForCausalLM",
+    "deepseek_ocr2": "DeepseekOcr2ForConditionalGeneration",
+    "ernie4_5_vl_moe": "Ernie4_5_VLMoeForConditionalGeneration",
+    "gemma4 with vision": "Gemma4ForConditionalGeneration",
+    "glm4v_moe": "Glm4vMoeForConditionalGeneration",
+    "glm5_next": "Glm5NextForConditionalGeneration",
+    "llama4 with vision": "Llama4ForConditionalGeneration",
+    "minimax_m3_vl with vision": "MiniMaxM3SparseForConditionalGeneration",
+    "qwen3_5_moe as published": "Qwen3_5MoeForConditionalGeneration",
+    "qwen3_5_moe with vision": "Qwen3_5MoeForConditionalGeneration",
+    "qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "step3p7": "Step3p7ForConditionalGeneration",
+}
+# A size that the class works out of others, and does not take.
+WORKED_OUT = {"jetmoe": "num_attention_heads", "nemotron_h": "num_hidden_layers"}
 
 
 @cache
-def classes() -> dict[str, Any]:
-    """The installed transformers' classes of whole models with experts, causal and conditional, by name."""
+def found() -> dict[str, tuple[str, ...]]:
+    """The model types of the installed transformers with experts, and the names of their whole models' classes."""
     import transformers
-    from transformers.models.auto import modeling_auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
 
-    names: dict[str, None] = {}
-    for mapping in (
-        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    ):  # fmt: skip
-        names |= dict.fromkeys(name for name in mapping.values() if name.endswith(WHOLE))
-    found = {}
-    for file in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
-        text = file.read_text()
-        if re.search(r"self\.\w*experts = ", text):
-            module = import_module(f"transformers.models.{file.parent.name}.{file.stem}")
-            found |= {n: getattr(module, n) for n in re.findall(r"^class (\w+)\(", text, re.MULTILINE) if n in names}
-    return dict(sorted(found.items()))
+    result = {}
+    for name in sorted({model_type_to_module_name(model_type) for model_type in CONFIG_MAPPING_NAMES}):
+        file = Path(transformers.__file__).parent / "models" / name / f"modeling_{name}.py"
+        text = file.read_text() if file.is_file() else ""
+        whole = re.findall(r"^class (\w+For(?:CausalLM|ConditionalGeneration))\(", text, re.MULTILINE)
+        if whole and re.search(r"^class \w*Experts\w*\(", text, re.MULTILINE):
+            result[name] = tuple(whole)
+    return result
 
 
-def config(name: str) -> Any:
-    """The config of the tiny model of a class, as its config class makes it."""
-    config_class = classes()[name].config_class
+def whole_class(name: str) -> Any:
+    """The class of the whole model of a type."""
+    model_type = name.partition(" ")[0]
+    module = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    only = [one for one in dir(module) if one.endswith("ForCausalLM")]
+    return getattr(module, CLASSES.get(name) or only[0])
+
+
+def config_of(name: str) -> Any:
+    """The config of the tiny model of a type, as its config class makes it."""
+    config_class = whole_class(name).config_class
     default = config_class()
-    if default.get_text_config() is default:
-        return config_class(**_text(default))
-    parts = {part: getattr(default, part, None) for part in config_class.sub_configs}
     text = default.get_text_config()
-    return config_class(**{part: _text(c) if c is text else _tower(c) for part, c in parts.items() if c is not None})
+    if text is default:
+        return config_class(**_text(default, name))
+    parts = {part: getattr(default, part, None) for part in config_class.sub_configs}
+    return config_class(**{p: _text(c, name) if c is text else _tower(c) for p, c in parts.items() if c is not None})
 
 
-def _text(default: Any) -> dict[str, Any]:
+def _text(default: Any, name: str) -> Settings:
     keys = default.to_dict()
     given = {key: value for key, value in SIZES.items() if keys.get(key, False) is not False}
-    for key in WORKED_OUT.get(default.model_type, ()):
-        given.pop(key, None)
-    return given | OWN.get(default.model_type, {}) | {"model_type": default.model_type}
+    given.pop(WORKED_OUT.get(name, ""), None)
+    return given | TYPES[name]
 
 
-def _tower(default: Any) -> dict[str, Any]:
+def _tower(default: Any) -> Settings:
     keys = default.to_dict()
     inner = {part: _tower(getattr(default, part)) for part in default.sub_configs}
-    return {key: value for key, value in TOWER.items() if key in keys} | inner | {"model_type": default.model_type}
+    return {key: value for key, value in VISION.items() if key in keys} | inner
+
+
+def whole_model(name: str, config: Settings, weights: dict[str, Tensor]) -> Any:
+    """transformers' whole model of a type, in float32, of a config.json and the weights of its files.
+
+    transformers itself fuses experts and renames parameters. Attention is sdpa where its classes have that.
+    """
+    whole = whole_class(name)
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    made = whole.config_class.from_dict(plain)
+    numbers = {name: tensor.float() for name, tensor in weights.items()}
+    settings = {"dtype": torch.float32, "experts_implementation": "eager", "output_loading_info": True}
+    for attention in ATTENTION:
+        try:
+            model, info = whole.from_pretrained(
+                None, config=made, state_dict=numbers, attn_implementation=attention, **settings
+            )
+        except ValueError as failure:
+            if "attention implementation" not in str(failure) or attention == ATTENTION[-1]:
+                raise
+        else:
+            break
+    assert not info["missing_keys"], info
+    assert not info["mismatched_keys"], info
+    assert all(key.startswith("mtp.") for key in info["unexpected_keys"]), info
+    return model.eval().requires_grad_(False)
 
 
 @torch.no_grad()
 def build(name: str) -> Any:
-    """The tiny model of a class, in float32 and evaluation mode."""
+    """The tiny model of a type, in float32 and evaluation mode."""
+    made, whole = config_of(name), whole_class(name)
     torch.manual_seed(0)
-    made = config(name)
-    made._experts_implementation = "eager"
-    try:
-        made._attn_implementation = "sdpa"
-        model = classes()[name](made)
-    except ValueError as failure:
-        if "attention implementation" not in str(failure):
-            raise
-        made._attn_implementation = "eager"
-        model = classes()[name](made)
-    return randomized(model.eval().float().requires_grad_(False))
+    for attention in ATTENTION:
+        made._attn_implementation = attention
+        try:
+            return _randomized(whole(made).eval().float())
+        except ValueError as failure:
+            if "attention implementation" not in str(failure) or attention == ATTENTION[-1]:
+                raise
+    raise AssertionError(name)
 
 
-def randomized(model: Any) -> Any:
-    """The model with weights that keep a vector's length, norms and biases that differ from 1 and 0."""
+def _randomized(model: Any) -> Any:
+    """The model with matrices that keep a vector's length, and with vectors that differ from 1 and from 0."""
     for name, weight in model.named_parameters():
-        if weight.dim() == 1:
-            weight.add_(0.2 * torch.randn(weight.shape))
+        values = torch.randn(weight.shape)
+        if weight.dim() < 2:
+            weight.add_(0.2 * values)
         else:
-            size = 0.5 if "embed" in name else weight.shape[-1] ** -0.5
-            weight.copy_(size * torch.randn(weight.shape))
+            weight.copy_(values * (0.5 if "embed" in name else weight.shape[-1] ** -0.5))
     for name, buffer in model.named_buffers():
         if name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.copy_(0.05 * torch.randn(buffer.shape))
@@ -235,8 +315,60 @@ def randomized(model: Any) -> Any:
 
 
 def save(name: str, folder: Path) -> Path:
-    """The tiny model of a class, in bfloat16 under the names that transformers saves, with a tokenizer."""
+    """The tiny model of a type as files in bfloat16 that transformers names, with a tokenizer; returns the folder.
+
+    That "as published" has FP8 weights, see `_publish`.
+    """
     build(name).bfloat16().save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
-    write_tokenizer(folder)
-    return folder
+    if name.endswith("as published"):
+        _publish(folder)
+    return write_tokenizer(folder)
+
+
+# As Qwen3.5-MoE is published ---------------------------------------------------------------------------------------
+
+# All linear modules of a layer but routers, gates and the two small ones of linear attention.
+FP8_WEIGHT = re.compile(
+    r".*(self_attn\.\w_proj|linear_attn\.(in_proj_qkv|in_proj_z|out_proj)|(shared_expert|experts\.\d+)\.\w+_proj)\.weight"
+)
+
+
+def _publish(folder: Path) -> None:
+    """One tensor for each expert's matrix, FP8 in blocks with bfloat16 scales, and a layer that predicts a token."""
+    file = folder / "model.safetensors"
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in load_file(file).items():
+        tensors |= _unfused(name, tensor)
+    last = {name: t for name, t in tensors.items() if ".language_model.layers.3." in name}
+    tensors |= {"mtp.layers.0." + name.partition(".layers.3.")[2]: t.clone() for name, t in last.items()}
+    tensors |= {"mtp.fc.weight": torch.randn(128, 256).bfloat16(), "mtp.norm.weight": torch.zeros(128).bfloat16()}
+    for name in [name for name in tensors if FP8_WEIGHT.fullmatch(name)]:
+        tensors[name], tensors[f"{name}_scale_inv"] = _fp8(tensors[name])
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _unfused(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    experts, _, fused = name.rpartition(".")
+    if not experts.endswith(".experts"):
+        return {name: tensor}
+    parts = ("gate_proj", "up_proj") if fused == "gate_up_proj" else ("down_proj",)
+    return {
+        f"{experts}.{number}.{part}.weight": matrix.contiguous()
+        for number, expert in enumerate(tensor)
+        for part, matrix in zip(parts, expert.chunk(len(parts)), strict=True)
+    }
+
+
+def _fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight of whole blocks of 128 × 128, as codes and as the bfloat16 scales of its blocks."""
+    rows, columns = (size // 128 for size in weight.shape)
+    blocks = weight.float().view(rows, 128, columns, 128)
+    scale = (blocks.abs().amax((1, 3)) / 448).bfloat16()
+    codes = (blocks / scale.float()[:, None, :, None]).clamp(-448, 448).view(weight.shape)
+    return codes.to(torch.float8_e4m3fn), scale

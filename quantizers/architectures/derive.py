@@ -22,7 +22,7 @@ from .architecture import EXPERTS, ROUTER, Architecture
 from .facts import Stored
 from .matrices import MATRICES, PROJECTIONS, Matrix
 from .roles import EXACT, Roles, kinds_of_layers, probe, require_usable
-from .skeleton import Place, Skeleton, made_config, model_class
+from .skeleton import Place, Skeleton, config_of, model_class
 
 SCALES = ("_scale_inv", "_scale")  # what follows the name of an FP8 weight in that of its scale
 
@@ -52,12 +52,7 @@ def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...],
     require_usable(roles, parsed["model_type"])
     stored = sort_out(skeleton, {name: Header(dtype, shape) for name, dtype, shape in headers}, where)
     _require_complete(skeleton, stored, where)
-    if roles.norm is None:
-        raise ArchitectureError(
-            f"{where}: {type(skeleton.model).__name__}: what its experts read is not the output of a norm in their layer; "
-            "such a model cannot be quantized with this program"
-        )
-    norm, router = roles.norm, roles.router_weight
+    norm, router = roles.norm or "", roles.router_weight
     return Architecture.model_validate(
         {
             "model_type": parsed["model_type"],
@@ -104,8 +99,16 @@ def skeleton_of(config: dict[str, Any], where: str) -> Skeleton:
             f"{where}: architectures: transformers {transformers.__version__} has no {names[0]}; "
             "give a model that it has, or facts with `source.facts`"
         )
-    plain = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
-    return Skeleton(found, made_config(found, plain))
+    try:
+        return Skeleton(found, config_of(found, config))
+    except ArchitectureError:
+        raise
+    except Exception as failure:  # whatever its class raises
+        reason = " ".join(str(failure).split())
+        raise ArchitectureError(
+            f"{where}: transformers cannot make {names[0]} of it ({type(failure).__name__}: {reason}); "
+            "correct this file"
+        ) from None
 
 
 # The stored tensors -------------------------------------------------------------------------------------------------

@@ -109,6 +109,11 @@ def require_usable(roles: Roles, model_type: str) -> None:
         "up_down": "its experts are not linear in up",
         "large": "its experts compute another product where activations are large, as with a clamp",
     }
+    if roles.norm is None:
+        raise ArchitectureError(
+            f"model type {model_type}: its experts do not read the output of a norm with a vector of weights alone; "
+            "such a model cannot be quantized with this program"
+        )
     for name, meaning in needed.items():
         if not roles.probes[name] < EXACT:
             raise ArchitectureError(

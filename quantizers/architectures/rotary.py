@@ -47,11 +47,11 @@ def rotary_factor(
 
 
 def transformers_config(facts: Architecture, config: dict[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
-    """config.json for transformers: with every size and the rotary factor, without quantization_config.
+    """config.json for transformers: with every size and the rotary factor.
 
     Where config.json leaves a size out, transformers may have another default than the facts.
     """
-    adapted = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
+    adapted = dict(config)
     by_key = {size.key: sizes[name] for name, size in facts.sizes.items() if size.value is None}
     adapted |= {key: size for key, size in by_key.items() if not config.get(key)}
     factor = rotary_factor(facts, config, sizes)

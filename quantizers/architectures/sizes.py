@@ -137,12 +137,11 @@ def sizes_of(facts: Architecture, config: dict[str, Any], where: str) -> Sizes:
 
 def _of_config_class(facts: Architecture, config: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
     """The values that these keys have in transformers, which knows other names and defaults; only those that it has."""
-    from .skeleton import model_class  # takes seconds: transformers is imported with it
+    from .skeleton import config_of, model_class  # takes seconds: transformers is imported with it
 
     found = model_class(facts.model_class, facts.model_type)
-    plain = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
     try:
-        made = found.config_class(**plain)
+        made = config_of(found, config)
     except Exception:  # whatever the class raises at a wrong value: without it the size is refused by its name
         return {}
     return {key: getattr(made, key, None) for key in keys}

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
@@ -245,10 +246,17 @@ def model_class(name: str, model_type: str | None) -> Any:
     return found if hasattr(found, "config_class") else None
 
 
-def made_config(model_class: Any, config: dict[str, Any]) -> Any:
-    """The config that a class of transformers makes of config.json, which may write infinities as objects."""
-    config_class = model_class.config_class
-    return config_class(**config_class._decode_special_floats(config))
+def config_of(model_class: Any, config: Mapping[str, Any]) -> Any:
+    """transformers' config of a config.json, without what says how the files are quantized.
+
+    transformers writes an infinity as `{"__float__": "Infinity"}`.
+    """
+    plain = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
+
+    def number(entry: dict[str, Any]) -> Any:
+        return float(entry["__float__"]) if entry.keys() == {"__float__"} else entry
+
+    return model_class.config_class(**json.loads(json.dumps(plain), object_hook=number))
 
 
 class _Reached(Exception):  # no error: the forward has reached its last layer

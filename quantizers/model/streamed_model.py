@@ -24,7 +24,7 @@ import torch
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.rotary import transformers_config
 from quantizers.architectures.sizes import Sizes
-from quantizers.architectures.skeleton import Skeleton, made_config, replaced_forward
+from quantizers.architectures.skeleton import Skeleton, config_of, replaced_forward
 from quantizers.formats.dequantization import read_weight
 from quantizers.formats.tensor_names import FUSED
 from quantizers.system.errors import ArchitectureError, CheckpointError
@@ -75,7 +75,7 @@ class StreamedModel:
         self.checkpoint, self.facts, self.sizes = checkpoint, facts, sizes
         self.device, self.dtype = device, dtype
         model_class = class_of(facts)
-        config = made_config(model_class, transformers_config(facts, checkpoint.config, sizes))
+        config = config_of(model_class, transformers_config(facts, checkpoint.config, sizes))
         self.skeleton = Skeleton(model_class, config, device, dtype)
         self._keeps_products: bool | None = None
         for name in facts.outside:

@@ -13,6 +13,7 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.rotary import transformers_config
 from quantizers.architectures.sizes import sizes_of
+from quantizers.architectures.skeleton import config_of
 from quantizers.system.errors import ArchitectureError
 
 
@@ -28,7 +29,7 @@ def test_what_transformers_saves_has_the_sizes_of_what_it_read(family: str) -> N
     read, again = sizes_of(facts, config, "x"), saved(facts, config)
     found = sizes_of(facts, again, "x")
     assert (found, found.dense, found.mtp) == (read, read.dense, read.mtp)
-    computed = getattr(transformers, facts.model_class).config_class(**transformers_config(facts, again, found))
+    computed = config_of(getattr(transformers, facts.model_class), transformers_config(facts, again, found))
     for name in ("experts", "chosen", "hidden", "width", "layers"):
         assert getattr(computed, facts.sizes[name].key) == read[name]
 
