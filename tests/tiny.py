@@ -151,7 +151,7 @@ def write_recipe(folder: Path, words: int = 40, samples: int = 6, **experts: Any
         "source": {"model": "model"},
         "calibration": "calibration.yaml",
         "experts": experts,
-        "verify": {"perplexity": {"data": "held-out.yaml", "max_source": 1e9}},
+        "verify": {"perplexity": {"data": "held-out.yaml", "max_source": "any"}},
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     return folder / "recipe.yaml"

@@ -39,21 +39,25 @@ def derived_architecture(config: dict[str, Any], tensors: Mapping[str, Stored], 
             known here; or a probe refutes what every quantized model must fulfil.
     """
     headers = tuple(sorted((name, info.dtype, tuple(info.shape)) for name, info in tensors.items()))
-    return _derived(json.dumps(config), headers, where)
+    try:
+        return _derived(json.dumps(config), headers)
+    except ArchitectureError as failure:
+        raise ArchitectureError(f"{where}: {failure}") from None
 
 
 @cache
-def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...], where: str) -> Architecture:
+def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...]) -> Architecture:
     # A command asks several times, and building and probing the model takes seconds.
     parsed: dict[str, Any] = json.loads(config)
-    skeleton = skeleton_of(parsed, where)
+    skeleton = skeleton_of(parsed)
     _require_states_alone(skeleton)
     kinds = [Kind(numbers, *probe(skeleton, numbers[0])) for numbers in kinds_of_layers(skeleton)]
-    roles = _common([kind.roles for kind in kinds if kind.roles is not None], where)
+    roles = _common([kind.roles for kind in kinds if kind.roles is not None])
     require_usable(roles, parsed["model_type"])
-    stored = sort_out(skeleton, {name: Header(dtype, shape) for name, dtype, shape in headers}, where)
-    _require_complete(skeleton, stored, where)
-    norm, router = roles.norm or "", roles.router_weight
+    stored = sort_out(skeleton, {name: Header(dtype, shape) for name, dtype, shape in headers})
+    _require_complete(skeleton, stored)
+    norm, router = roles.norm, roles.router_weight
+    assert norm is not None  # see require_usable
     return Architecture.model_validate(
         {
             "model_type": parsed["model_type"],
@@ -64,7 +68,7 @@ def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...],
             "unread": _patterns(stored),
             "layer_prefix": stored.prefix + "{layer}.",
             "kinds": _kinds(skeleton, stored, kinds, roles),
-            **_experts(skeleton, stored, roles, where),
+            **_experts(skeleton, stored, roles),
             "norm": {
                 "tensor": stored.published(f"{norm}.weight"),
                 "readers": [ROUTER, EXPERTS, *map(stored.published, roles.readers), *stored.strangers],
@@ -96,22 +100,26 @@ def _require_states_alone(skeleton: Skeleton) -> None:
     handed = dict.fromkeys(name for call in skeleton.calls(TOKENS) for name in call.handed)
     if handed:
         raise ArchitectureError(
-            f"{type(skeleton.model).__name__}: its layers hand on more than hidden states ({', '.join(handed)}); such a "
-            "model cannot be computed layer by layer here; give another model"
+            f"{type(skeleton.model).__name__}: its layers hand on more than hidden states ({', '.join(handed)}); such "
+            "a model cannot be computed layer by layer here; give another model"
         )
 
 
-def skeleton_of(config: dict[str, Any], where: str) -> Skeleton:
-    """transformers' whole model of a config.json, without weights."""
+def skeleton_of(config: dict[str, Any]) -> Skeleton:
+    """transformers' whole model of a config.json, without weights.
+
+    Raises:
+        ArchitectureError: transformers has no such class, or cannot make it of this config.json.
+    """
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise ArchitectureError(f"{where}: architectures does not name the model's class; give a published config.json")
+        raise ArchitectureError("architectures does not name the model's class; give a published config.json")
     found = model_class(names[0], config.get("model_type"))
     if found is None:
         import transformers
 
         raise ArchitectureError(
-            f"{where}: architectures: transformers {transformers.__version__} has no {names[0]}; "
+            f"architectures: transformers {transformers.__version__} has no {names[0]}; "
             "give a model that it has, or facts with `source.facts`"
         )
     try:
@@ -121,8 +129,7 @@ def skeleton_of(config: dict[str, Any], where: str) -> Skeleton:
     except Exception as failure:  # whatever its class raises
         reason = " ".join(str(failure).split())
         raise ArchitectureError(
-            f"{where}: transformers cannot make {names[0]} of it ({type(failure).__name__}: {reason}); "
-            "correct this file"
+            f"transformers cannot make {names[0]} of it ({type(failure).__name__}: {reason}); correct this file"
         ) from None
 
 
@@ -206,7 +213,7 @@ class StoredTensors:
         return sorted({match[2] for match in matches if int(match[1]) < len(self.layers)})
 
 
-def sort_out(skeleton: Skeleton, headers: Mapping[str, Header], where: str) -> StoredTensors:
+def sort_out(skeleton: Skeleton, headers: Mapping[str, Header]) -> StoredTensors:
     """Find the place of every stored tensor.
 
     Raises:
@@ -232,7 +239,7 @@ def sort_out(skeleton: Skeleton, headers: Mapping[str, Header], where: str) -> S
             if place.part is not None and not _EXPERTS.search(place.parameter):
                 model = type(skeleton.model).__name__
                 raise ArchitectureError(
-                    f"{where}: {model} makes {place.parameter} of {name} and other tensors; this program cannot do "
+                    f"{model} makes {place.parameter} of {name} and other tensors; this program cannot do "
                     "that; give another model"
                 )
             start, _, within = name.partition(f".{place.layer}.")
@@ -240,7 +247,7 @@ def sort_out(skeleton: Skeleton, headers: Mapping[str, Header], where: str) -> S
             layers[place.layer][within] = place
     if len(prefixes) != 1:
         raise ArchitectureError(
-            f"{where}: the tensors of its layers begin with {' and '.join(sorted(prefixes)) or 'nothing known'}; "
+            f"the tensors of its layers begin with {' and '.join(sorted(prefixes)) or 'nothing known'}; "
             f"{type(skeleton.model).__name__} needs one beginning; give the published checkpoint"
         )
     return StoredTensors(headers, prefixes.pop(), layers, outside, carried)
@@ -270,7 +277,7 @@ def _parameter_of(skeleton: Skeleton, module: torch.nn.Module) -> str:
     return f"{path}.weight"
 
 
-def _require_complete(skeleton: Skeleton, stored: StoredTensors, where: str) -> None:
+def _require_complete(skeleton: Skeleton, stored: StoredTensors) -> None:
     """Refuse files without a tensor that the model computes with.
 
     Raises:
@@ -284,7 +291,7 @@ def _require_complete(skeleton: Skeleton, stored: StoredTensors, where: str) -> 
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise ArchitectureError(
-            f"{where}: {type(skeleton.model).__name__} computes with {missing[0]}{more}, but no tensor in the files is "
+            f"{type(skeleton.model).__name__} computes with {missing[0]}{more}, but no tensor in the files is "
             "that; the files are incomplete, or of another model than config.json says"
         )
 
@@ -292,19 +299,19 @@ def _require_complete(skeleton: Skeleton, stored: StoredTensors, where: str) -> 
 # The parts of the facts -----------------------------------------------------------------------------------------------
 
 
-def _common(found: Sequence[Roles], where: str) -> Roles:
+def _common(found: Sequence[Roles]) -> Roles:
     """The roles of all layers with experts, with the largest number of each probe.
 
     Raises:
         ArchitectureError: there is no such layer, or they differ.
     """
     if not found:
-        raise ArchitectureError(f"{where}: no layer has routed experts; give a mixture-of-experts model")
+        raise ArchitectureError("no layer has routed experts; give a mixture-of-experts model")
     for one in found[1:]:
         for name in ("experts", "router_weight", "norm", "norm_offset", "chosen", "scoring"):
             if getattr(one, name) != getattr(found[0], name):
                 raise ArchitectureError(
-                    f"{where}: in some layers {name} is {getattr(found[0], name)}, in others {getattr(one, name)}; "
+                    f"in some layers {name} is {getattr(found[0], name)}, in others {getattr(one, name)}; "
                     "such a model cannot be quantized with this program"
                 )
     readers = tuple(dict.fromkeys(reader for one in found for reader in one.readers))
@@ -335,15 +342,16 @@ def _outside(skeleton: Skeleton, stored: StoredTensors) -> dict[str, Any]:
     names = {parameter: name for name, parameter in stored.outside.items()}
     embedding = names[_parameter_of(skeleton, skeleton.model.get_input_embeddings())]
     head = names.get(_parameter_of(skeleton, skeleton.model.get_output_embeddings()), embedding)
-    tensors = {name: _tensor(stored.headers[name], stored) for name in stored.outside}
+    shapes = {name: skeleton.parameters[parameter].shape for name, parameter in stored.outside.items()}
+    tensors = {name: _tensor(shape, stored.headers[name], stored) for name, shape in shapes.items()}
     return {"outside": tensors, "embedding": embedding, "head": head}
 
 
-def _tensor(header: Header, stored: StoredTensors) -> dict[str, Any]:
-    """The facts about one tensor; float32 counts where not everything is float32."""
+def _tensor(shape: Sequence[int], header: Header, stored: StoredTensors) -> dict[str, Any]:
+    """The facts about one tensor: the class's shape, the stored dtype; float32 counts where not all are float32."""
     all_float32 = all(one.dtype == "F32" for one in stored.headers.values())
     dtype = "F32" if header.dtype == "F32" and not all_float32 else "F16" if header.dtype == "F16" else "BF16"
-    return {"shape": list(header.shape), "dtype": dtype}
+    return {"shape": list(shape), "dtype": dtype}
 
 
 def _patterns(stored: StoredTensors) -> list[str]:
@@ -376,21 +384,22 @@ def _kinds(skeleton: Skeleton, stored: StoredTensors, kinds: Sequence[Kind], rol
 
 def _of_layer(skeleton: Skeleton, stored: StoredTensors, number: int, roles: Roles) -> dict[str, Any]:
     """What lies in a layer besides its routed experts."""
-    modules = dict(skeleton.layers[number].named_modules())
+    layer = skeleton.layers[number]
+    modules, parameters = dict(layer.named_modules()), layer.state_dict()
     tensors, linears = {}, {}
     for name, place in stored.layers[number].items():
         if place.parameter.startswith(f"{roles.experts}."):
             continue
-        header, module = stored.header(number, name), modules.get(place.parameter.removesuffix(".weight"))
+        shape, module = parameters[place.parameter].shape, modules.get(place.parameter.removesuffix(".weight"))
         is_linear = isinstance(module, torch.nn.Linear) and name.endswith(".weight")
         if is_linear and place.parameter != roles.router_weight:
-            linears[name.removesuffix(".weight")] = list(header.shape)
+            linears[name.removesuffix(".weight")] = list(shape)
         else:
-            tensors[name] = _tensor(header, stored)
+            tensors[name] = _tensor(shape, stored.header(number, name), stored)
     return {"tensors": tensors, "linears": linears}
 
 
-def _experts(skeleton: Skeleton, stored: StoredTensors, roles: Roles, where: str) -> dict[str, Any]:
+def _experts(skeleton: Skeleton, stored: StoredTensors, roles: Roles) -> dict[str, Any]:
     """The facts about the names and shapes of the routed experts' matrices.
 
     Raises:
@@ -412,7 +421,7 @@ def _experts(skeleton: Skeleton, stored: StoredTensors, roles: Roles, where: str
             prefixes.add(name.removesuffix(parameter))
         else:
             raise ArchitectureError(
-                f"{where}: {stored.prefix}{number}.{name} holds the experts in a layout of its own, "
+                f"{stored.prefix}{number}.{name} holds the experts in a layout of its own, "
                 f"{list(stored.header(number, name).shape)}; this program cannot read it; give a checkpoint with one "
                 "tensor for each expert's matrix"
             )

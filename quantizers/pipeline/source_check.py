@@ -38,7 +38,7 @@ def check_source(job: Job, texts: Sequence[Text], context: Context) -> None:
         CheckpointError: it is above the recipe's `verify.perplexity.max_source`.
     """
     gate, record = job.recipe.verify.perplexity if job.recipe.verify else None, context.work / RECORD
-    if gate is None or not texts or context.dist.broadcast_object(record.exists()):
+    if gate is None or gate.max_source == "any" or not texts or context.dist.broadcast_object(record.exists()):
         return
     chosen = probes_of([len(text.tokens) for text in texts], TOKENS, LENGTH)
     beginnings = [Text(texts[i].tokens[:length], "source", 1) for i, length in chosen.items()]

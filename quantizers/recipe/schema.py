@@ -199,9 +199,9 @@ class PerplexityGate(Strict):
     """How much perplexity may rise, relative to the source: 0.02 is 2 %."""
     max_kl: Annotated[float, Field(ge=0.0)] | None = None
     """The largest mean KL(source || output), in nats."""
-    max_source: Annotated[float, Field(gt=1.0)] = 100.0
+    max_source: Annotated[float, Field(gt=1.0)] | Literal["any"] = 100.0
     """The largest perplexity of the source itself, on the beginnings of a few texts, before anything is quantized: a
-    checkpoint that is mixed up, or computed wrongly, makes no sense of text."""
+    checkpoint that is mixed up, or computed wrongly, makes no sense of text. `any`: it is not checked."""
 
 
 class Stop(Strict):

@@ -1,4 +1,4 @@
-"""The whole model without weights, against transformers' whole model with weights, for every mixture-of-experts type."""
+"""The whole model without weights, against transformers' with weights, for every mixture-of-experts type."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HANDED = {"zaya": "prev_router_hidden_states"} | dict.fromkeys(
 )
 FILLED = dict.fromkeys(("gemma4", "gemma4 with vision"), "shared_kv_states")
 # Of one stored tensor transformers makes several parameters; the first is its place, these are in the others' names.
-SPLIT = {"ernie4_5_vl_moe": "vision_moe.", "step3p7": "vision_model."}
+SPLIT = {"ernie4_5_vl_moe": "vision_moe.", "inkling with vision": ".up_proj", "step3p7": "vision_model."}
 
 
 def skeleton_of(name: str) -> Skeleton:

@@ -319,7 +319,7 @@ def test_figures_without_operations_that_have_no_order() -> None:
     """Perplexity and KL, of the evaluation and of the probe that a budget is measured by."""
     generator = torch.Generator().manual_seed(0)
     states, head = (torch.randn(n, 16, generator=generator).bfloat16() for n in (40, 50))
-    model: Any = SimpleNamespace(device=states.device, final=lambda rows: rows, head=lambda: head)
+    model: Any = SimpleNamespace(device=states.device, final=lambda rows: rows, logits=lambda rows: rows)
     with InOrder(0) as watch:
         score_text([(model, head), (model, head)], torch.arange(40), [states, states + 1])
     assert {"_log_softmax", "gather", "mm"} <= watch.seen, "the watch saw the work"

@@ -59,7 +59,7 @@ def test_the_case_is_one_that_rounded_logits_get_wrong(source: Model, candidate:
 @pytest.mark.on_device
 def test_kl_of_the_evaluation_in_bfloat16(source: Model, candidate: Model, device: torch.device) -> None:
     """Against float64 on the same numbers, position by position; and a model against itself is exactly 0."""
-    model: Any = SimpleNamespace(device=device, final=lambda rows: rows)
+    model: Any = SimpleNamespace(device=device, final=lambda rows: rows, logits=lambda products: products)
     tokens = torch.arange(POSITIONS) % WORDS
     states, heads = zip(*(source, candidate, source), strict=True)
     models = [(model, head.to(device)) for head in heads]
@@ -80,6 +80,6 @@ def test_parts_that_do_not_divide_the_vocabulary(words: int, monkeypatch: pytest
     monkeypatch.setattr(scoring, "HEAD_ROWS", words)
     generator = torch.Generator().manual_seed(2)
     states, head = (torch.randn(n, 16, generator=generator).bfloat16() for n in (5, 30))
-    found = scoring.logits(states, head)
+    found = scoring.products(states, head)
     assert found.dtype == torch.float32
     assert float((found.double() - exact(states, head)).abs().max()) < 1e-5

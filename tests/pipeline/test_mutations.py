@@ -98,7 +98,7 @@ def begin(
     experts = {"bits": 4, "group_size": 32, "awq": {"grid": 20, "duo_scaling": True}, "routed_weight": 0.9}
     verify = {
         "coverage": {"min_routed_tokens": 1},
-        "perplexity": {"data": "set.yaml", "max_kl": 0.5, "max_source": 1e9},
+        "perplexity": {"data": "set.yaml", "max_kl": 0.5, "max_source": "any"},
     }
     body = {"source": {"model": "model", "revision": "main", "trust_remote_code": False}, "calibration": "set.yaml"}
     body |= {"experts": experts, "keep": "everything-else", "verify": verify}
@@ -147,7 +147,8 @@ def test_mutated_inputs(
         if code == 2:
             refused += 1
             assert errors, about
-            assert all(line.startswith("quantize: ") for line in errors.splitlines()), about
+            said = [line for line in errors.splitlines() if not line.startswith(("model (", "checking", "scoring"))]
+            assert all(line.startswith("quantize: ") for line in said), about
         assert not (case.output / "config.json").exists()
         shutil.rmtree(case.output, ignore_errors=True)
     print(f"{name}: {refused} of {MUTATIONS} refused")

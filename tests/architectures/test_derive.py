@@ -1,0 +1,215 @@
+"""Facts derived from a model's class and files: against those that were written by hand, and where they are refused.
+
+The hand-written facts of seven families are the oracle for names, shapes and roles. What no checkpoint says stays
+theirs: which dtype servers hold a router in, and sizes under the names that other servers' data need.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import tiny
+import zoo
+from commands import Command
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.derive import Header, derived_architecture
+from quantizers.architectures.families import architecture_for
+from quantizers.architectures.matrices import MATRICES
+from quantizers.architectures.roles import EXACT
+from quantizers.architectures.sizes import Sizes, sizes_of
+from quantizers.checkpoint.reader import open_folder
+from quantizers.system.errors import ArchitectureError
+
+FOLDED = ("minimax_m2", "qwen3_moe", "mixtral")  # in the others a shared expert reads the norm too
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+@dataclass(frozen=True)
+class Both:
+    """A saved model, its derived facts, and those written by hand."""
+
+    model: str
+    config: dict[str, Any]
+    headers: dict[str, Header]
+    derived: Architecture
+    by_hand: Architecture
+
+    def sizes(self) -> tuple[Sizes, Sizes]:
+        return sizes_of(self.derived, self.config, "x"), sizes_of(self.by_hand, self.config, "x")
+
+
+@pytest.fixture(scope="module", params=families.MODELS)
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Both:
+    folder = tmp_path_factory.mktemp("model") / "model"
+    source = open_folder(families.write(folder, families.family_of(request.param), **families.MODELS[request.param]))
+    headers = {name: Header(info.dtype, tuple(info.shape)) for name, info in source.tensors.items()}
+    derived = derived_architecture(source.config, headers, "x")
+    return Both(request.param, source.config, headers, derived, architecture_for(source.config, "x"))
+
+
+def test_the_roles_are_those_written_by_hand(both: Both) -> None:
+    derived, by_hand = both.derived, both.by_hand
+    assert (derived.model_class, derived.norm.tensor) == (by_hand.model_class, by_hand.norm.tensor)
+    assert derived.norm.offset == by_hand.norm.offset
+    assert set(derived.norm.readers) == set(by_hand.norm.readers)
+    assert (derived.router.tensor, derived.router.scoring) == (by_hand.router.tensor, by_hand.router.scoring)
+    for path in ("norm", "router", "experts"):
+        assert getattr(derived.modules, path) == getattr(by_hand.modules, path)
+
+
+def test_names_and_shapes_of_every_layer_are_those_written_by_hand(both: Both) -> None:
+    derived, by_hand = both.derived, both.by_hand
+    sizes, expected = both.sizes()
+    assert {name: sizes[name] for name in sizes} == {name: expected[name] for name in sizes}
+    assert (sizes.dense, sizes.positions) == (expected.dense, expected.positions)
+    for number in range(sizes["layers"]):
+        found, known = derived.of_layer(number, sizes.dense), by_hand.of_layer(number, expected.dense)
+        assert shapes(found.linears, sizes) == shapes(known.linears, expected)
+        tensors = [{name: t.shape for name, t in part.tensors.items()} for part in (found, known)]
+        assert shapes(tensors[0], sizes) == shapes(tensors[1], expected)
+        assert derived.halves(number) == (number not in sizes.dense)
+        assert not derived.alone(number)
+        for name in [*found.tensors, *found.linears]:
+            assert derived.in_transformers(name) == by_hand.in_transformers(name)
+    for matrix in MATRICES:
+        assert derived.expert(1, 3, matrix) == by_hand.expert(1, 3, matrix)
+        terms = [facts.expert_linears[matrix].shape for facts in (derived, by_hand)]
+        assert sizes.shape(terms[0]) == expected.shape(terms[1])
+
+
+def shapes(terms: dict[str, list[str]], sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    return {name: sizes.shape(shape) for name, shape in terms.items()}
+
+
+def test_what_lies_outside_the_layers_is_known_and_layers_that_predict_further_tokens_are_carried(both: Both) -> None:
+    derived, by_hand = both.derived, both.by_hand
+    assert (derived.embedding, derived.head) == (by_hand.embedding, by_hand.head)
+    assert set(derived.outside) == set(by_hand.outside)
+    beyond = {name for name in both.headers if families.is_mtp(both.config, name)}
+    assert {name for name in both.headers if derived.is_unread(name)} == beyond
+
+
+def test_the_fold_is_exact_where_router_and_experts_alone_read_the_norm(both: Both) -> None:
+    probes = both.derived.probes
+    folds = families.family_of(both.model) in FOLDED
+    assert (probes["fold"] < EXACT) == folds == (not both.derived.also_reads_the_norm)
+    assert all(number < EXACT for name, number in probes.items() if name != "fold")
+    assert folds or probes["fold"] > 0.05  # nowhere near the bound
+
+
+# What one model says ------------------------------------------------------------------------------------------------
+
+
+def saved(folder: Path, model_type: str) -> tuple[dict[str, Any], dict[str, Header]]:
+    """config.json and headers of a tiny model of a type without facts."""
+    source = open_folder(zoo.save(model_type, folder))
+    return source.config, {name: Header(info.dtype, tuple(info.shape)) for name, info in source.tensors.items()}
+
+
+@pytest.fixture(scope="module")
+def olmoe(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Header]]:
+    return saved(tmp_path_factory.mktemp("olmoe") / "model", "olmoe")
+
+
+def test_layers_whose_residual_is_the_norms_output_run_whole_and_nothing_is_folded(tmp_path: Path) -> None:
+    """MiniMax-M1, of linear and of full attention."""
+    facts = derived_architecture(*saved(tmp_path / "model", "minimax"), "x")
+    assert facts.also_reads_the_norm == ["residual"]
+    assert [(kind.layers, kind.halves) for kind in facts.kinds] == [([0, 2], False), ([1, 3], False)]
+    assert facts.router.tensor == "block_sparse_moe.gate.weight"
+    assert facts.expert(2, 5, "up") == "model.layers.2.block_sparse_moe.experts.5.w3"
+
+
+def test_a_tensor_of_a_layer_that_the_class_has_no_place_for_is_carried_and_ends_the_fold(
+    olmoe: tuple[dict[str, Any], dict[str, Header]],
+) -> None:
+    """A server may multiply what comes out of the norm by it."""
+    config, headers = olmoe
+    name = "model.layers.1.mlp.latent.weight"
+    facts = [derived_architecture(config, headers | extra, "x") for extra in ({}, {name: Header("BF16", (4, 128))})]
+    assert [one.also_reads_the_norm for one in facts] == [[], ["mlp.latent.weight"]]
+    assert [one.is_unread(name) for one in facts] == [False, True]
+    assert not any(facts[1].is_unread(one) for one in headers)
+
+
+def test_shapes_are_those_of_the_class_whatever_the_files_hold(
+    olmoe: tuple[dict[str, Any], dict[str, Header]],
+) -> None:
+    config, headers = olmoe
+    wrong = {
+        "model.layers.1.self_attn.q_proj.weight": Header("BF16", (4, 4)),
+        "model.norm.weight": Header("BF16", (4,)),
+    }
+    assert derived_architecture(config, headers | wrong, "x") == derived_architecture(config, headers, "x")
+
+
+# What is refused ----------------------------------------------------------------------------------------------------
+
+
+def without(tensors: dict[str, Tensor]) -> None:
+    del tensors[Q]
+
+
+def cut(tensors: dict[str, Tensor]) -> None:
+    tensors[Q] = tensors[Q][:4].clone()
+
+
+def joined(tensors: dict[str, Tensor]) -> None:
+    """The experts as no class of transformers saves them."""
+    for name in [name for name in tensors if ".experts." in name]:
+        tensor = tensors.pop(name)
+        tensors[name.replace(".experts.", ".every.")] = tensor
+
+
+REFUSED: dict[str, tuple[dict[str, Any], Callable[[dict[str, Tensor]], object] | None, str]] = {
+    "a tensor is missing": (
+        {}, without, f"config.json: OlmoeForCausalLM computes with {Q}, but no tensor in the files is that; the files"
+    ),
+    "a tensor has another shape": ({}, cut, f"{Q} has shape [4, 128], config.json says [128, 128]"),
+    "experts under other names": (
+        {}, joined, "config.json: OlmoeForCausalLM computes with model.layers.0.mlp.experts.gate_up_proj (and 7 more)"
+    ),
+    "no class": ({"architectures": None}, None, "config.json: architectures does not name the model's class; give a"),
+    "an unknown class": (
+        {"architectures": ["NewestForCausalLM"]}, None, "config.json: architectures: transformers 5.17.0 has no Newest"
+    ),
+    "a class without experts": (
+        {"architectures": ["LlamaForCausalLM"]}, None, "config.json: LlamaForCausalLM has no layers with experts; give"
+    ),
+    "a wrong value": ({"hidden_size": "128"}, None, "config.json: transformers cannot make OlmoeForCausalLM of it ("),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_derived_is_said_in_one_line(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes, change, expected = REFUSED[case]
+    folder = zoo.save("olmoe", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    if change is not None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    capsys.readouterr()  # what saving has printed
+    command = Command(monkeypatch, capsys)
+    assert command("plan", tiny.write_recipe(tmp_path)) == 2
+    assert expected in command.err, command.err
+    assert len(command.err.strip().splitlines()) == 1
+
+
+def test_experts_in_a_layout_of_their_own_are_refused(tmp_path: Path) -> None:
+    """GraniteMoe's files hold all experts in one tensor under a name of its own."""
+    with pytest.raises(ArchitectureError, match=r"^x: model.layers.0.*input_linear.weight holds the experts in a"):
+        derived_architecture(*saved(tmp_path / "model", "granitemoe"), "x")
