@@ -31,7 +31,9 @@ def run_table(report: dict[str, Any], output: Path, source: str, recipe: str) ->
             lines += [positions_table(report), ""]
     plan, seconds = report["plan"], report["seconds"]
     coverage = report["coverage"]
+    apart = max(layer["proof"] for layer in report["layers"])
     lines += [
+        f"proof     every layer gives what transformers' own call of it gives, to {apart:.1e} of what it adds",
         f"audit     {report['audit']['tensors']:,} source tensors accounted for, "
         f"{report['audit']['kept_tensors']:,} kept byte for byte",
         *(f"          {line}" for line in collapse_lines(report["audit"]["differences"])[:10]),
