@@ -117,10 +117,10 @@ class Skeleton:
 
     def calls_with(self, tokens: torch.Tensor) -> list[Call]:
         """The same for token ids (B, T) int64."""
-        # What lies before the layers and has no weights yet gets zeros, which take no memory.
-        zero = torch.zeros((), dtype=self.dtype, device=self.device)
+        # Norms and scales before the layers have no weights yet: zeros, as the states are.
         outside = {n: p for n, p in self.model.named_parameters() if p.is_meta and not n.startswith(f"{self.path}.")}
-        zeros = {name: zero.expand(parameter.shape) for name, parameter in outside.items()}
+        vectors = {name: parameter for name, parameter in outside.items() if parameter.dim() == 1}
+        zeros = {n: torch.zeros(p.shape, dtype=self.dtype, device=self.device) for n, p in vectors.items()}
         return self._record(tokens, layers=len(self.layers), weights=zeros)
 
     def begin(self, tokens: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
