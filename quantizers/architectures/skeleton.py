@@ -15,7 +15,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib import import_module
 from typing import Any, Final
 
 import torch
@@ -117,7 +116,12 @@ class Skeleton:
 
     def begin(self, tokens: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
         """The states (B, T, H) that enter layer 0, from token ids (B, T) int64 and the embedding table."""
-        return self._record(tokens, layers=1, embed=lambda ids: torch.nn.functional.embedding(ids, embedding))[0].states
+        table = self.model.get_input_embeddings()
+        own, table.weight = table.weight, torch.nn.Parameter(embedding, requires_grad=False)
+        try:
+            return self._record(tokens, layers=1, embed=True)[0].states
+        finally:
+            table.weight = own
 
     def end(self, states: torch.Tensor) -> torch.Tensor:
         """What the head multiplies, (1, T, H), from the states (1, T, H) that leave the last layer.
@@ -152,7 +156,7 @@ class Skeleton:
         tokens: torch.Tensor,
         *,
         layers: int | None,
-        embed: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        embed: bool = False,
         leaving: torch.Tensor | None = None,
         logits: list[torch.Tensor] | None = None,
     ) -> list[Call]:
@@ -160,7 +164,7 @@ class Skeleton:
 
         Args:
             layers: it ends once so many have been called; None to go on behind the last one.
-            embed: stands for the embedding; None for zeros.
+            embed: whether the embedding has its weight; zeros stand for it otherwise.
             leaving: what all layers return; None for their states.
             logits: gets the logits.
         """
@@ -173,7 +177,8 @@ class Skeleton:
             calls: list[Call] = []
             try:
                 with contextlib.suppress(_Reached), contextlib.ExitStack() as stack:
-                    stack.enter_context(replaced_forward(table, embed or zeros))
+                    if not embed:
+                        stack.enter_context(replaced_forward(table, zeros))
                     for layer in self.layers:
                         recorder = _recorder(layer, calls, layers, leaving, as_tuple=as_tuple)
                         stack.enter_context(replaced_forward(layer, recorder))
@@ -181,6 +186,8 @@ class Skeleton:
                     if logits is not None:
                         logits.append(output.logits)
                 return calls
+            except torch.OutOfMemoryError:
+                raise
             except (TypeError, ValueError, IndexError, AttributeError, RuntimeError) as failure:
                 reason = " ".join(str(failure).split())
         raise ArchitectureError(
@@ -233,17 +240,24 @@ class Skeleton:
         return Place(int(within[1]), parameter[within.end() :], part)
 
 
-def model_class(name: str, model_type: str | None) -> Any:
-    """transformers' class of this name, or the one of a model type's own file; None if there is none."""
+def model_class(name: str, source: str) -> Any:
+    """transformers' class of a whole model.
+
+    Args:
+        source: what names it, for the message.
+
+    Raises:
+        ArchitectureError: transformers has none of this name.
+    """
     import transformers
-    from transformers.models.auto.configuration_auto import model_type_to_module_name
 
     found = getattr(transformers, name, None)
-    if found is None and model_type:
-        module = model_type_to_module_name(model_type)
-        with contextlib.suppress(ImportError):
-            found = getattr(import_module(f"transformers.models.{module}.modeling_{module}"), name, None)
-    return found if hasattr(found, "config_class") else None
+    if not hasattr(found, "config_class"):
+        raise ArchitectureError(
+            f"{source}: transformers {transformers.__version__} has no {name}; give a model that it has, or facts with "
+            "`source.facts` that name another class"
+        )
+    return found
 
 
 def config_of(model_class: Any, config: Mapping[str, Any]) -> Any:
