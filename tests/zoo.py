@@ -41,10 +41,11 @@ SIZES: Settings = {
 VISION: Settings = {
     **dict.fromkeys(("hidden_size", "d_model", "output_channels"), 32),
     **dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "mlp_dim"), 64),
-    **dict.fromkeys(("out_hidden_size", "output_dim", "projector_input_dim", "projector_output_dim"), 128),
+    **dict.fromkeys(("text_hidden_size", "out_hidden_size", "output_dim", "vision_output_dim"), 128),
+    **dict.fromkeys(("projector_input_dim", "projector_output_dim"), 128),
     **dict.fromkeys(("num_hidden_layers", "depth", "encoder_layers"), 1),
     **dict.fromkeys(("num_heads", "num_attention_heads", "num_key_value_heads", "encoder_attention_heads"), 2),
-    "conf_num_attention_heads": 2, "vision_output_dim": 128, "vocab_size": 320, "patch_size": 8, "image_size": 16,
+    "conf_num_attention_heads": 2, "n_layers": 6, "vocab_size": 320, "patch_size": 8, "image_size": 16,
     "downsample_hidden_size": 16, "downsample_channels": [32, 32], "num_position_embeddings": 16,
     "deepstack_visual_indexes": [], "global_attn_indexes": [0], "fullatt_block_indexes": [0],
 }  # fmt: skip
@@ -69,6 +70,8 @@ BLOCKS: Settings = {  # every matrix of whole blocks of 128 × 128
     "linear_key_head_dim": 64, "linear_value_head_dim": 32,
 }  # fmt: skip
 
+# Types that have a class for text alone and one with vision.
+WITH_VISION = ("aria", "gemma4", "inkling", "llama4", "minimax_m3_vl", "qwen3_5_moe", "qwen4_exp")
 # What is special to the text model of each type.
 TYPES: dict[str, Settings] = {
     "afmoe": _layers("sfsf"),
@@ -113,7 +116,10 @@ TYPES: dict[str, Settings] = {
     "hunyuan_v1_moe": NARROW,
     "hy_v3": FIRST_DENSE,
     "hy_v4": MLA | FIRST_DENSE | SHARED_INDEX | _layers("dddd"),
-    "inkling": {},
+    "inkling": FIRST_DENSE | {
+        "layer_types": ["hybrid_sliding", "hybrid"] * 2, "sliding_window_size": 16, "rel_extent": 64,
+        "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 32,
+    },
     "jamba": NARROW | {"mamba_dt_rank": 8, "use_mamba_kernels": False, "attn_layer_period": 2, "attn_layer_offset": 1},
     "jetmoe": NARROW | {"kv_channels": 32},
     "kimi_linear": MLA | FIRST_DENSE | _layers("lllf") | {"q_lora_rank": None},
@@ -159,22 +165,29 @@ TYPES: dict[str, Settings] = {
     },
     "zaya": {"router_hidden_size": 32, "num_experts_per_tok": 1},
 }  # fmt: skip
-TYPES |= {f"{name} with vision": TYPES[name] for name in ("gemma4", "llama4", "minimax_m3_vl", "qwen3_5_moe")}
+TYPES |= {f"{name} with vision": TYPES[name] for name in WITH_VISION}
 # What is said of the types that are refused. Those that TYPES lacks cannot be built, or have no decoder alone.
 REFUSED: dict[str, str] = {
-    "aria": "its experts hold weight [8, 128, 512], not gate_up_proj",
+    **dict.fromkeys(("aria", "aria with vision"), "its experts hold weight [8, 128, 512], not gate_up_proj"),
     **dict.fromkeys(
-        ("axk2", "flex_olmo", "qwen4_exp"),
+        ("axk2", "flex_olmo", "qwen4_exp", "qwen4_exp with vision"),
         "its experts do not read the output of a norm with a vector of weights alone",
     ),
     "dbrx": "transformers cannot make DbrxForCausalLM of it",
     "deepseek_v4": "its experts are chosen by a stored table",
     "doge": "DogeForCausalLM has no layers with experts",
     "ernie4_5_vl_moe": "makes mlp.text_moe.gate.weight of model.layers.1.mlp.gate.weight and other tensors",
-    **dict.fromkeys(("gemma4", "gemma4 with vision"), "0 parameters [8, 128] of a layer multiply what its experts"),
     **dict.fromkeys(
-        ("glm5_next", "glm_moe_dsa", "hy_v4", "inkling", "nllb_moe", "switch_transformers", "zaya"),
-        "its layers hand on more than hidden states",
+        ("gemma4", "gemma4 with vision", "inkling", "inkling with vision"),
+        "0 parameters [8, 128] of a layer multiply what its experts",
+    ),
+    **dict.fromkeys(
+        ("glm5_next", "glm_moe_dsa", "hy_v4"), "its layers hand on more than hidden states (prev_topk_indices)"
+    ),
+    "zaya": "its layers hand on more than hidden states (prev_router_hidden_states)",
+    **dict.fromkeys(
+        ("nllb_moe", "switch_transformers"),
+        "it cannot run with layers that pass their states on",
     ),
     "gpt_oss": "its experts hold gate_up_proj [8, 128, 128], gate_up_proj_bias [8, 128], down_proj [8, 64, 128]",
     **dict.fromkeys(
@@ -194,17 +207,20 @@ REFUSED: dict[str, str] = {
 # The class of the whole model where it is not the only ForCausalLM of its type.
 CLASSES = {
     "aria": "AriaTextForCausalLM",
+    "aria with vision": "AriaForConditionalGeneration",
     "deepseek_ocr2": "DeepseekOcr2ForConditionalGeneration",
     "ernie4_5_vl_moe": "Ernie4_5_VLMoeForConditionalGeneration",
     "gemma4 with vision": "Gemma4ForConditionalGeneration",
     "glm4v_moe": "Glm4vMoeForConditionalGeneration",
     "glm5_next": "Glm5NextForConditionalGeneration",
+    "inkling with vision": "InklingForConditionalGeneration",
     "llama4 with vision": "Llama4ForConditionalGeneration",
     "minimax_m3_vl with vision": "MiniMaxM3SparseForConditionalGeneration",
     "qwen3_5_moe as published": "Qwen3_5MoeForConditionalGeneration",
     "qwen3_5_moe with vision": "Qwen3_5MoeForConditionalGeneration",
     "qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration",
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "qwen4_exp with vision": "Qwen4ExpForConditionalGeneration",
     "step3p7": "Step3p7ForConditionalGeneration",
 }
 # A size that the class works out of others, and does not take.
@@ -250,13 +266,13 @@ def _text(default: Any, name: str) -> Settings:
     keys = default.to_dict()
     given = {key: value for key, value in SIZES.items() if keys.get(key, False) is not False}
     given.pop(WORKED_OUT.get(name, ""), None)
-    return given | TYPES[name]
+    return given | TYPES[name] | {"model_type": default.model_type}
 
 
 def _tower(default: Any) -> Settings:
     keys = default.to_dict()
     inner = {part: _tower(getattr(default, part)) for part in default.sub_configs}
-    return {key: value for key, value in VISION.items() if key in keys} | inner
+    return {key: value for key, value in VISION.items() if key in keys} | inner | {"model_type": default.model_type}
 
 
 def whole_model(name: str, config: Settings, weights: dict[str, Tensor]) -> Any:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from quantizers.system.formatting import ranges
+from quantizers.system.strict_yaml import dump
 
 from .facts import (
     DenseFacts,
@@ -208,6 +209,11 @@ class Architecture(Facts):
         kinds = [kind.model_dump(exclude={"tensors", "linears"}) for kind in self.kinds]
         roles = {"experts": self.modules.experts, "norm": self.norm.model_dump(), "router": self.router.model_dump()}
         return {"class": self.model_class, **roles, "kinds": kinds, "probes": self.probes}
+
+    def as_yaml(self) -> str:
+        """A file of these facts, without what the probes found, from which they can be read again."""
+        facts = self.model_dump(mode="json", exclude_defaults=True, exclude={"probes"})
+        return dump(facts, width=120, short_in_one_line=True)
 
     def origin(self) -> str:
         """A sentence on where derived facts come from, and what the probes found; empty for a file of facts."""

@@ -21,7 +21,7 @@ from quantizers.system.errors import ArchitectureError
 from .architecture import EXPERTS, ROUTER, Architecture
 from .facts import Stored
 from .matrices import MATRICES, PROJECTIONS, Matrix
-from .roles import EXACT, Roles, kinds_of_layers, probe, require_usable
+from .roles import EXACT, TOKENS, Roles, kinds_of_layers, probe, require_usable
 from .skeleton import Place, Skeleton, config_of, model_class
 
 SCALES = ("_scale_inv", "_scale")  # what follows the name of an FP8 weight in that of its scale
@@ -50,6 +50,7 @@ def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...])
     # A command asks several times, and building and probing the model takes seconds.
     parsed: dict[str, Any] = json.loads(config)
     skeleton = skeleton_of(parsed)
+    _require_states_alone(skeleton)
     kinds = [Kind(numbers, *probe(skeleton, numbers[0])) for numbers in kinds_of_layers(skeleton)]
     roles = _common([kind.roles for kind in kinds if kind.roles is not None])
     require_usable(roles, parsed["model_type"])
@@ -88,6 +89,20 @@ def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...])
             "probes": roles.probes,
         }
     )
+
+
+def _require_states_alone(skeleton: Skeleton) -> None:
+    """Refuse a model whose layers hand on more than hidden states.
+
+    Raises:
+        ArchitectureError: they do.
+    """
+    handed = dict.fromkeys(name for call in skeleton.calls(TOKENS) for name in call.handed)
+    if handed:
+        raise ArchitectureError(
+            f"{type(skeleton.model).__name__}: its layers hand on more than hidden states ({', '.join(handed)}); such "
+            "a model cannot be computed layer by layer here; give another model"
+        )
 
 
 def skeleton_of(config: dict[str, Any]) -> Skeleton:

@@ -19,10 +19,12 @@ from typing import Any, Final
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from quantizers.system.errors import ArchitectureError
 
 CPU = torch.device("cpu")
+MOST_ENTRIES = 3  # in the tuples that layers return
 ATTENTION = ("sdpa", "eager")  # in this order: some classes have eager attention alone
 
 
@@ -34,11 +36,13 @@ class Call:
         arguments: by the names of the layer's parameters, without the hidden states.
         states: the hidden states (B, T, H).
         name: what the layer calls these.
+        handed: the names of the arguments that earlier layers return besides their states; their values are unknown.
     """
 
     arguments: dict[str, Any]
     states: torch.Tensor
     name: str
+    handed: tuple[str, ...]
 
     def of(self, states: torch.Tensor) -> dict[str, Any]:
         """All arguments, with other hidden states (B, T, H), by keyword."""
@@ -112,7 +116,11 @@ class Skeleton:
 
     def calls_with(self, tokens: torch.Tensor) -> list[Call]:
         """The same for token ids (B, T) int64."""
-        return self._record(tokens, layers=len(self.layers))
+        # Norms and scales before the layers have no weights yet: zeros, as the states are.
+        outside = {n: p for n, p in self.model.named_parameters() if p.is_meta and not n.startswith(f"{self.path}.")}
+        vectors = {name: parameter for name, parameter in outside.items() if parameter.dim() == 1}
+        zeros = {n: torch.zeros(p.shape, dtype=self.dtype, device=self.device) for n, p in vectors.items()}
+        return self._record(tokens, layers=len(self.layers), weights=zeros)
 
     def begin(self, tokens: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
         """The states (B, T, H) that enter layer 0, from token ids (B, T) int64 and the embedding table."""
@@ -159,6 +167,7 @@ class Skeleton:
         embed: bool = False,
         leaving: torch.Tensor | None = None,
         logits: list[torch.Tensor] | None = None,
+        weights: Mapping[str, torch.Tensor] | None = None,
     ) -> list[Call]:
         """Run the model's forward with layers that keep their arguments and pass their states on.
 
@@ -167,22 +176,24 @@ class Skeleton:
             embed: whether the embedding has its weight; zeros stand for it otherwise.
             leaving: what all layers return; None for their states.
             logits: gets the logits.
+            weights: stand for parameters of these names.
         """
         table = self.model.get_input_embeddings()
 
         def zeros(ids: torch.Tensor) -> torch.Tensor:
             return torch.zeros(*ids.shape, table.weight.shape[-1], dtype=self.dtype, device=self.device)
 
-        for as_tuple in (False, True):  # what a layer returns
+        for entries in range(MOST_ENTRIES + 1):  # of what a layer returns; 0: its states, in no tuple
             calls: list[Call] = []
             try:
                 with contextlib.suppress(_Reached), contextlib.ExitStack() as stack:
                     if not embed:
                         stack.enter_context(replaced_forward(table, zeros))
                     for layer in self.layers:
-                        recorder = _recorder(layer, calls, layers, leaving, as_tuple=as_tuple)
+                        recorder = _recorder(layer, calls, layers, leaving, entries)
                         stack.enter_context(replaced_forward(layer, recorder))
-                    output = self.model(input_ids=tokens, use_cache=False)
+                    given = {"input_ids": tokens, "use_cache": False}
+                    output = torch.func.functional_call(self.model, dict(weights or {}), (), given)
                     if logits is not None:
                         logits.append(output.logits)
                 return calls
@@ -191,8 +202,8 @@ class Skeleton:
             except (TypeError, ValueError, IndexError, AttributeError, RuntimeError) as failure:
                 reason = " ".join(str(failure).split())
         raise ArchitectureError(
-            f"{type(self.model).__name__}: its layers hand on more than hidden states ({reason}), or it cannot run "
-            "text alone; such a model cannot be computed layer by layer here; give another model"
+            f"{type(self.model).__name__}: it cannot run with layers that pass their states on ({reason}), or without "
+            "more than text; such a model cannot be computed layer by layer here; give another model"
         )
 
     def put(self, name: str, weight: torch.Tensor) -> None:
@@ -277,8 +288,12 @@ class _Reached(Exception):  # no error: the forward has reached its last layer
     """Ends the model's forward once all layers have been called."""
 
 
+class _Handed:
+    """Stands for what a layer returns besides its states."""
+
+
 def _recorder(
-    layer: torch.nn.Module, calls: list[Call], layers: int | None, leaving: torch.Tensor | None, *, as_tuple: bool
+    layer: torch.nn.Module, calls: list[Call], layers: int | None, leaving: torch.Tensor | None, entries: int
 ) -> Callable[..., Any]:
     """A layer's forward that keeps its arguments, see `Skeleton._record`."""
     signature = inspect.signature(layer.forward)
@@ -289,11 +304,12 @@ def _recorder(
         given |= given.pop(rest, {})
         name = next(iter(given))
         states = given.pop(name)
-        calls.append(Call(given, states, name))
+        handed = [key for key, value in given.items() if any(isinstance(leaf, _Handed) for leaf in tree_leaves(value))]
+        calls.append(Call(given, states, name, tuple(handed)))
         if len(calls) == layers:
             raise _Reached
         result = states if leaving is None else leaving
-        return (result,) if as_tuple else result
+        return (result, *(_Handed() for _ in range(entries - 1))) if entries else result
 
     return forward
 

@@ -30,6 +30,7 @@ from quantizers.recipe.portable import facts_copy, source_name
 from quantizers.system.errors import OutputError
 from quantizers.system.files import write_text
 from quantizers.system.interrupts import interruptible
+from quantizers.system.output_files import FACTS
 from quantizers.system.progress import checked, progress
 from stitch.audit.checkpoint import verify
 from stitch.mix import belong_together, write_mix
@@ -99,6 +100,7 @@ def stitch(
                 journal.note_command(work, command)
                 written = write_mix(mix, work, repair_router=repair_router, check=check)
                 folder = work / "output"
+                copied |= {FACTS: mix.facts.as_yaml()} if mix.facts.probes else {}
                 for name, text in copied.items():
                     write_text(text, folder / name)
                 with progress("verifying", mix.sizes["layers"]) as step:

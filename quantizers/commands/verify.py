@@ -125,7 +125,8 @@ def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: O
     from stitch.audit.checkpoint import Audit, verify
 
     _refuse(folder, source)
-    record, carried = check_manifest(folder), output_facts(folder)
+    record, found = check_manifest(folder), _recorded_architecture(folder)
+    carried = output_facts(folder) if found is None else None  # what was derived is derived again
     if own is None and carried is not None:
         try:
             architecture_for(source.config, str(source.folder / CONFIG), carried)
@@ -138,19 +139,24 @@ def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: O
     facts = architecture_for(source.config, str(source.folder / CONFIG), own, source.tensors)
     with progress("verifying", sizes_of(facts, source.config, str(source.folder / CONFIG))["layers"]) as step:
         audit = verify(folder, source, device, step=step, own=facts)
-    record = replace(record, differences=(*record.differences, *_architecture_differences(folder, facts)))
+    record = replace(record, differences=(*record.differences, *_architecture_differences(found, facts)))
     return Verification(audit, record, check_folder(folder, facts))
 
 
-def _architecture_differences(folder: Path, facts: Architecture) -> list[str]:
-    """What the probes find otherwise than when the folder was written, but for their numbers."""
+def _recorded_architecture(folder: Path) -> dict[str, Any] | None:
+    """What probing found when the folder was written; None if nothing was probed, or report.json cannot be read."""
     try:
         recorded = read_json(folder / REPORT).get("architecture")
     except CheckpointError:
-        return []  # which the audit reports
-    found = json.loads(json.dumps(facts.found()))
-    if not isinstance(recorded, dict) or not found:
+        return None  # which the record reports
+    return recorded if isinstance(recorded, dict) else None
+
+
+def _architecture_differences(recorded: dict[str, Any] | None, facts: Architecture) -> list[str]:
+    """What the probes find otherwise now, but for their numbers."""
+    if recorded is None:
         return []
+    found = json.loads(json.dumps(facts.found()))
     keys = [key for key in found if key != "probes" and found[key] != recorded.get(key)]
     return [f"{REPORT}: architecture.{key} is {recorded.get(key)}, probing now finds {found[key]}" for key in keys]
 

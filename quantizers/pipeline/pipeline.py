@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ from quantizers.system.files import copy_file, sync_folder, write_text
 from quantizers.system.formatting import short_path, size
 from quantizers.system.host_memory import available
 from quantizers.system.interrupts import interruptible
+from quantizers.system.output_files import FACTS
 from stitch.write.config_files import write_config_files
 
 from .existing_output import already_done, find_damage, refuse_other_texts
@@ -86,6 +87,8 @@ def run(job: Job, options: Options) -> dict[str, Any]:
             return already_done(job, options, finished)
         # Read the sets once, before anything slow: they may be edited during the run.
         resolved = resolve_recipe(job.recipe, job.path)
+        if job.facts.probes:  # derived ones, for those who have the output alone
+            resolved = replace(resolved, sets={**resolved.sets, FACTS: job.facts.as_yaml()})
         refuse_strangers(options.output)
     with interruptible(RESUME) as interrupt:
         check = dist.watch(interrupt)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 REPORT, CARD, PAGE = "report.json", "README.md", "report.html"
 RECIPE, CALIBRATION, HELD_OUT, LOCK = "recipe.yaml", "calibration.yaml", "held-out.yaml", ".lock.json"
-FACTS = "facts.yaml"  # the user's own architecture spec, where the built-in one was not used
+FACTS = "facts.yaml"  # the user's own architecture spec, or a derived one
 CALIBRATION_PICTURE, COVERAGE_PICTURE = "calibration.png", "coverage.png"
 DATA = re.compile(r"data-([0-9a-f]{16})\.\w+")  # a set's local data file, named by the first 16 digits of its SHA-256
 SETS = (CALIBRATION, f"calibration{LOCK}", HELD_OUT, f"held-out{LOCK}")
