@@ -314,6 +314,12 @@ def _recorder(
     return forward
 
 
+def first(output: Any) -> torch.Tensor:
+    """What a module returns, or the first of several things: a layer's are its states."""
+    tensor: torch.Tensor = output[0] if isinstance(output, (tuple, list)) else output
+    return tensor
+
+
 @contextlib.contextmanager
 def replaced_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Let a module run this instead of its own forward within the block."""

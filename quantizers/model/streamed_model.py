@@ -24,7 +24,7 @@ import torch
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.rotary import transformers_config
 from quantizers.architectures.sizes import Sizes
-from quantizers.architectures.skeleton import Skeleton, config_of, model_class, replaced_forward
+from quantizers.architectures.skeleton import Skeleton, config_of, first, model_class, replaced_forward
 from quantizers.formats.dequantization import read_weight
 from quantizers.formats.tensor_names import FUSED
 from quantizers.system.errors import ArchitectureError, CheckpointError
@@ -214,9 +214,7 @@ class StreamedModel:
 
     def _whole(self, layer: DecoderLayer, states: torch.Tensor) -> torch.Tensor:
         """transformers' call of the layer with states (T, H) or (B, T, H); the result has the same shape."""
-        output = layer.module(**self.inputs(layer, states.view(-1, *states.shape[-2:])))
-        result: torch.Tensor = output[0] if isinstance(output, tuple) else output
-        return result.view_as(states)
+        return first(layer.module(**self.inputs(layer, states.view(-1, *states.shape[-2:])))).view_as(states)
 
     def _second_half(self, layer: DecoderLayer, entering: torch.Tensor) -> torch.Tensor:
         if not layer.halves:
