@@ -1,6 +1,7 @@
 """Every mixture-of-experts type of transformers, streamed layer by layer, against transformers' whole model.
 
-A type has the whole model's hidden states before every layer and its logits, or it is refused with a reason.
+A type has the whole model's hidden states before every layer and its logits, two sequences at a time, or it is refused
+with a reason.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.formats.tensor_names import split_fused_experts
 from quantizers.model.proof import BOUND, Proof
-from quantizers.model.streamed_model import StreamedModel
+from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 from quantizers.system.errors import ArchitectureError
 
 LENGTHS = (96, 57)
-TOLERANCE = 1e-5  # of the largest value
+TOLERANCE = 1e-6  # of the largest value
 
 # These together have every kind of layer: see the words beside each.
 QUICK = {
@@ -55,15 +56,29 @@ def opened(folder: Path) -> StreamedModel:
 
 
 def streamed(model: StreamedModel, texts: list[Tensor]) -> list[Tensor]:
-    """For each text the states (T, H) before each layer and the logits (T, V); every layer is proven on the way."""
+    """For each pair of texts (2, T) the states (2, T, H) before each layer and the logits; each layer is proven."""
     proof, table, head = Proof(model), model.embedding(), model.head()
-    states = [[model.begin(text, table)] for text in texts]
+    states = [[torch.stack([model.begin(text, table) for text in pair])] for pair in texts]
     for number in range(model.sizes["layers"]):
         with model.layer(number) as layer:
             assert proof.of_layer(layer) <= BOUND[torch.float32]
             for passed in states:
-                passed.append(model.finish(layer, model.attend(layer, passed[-1]))[0])
-    return [one for *before, last in states for one in (*before, model.logits(model.final(last) @ head.mT))]
+                passed.append(through(model, layer, passed[-1]))
+    return [
+        one
+        for *before, last in states
+        for one in (*before, torch.stack([model.logits(model.final(text) @ head.mT) for text in last]))
+    ]
+
+
+def through(model: StreamedModel, layer: DecoderLayer, states: Tensor) -> Tensor:
+    """A layer's output for texts of one length (B, T, H), together where they can go through it so."""
+    if layer.alone:
+        return torch.stack([model.run(layer, text)[0] for text in states])
+    entering = model.attend(layer, states)
+    if layer.halves:
+        return model.finish(layer, entering.flatten(0, 1))[0].view_as(states)
+    return model.finish(layer, entering)[0]
 
 
 @torch.no_grad()
@@ -72,12 +87,12 @@ def of_the_whole(whole: Any, path: str, texts: list[Tensor]) -> list[Tensor]:
     found: list[Tensor] = []
 
     def entered(_: torch.nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        found.append((args[0] if args else kwargs["hidden_states"])[0])
+        found.append(args[0] if args else kwargs["hidden_states"])
 
     for layer in whole.get_submodule(path):
         layer.register_forward_pre_hook(entered, with_kwargs=True)
-    for text in texts:
-        found.append(whole(input_ids=text.unsqueeze(0), use_cache=False).logits[0])
+    for pair in texts:
+        found.append(whole(input_ids=pair, use_cache=False).logits)
     return found
 
 
@@ -91,7 +106,7 @@ def differences(name: str, folder: Path) -> list[float]:
     """Those of the states before each layer, and of the logits, over all texts."""
     model = opened(zoo.save(name, folder))
     generator = torch.Generator().manual_seed(0)
-    texts = [torch.randint(2, model.sizes["vocabulary"], (length,), generator=generator) for length in LENGTHS]
+    texts = [torch.randint(2, model.sizes["vocabulary"], (2, length), generator=generator) for length in LENGTHS]
     whole = zoo.whole_model(name, *source_weights(folder))
     assert whole.config._attn_implementation == model.skeleton.config._attn_implementation
     expected = of_the_whole(whole, model.skeleton.path, texts)
