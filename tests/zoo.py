@@ -26,9 +26,9 @@ SIZES: Settings = {
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"), 2),
     **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
     **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "first_k_dense_replace", "num_dense_layers"), 1),
-    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size", "share_expert_dim"), 64),
-    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), 64),
-    "moe_shared_expert_intermediate_size": 64,
+    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size", "share_expert_dim"), 96),
+    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), 96),
+    "moe_shared_expert_intermediate_size": 96,
     "vocab_size": 320, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "sliding_window": 16,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512,
     "q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
@@ -62,7 +62,7 @@ def _rope(**section: Any) -> Settings:
 
 
 FIRST_DENSE: Settings = {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
-NARROW: Settings = {"intermediate_size": 64}  # where this is the width of an expert
+NARROW: Settings = {"intermediate_size": 96}  # where this is the width of an expert
 MLA: Settings = {"num_key_value_heads": 4, "head_dim": 16}
 SHARED_INDEX: Settings = {"indexer_types": ["full", "full", "shared", "shared"]}
 FACTORS: Settings = {
@@ -95,7 +95,7 @@ TYPES: dict[str, Settings] = {
     "doge": {"is_moe": True, "num_experts": 64, "keep_window_size": 512},
     "dots1": _layers("fsfs") | {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "ernie4_5_moe": {"moe_layer_start_index": 1, "moe_layer_end_index": 3},
-    "ernie4_5_vl_moe": FIRST_DENSE | {"moe_intermediate_size": [64, 32]} | _rope(mrope_section=[6, 6, 4]),
+    "ernie4_5_vl_moe": FIRST_DENSE | {"moe_intermediate_size": [96, 32]} | _rope(mrope_section=[6, 6, 4]),
     "exaone_moe": FIRST_DENSE | _layers("sssf"),
     "flex_olmo": NARROW,
     "gemma4": _layers("sssf") | {
@@ -196,20 +196,20 @@ REFUSED: dict[str, str] = {
         ("nllb_moe", "switch_transformers"),
         "it cannot run with layers that pass their states on",
     ),
-    "gpt_oss": "its experts hold gate_up_proj [8, 128, 128], gate_up_proj_bias [8, 128], down_proj [8, 64, 128]",
+    "gpt_oss": "its experts hold gate_up_proj [8, 128, 192], gate_up_proj_bias [8, 192], down_proj [8, 96, 128]",
     **dict.fromkeys(
-        ("granitemoe", "granitemoehybrid", "granitemoeshared", "qwen3_vl_moe", "step3p7"),
+        ("granitemoe", "granitemoehybrid", "granitemoeshared", "step3p7"),
         "holds the experts in a layout of its own",
     ),
     "jetmoe": "its experts hold weight [8, 64, 128], not gate_up_proj",
     "kimi_linear": "makes self_attn.conv1d.weight of model.layers.0.self_attn.k_conv1d.weight and other tensors",
-    **dict.fromkeys(("llama4", "llama4 with vision"), "its experts hold gate_up_proj [8, 128, 128], down_proj [8, 64,"),
-    "longcat_flash": "its experts hold gate_up_proj [12, 128, 128], down_proj [8, 128, 64]",
+    **dict.fromkeys(("llama4", "llama4 with vision"), "its experts hold gate_up_proj [8, 128, 192], down_proj [8, 96,"),
+    "longcat_flash": "its experts hold gate_up_proj [12, 192, 128], down_proj [8, 128, 96]",
     **dict.fromkeys(
         ("minimax_m3_vl", "minimax_m3_vl with vision"),
         "its experts compute another product than act(gate) * up",
     ),
-    "nemotron_h": "its experts hold up_proj [8, 64, 128], down_proj [8, 128, 64]",
+    "nemotron_h": "its experts hold up_proj [8, 96, 128], down_proj [8, 128, 96]",
 }
 # The class of the whole model where it is not the only ForCausalLM of its type.
 CLASSES = {
