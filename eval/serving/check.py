@@ -297,8 +297,8 @@ def _vectors(facts: Architecture, sizes: Sizes) -> list[str]:
     """The required tensors that are not matrices: norms, biases and the router's correction bias."""
     named = dict(facts.outside)
     for layer in (*range(sizes["layers"]), *sizes.mtp):
-        of_layer = facts.mtp_tensors() if layer in sizes.mtp else facts.of_layer(layer, sizes.dense).tensors
-        named |= {facts.layer(layer, name): tensor for name, tensor in of_layer.items()}
+        tensors = facts.of_layer(layer, sizes.dense, sizes.mtp).tensors
+        named |= {facts.layer(layer, name): tensor for name, tensor in tensors.items()}
     return [name for name, tensor in named.items() if len(tensor.shape) == 1 and not tensor.optional]
 
 

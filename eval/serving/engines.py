@@ -231,13 +231,13 @@ def model_modules(facts: Architecture, sizes: Sizes) -> list[Module]:
     modules: list[Module] = []
     for layer in (*range(sizes["layers"]), *sizes.mtp):
         dense, mtp = layer in sizes.dense, layer in sizes.mtp
-        here = facts.of_layer(layer, sizes.dense)
-        for name, terms in (facts.mtp_linears() if mtp else here.linears).items():
+        here = facts.of_layer(layer, sizes.dense, sizes.mtp)
+        for name, terms in here.linears.items():
             kind = MTP_LINEAR if mtp else _linear_kind(name)
             modules.append(Module(facts.layer(layer, name), kind, sizes.shape(terms), layer))
         if dense:
             continue
-        for name, tensor in (facts.mtp_tensors() if mtp else here.tensors).items():
+        for name, tensor in here.tensors.items():
             if (mtp and len(tensor.shape) == 2) or name == facts.router.tensor:
                 kind, shape = MTP_OTHER if mtp else ROUTER, sizes.shape(tensor.shape)
                 modules.append(Module(module_of(facts.layer(layer, name)), kind, shape, layer, tensor.optional))

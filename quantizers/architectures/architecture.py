@@ -233,22 +233,18 @@ class Architecture(Facts):
         """The norm, or the linear module, whose output a linear module reads, if a scale may lie between the two."""
         return next((before for before, readers in self.smoothing.items() if linear in readers), None)
 
-    def tensors(self, dense: bool) -> dict[str, TensorFacts]:
-        """The tensors of a layer, of one without experts if `dense`, that are no linear module's."""
-        return self.every_layer.tensors | self._kind(dense).tensors
-
-    def linears(self, dense: bool) -> dict[str, list[str]]:
-        """The linear modules of a layer besides the routed experts, with their shapes."""
-        return self.every_layer.linears | self._kind(dense).linears
-
-    def of_layer(self, number: int, dense: Collection[int]) -> LayerFacts:
+    def of_layer(self, number: int, dense: Collection[int], mtp: Collection[int] = ()) -> LayerFacts:
         """What lies in a decoder layer besides its routed experts.
 
         Args:
-            dense: the layers without experts, see `Sizes.dense`.
+            dense, mtp: the layers without experts, and those that predict further tokens, see `Sizes`.
         """
         by_number = next((kind for kind in self.kinds if number in kind.layers), None)
-        return by_number or self._two_kinds(number in dense)
+        if by_number:
+            return by_number
+        if number in mtp and self.mtp_layer:
+            return _joined(self.every_layer, self.moe_layer, self.mtp_layer)
+        return self._two_kinds(number in dense)
 
     def halves(self, number: int) -> bool:
         """Whether a decoder layer runs in two halves, see model/streamed_model.py."""
@@ -273,24 +269,11 @@ class Architecture(Facts):
         return {name: shape for kind in self.every_kind(with_dense=with_dense) for name, shape in kind.linears.items()}
 
     def _two_kinds(self, dense: bool) -> LayerFacts:
-        return LayerFacts.model_construct(tensors=self.tensors(dense), linears=self.linears(dense))
-
-    def mtp_tensors(self) -> dict[str, TensorFacts]:
-        """The tensors of a layer that predicts further tokens, that are no linear module's."""
-        assert self.mtp_layer is not None
-        return self.tensors(dense=False) | self.mtp_layer.tensors
-
-    def mtp_linears(self) -> dict[str, list[str]]:
-        """The linear modules of such a layer besides its routed experts, with their shapes."""
-        assert self.mtp_layer is not None
-        return self.linears(dense=False) | self.mtp_layer.linears
+        return _joined(self.every_layer, (self.dense_layer or LayerFacts()) if dense else self.moe_layer)
 
     def is_unread(self, name: str) -> bool:
         """Whether a tensor is one of those that are carried along without being opened."""
         return any(re.fullmatch(pattern, name) for pattern in self.unread)
-
-    def _kind(self, dense: bool) -> LayerFacts:
-        return self.moe_layer if not dense else self.dense_layer or LayerFacts()
 
     def layer(self, layer: int, name: str) -> str:
         """The full name of a tensor or module of a layer: `model.layers.3.` + name."""
@@ -309,3 +292,9 @@ class Architecture(Facts):
             if name.startswith(published + "."):
                 return module + name.removeprefix(published)
         return name
+
+
+def _joined(*parts: LayerFacts) -> LayerFacts:
+    tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
+    linears = {name: shape for part in parts for name, shape in part.linears.items()}
+    return LayerFacts.model_construct(tensors=tensors, linears=linears)

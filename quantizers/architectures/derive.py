@@ -109,21 +109,14 @@ def skeleton_of(config: dict[str, Any]) -> Skeleton:
     """transformers' whole model of a config.json, without weights.
 
     Raises:
-        ArchitectureError: transformers has no such class, or cannot make it of this config.json.
+        ArchitectureError: transformers has no such class, cannot make it of this config.json, or it predicts no tokens.
     """
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise ArchitectureError("architectures does not name the model's class; give a published config.json")
-    found = model_class(names[0], config.get("model_type"))
-    if found is None:
-        import transformers
-
-        raise ArchitectureError(
-            f"architectures: transformers {transformers.__version__} has no {names[0]}; "
-            "give a model that it has, or facts with `source.facts`"
-        )
+    found = model_class(names[0], "architectures")
     try:
-        return Skeleton(found, config_of(found, config))
+        skeleton = Skeleton(found, config_of(found, config))
     except ArchitectureError:
         raise
     except Exception as failure:  # whatever its class raises
@@ -131,6 +124,11 @@ def skeleton_of(config: dict[str, Any]) -> Skeleton:
         raise ArchitectureError(
             f"transformers cannot make {names[0]} of it ({type(failure).__name__}: {reason}); correct this file"
         ) from None
+    if skeleton.model.get_output_embeddings() is None:
+        raise ArchitectureError(
+            f"architectures: {names[0]} has no head that predicts tokens; give a model that has one"
+        )
+    return skeleton
 
 
 # The stored tensors -------------------------------------------------------------------------------------------------

@@ -78,14 +78,9 @@ def _facts(file: Path) -> Architecture:
     return load(file, Architecture, ArchitectureError)
 
 
-def known_facts() -> Iterator[Architecture]:
-    """The facts of every known family."""
-    yield from map(_facts, known().values())
-
-
 def all_published() -> Iterator[tuple[Architecture, Published]]:
     """Every size of every family of which models are on the Hub."""
-    for facts in known_facts():
+    for facts in map(_facts, known().values()):
         yield from ((facts, published) for published in facts.published)
 
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from quantizers.system.errors import ArchitectureError
 
-from .skeleton import Call, Skeleton, replaced_forward
+from .skeleton import Call, Skeleton, first, replaced_forward
 
 TOKENS = 32
 EXACT = 1e-4  # of a probe in float32: sums in another order differ by less, anything that is not exact by far more
@@ -73,6 +73,7 @@ def _shapes(value: Any) -> str:
     return str([tuple(leaf.shape) if torch.is_tensor(leaf) else leaf for leaf in tree_leaves(value)])
 
 
+@torch.no_grad()
 def probe(skeleton: Skeleton, number: int) -> tuple[Roles | None, float]:
     """The roles of a layer's parts, None if it has no routed experts; and the probe `batch`.
 
@@ -181,33 +182,29 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
     return math.inf if math.isnan(apart) else apart
 
 
-@torch.no_grad()
 def _batch(skeleton: Skeleton, number: int, layer: torch.nn.Module, experts: str | None) -> float:
     """How far two sequences in a padded batch are from each alone; infinite if the layer takes no batch."""
     lengths, shape = (TOKENS, TOKENS - 9), skeleton.calls(TOKENS)[number].states.shape
     states = torch.randn(2, *shape[1:], generator=torch.Generator().manual_seed(number))
     states[1, lengths[1] :] = 0
 
-    def weighted(x: torch.Tensor, _: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return x * weight.sum(-1, keepdim=True).to(x.dtype)
-
     with contextlib.ExitStack() as stack:
         if experts:
             stack.enter_context(replaced_forward(layer.get_submodule(experts), weighted))
         try:
-            together = _first(layer(**skeleton.calls(TOKENS)[number].of(states)))
+            together = first(layer(**skeleton.calls(TOKENS)[number].of(states)))
         except (IndexError, RuntimeError):
             return math.inf  # the layer gets something for each token of one sequence, such as indices
         alone = [
-            _first(layer(**skeleton.calls(length)[number].of(states[i : i + 1, :length])))
+            first(layer(**skeleton.calls(length)[number].of(states[i : i + 1, :length])))
             for i, length in enumerate(lengths)
         ]
     return max(_apart(together[i, : one.shape[1]], one[0]) for i, one in enumerate(alone))
 
 
-def _first(output: Any) -> torch.Tensor:
-    tensor: torch.Tensor = output[0] if isinstance(output, (tuple, list)) else output
-    return tensor
+def weighted(states: torch.Tensor, _: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Stands for the experts: what they read, times the sum of the routing weights (T, K)."""
+    return states * weight.sum(-1, keepdim=True).to(states.dtype)
 
 
 @dataclass
@@ -242,7 +239,7 @@ class _Layer:
         self.seen: dict[str, _Observed] = {}
         with self._observing():
             self.output = self.run()
-        self.x, self.index, self.weight = self._arguments()
+        self.x, self.index, self.weight = self.seen[path].inputs
 
     def _require_plain(self) -> None:
         shapes = {name: list(p.shape) for name, p in self.experts.named_parameters()}
@@ -259,7 +256,6 @@ class _Layer:
     def _stand_in(self, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return ((x * self.undone).unsqueeze(1) * self.mix[index] * weight.to(x.dtype).unsqueeze(-1)).sum(1)
 
-    @torch.no_grad()
     def run(self, changed: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
         """The layer's output, with the stand-in for the experts, and with other parameters of these names."""
 
@@ -269,7 +265,7 @@ class _Layer:
             return self._stand_in(*arguments)
 
         with replaced_forward(self.experts, forward):
-            return _first(functional_call(self.layer, dict(changed or {}), (), self.call.of(self.states)))
+            return first(functional_call(self.layer, dict(changed or {}), (), self.call.of(self.states)))
 
     def _require_three(self, arguments: Sequence[Any]) -> None:
         if (
@@ -302,10 +298,6 @@ class _Layer:
                     hook = module.register_forward_hook(partial(observe, name), with_kwargs=True)
                     stack.callback(hook.remove)
             yield
-
-    def _arguments(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        x, index, weight = self.seen[self.path].inputs
-        return x, index, weight
 
     def roles(self) -> Roles:
         """All roles, see `probe`."""
@@ -343,7 +335,7 @@ class _Layer:
             path
             for path, call in self.seen.items()
             if path != self.path
-            and self._is_input(_first(call.output))
+            and self._is_input(first(call.output))
             and {p.shape for p in self.layer.get_submodule(path).parameters()} == {(self.hidden,)}
         ]
         return norms[-1] if norms else None
@@ -411,7 +403,6 @@ class _Layer:
         self.undone = 1.0
         return folded
 
-    @torch.no_grad()
     def _halves(self, norm: str) -> float:
         """The residual plus the block's output of the norm of the residual."""
         block_path = self.path.rpartition(".")[0]
@@ -429,7 +420,6 @@ class _Layer:
         except (TypeError, ValueError, RuntimeError, AttributeError):
             return 1.0  # the layer asks more of its block than to add its output
 
-    @torch.no_grad()
     def _of_the_experts(self) -> dict[str, float]:
         """The probes of the experts' module by itself, with the matrices of one expert for all."""
         width, hidden = int(self.experts.down_proj.shape[2]), self.hidden
@@ -444,7 +434,7 @@ class _Layer:
             for name, matrix in zip(FUSED, (gate_up, down), strict=True):
                 every = matrix.expand(self.count, *matrix.shape)
                 setattr(self.experts, name, torch.nn.Parameter(every, requires_grad=False))
-            return _first(self.experts(rows, index, weights))
+            return first(self.experts(rows, index, weights))
 
         def moved(rows: torch.Tensor) -> float:
             gate, up = gate_up.chunk(2)

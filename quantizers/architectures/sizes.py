@@ -139,9 +139,8 @@ def _of_config_class(facts: Architecture, config: Mapping[str, Any], keys: Itera
     """The values that these keys have in transformers, which knows other names and defaults; only those that it has."""
     from .skeleton import config_of, model_class  # takes seconds: transformers is imported with it
 
-    found = model_class(facts.model_class, facts.model_type)
     try:
-        made = config_of(found, config)
+        made = config_of(model_class(facts.model_class, ""), config)
     except Exception:  # whatever the class raises at a wrong value: without it the size is refused by its name
         return {}
     return {key: getattr(made, key, None) for key in keys}

@@ -15,7 +15,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib import import_module
 from typing import Any, Final
 
 import torch
@@ -125,7 +124,12 @@ class Skeleton:
 
     def begin(self, tokens: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
         """The states (B, T, H) that enter layer 0, from token ids (B, T) int64 and the embedding table."""
-        return self._record(tokens, layers=1, embed=lambda ids: torch.nn.functional.embedding(ids, embedding))[0].states
+        table = self.model.get_input_embeddings()
+        own, table.weight = table.weight, torch.nn.Parameter(embedding, requires_grad=False)
+        try:
+            return self._record(tokens, layers=1, embed=True)[0].states
+        finally:
+            table.weight = own
 
     def end(self, states: torch.Tensor) -> torch.Tensor:
         """What the head multiplies, (1, T, H), from the states (1, T, H) that leave the last layer.
@@ -160,7 +164,7 @@ class Skeleton:
         tokens: torch.Tensor,
         *,
         layers: int | None,
-        embed: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        embed: bool = False,
         leaving: torch.Tensor | None = None,
         logits: list[torch.Tensor] | None = None,
         weights: Mapping[str, torch.Tensor] | None = None,
@@ -169,7 +173,7 @@ class Skeleton:
 
         Args:
             layers: it ends once so many have been called; None to go on behind the last one.
-            embed: stands for the embedding; None for zeros.
+            embed: whether the embedding has its weight; zeros stand for it otherwise.
             leaving: what all layers return; None for their states.
             logits: gets the logits.
             weights: stand for parameters of these names.
@@ -183,7 +187,8 @@ class Skeleton:
             calls: list[Call] = []
             try:
                 with contextlib.suppress(_Reached), contextlib.ExitStack() as stack:
-                    stack.enter_context(replaced_forward(table, embed or zeros))
+                    if not embed:
+                        stack.enter_context(replaced_forward(table, zeros))
                     for layer in self.layers:
                         recorder = _recorder(layer, calls, layers, leaving, entries)
                         stack.enter_context(replaced_forward(layer, recorder))
@@ -192,6 +197,8 @@ class Skeleton:
                     if logits is not None:
                         logits.append(output.logits)
                 return calls
+            except torch.OutOfMemoryError:
+                raise
             except (TypeError, ValueError, IndexError, AttributeError, RuntimeError) as failure:
                 reason = " ".join(str(failure).split())
         raise ArchitectureError(
@@ -244,17 +251,24 @@ class Skeleton:
         return Place(int(within[1]), parameter[within.end() :], part)
 
 
-def model_class(name: str, model_type: str | None) -> Any:
-    """transformers' class of this name, or the one of a model type's own file; None if there is none."""
+def model_class(name: str, source: str) -> Any:
+    """transformers' class of a whole model.
+
+    Args:
+        source: what names it, for the message.
+
+    Raises:
+        ArchitectureError: transformers has none of this name.
+    """
     import transformers
-    from transformers.models.auto.configuration_auto import model_type_to_module_name
 
     found = getattr(transformers, name, None)
-    if found is None and model_type:
-        module = model_type_to_module_name(model_type)
-        with contextlib.suppress(ImportError):
-            found = getattr(import_module(f"transformers.models.{module}.modeling_{module}"), name, None)
-    return found if hasattr(found, "config_class") else None
+    if not hasattr(found, "config_class"):
+        raise ArchitectureError(
+            f"{source}: transformers {transformers.__version__} has no {name}; give a model that it has, or facts with "
+            "`source.facts` that name another class"
+        )
+    return found
 
 
 def config_of(model_class: Any, config: Mapping[str, Any]) -> Any:
@@ -298,6 +312,12 @@ def _recorder(
         return (result, *(_Handed() for _ in range(entries - 1))) if entries else result
 
     return forward
+
+
+def first(output: Any) -> torch.Tensor:
+    """What a module returns, or the first of several things: a layer's are its states."""
+    tensor: torch.Tensor = output[0] if isinstance(output, (tuple, list)) else output
+    return tensor
 
 
 @contextlib.contextmanager

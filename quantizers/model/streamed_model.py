@@ -24,7 +24,7 @@ import torch
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.rotary import transformers_config
 from quantizers.architectures.sizes import Sizes
-from quantizers.architectures.skeleton import Skeleton, config_of, replaced_forward
+from quantizers.architectures.skeleton import Skeleton, config_of, first, model_class, replaced_forward
 from quantizers.formats.dequantization import read_weight
 from quantizers.formats.tensor_names import FUSED
 from quantizers.system.errors import ArchitectureError, CheckpointError
@@ -74,9 +74,9 @@ class StreamedModel:
     ) -> None:
         self.checkpoint, self.facts, self.sizes = checkpoint, facts, sizes
         self.device, self.dtype = device, dtype
-        model_class = class_of(facts)
-        config = config_of(model_class, transformers_config(facts, checkpoint.config, sizes))
-        self.skeleton = Skeleton(model_class, config, device, dtype)
+        whole = model_class(facts.model_class, f"the facts of {facts.model_type}: model_class")
+        config = config_of(whole, transformers_config(facts, checkpoint.config, sizes))
+        self.skeleton = Skeleton(whole, config, device, dtype)
         self._keeps_products: bool | None = None
         for name in facts.outside:
             if name not in (facts.embedding, facts.head):
@@ -214,9 +214,7 @@ class StreamedModel:
 
     def _whole(self, layer: DecoderLayer, states: torch.Tensor) -> torch.Tensor:
         """transformers' call of the layer with states (T, H) or (B, T, H); the result has the same shape."""
-        output = layer.module(**self.inputs(layer, states.view(-1, *states.shape[-2:])))
-        result: torch.Tensor = output[0] if isinstance(output, tuple) else output
-        return result.view_as(states)
+        return first(layer.module(**self.inputs(layer, states.view(-1, *states.shape[-2:])))).view_as(states)
 
     def _second_half(self, layer: DecoderLayer, entering: torch.Tensor) -> torch.Tensor:
         if not layer.halves:
@@ -230,23 +228,6 @@ class StreamedModel:
 def _zeros(states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     """Stands for a MoE block, or for the experts in it, and adds nothing."""
     return torch.zeros_like(states)
-
-
-def class_of(facts: Architecture) -> Any:
-    """transformers' class of the whole model.
-
-    Raises:
-        ArchitectureError: transformers has none of this name.
-    """
-    import transformers
-
-    model_class = getattr(transformers, facts.model_class, None)
-    if not hasattr(model_class, "config_class"):
-        raise ArchitectureError(
-            f"the facts of {facts.model_type}: model_class: transformers {transformers.__version__} has no "
-            f"{facts.model_class}; give one that computes this model"
-        )
-    return model_class
 
 
 def load_layer(

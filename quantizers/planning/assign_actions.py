@@ -45,13 +45,10 @@ def _modules(facts: Architecture, sizes: Sizes, mtp: Iterable[int]) -> Iterator[
     shapes = {matrix: sizes.shape(facts.expert_linears[matrix].shape) for matrix in MATRICES}
     for layer in (*range(sizes["layers"]), *mtp):
         dense = layer in sizes.dense
-        here = facts.of_layer(layer, sizes.dense)
-        tensors, linears = here.tensors, here.linears
-        if layer in sizes.mtp:
-            tensors, linears = facts.mtp_tensors(), facts.mtp_linears()
-        for name, one in tensors.items():
+        here = facts.of_layer(layer, sizes.dense, sizes.mtp)
+        for name, one in here.tensors.items():
             yield _Module(facts.layer(layer, name), sizes.shape(one.shape), layer, one)
-        for name, terms in linears.items():
+        for name, terms in here.linears.items():
             yield _Module(facts.layer(layer, name), sizes.shape(terms), layer)
         for expert in range(0 if dense else sizes["experts"]):
             for matrix in MATRICES:

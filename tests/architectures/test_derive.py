@@ -183,6 +183,9 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[dict[str, Tensor]], object] |
     "an unknown class": (
         {"architectures": ["NewestForCausalLM"]}, None, "config.json: architectures: transformers 5.17.0 has no Newest"
     ),
+    "a class without a head": (
+        {"architectures": ["OlmoeModel"]}, None, "config.json: architectures: OlmoeModel has no head that predicts tok"
+    ),
     "a class without experts": (
         {"architectures": ["LlamaForCausalLM"]}, None, "config.json: LlamaForCausalLM has no layers with experts; give"
     ),

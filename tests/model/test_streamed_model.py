@@ -213,6 +213,22 @@ def test_route_sees_what_the_experts_of_the_whole_layer_are_given(tmp_path: Path
     assert all(parameter.is_meta for parameter in layer.module.parameters())  # freed when the block ended
 
 
+class Scaled(torch.nn.Embedding):
+    """As Gemma's, whose module multiplies."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return 3 * super().forward(ids)
+
+
+def test_states_begin_with_the_models_own_embedding_module(tmp_path: Path) -> None:
+    folder = make(tmp_path / "model", seed=5)
+    model, tokens = layered(folder), tokens_for(folder)
+    table = model.embedding()
+    model.skeleton.model.set_input_embeddings(Scaled(*table.shape, device="meta"))
+    assert torch.equal(model.begin(tokens, table), 3 * table[tokens])
+    assert model.skeleton.model.get_input_embeddings().weight.is_meta  # the table is the caller's
+
+
 def test_experts_that_compute_another_product_are_refused() -> None:
     """gpt-oss clamps and shifts; MiniMax-M2 multiplies plainly."""
     from transformers import GptOssConfig, MiniMaxM2Config

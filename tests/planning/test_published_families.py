@@ -75,10 +75,10 @@ def test_the_source_of_deepseek_v3_is_as_large_as_published() -> None:
 def test_a_tensor_that_a_key_of_the_config_decides_about() -> None:
     """GLM-4.5-Air has no norm of q and k; the same key missing means the same."""
     config = published_with("zai-org/GLM-4.5-Air-FP8")
-    assert "self_attn.q_norm.weight" not in architecture_for(config, "x").tensors(dense=False)
+    assert "self_attn.q_norm.weight" not in architecture_for(config, "x").of_layer(1, ()).tensors
     for change, there in (({}, False), ({"use_qk_norm": True}, True)):
         without = {key: value for key, value in config.items() if key != "use_qk_norm"} | change
-        assert ("self_attn.q_norm.weight" in architecture_for(without, "x").tensors(dense=True)) == there
+        assert ("self_attn.q_norm.weight" in architecture_for(without, "x").of_layer(0, (0,)).tensors) == there
 
 
 def test_every_size_of_every_family_has_a_config_that_fits_its_facts() -> None:

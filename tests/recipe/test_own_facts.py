@@ -154,7 +154,7 @@ def test_facts_in_the_source_itself_are_not_taken(job: Path, refused: Callable[.
         (
             {"model_class": "NoSuchModel"},
             ["self_attn.sinks"],
-            r"model_class: transformers .* has no NoSuchModel; give one",
+            r"model_class: transformers .* has no NoSuchModel; give a model",
         ),
         ({}, [], r"no place for self_attn\.sinks; if the model computes without it, add its published name to modules"),
         (
