@@ -10,6 +10,7 @@ import json
 import re
 from functools import cache
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,7 @@ TYPES: dict[str, Settings] = {
     "qwen3_next": _layers("lflf"),
     "qwen3_omni_moe": _rope(mrope_section=[6, 5, 5]),
     "qwen3_vl_moe": _rope(mrope_section=[6, 5, 5]),
+    "qwen3_vl_moe as published": BLOCKS | _rope(mrope_section=[12, 10, 10]),
     "qwen4_exp": _layers("lqlq") | {
         "hc_lowrank": 16, "ple_embed_dim": 32, "ngram_vocab_size_base": 500, "split_ngram_parts": 2,
         "heads_per_ngram": 2, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 32,
@@ -227,9 +229,12 @@ CLASSES = {
     "qwen3_5_moe with vision": "Qwen3_5MoeForConditionalGeneration",
     "qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration",
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "qwen3_vl_moe as published": "Qwen3VLMoeForConditionalGeneration",
     "qwen4_exp with vision": "Qwen4ExpForConditionalGeneration",
     "step3p7": "Step3p7ForConditionalGeneration",
 }
+# transformers itself reads no model of these types with one tensor for each expert's matrix.
+FUSED_ONLY = ("granitemoe_swa", "mistral4", "qwen3_vl_moe", "qwen3_vl_moe as published")
 # A size that the class works out of others, and does not take.
 WORKED_OUT = {"jetmoe": "num_attention_heads", "nemotron_h": "num_hidden_layers"}
 
@@ -290,7 +295,7 @@ def whole_model(name: str, config: Settings, weights: dict[str, Tensor]) -> Any:
     whole = whole_class(name)
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     made = whole.config_class.from_dict(plain)
-    numbers = {name: tensor.float() for name, tensor in weights.items()}
+    numbers = {name: tensor.float() for name, tensor in (_fused(weights) if name in FUSED_ONLY else weights).items()}
     settings = {"dtype": torch.float32, "experts_implementation": "eager", "output_loading_info": True}
     for attention in ATTENTION:
         try:
@@ -349,7 +354,7 @@ def save(name: str, folder: Path) -> Path:
     return write_tokenizer(folder)
 
 
-# As Qwen3.5-MoE is published ---------------------------------------------------------------------------------------
+# As Qwen3.5-MoE and Qwen3-VL-MoE are published ---------------------------------------------------------------------
 
 # All linear modules of a layer but routers, gates and the two small ones of linear attention.
 FP8_WEIGHT = re.compile(
@@ -358,18 +363,19 @@ FP8_WEIGHT = re.compile(
 
 
 def _publish(folder: Path) -> None:
-    """One tensor for each expert's matrix, FP8 in blocks with bfloat16 scales, and a layer that predicts a token."""
+    """One tensor for each expert's matrix, FP8 in blocks with bfloat16 scales; in Qwen3.5 a layer beyond the last."""
     file = folder / "model.safetensors"
     tensors: dict[str, Tensor] = {}
     for name, tensor in load_file(file).items():
         tensors |= _unfused(name, tensor)
-    last = {name: t for name, t in tensors.items() if ".language_model.layers.3." in name}
-    tensors |= {"mtp.layers.0." + name.partition(".layers.3.")[2]: t.clone() for name, t in last.items()}
-    tensors |= {"mtp.fc.weight": torch.randn(128, 256).bfloat16(), "mtp.norm.weight": torch.zeros(128).bfloat16()}
+    config = json.loads((folder / "config.json").read_text())
+    if config["model_type"] == "qwen3_5_moe":
+        last = {name: t for name, t in tensors.items() if ".language_model.layers.3." in name}
+        tensors |= {"mtp.layers.0." + name.partition(".layers.3.")[2]: t.clone() for name, t in last.items()}
+        tensors |= {"mtp.fc.weight": torch.randn(128, 256).bfloat16(), "mtp.norm.weight": torch.zeros(128).bfloat16()}
     for name in [name for name in tensors if FP8_WEIGHT.fullmatch(name)]:
         tensors[name], tensors[f"{name}_scale_inv"] = _fp8(tensors[name])
     save_file(tensors, file, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {
         "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
     }  # fmt: skip
@@ -386,6 +392,20 @@ def _unfused(name: str, tensor: Tensor) -> dict[str, Tensor]:
         for number, expert in enumerate(tensor)
         for part, matrix in zip(parts, expert.chunk(len(parts)), strict=True)
     }
+
+
+def _fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights with the matrices of a layer's experts in two tensors."""
+    result = dict(weights)
+    for name in weights:
+        if name.endswith(".experts.0.gate_proj.weight"):
+            experts = name.removesuffix(".0.gate_proj.weight")
+            matrices: dict[str, list[Tensor]] = {part: [] for part in ("gate_proj", "up_proj", "down_proj")}
+            for number, part in product(range(8), matrices):
+                matrices[part].append(result.pop(f"{experts}.{number}.{part}.weight").float())
+            gate, up, down = (torch.stack(each) for each in matrices.values())
+            result |= {f"{experts}.gate_up_proj": torch.cat([gate, up], 1), f"{experts}.down_proj": down}
+    return result
 
 
 def _fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
