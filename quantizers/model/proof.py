@@ -4,8 +4,10 @@ Two short random sequences go through transformers' own call of a layer, each al
 own forward passes for its tokens; and as this program runs them: together, and through both halves if the layer has
 them. A difference refuses the model: with a wrong mask, window, rotary embedding or residual, states are of the same
 size and look right. The routed experts are transformers' own module in both ways, with the same arguments. They are
-left out here, so that a layer can be proven without their weights. Which tensor is which parameter is no part of the
-proof: both ways have the same weights.
+left out here, so that a layer can be proven without their weights.
+
+Two things are no part of the proof. Which tensor is which parameter: both ways have the same weights. And windows or
+indexers that keep more tokens than these sequences have: for every length, arguments are the model's own.
 """
 
 from __future__ import annotations
