@@ -26,9 +26,9 @@ SIZES: Settings = {
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"), 2),
     **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
     **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "first_k_dense_replace", "num_dense_layers"), 1),
-    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size", "share_expert_dim"), 64),
-    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), 64),
-    "moe_shared_expert_intermediate_size": 64,
+    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size", "share_expert_dim"), 96),
+    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), 96),
+    "moe_shared_expert_intermediate_size": 96,
     "vocab_size": 320, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "sliding_window": 16,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512,
     "q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
@@ -62,9 +62,12 @@ def _rope(**section: Any) -> Settings:
 
 
 FIRST_DENSE: Settings = {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
-NARROW: Settings = {"intermediate_size": 64}  # where this is the width of an expert
+NARROW: Settings = {"intermediate_size": 96}  # where this is the width of an expert
 MLA: Settings = {"num_key_value_heads": 4, "head_dim": 16}
 SHARED_INDEX: Settings = {"indexer_types": ["full", "full", "shared", "shared"]}
+FACTORS: Settings = {
+    "embedding_multiplier": 3.0, "logits_scaling": 0.5, "residual_multiplier": 0.6, "attention_multiplier": 0.2,
+}  # fmt: skip
 BLOCKS: Settings = {  # every matrix of whole blocks of 128 × 128
     "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "head_dim": 64,
     "linear_key_head_dim": 64, "linear_value_head_dim": 32,
@@ -74,7 +77,7 @@ BLOCKS: Settings = {  # every matrix of whole blocks of 128 × 128
 WITH_VISION = ("aria", "gemma4", "inkling", "llama4", "minimax_m3_vl", "qwen3_5_moe", "qwen4_exp")
 # What is special to the text model of each type.
 TYPES: dict[str, Settings] = {
-    "afmoe": _layers("sfsf"),
+    "afmoe": _layers("sfsf") | {"mup_enabled": True, "route_scale": 2.5},
     "aria": {},
     "axk1": MLA,
     "axk2": MLA | FIRST_DENSE | _layers("dddd"),
@@ -82,7 +85,7 @@ TYPES: dict[str, Settings] = {
     "deepseek_ocr2": FIRST_DENSE,
     "deepseek_v2": MLA,
     "deepseek_v3": MLA,
-    "deepseek_v32": MLA | FIRST_DENSE | _layers("dddd"),
+    "deepseek_v32": MLA | FIRST_DENSE | _layers("dddd") | {"n_group": 2, "topk_group": 1},
     "deepseek_v4": {
         "num_key_value_heads": 1, "o_groups": 2, "o_lora_rank": 32, "partial_rotary_factor": 0.5,
         "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"] * 2,
@@ -92,7 +95,7 @@ TYPES: dict[str, Settings] = {
     "doge": {"is_moe": True, "num_experts": 64, "keep_window_size": 512},
     "dots1": _layers("fsfs") | {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "ernie4_5_moe": {"moe_layer_start_index": 1, "moe_layer_end_index": 3},
-    "ernie4_5_vl_moe": FIRST_DENSE | {"moe_intermediate_size": [64, 32]} | _rope(mrope_section=[6, 6, 4]),
+    "ernie4_5_vl_moe": FIRST_DENSE | {"moe_intermediate_size": [96, 32]} | _rope(mrope_section=[6, 6, 4]),
     "exaone_moe": FIRST_DENSE | _layers("sssf"),
     "flex_olmo": NARROW,
     "gemma4": _layers("sssf") | {
@@ -107,12 +110,12 @@ TYPES: dict[str, Settings] = {
     },
     "glm_moe_dsa": MLA | FIRST_DENSE | SHARED_INDEX | _layers("dddd"),
     "gpt_oss": NARROW | _layers("sfsf"),
-    "granitemoe": NARROW,
-    "granitemoe_swa": NARROW | _layers("fssf") | {"layer_rope_theta": [10000.0] * 4},
-    "granitemoehybrid": NARROW | _layers("lflf") | {
+    "granitemoe": NARROW | FACTORS,
+    "granitemoe_swa": NARROW | FACTORS | _layers("fssf") | {"layer_rope_theta": [10000.0] * 4},
+    "granitemoehybrid": NARROW | FACTORS | _layers("lflf") | {
         "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_expand": 2, "mamba_chunk_size": 16,
     },
-    "granitemoeshared": NARROW,
+    "granitemoeshared": NARROW | FACTORS,
     "hunyuan_v1_moe": NARROW,
     "hy_v3": FIRST_DENSE,
     "hy_v4": MLA | FIRST_DENSE | SHARED_INDEX | _layers("dddd"),
@@ -123,7 +126,9 @@ TYPES: dict[str, Settings] = {
     "jamba": NARROW | {"mamba_dt_rank": 8, "use_mamba_kernels": False, "attn_layer_period": 2, "attn_layer_offset": 1},
     "jetmoe": NARROW | {"kv_channels": 32},
     "kimi_linear": MLA | FIRST_DENSE | _layers("lllf") | {"q_lora_rank": None},
-    "laguna": FIRST_DENSE | _layers("fsfs") | {"num_attention_heads_per_layer": [4, 6, 4, 6]},
+    "laguna": FIRST_DENSE | _layers("fsfs") | {
+        "num_attention_heads_per_layer": [4, 6, 4, 6], "moe_routed_scaling_factor": 2.5,
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "llama4": NARROW | _layers("cccf") | {
         "intermediate_size_mlp": 256, "num_experts_per_tok": 1, "attention_chunk_size": 16, "moe_layers": [1, 3],
@@ -132,7 +137,9 @@ TYPES: dict[str, Settings] = {
     "longcat_flash": MLA | {"num_layers": 2, "ffn_hidden_size": 256, "zero_expert_num": 4},
     "mellum": _layers("fsfs") | {"mlp_layer_types": ["sparse"] * 4},
     "mimo_v2_flash": FIRST_DENSE | _layers("fssf") | {"head_dim": 48},
-    "minimax": NARROW | _layers("lflf") | {"block_size": 16},
+    "minimax": NARROW | _layers("lflf") | {
+        "block_size": 16, "full_attn_alpha_factor": 3.55, "linear_attn_alpha_factor": 3.55, "mlp_alpha_factor": 3.55,
+    },
     "minimax_m2": NARROW,
     "minimax_m3_vl": NARROW | FIRST_DENSE | {
         "dense_intermediate_size": 256, "rotary_dim": 16, "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
@@ -145,7 +152,7 @@ TYPES: dict[str, Settings] = {
         "mamba_num_heads": 8, "mamba_head_dim": 32, "chunk_size": 16, "use_mamba_kernels": False,
     },
     "olmoe": NARROW,
-    "phimoe": NARROW,
+    "phimoe": NARROW | {"attention_bias": True, "lm_head_bias": True},
     "qwen2_moe": {},
     "qwen3_5_moe": _layers("lflf"),
     "qwen3_5_moe as published": _layers("lflf") | BLOCKS,
@@ -189,20 +196,20 @@ REFUSED: dict[str, str] = {
         ("nllb_moe", "switch_transformers"),
         "it cannot run with layers that pass their states on",
     ),
-    "gpt_oss": "its experts hold gate_up_proj [8, 128, 128], gate_up_proj_bias [8, 128], down_proj [8, 64, 128]",
+    "gpt_oss": "its experts hold gate_up_proj [8, 128, 192], gate_up_proj_bias [8, 192], down_proj [8, 96, 128]",
     **dict.fromkeys(
-        ("granitemoe", "granitemoehybrid", "granitemoeshared", "qwen3_vl_moe", "step3p7"),
+        ("granitemoe", "granitemoehybrid", "granitemoeshared", "step3p7"),
         "holds the experts in a layout of its own",
     ),
     "jetmoe": "its experts hold weight [8, 64, 128], not gate_up_proj",
     "kimi_linear": "makes self_attn.conv1d.weight of model.layers.0.self_attn.k_conv1d.weight and other tensors",
-    **dict.fromkeys(("llama4", "llama4 with vision"), "its experts hold gate_up_proj [8, 128, 128], down_proj [8, 64,"),
-    "longcat_flash": "its experts hold gate_up_proj [12, 128, 128], down_proj [8, 128, 64]",
+    **dict.fromkeys(("llama4", "llama4 with vision"), "its experts hold gate_up_proj [8, 128, 192], down_proj [8, 96,"),
+    "longcat_flash": "its experts hold gate_up_proj [12, 192, 128], down_proj [8, 128, 96]",
     **dict.fromkeys(
         ("minimax_m3_vl", "minimax_m3_vl with vision"),
         "its experts compute another product than act(gate) * up",
     ),
-    "nemotron_h": "its experts hold up_proj [8, 64, 128], down_proj [8, 128, 64]",
+    "nemotron_h": "its experts hold up_proj [8, 96, 128], down_proj [8, 128, 96]",
 }
 # The class of the whole model where it is not the only ForCausalLM of its type.
 CLASSES = {

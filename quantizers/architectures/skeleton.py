@@ -252,11 +252,16 @@ class Skeleton:
             whole = self.place(f"{single[1]}{fused}")
             return whole and replace(whole, part=of_fused)
         within = re.match(rf"{re.escape(self.path)}\.(\d+)\.", parameter)
-        sources = next((c.source_patterns for c in self._transforms[1] if pattern in c.source_patterns), [pattern])
-        part = None if pattern is None else sources.index(pattern)
+        converter = next((one for one in self._transforms[1] if pattern in one.source_patterns), None)
+        part = None if converter is None or _keeps_shape(converter) else converter.source_patterns.index(pattern)
         if within is None:
             return Place(None, parameter, part)
         return Place(int(within[1]), parameter[within.end() :], part)
+
+
+def _keeps_shape(converter: Any) -> bool:
+    """Whether a conversion leaves a tensor that has the parameter's shape as it is."""
+    return all(getattr(operation, "check_dims", False) for operation in converter.operations)
 
 
 def model_class(name: str, source: str) -> Any:
