@@ -313,7 +313,7 @@ def _common(found: Sequence[Roles]) -> Roles:
                     "such a model cannot be quantized with this program"
                 )
     readers = tuple(dict.fromkeys(reader for one in found for reader in one.readers))
-    probes = {name: max(one.probes[name] for one in found if name in one.probes) for name in found[0].probes}
+    probes = {name: max(one.probes[name] for one in found) for name in found[0].probes}
     return replace(found[0], readers=readers, probes=probes)
 
 

@@ -12,14 +12,14 @@ import copy
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from quantizers.system.errors import ArchitectureError
 
@@ -95,7 +95,9 @@ class Skeleton:
         config._experts_implementation = "eager" if device.type == "cpu" else "grouped_mm"
         self.model: Any = _built(model_class, config, device)
         self.path, self.layers = _decoder_layers(self.model)
-        self._calls: dict[int, list[Call]] = {}
+        self._longest = 0
+        self._calls: dict[int, list[Call]] = {}  # by length, views of the longest
+        self._other: dict[int, list[Call]] = {}
 
     def layer(self, number: int) -> torch.nn.Module:
         """A copy of a decoder layer, to be given weights."""
@@ -104,14 +106,20 @@ class Skeleton:
         return layer
 
     def calls(self, length: int) -> list[Call]:
-        """What the model's forward calls each of its layers with, for a sequence of `length` tokens.
+        """What the model's forward calls each of its layers with, for a sequence of `length` tokens; states are zeros.
 
-        The hidden states in them are zeros. The last two lengths are kept, since masks are large.
+        The arguments of a shorter sequence are views of those of the longest so far, once they are known to be equal:
+        masks are large, and making them takes longer than small layers do. Where they are not, the last are kept.
         """
+        if length > self._longest:
+            self._longest, self._calls = length, {}
         if length not in self._calls:
-            while len(self._calls) > 1:
-                self._calls.pop(next(iter(self._calls)))
-            self._calls[length] = self.calls_with(torch.zeros(1, length, dtype=torch.int64, device=self.device))
+            own = self.calls_with(torch.zeros(1, length, dtype=torch.int64, device=self.device))
+            begun = _beginnings(self._calls[self._longest], length) if length < self._longest else own
+            if any(differing_arguments(own, begun)):
+                self._other = self._other if length in self._other else {length: own}
+                return self._other[length]
+            self._calls[length] = begun
         return self._calls[length]
 
     def calls_with(self, tokens: torch.Tensor) -> list[Call]:
@@ -287,6 +295,38 @@ def config_of(model_class: Any, config: Mapping[str, Any]) -> Any:
         return float(entry["__float__"]) if entry.keys() == {"__float__"} else entry
 
     return model_class.config_class(**json.loads(json.dumps(plain), object_hook=number))
+
+
+def _beginnings(calls: Sequence[Call], length: int) -> list[Call]:
+    """The calls for the first `length` tokens, as views; a dimension of the full length is taken for one of tokens."""
+    full, made = calls[0].states.shape[1], dict[int, torch.Tensor]()
+
+    def cut(value: Any) -> Any:
+        if not torch.is_tensor(value):
+            return value
+        if id(value) not in made:  # the layers share most of their arguments
+            made[id(value)] = value[tuple(slice(length if size == full else None) for size in value.shape)]
+        return made[id(value)]
+
+    return [replace(call, arguments=tree_map(cut, call.arguments), states=call.states[:, :length]) for call in calls]
+
+
+def differing_arguments(one: Sequence[Call], other: Sequence[Call]) -> Iterator[str]:
+    """The layers' numbers and names of the arguments that are not equal, tensor by tensor."""
+    known: dict[tuple[int, int], bool] = {}
+
+    def equal(a: Any, b: Any) -> bool:
+        if not (torch.is_tensor(a) and torch.is_tensor(b)):
+            return a is b or bool(a == b)
+        if (id(a), id(b)) not in known:
+            known[id(a), id(b)] = torch.equal(a, b)
+        return known[id(a), id(b)]
+
+    for number, (first, second) in enumerate(zip(one, other, strict=True)):
+        for name, value in first.arguments.items():
+            leaves = tree_leaves(value), tree_leaves(second.arguments.get(name))
+            if len(leaves[0]) != len(leaves[1]) or not all(map(equal, *leaves)):
+                yield f"layer {number}: {name}"
 
 
 class _Reached(Exception):  # no error: the forward has reached its last layer

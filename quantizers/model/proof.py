@@ -4,20 +4,20 @@ Two short random sequences go through transformers' own call of a layer, each al
 own forward passes for its tokens; and as this program runs them: together, and through both halves if the layer has
 them. A difference refuses the model: with a wrong mask, window, rotary embedding or residual, states are of the same
 size and look right. The routed experts are transformers' own module in both ways, with the same arguments. They are
-left out here, so that a layer can be proven without their weights. Which tensor is which parameter is no part of the
-proof: both ways have the same weights.
+left out here, so that a layer can be proven without their weights.
+
+Two things are no part of the proof. Which tensor is which parameter: both ways have the same weights. And windows or
+indexers that keep more tokens than these sequences have: for every length, arguments are the model's own.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from quantizers.architectures.roles import weighted
-from quantizers.architectures.skeleton import Call, first, replaced_forward
+from quantizers.architectures.skeleton import differing_arguments, first, replaced_forward
 from quantizers.system.errors import ArchitectureError
 
 from .layer_forward import padded, unpadded
@@ -47,16 +47,11 @@ class Proof:
         states = SIZE * torch.randn(sum(LENGTHS), model.sizes["hidden"], generator=generator)
         self._states = states.to(model.device, model.dtype)
         for calls, length in zip(self._calls, LENGTHS, strict=True):
-            for number, (own, ours) in enumerate(zip(calls, model.skeleton.calls(length), strict=True)):
-                self._require_equal(number, own, ours)
-
-    def _require_equal(self, number: int, own: Call, ours: Call) -> None:
-        where = f"{self.model.checkpoint.name}: layer {number}: {self.model.facts.model_class}"
-        for name, value in own.arguments.items():
-            if not _equal(value, ours.arguments.get(name)):
+            for argument in differing_arguments(calls, model.skeleton.calls(length)):
                 raise ArchitectureError(
-                    f"{where} passes it {name} that depends on the tokens, not on their number alone; such a model "
-                    "cannot be computed layer by layer here; give another model"
+                    f"{model.checkpoint.name}: {argument}, as {model.facts.model_class} passes it, depends on the "
+                    "tokens, not on their number alone; such a model cannot be computed layer by layer here; give "
+                    "another model"
                 )
 
     def _together(self, layer: DecoderLayer) -> torch.Tensor:
@@ -96,12 +91,3 @@ class Proof:
                 "computed wrongly and is refused; give another model"
             )
         return difference
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """Whether two arguments are equal, tensor by tensor."""
-    leaves = [tree_leaves(value) for value in (one, other)]
-    if len(leaves[0]) != len(leaves[1]):
-        return False
-    pairs = zip(*leaves, strict=True)
-    return all(torch.equal(a, b) if torch.is_tensor(a) and torch.is_tensor(b) else a is b or a == b for a, b in pairs)

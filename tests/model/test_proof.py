@@ -111,7 +111,7 @@ def test_a_window_or_rotation_that_is_left_out_is_refused(model: str, dtype: tor
 
 def test_arguments_that_depend_on_the_tokens_are_refused_by_name(tmp_path: Path) -> None:
     model = with_skeleton(Marked, opened(tiny.make(tmp_path / "model")))
-    with pytest.raises(ArchitectureError, match="layer 0: MiniMaxM2ForCausalLM passes it marks that depends on"):
+    with pytest.raises(ArchitectureError, match="layer 0: marks, as MiniMaxM2ForCausalLM passes it, depends on"):
         Proof(model)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
+from quantizers.architectures.skeleton import replaced_forward
 from quantizers.checkpoint.reader import open_folder
 from quantizers.model.streamed_model import StreamedModel, require_plain_experts
 from quantizers.system.errors import ArchitectureError
@@ -227,6 +228,15 @@ def test_states_begin_with_the_models_own_embedding_module(tmp_path: Path) -> No
     model.skeleton.model.set_input_embeddings(Scaled(*table.shape, device="meta"))
     assert torch.equal(model.begin(tokens, table), 3 * table[tokens])
     assert model.skeleton.model.get_input_embeddings().weight.is_meta  # the table is the caller's
+
+
+def test_memory_that_is_full_is_not_said_to_be_another_kind_of_model(tmp_path: Path) -> None:
+    def full(**_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    skeleton = layered(make(tmp_path / "model")).skeleton
+    with replaced_forward(skeleton.model, full), pytest.raises(torch.OutOfMemoryError):
+        skeleton.calls(4)
 
 
 def test_experts_that_compute_another_product_are_refused() -> None:
