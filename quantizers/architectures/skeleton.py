@@ -111,14 +111,16 @@ class Skeleton:
         The arguments of a shorter sequence are views of those of the longest so far, once they are known to be equal:
         masks are large, and making them takes longer than small layers do. Where they are not, the last are kept.
         """
+        if length in self._other:
+            return self._other[length]
         if length > self._longest:
             self._longest, self._calls = length, {}
         if length not in self._calls:
             own = self.calls_with(torch.zeros(1, length, dtype=torch.int64, device=self.device))
             begun = _beginnings(self._calls[self._longest], length) if length < self._longest else own
             if any(differing_arguments(own, begun)):
-                self._other = self._other if length in self._other else {length: own}
-                return self._other[length]
+                self._other = {length: own}
+                return own
             self._calls[length] = begun
         return self._calls[length]
 

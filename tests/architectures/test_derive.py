@@ -121,13 +121,27 @@ def olmoe(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dic
     return saved(tmp_path_factory.mktemp("olmoe") / "model", "olmoe")
 
 
-def test_layers_whose_residual_is_the_norms_output_run_whole_and_nothing_is_folded(tmp_path: Path) -> None:
-    """MiniMax-M1, of linear and of full attention."""
-    facts = derived_architecture(*saved(tmp_path / "model", "minimax"), "x")
-    assert facts.also_reads_the_norm == ["residual"]
-    assert [(kind.layers, kind.halves) for kind in facts.kinds] == [([0, 2], False), ([1, 3], False)]
-    assert facts.router.tensor == "block_sparse_moe.gate.weight"
-    assert facts.expert(2, 5, "up") == "model.layers.2.block_sparse_moe.experts.5.w3"
+ATTENTION = [f"self_attn.{letter}_proj" for letter in "qkv"]
+SHARED = [f"mlp.shared_expert{end}" for end in (".gate_proj", ".up_proj", "_gate")]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "offset", "readers", "halves", "up"),
+    [
+        ("minimax", 0, ["residual"], False, "model.layers.2.block_sparse_moe.experts.5.w3"),
+        ("qwen3_next", 1, SHARED, True, "model.layers.2.mlp.experts.5.up_proj"),
+        ("cohere2_moe", 0, ATTENTION, False, "model.layers.2.mlp.experts.5.up_proj"),
+    ],
+)
+def test_what_else_reads_the_norm_ends_the_fold_and_layers_of_another_form_run_whole(
+    model_type: str, offset: int, readers: list[str], halves: bool, up: str, tmp_path: Path
+) -> None:
+    """A residual that is the norm's output; a norm that multiplies by 1 + w; attention beside the experts."""
+    facts = derived_architecture(*saved(tmp_path / "model", model_type), "x")
+    assert facts.norm.offset == offset
+    assert set(readers) <= set(facts.also_reads_the_norm)
+    assert [facts.halves(number) for number in (1, 2, 3)] == [halves] * 3
+    assert facts.expert(2, 5, "up") == up
 
 
 def test_a_tensor_of_a_layer_that_the_class_has_no_place_for_is_carried_and_ends_the_fold(
