@@ -231,7 +231,8 @@ class Skeleton:
         from transformers.core_model_loading import WeightConverter, WeightRenaming
 
         mapping = get_model_conversion_mapping(self.model)
-        return tuple([e for e in mapping if isinstance(e, kind)] for kind in (WeightRenaming, WeightConverter))  # type: ignore[return-value]
+        renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+        return renamings, [one for one in mapping if isinstance(one, WeightConverter)]
 
     @cached_property
     def parameters(self) -> dict[str, torch.Tensor]:
