@@ -1,4 +1,4 @@
-"""The table of shipped recipes, and the text of a new recipe for a known model."""
+"""The table of shipped recipes, and the text of a new recipe for a model."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from quantizers.architectures.families import published_models
 from quantizers.system.errors import InputError, did_you_mean
 from quantizers.system.package_data import shipped
 
+from .portable import is_hub_id
 from .read import read_recipe, shipped_recipe
 
 
@@ -36,15 +37,14 @@ def copied(name: str) -> str:
 
 
 def new_recipe(model: str) -> str:
-    """A commented recipe for a known model on the Hub, or for a checkpoint folder.
+    """A commented recipe for a model on the Hub, or for a checkpoint folder; nobody is asked whether there is such a model.
 
     Raises:
-        InputError: `model` is neither.
+        InputError: `model` is neither a folder nor a Hub id.
     """
-    models = published_models()
-    if not Path(model).is_dir() and model not in models:
-        remedy = f"give a checkpoint folder, or one of {', '.join(models)}"
-        raise InputError(f"{model}: no architecture spec for this model{did_you_mean(model, models)}; {remedy}")
+    if not Path(model).is_dir() and not is_hub_id(model):
+        hint = did_you_mean(model, published_models())
+        raise InputError(f"{model}: neither a checkpoint folder nor a Hub id (owner/name){hint}; correct it")
     source = str(Path(model).resolve()) if Path(model).is_dir() else model
     return f"""\
 # {source}: as published, but for the routed experts, which become INT4.
