@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 
 from quantizers.architectures.skeleton import Skeleton
 
-QUICK = ("deepseek_v32", "gemma4 with vision", "glm_moe_dsa", "inkling", "llama4", "mimo_v2_flash", "qwen4_exp", "zaya")
+QUICK = ("gemma4 with vision", "glm_moe_dsa", "inkling", "mimo_v2_flash")
 # Types that are built, but whose layers have no module of experts.
 NO_EXPERTS = ("doge",)
 NAMES = [name for name in zoo.TYPES if name not in NO_EXPERTS]

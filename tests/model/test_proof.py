@@ -78,7 +78,7 @@ def with_skeleton(kind: type[Skeleton], model: StreamedModel) -> Any:
     return model
 
 
-@pytest.fixture(params=["float32", "bfloat16"])
+@pytest.fixture(params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     chosen: torch.dtype = getattr(torch, request.param)
     return chosen

@@ -29,8 +29,6 @@ CPU = torch.device("cpu")
 # One of each kind is quick: its scales are folded, or its layers run whole, or its weights are FP8.
 QUICK = {
     "afmoe": "layers that run whole",
-    "deepseek_v32": "layers in halves, one without experts",
-    "mellum": "a fold in every layer",
     "mimo_v2_flash": "a fold, layers of several kinds",
     "qwen3_5_moe as published": "FP8, vision, a layer beyond the last",
 }

@@ -200,13 +200,14 @@ LAYER = 3 * math.prod(SMALL)  # bytes of a small layer's experts in the source
 
 @pytest.mark.slow
 def test_what_is_alive_does_not_grow_with_the_number_of_layers(living: Callable[..., Living]) -> None:
-    """Not by a byte of tensors; by less of names and entries than a tenth of the layer that each stands for.
+    """Not by a byte of tensors; by less of names, entries and modules without weights than a third of each layer.
 
-    Cycles that wait for the garbage collector count, too, and vary by 90 kB: ten layers may take four times that.
+    Cycles that wait for the garbage collector count, too, and vary by 90 kB: ten layers may take twelve times that, and
+    take seven.
     """
     short, longer = living(2, 2), living(12, 2)
     assert longer.tensors == short.tensors > LAYER
-    assert longer.others - short.others < LAYER
+    assert longer.others - short.others < 3 * LAYER
 
 
 @pytest.mark.slow

@@ -75,6 +75,7 @@ def test_a_source_that_is_mixed_up_is_refused(
     assert not list(output.glob("*.safetensors"))
 
 
+@pytest.mark.slow
 def test_a_model_that_is_sound_is_checked_once_and_any_other_on_demand(tiny_model: Path, tmp_path: Path) -> None:
     stop = changes_of(["verify.stop.max_hidden_error=1e-9"], None)  # after layer 0
     record = tmp_path / "out" / ".quantize" / "source-check.json"
