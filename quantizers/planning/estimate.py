@@ -191,8 +191,8 @@ def _assumptions(drawn: bool, processes: int, disk: float) -> list[str]:
         "tokens: the recipe's calibration.tokens; every evaluation text as long as its sequence_length allows"
         if drawn
         else "tokens: every sample as long as its sequence_length allows, which few are",
-        "time: an estimate in closed form, with evaluation and one last reading of the shards, without the check of the "
-        "source before it, which reads it once, and measuring for a budget; --measure times a layer on this machine",
+        "time: an estimate in closed form, with evaluation and one last reading of the shards; without measuring for a "
+        "budget and without the check of the source, which reads it once; --measure times a layer on this machine",
         "rates: nominal ones (quantizers/planning/gpus.yaml), of which bandwidth, matrix products, float32 and "
         f"factorizations reach {reached}",
         f"files: {disk / 1e9:g} GB/s read or written, beside the computing",

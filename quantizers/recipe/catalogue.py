@@ -37,7 +37,7 @@ def copied(name: str) -> str:
 
 
 def new_recipe(model: str) -> str:
-    """A commented recipe for a model on the Hub, or for a checkpoint folder; nobody is asked whether there is such a model.
+    """A commented recipe for a model on the Hub, or for a checkpoint folder; the Hub is not asked whether it has it.
 
     Raises:
         InputError: `model` is neither a folder nor a Hub id.
