@@ -26,9 +26,8 @@ from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import Job, prepare
 
 CPU = torch.device("cpu")
-# One of each kind is quick: its scales are folded, or its layers run whole, or its weights are FP8.
+# One of each kind is quick: its scales are folded, or its weights are FP8.
 QUICK = {
-    "afmoe": "layers that run whole",
     "mimo_v2_flash": "a fold, layers of several kinds",
     "qwen3_5_moe as published": "FP8, vision, a layer beyond the last",
 }

@@ -91,9 +91,10 @@ def test_every_size_of_every_family_has_a_config_that_fits_its_facts() -> None:
 
 
 def test_shipped_recipes_are_planned_offline() -> None:
+    """All but those of models whose architecture is derived: they say that nobody has tried them."""
     for path in sorted(shipped("recipes").glob("*.yaml")):
-        model = yaml.safe_load(path.read_text())["source"]["model"]
-        assert model.startswith("..") or published_config(model) is not None, path.name
+        model, derived = yaml.safe_load(path.read_text())["source"]["model"], "never tried" in path.read_text()
+        assert model.startswith("..") or (published_config(model) is None) == derived, path.name
     job = prepare("mixtral-8x7b-instruct-int4", offline_facts=True)
     assert job.fp8 is None
     assert "the built-in architecture spec of mistralai/Mixtral-8x7B-Instruct-v0.1" in job.basis
