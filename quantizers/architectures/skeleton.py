@@ -390,12 +390,10 @@ class _EmptyOnMeta(TorchFunctionMode):
 
 def _built(model_class: Any, config: Any, device: torch.device) -> Any:
     """A model without weights, its computed buffers on `device`; with the first kind of attention that it has."""
-    from transformers.initialization import no_init_weights
-
     for attention in ATTENTION:
         config._attn_implementation = attention
         try:
-            with no_init_weights(), _EmptyOnMeta():
+            with _EmptyOnMeta():
                 model = model_class(config).eval()
             break
         except ValueError as failure:
