@@ -191,10 +191,6 @@ REFUSED: dict[str, str] = {
         "0 parameters [8, 128] of a layer multiply what its experts",
     ),
     **dict.fromkeys(
-        ("glm5_next", "glm_moe_dsa", "hy_v4"), "its layers hand on more than hidden states (prev_topk_indices)"
-    ),
-    "zaya": "its layers hand on more than hidden states (prev_router_hidden_states)",
-    **dict.fromkeys(
         ("nllb_moe", "switch_transformers"),
         "it cannot run with layers that pass their states on",
     ),
@@ -204,6 +200,9 @@ REFUSED: dict[str, str] = {
         "holds the experts in a layout of its own",
     ),
     "jetmoe": "its experts hold weight [8, 64, 128], not gate_up_proj",
+    "glm5_next": "its experts compute another product where activations are large",
+    "hy_v4": "its experts compute another product where activations are large",
+    "zaya": "0 parameters [8, 128] of a layer multiply what its experts",
     "kimi_linear": "makes self_attn.conv1d.weight of model.layers.0.self_attn.k_conv1d.weight and other tensors",
     **dict.fromkeys(("llama4", "llama4 with vision"), "its experts hold gate_up_proj [8, 128, 192], down_proj [8, 96,"),
     "longcat_flash": "its experts hold gate_up_proj [12, 192, 128], down_proj [8, 128, 96]",

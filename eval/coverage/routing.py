@@ -108,7 +108,7 @@ class RouteCounter(Consumer):
         own = range(dist.rank, len(rows), dist.world_size)
         self.rows = [rows[i] for i in own]  # the category of each of this process's sequences
         path = work / f"states-{dist.rank}.bin"
-        self.states = ActivationStore(path, [lengths[i] for i in own], sizes["hidden"], model.dtype)
+        self.states = ActivationStore(path, [lengths[i] for i in own], model.row_width, model.dtype)
         table = model.embedding()
         for row, i in enumerate(own):
             self.states[row] = model.begin(sequences[i], table)
@@ -124,7 +124,7 @@ class RouteCounter(Consumer):
         with captured as scores:
             for row, category in enumerate(self.rows):
                 output, chosen = model.run(layer, self.states[row])
-                if not bool(torch.isfinite(output).all()):
+                if not bool(torch.isfinite(output[:, : model.hidden]).all()):
                     raise QuantizeError(f"{model.checkpoint.name}: layer {number}: its output is not finite")
                 self.states[row] = output
                 if chosen is not None:

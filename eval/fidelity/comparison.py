@@ -166,7 +166,7 @@ def _of_batch(source: ActivationStream, candidate: ActivationStream, batch: rang
     """The numbers of `OfText` of each text of a batch (B, 3) float64, on the streams' device."""
     device = source.model.device
     rows, lengths = source.left.of_batch(batch)
-    a, b = (stream.left.flat[rows].to(device) for stream in (source, candidate))
+    a, b = (one.left.flat[rows, : one.model.hidden].to(device) for one in (source, candidate))
     same = torch.zeros(len(a), dtype=torch.float64, device=device)
     if routed:
         ours, theirs = (stream.chosen.flat[rows].to(device) for stream in (source, candidate))

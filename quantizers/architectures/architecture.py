@@ -19,6 +19,7 @@ from quantizers.system.strict_yaml import dump
 from .facts import (
     DenseFacts,
     Facts,
+    HandedFacts,
     KindFacts,
     KvCacheFacts,
     LayerFacts,
@@ -64,6 +65,7 @@ class Architecture(Facts):
     every_layer: LayerFacts = LayerFacts()
     moe_layer: LayerFacts = LayerFacts()
     kinds: list[KindFacts] = Field(default_factory=list)
+    handed: HandedFacts | None = None
     dense_layer: DenseFacts | None = None
     mtp_layer: MtpFacts | None = None
     scale_dtype: Literal["F32", "BF16"] = "F32"

@@ -21,7 +21,7 @@ from quantizers.system.errors import ArchitectureError
 from .architecture import EXPERTS, ROUTER, Architecture
 from .facts import Stored
 from .matrices import MATRICES, PROJECTIONS, Matrix
-from .roles import EXACT, TOKENS, Roles, kinds_of_layers, probe, require_usable
+from .roles import EXACT, Roles, find_handed, kinds_of_layers, probe, require_usable
 from .skeleton import Place, Skeleton, config_of, model_class
 
 SCALES = ("_scale_inv", "_scale")  # what follows the name of an FP8 weight in that of its scale
@@ -50,8 +50,8 @@ def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...])
     # A command asks several times, and building and probing the model takes seconds.
     parsed: dict[str, Any] = json.loads(config)
     skeleton = skeleton_of(parsed)
-    _require_states_alone(skeleton)
-    kinds = [Kind(numbers, *probe(skeleton, numbers[0])) for numbers in kinds_of_layers(skeleton)]
+    handed = find_handed(skeleton)
+    kinds = [Kind(numbers, *probe(skeleton, numbers[0], handed)) for numbers in kinds_of_layers(skeleton)]
     roles = _common([kind.roles for kind in kinds if kind.roles is not None])
     require_usable(roles, parsed["model_type"])
     stored = sort_out(skeleton, {name: Header(dtype, shape) for name, dtype, shape in headers})
@@ -67,7 +67,8 @@ def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...])
             **_outside(skeleton, stored),
             "unread": _patterns(stored),
             "layer_prefix": stored.prefix + "{layer}.",
-            "kinds": _kinds(skeleton, stored, kinds, roles),
+            "kinds": _kinds(skeleton, stored, kinds, roles, handed=handed is not None),
+            "handed": handed and handed.model_dump(),
             **_experts(skeleton, stored, roles),
             "norm": {
                 "tensor": stored.published(f"{norm}.weight"),
@@ -89,20 +90,6 @@ def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...])
             "probes": roles.probes,
         }
     )
-
-
-def _require_states_alone(skeleton: Skeleton) -> None:
-    """Refuse a model whose layers hand on more than hidden states.
-
-    Raises:
-        ArchitectureError: they do.
-    """
-    handed = dict.fromkeys(name for call in skeleton.calls(TOKENS) for name in call.handed)
-    if handed:
-        raise ArchitectureError(
-            f"{type(skeleton.model).__name__}: its layers hand on more than hidden states ({', '.join(handed)}); such "
-            "a model cannot be computed layer by layer here; give another model"
-        )
 
 
 def skeleton_of(config: dict[str, Any]) -> Skeleton:
@@ -366,14 +353,16 @@ def _patterns(stored: StoredTensors) -> list[str]:
     return list(patterns)
 
 
-def _kinds(skeleton: Skeleton, stored: StoredTensors, kinds: Sequence[Kind], roles: Roles) -> list[dict[str, Any]]:
+def _kinds(
+    skeleton: Skeleton, stored: StoredTensors, kinds: Sequence[Kind], roles: Roles, *, handed: bool
+) -> list[dict[str, Any]]:
     """The facts about each kind of layer; layers of one structure whose tensors differ are of different kinds."""
     result: dict[str, dict[str, Any]] = {}
     for numbers, one, batch in kinds:
         for number in numbers:
             facts = _of_layer(skeleton, stored, number, roles) | {
                 "dense": one is None,
-                "halves": one is not None and one.probes["halves"] < EXACT,
+                "halves": one is not None and one.probes["halves"] < EXACT and not handed,
                 "alone": not batch < EXACT,
             }
             result.setdefault(json.dumps(facts), facts | {"layers": []})["layers"].append(number)

@@ -92,6 +92,22 @@ class KindFacts(LayerFacts):
     alone: bool
 
 
+class HandedFacts(Facts):
+    """What each layer hands on to the next besides its states, such as the tokens that an indexer has chosen.
+
+    Attributes:
+        argument: the layer's parameter that gets it.
+        entry: its place in the tuple that a layer returns; None there stands for nothing.
+        width: of its last dimension, at most; those before are sequences and tokens.
+        dtype: of the model's own for `float`.
+    """
+
+    argument: str
+    entry: int
+    width: int
+    dtype: Literal["float", "int32", "int64"]
+
+
 class MtpFacts(LayerFacts):
     """What a layer that predicts further tokens has besides all that a layer with experts has.
 

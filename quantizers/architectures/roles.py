@@ -18,16 +18,19 @@ from typing import Any, Literal
 
 import torch
 from torch.func import functional_call
-from torch.utils._pytree import tree_leaves
+from torch.fx.experimental import _config
+from torch.utils._pytree import tree_leaves, tree_map
 
 from quantizers.system.errors import ArchitectureError
 
+from .facts import HandedFacts
 from .skeleton import Call, Skeleton, first, replaced_forward
 
 TOKENS = 32
 EXACT = 1e-4  # of a probe in float32: sums in another order differ by less, anything that is not exact by far more
 LARGE = 20.0  # times ordinary activations: a product that is clamped shows only there
 FUSED = ("gate_up_proj", "down_proj")
+LONG = 4096  # tokens: what layers hand on may grow with them, up to a number that config.json has
 BIG = 2**22  # numbers in a matrix; the rows of a larger one are parts of one vector, to draw fewer numbers
 
 
@@ -74,8 +77,11 @@ def _shapes(value: Any) -> str:
 
 
 @torch.no_grad()
-def probe(skeleton: Skeleton, number: int) -> tuple[Roles | None, float]:
+def probe(skeleton: Skeleton, number: int, handed: HandedFacts | None = None) -> tuple[Roles | None, float]:
     """The roles of a layer's parts, None if it has no routed experts; and the probe `batch`.
+
+    Args:
+        handed: what layers hand on; sequences then go through them alone, so `batch` is infinite.
 
     The probes, each a difference that is 0 but for rounding where the claim holds:
         batch       sequences that run together, padded at their ends, give what each gives alone
@@ -92,9 +98,10 @@ def probe(skeleton: Skeleton, number: int) -> tuple[Roles | None, float]:
     path = _experts_path(skeleton, number)
     layer = _with_random_weights(skeleton, number, path)
     if path is None:
-        return None, _batch(skeleton, number, layer, path)
-    found = _Layer(skeleton.calls(TOKENS)[number], layer, path, type(skeleton.model).__name__)
-    batch = _batch(skeleton, number, layer, path)
+        return None, math.inf if handed else _batch(skeleton, number, layer, path)
+    value = example_of(handed, TOKENS) if handed else None
+    found = _Layer(skeleton.calls(TOKENS)[number], value, layer, path, type(skeleton.model).__name__)
+    batch = math.inf if handed else _batch(skeleton, number, layer, path)
     return found.roles(), batch
 
 
@@ -207,6 +214,55 @@ def weighted(states: torch.Tensor, _: torch.Tensor, weight: torch.Tensor) -> tor
     return states * weight.sum(-1, keepdim=True).to(states.dtype)
 
 
+def example_of(handed: HandedFacts, tokens: int) -> torch.Tensor:
+    """What a layer might hand on of one sequence (1, T, W): numbers, or W of its T tokens' indices."""
+    if handed.dtype == "float":
+        return torch.randn(1, tokens, handed.width, generator=torch.Generator().manual_seed(2))
+    indices = torch.arange(min(tokens, handed.width), dtype=getattr(torch, handed.dtype))
+    return indices.repeat(1, tokens, 1)
+
+
+def find_handed(skeleton: Skeleton) -> HandedFacts | None:
+    """What the model's layers hand on besides their states, None if nothing; found without computing anything.
+
+    Raises:
+        ArchitectureError: it is of a kind that is not known here.
+    """
+    model = type(skeleton.model).__name__
+    places = {place for call in skeleton.calls(TOKENS) for place in call.handed.items()}
+    if not places:
+        return None
+    positions = getattr(skeleton.config.get_text_config(), "max_position_embeddings", None) or LONG
+    value: torch.Tensor | None = None
+    seen: list[torch.Tensor] = []
+    for number, call in enumerate(skeleton.calls_with(torch.zeros(1, min(LONG, positions), dtype=torch.int64))):
+        layer, path = skeleton.layer(number).to("meta"), _experts_path(skeleton, number)
+        arguments = tree_map(lambda one: one.to("meta") if torch.is_tensor(one) else one, call.of(call.states, value))
+        with contextlib.ExitStack() as stack:
+            if path:
+                stack.enter_context(replaced_forward(layer.get_submodule(path), weighted))
+            # How many rows a mask chooses is not known without numbers: all of them.
+            stack.enter_context(_config.patch(meta_nonzero_assume_all_nonzero=True))  # type: ignore[attr-defined]
+            output = layer(**arguments)
+        (_, entry), *others = places
+        value = output[entry]
+        seen += [] if value is None else [value]
+    if not seen:
+        return None
+    shapes = {tuple(one.shape[:-1]) for one in seen}
+    dtypes = {"float" if one.is_floating_point() else str(one.dtype).removeprefix("torch.") for one in seen}
+    if others or len(shapes | {tuple(call.states.shape[:2])}) != 1 or len(dtypes) != 1:
+        names = ", ".join(sorted({name for name, _ in places}))
+        raise ArchitectureError(
+            f"{model}: its layers hand on more than hidden states and one number, or list, for each token ({names}); "
+            "such a model cannot be computed layer by layer here; give another model"
+        )
+    ((argument, entry),) = places
+    return HandedFacts.model_validate(
+        {"argument": argument, "entry": entry, "width": max(one.shape[-1] for one in seen), "dtype": dtypes.pop()}
+    )
+
+
 @dataclass
 class _Observed:
     """A call of one of a layer's modules."""
@@ -220,19 +276,20 @@ class _Layer:
 
     Args:
         call: what the model's forward passes to it.
+        handed: what the layer before hands on.
         layer: with weights, but without those of its experts.
         path: of the experts.
         model: the model's name, for messages.
     """
 
-    def __init__(self, call: Call, layer: torch.nn.Module, path: str, model: str) -> None:
+    def __init__(self, call: Call, handed: torch.Tensor | None, layer: torch.nn.Module, path: str, model: str) -> None:
         self.layer, self.path, self.model = layer, path, model
         self.experts: Any = layer.get_submodule(path)
         self._require_plain()
         self.count, self.hidden = layer.get_parameter(f"{path}.down_proj").shape[:2]
         self.generator = torch.Generator().manual_seed(0)
         self.states = torch.randn(call.states.shape, generator=self.generator)
-        self.call = call
+        self.call, self.handed = call, handed
         # Σ_k weight_k · (x ∘ mix[index_k]): linear in x, another for each expert, and no matrix.
         self.mix = torch.randn(self.count, self.hidden, generator=self.generator)
         self.undone: torch.Tensor | float = 1.0  # by which the experts' input is multiplied
@@ -265,7 +322,7 @@ class _Layer:
             return self._stand_in(*arguments)
 
         with replaced_forward(self.experts, forward):
-            return first(functional_call(self.layer, dict(changed or {}), (), self.call.of(self.states)))
+            return first(functional_call(self.layer, dict(changed or {}), (), self.call.of(self.states, self.handed)))
 
     def _require_three(self, arguments: Sequence[Any]) -> None:
         if (

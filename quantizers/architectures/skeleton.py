@@ -13,7 +13,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -36,17 +36,18 @@ class Call:
         arguments: by the names of the layer's parameters, without the hidden states.
         states: the hidden states (B, T, H).
         name: what the layer calls these.
-        handed: the names of the arguments that earlier layers return besides their states; their values are unknown.
+        handed: the names of the arguments that the layer before returns besides its states, with their places in the
+            tuple that it returns; their values are unknown.
     """
 
     arguments: dict[str, Any]
     states: torch.Tensor
     name: str
-    handed: tuple[str, ...]
+    handed: dict[str, int]
 
-    def of(self, states: torch.Tensor) -> dict[str, Any]:
-        """All arguments, with other hidden states (B, T, H), by keyword."""
-        return self.arguments | {self.name: states}
+    def of(self, states: torch.Tensor, handed: torch.Tensor | None = None) -> dict[str, Any]:
+        """All arguments, with other hidden states (B, T, H) and what the layer before hands on, by keyword."""
+        return self.arguments | dict.fromkeys(self.handed, handed) | {self.name: states}
 
 
 @dataclass(frozen=True)
@@ -336,8 +337,12 @@ class _Reached(Exception):  # no error: the forward has reached its last layer
     """Ends the model's forward once all layers have been called."""
 
 
+@dataclass(frozen=True)
 class _Handed:
-    """Stands for what a layer returns besides its states."""
+    """Stands for what a layer returns besides its states, at this place in a tuple."""
+
+    layer: int = field(compare=False, repr=False)
+    entry: int
 
 
 def _recorder(
@@ -352,12 +357,18 @@ def _recorder(
         given |= given.pop(rest, {})
         name = next(iter(given))
         states = given.pop(name)
-        handed = [key for key, value in given.items() if any(isinstance(leaf, _Handed) for leaf in tree_leaves(value))]
-        calls.append(Call(given, states, name, tuple(handed)))
+        handed = {key: value.entry for key, value in given.items() if isinstance(value, _Handed)}
+        if any(
+            isinstance(leaf, _Handed) and (leaf is not value or leaf.layer != len(calls) - 1)
+            for value in given.values()
+            for leaf in tree_leaves(value)
+        ):
+            raise ValueError("a layer gets what another than the one before returns")
+        calls.append(Call(given, states, name, handed))
         if len(calls) == layers:
             raise _Reached
         result = states if leaving is None else leaving
-        return (result, *(_Handed() for _ in range(entries - 1))) if entries else result
+        return (result, *(_Handed(len(calls) - 1, entry) for entry in range(1, entries))) if entries else result
 
     return forward
 

@@ -278,7 +278,7 @@ def probes_of(lengths: Sequence[int], tokens: int | None = None, longest: int | 
 
 def probe_bytes(sizes: Sizes, lengths: Sequence[int], itemsize: int) -> int:
     """Bytes of the files of a measurement: both streams' states that enter and leave a layer, and their choices."""
-    return 4 * sum(probes_of(lengths).values()) * (sizes["hidden"] * itemsize + sizes["chosen"] * 4)
+    return 4 * sum(probes_of(lengths).values()) * (sizes.row_bytes(itemsize) + sizes["chosen"] * 4)
 
 
 def read_measurements(work: Path, layers: Sequence[int]) -> list[dict[str, Any]] | None:

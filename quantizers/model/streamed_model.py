@@ -73,7 +73,7 @@ class StreamedModel:
         dtype: torch.dtype,
     ) -> None:
         self.checkpoint, self.facts, self.sizes = checkpoint, facts, sizes
-        self.device, self.dtype = device, dtype
+        self.device, self.dtype, self.hidden = device, dtype, sizes["hidden"]
         whole = model_class(facts.model_class, f"the facts of {facts.model_type}: model_class")
         config = config_of(whole, transformers_config(facts, checkpoint.config, sizes))
         self.skeleton = Skeleton(whole, config, device, dtype)
@@ -93,13 +93,57 @@ class StreamedModel:
         """The embedding table (vocabulary, H) in the model's dtype."""
         return self._plain(self.facts.embedding)
 
-    def begin(self, tokens: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
-        """The states (T, H) that enter layer 0, from token ids (T,) int64 and the embedding table."""
-        return self.skeleton.begin(tokens.to(self.device).unsqueeze(0), embedding)[0]
+    @property
+    def row_width(self) -> int:
+        """The numbers of a token between two layers: H of its state, and behind it what a layer hands on besides."""
+        return self.sizes.row_bytes(self.dtype.itemsize) // self.dtype.itemsize
 
-    def final(self, states: torch.Tensor) -> torch.Tensor:
-        """What the head multiplies, (T, H), from the states (T, H) that leave the last layer."""
-        return self.skeleton.end(states.to(device=self.device, dtype=self.dtype).unsqueeze(0))[0]
+    def begin(self, tokens: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        """The rows (T, W) that enter layer 0, from token ids (T,) int64 and the embedding table."""
+        return self.row(self.skeleton.begin(tokens.to(self.device).unsqueeze(0), embedding)[0])
+
+    def row(self, states: torch.Tensor, handed: torch.Tensor | None = None) -> torch.Tensor:
+        """Rows (…, W) of states (…, H) and of what a layer hands on, (…, at most the facts' width), if anything.
+
+        Behind the states are the bits of int32: how many numbers are handed on, and these, or those of float32.
+
+        Raises:
+            ArchitectureError: it is wider than the facts say.
+        """
+        facts = self.facts.handed
+        if facts is None:
+            return states
+        columns = torch.zeros(*states.shape[:-1], self.sizes.handed, dtype=torch.int32, device=states.device)
+        if handed is not None:
+            count = handed.shape[-1]
+            if count > facts.width:
+                raise ArchitectureError(
+                    f"{self.checkpoint.name}: {facts.argument}: a layer hands on {count} numbers for a token, more "
+                    f"than the {facts.width} that were found; such a model cannot be computed layer by layer here"
+                )
+            columns[..., 0] = count
+            integers = handed.float().view(torch.int32) if facts.dtype == "float" else handed.to(torch.int32)
+            columns[..., 1 : 1 + count] = integers.view(*states.shape[:-1], count)
+        return torch.cat([states, columns.view(states.dtype)], -1)
+
+    def handed(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """What the layer before handed on of one sequence, (1, T, …), from rows (1, T, W)."""
+        facts = self.facts.handed
+        if facts is None:
+            return None
+        columns = rows[..., self.hidden :].contiguous().view(torch.int32)
+        count = int(columns[0, 0, 0])
+        if not count:
+            return None
+        values = columns[..., 1 : 1 + count]
+        if facts.dtype == "float":
+            return values.contiguous().view(torch.float32).to(self.dtype)
+        return values.to(getattr(torch, facts.dtype))
+
+    def final(self, rows: torch.Tensor) -> torch.Tensor:
+        """What the head multiplies, (T, H), from the rows (T, W) that leave the last layer."""
+        states = rows[:, : self.hidden].to(device=self.device, dtype=self.dtype)
+        return self.skeleton.end(states.unsqueeze(0))[0]
 
     def head(self) -> torch.Tensor:
         """The output matrix (vocabulary, H) in the model's dtype."""
@@ -142,9 +186,9 @@ class StreamedModel:
         layer.module.get_submodule(self.facts.modules.experts).to("meta")
 
     def inputs(self, layer: DecoderLayer, states: torch.Tensor) -> dict[str, Any]:
-        """The keyword arguments of transformers' layer for sequences of one length, from their states (B, T, H)."""
-        call = self.skeleton.calls(states.shape[1])[layer.number]
-        return call.of(states.to(device=self.device, dtype=self.dtype))
+        """The keyword arguments of transformers' layer for sequences of one length, from their rows (B, T, W)."""
+        call, rows = self.skeleton.calls(states.shape[1])[layer.number], states.to(self.device, self.dtype)
+        return call.of(rows[..., : self.hidden], self.handed(rows) if call.handed else None)
 
     @torch.no_grad()
     def attend(self, layer: DecoderLayer, states: torch.Tensor) -> torch.Tensor:
@@ -213,8 +257,10 @@ class StreamedModel:
         return self.facts.modules.experts.rpartition(".")[0]
 
     def _whole(self, layer: DecoderLayer, states: torch.Tensor) -> torch.Tensor:
-        """transformers' call of the layer with states (T, H) or (B, T, H); the result has the same shape."""
-        return first(layer.module(**self.inputs(layer, states.view(-1, *states.shape[-2:])))).view_as(states)
+        """transformers' call of the layer with rows (T, W) or (B, T, W); the result has the same shape."""
+        output = layer.module(**self.inputs(layer, states.view(-1, *states.shape[-2:])))
+        handed = None if self.facts.handed is None else output[self.facts.handed.entry]
+        return self.row(first(output), handed).view_as(states)
 
     def _second_half(self, layer: DecoderLayer, entering: torch.Tensor) -> torch.Tensor:
         if not layer.halves:

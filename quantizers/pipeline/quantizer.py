@@ -89,7 +89,7 @@ class Quantizer:
                 pin(made.flat, model.device)
             return made
 
-        self.states = rows(context.states, "states", job.sizes["hidden"], model.dtype, context.dist)
+        self.states = rows(context.states, "states", model.row_width, model.dtype, context.dist)
         self.moe_inputs = moe_input_store(partial(rows, context.inputs), job.sizes, model.dtype)
         self._packed = PinnedBuffers(model.device)  # a process has two shards on their way at most
         self._made: LoadedTensors | None = None

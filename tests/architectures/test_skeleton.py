@@ -67,7 +67,7 @@ def test_layers_are_called_as_the_whole_model_calls_them(name: str) -> None:
     for number, (call, given) in enumerate(zip(calls, expected, strict=True)):
         assert call.states.shape == given.pop(call.name).shape
         assert call.arguments.keys() == given.keys()
-        assert call.handed == ((HANDED[name],) if name in HANDED and number else ())
+        assert list(call.handed) == ([HANDED[name]] if name in HANDED and number else [])
         unknown = {*call.handed, FILLED.get(name)}
         assert [key for key in given if key not in unknown and not same(call.arguments[key], given[key])] == []
 

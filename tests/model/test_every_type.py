@@ -67,7 +67,10 @@ def streamed(model: StreamedModel, texts: list[Tensor]) -> list[Tensor]:
     return [
         one
         for *before, last in states
-        for one in (*before, torch.stack([model.logits(model.final(text) @ head.mT) for text in last]))
+        for one in (
+            *(rows[..., : model.hidden] for rows in before),
+            torch.stack([model.logits(model.final(text) @ head.mT) for text in last]),
+        )
     ]
 
 
