@@ -19,6 +19,12 @@ from calibration_tokenizer import write_tokenizer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quantizers.architectures.families import architecture_for
+from quantizers.architectures.sizes import sizes_of
+from quantizers.checkpoint.reader import open_folder
+from quantizers.formats.tensor_names import split_fused_experts
+from quantizers.model.streamed_model import StreamedModel
+
 Settings = dict[str, Any]
 ATTENTION = ("sdpa", "eager")  # some classes have no other than the second
 
@@ -351,6 +357,15 @@ def save(name: str, folder: Path) -> Path:
     if name.endswith("as published"):
         _publish(folder)
     return write_tokenizer(folder)
+
+
+def opened(folder: Path, dtype: torch.dtype = torch.float32) -> StreamedModel:
+    """A saved model, to be streamed."""
+    checkpoint = open_folder(folder)
+    where = str(folder / "config.json")
+    facts = architecture_for(checkpoint.config, where, None, checkpoint.tensors)
+    sizes = sizes_of(facts, checkpoint.config, where)
+    return StreamedModel(split_fused_experts(checkpoint, facts, sizes), facts, sizes, torch.device("cpu"), dtype)
 
 
 # As Qwen3.5-MoE and Qwen3-VL-MoE are published ---------------------------------------------------------------------

@@ -18,9 +18,7 @@ from torch import Tensor
 from whole_models import source_weights
 
 from quantizers.architectures.families import architecture_for
-from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
-from quantizers.formats.tensor_names import split_fused_experts
 from quantizers.model.proof import BOUND, Proof
 from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 from quantizers.system.errors import ArchitectureError
@@ -43,16 +41,6 @@ QUICK = {
     "qwen3_5_moe with vision": "fused experts, a norm that multiplies by 1 + w, shared experts",
     "solar_open": "shared experts and a bias on the router",
 }
-
-
-def opened(folder: Path) -> StreamedModel:
-    checkpoint = open_folder(folder)
-    where = str(folder / "config.json")
-    facts = architecture_for(checkpoint.config, where, None, checkpoint.tensors)
-    sizes = sizes_of(facts, checkpoint.config, where)
-    return StreamedModel(
-        split_fused_experts(checkpoint, facts, sizes), facts, sizes, torch.device("cpu"), torch.float32
-    )
 
 
 def streamed(model: StreamedModel, texts: list[Tensor]) -> list[Tensor]:
@@ -107,7 +95,7 @@ def apart(one: Tensor, other: Tensor) -> float:
 
 def differences(name: str, folder: Path) -> list[float]:
     """Those of the states before each layer, and of the logits, over all texts."""
-    model = opened(zoo.save(name, folder))
+    model = zoo.opened(zoo.save(name, folder))
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(2, model.sizes["vocabulary"], (2, length), generator=generator) for length in LENGTHS]
     whole = zoo.whole_model(name, *source_weights(folder))
