@@ -201,6 +201,25 @@ def finished(
 
 
 @pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A `runs.Small`: a random model of three layers, and an unbroken run of it."""
+    import torch
+    from runs import Small
+    from tiny import write_job
+
+    from quantizers.pipeline import pipeline
+    from quantizers.pipeline.options import Options
+    from quantizers.planning.job import prepare
+
+    folder, needed = tmp_path_factory.mktemp("small"), list[int]()
+    recipe = write_job(folder, layers=3, words=20, samples=3, awq={"grid": 5})
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pipeline, "check_room", lambda _, asked: needed.append(asked))
+        report = pipeline.run(prepare(str(recipe)), Options(folder / "whole", torch.device("cpu")))
+    return Small(folder, report, needed[0])
+
+
+@pytest.fixture(scope="session")
 def whole_model() -> Callable[[dict[str, Any], dict[str, Any]], Any]:
     """`whole_model(config, weights)`: transformers' whole model in float32, of weights by their published names."""
     from families import whole_model

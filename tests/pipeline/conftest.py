@@ -1,4 +1,4 @@
-"""A small job and its unbroken run, for tests of interrupted runs; and an input to be spoiled."""
+"""A run that was cut off, a finished folder to be damaged, and an input to be spoiled."""
 
 from __future__ import annotations
 
@@ -14,25 +14,18 @@ import torch
 import yaml
 from calibration_tokenizer import write_tokenizer
 from conftest import Finished
-from runs import JobFolder, Small
-from tiny import write_job
+from runs import JobFolder, Small, cut_in_layer
 
 from quantizers.cli import main as cli
-from quantizers.pipeline import pipeline
 from quantizers.pipeline.options import Options
-from quantizers.planning.job import prepare
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="session")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
-    folder, needed = tmp_path_factory.mktemp("small"), list[int]()
-    recipe = write_job(folder, layers=3, words=20, samples=3, awq={"grid": 5})
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pipeline, "check_room", lambda _, asked: needed.append(asked))
-        report = pipeline.run(prepare(str(recipe)), Options(folder / "whole", CPU))
-    return Small(folder, report, needed[0])
+def cut(small: Small, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The unfinished folder of the small job, cut off where its third layer would be solved."""
+    folder = tmp_path_factory.mktemp("cut") / "output"
+    cut_in_layer(2, small.job, Options(folder, torch.device("cpu")))
+    return folder
 
 
 @pytest.fixture
