@@ -85,7 +85,7 @@ OF_FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", OF_FAMILIES)
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_other_families_measure_as_their_whole_models_do(family: str, tmp_path: Path) -> None:
     kind, section = OF_FAMILIES[family]
     source = families.write(tmp_path / "source", family, num_hidden_layers=2)

@@ -336,9 +336,9 @@ def test_a_plan_from_a_lone_config(
 
 def test_of_a_model_type_without_server_facts_the_weights_are_counted(tmp_path: Path) -> None:
     recipe = "qwen3-30b-a3b-instruct-2507-fp8-int4"
-    config = published_with("Qwen/Qwen3-30B-A3B-Instruct-2507-FP8")
-    whole = quantizers.plan(recipe).figures
+    config = published_with("Qwen/Qwen3-30B-A3B-Instruct-2507-FP8", layers=12)
     (tmp_path / "config.json").write_text(json.dumps(config))
+    whole = quantizers.plan(recipe, source=tmp_path).figures
     facts = parse(known()["qwen3_moe"])[0]
     for key in ("servers", "targets", "kv_cache", "tensor_parallel", "smoothing", "published"):
         del facts[key]
@@ -348,14 +348,14 @@ def test_of_a_model_type_without_server_facts_the_weights_are_counted(tmp_path: 
         return quantizers.plan(recipe, source=tmp_path, facts=tmp_path / "facts.yaml", **options).figures
 
     assert planned()["output_bytes"] == whole["output_bytes"]
-    given = planned(vram=["2x8GiB", "1x80GiB"])
+    given = planned(vram=["2x2GiB", "1x80GiB"])
     small, large = given["weights"]
     assert whole["output_bytes"] * 0.99 < small["weights"] == large["weights"] < whole["output_bytes"]
     assert small["left"] < 0 < large["left"]
     assert "too few" in weights_table(given)
     assert "how servers divide it among GPUs and what they cache of a token is not known here" in weights_table(given)
     with pytest.raises(InputError, match=r"^--context, --kv and --tp: .*; leave them out$"):
-        planned(vram=["2x8GiB"], context=4096)
+        planned(vram=["2x2GiB"], context=4096)
 
 
 def test_what_is_special_about_a_model_is_said_in_the_plan() -> None:

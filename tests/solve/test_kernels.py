@@ -33,6 +33,7 @@ INTERPRETED = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 PROGRAM = str(REPOSITORY / "tests" / "interpreted_kernels.py")
 
 
+@pytest.mark.slow
 def test_kernels_have_the_bits_of_torch_s_operations() -> None:
     """In Triton's interpreter; float32 errors and changes too, not codes and scales alone."""
     program = [sys.executable, PROGRAM, "compare"]
