@@ -15,6 +15,7 @@ import pytest
 import tiny
 import torch
 import yaml
+from commands import Command
 from compressed_tensors.utils.match import is_match
 from runs import cut_at, cut_in_layer, hashes
 from torch import Tensor
@@ -25,7 +26,6 @@ from eval.serving.check import STORED
 from quantizers.budget import choice, measure
 from quantizers.budget.measure import column_scale, scheme_errors
 from quantizers.calibration.load_set import load_set
-from quantizers.cli import main as cli
 from quantizers.commands.stitch import stitch
 from quantizers.formats.dequantization import read_weight
 from quantizers.formats.packed_integers import dequantize
@@ -299,33 +299,21 @@ def test_a_cut_while_measuring_measures_again_and_another_choice_is_refused(tmp_
 
 
 def test_plan_shows_candidates_before_and_the_choice_after(
-    done: Any,
-    tmp_path: Path,
-    write_recipe: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    done: Any, tmp_path: Path, write_recipe: Callable[..., Path], command: Command
 ) -> None:
     job, folder, report = done
-
-    def plan(*arguments: object) -> tuple[object, str, str]:
-        monkeypatch.setattr("sys.argv", ["quantize", "plan", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return ended.value.code, *capsys.readouterr()
-
-    code, out, _ = plan(job.path)
-    assert code == 0
-    assert "budget 4.375 bits per expert weight; possible are 4.25 to 8.5 bits per weight" in out
-    assert "the run measures, then chooses" in out
-    code, out, _ = plan(job.path, "--output", folder)
-    assert code == 0
-    assert report["schemes"]["chosen"] in out
-    code, out, _ = plan(job.path, "--output", folder, "--json")
-    assert json.loads(out)["shards"] == {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
-    code, _, err = plan(job.path, "--output", tmp_path)
-    assert (code, "no run of this recipe has measured" in err) == (2, True)
-    code, _, err = plan(write_recipe(tmp_path / "plain"), "--output", folder)
-    assert (code, "has no budget" in err) == (2, True)
+    assert command("plan", job.path) == 0
+    assert "budget 4.375 bits per expert weight; possible are 4.25 to 8.5 bits per weight" in command.out
+    assert "the run measures, then chooses" in command.out
+    assert command("plan", job.path, "--output", folder) == 0
+    assert report["schemes"]["chosen"] in command.out
+    assert command("plan", job.path, "--output", folder, "--json") == 0
+    shards = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
+    assert json.loads(command.out)["shards"] == shards
+    assert command("plan", job.path, "--output", tmp_path) == 2
+    assert "no run of this recipe has measured" in command.err
+    assert command("plan", write_recipe(tmp_path / "plain"), "--output", folder) == 2
+    assert "has no budget" in command.err
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import quantize
+from commands import Command, quantize
 from conftest import Finished
 from edited import edit
 from runs import assert_same
@@ -27,14 +27,11 @@ Said = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Said:
+def said(command: Command) -> Said:
     """`said(*words)`: exit code, standard output, and the last line of standard error."""
 
     def call(*words: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = quantize(monkeypatch, *words)
-        out, err = capsys.readouterr()
-        return code, out, (err.splitlines() or [""])[-1]
+        return command(*words), command.out, (command.err.splitlines() or [""])[-1]
 
     return call
 
@@ -70,15 +67,14 @@ def test_an_unfinished_folder_and_the_command_that_finishes_it(
     finished: Finished,
     said: Said,
     typed: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: Command,
 ) -> None:
     """Named by all commands that take a finished checkpoint; it gives the bytes of an unbroken run.
 
     The first line of a run has the report's counts.
     """
-    command = f"quantize run {finished.recipe} {unfinished} --device cpu"
-    line = f"quantize: cut: unfinished; finish it with the same command: `{command}`, in {typed}"
+    again = f"quantize run {finished.recipe} {unfinished} --device cpu"
+    line = f"quantize: cut: unfinished; finish it with the same command: `{again}`, in {typed}"
     for words in (
         ("verify", unfinished),
         ("verify", unfinished, "--source", finished.source),
@@ -97,9 +93,8 @@ def test_an_unfinished_folder_and_the_command_that_finishes_it(
     size = sum(path.stat().st_size for path in finished.source.glob("*.safetensors"))
     assert first.startswith(f"tiny-minimax-m2 ({size / 1e6:.1f} MB, 4 layers × 16 experts) → cut on cpu, 1 thread; ")
     assert f"; {tokens:,} calibration and {held_out:,} held-out tokens" in first
-    capsys.readouterr()
-    assert quantize(monkeypatch, *shlex.split(command)[1:]) == 0
-    assert capsys.readouterr().err.splitlines()[0] == f"{first}; resuming after layer 2 of 4"
+    assert command(*shlex.split(again)[1:]) == 0
+    assert command.err.splitlines()[0] == f"{first}; resuming after layer 2 of 4"
     assert_same(unfinished, finished.folder)
     assert said("verify", unfinished, "--source", finished.source)[0] == 0
 

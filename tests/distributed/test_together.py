@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import Command
 from conftest import Finished
 from one_layer import EXPERTS, GROUP, assert_same, make_layer, silu
 from rank_threads import together
@@ -15,7 +16,6 @@ from runs import Small
 from sets import write_set
 
 from quantizers.checkpoint.reader import open_folder
-from quantizers.cli import main as cli
 from quantizers.commands.coverage import Question, measure_coverage
 from quantizers.commands.evaluate import measure
 from quantizers.device import devices
@@ -67,15 +67,12 @@ def test_a_layer_solved_by_several(count: int, unit: int, options: dict[str, Any
 
 @pytest.mark.parametrize(("rank", "lines"), [(0, 1), (1, 0)])
 def test_other_commands_are_for_one_process(
-    rank: int, lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    rank: int, lines: int, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr("sys.argv", ["quantize", "recipes", "list"])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 2
-    said = capsys.readouterr().err.splitlines()
+    assert command("recipes", "list") == 2
+    said = command.err.splitlines()
     assert len(said) == lines
     assert all(line.startswith("quantize: only run, eval and coverage work with several processes") for line in said)
 

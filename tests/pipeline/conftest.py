@@ -13,10 +13,10 @@ import tiny
 import torch
 import yaml
 from calibration_tokenizer import write_tokenizer
+from commands import Command
 from conftest import Finished
 from runs import JobFolder, Small, cut_in_layer
 
-from quantizers.cli import main as cli
 from quantizers.pipeline.options import Options
 
 
@@ -55,15 +55,8 @@ def case(good: JobFolder, tmp_path: Path) -> JobFolder:
 
 
 @pytest.fixture
-def quantize(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+def quantize(monkeypatch: pytest.MonkeyPatch, command: Command) -> Callable[..., Any]:
     """`quantize(*arguments)`: exit code, standard output and standard error of the command in this process."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
-    def call(*arguments: object) -> tuple[object, str, str]:
-        monkeypatch.setattr("sys.argv", ["quantize", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        out, err = capsys.readouterr()
-        return ended.value.code, out, err
-
-    return call
+    return lambda *arguments: (command(*arguments), command.out, command.err)

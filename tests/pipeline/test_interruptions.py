@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from commands import Command
 from conftest import REPOSITORY
 from runs import Small, assert_same, cut_in_layer, hashes
 from tiny import write_job
 
-from quantizers.cli import main as cli
 from quantizers.output import journal
 from quantizers.pipeline import pipeline, quantizer
 from quantizers.pipeline.options import Options
@@ -28,7 +28,7 @@ from quantizers.pipeline.options import Options
 MARGIN = 2**19  # for report.json, card, pictures and journal of a small job
 
 
-KILLS = 8
+KILLS = 5
 
 # `quantize` in a process that says at its end which of the slow imports it made.
 NAMES_IMPORTS = """
@@ -67,15 +67,13 @@ def test_killed_at_random_moments(name: str, code: int, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def quantize(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+def quantize(command: Command) -> Callable[..., tuple[int, str]]:
     """`quantize(*arguments)`: exit code and standard error of the command in this process."""
 
     def call(*arguments: object) -> tuple[int, str]:
-        monkeypatch.setattr("sys.argv", ["quantize", *map(str, arguments), "--device", "cpu"])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
+        code = command(*arguments, "--device", "cpu")
         gc.collect()  # the exception's frames hold maps of the states, and those their blocks on the disk
-        return int(str(ended.value.code)), capsys.readouterr().err
+        return code, command.err
 
     return call
 

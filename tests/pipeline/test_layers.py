@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from commands import quantize as quantize_command
+from commands import Command
 from conftest import Finished
 from delayed_copies import Delayed, delay
 from runs import Small, assert_same, change, cut_at, cut_in_layer, hashes
@@ -369,7 +369,7 @@ def test_bad_layers_stop_the_run_at_the_first(
     small: Small,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: Command,
 ) -> None:
     """Exit 3, the folder unfinished, again and again; --ignore-stop goes on to the end."""
     assert max(small.report["hidden_error"]) < 0.5
@@ -378,13 +378,13 @@ def test_bad_layers_stop_the_run_at_the_first(
     change(recipe, lambda body: body["verify"].update(stop=limit))
     make_bad({0, 2}, monkeypatch)
     for _ in range(2):
-        assert quantize_command(monkeypatch, "run", recipe, "--output", output, "--device", "cpu") == 3
-        last = capsys.readouterr().err.splitlines()[-1]
+        assert command("run", recipe, "--output", output, "--device", "cpu") == 3
+        last = command.err.splitlines()[-1]
         assert re.search(rf"stopped after layer {layer}: {said}; .* --ignore-stop", last), last
         assert journal.unfinished(output)
         assert not (output / "config.json").exists()
         assert len(journal.done_layers(journal.work_folder(output), 3)) == layer + 1
-    quantize_command(monkeypatch, "run", recipe, "--output", output, "--device", "cpu", "--ignore-stop")
+    command("run", recipe, "--output", output, "--device", "cpu", "--ignore-stop")
     report = json.loads((output / "report.json").read_text())
     assert report["hidden_error"][0] > 0.5
     wanted = dict.fromkeys(("max_hidden_error", "min_router_agreement"))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from commands import Command
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from planned import Model, published, published_with, tiny_model
@@ -21,7 +22,6 @@ from quantizers.architectures.families import architecture_for, known, published
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.cli import main as cli
 from quantizers.cli.tables.plan import dense_words, remarks, weights_table
 from quantizers.planning.plan import METADATA, Plan, file_size, index_json
 from quantizers.recipe.read import read_recipe, source_location
@@ -150,24 +150,16 @@ def test_facts_are_built_in_for_every_version(version: str, minimax: Model) -> N
 
 @pytest.mark.slow
 def test_the_shipped_plan_works_without_network(
-    plan: Plan,
-    minimax: Model,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    plan: Plan, minimax: Model, monkeypatch: pytest.MonkeyPatch, command: Command, tmp_path: Path
 ) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("a plan from kept facts asks the network")
 
     monkeypatch.setattr("socket.socket.connect", refuse)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("sys.argv", ["quantize", "plan", "minimax-m2.1-fp8-int4", "--json"])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    out, err = capsys.readouterr()
-    assert ended.value.code == 0
-    assert not err
-    numbers = json.loads(out)
+    assert command("plan", "minimax-m2.1-fp8-int4", "--json") == 0
+    assert not command.err
+    numbers = json.loads(command.out)
     assert numbers["basis"].startswith("the built-in architecture spec of MiniMaxAI/MiniMax-M2.1 ")
     matrices = 62 * 256 * 3
     assert numbers["quantized_matrices"] == matrices == 47_616
@@ -305,20 +297,15 @@ def test_a_files_size_is_known_before_it_is_written(tmp_path: Path, specs: dict[
     assert file_size(specs) == (tmp_path / "x.safetensors").stat().st_size
 
 
-def test_a_plan_from_a_lone_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_from_a_lone_config(tmp_path: Path, command: Command) -> None:
     model = tiny.make(tmp_path / "model")
     source = "{dataset: a/b, columns: [text], shape: text, samples: 5, category: c}"
     (tmp_path / "set.yaml").write_text(f"name: x\nsequence_length: 16\nsources: [{source}]\n")
     (tmp_path / "r.yaml").write_text("source: {model: model}\ncalibration: set.yaml\n")
 
     def numbers() -> dict[str, Any]:
-        monkeypatch.setattr("sys.argv", ["quantize", "plan", str(tmp_path / "r.yaml"), "--json"])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        assert ended.value.code == 0
-        body: dict[str, Any] = json.loads(capsys.readouterr().out)
+        assert command("plan", tmp_path / "r.yaml", "--json") == 0
+        body: dict[str, Any] = json.loads(command.out)
         return body
 
     whole = numbers()
