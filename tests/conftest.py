@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -198,6 +199,12 @@ def finished(
     return Finished(
         folder / "output", tiny_model, report, recipe, folder / "calibration.yaml", folder / "held-out.yaml"
     )
+
+
+@pytest.fixture
+def copied(finished: Finished, tmp_path: Path) -> Path:
+    """A copy of the finished folder, to be damaged."""
+    return shutil.copytree(finished.folder, tmp_path / "copy")
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""A run that was cut off, a finished folder to be damaged, and an input to be spoiled."""
+"""A run that was cut off, and an input to be spoiled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch
 import yaml
 from calibration_tokenizer import write_tokenizer
 from commands import Command
-from conftest import Finished
 from runs import JobFolder, Small, cut_in_layer
 
 from quantizers.pipeline.options import Options
@@ -26,12 +25,6 @@ def cut(small: Small, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cut") / "output"
     cut_in_layer(2, small.job, Options(folder, torch.device("cpu")))
     return folder
-
-
-@pytest.fixture
-def copied(finished: Finished, tmp_path: Path) -> Path:
-    """A copy of the finished folder, to be damaged."""
-    return shutil.copytree(finished.folder, tmp_path / "copy")
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,7 @@ from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.cli.tables.plan import dense_words, remarks, weights_table
+from quantizers.planning.job import Job
 from quantizers.planning.plan import METADATA, Plan, file_size, index_json
 from quantizers.recipe.read import read_recipe, source_location
 from quantizers.system.errors import ArchitectureError, CheckpointError, InputError, RecipeError
@@ -83,8 +84,8 @@ def minimax() -> Model:
 
 
 @pytest.fixture(scope="module")
-def plan(minimax: Model) -> Plan:
-    return minimax.plan()
+def plan(published_job: Job) -> Plan:
+    return published_job.plan
 
 
 # MiniMax-M2.1.
