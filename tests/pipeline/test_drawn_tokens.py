@@ -36,7 +36,7 @@ def drawn(recipe: Path, tokens: int | None) -> Path:
 
 def test_a_run_is_calibrated_on_what_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Layers see these tokens, report and card say so, and the finished folder makes the same bytes again."""
-    recipe = drawn(write_job(tmp_path / "job", layers=1), TOKENS)
+    recipe = drawn(write_job(tmp_path / "job", layers=1, samples=6), TOKENS)
     output, again = tmp_path / "output", tmp_path / "again"
     report = run(prepare(str(recipe)), Options(output, CPU))
     expected = load_set(tmp_path / "job" / "calibration.yaml", tmp_path / "job" / "model", tokens=TOKENS)
@@ -63,7 +63,7 @@ def test_a_run_is_calibrated_on_what_is_drawn(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_more_tokens_than_the_set_holds_are_the_whole_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = write_job(tmp_path / "job", layers=1)
+    recipe = write_job(tmp_path / "job", layers=1, samples=6)
     whole = load_set(tmp_path / "job" / "calibration.yaml", tmp_path / "job" / "model")
     report = run(prepare(str(drawn(recipe, 10**6))), Options(tmp_path / "output", CPU))
     tokens = sum(len(sample.tokens) for sample in whole.samples)
@@ -77,7 +77,7 @@ def test_more_tokens_than_the_set_holds_are_the_whole_set(tmp_path: Path, capsys
 
 
 def test_the_plan_counts_the_tokens_that_are_drawn(tmp_path: Path, command: Command) -> None:
-    recipe = write_job(tmp_path / "job", layers=1)
+    recipe = write_job(tmp_path / "job", layers=1, samples=6)
     whole = estimate_run(prepare(str(recipe)), 1000)
     assert whole.tokens == 6 * 256
     part = estimate_run(prepare(str(drawn(recipe, TOKENS))), 1000)
@@ -93,14 +93,14 @@ def test_the_plan_counts_the_tokens_that_are_drawn(tmp_path: Path, command: Comm
 
 
 def test_a_set_of_unknown_size_is_bounded_by_the_tokens_drawn(tmp_path: Path) -> None:
-    recipe = drawn(write_job(tmp_path / "job", layers=1), TOKENS)
+    recipe = drawn(write_job(tmp_path / "job", layers=1, samples=6), TOKENS)
     source = {"dataset": "a/b", "columns": ["t"], "shape": "text", "samples": "all", "category": "c"}
     change(tmp_path / "job" / "calibration.yaml", lambda body: body.update(sources=[source]))
     assert estimate_run(prepare(str(recipe)), 1000).tokens == TOKENS
 
 
 def test_coverage_of_a_recipe_counts_what_is_drawn(tmp_path: Path, command: Command) -> None:
-    recipe = drawn(write_job(tmp_path / "job", layers=1), TOKENS)
+    recipe = drawn(write_job(tmp_path / "job", layers=1, samples=6), TOKENS)
     words = ("coverage", recipe, "--no-picture", "--device", "cpu")
     assert command(*words, "--json") == 0
     found = json.loads(command.out)
@@ -115,7 +115,7 @@ def test_coverage_of_a_recipe_counts_what_is_drawn(tmp_path: Path, command: Comm
 
 
 def test_a_recipe_that_names_all_of_a_set_has_the_settings_that_it_always_had(tmp_path: Path) -> None:
-    recipe = write_job(tmp_path / "job", layers=1)
+    recipe = write_job(tmp_path / "job", layers=1, samples=6)
     plain, path = read_recipe(str(recipe))
     mapping = {"set": "calibration.yaml"}
     same = Recipe.model_validate(plain.settings() | {"calibration": mapping})

@@ -100,6 +100,7 @@ def mounted(place: Path, size: int, *options: str) -> str | None:
     return done.stderr.strip() or "mount failed" if done.returncode else None
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_while_the_run_works(
     small: Small, tmp_path: Path, quantize: Callable[..., tuple[int, str]]
 ) -> None:

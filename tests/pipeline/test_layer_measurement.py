@@ -40,7 +40,7 @@ def test_a_layer_goes_through_every_phase_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     """Without the checkpoint's shards, as plan works; the checkpoint and its folder are gone afterwards."""
-    recipe = tiny.write_job(tmp_path / "job", layers=3)
+    recipe = tiny.write_job(tmp_path / "job", layers=3, samples=6)
     for shard in (tmp_path / "job" / "model").glob("*.safetensors"):
         shard.unlink()
     sizes = prepare(str(recipe), offline_facts=True).sizes
