@@ -63,11 +63,7 @@ def unfinished(typed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_unfinished_folder_and_the_command_that_finishes_it(
-    unfinished: Path,
-    finished: Finished,
-    said: Said,
-    typed: Path,
-    command: Command,
+    unfinished: Path, finished: Finished, said: Said, typed: Path, command: Command
 ) -> None:
     """Named by all commands that take a finished checkpoint; it gives the bytes of an unbroken run.
 

@@ -14,13 +14,7 @@ from commands import Command
 from planned import published
 
 from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.pipeline.layer_measurement import (
-    GROWS_WITH,
-    extrapolated,
-    measure_layer,
-    random_job,
-    write_random,
-)
+from quantizers.pipeline.layer_measurement import GROWS_WITH, extrapolated, measure_layer, random_job, write_random
 from quantizers.planning.job import Job, prepare
 from quantizers.system.errors import InputError
 
