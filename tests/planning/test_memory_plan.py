@@ -60,7 +60,11 @@ def test_a_limit_too_small_for_one_expert_batch_is_refused_with_one_that_suffice
 
 @pytest.mark.parametrize(
     ("hidden", "width", "experts", "method"),
-    [(256, 64, 4, ("gptq", "minmax", 4)), (128, 256, 4, ("gptq", "mse", 8)), (256, 64, 4, ("nearest", "minmax", 4))],
+    [
+        (128, 256, 4, ("gptq", "mse", 8)),
+        (256, 64, 4, ("nearest", "minmax", 4)),
+        pytest.param(256, 64, 4, ("gptq", "minmax", 4), marks=pytest.mark.slow),
+    ],
 )
 def test_never_more_than_planned(hidden: int, width: int, experts: int, method: tuple[str, str, int]) -> None:
     """Live arrays while a layer is solved; for the full method the plan is at most 2.5 times what is used.

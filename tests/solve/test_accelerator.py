@@ -48,10 +48,9 @@ class WithoutNumbers(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("resident", [1, 2])
 @pytest.mark.parametrize(
-    ("options", "factorizations"),
-    [({"rounding": "nearest", "scales": "minmax"}, 0), ({"bits": 8, "scales": "minmax"}, 4)],
+    ("options", "factorizations", "resident"),
+    [({"rounding": "nearest", "scales": "minmax"}, 0, 2), ({"bits": 8, "scales": "minmax"}, 4, 1)],
     ids=["nearest", "gptq"],
 )
 def test_a_gpu_is_waited_for_as_seldom_as_can_be(

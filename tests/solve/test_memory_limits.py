@@ -89,8 +89,7 @@ def places(layer: Layer) -> dict[str, tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("where", ["sweep", "search", "batches"])
-@pytest.mark.parametrize("share", [0.02, 0.7])
+@pytest.mark.parametrize(("where", "share"), [("sweep", 0.7), ("search", 0.02), ("batches", 0.7)])
 def test_a_full_device_in_the_middle_changes_no_bit(
     layer: Layer,
     wanted: LayerResult,

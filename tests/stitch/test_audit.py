@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import pytest
 import torch
 from commands import Command
 from conftest import Finished
@@ -56,11 +54,6 @@ TAMPERED: dict[str, tuple[str, Callable[..., object], str]] = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def copied(finished: Finished, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(finished.folder, tmp_path / "copy"))
-
-
 def test_each_tensor_that_was_tampered_with_is_named(copied: Path, finished: Finished, command: Command) -> None:
     """All at once, and without the digests of report.json: by the source alone."""
     (copied / "report.json").unlink()
@@ -85,7 +78,7 @@ def test_an_untouched_checkpoint_passes(finished: Finished) -> None:
     audit = verify(finished.folder, open_folder(finished.source), CPU)
     assert audit.differences == []
     assert audit.digests_checked
-    assert audit.tensors == len(open_folder(finished.source).tensors)
+    assert audit.tensors == len(open_folder(finished.source).tensors) > audit.kept > 0
     assert max(audit.weight_error) < 0.2
     assert finished.report["audit"] == audit.as_dict() | {"digests": finished.report["audit"]["digests"]}
 
