@@ -354,6 +354,9 @@ def save(name: str, folder: Path) -> Path:
 
 # As Qwen3.5-MoE and Qwen3-VL-MoE are published ---------------------------------------------------------------------
 
+FP8: Settings = {
+    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+}  # fmt: skip
 # All linear modules of a layer but routers, gates and the two small ones of linear attention.
 FP8_WEIGHT = re.compile(
     r".*(self_attn\.\w_proj|linear_attn\.(in_proj_qkv|in_proj_z|out_proj)|(shared_expert|experts\.\d+)\.\w+_proj)\.weight"
@@ -372,11 +375,9 @@ def _publish(folder: Path) -> None:
         tensors |= {"mtp.layers.0." + name.partition(".layers.3.")[2]: t.clone() for name, t in last.items()}
         tensors |= {"mtp.fc.weight": torch.randn(128, 256).bfloat16(), "mtp.norm.weight": torch.zeros(128).bfloat16()}
     for name in [name for name in tensors if FP8_WEIGHT.fullmatch(name)]:
-        tensors[name], tensors[f"{name}_scale_inv"] = _fp8(tensors[name])
+        tensors[name], tensors[f"{name}_scale_inv"] = fp8(tensors[name])
     save_file(tensors, file, metadata={"format": "pt"})
-    config["quantization_config"] = {
-        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
-    }  # fmt: skip
+    config["quantization_config"] = FP8
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -406,7 +407,7 @@ def _fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
-def _fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+def fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """A weight of whole blocks of 128 × 128, as codes and as the bfloat16 scales of its blocks."""
     rows, columns = (size // 128 for size in weight.shape)
     blocks = weight.float().view(rows, 128, columns, 128)

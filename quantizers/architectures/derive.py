@@ -237,8 +237,8 @@ class StoredTensors:
         within = re.compile(re.escape(self.prefix) + r"(\d+)\.(.+)")
         matches = [match for name in self.carried if (match := within.fullmatch(name))]
         names = {match[2] for match in matches if int(match[1]) < len(self.layers)}
-        first_last = sorted(names, key=lambda name: (len(name), name), reverse=True)
-        return sorted({_EXPERT.sub("", f".{name}"): name for name in first_last}.values())
+        backwards = sorted(names, key=lambda name: (len(name), name), reverse=True)
+        return sorted({_EXPERT.sub("", f".{name}"): name for name in backwards}.values())
 
 
 def sort_out(skeleton: Skeleton, headers: Mapping[str, Header], idle: Collection[str] = ()) -> StoredTensors:
@@ -303,7 +303,7 @@ def _converted(
             full = [f"{prefix}{number}.{name}" for name in parts]
             try:
                 made = skeleton.convert({name: torch.empty(headers[name].shape, device="meta") for name in full})
-            except (ValueError, RuntimeError) as failure:
+            except FAILURES as failure:
                 made, reason = {}, " ".join(str(failure).split())
             else:
                 reason = "they have other shapes"
@@ -333,7 +333,7 @@ def _other_experts(skeleton: Skeleton, headers: Mapping[str, Header]) -> set[int
     place = skeleton.place(_EXPERT.sub(r"\g<1>0\3", some))
     assert place is not None
     first = made[f"{skeleton.path}.{place.layer}.{place.parameter}"]
-    if first.flatten().unique().tolist() != list(range(len(first))):
+    if not torch.equal(first, torch.arange(len(first)).view(-1, 1, 1).expand_as(first).float()):
         raise ArchitectureError(
             f"{layer}.experts: {type(skeleton.model).__name__} sends a text through experts that are not stored as the "
             "first ones; such a model cannot be quantized with this program"

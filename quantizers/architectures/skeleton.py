@@ -27,7 +27,7 @@ from quantizers.system.errors import ArchitectureError
 CPU = torch.device("cpu")
 MOST_ENTRIES = 3  # in the tuples that layers return
 ATTENTION = ("sdpa", "eager")  # in this order: some classes have eager attention alone
-# What transformers' classes raise at a config.json with wrong values.
+# What transformers raises at a config.json with wrong values, and at tensors that do not go together.
 FAILURES = (
     StrictDataclassError, ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError,
     TypeError, ValueError,
@@ -225,18 +225,16 @@ class Skeleton:
     def put(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Give tensors outside the layers, by the names under which they are stored, to the modules that have them."""
         for parameter, weight in self.convert(tensors).items():
-            if parameter not in self.parameters:
-                continue  # the model does without it
             path, _, last = parameter.rpartition(".")
             module = self.model.get_submodule(path)
             module.load_state_dict({last: weight}, strict=False, assign=True)
             module.requires_grad_(False)
 
     def convert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The parameters, by name, that transformers makes of stored tensors, by name.
+        """The model's parameters, by name, that transformers makes of stored tensors, by name.
 
         Raises:
-            ValueError, RuntimeError: tensors are missing, or their shapes do not go together.
+            FAILURES: tensors are missing, or their shapes do not go together.
         """
         from transformers.core_model_loading import dot_natural_key
 
@@ -251,7 +249,7 @@ class Skeleton:
                 one.add_tensor(parameter, name, pattern, tensors[name])
         for parameter, one in conversions.items():
             made |= {n: first(tensor) for n, tensor in one.convert(parameter, self.model, self.model.config).items()}
-        return made
+        return {name: tensor for name, tensor in made.items() if name in self.parameters}
 
     @cached_property
     def _transforms(self) -> tuple[list[Any], list[Any]]:

@@ -7,7 +7,6 @@ theirs: which dtype servers hold a router in, and sizes under the names that oth
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.derive import Header, derived_architecture, skeleton_of, sort_out
+from quantizers.architectures.derive import Header, derived_architecture
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.roles import EXACT
@@ -196,17 +195,6 @@ def test_experts_that_no_text_goes_through_are_carried(tmp_path: Path) -> None:
     assert len(facts.unread) == 3 + 2  # of three layers with experts, and of what sees images
     assert {"mlp.gate.weight", "mlp.experts.8.up_proj.weight"} <= set(facts.also_reads_the_norm)
     assert facts.modules.converted["mlp.vision_moe.gate.weight"] == ["mlp.gate.weight_1"]
-
-
-@pytest.mark.slow
-def test_linear_modules_that_transformers_joins_may_be_fp8(tmp_path: Path) -> None:
-    config, headers = saved(tmp_path / "model", "minimax_m3_vl with vision")
-    parts = [name for name in headers if re.search(r"\.layers\.0\..*\.(gate|up)_proj\.weight$", name)]
-    fp8 = {name: headers[name]._replace(dtype="F8_E4M3") for name in parts}
-    stored = sort_out(skeleton_of(config), headers | fp8 | {f"{name}_scale_inv": Header("F32", (1, 1)) for name in fp8})
-    within = [name.partition(".layers.0.")[2] for name in parts]
-    assert (len(parts), stored.converted["mlp.gate_up_proj.weight"]) == (2, within)
-    assert not any(name.endswith("_scale_inv") for name in (*stored.layers[0], *stored.carried))
 
 
 # What is refused ----------------------------------------------------------------------------------------------------
