@@ -188,17 +188,16 @@ REFUSED: dict[str, str] = {
         ("axk2", "flex_olmo", "qwen4_exp", "qwen4_exp with vision"),
         "its experts do not read the output of a norm with a vector of weights alone",
     ),
-    "dbrx": "transformers cannot make DbrxForCausalLM of it",
+    "dbrx": "object has no attribute 'rope_theta'), nor of its class's own defaults; give another model",
     "deepseek_v4": "its experts are chosen by a stored table",
-    "doge": "DogeForCausalLM has no layers with experts",
-    "ernie4_5_vl_moe": "makes mlp.text_moe.gate.weight of model.layers.1.mlp.gate.weight and other tensors",
+    "doge": "DogeForCausalLM has no layers with a module called experts",
     **dict.fromkeys(
         ("gemma4", "gemma4 with vision", "inkling", "inkling with vision"),
         "0 parameters [8, 128] of a layer multiply what its experts",
     ),
     **dict.fromkeys(
         ("nllb_moe", "switch_transformers"),
-        "it cannot run with layers that pass their states on",
+        "has an encoder, which this program does not compute",
     ),
     "gpt_oss": "its experts hold gate_up_proj [8, 128, 192], gate_up_proj_bias [8, 192], down_proj [8, 96, 128]",
     **dict.fromkeys(
@@ -209,7 +208,6 @@ REFUSED: dict[str, str] = {
     "glm5_next": "its experts compute another product where activations are large",
     "hy_v4": "its experts compute another product where activations are large",
     "zaya": "0 parameters [8, 128] of a layer multiply what its experts",
-    "kimi_linear": "makes self_attn.conv1d.weight of model.layers.0.self_attn.k_conv1d.weight and other tensors",
     **dict.fromkeys(("llama4", "llama4 with vision"), "its experts hold gate_up_proj [8, 128, 192], down_proj [8, 96,"),
     "longcat_flash": "its experts hold gate_up_proj [12, 192, 128], down_proj [8, 128, 96]",
     **dict.fromkeys(
@@ -370,6 +368,9 @@ def opened(folder: Path, dtype: torch.dtype = torch.float32) -> StreamedModel:
 
 # As Qwen3.5-MoE and Qwen3-VL-MoE are published ---------------------------------------------------------------------
 
+FP8: Settings = {
+    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+}  # fmt: skip
 # All linear modules of a layer but routers, gates and the two small ones of linear attention.
 FP8_WEIGHT = re.compile(
     r".*(self_attn\.\w_proj|linear_attn\.(in_proj_qkv|in_proj_z|out_proj)|(shared_expert|experts\.\d+)\.\w+_proj)\.weight"
@@ -388,11 +389,9 @@ def _publish(folder: Path) -> None:
         tensors |= {"mtp.layers.0." + name.partition(".layers.3.")[2]: t.clone() for name, t in last.items()}
         tensors |= {"mtp.fc.weight": torch.randn(128, 256).bfloat16(), "mtp.norm.weight": torch.zeros(128).bfloat16()}
     for name in [name for name in tensors if FP8_WEIGHT.fullmatch(name)]:
-        tensors[name], tensors[f"{name}_scale_inv"] = _fp8(tensors[name])
+        tensors[name], tensors[f"{name}_scale_inv"] = fp8(tensors[name])
     save_file(tensors, file, metadata={"format": "pt"})
-    config["quantization_config"] = {
-        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
-    }  # fmt: skip
+    config["quantization_config"] = FP8
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -422,7 +421,7 @@ def _fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
-def _fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+def fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """A weight of whole blocks of 128 × 128, as codes and as the bfloat16 scales of its blocks."""
     rows, columns = (size // 128 for size in weight.shape)
     blocks = weight.float().view(rows, 128, columns, 128)

@@ -287,7 +287,9 @@ class Architecture(Facts):
         return self.layer(layer, prefix + self.expert_linears[matrix].name)
 
     def in_transformers(self, name: str) -> str:
-        """transformers' name for a published tensor name, both without the layer's prefix."""
+        """transformers' name for a published tensor name, both without the layer's prefix; a converted one's own."""
+        if any(name in parts for parts in self.modules.converted.values()):
+            return name
         if name in self.modules.rename:
             return self.modules.rename[name]
         for published, module in self.modules.rename.items():

@@ -164,12 +164,17 @@ class Modules(Facts):
         aliases: other programs' names of tensors, with the published ones.
         without: published names of tensors and linear modules of a layer that transformers' layer has no place for.
             They are kept, and the forward pass does without them.
+        converted: transformers' names of parameters that it makes of other tensors, joined, split or transposed, with
+            the published names of these.
+        idle: transformers' names of parameters of other experts, through which no text goes. They need no weights.
         norm, router, experts: paths of submodules.
     """
 
     rename: dict[str, str] = {}
     aliases: dict[str, str] = {}
     without: list[str] = []
+    converted: dict[str, list[str]] = {}
+    idle: list[str] = []
     norm: str
     router: str
     experts: str

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -48,6 +48,7 @@ class Roles:
         readers: the linear modules that read the norm's output besides the router and the experts; `residual` among
             them if scales cannot be folded into the norm, and these do not explain it.
         probes: the largest difference of each probe by name, as a part of the largest value; see `probe`.
+        idle: the parameters of other experts, through which no text goes.
     """
 
     experts: str
@@ -58,6 +59,7 @@ class Roles:
     norm_offset: int
     readers: tuple[str, ...]
     probes: dict[str, float]
+    idle: tuple[str, ...] = ()
 
 
 def kinds_of_layers(skeleton: Skeleton) -> list[list[int]]:
@@ -96,13 +98,26 @@ def probe(skeleton: Skeleton, number: int, handed: HandedFacts | None = None) ->
         ArchitectureError: its experts have matrices or arguments that are not known here.
     """
     path = _experts_path(skeleton, number)
-    layer = _with_random_weights(skeleton, number, path)
     if path is None:
+        layer = _with_random_weights(skeleton, number, [])
         return None, math.inf if handed else _batch(skeleton, number, layer, path)
     value = example_of(handed, TOKENS) if handed else None
-    found = _Layer(skeleton.calls(TOKENS)[number], value, layer, path, type(skeleton.model).__name__)
-    batch = math.inf if handed else _batch(skeleton, number, layer, path)
-    return found.roles(), batch
+    model, others = type(skeleton.model).__name__, _other_experts(skeleton.layers[number], path)
+    layer = _with_random_weights(skeleton, number, [path, *others])
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ArchitectureError(
+            f"{model}: a text goes through {' and '.join([path, *others])} of one layer; such a model cannot be "
+            "quantized with this program"
+        )
+
+    with contextlib.ExitStack() as stack:
+        for other in others:
+            stack.enter_context(replaced_forward(layer.get_submodule(other), refuse))
+        found = _Layer(skeleton.calls(TOKENS)[number], value, layer, path, model)
+        batch = math.inf if handed else _batch(skeleton, number, layer, path)
+        idle = [f"{other}.{name}" for other in others for name in layer.get_submodule(other).state_dict()]
+        return replace(found.roles(), idle=tuple(idle)), batch
 
 
 def require_usable(roles: Roles, model_type: str) -> None:
@@ -133,14 +148,14 @@ def require_usable(roles: Roles, model_type: str) -> None:
 # Weights ------------------------------------------------------------------------------------------------------------
 
 
-def _with_random_weights(skeleton: Skeleton, number: int, experts: str | None) -> torch.nn.Module:
-    """A layer with random weights, all but its experts': those stay without memory."""
+def _with_random_weights(skeleton: Skeleton, number: int, experts: Sequence[str]) -> torch.nn.Module:
+    """A layer with random weights, all but those of its experts, modules of these names: they stay without memory."""
     generator = torch.Generator().manual_seed(number)
     layer = skeleton.layer(number)
     random = {
         name: _random(name, tensor, generator)
         for name, tensor in layer.state_dict(keep_vars=True).items()
-        if tensor.is_floating_point() and not (experts and name.startswith(f"{experts}."))
+        if tensor.is_floating_point() and not name.startswith(tuple(f"{path}." for path in experts))
     }
     layer.load_state_dict(random, strict=False, assign=True)
     layer.requires_grad_(False)
@@ -178,6 +193,16 @@ def _experts_path(skeleton: Skeleton, number: int) -> str | None:
         f"{type(skeleton.model).__name__}: its experts are not held in {' and '.join(FUSED)}; such a model cannot be "
         "quantized with this program"
     )
+
+
+def _other_experts(layer: torch.nn.Module, path: str) -> list[str]:
+    """The modules of routed experts besides the one at this path, such as those for images."""
+    return [
+        name
+        for name, module in layer.named_modules()
+        if name != path and "expert" in name.lower() and "shared" not in name.lower()
+        if any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
+    ]
 
 
 # Probes -------------------------------------------------------------------------------------------------------------
@@ -296,6 +321,11 @@ class _Layer:
         self.seen: dict[str, _Observed] = {}
         with self._observing():
             self.output = self.run()
+        if path not in self.seen:
+            raise ArchitectureError(
+                f"{model}: no text goes through {path}, most of its experts; such a model cannot be quantized with "
+                "this program"
+            )
         self.x, self.index, self.weight = self.seen[path].inputs
 
     def _require_plain(self) -> None:

@@ -144,11 +144,11 @@ def sizes_of(facts: Architecture, config: dict[str, Any], where: str) -> Sizes:
 
 def _of_config_class(facts: Architecture, config: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
     """The values that these keys have in transformers, which knows other names and defaults; only those that it has."""
-    from .skeleton import config_of, model_class  # takes seconds: transformers is imported with it
+    from .skeleton import FAILURES, config_of, model_class  # takes seconds: transformers is imported with it
 
     try:
         made = config_of(model_class(facts.model_class, ""), config)
-    except Exception:  # whatever the class raises at a wrong value: without it the size is refused by its name
+    except (ArchitectureError, *FAILURES):  # without it the size is refused by its name
         return {}
     return {key: getattr(made, key, None) for key in keys}
 

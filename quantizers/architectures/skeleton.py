@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import Any, Final
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -26,6 +27,11 @@ from quantizers.system.errors import ArchitectureError
 CPU = torch.device("cpu")
 MOST_ENTRIES = 3  # in the tuples that layers return
 ATTENTION = ("sdpa", "eager")  # in this order: some classes have eager attention alone
+# What transformers raises at a config.json with wrong values, and at tensors that do not go together.
+FAILURES = (
+    StrictDataclassError, ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError,
+    TypeError, ValueError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -217,14 +223,34 @@ class Skeleton:
             "more than text; such a model cannot be computed layer by layer here; give another model"
         )
 
-    def put(self, name: str, weight: torch.Tensor) -> None:
-        """Give a weight outside the layers, by the name under which it is stored, to the module that has it."""
-        place = self.place(name)
-        if place is not None:
-            path, _, last = place.parameter.rpartition(".")
+    def put(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Give tensors outside the layers, by the names under which they are stored, to the modules that have them."""
+        for parameter, weight in self.convert(tensors).items():
+            path, _, last = parameter.rpartition(".")
             module = self.model.get_submodule(path)
             module.load_state_dict({last: weight}, strict=False, assign=True)
             module.requires_grad_(False)
+
+    def convert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The model's parameters, by name, that transformers makes of stored tensors, by name.
+
+        Raises:
+            FAILURES: tensors are missing, or their shapes do not go together.
+        """
+        from transformers.core_model_loading import dot_natural_key
+
+        made: dict[str, torch.Tensor] = {}
+        conversions: dict[str, Any] = {}
+        for name in sorted(tensors, key=dot_natural_key):  # experts by their numbers
+            parameter, pattern, converter = self._target(name)
+            if converter is None or _keeps_shape(converter):
+                made[parameter] = tensors[name]
+            else:
+                one = conversions.setdefault(parameter, copy.deepcopy(converter))
+                one.add_tensor(parameter, name, pattern, tensors[name])
+        for parameter, one in conversions.items():
+            made |= {n: first(tensor) for n, tensor in one.convert(parameter, self.model, self.model.config).items()}
+        return {name: tensor for name, tensor in made.items() if name in self.parameters}
 
     @cached_property
     def _transforms(self) -> tuple[list[Any], list[Any]]:
@@ -241,13 +267,24 @@ class Skeleton:
         state: dict[str, torch.Tensor] = self.model.state_dict()
         return state
 
-    def place(self, name: str) -> Place | None:
-        """Where a stored tensor goes, by transformers' own rules for loading; None if the model does without it."""
+    def _target(self, name: str) -> tuple[str, str | None, Any]:
+        """The parameter that a stored tensor is, or the first of which it is a part; and the conversion that makes it.
+
+        Returns:
+            The parameter's name, whether or not the model has it; the pattern that the tensor's name matches, and
+            transformers' converter that has it, both None if the tensor is not converted.
+        """
         from transformers.core_model_loading import rename_source_key
 
-        parameter, pattern = rename_source_key(name, *self._transforms, self.model.base_model_prefix, self.parameters)
+        prefix = self.model.base_model_prefix
+        parameter, pattern = rename_source_key(name, *self._transforms, prefix, self.parameters)
         if parameter not in self.parameters and name in self.parameters:
-            parameter = name
+            return name, None, None
+        return parameter, pattern, next((one for one in self._transforms[1] if pattern in one.source_patterns), None)
+
+    def place(self, name: str) -> Place | None:
+        """Where a stored tensor goes, by transformers' own rules for loading; None if the model does without it."""
+        parameter, pattern, converter = self._target(name)
         if parameter not in self.parameters:
             single = re.fullmatch(rf"(.*\.experts\.)\d+\.({'|'.join(_PARTS)})\.weight", name)
             if single is None:
@@ -256,7 +293,6 @@ class Skeleton:
             whole = self.place(f"{single[1]}{fused}")
             return whole and replace(whole, part=of_fused)
         within = re.match(rf"{re.escape(self.path)}\.(\d+)\.", parameter)
-        converter = next((one for one in self._transforms[1] if pattern in one.source_patterns), None)
         part = None if converter is None or _keeps_shape(converter) else converter.source_patterns.index(pattern)
         if within is None:
             return Place(None, parameter, part)
@@ -288,10 +324,22 @@ def model_class(name: str, source: str) -> Any:
     return found
 
 
+def can_be_made(model_class: Any) -> bool:
+    """Whether transformers can make a model of its config class's own defaults."""
+    try:
+        _built(model_class, model_class.config_class(), CPU)
+    except FAILURES:
+        return False
+    return True
+
+
 def config_of(model_class: Any, config: Mapping[str, Any]) -> Any:
     """transformers' config of a config.json, without what says how the files are quantized.
 
     transformers writes an infinity as `{"__float__": "Infinity"}`.
+
+    Raises:
+        FAILURES: the class takes no such values.
     """
     plain = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
 
@@ -440,7 +488,9 @@ def _decoder_layers(model: torch.nn.Module) -> tuple[str, torch.nn.ModuleList]:
     lists = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)}
     decoders = {name: layers for name, layers in lists.items() if any(map(_has_experts, layers))}
     if not decoders:
-        raise ArchitectureError(f"{type(model).__name__} has no layers with experts; give a mixture-of-experts model")
+        raise ArchitectureError(
+            f"{type(model).__name__} has no layers with a module called experts; give a mixture-of-experts model"
+        )
     # The experts themselves may be a list within such a layer: the outermost has the most.
     name = max(decoders, key=lambda one: (sum(p.numel() for p in decoders[one].parameters()), -one.count(".")))
     return name, decoders[name]

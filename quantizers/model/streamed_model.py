@@ -78,9 +78,9 @@ class StreamedModel:
         config = config_of(whole, transformers_config(facts, checkpoint.config, sizes))
         self.skeleton = Skeleton(whole, config, device, dtype)
         self._keeps_products: bool | None = None
-        for name in facts.outside:
-            if name not in (facts.embedding, facts.head):
-                self.skeleton.put(name, self._plain(name).clone())  # a view would keep the buffer of all of them
+        outside = [name for name in facts.outside if name not in (facts.embedding, facts.head)]
+        # Clones: a view would keep the buffer of all of them.
+        self.skeleton.put({name: self._plain(name).clone() for name in outside})
 
     def _plain(self, name: str) -> torch.Tensor:
         info = self.checkpoint.require(name, "a tensor outside the layers")
@@ -166,13 +166,14 @@ class StreamedModel:
                 `attend` and `route`.
         """
         module, modules = self.skeleton.layer(number), self.facts.modules
-        left_out: list[str] = []
+        left_out = list(modules.idle)
         if number not in self.sizes.dense:
             require_plain_experts(module.get_submodule(modules.experts), self.facts)
-            left_out = [] if experts else [f"{modules.experts}.{name}" for name in FUSED]
+            left_out += [] if experts else [f"{modules.experts}.{name}" for name in FUSED]
         weights = layer_weights(
             stored or self.checkpoint, self.facts, self.sizes, number, self.device, self.dtype, experts=experts
         )
+        self._convert(number, weights)
         load_layer(module, weights, self.facts, left_out)
         del weights  # otherwise what `release_experts` releases would live here until the block ends
         module.requires_grad_(False)
@@ -180,6 +181,13 @@ class StreamedModel:
             yield DecoderLayer(number, module, self.facts.halves(number), self.facts.alone(number))
         finally:
             module.to("meta")  # frees the weights even if someone still references the module
+
+    def _convert(self, number: int, weights: dict[str, torch.Tensor]) -> None:
+        """Put the parameters that transformers makes of some of a layer's tensors in place of these."""
+        parts = {name for names in self.facts.modules.converted.values() for name in names if name in weights}
+        tensors = {self.facts.layer(number, name): weights.pop(name) for name in parts}
+        prefix = f"{self.skeleton.path}.{number}."
+        weights |= {name.removeprefix(prefix): weight for name, weight in self.skeleton.convert(tensors).items()}
 
     def release_experts(self, layer: DecoderLayer) -> None:
         """Free the weights of a layer's routed experts; it has to be one with experts."""

@@ -167,6 +167,36 @@ def test_shapes_are_those_of_the_class_whatever_the_files_hold(
     assert derived_architecture(config, headers | wrong, "x") == derived_architecture(config, headers, "x")
 
 
+CONV = "model.layers.0.self_attn.k_conv1d.weight"
+
+
+@pytest.mark.slow
+def test_what_transformers_joins_is_listed_by_its_stored_names_and_shapes(tmp_path: Path) -> None:
+    config, headers = saved(tmp_path / "model", "kimi_linear")
+    facts = derived_architecture(config, headers, "x")
+    parts = {f"self_attn.{letter}_conv1d.weight" for letter in "qkv"}
+    assert {name: set(names) for name, names in facts.modules.converted.items()} == {"self_attn.conv1d.weight": parts}
+    assert facts.of_layer(0, {0}).tensors["self_attn.k_conv1d.weight"].shape == ["64", "1", "4"]
+    del headers[CONV]
+    with pytest.raises(
+        ArchitectureError, match=r"^x: transformers cannot make the parameters of Kimi\w+ of .*q_conv1d"
+    ):
+        derived_architecture(config, headers, "x")
+
+
+@pytest.mark.slow
+def test_experts_that_no_text_goes_through_are_carried(tmp_path: Path) -> None:
+    """ERNIE-4.5-VL's experts 8 to 15 of 16 see images; its router is stored transposed, and cannot be compensated."""
+    config, headers = saved(tmp_path / "model", "ernie4_5_vl_moe")
+    facts = derived_architecture(config, headers, "x")
+    matrices = {(e, m): f"{facts.expert(1, e, m)}.weight" for e in range(16) for m in MATRICES}
+    assert [facts.is_unread(name) for (e, _), name in matrices.items()] == [e >= 8 for e, _ in matrices]
+    assert set(matrices.values()) <= set(headers)
+    assert len(facts.unread) == 3 + 2  # of three layers with experts, and of what sees images
+    assert {"mlp.gate.weight", "mlp.experts.8.up_proj.weight"} <= set(facts.also_reads_the_norm)
+    assert facts.modules.converted["mlp.vision_moe.gate.weight"] == ["mlp.gate.weight_1"]
+
+
 # What is refused ----------------------------------------------------------------------------------------------------
 
 
@@ -201,9 +231,11 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[dict[str, Tensor]], object] |
         {"architectures": ["OlmoeModel"]}, None, "config.json: architectures: OlmoeModel has no head that predicts tok"
     ),
     "a class without experts": (
-        {"architectures": ["LlamaForCausalLM"]}, None, "config.json: LlamaForCausalLM has no layers with experts; give"
+        {"architectures": ["LlamaForCausalLM"]}, None, "config.json: LlamaForCausalLM has no layers with a module "
     ),
-    "a wrong value": ({"hidden_size": "128"}, None, "config.json: transformers cannot make OlmoeForCausalLM of it ("),
+    "a wrong value": (
+        {"hidden_size": "128"}, None, "config.json: transformers 5.17.0 cannot make OlmoeForCausalLM of it (Strict"
+    ),
 }  # fmt: skip
 
 

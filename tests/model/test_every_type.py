@@ -6,6 +6,7 @@ with a reason.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,9 +15,11 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from whole_models import source_weights
 
+from quantizers.architectures import derive
 from quantizers.architectures.families import architecture_for
 from quantizers.checkpoint.reader import open_folder
 from quantizers.model.proof import BOUND, Proof
@@ -117,6 +120,22 @@ def test_every_type_of_transformers_is_streamed_or_refused() -> None:
 @pytest.mark.parametrize("name", some(name for name in zoo.TYPES if name not in zoo.REFUSED))
 def test_the_streamed_model_is_transformers_whole_model(name: str, tmp_path: Path) -> None:
     assert max(differences(name, tmp_path)) < TOLERANCE
+
+
+@pytest.mark.slow
+def test_what_transformers_joins_is_dequantized_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MiniMax-M3's gate and up of a dense layer, stored as FP8 and joined on loading."""
+    monkeypatch.setattr(derive, "require_usable", lambda *_: None)  # its other layers are refused
+    folder = zoo.save("minimax_m3_vl with vision", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": zoo.FP8}))
+    tensors, expected = load_file(folder / "model.safetensors"), []
+    for name in [name for name in tensors if re.search(r"\.layers\.0\..*(gate|up)_proj\.weight", name)]:
+        codes, scale = tensors[name], tensors[f"{name}_scale_inv"] = zoo.fp8(tensors[name])
+        expected.append(codes.float() * scale.float().repeat_interleave(128, 0).repeat_interleave(128, 1))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with zoo.opened(folder).layer(0) as layer:
+        assert torch.equal(layer.module.get_parameter("mlp.gate_up_proj.weight"), torch.cat(expected))
 
 
 @pytest.mark.slow
