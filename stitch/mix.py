@@ -145,8 +145,9 @@ def examine(
         for expert in sorted({0, sizes["experts"] // 2, sizes["experts"] - 1}):  # the audit reads all of them
             modules = [facts.expert(layer, expert, matrix) for matrix in MATRICES]
             old, new = ([read_weight(c, module, device) for module in modules] for c in (source, experts))
+            inner = not facts.own_gate(layer)
             for i, smooth in enumerate((ratio.to(device), torch.ones_like(ratio, device=device))):
-                errors[i] = max(errors[i], *matrix_errors(old, new, smooth).tolist())
+                errors[i] = max(errors[i], *matrix_errors(old, new, smooth, inner=inner).tolist())
         if errors[0] >= CLOSE_ENOUGH:
             raise CheckpointError(
                 f"{experts.folder}: layer {layer}: its experts are {errors[0]:.0%} away from the source's times the "

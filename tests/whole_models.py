@@ -23,6 +23,8 @@ def stored(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def fp8_by_the_library(weight: Tensor, scale: Tensor, block: list[int]) -> Tensor:
     from compressed_tensors.entrypoints.convert import FP8BlockDequantizer
 
+    if weight.dim() == 3:  # of all experts
+        return torch.stack([fp8_by_the_library(*pair, block) for pair in zip(weight, scale, strict=True)])
     library = FP8BlockDequantizer(targets=["m"], weight_block_size=tuple(block), dtype=torch.float32)
     return library.process({"m.weight": weight, "m.weight_scale_inv": scale})["m.weight"]
 

@@ -79,6 +79,11 @@ BLOCKS: Settings = {  # every matrix of whole blocks of 128 × 128
     "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "head_dim": 64,
     "linear_key_head_dim": 64, "linear_value_head_dim": 32,
 }  # fmt: skip
+STEP: Settings = FIRST_DENSE | _layers("fsfs") | {
+    "pad_token_id": 1, "num_sliding_attention_heads": 6, "query_pre_attn_scalar": 32, "per_layer_config": {},
+    "swiglu_limits": [0.0, 0.0, 0.7, 0.4], "swiglu_limits_shared": [0.0, 0.0, 0.0, 0.5],
+    "rope_parameters": {f"{kind}_attention": _rope()["rope_parameters"] for kind in ("full", "sliding")},
+}  # fmt: skip
 
 # Types that have a class for text alone and one with vision.
 WITH_VISION = ("aria", "gemma4", "inkling", "llama4", "minimax_m3_vl", "qwen3_5_moe", "qwen4_exp")
@@ -174,10 +179,8 @@ TYPES: dict[str, Settings] = {
         "indexer_budget": 16, "indexer_compress_ratio": 2,
     },
     "solar_open": {},
-    "step3p7": FIRST_DENSE | _layers("fsfs") | {
-        "pad_token_id": 1, "num_sliding_attention_heads": 6, "query_pre_attn_scalar": 32, "per_layer_config": {},
-        "rope_parameters": {f"{kind}_attention": _rope()["rope_parameters"] for kind in ("full", "sliding")},
-    },
+    "step3p7": STEP,
+    "step3p7 as published": STEP | {"moe_intermediate_size": 256},
     "zaya": {"router_hidden_size": 32, "num_experts_per_tok": 1},
 }  # fmt: skip
 TYPES |= {f"{name} with vision": TYPES[name] for name in WITH_VISION}
@@ -200,20 +203,10 @@ REFUSED: dict[str, str] = {
         "has an encoder, which this program does not compute",
     ),
     "gpt_oss": "its experts hold gate_up_proj [8, 128, 192], gate_up_proj_bias [8, 192], down_proj [8, 96, 128]",
-    **dict.fromkeys(
-        ("granitemoe", "granitemoehybrid", "granitemoeshared", "step3p7"),
-        "holds the experts in a layout of its own",
-    ),
     "jetmoe": "its experts hold weight [8, 64, 128], not gate_up_proj",
-    "glm5_next": "its experts compute another product where activations are large",
-    "hy_v4": "its experts compute another product where activations are large",
     "zaya": "0 parameters [8, 128] of a layer multiply what its experts",
     **dict.fromkeys(("llama4", "llama4 with vision"), "its experts hold gate_up_proj [8, 128, 192], down_proj [8, 96,"),
     "longcat_flash": "its experts hold gate_up_proj [12, 192, 128], down_proj [8, 128, 96]",
-    **dict.fromkeys(
-        ("minimax_m3_vl", "minimax_m3_vl with vision"),
-        "its experts compute another product than act(gate) * up",
-    ),
     "nemotron_h": "its experts hold up_proj [8, 96, 128], down_proj [8, 128, 96]",
 }
 # The class of the whole model where it is not the only ForCausalLM of its type.
@@ -235,9 +228,13 @@ CLASSES = {
     "qwen3_vl_moe as published": "Qwen3VLMoeForConditionalGeneration",
     "qwen4_exp with vision": "Qwen4ExpForConditionalGeneration",
     "step3p7": "Step3p7ForConditionalGeneration",
+    "step3p7 as published": "Step3p7ForConditionalGeneration",
 }
 # transformers itself reads no model of these types with one tensor for each expert's matrix.
-FUSED_ONLY = ("granitemoe_swa", "mistral4", "qwen3_vl_moe", "qwen3_vl_moe as published")
+FUSED_ONLY = (
+    "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "minimax_m3_vl", "mistral4", "qwen3_vl_moe",
+    "qwen3_vl_moe as published", "step3p7", "step3p7 as published",
+)  # fmt: skip
 # A size that the class works out of others, and does not take.
 WORKED_OUT = {"jetmoe": "num_attention_heads", "nemotron_h": "num_hidden_layers"}
 
@@ -297,7 +294,7 @@ def whole_model(name: str, config: Settings, weights: dict[str, Tensor]) -> Any:
     """
     whole = whole_class(name)
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
-    made = whole.config_class.from_dict(plain)
+    made = whole.config_class.from_dict(whole.config_class._decode_special_floats(plain))
     numbers = {name: tensor.float() for name, tensor in (_fused(weights) if name in FUSED_ONLY else weights).items()}
     settings = {"dtype": torch.float32, "experts_implementation": "eager", "output_loading_info": True}
     for attention in ATTENTION:
@@ -366,15 +363,16 @@ def opened(folder: Path, dtype: torch.dtype = torch.float32) -> StreamedModel:
     return StreamedModel(split_fused_experts(checkpoint, facts, sizes), facts, sizes, torch.device("cpu"), dtype)
 
 
-# As Qwen3.5-MoE and Qwen3-VL-MoE are published ---------------------------------------------------------------------
+# As Qwen3.5-MoE, Qwen3-VL-MoE and Step-3.7 are published -----------------------------------------------------------
 
 FP8: Settings = {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
 }  # fmt: skip
-# All linear modules of a layer but routers, gates and the two small ones of linear attention.
+# All linear modules of a layer but routers, gates and the two small ones of linear attention; of Step the experts.
 FP8_WEIGHT = re.compile(
     r".*(self_attn\.\w_proj|linear_attn\.(in_proj_qkv|in_proj_z|out_proj)|(shared_expert|experts\.\d+)\.\w+_proj)\.weight"
 )
+FP8_EXPERTS = re.compile(r".*\.moe\.(gate|up|down)_proj\.weight")
 
 
 def _publish(folder: Path) -> None:
@@ -388,7 +386,8 @@ def _publish(folder: Path) -> None:
         last = {name: t for name, t in tensors.items() if ".language_model.layers.3." in name}
         tensors |= {"mtp.layers.0." + name.partition(".layers.3.")[2]: t.clone() for name, t in last.items()}
         tensors |= {"mtp.fc.weight": torch.randn(128, 256).bfloat16(), "mtp.norm.weight": torch.zeros(128).bfloat16()}
-    for name in [name for name in tensors if FP8_WEIGHT.fullmatch(name)]:
+    which = FP8_EXPERTS if config["model_type"] == "step3p7" else FP8_WEIGHT
+    for name in [name for name in tensors if which.fullmatch(name)]:
         tensors[name], tensors[f"{name}_scale_inv"] = fp8(tensors[name])
     save_file(tensors, file, metadata={"format": "pt"})
     config["quantization_config"] = FP8
@@ -422,9 +421,9 @@ def _fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight of whole blocks of 128 × 128, as codes and as the bfloat16 scales of its blocks."""
-    rows, columns = (size // 128 for size in weight.shape)
-    blocks = weight.float().view(rows, 128, columns, 128)
-    scale = (blocks.abs().amax((1, 3)) / 448).bfloat16()
-    codes = (blocks / scale.float()[:, None, :, None]).clamp(-448, 448).view(weight.shape)
+    """A weight of whole blocks of 128 × 128, or several, as codes and as the bfloat16 scales of their blocks."""
+    *several, rows, columns = weight.shape
+    blocks = weight.float().view(*several, rows // 128, 128, columns // 128, 128)
+    scale = (blocks.abs().amax((-3, -1)) / 448).bfloat16()
+    codes = (blocks / scale.float()[..., :, None, :, None]).clamp(-448, 448).view(weight.shape)
     return codes.to(torch.float8_e4m3fn), scale

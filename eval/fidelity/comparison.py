@@ -207,7 +207,7 @@ def weight_errors(
             modules = [facts.expert(layer, expert, matrix) for matrix in MATRICES]
             gate, up, down = (read_weight(source, module, device) for module in modules)
             g, u, d = (read_weight(candidate, module, device) for module in modules)
-            rows = row_scale(u / smooth, up)
+            rows = torch.ones_like(up[:, 0]) if facts.own_gate(layer) else row_scale(u / smooth, up)
             yield from ((g / smooth, gate), (u / smooth / rows.unsqueeze(1), up), (d * rows, down))
 
     def attention() -> Pairs:

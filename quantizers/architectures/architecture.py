@@ -71,6 +71,7 @@ class Architecture(Facts):
     scale_dtype: Literal["F32", "BF16"] = "F32"
     expert_prefix: str
     expert_linears: dict[Matrix, LinearFacts]
+    fused: dict[str, list[Matrix]] = Field(default_factory=dict)
     norm: NormFacts
     smoothing: dict[str, list[str]] = Field(default_factory=dict)
     router: RouterFacts
@@ -226,9 +227,15 @@ class Architecture(Facts):
         probes = ", ".join(f"{name} {number:.0e}" for name, number in self.probes.items())
         whole = sorted(number for kind in self.kinds if not kind.halves and not kind.dense for number in kind.layers)
         again = f"; layers {ranges(whole)} run whole each time" if whole else ""
+        own = sorted(number for kind in self.kinds if kind.own_gate for number in kind.layers)
+        gates = (
+            f"; the experts of layers {ranges(own)} have a gate of their own, so no scale lies between w3 and w2"
+            if own
+            else ""
+        )
         return (
             f"The architecture is derived from transformers' {self.model_class}, with which every layer is compared: "
-            f"{fold}{again}. Probes on random weights, as a part of the largest value: {probes}"
+            f"{fold}{again}{gates}. Probes on random weights, as a part of the largest value: {probes}"
         )
 
     def scaled_with(self, linear: str) -> str | None:
@@ -255,6 +262,10 @@ class Architecture(Facts):
     def alone(self, number: int) -> bool:
         """Whether each sequence must go through a decoder layer alone."""
         return any(kind.alone for kind in self.kinds if number in kind.layers)
+
+    def own_gate(self, number: int) -> bool:
+        """Whether a decoder layer's experts have a gate of their own, through which no scale passes, see gates.py."""
+        return any(kind.own_gate for kind in self.kinds if number in kind.layers)
 
     def every_kind(self, *, with_dense: bool = True) -> list[LayerFacts]:
         """What `of_layer` gives for any layer.

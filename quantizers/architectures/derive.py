@@ -472,6 +472,7 @@ def _kinds(
                 "dense": one is None,
                 "halves": one is not None and one.probes["halves"] < EXACT and not handed,
                 "alone": not batch < EXACT,
+                "own_gate": one is not None and one.own_gate,
             }
             result.setdefault(json.dumps(facts), facts | {"layers": []})["layers"].append(number)
     return list(result.values())
@@ -498,31 +499,39 @@ def _of_layer(skeleton: Skeleton, stored: StoredTensors, number: int, roles: Rol
 def _experts(skeleton: Skeleton, stored: StoredTensors, roles: Roles) -> dict[str, Any]:
     """The facts about the names and shapes of the routed experts' matrices.
 
+    Tensors of all experts may have any names: transformers' rules say which parameter they are, or which part of it.
+
     Raises:
         ArchitectureError: they are stored in a layout that is not known here.
     """
     number = next(n for n, layer in enumerate(skeleton.layers) if roles.experts in dict(layer.named_modules()))
     parameters = dict(skeleton.layers[number].get_submodule(roles.experts).named_parameters())
+    _, hidden, width = parameters["down_proj"].shape
+    shapes = {"gate": [width, hidden], "up": [width, hidden], "down": [hidden, width]}
     names: dict[Matrix, str] = {}
+    fused: dict[str, list[Matrix]] = {}
     prefixes = set()
     for name, place in stored.layers[number].items():
         path, _, parameter = place.parameter.rpartition(".")
         if path != roles.experts:
             continue
-        single = re.fullmatch(r"(.*\.)\d+\.(.+)\.weight", name)
+        single, shape = re.fullmatch(r"(.*\.)\d+\.(.+)\.weight", name), stored.header(number, name).shape
+        matrix: Matrix = "down" if parameter == "down_proj" else "up" if place.part else "gate"
         if single:
-            names["down" if parameter == "down_proj" else "up" if place.part else "gate"] = single[2]
+            names[matrix] = single[2]
             prefixes.add(single[1])
         elif name.endswith(f".{parameter}") and place.part is None:
             prefixes.add(name.removesuffix(parameter))
+        elif place.part is None and shape == parameters[parameter].shape:
+            fused[name] = ["down"] if parameter == "down_proj" else ["gate", "up"]
+        elif list(shape[1:]) == shapes[matrix] and hidden != width:  # else nothing tells it from a transposed one
+            fused[name] = [matrix]
         else:
             raise ArchitectureError(
                 f"{stored.prefix}{number}.{name} holds the experts in a layout of its own, "
-                f"{list(stored.header(number, name).shape)}; this program cannot read it; give a checkpoint with one "
+                f"{list(shape)}; this program cannot read it; give a checkpoint with one "
                 "tensor for each expert's matrix"
             )
-    (prefix,) = prefixes
-    _, hidden, width = parameters["down_proj"].shape
-    shapes = {"gate": [width, hidden], "up": [width, hidden], "down": [hidden, width]}
+    (prefix,) = prefixes or {f"{roles.experts}."}
     linears = {m: {"name": names.get(m, PROJECTIONS[m]), "shape": shapes[m]} for m in MATRICES}
-    return {"expert_prefix": prefix + "{expert}.", "expert_linears": linears}
+    return {"expert_prefix": prefix + "{expert}.", "expert_linears": linears, "fused": fused}

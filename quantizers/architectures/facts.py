@@ -84,12 +84,14 @@ class KindFacts(LayerFacts):
         dense: whether they have no experts.
         halves: whether they run in two halves, see model/streamed_model.py.
         alone: whether each sequence must go through them alone, since others beside it would change its states.
+        own_gate: whether their experts have a gate of their own, see gates.py.
     """
 
     layers: list[int]
     dense: bool
     halves: bool
     alone: bool
+    own_gate: bool = False
 
 
 class HandedFacts(Facts):

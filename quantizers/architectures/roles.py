@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from quantizers.system.errors import ArchitectureError
 
 from .facts import HandedFacts
+from .gates import Gate, gate_of
 from .skeleton import Call, Skeleton, first, replaced_forward
 
 TOKENS = 32
@@ -31,6 +32,7 @@ EXACT = 1e-4  # of a probe in float32: sums in another order differ by less, any
 LARGE = 20.0  # times ordinary activations: a product that is clamped shows only there
 FUSED = ("gate_up_proj", "down_proj")
 LONG = 4096  # tokens: what layers hand on may grow with them, up to a number that config.json has
+PLAIN = ("product", "up_down", "large")  # probes of act(gate) * up
 BIG = 2**22  # numbers in a matrix; the rows of a larger one are parts of one vector, to draw fewer numbers
 
 
@@ -61,16 +63,24 @@ class Roles:
     probes: dict[str, float]
     idle: tuple[str, ...] = ()
 
+    @property
+    def own_gate(self) -> bool:
+        """Whether the experts have a gate of their own, see gates.py."""
+        return not all(self.probes[name] < EXACT for name in PLAIN)
+
 
 def kinds_of_layers(skeleton: Skeleton) -> list[list[int]]:
-    """The numbers of the layers of each kind: of the same classes, parameters and arguments."""
+    """The numbers of the layers of each kind: of the same classes, parameters, arguments and numbers of the experts."""
     kinds: dict[Any, list[int]] = {}
     calls = skeleton.calls(TOKENS)
     for number, layer in enumerate(skeleton.layers):
         shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.state_dict().items())
         given = tuple(sorted((name, _shapes(value)) for name, value in calls[number].arguments.items()))
         classes = tuple(map(type, layer.modules()))
-        kinds.setdefault((classes, shapes, given), []).append(number)
+        path = _experts_path(skeleton, number)
+        experts = vars(layer.get_submodule(path)) if path else {}
+        numbers = tuple((name, value) for name, value in experts.items() if isinstance(value, (int, float)))
+        kinds.setdefault((classes, shapes, given, numbers), []).append(number)
     return list(kinds.values())
 
 
@@ -91,6 +101,7 @@ def probe(skeleton: Skeleton, number: int, handed: HandedFacts | None = None) ->
         product     an expert is down · (act(gate · x) * (up · x)), gate above up in `gate_up_proj`
         up_down     a scale may lie between up and down
         large       the last two at activations 20 times as large
+        gate        an expert is down · gate(gate_up · x) with a gate of its own, at both sizes of activations
         fold        a scale may be divided out of the norm, and multiplied into router and experts
         halves      the layer is residual + block(norm(residual)), where the experts lie in the block
 
@@ -126,7 +137,7 @@ def require_usable(roles: Roles, model_type: str) -> None:
     Raises:
         ArchitectureError: a probe refutes what is needed of every model.
     """
-    needed = {
+    needed = {  # of the last three none, where a gate of the experts' own explains them
         "tokens": "its experts do not treat every token alone",
         "product": "its experts compute another product than act(gate) * up",
         "up_down": "its experts are not linear in up",
@@ -137,8 +148,9 @@ def require_usable(roles: Roles, model_type: str) -> None:
             f"model type {model_type}: its experts do not read the output of a norm with a vector of weights alone; "
             "such a model cannot be quantized with this program"
         )
+    explained = PLAIN if roles.probes["gate"] < EXACT else ()
     for name, meaning in needed.items():
-        if not roles.probes[name] < EXACT:
+        if name not in explained and not roles.probes[name] < EXACT:
             raise ArchitectureError(
                 f"model type {model_type}: {meaning} (probe {name}: {roles.probes[name]:.2g} where 0 is needed); such "
                 "a model cannot be quantized with this program"
@@ -528,18 +540,20 @@ class _Layer:
             scaled = run(torch.cat([gate, up / scale]), down * scale.T, rows, weight)
             return _apart(scaled, run(gate_up, down, rows, weight))
 
-        def product(rows: torch.Tensor) -> float:
-            gate, up = torch.nn.functional.linear(rows, gate_up).chunk(2, -1)
-            activation = getattr(self.experts, "act_fn", torch.nn.functional.silu)
-            ours = torch.nn.functional.linear(activation(gate) * up, down)
-            return _apart(ours * weight, run(gate_up, down, rows, weight))
+        def product(rows: torch.Tensor, gate: Gate) -> float:
+            h = gate(gate_up @ rows.mT)
+            return _apart((down @ h).mT * weight, run(gate_up, down, rows, weight))
+
+        plain = gate_of(self.experts, own=False)
+        own = gate_of(self.experts, own=True) if hasattr(self.experts, "_apply_gate") else None
 
         output = run(gate_up, down, x, weight)
         backwards = run(gate_up, down, x.flip(0), weight.flip(0)).flip(0)
         unweighted = run(gate_up, down, x, torch.ones_like(weight))
         return {
             "tokens": max(_apart(backwards, output), _apart(unweighted * weight, output)),
-            "product": product(x),
+            "product": product(x, plain),
             "up_down": moved(x),
-            "large": max(product(LARGE * x), moved(LARGE * x)),
+            "large": max(product(LARGE * x, plain), moved(LARGE * x)),
+            "gate": max(product(x, own), product(LARGE * x, own)) if own else 1.0,
         }

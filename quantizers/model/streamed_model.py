@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.gates import gate_of
+from quantizers.architectures.roles import EXACT, LARGE
 from quantizers.architectures.rotary import transformers_config
 from quantizers.architectures.sizes import Sizes
 from quantizers.architectures.skeleton import Skeleton, config_of, first, model_class, replaced_forward
@@ -168,7 +170,7 @@ class StreamedModel:
         module, modules = self.skeleton.layer(number), self.facts.modules
         left_out = list(modules.idle)
         if number not in self.sizes.dense:
-            require_plain_experts(module.get_submodule(modules.experts), self.facts)
+            require_gate(module.get_submodule(modules.experts), self.facts, number)
             left_out += [] if experts else [f"{modules.experts}.{name}" for name in FUSED]
         weights = layer_weights(
             stored or self.checkpoint, self.facts, self.sizes, number, self.device, self.dtype, experts=experts
@@ -318,17 +320,20 @@ def load_layer(
         )
 
 
-def require_plain_experts(experts: torch.nn.Module, facts: Architecture) -> None:
-    """Refuse experts that compute anything else than act(gate) * up, for example a clamped product.
+def require_gate(experts: torch.nn.Module, facts: Architecture, number: int) -> None:
+    """Refuse experts that compute another product than act(gate) * up, unless the facts say so of their layer.
 
     The Hessian of w2 is computed from that product, and the scale between w3 and w2 is exact for it alone.
 
     Raises:
-        ArchitectureError: transformers' class has a product of its own.
+        ArchitectureError: transformers' class has a gate of its own.
     """
-    gate = getattr(type(experts), "_apply_gate", None)
-    if gate is not None and gate.__module__ != "transformers.integrations.moe":
+    if facts.own_gate(number) or not hasattr(experts, "_apply_gate"):
+        return
+    products = LARGE * torch.randn(64, 16, generator=torch.Generator().manual_seed(0))  # a clamp shows in large ones
+    plain, own = (gate_of(experts, own)(products) for own in (False, True))
+    if not (own - plain).abs().max() < EXACT * plain.abs().max():
         raise ArchitectureError(
             f"the facts of {facts.model_type}: experts of {type(experts).__name__} do not compute act(gate) * up but a "
-            "product of their own, which this program does not know; such a model cannot be quantized with it"
+            "product of their own, of which these facts know nothing; such a model cannot be quantized with them"
         )

@@ -143,6 +143,10 @@ class _Pair:
         """The experts' matrices in one of the two."""
         return ExpertWeights(checkpoint, self.facts, self.sizes, self.layer, self.smooth.device, torch.float32)
 
+    def errors(self, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> torch.Tensor:
+        """`matrix_errors` of some experts."""
+        return matrix_errors(old, new, self.smooth, inner=not self.facts.own_gate(self.layer))
+
     def was_divided(self) -> str:
         """What every message about the norm's readers says of it."""
         divided = f"{int((self.smooth != 1).sum())} of {len(self.smooth)} channels"
@@ -163,7 +167,7 @@ def _errors(pair: _Pair) -> tuple[dict[int, torch.Tensor], dict[int, str]]:
         old = pair.weights(pair.source)
     try:
         new = pair.weights(pair.candidate)
-        found = _in_batches(old, new, pair.smooth)
+        found = _in_batches(old, new, pair)
         with _reading_the_source():
             old.require_finite()
         new.require_finite()
@@ -186,15 +190,15 @@ def _reading_the_source() -> Iterator[None]:
         raise BrokenSource(f"the source is damaged: {failure}") from None
 
 
-def _in_batches(old: ExpertWeights, new: ExpertWeights, smooth: torch.Tensor) -> dict[int, torch.Tensor]:
+def _in_batches(old: ExpertWeights, new: ExpertWeights, pair: _Pair) -> dict[int, torch.Tensor]:
     found: dict[int, torch.Tensor] = {}
-    size = experts_per_batch(is_accelerator(smooth.device), old.hidden, old.width)
+    size = experts_per_batch(is_accelerator(pair.smooth.device), old.hidden, old.width)
     for first, last in expert_batches(old.experts, size):
         # The previous batch is freed after this one is read, so that a CPU's memory is reused, not returned.
         with _reading_the_source():
             source = _matrices(*old.batch(range(first, last)))
         candidate = _matrices(*new.batch(range(first, last)))
-        found |= zip(range(first, last), matrix_errors(source, candidate, smooth), strict=True)
+        found |= zip(range(first, last), pair.errors(source, candidate), strict=True)
     return found
 
 
@@ -214,7 +218,7 @@ def _one_by_one(pair: _Pair) -> tuple[dict[int, torch.Tensor], dict[int, str]]:
         except CheckpointError as failure:
             unreadable[expert] = f"{modules[0].rpartition('.')[0]}: {failure}"
         else:
-            found[expert] = matrix_errors(old, new, pair.smooth)
+            found[expert] = pair.errors(old, new)
     return found, unreadable
 
 

@@ -258,7 +258,24 @@ def test_what_cannot_be_derived_is_said_in_one_line(
     assert len(command.err.strip().splitlines()) == 1
 
 
-def test_experts_in_a_layout_of_their_own_are_refused(tmp_path: Path) -> None:
-    """GraniteMoe's files hold all experts in one tensor under a name of its own."""
-    with pytest.raises(ArchitectureError, match=r"^x: model.layers.0.*input_linear.weight holds the experts in a"):
-        derived_architecture(*saved(tmp_path / "model", "granitemoe"), "x")
+GATE_UP, DOWN = (f"block_sparse_moe.{side}put_linear.weight" for side in ("in", "out"))
+
+
+def test_tensors_of_all_experts_may_have_names_of_their_own_but_not_another_layout(tmp_path: Path) -> None:
+    """GraniteMoe's have."""
+    config, headers = saved(tmp_path / "model", "granitemoe")
+    facts = derived_architecture(config, headers, "x")
+    assert facts.fused == {GATE_UP: ["gate", "up"], DOWN: ["down"]}
+    assert facts.expert(1, 3, "up") == "model.layers.1.block_sparse_moe.experts.3.up_proj"
+    transposed = {f"model.layers.0.{GATE_UP}": Header("BF16", (8, 128, 192))}
+    with pytest.raises(ArchitectureError, match=rf"^x: model.layers.0.{GATE_UP} holds the experts in a layout of its"):
+        derived_architecture(config, headers | transposed, "x")
+
+
+def test_layers_of_one_structure_may_have_other_gates(tmp_path: Path) -> None:
+    """Step-3.7 clamps in some layers, each at a limit of its own; it stores gate and up apart."""
+    facts = derived_architecture(*saved(tmp_path / "model", "step3p7"), "x")
+    assert [facts.own_gate(number) for number in range(4)] == [False, False, True, True]
+    assert facts.fused == {f"moe.{matrix}_proj.weight": [matrix] for matrix in MATRICES}
+    assert "the experts of layers 2–3 have a gate of their own, so no scale lies between w3 and w2" in facts.origin()
+    assert [kind["own_gate"] for kind in facts.found()["kinds"]] == [False, False, True]

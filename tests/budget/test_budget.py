@@ -23,6 +23,7 @@ from whole_models import load
 
 from eval.report.summary import choice_lines
 from eval.serving.check import STORED
+from quantizers.architectures.gates import plain_gate
 from quantizers.budget import choice, measure
 from quantizers.budget.measure import column_scale, scheme_errors
 from quantizers.calibration.load_set import load_set
@@ -96,7 +97,7 @@ def test_errors_are_those_of_an_experts_outputs() -> None:
 
     for expert in range(experts):
         found, coarsest = scheme_errors(
-            recorded, (gate_up, down), expert, schemes, torch.nn.functional.silu, outer=None, inner=False
+            recorded, (gate_up, down), expert, schemes, plain_gate(torch.nn.functional.silu), outer=None, inner=False
         )
         source = [gate_up[expert, :width], gate_up[expert, width:], down[expert]]
         for scheme in schemes:
@@ -121,7 +122,7 @@ def test_columns_are_scaled_by_their_inputs() -> None:
     silu = torch.nn.functional.silu
     recorded = seen_by(x, chosen, torch.ones(50, 1))
     _, (both, w2) = scheme_errors(
-        recorded, (gate_up, down), 1, [Scheme(4, 32)], silu, outer=column_scale(x), inner=True
+        recorded, (gate_up, down), 1, [Scheme(4, 32)], plain_gate(silu), outer=column_scale(x), inner=True
     )
     own = x[chosen[:, 0] == 1]
     inner = silu(own @ gate_up[1, :32].T) * (own @ gate_up[1, 32:].T)

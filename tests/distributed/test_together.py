@@ -10,7 +10,7 @@ import pytest
 import torch
 from commands import Command
 from conftest import Finished
-from one_layer import EXPERTS, GROUP, assert_same, make_layer, silu
+from one_layer import EXPERTS, GROUP, assert_same, make_layer, plain
 from rank_threads import together
 from runs import Small
 from sets import write_set
@@ -53,7 +53,7 @@ def test_a_layer_solved_by_several(count: int, unit: int, options: dict[str, Any
 
     def work(dist: ProcessGroup) -> LayerResult:
         return solve(
-            layer.recorded(), layer.weights(), norm=layer.norm, router=layer.router, activation=silu,
+            layer.recorded(), layer.weights(), norm=layer.norm, router=layer.router, gate=plain,
             settings=settings, batch_size=unit, residents=Residents(2, unit, 0), dist=dist,
         )  # fmt: skip
 

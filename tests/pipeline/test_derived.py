@@ -26,8 +26,11 @@ QUICK = {
     "mimo_v2_flash": "a fold, layers of several kinds",
     "qwen3_5_moe as published": "FP8, vision, a layer beyond the last",
 }
-# The matrices of experts in decoder layers, each a tensor or all of a layer in two.
-ROUTED = re.compile(r"model\..*\.experts\.(\d+\.\w+\.weight(_scale_inv)?|gate_up_proj|down_proj)")
+# The matrices of experts in decoder layers, each a tensor or all of a layer in two or three.
+ROUTED = re.compile(
+    r"(language_model\.)?model\..*\.(experts\.(\d+\.\w+\.weight(_scale_inv)?|gate_up_proj|down_proj)"
+    r"|(moe\.\w+_proj|block_sparse_moe\.\w+_linear)\.weight(_scale_inv)?)"
+)
 DERIVED = [name for name in zoo.TYPES if name not in zoo.REFUSED and name not in known()]
 
 

@@ -8,6 +8,7 @@ from live_bytes import Alive
 from one_layer import sliced
 from planned import published, tiny_model
 
+from quantizers.architectures.gates import plain_gate
 from quantizers.model.moe_inputs import capture_moe_inputs
 from quantizers.planning.device_memory import DeviceMemory, Residents, _Phases, device_memory
 from quantizers.recipe.schema import Awq, Experts
@@ -88,7 +89,7 @@ def test_never_more_than_planned(hidden: int, width: int, experts: int, method: 
                 sliced(gate_up, down),
                 norm=torch.ones(hidden).bfloat16(),
                 router=torch.randn(experts, hidden),
-                activation=torch.nn.functional.silu,
+                gate=plain_gate(torch.nn.functional.silu),
                 settings=settings,
                 batch_size=unit,
                 residents=Residents(resident, unit, 0),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from one_layer import plain
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantizers.device import prefetch
@@ -74,7 +75,7 @@ def test_a_gpu_is_waited_for_as_seldom_as_can_be(
             weights,
             norm=torch.ones(HIDDEN, dtype=torch.bfloat16, device=META),
             router=torch.empty(EXPERTS, HIDDEN, device=META),
-            activation=torch.nn.functional.silu,
+            gate=plain,
             settings=Experts(group_size=32, awq=Awq(grid=3), **options),
             batch_size=BATCH,
             residents=Residents(resident, BATCH, 0),

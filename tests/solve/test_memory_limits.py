@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from one_layer import GROUP, Layer, assert_same, batches_cached, make_layer, silu
+from one_layer import GROUP, Layer, assert_same, batches_cached, make_layer, plain
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantizers.planning.device_memory import Residents
@@ -28,7 +28,7 @@ def layer() -> Layer:
 def solved_with(layer: Layer, residents: Residents, **options: Any) -> LayerResult:
     settings = Experts(group_size=GROUP, awq=Awq(grid=4), **options)
     return solve(
-        layer.recorded(), layer.weights(), norm=layer.norm, router=layer.router, activation=silu, settings=settings,
+        layer.recorded(), layer.weights(), norm=layer.norm, router=layer.router, gate=plain, settings=settings,
         batch_size=BATCH, residents=residents,
     )  # fmt: skip
 

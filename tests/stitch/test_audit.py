@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 from commands import Command
 from conftest import Finished
@@ -13,6 +14,7 @@ from edited import MOE, edit
 from safetensors.torch import load_file
 
 from quantizers.checkpoint.reader import open_folder
+from quantizers.solve.folded_scales import CLOSE_ENOUGH, matrix_errors
 from stitch.audit.checkpoint import verify
 
 CPU = torch.device("cpu")
@@ -52,6 +54,15 @@ TAMPERED: dict[str, tuple[str, Callable[..., object], str]] = {
         f"{MOE}.experts.5.w1.weight_scale", lambda t, name: t[name][0].fill_(float("nan")), f"{MOE}.experts.5"
     ),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("inner", [True, False])
+def test_a_scale_between_up_and_down_is_right_unless_the_gate_lets_none_through(inner: bool) -> None:
+    up, down, scale = torch.randn(8, 6), torch.randn(6, 8), torch.linspace(0.2, 5, 8)
+    old, new = [up, up, down], [up, up * scale[:, None], down / scale]
+    errors = matrix_errors(old, new, torch.ones(6), inner=inner).tolist()
+    assert [error < 1e-6 for error in errors] == [True, inner, inner]
+    assert inner or min(errors[1:]) > CLOSE_ENOUGH
 
 
 def test_each_tensor_that_was_tampered_with_is_named(copied: Path, finished: Finished, command: Command) -> None:
