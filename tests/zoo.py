@@ -81,7 +81,8 @@ TYPES: dict[str, Settings] = {
     "afmoe": _layers("sfsf") | {"mup_enabled": True, "route_scale": 2.5},
     "aria": {},
     "axk1": MLA,
-    "axk2": MLA | FIRST_DENSE | _layers("dddd"),
+    # With few heads, many scores of its indexer are 0, and which of these it takes depends on the batch.
+    "axk2": MLA | FIRST_DENSE | _layers("dddd") | {"index_n_heads": 16},
     "cohere2_moe": FIRST_DENSE | _layers("sfsf"),
     "deepseek_ocr2": FIRST_DENSE,
     "deepseek_v2": MLA,
@@ -101,7 +102,7 @@ TYPES: dict[str, Settings] = {
     "flex_olmo": NARROW,
     "gemma4": _layers("sssf") | {
         "pad_token_id": 2, "enable_moe_block": True, "per_layer_config": {"3": {"head_dim": 64}},
-        "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 320,
+        "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 320, "tie_word_embeddings": False,
     },
     "glm4_moe": {"attention_bias": True},
     "glm4_moe_lite": MLA | FIRST_DENSE,
@@ -165,7 +166,7 @@ TYPES: dict[str, Settings] = {
     "qwen4_exp": _layers("lqlq") | {
         "hc_lowrank": 16, "ple_embed_dim": 32, "ngram_vocab_size_base": 500, "split_ngram_parts": 2,
         "heads_per_ngram": 2, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 32,
-        "indexer_budget": 16, "indexer_compress_ratio": 2,
+        "indexer_budget": 16, "indexer_compress_ratio": 2, "ple_layer_ids": [1],
     },
     "solar_open": {},
     "step3p7": FIRST_DENSE | _layers("fsfs") | {
@@ -179,17 +180,13 @@ TYPES |= {f"{name} with vision": TYPES[name] for name in WITH_VISION}
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("aria", "aria with vision"), "its experts hold weight [8, 128, 512], not gate_up_proj"),
     **dict.fromkeys(
-        ("axk2", "flex_olmo", "qwen4_exp", "qwen4_exp with vision"),
-        "its experts do not read the output of a norm with a vector of weights alone",
+        ("qwen4_exp", "qwen4_exp with vision"),
+        "layer 0: ple_input_ids depends on the tokens, not on their number alone",
     ),
     "dbrx": "transformers cannot make DbrxForCausalLM of it",
     "deepseek_v4": "its experts are chosen by a stored table",
     "doge": "DogeForCausalLM has no layers with experts",
     "ernie4_5_vl_moe": "makes mlp.text_moe.gate.weight of model.layers.1.mlp.gate.weight and other tensors",
-    **dict.fromkeys(
-        ("gemma4", "gemma4 with vision", "inkling", "inkling with vision"),
-        "0 parameters [8, 128] of a layer multiply what its experts",
-    ),
     **dict.fromkeys(
         ("glm5_next", "glm_moe_dsa", "hy_v4"), "its layers hand on more than hidden states (prev_topk_indices)"
     ),
@@ -204,6 +201,7 @@ REFUSED: dict[str, str] = {
         "holds the experts in a layout of its own",
     ),
     "jetmoe": "its experts hold weight [8, 64, 128], not gate_up_proj",
+    "inkling with vision": "makes mlp.gate_proj.weight of model.llm.layers.0.mlp.w13_dn.weight and other tensors",
     "kimi_linear": "makes self_attn.conv1d.weight of model.layers.0.self_attn.k_conv1d.weight and other tensors",
     **dict.fromkeys(("llama4", "llama4 with vision"), "its experts hold gate_up_proj [8, 128, 192], down_proj [8, 96,"),
     "longcat_flash": "its experts hold gate_up_proj [12, 192, 128], down_proj [8, 128, 96]",
@@ -234,7 +232,9 @@ CLASSES = {
     "step3p7": "Step3p7ForConditionalGeneration",
 }
 # transformers itself reads no model of these types with one tensor for each expert's matrix.
-FUSED_ONLY = ("granitemoe_swa", "mistral4", "qwen3_vl_moe", "qwen3_vl_moe as published")
+FUSED_ONLY = (
+    "gemma4", "gemma4 with vision", "granitemoe_swa", "mistral4", "qwen3_vl_moe", "qwen3_vl_moe as published",
+)  # fmt: skip
 # A size that the class works out of others, and does not take.
 WORKED_OUT = {"jetmoe": "num_attention_heads", "nemotron_h": "num_hidden_layers"}
 

@@ -22,7 +22,7 @@ from .architecture import EXPERTS, ROUTER, Architecture
 from .facts import Stored
 from .matrices import MATRICES, PROJECTIONS, Matrix
 from .roles import EXACT, TOKENS, Roles, kinds_of_layers, probe, require_usable
-from .skeleton import Place, Skeleton, config_of, model_class
+from .skeleton import Place, Skeleton, config_of, differing_arguments, model_class
 
 SCALES = ("_scale_inv", "_scale")  # what follows the name of an FP8 weight in that of its scale
 
@@ -51,13 +51,13 @@ def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...])
     parsed: dict[str, Any] = json.loads(config)
     skeleton = skeleton_of(parsed)
     _require_states_alone(skeleton)
+    _require_length_alone(skeleton)
     kinds = [Kind(numbers, *probe(skeleton, numbers[0])) for numbers in kinds_of_layers(skeleton)]
     roles = _common([kind.roles for kind in kinds if kind.roles is not None])
     require_usable(roles, parsed["model_type"])
     stored = sort_out(skeleton, {name: Header(dtype, shape) for name, dtype, shape in headers})
     _require_complete(skeleton, stored)
-    norm, router = roles.norm, roles.router_weight
-    assert norm is not None  # see require_usable
+    router = roles.router_weight
     return Architecture.model_validate(
         {
             "model_type": parsed["model_type"],
@@ -69,11 +69,7 @@ def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...])
             "layer_prefix": stored.prefix + "{layer}.",
             "kinds": _kinds(skeleton, stored, kinds, roles),
             **_experts(skeleton, stored, roles),
-            "norm": {
-                "tensor": stored.published(f"{norm}.weight"),
-                "readers": [ROUTER, EXPERTS, *map(stored.published, roles.readers), *stored.strangers],
-                "offset": roles.norm_offset,
-            },
+            "norm": _norm(stored, roles),
             "router": {
                 "tensor": stored.published(router),
                 "served": "F32" if stored.dtype(router) == "F32" else "BF16",
@@ -81,7 +77,7 @@ def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...])
             },
             "modules": {
                 "rename": stored.renamed(),
-                "norm": norm,
+                "norm": roles.norm,
                 "router": router.rpartition(".")[0],
                 "experts": roles.experts,
             },
@@ -102,6 +98,27 @@ def _require_states_alone(skeleton: Skeleton) -> None:
         raise ArchitectureError(
             f"{type(skeleton.model).__name__}: its layers hand on more than hidden states ({', '.join(handed)}); such "
             "a model cannot be computed layer by layer here; give another model"
+        )
+
+
+def _require_length_alone(skeleton: Skeleton) -> None:
+    """Refuse a model whose layers get arguments that depend on the tokens, or more than one state for each.
+
+    Raises:
+        ArchitectureError: they do.
+    """
+    model, hidden = type(skeleton.model).__name__, skeleton.model.get_input_embeddings().weight.shape[1]
+    calls = skeleton.calls(TOKENS)
+    for argument in differing_arguments(skeleton.calls_with(torch.arange(TOKENS).unsqueeze(0)), calls):
+        raise ArchitectureError(
+            f"{model}: {argument} depends on the tokens, not on their number alone; such a model cannot be computed "
+            "layer by layer here; give another model"
+        )
+    shape = calls[0].states.shape[2:]
+    if tuple(shape) != (hidden,):
+        raise ArchitectureError(
+            f"{model}: its layers hand on states of {' × '.join(map(str, shape))} numbers for each token where the "
+            f"embedding has {hidden}; such a model cannot be computed layer by layer here; give another model"
         )
 
 
@@ -306,7 +323,7 @@ def _common(found: Sequence[Roles]) -> Roles:
     if not found:
         raise ArchitectureError("no layer has routed experts; give a mixture-of-experts model")
     for one in found[1:]:
-        for name in ("experts", "router_weight", "norm", "norm_offset", "chosen", "scoring"):
+        for name in ("experts", "router_weight", "router_follows", "norm", "norm_offset", "chosen", "scoring"):
             if getattr(one, name) != getattr(found[0], name):
                 raise ArchitectureError(
                     f"in some layers {name} is {getattr(found[0], name)}, in others {getattr(one, name)}; "
@@ -364,6 +381,18 @@ def _patterns(stored: StoredTensors) -> list[str]:
         end = next(ends, None)
         patterns[re.escape(name) if end is None else re.escape(".".join(parts[:end])) + r"\..*"] = None
     return list(patterns)
+
+
+def _norm(stored: StoredTensors, roles: Roles) -> dict[str, Any] | None:
+    """The facts about the norm into which scales might be folded; None if there is none."""
+    if roles.norm_offset is None:
+        return None
+    follow = [ROUTER, EXPERTS] if roles.router_follows else [EXPERTS]
+    return {
+        "tensor": stored.published(f"{roles.norm}.weight"),
+        "readers": [*follow, *map(stored.published, roles.readers), *stored.strangers],
+        "offset": roles.norm_offset,
+    }
 
 
 def _kinds(skeleton: Skeleton, stored: StoredTensors, kinds: Sequence[Kind], roles: Roles) -> list[dict[str, Any]]:

@@ -116,8 +116,8 @@ class NormFacts(Facts):
 
     Attributes:
         tensor: its weight, without the layer's prefix.
-        readers: `router`, `experts` (their gate and up), `residual` (the residual stream continues from the norm's
-            output), or the name of any other linear module, or of a tensor.
+        readers: `experts` (their gate and up), `router` if it reads the same, `residual` (the residual stream continues
+            from the norm's output), or the name of any other linear module, or of a tensor.
         offset: what the model adds to the stored weight w before it multiplies: 1 where it computes (1 + w) x.
     """
 
@@ -130,7 +130,7 @@ class RouterFacts(Facts):
     """The router.
 
     Attributes:
-        tensor: its weight, without the layer's prefix.
+        tensor: the matrix that makes its scores, without the layer's prefix.
         served: the dtype in which servers hold it, and in which it is written when it is compensated.
         scoring: what it makes of its logits before it chooses.
     """
@@ -148,13 +148,13 @@ class Modules(Facts):
         aliases: other programs' names of tensors, with the published ones.
         without: published names of tensors and linear modules of a layer that transformers' layer has no place for.
             They are kept, and the forward pass does without them.
-        norm, router, experts: paths of submodules.
+        norm, router, experts: paths of submodules. The experts read the norm's output; there may be no such module.
     """
 
     rename: dict[str, str] = {}
     aliases: dict[str, str] = {}
     without: list[str] = []
-    norm: str
+    norm: str | None = None
     router: str
     experts: str
 

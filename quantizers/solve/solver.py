@@ -52,7 +52,8 @@ def solve(
     *,
     norm: torch.Tensor | None,
     offset: int = 0,
-    router: torch.Tensor,
+    router: torch.Tensor | None,
+    shape: Sequence[int],
     activation: Activation,
     settings: Experts,
     batch_size: int,
@@ -67,7 +68,8 @@ def solve(
             forward pass, in new memory. Called more than once.
         norm: (H,) as stored, in the source's dtype; None if no scale is to be folded into it.
         offset: added to the stored norm by the model, 0 or 1.
-        router: (E, H).
+        router: (E, H), or with more rows, if it reads the norm; else None.
+        shape: E and H.
         activation: of the gate, usually SiLU.
         batch_size: experts of an expert batch, see planning/expert_batches.py.
         residents: expert batches whose Hessians are cached at a time.
@@ -82,7 +84,7 @@ def solve(
     Raises:
         QuantizeError: the device's memory is too small for one expert batch.
     """
-    experts, hidden = router.shape
+    experts, hidden = shape
     batches = expert_batches(experts, batch_size)
     batches = [batches[i] for i in dist.partition(len(batches))]
     with phase("Hessians"):
@@ -92,7 +94,7 @@ def solve(
     cache = HessianCache(chunks, routing, hidden, residents)
     inputs = cache.of_all(batches)
     searched: dict[str, torch.Tensor] = {}
-    folded, smooth = norm, torch.ones(hidden, device=router.device)
+    folded, smooth = norm, torch.ones(hidden, device=inputs.hessian.device)
     if norm is not None and settings.awq:
         with phase("search"):
             scale, searched = norm_scale(
@@ -123,7 +125,7 @@ def solve(
     return LayerResult(
         folded,
         smooth,
-        router.float() * smooth if norm is not None and settings.awq else None,
+        router.float() * smooth if router is not None and norm is not None and settings.awq else None,
         codes,
         scales,
         _errors(numbers, blend.tokens),
@@ -261,14 +263,15 @@ def solve_layer(
     modules, norm = model.facts.modules, None if norm is None else norm.to(model.device)
     experts: Any = layer.module.get_submodule(modules.experts)
     if settings.engine == "gram":
-        router: Any = layer.module.get_submodule(modules.router)
+        router: Any = layer.module.get_submodule(modules.router) if model.facts.router_follows else None
         accelerator, sizes = is_accelerator(model.device), model.sizes
         return solve(
             moe_inputs.chunks(model.device, tokens_per_chunk(accelerator), check),
             weights,
             norm=norm,
-            offset=model.facts.norm.offset,
-            router=router.weight.data,
+            offset=model.facts.norm.offset if model.facts.norm else 0,
+            router=router and router.weight.data,
+            shape=(sizes["experts"], sizes["hidden"]),
             activation=experts.act_fn,
             settings=settings,
             batch_size=experts_per_batch(accelerator, sizes["hidden"], sizes["width"]),
@@ -283,6 +286,7 @@ def solve_layer(
         settings,
         modules,
         norm,
+        compensate_router=model.facts.router_follows,
     )
     zero = _zero_groups(experts.gate_up_proj.data, experts.down_proj.data, settings.group_size)
     solved.fallbacks.extend(_zero_lines(zero, solved.scales))

@@ -308,7 +308,7 @@ def test_a_layer_is_solved_without_operations_that_have_no_order(rounding: Any, 
         solve(
             seen, sliced(gate_up, down),
             norm=layer.norm, router=layer.router, activation=silu, settings=settings, batch_size=2,
-            residents=Residents(2, 2, 0),
+            shape=layer.router.shape, residents=Residents(2, 2, 0),
         )  # fmt: skip
         outer = column_scale(seen[0].x)
         scheme_errors(seen[0], (gate_up, down), 1, [Scheme(4, GROUP)], silu, outer=outer, inner=True)

@@ -30,6 +30,7 @@ def solve_layer(layer: Layer, *, size: int = BATCH, resident: int = 8, **options
         layer.weights(),
         norm=layer.norm,
         router=layer.router,
+        shape=layer.router.shape,
         activation=silu,
         settings=settings,
         batch_size=size,
@@ -315,7 +316,7 @@ def test_a_smaller_share_of_routed_tokens_is_counted_and_no_fallback() -> None:
     settings = Experts(group_size=GROUP, awq=False, routed_weight=0.8)
     solved = solve(
         some, layer.weights(), norm=layer.norm, router=layer.router, activation=silu,
-        settings=settings, batch_size=8, residents=Residents(1, 8, 0),
+        shape=layer.router.shape, settings=settings, batch_size=8, residents=Residents(1, 8, 0),
     )  # fmt: skip
     assert solved.fallbacks == []
     assert solved.under_routed is not None
