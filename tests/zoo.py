@@ -233,7 +233,8 @@ CLASSES = {
 }
 # transformers itself reads no model of these types with one tensor for each expert's matrix.
 FUSED_ONLY = (
-    "gemma4", "gemma4 with vision", "granitemoe_swa", "mistral4", "qwen3_vl_moe", "qwen3_vl_moe as published",
+    "gemma4", "gemma4 with vision", "granitemoe_swa", "inkling", "mistral4", "qwen3_vl_moe",
+    "qwen3_vl_moe as published",
 )  # fmt: skip
 # A size that the class works out of others, and does not take.
 WORKED_OUT = {"jetmoe": "num_attention_heads", "nemotron_h": "num_hidden_layers"}
@@ -271,7 +272,9 @@ def config_of(name: str) -> Any:
     if text is default:
         return config_class(**_text(default, name))
     parts = {part: getattr(default, part, None) for part in config_class.sub_configs}
-    return config_class(**{p: _text(c, name) if c is text else _tower(c) for p, c in parts.items() if c is not None})
+    made = {p: _text(c, name) if c is text else _tower(c) for p, c in parts.items() if c is not None}
+    # The whole model's own key: gemma4's embeddings are so large that with a tied head a text would repeat one token.
+    return config_class(**made, **{key: TYPES[name][key] for key in ("tie_word_embeddings",) if key in TYPES[name]})
 
 
 def _text(default: Any, name: str) -> Settings:
