@@ -92,7 +92,8 @@ TYPES: dict[str, Settings] = {
     "afmoe": _layers("sfsf") | {"mup_enabled": True, "route_scale": 2.5},
     "aria": {},
     "axk1": MLA,
-    "axk2": MLA | FIRST_DENSE | _layers("dddd"),
+    # With few heads, many scores of its indexer are 0, and which of these it takes depends on the batch.
+    "axk2": MLA | FIRST_DENSE | _layers("dddd") | {"index_n_heads": 16},
     "cohere2_moe": FIRST_DENSE | _layers("sfsf"),
     "deepseek_ocr2": FIRST_DENSE,
     "deepseek_v2": MLA,
@@ -112,7 +113,7 @@ TYPES: dict[str, Settings] = {
     "flex_olmo": NARROW,
     "gemma4": _layers("sssf") | {
         "pad_token_id": 2, "enable_moe_block": True, "per_layer_config": {"3": {"head_dim": 64}},
-        "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 320,
+        "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 320, "tie_word_embeddings": False,
     },
     "glm4_moe": {"attention_bias": True},
     "glm4_moe_lite": MLA | FIRST_DENSE,
@@ -176,7 +177,7 @@ TYPES: dict[str, Settings] = {
     "qwen4_exp": _layers("lqlq") | {
         "hc_lowrank": 16, "ple_embed_dim": 32, "ngram_vocab_size_base": 500, "split_ngram_parts": 2,
         "heads_per_ngram": 2, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 32,
-        "indexer_budget": 16, "indexer_compress_ratio": 2,
+        "indexer_budget": 16, "indexer_compress_ratio": 2, "ple_layer_ids": [1],
     },
     "solar_open": {},
     "step3p7": STEP,
@@ -188,23 +189,18 @@ TYPES |= {f"{name} with vision": TYPES[name] for name in WITH_VISION}
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("aria", "aria with vision"), "its experts hold weight [8, 128, 512], not gate_up_proj"),
     **dict.fromkeys(
-        ("axk2", "flex_olmo", "qwen4_exp", "qwen4_exp with vision"),
-        "its experts do not read the output of a norm with a vector of weights alone",
+        ("qwen4_exp", "qwen4_exp with vision"),
+        "layer 0: ple_input_ids depends on the tokens, not on their number alone",
     ),
     "dbrx": "object has no attribute 'rope_theta'), nor of its class's own defaults; give another model",
     "deepseek_v4": "its experts are chosen by a stored table",
     "doge": "DogeForCausalLM has no layers with a module called experts",
-    **dict.fromkeys(
-        ("gemma4", "gemma4 with vision", "inkling", "inkling with vision"),
-        "0 parameters [8, 128] of a layer multiply what its experts",
-    ),
     **dict.fromkeys(
         ("nllb_moe", "switch_transformers"),
         "has an encoder, which this program does not compute",
     ),
     "gpt_oss": "its experts hold gate_up_proj [8, 128, 192], gate_up_proj_bias [8, 192], down_proj [8, 96, 128]",
     "jetmoe": "its experts hold weight [8, 64, 128], not gate_up_proj",
-    "zaya": "0 parameters [8, 128] of a layer multiply what its experts",
     **dict.fromkeys(("llama4", "llama4 with vision"), "its experts hold gate_up_proj [8, 128, 192], down_proj [8, 96,"),
     "longcat_flash": "its experts hold gate_up_proj [12, 192, 128], down_proj [8, 128, 96]",
     "nemotron_h": "its experts hold up_proj [8, 96, 128], down_proj [8, 128, 96]",
@@ -232,8 +228,8 @@ CLASSES = {
 }
 # transformers itself reads no model of these types with one tensor for each expert's matrix.
 FUSED_ONLY = (
-    "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "minimax_m3_vl", "mistral4", "qwen3_vl_moe",
-    "qwen3_vl_moe as published", "step3p7", "step3p7 as published",
+    "gemma4", "gemma4 with vision", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "inkling",
+    "minimax_m3_vl", "mistral4", "qwen3_vl_moe", "qwen3_vl_moe as published", "step3p7", "step3p7 as published",
 )  # fmt: skip
 # A size that the class works out of others, and does not take.
 WORKED_OUT = {"jetmoe": "num_attention_heads", "nemotron_h": "num_hidden_layers"}
@@ -271,7 +267,9 @@ def config_of(name: str) -> Any:
     if text is default:
         return config_class(**_text(default, name))
     parts = {part: getattr(default, part, None) for part in config_class.sub_configs}
-    return config_class(**{p: _text(c, name) if c is text else _tower(c) for p, c in parts.items() if c is not None})
+    made = {p: _text(c, name) if c is text else _tower(c) for p, c in parts.items() if c is not None}
+    # The whole model's own key: gemma4's embeddings are so large that with a tied head a text would repeat one token.
+    return config_class(**made, **{key: TYPES[name][key] for key in ("tie_word_embeddings",) if key in TYPES[name]})
 
 
 def _text(default: Any, name: str) -> Settings:

@@ -197,12 +197,14 @@ def weight_errors(
         experts and attention: ‖candidate − source‖ / ‖source‖ over all their matrices.
     """
     dense = layer in sizes.dense
+    before = facts.norm
 
     def ratio(norm: str) -> torch.Tensor:
-        return stored_norm_ratio(source, candidate, facts.layer(layer, norm), facts.norm.offset).to(device)
+        offset = before.offset if before else 0
+        return stored_norm_ratio(source, candidate, facts.layer(layer, norm), offset).to(device)
 
     def experts() -> Pairs:
-        smooth = ratio(facts.norm.tensor)
+        smooth = ratio(before.tensor) if before else torch.ones(1, device=device)
         for expert in range(0 if dense else sizes["experts"]):
             modules = [facts.expert(layer, expert, matrix) for matrix in MATRICES]
             gate, up, down = (read_weight(source, module, device) for module in modules)

@@ -72,7 +72,7 @@ class Architecture(Facts):
     expert_prefix: str
     expert_linears: dict[Matrix, LinearFacts]
     fused: dict[str, list[Matrix]] = Field(default_factory=dict)
-    norm: NormFacts
+    norm: NormFacts | None = None
     smoothing: dict[str, list[str]] = Field(default_factory=dict)
     router: RouterFacts
     modules: Modules
@@ -107,14 +107,14 @@ class Architecture(Facts):
         moe_tensors = {name for kind in self.every_kind(with_dense=False) for name in kind.tensors}
         all_tensors = {name for kind in self.every_kind() for name in kind.tensors}
         for key, name, tensors in (
-            ("norm.tensor", self.norm.tensor, moe_tensors),
+            *([("norm.tensor", self.norm.tensor, moe_tensors)] if self.norm else []),
             ("router.tensor", self.router.tensor, moe_tensors),
             ("embedding", self.embedding, self.outside),
             ("head", self.head, self.outside),
         ):
             if name not in tensors:
                 yield f"{key}: {name} is not among the tensors"
-        for reader in self.norm.readers:
+        for reader in self._readers:
             linears = self.every_linear(with_dense=False)
             if reader not in (ROUTER, EXPERTS, "residual", *linears, *moe_tensors, *self.outside, *self._strangers()):
                 yield f"norm.readers: {reader} is neither {ROUTER}, {EXPERTS} nor residual, nor any tensor"
@@ -150,7 +150,7 @@ class Architecture(Facts):
     def _strangers(self) -> Iterator[str]:
         """Unread readers of the norm, which a model's class has no place for."""
         numbers = [number for kind in self.kinds for number in kind.layers]
-        for reader in self.norm.readers:
+        for reader in self._readers:
             if any(self.is_unread(self.layer(number, reader)) for number in numbers):
                 yield reader
 
@@ -198,20 +198,40 @@ class Architecture(Facts):
         return self.targets.keys if self.targets else SECTION_KEYS
 
     @property
+    def _readers(self) -> list[str]:
+        return self.norm.readers if self.norm else []
+
+    @property
+    def router_follows(self) -> bool:
+        """Whether the router reads the norm, so that a scale which is folded into this must be multiplied into it."""
+        return ROUTER in self._readers
+
+    @property
     def also_reads_the_norm(self) -> list[str]:
         """What reads the norm besides the router and the experts: while there is any, no scale is folded into it.
 
         Only the router and the experts are compensated. Everything else keeps its bytes, and would read another input.
         """
-        return [reader for reader in self.norm.readers if reader not in (ROUTER, EXPERTS)]
+        return [reader for reader in self._readers if reader not in (ROUTER, EXPERTS)]
+
+    @property
+    def against_a_fold(self) -> str | None:
+        """Why no scale can be folded into the norm before the experts; None if one can."""
+        if self.norm is None:
+            return "the experts do not read the output of a norm with a vector of weights alone"
+        if not self.also_reads_the_norm:
+            return None
+        others = ", ".join(self.also_reads_the_norm)
+        return f"{self.norm.tensor} is also read by {others}, which would have to change with it and keeps its bytes"
 
     def found(self) -> dict[str, Any]:
         """What probing the model's own layers found, for report.json; empty for a family with a file of facts."""
         if not self.probes:
             return {}
         kinds = [kind.model_dump(exclude={"tensors", "linears"}) for kind in self.kinds]
-        roles = {"experts": self.modules.experts, "norm": self.norm.model_dump(), "router": self.router.model_dump()}
-        return {"class": self.model_class, **roles, "kinds": kinds, "probes": self.probes}
+        roles = {"norm": self.norm and self.norm.model_dump(), "router": self.router.model_dump()}
+        experts = self.modules.experts
+        return {"class": self.model_class, "experts": experts, **roles, "kinds": kinds, "probes": self.probes}
 
     def as_yaml(self) -> str:
         """A file of these facts, without what the probes found, from which they can be read again."""
@@ -222,8 +242,7 @@ class Architecture(Facts):
         """A sentence on where derived facts come from, and what the probes found; empty for a file of facts."""
         if not self.probes:
             return ""
-        others = ", ".join(self.also_reads_the_norm)
-        fold = f"no scale is folded, since {others} also read {self.norm.tensor}" if others else "scales can be folded"
+        fold = f"no scale is folded, since {self.against_a_fold}" if self.against_a_fold else "scales can be folded"
         probes = ", ".join(f"{name} {number:.0e}" for name, number in self.probes.items())
         whole = sorted(number for kind in self.kinds if not kind.halves and not kind.dense for number in kind.layers)
         again = f"; layers {ranges(whole)} run whole each time" if whole else ""

@@ -21,8 +21,8 @@ from quantizers.system.errors import ArchitectureError
 from .architecture import EXPERTS, ROUTER, Architecture
 from .facts import Stored
 from .matrices import MATRICES, PROJECTIONS, Matrix
-from .roles import EXACT, Roles, find_handed, kinds_of_layers, probe, require_usable
-from .skeleton import FAILURES, Place, Skeleton, can_be_made, config_of, model_class
+from .roles import EXACT, TOKENS, Roles, find_handed, kinds_of_layers, probe, require_usable
+from .skeleton import FAILURES, Place, Skeleton, can_be_made, config_of, differing_arguments, model_class
 
 SCALES = ("_scale_inv", "_scale")  # what follows the name of an FP8 weight in that of its scale
 
@@ -51,14 +51,13 @@ def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...])
     parsed: dict[str, Any] = json.loads(config)
     skeleton = skeleton_of(parsed)
     handed = find_handed(skeleton)
+    _require_length_alone(skeleton)
     kinds = [Kind(numbers, *probe(skeleton, numbers[0], handed)) for numbers in kinds_of_layers(skeleton)]
     roles = _common([kind.roles for kind in kinds if kind.roles is not None])
     require_usable(roles, parsed["model_type"])
     stored = sort_out(skeleton, {name: Header(dtype, shape) for name, dtype, shape in headers}, roles.idle)
     _require_complete(skeleton, stored, roles.idle)
-    norm, router = roles.norm, roles.router_weight
-    assert norm is not None  # see require_usable
-    rearranged = [stored.published(name) for name in (f"{norm}.weight", router) if name in stored.converted]
+    router = roles.router_weight
     return Architecture.model_validate(
         {
             "model_type": parsed["model_type"],
@@ -71,11 +70,7 @@ def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...])
             "kinds": _kinds(skeleton, stored, kinds, roles, handed=handed is not None),
             "handed": handed and handed.model_dump(),
             **_experts(skeleton, stored, roles),
-            "norm": {
-                "tensor": stored.published(f"{norm}.weight"),
-                "readers": [ROUTER, EXPERTS, *stored.modules(roles.readers), *rearranged, *stored.strangers],
-                "offset": roles.norm_offset,
-            },
+            "norm": _norm(stored, roles),
             "router": {
                 "tensor": stored.published(router),
                 "served": "F32" if stored.dtype(router) == "F32" else "BF16",
@@ -85,7 +80,7 @@ def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...])
                 "rename": stored.renamed(),
                 "converted": stored.converted,
                 "idle": list(roles.idle),
-                "norm": norm,
+                "norm": roles.norm,
                 "router": router.rpartition(".")[0],
                 "experts": roles.experts,
             },
@@ -93,6 +88,27 @@ def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...])
             "probes": roles.probes,
         }
     )
+
+
+def _require_length_alone(skeleton: Skeleton) -> None:
+    """Refuse a model whose layers get arguments that depend on the tokens, or more than one state for each.
+
+    Raises:
+        ArchitectureError: they do.
+    """
+    model, hidden = type(skeleton.model).__name__, skeleton.model.get_input_embeddings().weight.shape[1]
+    calls = skeleton.calls(TOKENS)
+    for argument in differing_arguments(skeleton.calls_with(torch.arange(TOKENS).unsqueeze(0)), calls):
+        raise ArchitectureError(
+            f"{model}: {argument} depends on the tokens, not on their number alone; such a model cannot be computed "
+            "layer by layer here; give another model"
+        )
+    shape = calls[0].states.shape[2:]
+    if tuple(shape) != (hidden,):
+        raise ArchitectureError(
+            f"{model}: its layers hand on states of {' × '.join(map(str, shape))} numbers for each token where the "
+            f"embedding has {hidden}; such a model cannot be computed layer by layer here; give another model"
+        )
 
 
 def skeleton_of(config: dict[str, Any]) -> Skeleton:
@@ -388,7 +404,7 @@ def _common(found: Sequence[Roles]) -> Roles:
     if not found:
         raise ArchitectureError("no layer has routed experts; give a mixture-of-experts model")
     for one in found[1:]:
-        for name in ("experts", "router_weight", "norm", "norm_offset", "chosen", "scoring", "idle"):
+        for name in ("experts", "router_weight", "router_follows", "norm", "norm_offset", "chosen", "scoring", "idle"):
             if getattr(one, name) != getattr(found[0], name):
                 raise ArchitectureError(
                     f"in some layers {name} is {getattr(found[0], name)}, in others {getattr(one, name)}; "
@@ -459,6 +475,21 @@ def _patterns(stored: StoredTensors) -> list[str]:
         start + (rf"\.({'|'.join(dict.fromkeys(numbers))})\..*" if numbers else "")
         for start, numbers in patterns.items()
     ]
+
+
+def _norm(stored: StoredTensors, roles: Roles) -> dict[str, Any] | None:
+    """The facts about the norm into which scales might be folded; None if there is none."""
+    if roles.norm_offset is None:
+        return None
+    rearranged = [
+        stored.published(one) for one in (f"{roles.norm}.weight", roles.router_weight) if one in stored.converted
+    ]
+    follow = [ROUTER, EXPERTS] if roles.router_follows and not rearranged else [EXPERTS, *rearranged]
+    return {
+        "tensor": stored.published(f"{roles.norm}.weight"),
+        "readers": [*follow, *stored.modules(roles.readers), *stored.strangers],
+        "offset": roles.norm_offset,
+    }
 
 
 def _kinds(

@@ -134,8 +134,8 @@ class NormFacts(Facts):
 
     Attributes:
         tensor: its weight, without the layer's prefix.
-        readers: `router`, `experts` (their gate and up), `residual` (the residual stream continues from the norm's
-            output), or the name of any other linear module, or of a tensor.
+        readers: `experts` (their gate and up), `router` if it reads the same, `residual` (the residual stream continues
+            from the norm's output), or the name of any other linear module, or of a tensor.
         offset: what the model adds to the stored weight w before it multiplies: 1 where it computes (1 + w) x.
     """
 
@@ -148,7 +148,7 @@ class RouterFacts(Facts):
     """The router.
 
     Attributes:
-        tensor: its weight, without the layer's prefix.
+        tensor: the matrix that makes its scores, without the layer's prefix.
         served: the dtype in which servers hold it, and in which it is written when it is compensated.
         scoring: what it makes of its logits before it chooses.
     """
@@ -169,7 +169,7 @@ class Modules(Facts):
         converted: transformers' names of parameters that it makes of other tensors, joined, split or transposed, with
             the published names of these.
         idle: transformers' names of parameters of other experts, through which no text goes. They need no weights.
-        norm, router, experts: paths of submodules.
+        norm, router, experts: paths of submodules. The experts read the norm's output; there may be no such module.
     """
 
     rename: dict[str, str] = {}
@@ -177,7 +177,7 @@ class Modules(Facts):
     without: list[str] = []
     converted: dict[str, list[str]] = {}
     idle: list[str] = []
-    norm: str
+    norm: str | None = None
     router: str
     experts: str
 

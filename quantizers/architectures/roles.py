@@ -25,7 +25,7 @@ from quantizers.system.errors import ArchitectureError
 
 from .facts import HandedFacts
 from .gates import Gate, gate_of
-from .skeleton import Call, Skeleton, first, replaced_forward
+from .skeleton import Call, Skeleton, first, replaced_forward, scores
 
 TOKENS = 32
 EXACT = 1e-4  # of a probe in float32: sums in another order differ by less, anything that is not exact by far more
@@ -42,23 +42,26 @@ class Roles:
 
     Attributes:
         experts: the module of all routed experts, with `gate_up_proj` (E, 2I, H) and `down_proj` (E, H, I).
-        router_weight: the name of the router's parameter (E, H).
+        router_weight: the name of the matrix that makes the router's logits.
+        router_follows: whether it reads what the experts read, so that it must follow a scale that is folded.
         chosen: K.
         scoring: what the router makes of its logits before it chooses; softmax where neither is seen.
         norm: the module whose output the experts read; None if there is none.
-        norm_offset: what it adds to its stored weight before it multiplies.
-        readers: the linear modules that read the norm's output besides the router and the experts; `residual` among
-            them if scales cannot be folded into the norm, and these do not explain it.
+        norm_offset: what it adds to its stored weight before it multiplies; None if it has anything else than one
+            vector of weights, so that no scale can be folded into it.
+        readers: the linear modules, and the other matrices, that read its output besides the router and the experts;
+            `residual` among them if scales cannot be folded into the norm, and these do not explain it.
         probes: the largest difference of each probe by name, as a part of the largest value; see `probe`.
         idle: the parameters of other experts, through which no text goes.
     """
 
     experts: str
     router_weight: str
+    router_follows: bool
     chosen: int
     scoring: Literal["sigmoid", "softmax"]
     norm: str | None
-    norm_offset: int
+    norm_offset: int | None
     readers: tuple[str, ...]
     probes: dict[str, float]
     idle: tuple[str, ...] = ()
@@ -102,33 +105,37 @@ def probe(skeleton: Skeleton, number: int, handed: HandedFacts | None = None) ->
         up_down     a scale may lie between up and down
         large       the last two at activations 20 times as large
         gate        an expert is down · gate(gate_up · x) with a gate of its own, at both sizes of activations
-        fold        a scale may be divided out of the norm, and multiplied into router and experts
+        fold        a scale may be divided out of the norm, and multiplied into the experts, and into the router if it
+                    reads the norm too
         halves      the layer is residual + block(norm(residual)), where the experts lie in the block
 
     Raises:
-        ArchitectureError: its experts have matrices or arguments that are not known here.
+        ArchitectureError: its experts have matrices or arguments that are not known here, or it needs another layer's.
     """
-    path = _experts_path(skeleton, number)
-    if path is None:
-        layer = _with_random_weights(skeleton, number, [])
-        return None, math.inf if handed else _batch(skeleton, number, layer, path)
+    path, model = _experts_path(skeleton, number), type(skeleton.model).__name__
+    others = _other_experts(skeleton.layers[number], path) if path else []
+    layer = _with_random_weights(skeleton, number, [path, *others] if path else [])
     value = example_of(handed, TOKENS) if handed else None
-    model, others = type(skeleton.model).__name__, _other_experts(skeleton.layers[number], path)
-    layer = _with_random_weights(skeleton, number, [path, *others])
 
     def refuse(*_: Any, **__: Any) -> None:
         raise ArchitectureError(
-            f"{model}: a text goes through {' and '.join([path, *others])} of one layer; such a model cannot be "
+            f"{model}: a text goes through {path} and {' and '.join(others)} of one layer; such a model cannot be "
             "quantized with this program"
         )
 
     with contextlib.ExitStack() as stack:
         for other in others:
             stack.enter_context(replaced_forward(layer.get_submodule(other), refuse))
-        found = _Layer(skeleton.calls(TOKENS)[number], value, layer, path, model)
-        batch = math.inf if handed else _batch(skeleton, number, layer, path)
+        try:
+            found = _Layer(skeleton.calls(TOKENS)[number], value, layer, path, model) if path else None
+            batch = math.inf if handed else _batch(skeleton, number, layer, path)
+        except KeyError as failure:
+            raise ArchitectureError(
+                f"{model}: layer {number} cannot run alone: it looks for {failure}, which another layer makes; such a "
+                "model cannot be computed layer by layer here; give another model"
+            ) from None
         idle = [f"{other}.{name}" for other in others for name in layer.get_submodule(other).state_dict()]
-        return replace(found.roles(), idle=tuple(idle)), batch
+        return replace(found.roles(), idle=tuple(idle)) if found else None, batch
 
 
 def require_usable(roles: Roles, model_type: str) -> None:
@@ -143,11 +150,6 @@ def require_usable(roles: Roles, model_type: str) -> None:
         "up_down": "its experts are not linear in up",
         "large": "its experts compute another product where activations are large, as with a clamp",
     }
-    if roles.norm is None:
-        raise ArchitectureError(
-            f"model type {model_type}: its experts do not read the output of a norm with a vector of weights alone; "
-            "such a model cannot be quantized with this program"
-        )
     explained = PLAIN if roles.probes["gate"] < EXACT else ()
     for name, meaning in needed.items():
         if name not in explained and not roles.probes[name] < EXACT:
@@ -182,8 +184,8 @@ def _random(name: str, like: torch.Tensor, generator: torch.Generator) -> torch.
         vector = torch.randn(rows * shift + columns, generator=generator) / math.sqrt(columns)
         return vector.as_strided((rows, columns), (shift, 1)).contiguous()
     values = torch.randn(like.shape, generator=generator)
-    if like.dim() >= 2:
-        return values / math.sqrt(like[0].numel())
+    if like.dim() >= 2:  # several matrices, or a convolution's, have more dimensions
+        return values / math.sqrt(max(like.shape[1:]))
     return 1 + 0.2 * values if name.endswith("weight") else 0.1 * values
 
 
@@ -331,6 +333,7 @@ class _Layer:
         self.mix = torch.randn(self.count, self.hidden, generator=self.generator)
         self.undone: torch.Tensor | float = 1.0  # by which the experts' input is multiplied
         self.seen: dict[str, _Observed] = {}
+        self.arguments: list[torch.Tensor] = []  # of the experts, in the last run
         with self._observing():
             self.output = self.run()
         if path not in self.seen:
@@ -338,7 +341,7 @@ class _Layer:
                 f"{model}: no text goes through {path}, most of its experts; such a model cannot be quantized with "
                 "this program"
             )
-        self.x, self.index, self.weight = self.seen[path].inputs
+        self.x, self.index, self.weight = self.arguments
 
     def _require_plain(self) -> None:
         shapes = {name: list(p.shape) for name, p in self.experts.named_parameters()}
@@ -359,7 +362,7 @@ class _Layer:
         """The layer's output, with the stand-in for the experts, and with other parameters of these names."""
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-            arguments = (*args, *kwargs.values())
+            self.arguments = arguments = [*args, *kwargs.values()]
             self._require_three(arguments)
             return self._stand_in(*arguments)
 
@@ -400,21 +403,21 @@ class _Layer:
 
     def roles(self) -> Roles:
         """All roles, see `probe`."""
-        probes = self._of_the_experts()
+        probes = self._of_the_experts() | {"fold": 1.0, "halves": 1.0}
         norm, router = self._norm(), self._router()
-        readers = self._readers(norm, router)
-        offset = 0
-        probes |= {"fold": 1.0, "halves": 1.0}
+        follows, offset, readers = self._reads_the_same(router), None, list[str]()
         if norm is not None:
-            offset = self._offset(norm)
-            if len(list(self.layer.get_submodule(norm).parameters())) == 1:  # a bias is not folded
-                probes["fold"] = self._fold(norm, offset, [router])
             probes["halves"] = self._halves(norm)
-            linear = [f"{path}.weight" for path in readers]
-            if probes["fold"] >= EXACT and not (linear and self._fold(norm, offset, [router, *linear]) < EXACT):
-                readers.append("residual")
+            if [tuple(p.shape) for p in self.layer.get_submodule(norm).parameters()] == [(self.hidden,)]:
+                offset, readers = self._offset(norm), self._readers(router)
+                matrices = [router] if follows else []
+                probes["fold"] = self._fold(norm, offset, matrices)
+                explained = readers and self._fold(norm, offset, matrices + readers) < EXACT
+                readers = [*map(self._linear, readers)]
+                if probes["fold"] >= EXACT and not explained:
+                    readers.append("residual")
         return Roles(
-            self.path, router, self.index.shape[1], self._scoring(router), norm, offset, tuple(readers), probes
+            self.path, router, follows, self.index.shape[1], self._scoring(router), norm, offset, tuple(readers), probes
         )
 
     def _flat(self, value: Any) -> torch.Tensor | None:
@@ -429,57 +432,71 @@ class _Layer:
         return rows is not None and torch.equal(rows, self.x)
 
     def _norm(self) -> str | None:
-        """The module with a vector of weights whose output is what the experts read."""
+        """The module with weights whose output is what the experts read."""
         norms = [
             path
             for path, call in self.seen.items()
             if path != self.path
             and self._is_input(first(call.output))
-            and {p.shape for p in self.layer.get_submodule(path).parameters()} == {(self.hidden,)}
+            and any(True for _ in self.layer.get_submodule(path).parameters())
         ]
         return norms[-1] if norms else None
 
+    def _matrices(self, path: str) -> dict[str, torch.nn.Parameter]:
+        """A module's own parameters of more than one dimension, by name."""
+        own = self.layer.get_submodule(path).named_parameters(prefix=path, recurse=False)
+        return {name: parameter for name, parameter in own if parameter.dim() > 1}
+
     def _router(self) -> str:
-        """The name of the parameter (E, H) that makes of what the experts read the logits that choose them.
+        """The name of the matrix that makes the scores of the experts: without it, all tokens choose the same ones.
 
         Raises:
-            ArchitectureError: there is none, or several.
+            ArchitectureError: there is none.
         """
-        shape = (self.count, self.hidden)
-        found = [
-            f"{path}.{name}"
-            for path, call in self.seen.items()
-            for name, parameter in self.layer.get_submodule(path).named_parameters(recurse=False)
-            if parameter.shape == shape and path != self.path and call.inputs and self._is_input(call.inputs[0])
-        ]
-        choosing = [path for path, call in self.seen.items() if any(map(self._is_choice, tree_leaves(call.output)))]
-        inside = [name for name in found if any(name.startswith(f"{path}.") for path in choosing)]
-        found = found if len(found) == 1 else inside
-        if len(found) != 1:
-            raise ArchitectureError(
-                f"{self.model}: {len(found)} parameters {list(shape)} of a layer multiply what its experts read; the "
-                "router's alone is needed; such a model cannot be quantized with this program"
-            )
-        return found[0]
+        made = {path: scores(call.output, self.count) for path, call in self.seen.items() if path != self.path}
+        columns = {
+            name: logits.shape[-1]
+            for path, logits in made.items()
+            if logits is not None and logits[..., 0].numel() == len(self.x)
+            for name in self._matrices(path)
+        }
+        for name in sorted(columns, key=lambda one: columns[one]):
+            self.run({name: torch.zeros_like(self.layer.get_parameter(name))})
+            if bool((self.arguments[1] == self.arguments[1][0]).all()):
+                return name
+        raise ArchitectureError(
+            f"{self.model}: no matrix of a layer makes scores by which its {self.count} experts are chosen; such a "
+            "model cannot be quantized with this program"
+        )
 
-    def _is_choice(self, value: Any) -> bool:
-        return torch.is_tensor(value) and value.shape == self.index.shape and torch.equal(value, self.index)
+    def _reads_the_same(self, matrix: str) -> bool:
+        """Whether the module of a matrix reads what the experts read."""
+        inputs = self.seen[matrix.rpartition(".")[0]].inputs
+        return bool(inputs) and self._is_input(inputs[0])
 
     def _scoring(self, router: str) -> Literal["sigmoid", "softmax"]:
         """Whose scores have the ratios of the routing weights."""
-        logits = torch.nn.functional.linear(self.x, self.layer.get_parameter(router))
+        weight, read = self.layer.get_parameter(router), self.seen[router.rpartition(".")[0]].inputs[0]
+        logits = torch.nn.functional.linear(read.reshape(-1, weight.shape[1]), weight)
         ratios = self.weight / self.weight[:, :1]
         scores = logits.sigmoid().gather(1, self.index.long())
         return "sigmoid" if self.index.shape[1] > 1 and _apart(scores / scores[:, :1], ratios) < EXACT else "softmax"
 
-    def _readers(self, norm: str | None, router: str) -> list[str]:
-        """The linear modules that read what the experts read, besides the router."""
-        linear = {p for p, m in self.layer.named_modules() if isinstance(m, torch.nn.Linear)}
+    def _readers(self, router: str) -> list[str]:
+        """The matrices that read what the experts read, besides the router's."""
+        matrices = {
+            name: matrix for path in self.seen if path != self.path for name, matrix in self._matrices(path).items()
+        }
         return [
-            path
-            for path, call in self.seen.items()
-            if norm is not None and path in linear and f"{path}.weight" != router and self._is_input(call.inputs[0])
+            name
+            for name, matrix in matrices.items()
+            if name != router and matrix.shape[-1] == self.hidden and self._reads_the_same(name)
         ]
+
+    def _linear(self, matrix: str) -> str:
+        """The linear module of a matrix; the matrix itself where it is of none."""
+        path = matrix.removesuffix(".weight")
+        return path if isinstance(dict(self.layer.named_modules()).get(path), torch.nn.Linear) else matrix
 
     def _offset(self, norm: str) -> int:
         """What a norm adds to its weight: the change of its output by that of a weight is the normed input."""

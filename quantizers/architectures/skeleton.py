@@ -12,7 +12,7 @@ import copy
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final
@@ -52,8 +52,12 @@ class Call:
     handed: dict[str, int]
 
     def of(self, states: torch.Tensor, handed: torch.Tensor | None = None) -> dict[str, Any]:
-        """All arguments, with other hidden states (B, T, H) and what the layer before hands on, by keyword."""
-        return self.arguments | dict.fromkeys(self.handed, handed) | {self.name: states}
+        """All arguments, with other hidden states (B, T, H) and what the layer before hands on, by keyword.
+
+        What a layer puts into a mapping is lost.
+        """
+        own = {k: copy.copy(v) if isinstance(v, MutableMapping) else v for k, v in self.arguments.items()}
+        return own | dict.fromkeys(self.handed, handed) | {self.name: states}
 
 
 @dataclass(frozen=True)
@@ -425,6 +429,13 @@ def first(output: Any) -> torch.Tensor:
     """What a module returns, or the first of several things: a layer's are its states."""
     tensor: torch.Tensor = output[0] if isinstance(output, (tuple, list)) else output
     return tensor
+
+
+def scores(output: Any, experts: int) -> torch.Tensor | None:
+    """The scores (…, E) among what a router returns, perhaps with more columns; None if no tensor is that wide."""
+    leaves = [leaf for leaf in tree_leaves(output) if torch.is_tensor(leaf) and leaf.is_floating_point()]
+    wide = [leaf for leaf in leaves if leaf.dim() > 1 and leaf.shape[-1] >= experts]
+    return min(wide, key=lambda leaf: leaf.shape[-1], default=None)
 
 
 @contextlib.contextmanager

@@ -276,6 +276,7 @@ class StreamedModel:
         if not layer.halves:
             return self._whole(layer, entering)
         residual = entering.to(device=self.device, dtype=self.dtype)
+        assert self.facts.modules.norm is not None, "a layer in halves has a norm"
         norm, block = (layer.module.get_submodule(path) for path in (self.facts.modules.norm, self._block))
         output: torch.Tensor = block(norm(residual.unsqueeze(0)))
         return residual + output[0]

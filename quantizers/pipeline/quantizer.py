@@ -116,11 +116,12 @@ class Quantizer:
         observe(model, layer, self.states, self.moe_inputs, context.check)
         step.watch.lap("observe")
         weights = ExpertWeights(step.on_device, job.facts, job.sizes, number, model.device, model.dtype)
+        norm = job.facts.norm if job.plan.folds else None
         with model.layer(number, step.on_device) if library else contextlib.nullcontext(layer) as whole:
             solved = solve_layer(
                 model,
                 whole,
-                step.on_device.tensor(job.facts.layer(number, job.facts.norm.tensor)) if job.plan.folds else None,
+                step.on_device.tensor(job.facts.layer(number, norm.tensor)) if norm else None,
                 self.moe_inputs,
                 settings,
                 weights=weights.batch,

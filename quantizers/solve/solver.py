@@ -53,7 +53,8 @@ def solve(
     *,
     norm: torch.Tensor | None,
     offset: int = 0,
-    router: torch.Tensor,
+    router: torch.Tensor | None,
+    shape: Sequence[int],
     gate: Gate,
     inner: bool = True,
     settings: Experts,
@@ -69,7 +70,8 @@ def solve(
             forward pass, in new memory. Called more than once.
         norm: (H,) as stored, in the source's dtype; None if no scale is to be folded into it.
         offset: added to the stored norm by the model, 0 or 1.
-        router: (E, H).
+        router: (E, H), or with more rows, if it reads the norm; else None.
+        shape: E and H.
         gate: of the experts.
         inner: whether AWQ's scale between w3 and w2 passes through the gate.
         batch_size: experts of an expert batch, see planning/expert_batches.py.
@@ -85,7 +87,7 @@ def solve(
     Raises:
         QuantizeError: the device's memory is too small for one expert batch.
     """
-    experts, hidden = router.shape
+    experts, hidden = shape
     batches = expert_batches(experts, batch_size)
     batches = [batches[i] for i in dist.partition(len(batches))]
     with phase("Hessians"):
@@ -95,7 +97,7 @@ def solve(
     cache = HessianCache(chunks, routing, hidden, residents)
     inputs = cache.of_all(batches)
     searched: dict[str, torch.Tensor] = {}
-    folded, smooth = norm, torch.ones(hidden, device=router.device)
+    folded, smooth = norm, torch.ones(hidden, device=inputs.hessian.device)
     if norm is not None and settings.awq:
         with phase("search"):
             scale, searched = norm_scale(
@@ -127,7 +129,7 @@ def solve(
     return LayerResult(
         folded,
         smooth,
-        router.float() * smooth if norm is not None and settings.awq else None,
+        router.float() * smooth if router is not None and norm is not None and settings.awq else None,
         codes,
         scales,
         _errors(numbers, blend.tokens),
@@ -266,14 +268,15 @@ def solve_layer(
     experts: Any = layer.module.get_submodule(modules.experts)
     own_gate = model.facts.own_gate(layer.number)
     if settings.engine == "gram":
-        router: Any = layer.module.get_submodule(modules.router)
+        router: Any = layer.module.get_submodule(modules.router) if model.facts.router_follows else None
         accelerator, sizes = is_accelerator(model.device), model.sizes
         return solve(
             moe_inputs.chunks(model.device, tokens_per_chunk(accelerator), check),
             weights,
             norm=norm,
-            offset=model.facts.norm.offset,
-            router=router.weight.data,
+            offset=model.facts.norm.offset if model.facts.norm else 0,
+            router=router and router.weight.data,
+            shape=(sizes["experts"], sizes["hidden"]),
             gate=gate_of(experts, own_gate),
             inner=not own_gate,
             settings=settings,
@@ -290,6 +293,7 @@ def solve_layer(
         modules,
         norm,
         inner=not own_gate,
+        compensate_router=model.facts.router_follows,
     )
     zero = _zero_groups(experts.gate_up_proj.data, experts.down_proj.data, settings.group_size)
     solved.fallbacks.extend(_zero_lines(zero, solved.scales))

@@ -8,6 +8,7 @@ import families
 import pytest
 import torch
 import transformers
+import zoo
 
 from quantizers.architectures.architecture import EXPERTS, ROUTER
 from quantizers.architectures.families import architecture_for
@@ -99,6 +100,39 @@ def test_attention_beside_the_experts_reads_their_norm() -> None:
     assert {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"} < set(roles.readers)
     assert "residual" not in roles.readers  # these explain all that a scale in the norm changes
     assert min(roles.probes["fold"], roles.probes["halves"]) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("model_type", "norm", "readers", "follows", "folds", "halves"),
+    [
+        # A norm and a gate of low rank behind it; the residual stream itself; a norm of the experts' own, with scores
+        # of something else; matrices of shared experts in one tensor, whose gates are rows of the router's.
+        ("axk2", None, [], True, False, True),
+        ("flex_olmo", None, [], True, False, False),
+        ("gemma4", "pre_feedforward_layernorm_2", [], False, True, False),
+        ("inkling", "post_attention_layernorm", ["gate_proj", "up_proj"], True, False, False),
+    ],
+)
+def test_what_the_experts_read_and_whether_a_scale_can_be_folded_into_it(
+    model_type: str, norm: str | None, readers: list[str], follows: bool, folds: bool, halves: bool
+) -> None:
+    roles = roles_of(Skeleton(zoo.whole_class(model_type), zoo.config_of(model_type)), 1)
+    assert (roles.norm if roles.norm_offset is not None else None) == norm
+    assert roles.readers == tuple(f"mlp.shared_experts.{name}" for name in readers)
+    assert (roles.router_follows, roles.probes["fold"] < EXACT) == (follows, folds)
+    assert (roles.probes["halves"] < EXACT) == halves
+    assert folds or roles.probes["fold"] > 0.01
+    require_usable(roles, model_type)
+
+
+def test_a_layer_that_reads_what_another_one_has_kept_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values that Gemma's last layers share."""
+    monkeypatch.setitem(zoo.TYPES, "gemma4", zoo.TYPES["gemma4"] | {"num_kv_shared_layers": 1})
+    skeleton = Skeleton(zoo.whole_class("gemma4"), zoo.config_of("gemma4"))
+    with pytest.raises(
+        ArchitectureError, match=r"^Gemma4ForCausalLM: layer 3 cannot run alone: it looks for 'full_att"
+    ):
+        probe(skeleton, 3)
 
 
 class Experts(torch.nn.Module):

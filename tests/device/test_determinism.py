@@ -308,7 +308,7 @@ def test_a_layer_is_solved_without_operations_that_have_no_order(rounding: Any, 
     with InOrder(choices) as watch:
         solve(
             seen, sliced(gate_up, down),
-            norm=layer.norm, router=layer.router, gate=plain, settings=settings, batch_size=2,
+            norm=layer.norm, router=layer.router, gate=plain, shape=layer.router.shape, settings=settings, batch_size=2,
             residents=Residents(2, 2, 0),
         )  # fmt: skip
         outer = column_scale(seen[0].x)

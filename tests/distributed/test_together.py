@@ -54,7 +54,7 @@ def test_a_layer_solved_by_several(count: int, unit: int, options: dict[str, Any
     def work(dist: ProcessGroup) -> LayerResult:
         return solve(
             layer.recorded(), layer.weights(), norm=layer.norm, router=layer.router, gate=plain,
-            settings=settings, batch_size=unit, residents=Residents(2, unit, 0), dist=dist,
+            shape=layer.router.shape, settings=settings, batch_size=unit, residents=Residents(2, unit, 0), dist=dist,
         )  # fmt: skip
 
     wanted = work(SINGLE_PROCESS)

@@ -69,7 +69,7 @@ def test_a_layer_solved_in_bfloat16_is_as_good(rounding: Any) -> None:
     layer, blocks = rounded_layer()
     settings = Experts(group_size=GROUP, awq=Awq(grid=8), rounding=rounding)
     options: Any = {"norm": layer.norm, "router": layer.router, "gate": plain_gate(silu), "settings": settings}
-    options |= {"batch_size": 5, "residents": Residents(1, 5, 0)}
+    options |= {"shape": layer.router.shape, "batch_size": 5, "residents": Residents(1, 5, 0)}
     whole = solve(blocks, layer.weights(), **options)
     half = solve(in_bfloat16(blocks), sliced(layer.gate_up.bfloat16(), layer.down.bfloat16()), **options)
     for name in ("gate_up_rounding", "down_rounding", "norm_search_after", "down_search_after"):

@@ -71,7 +71,7 @@ def test_everything_but_experts_folded_norms_and_their_routers_has_the_sources_b
     changed = {
         facts.layer(number, name)
         for number in (sizes.moe_layers if job.plan.folds else [])
-        for name in (facts.norm.tensor, facts.router.tensor)
+        for name in (facts.norm.tensor, *([facts.router.tensor] if facts.router_follows else []))
     }
     for name, tensor in stored(made.model)[1].items():
         if name in changed or (ROUTED.fullmatch(name) and not facts.is_unread(name)):

@@ -89,6 +89,7 @@ def test_never_more_than_planned(hidden: int, width: int, experts: int, method: 
                 sliced(gate_up, down),
                 norm=torch.ones(hidden).bfloat16(),
                 router=torch.randn(experts, hidden),
+                shape=(experts, hidden),
                 gate=plain_gate(torch.nn.functional.silu),
                 settings=settings,
                 batch_size=unit,

@@ -41,6 +41,7 @@ def solve_layer(
         layer.weights(),
         norm=layer.norm,
         router=layer.router,
+        shape=layer.router.shape,
         gate=gate,
         inner=inner,
         settings=settings,
@@ -332,7 +333,7 @@ def test_a_smaller_share_of_routed_tokens_is_counted_and_no_fallback() -> None:
     settings = Experts(group_size=GROUP, awq=False, routed_weight=0.8)
     solved = solve(
         some, layer.weights(), norm=layer.norm, router=layer.router, gate=plain,
-        settings=settings, batch_size=8, residents=Residents(1, 8, 0),
+        shape=layer.router.shape, settings=settings, batch_size=8, residents=Residents(1, 8, 0),
     )  # fmt: skip
     assert solved.fallbacks == []
     assert solved.under_routed is not None
