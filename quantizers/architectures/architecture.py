@@ -66,6 +66,7 @@ class Architecture(Facts):
     moe_layer: LayerFacts = LayerFacts()
     kinds: list[KindFacts] = Field(default_factory=list)
     handed: HandedFacts | None = None
+    streams: int = 1  # of a token between layers, each of the hidden size
     dense_layer: DenseFacts | None = None
     mtp_layer: MtpFacts | None = None
     scale_dtype: Literal["F32", "BF16"] = "F32"

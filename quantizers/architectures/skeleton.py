@@ -40,7 +40,7 @@ class Call:
 
     Attributes:
         arguments: by the names of the layer's parameters, without the hidden states.
-        states: the hidden states (B, T, H).
+        states: the hidden states (B, T, H); of a model with several streams (B, T, S, H).
         name: what the layer calls these.
         handed: the names of the arguments that the layer before returns besides its states, with their places in the
             tuple that it returns; their values are unknown.
@@ -52,10 +52,11 @@ class Call:
     handed: dict[str, int]
 
     def of(self, states: torch.Tensor, handed: torch.Tensor | None = None) -> dict[str, Any]:
-        """All arguments, with other hidden states (B, T, H) and what the layer before hands on, by keyword.
+        """All arguments, with other hidden states (B, T, …) and what the layer before hands on, by keyword.
 
         What a layer puts into a mapping is lost.
         """
+        states = states.reshape(*states.shape[:2], *self.states.shape[2:])
         own = {k: copy.copy(v) if isinstance(v, MutableMapping) else v for k, v in self.arguments.items()}
         return own | dict.fromkeys(self.handed, handed) | {self.name: states}
 
@@ -419,7 +420,7 @@ def _recorder(
         calls.append(Call(given, states, name, handed))
         if len(calls) == layers:
             raise _Reached
-        result = states if leaving is None else leaving
+        result = states if leaving is None else leaving.reshape(*leaving.shape[:2], *states.shape[2:])
         return (result, *(_Handed(len(calls) - 1, entry) for entry in range(1, entries))) if entries else result
 
     return forward

@@ -44,7 +44,7 @@ class Proof:
         self.model, generator = model, torch.Generator().manual_seed(1)
         tokens = [torch.randint(model.sizes["vocabulary"], (1, n), generator=generator) for n in LENGTHS]
         self._calls = [model.skeleton.calls_with(row.to(model.device)) for row in tokens]
-        states = SIZE * torch.randn(sum(LENGTHS), model.sizes["hidden"], generator=generator)
+        states = SIZE * torch.randn(sum(LENGTHS), model.hidden, generator=generator)
         self._states = states.to(model.device, model.dtype)
         self._handed: list[torch.Tensor | None] = [None, None]
         if model.facts.handed is not None:

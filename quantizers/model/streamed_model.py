@@ -75,7 +75,7 @@ class StreamedModel:
         dtype: torch.dtype,
     ) -> None:
         self.checkpoint, self.facts, self.sizes = checkpoint, facts, sizes
-        self.device, self.dtype, self.hidden = device, dtype, sizes["hidden"]
+        self.device, self.dtype, self.hidden = device, dtype, sizes.state
         whole = model_class(facts.model_class, f"the facts of {facts.model_type}: model_class")
         config = config_of(whole, transformers_config(facts, checkpoint.config, sizes))
         self.skeleton = Skeleton(whole, config, device, dtype)
@@ -102,7 +102,7 @@ class StreamedModel:
 
     def begin(self, tokens: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
         """The rows (T, W) that enter layer 0, from token ids (T,) int64 and the embedding table."""
-        return self.row(self.skeleton.begin(tokens.to(self.device).unsqueeze(0), embedding)[0])
+        return self.row(self.skeleton.begin(tokens.to(self.device).unsqueeze(0), embedding)[0].flatten(1))
 
     def row(self, states: torch.Tensor, handed: torch.Tensor | None = None) -> torch.Tensor:
         """Rows (…, W) of states (…, H) and of what a layer hands on, (…, at most the facts' width), if anything.
@@ -270,7 +270,7 @@ class StreamedModel:
         """transformers' call of the layer with rows (T, W) or (B, T, W); the result has the same shape."""
         output = layer.module(**self.inputs(layer, states.view(-1, *states.shape[-2:])))
         handed = None if self.facts.handed is None else output[self.facts.handed.entry]
-        return self.row(first(output), handed).view_as(states)
+        return self.row(first(output).flatten(2), handed).view_as(states)
 
     def _second_half(self, layer: DecoderLayer, entering: torch.Tensor) -> torch.Tensor:
         if not layer.halves:

@@ -220,7 +220,7 @@ def _calibrate(layer: torch.nn.Module, linear: Any, inputs: Sequence[Mapping[str
             layer(**batch)
         for hook in hooks:
             hook.remove()
-        tokens: int = sum(batch["hidden_states"].shape[:-1].numel() for batch in inputs)
+        tokens: int = sum(batch["hidden_states"].shape[:2].numel() for batch in inputs)
         for expert, number in enumerate(seen):
             if number != tokens:
                 raise QuantizeError(

@@ -81,7 +81,7 @@ def of_the_whole(whole: Any, path: str, texts: list[Tensor]) -> list[Tensor]:
     found: list[Tensor] = []
 
     def entered(_: torch.nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        found.append(args[0] if args else kwargs["hidden_states"])
+        found.append((args[0] if args else kwargs["hidden_states"]).flatten(2))
 
     for layer in whole.get_submodule(path):
         layer.register_forward_pre_hook(entered, with_kwargs=True)
