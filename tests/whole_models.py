@@ -39,7 +39,7 @@ def source_weights(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         elif tensor.dtype == torch.float8_e4m3fn:
             block = config["quantization_config"]["weight_block_size"]
             weights[name] = fp8_by_the_library(tensor, tensors[f"{name}_scale_inv"].float(), block)
-        elif not name.endswith(("_scale_inv", "_scale")):
+        elif not name.endswith(("weight_scale_inv", "weight_scale")):
             weights[name] = tensor
     return config, weights
 
