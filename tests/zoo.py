@@ -188,12 +188,13 @@ TYPES |= {f"{name} with vision": TYPES[name] for name in WITH_VISION}
 # What is said of the types that are refused. Those that TYPES lacks cannot be built, or have no decoder alone.
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("aria", "aria with vision"), "its experts hold weight [8, 128, 512], not gate_up_proj"),
+    "deepseek_v4": "layer 0: input_ids depends on the tokens, not on their number alone",
+    "inkling with vision": "mlp.experts.w13_weight holds the experts in a layout of its own",
     **dict.fromkeys(
         ("qwen4_exp", "qwen4_exp with vision"),
         "layer 0: ple_input_ids depends on the tokens, not on their number alone",
     ),
     "dbrx": "object has no attribute 'rope_theta'), nor of its class's own defaults; give another model",
-    "deepseek_v4": "its experts are chosen by a stored table",
     "doge": "DogeForCausalLM has no layers with a module called experts",
     **dict.fromkeys(
         ("nllb_moe", "switch_transformers"),

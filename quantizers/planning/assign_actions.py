@@ -243,8 +243,14 @@ def folds(facts: Architecture, experts: Experts, where: str) -> bool:
     """Whether these settings fold scales into the norm before the experts.
 
     Raises:
-        RecipeError: they demand it, but the norm has readers that cannot be compensated.
+        RecipeError: they demand it, but the norm has readers that cannot be compensated; or they demand an engine that
+            cannot compute the experts.
     """
+    if experts.engine == "llmcompressor" and any(kind.own_gate for kind in facts.kinds):
+        raise RecipeError(
+            f"{where}: experts.engine: llm-compressor does not know the gate that these experts have of their own; "
+            "take gram"
+        )
     if not experts.awq or experts.awq.fold is False:
         return False
     against = obstacle(facts, experts.engine)

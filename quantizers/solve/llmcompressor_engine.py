@@ -79,7 +79,6 @@ def solve_with_llmcompressor(
     modules: Modules,
     norm: torch.Tensor | None,
     *,
-    inner: bool = True,
     compensate_router: bool = True,
 ) -> LayerResult:
     """Smooth and quantize one layer's routed experts as llm-compressor does.
@@ -96,7 +95,6 @@ def solve_with_llmcompressor(
         modules: paths within the layer.
         norm: (H,) in the source's dtype, if scales are to be folded into it; else None. The library divides the stored
             weight, so it must not be one that the model adds 1 to.
-        inner: whether a scale between w3 and w2 passes through the experts' gate.
         compensate_router: False leaves the router as it is although the norm is folded: it does not read the norm, or
             the defect of the published recipe is wanted, for the benchmark.
 
@@ -109,8 +107,6 @@ def solve_with_llmcompressor(
     Raises:
         QuantizeError: an expert did not see every token, or a group scale is not finite.
     """
-    if not inner and norm is None:
-        settings = settings.model_copy(update={"awq": False})  # no scale is left to search
     assert inputs or settings.awq is False, "AWQ needs calibration data"
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from llmcompressor.core import create_session
@@ -128,7 +124,7 @@ def solve_with_llmcompressor(
     modifiers: list[Any] = [QuantizationModifier(config_groups={"experts": scheme})]
     if settings.awq is not False:
         router = modules.router if compensate_router else None
-        modifiers.insert(0, _awq_modifier(settings, divided, router, every, inner))
+        modifiers.insert(0, _awq_modifier(settings, divided, router, every))
 
     error: dict[str, float] = {}
     fallbacks: list[str] = []
@@ -136,9 +132,7 @@ def solve_with_llmcompressor(
         session.initialize(model=torch.nn.ModuleDict({"layer": layer}), recipe=modifiers, start=-1)
         tokens = _calibrate(layer, linear, inputs if settings.awq is not False else ())
         if settings.awq is not False:
-            error, fallbacks = _report(
-                modifiers[0]._error_metrics, divided, modules.experts, linear.num_experts * inner
-            )
+            error, fallbacks = _report(modifiers[0]._error_metrics, divided, modules.experts, linear.num_experts)
             error["expert_tokens"] = float(tokens)
         session.finalize()
 
@@ -164,26 +158,22 @@ def _linearize(layer: torch.nn.Module, experts: str) -> Any:
     fused: Any = layer.get_submodule(experts)
     config = copy.copy(fused.config)
     config.dtype = fused.down_proj.dtype  # that of the checkpoint would round a float32 layer
-    linear: Any = LinearExperts2D.get_linear_experts_cls(type(fused)).from_experts_module(fused, config)
-    for number in range(linear.num_experts):
-        linear[number]._apply_gate = fused._apply_gate  # the library's own does not know this module's limits
-    fused.to("meta")
+    linear = LinearExperts2D.get_linear_experts_cls(type(fused)).from_experts_module(fused, config)
     layer.set_submodule(experts, linear)
     return linear
 
 
-def _awq_modifier(settings: Experts, norm: str | None, router: str | None, every: str, inner: bool) -> Any:
+def _awq_modifier(settings: Experts, norm: str | None, router: str | None, every: str) -> Any:
     """The library's AWQ with the readers of the norm, of which the library's own table of mappings leaves some out.
 
     Args:
         norm, router: paths within the layer; no scale is folded without a norm, and none compensated without a router.
         every: pattern of the experts.
-        inner: whether there is a scale between w3 and w2.
     """
     from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
 
     assert settings.awq is not False
-    mappings = [AWQMapping(f"{every}up_proj$", [f"{every}down_proj$"])] if inner else []
+    mappings = [AWQMapping(f"{every}up_proj$", [f"{every}down_proj$"])]
     if norm is not None:
         readers = [f"layer.{router}"] * (router is not None) + [f"{every}gate_proj$", f"{every}up_proj$"]
         mappings.insert(0, AWQMapping(f"layer.{norm}", readers))

@@ -292,7 +292,6 @@ def solve_layer(
         settings,
         modules,
         norm,
-        inner=not own_gate,
         compensate_router=model.facts.router_follows,
     )
     zero = _zero_groups(experts.gate_up_proj.data, experts.down_proj.data, settings.group_size)
