@@ -229,8 +229,9 @@ CLASSES = {
 }
 # transformers itself reads no model of these types with one tensor for each expert's matrix.
 FUSED_ONLY = (
-    "gemma4", "gemma4 with vision", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "inkling",
-    "minimax_m3_vl", "mistral4", "qwen3_vl_moe", "qwen3_vl_moe as published", "step3p7", "step3p7 as published",
+    "gemma4", "gemma4 with vision", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hy_v4",
+    "inkling", "minimax_m3_vl", "mistral4", "qwen3_vl_moe", "qwen3_vl_moe as published", "step3p7",
+    "step3p7 as published", "zaya",
 )  # fmt: skip
 # A size that the class works out of others, and does not take.
 WORKED_OUT = {"jetmoe": "num_attention_heads", "nemotron_h": "num_hidden_layers"}

@@ -198,7 +198,7 @@ class StreamedModel:
     def inputs(self, layer: DecoderLayer, states: torch.Tensor) -> dict[str, Any]:
         """The keyword arguments of transformers' layer for sequences of one length, from their rows (B, T, W)."""
         call, rows = self.skeleton.calls(states.shape[1])[layer.number], states.to(self.device, self.dtype)
-        return call.of(rows[..., : self.hidden], self.handed(rows) if call.handed else None)
+        return call.of(rows[..., : self.hidden].contiguous(), self.handed(rows) if call.handed else None)
 
     @torch.no_grad()
     def attend(self, layer: DecoderLayer, states: torch.Tensor) -> torch.Tensor:

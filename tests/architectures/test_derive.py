@@ -27,7 +27,9 @@ from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.roles import EXACT
 from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import open_folder
-from quantizers.system.errors import ArchitectureError
+from quantizers.planning.assign_actions import folds
+from quantizers.recipe.schema import Experts
+from quantizers.system.errors import ArchitectureError, RecipeError
 
 FOLDED = ("minimax_m2", "qwen3_moe", "mixtral")  # in the others a shared expert reads the norm too
 
@@ -279,3 +281,5 @@ def test_layers_of_one_structure_may_have_other_gates(tmp_path: Path) -> None:
     assert facts.fused == {f"moe.{matrix}_proj.weight": [matrix] for matrix in MATRICES}
     assert "the experts of layers 2–3 have a gate of their own, so no scale lies between w3 and w2" in facts.origin()
     assert [kind["own_gate"] for kind in facts.found()["kinds"]] == [False, False, True]
+    with pytest.raises(RecipeError, match=r"^x: experts.engine: llm-compressor does not know the gate .*; take gram$"):
+        folds(facts, Experts(group_size=32, engine="llmcompressor"), "x")
