@@ -116,7 +116,7 @@ RECIPES: dict[str, tuple[Edit, tuple[str, ...]]] = {
 CONFIGS: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "not a MoE": (
         config(model_type="llama", architectures=["LlamaForCausalLM"], num_local_experts=..., num_experts_per_tok=...),
-        ("no layers with experts; give a mixture-of-experts model",),
+        ("no layers with a module called experts; give a mixture-of-experts model",),
     ),
     "no facts": (
         config(model_type="dots9", architectures=["Dots9ForCausalLM"]),

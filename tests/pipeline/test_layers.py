@@ -21,6 +21,7 @@ from runs import Small, assert_same, change, cut_at, cut_in_layer, hashes
 from safetensors.torch import save_file
 from tiny import make, write_job
 
+from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.layers import loop
@@ -292,7 +293,8 @@ def test_what_is_copied_beside_the_work_has_the_same_bytes(
 
 def test_little_memory_sends_states_to_files() -> None:
     """What a device has no room for lies in host memory as long as it takes at most half of what is free."""
-    sizes: Any = {"hidden": 16, "chosen": 2}
+    sizes = Sizes(hidden=16, chosen=2)
+    sizes.state = 16
     nothing, inputs = (DeviceMemory(1, 1, 1, held, False, False, False, 0, 0, 0, 0, 0) for held in (False, True))
     states: Any  # one of the three
     rows = 100

@@ -75,6 +75,7 @@ def test_a_gpu_is_waited_for_as_seldom_as_can_be(
             weights,
             norm=torch.ones(HIDDEN, dtype=torch.bfloat16, device=META),
             router=torch.empty(EXPERTS, HIDDEN, device=META),
+            shape=(EXPERTS, HIDDEN),
             gate=plain,
             settings=Experts(group_size=32, awq=Awq(grid=3), **options),
             batch_size=BATCH,

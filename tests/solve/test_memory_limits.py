@@ -28,8 +28,8 @@ def layer() -> Layer:
 def solved_with(layer: Layer, residents: Residents, **options: Any) -> LayerResult:
     settings = Experts(group_size=GROUP, awq=Awq(grid=4), **options)
     return solve(
-        layer.recorded(), layer.weights(), norm=layer.norm, router=layer.router, gate=plain, settings=settings,
-        batch_size=BATCH, residents=residents,
+        layer.recorded(), layer.weights(), norm=layer.norm, router=layer.router,
+        shape=layer.router.shape, gate=plain, settings=settings, batch_size=BATCH, residents=residents,
     )  # fmt: skip
 
 
