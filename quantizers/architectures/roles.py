@@ -253,10 +253,10 @@ def weighted(states: torch.Tensor, _: torch.Tensor, weight: torch.Tensor) -> tor
     return states * weight.sum(-1, keepdim=True).to(states.dtype)
 
 
-def example_of(handed: HandedFacts, tokens: int) -> torch.Tensor:
-    """What a layer might hand on of one sequence (1, T, W): numbers, or W of its T tokens' indices."""
+def example_of(handed: HandedFacts, tokens: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What a layer might hand on of one sequence (1, T, W): numbers in `dtype`, or W of its T tokens' indices."""
     if handed.dtype == "float":
-        return torch.randn(1, tokens, handed.width, generator=torch.Generator().manual_seed(2))
+        return torch.randn(1, tokens, handed.width, generator=torch.Generator().manual_seed(2)).to(dtype)
     indices = torch.arange(min(tokens, handed.width), dtype=getattr(torch, handed.dtype))
     return indices.repeat(1, tokens, 1)
 

@@ -103,8 +103,8 @@ class Skeleton:
         self, model_class: Any, config: Any, device: torch.device = CPU, dtype: torch.dtype = torch.float32
     ) -> None:
         self.device, self.dtype, self.config = device, dtype, config
-        # One grouped matmul for all experts on an accelerator; on a CPU the plain loop is faster.
-        config._experts_implementation = "eager" if device.type == "cpu" else "grouped_mm"
+        # On a CPU the plain loop is faster. Else the default: a grouped matmul, where the class can.
+        config._experts_implementation = "eager" if device.type == "cpu" else None
         self.model: Any = _built(model_class, config, device)
         self.path, self.layers = _decoder_layers(self.model)
         self._longest = 0

@@ -48,7 +48,7 @@ class Proof:
         self._states = states.to(model.device, model.dtype)
         self._handed: list[torch.Tensor | None] = [None, None]
         if model.facts.handed is not None:
-            self._handed = [example_of(model.facts.handed, length).to(model.device) for length in LENGTHS]
+            self._handed = [example_of(model.facts.handed, length, model.dtype).to(model.device) for length in LENGTHS]
         for calls, length in zip(self._calls, LENGTHS, strict=True):
             for argument in differing_arguments(calls, model.skeleton.calls(length)):
                 raise ArchitectureError(

@@ -107,12 +107,13 @@ class StreamedModel:
     def row(self, states: torch.Tensor, handed: torch.Tensor | None = None) -> torch.Tensor:
         """Rows (…, W) of states (…, H) and of what a layer hands on, (…, at most the facts' width), if anything.
 
-        Behind the states are the bits of int32: how many numbers are handed on, and these, or those of float32.
+        States are rounded to the model's dtype: some layers add in float32, whatever they are given. Behind the states
+        are the bits of int32: how many numbers are handed on, and these, or those of float32.
 
         Raises:
             ArchitectureError: it is wider than the facts say.
         """
-        facts = self.facts.handed
+        facts, states = self.facts.handed, states.to(self.dtype)
         if facts is None:
             return states
         columns = torch.zeros(*states.shape[:-1], self.sizes.handed, dtype=torch.int32, device=states.device)

@@ -52,9 +52,10 @@ def streamed(model: StreamedModel, texts: list[Tensor]) -> list[Tensor]:
     states = [[torch.stack([model.begin(text, table) for text in pair])] for pair in texts]
     for number in range(model.sizes["layers"]):
         with model.layer(number) as layer:
-            assert proof.of_layer(layer) <= BOUND[torch.float32]
+            assert proof.of_layer(layer) <= BOUND[model.dtype]
             for passed in states:
                 passed.append(through(model, layer, passed[-1]))
+                assert (passed[-1].dtype, passed[-1].shape[-1]) == (model.dtype, model.row_width)
     return [
         one
         for *before, last in states
@@ -120,6 +121,14 @@ def test_every_type_of_transformers_is_streamed_or_refused() -> None:
 @pytest.mark.parametrize("name", some(name for name in zoo.TYPES if name not in zoo.REFUSED))
 def test_the_streamed_model_is_transformers_whole_model(name: str, tmp_path: Path) -> None:
     assert max(differences(name, tmp_path)) < TOLERANCE
+
+
+def test_layers_that_add_in_float32_hand_on_rows_of_the_models_dtype(tmp_path: Path) -> None:
+    """As on a GPU: each layer is proven, and what it hands on beside its states fits behind them."""
+    model = zoo.opened(zoo.save("zaya", tmp_path), torch.bfloat16)
+    logits = streamed(model, [torch.arange(2, 60).expand(2, -1)])[-1]
+    assert logits.dtype == torch.bfloat16
+    assert torch.isfinite(logits).all()
 
 
 @pytest.mark.slow
