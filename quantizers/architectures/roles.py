@@ -232,18 +232,19 @@ def _batch(skeleton: Skeleton, number: int, layer: torch.nn.Module, experts: str
     """How far two sequences in a padded batch are from each alone; infinite if the layer takes no batch."""
     lengths, shape = (TOKENS, TOKENS - 9), skeleton.calls(TOKENS)[number].states.shape
     states = torch.randn(2, *shape[1:], generator=torch.Generator().manual_seed(number))
-    states[1, lengths[1] :] = 0
+    tokens = torch.stack([torch.arange(TOKENS), torch.arange(TOKENS).flip(0)])
+    states[1, lengths[1] :] = tokens[1, lengths[1] :] = 0
 
     with contextlib.ExitStack() as stack:
         if experts:
             stack.enter_context(replaced_forward(layer.get_submodule(experts), weighted))
         try:
-            together = first(layer(**skeleton.calls(TOKENS)[number].of(states)))
+            together = first(layer(**skeleton.calls(TOKENS)[number].of(states, None, tokens)))
         except (IndexError, RuntimeError):
             return math.inf  # the layer gets something for each token of one sequence, such as indices
         alone = [
-            first(layer(**skeleton.calls(length)[number].of(states[i : i + 1, :length])))
-            for i, length in enumerate(lengths)
+            first(layer(**skeleton.calls(n)[number].of(states[i : i + 1, :n], None, tokens[i : i + 1, :n])))
+            for i, n in enumerate(lengths)
         ]
     return max(_apart(together[i, : one.shape[1]], one[0]) for i, one in enumerate(alone))
 
@@ -328,7 +329,7 @@ class _Layer:
         self.count, self.hidden = layer.get_parameter(f"{path}.down_proj").shape[:2]
         self.generator = torch.Generator().manual_seed(0)
         self.states = torch.randn(call.states.shape, generator=self.generator)
-        self.call, self.handed = call, handed
+        self.call, self.handed, self.tokens = call, handed, torch.arange(TOKENS).unsqueeze(0)
         # Σ_k weight_k · (x ∘ mix[index_k]): linear in x, another for each expert, and no matrix.
         self.mix = torch.randn(self.count, self.hidden, generator=self.generator)
         self.undone: torch.Tensor | float = 1.0  # by which the experts' input is multiplied
@@ -366,8 +367,9 @@ class _Layer:
             self._require_three(arguments)
             return self._stand_in(*arguments)
 
+        given = self.call.of(self.states, self.handed, self.tokens)
         with replaced_forward(self.experts, forward):
-            return first(functional_call(self.layer, dict(changed or {}), (), self.call.of(self.states, self.handed)))
+            return first(functional_call(self.layer, dict(changed or {}), (), given))
 
     def _require_three(self, arguments: Sequence[Any]) -> None:
         if (
