@@ -188,7 +188,6 @@ TYPES |= {f"{name} with vision": TYPES[name] for name in WITH_VISION}
 # What is said of the types that are refused. Those that TYPES lacks cannot be built, or have no decoder alone.
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("aria", "aria with vision"), "its experts hold weight [8, 128, 512], not gate_up_proj"),
-    "deepseek_v4": "its experts are chosen by a stored table, not by a router's scores",
     "inkling with vision": "mlp.experts.w13_weight holds the experts in a layout of its own",
     "dbrx": "object has no attribute 'rope_theta'), nor of its class's own defaults; give another model",
     "doge": "DogeForCausalLM has no layers with a module called experts",
@@ -336,6 +335,8 @@ def _randomized(model: Any) -> Any:
     for name, buffer in model.named_buffers():
         if name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.copy_(0.05 * torch.randn(buffer.shape))
+        elif name.endswith("tid2eid"):  # for each token the experts that it goes through
+            buffer.copy_(torch.rand(len(buffer), 8).argsort()[:, : buffer.shape[1]])
     return model
 
 

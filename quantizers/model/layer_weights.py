@@ -148,8 +148,8 @@ def layer_weights(
 
     Returns:
         Norms, attention, router, `….gate_up_proj` (E, 2I, H) and `….down_proj` (E, H, I), in `dtype`, except what the
-        family publishes in float32 (a router and its bias) or as integers, which stays so. A dense layer has its MLP instead. What
-        transformers converts has its published name, and is as it is stored.
+        family publishes in float32 (a router and its bias) or as integers, which stays so. A dense layer has its MLP
+        instead. What transformers converts has its published name, and is as it is stored.
 
     Raises:
         CheckpointError: as `read_weight`.
