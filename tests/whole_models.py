@@ -75,7 +75,9 @@ def finished_weights(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             assert torch.equal(weight, again), module
         weights[f"{module}.weight"] = weight
     plain = {name: tensor for name, tensor in tensors.items() if name not in used}
-    assert all(tensor.is_floating_point() and tensor.element_size() > 1 for tensor in plain.values())
+    for name, tensor in plain.items():  # numbers, and a model's own int64
+        assert tensor.dtype == torch.int64 or (tensor.is_floating_point() and tensor.element_size() > 1), name
+        assert not name.endswith("weight_shape"), name
     return config, weights | plain
 
 

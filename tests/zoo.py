@@ -188,12 +188,7 @@ TYPES |= {f"{name} with vision": TYPES[name] for name in WITH_VISION}
 # What is said of the types that are refused. Those that TYPES lacks cannot be built, or have no decoder alone.
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("aria", "aria with vision"), "its experts hold weight [8, 128, 512], not gate_up_proj"),
-    "deepseek_v4": "layer 0: input_ids depends on the tokens, not on their number alone",
     "inkling with vision": "mlp.experts.w13_weight holds the experts in a layout of its own",
-    **dict.fromkeys(
-        ("qwen4_exp", "qwen4_exp with vision"),
-        "layer 0: ple_input_ids depends on the tokens, not on their number alone",
-    ),
     "dbrx": "object has no attribute 'rope_theta'), nor of its class's own defaults; give another model",
     "doge": "DogeForCausalLM has no layers with a module called experts",
     **dict.fromkeys(
@@ -295,7 +290,8 @@ def whole_model(name: str, config: Settings, weights: dict[str, Tensor]) -> Any:
     whole = whole_class(name)
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     made = whole.config_class.from_dict(whole.config_class._decode_special_floats(plain))
-    numbers = {name: tensor.float() for name, tensor in (_fused(weights) if name in FUSED_ONLY else weights).items()}
+    given = _fused(weights) if name in FUSED_ONLY else weights
+    numbers = {name: one.float() if one.is_floating_point() else one for name, one in given.items()}
     settings = {"dtype": torch.float32, "experts_implementation": "eager", "output_loading_info": True}
     for attention in ATTENTION:
         try:
@@ -339,6 +335,8 @@ def _randomized(model: Any) -> Any:
     for name, buffer in model.named_buffers():
         if name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.copy_(0.05 * torch.randn(buffer.shape))
+        elif name.endswith("tid2eid"):  # for each token the experts that it goes through
+            buffer.copy_(torch.rand(len(buffer), 8).argsort()[:, : buffer.shape[1]])
     return model
 
 

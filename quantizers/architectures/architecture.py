@@ -66,6 +66,7 @@ class Architecture(Facts):
     moe_layer: LayerFacts = LayerFacts()
     kinds: list[KindFacts] = Field(default_factory=list)
     handed: HandedFacts | None = None
+    tokens: bool = False  # whether layers get the token ids besides the states
     streams: int = 1  # of a token between layers, each of the hidden size
     dense_layer: DenseFacts | None = None
     mtp_layer: MtpFacts | None = None

@@ -24,6 +24,7 @@ from .matrices import MATRICES, PROJECTIONS, Matrix
 from .roles import EXACT, TOKENS, Roles, find_handed, kinds_of_layers, probe, require_usable
 from .skeleton import FAILURES, Place, Skeleton, can_be_made, config_of, differing_arguments, model_class
 
+INTEGERS = ("I32", "I64")  # numbers of something, such as of a table's rows
 SCALES = ("_scale_inv", "_scale")  # what follows the name of an FP8 weight in that of its scale
 
 
@@ -50,26 +51,27 @@ def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...])
     # A command asks several times, and building and probing the model takes seconds.
     parsed: dict[str, Any] = json.loads(config)
     skeleton = skeleton_of(parsed)
-    handed = find_handed(skeleton)
+    handed, call = find_handed(skeleton), skeleton.calls(TOKENS)[0]
     _require_length_alone(skeleton)
     kinds = [Kind(numbers, *probe(skeleton, numbers[0], handed)) for numbers in kinds_of_layers(skeleton)]
     roles = _common([kind.roles for kind in kinds if kind.roles is not None])
     require_usable(roles, parsed["model_type"])
     stored = sort_out(skeleton, {name: Header(dtype, shape) for name, dtype, shape in headers}, roles.idle)
     _require_complete(skeleton, stored, roles.idle)
-    router = roles.router_weight
+    router, sizes = roles.router_weight, _sizes(skeleton, roles)
     return Architecture.model_validate(
         {
             "model_type": parsed["model_type"],
             "model_class": type(skeleton.model).__name__,
-            "sizes": _sizes(skeleton, roles),
+            "sizes": sizes,
             "asserts": {},
             **_outside(skeleton, stored),
             "unread": _patterns(stored),
             "layer_prefix": stored.prefix + "{layer}.",
-            "kinds": _kinds(skeleton, stored, kinds, roles, handed=handed is not None),
+            "kinds": _kinds(skeleton, stored, kinds, roles, beside=handed is not None or bool(call.tokens)),
             "handed": handed and handed.model_dump(),
-            "streams": skeleton.calls(TOKENS)[0].states.shape[2:-1].numel(),
+            "tokens": bool(call.tokens),
+            "streams": call.states[0, 0].numel() // sizes["hidden"]["value"],
             **_experts(skeleton, stored, roles),
             "norm": _norm(stored, roles),
             "router": {
@@ -92,7 +94,7 @@ def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...])
 
 
 def _require_length_alone(skeleton: Skeleton) -> None:
-    """Refuse a model whose layers get arguments that depend on the tokens.
+    """Refuse a model whose layers get arguments, other than the token ids, that depend on these.
 
     Raises:
         ArchitectureError: they do.
@@ -440,12 +442,13 @@ def _outside(skeleton: Skeleton, stored: StoredTensors) -> dict[str, Any]:
 
 
 def _tensor(shape: Sequence[int], header: Header, place: Place, stored: StoredTensors) -> dict[str, Any]:
-    """The facts about one tensor: the class's shape, the stored dtype; float32 counts where not all are float32.
+    """The facts about one tensor: the class's shape, the stored dtype; float32 counts where not all others are.
 
     A tensor that is converted has its stored shape.
     """
-    all_float32 = all(one.dtype == "F32" for one in stored.headers.values())
-    dtype = "F32" if header.dtype == "F32" and not all_float32 else "F16" if header.dtype == "F16" else "BF16"
+    all_float32 = all(one.dtype in ("F32", *INTEGERS) for one in stored.headers.values())
+    kept = ("F16", *INTEGERS) if all_float32 else ("F32", "F16", *INTEGERS)
+    dtype = header.dtype if header.dtype in kept else "BF16"
     return {"shape": list(shape if place.part is None else header.shape), "dtype": dtype}
 
 
@@ -487,15 +490,19 @@ def _norm(stored: StoredTensors, roles: Roles) -> dict[str, Any] | None:
 
 
 def _kinds(
-    skeleton: Skeleton, stored: StoredTensors, kinds: Sequence[Kind], roles: Roles, *, handed: bool
+    skeleton: Skeleton, stored: StoredTensors, kinds: Sequence[Kind], roles: Roles, *, beside: bool
 ) -> list[dict[str, Any]]:
-    """The facts about each kind of layer; layers of one structure whose tensors differ are of different kinds."""
+    """The facts about each kind of layer; layers of one structure whose tensors differ are of different kinds.
+
+    Args:
+        beside: whether more than a token's state is kept of it between layers; then none runs in halves.
+    """
     result: dict[str, dict[str, Any]] = {}
     for numbers, one, batch in kinds:
         for number in numbers:
             facts = _of_layer(skeleton, stored, number, roles) | {
                 "dense": one is None,
-                "halves": one is not None and one.probes["halves"] < EXACT and not handed,
+                "halves": one is not None and one.probes["halves"] < EXACT and not beside,
                 "alone": not batch < EXACT,
                 "own_gate": one is not None and one.own_gate,
             }

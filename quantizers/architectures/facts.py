@@ -39,7 +39,7 @@ class SizeFacts(Facts):
 
 
 class TensorFacts(Facts):
-    """A tensor's shape in terms of `sizes`, and its published dtype. Any floating dtype is accepted in a checkpoint.
+    """A tensor's shape in terms of `sizes`, and its published dtype; for a floating one any other is accepted too.
 
     Attributes:
         when: a key of config.json: a model has the tensor if this is true there. Every model has it without.
@@ -47,7 +47,7 @@ class TensorFacts(Facts):
     """
 
     shape: list[Term]
-    dtype: Literal["BF16", "F16", "F32"]
+    dtype: Literal["BF16", "F16", "F32", "I32", "I64"]
     when: str | None = None
     optional: bool = False
 

@@ -33,6 +33,7 @@ LARGE = 20.0  # times ordinary activations: a product that is clamped shows only
 FUSED = ("gate_up_proj", "down_proj")
 LONG = 4096  # tokens: what layers hand on may grow with them, up to a number that config.json has
 PLAIN = ("product", "up_down", "large")  # probes of act(gate) * up
+HUGE = 2**30  # numbers in a table that are never filled: its rows are one
 BIG = 2**22  # numbers in a matrix; the rows of a larger one are parts of one vector, to draw fewer numbers
 
 
@@ -163,7 +164,10 @@ def require_usable(roles: Roles, model_type: str) -> None:
 
 
 def _with_random_weights(skeleton: Skeleton, number: int, experts: Sequence[str]) -> torch.nn.Module:
-    """A layer with random weights, all but those of its experts, modules of these names: they stay without memory."""
+    """A layer with random weights, all but those of its experts, modules of these names: they stay without memory.
+
+    Integers that its class does not compute are taken for the numbers of experts through which each token goes.
+    """
     generator = torch.Generator().manual_seed(number)
     layer = skeleton.layer(number)
     random = {
@@ -171,6 +175,10 @@ def _with_random_weights(skeleton: Skeleton, number: int, experts: Sequence[str]
         for name, tensor in layer.state_dict(keep_vars=True).items()
         if tensor.is_floating_point() and not name.startswith(tuple(f"{path}." for path in experts))
     }
+    for name, numbers in layer.named_buffers():
+        if experts and not numbers.is_floating_point() and not numbers.any():
+            count = next(layer.get_submodule(experts[0]).parameters()).shape[0]
+            random[name] = torch.randint(count, numbers.shape, generator=generator)
     layer.load_state_dict(random, strict=False, assign=True)
     layer.requires_grad_(False)
     return layer
@@ -178,6 +186,8 @@ def _with_random_weights(skeleton: Skeleton, number: int, experts: Sequence[str]
 
 def _random(name: str, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Matrices that keep a vector's length; vectors around 1 if they are weights, else around 0."""
+    if like.dim() == 2 and like.numel() > HUGE:
+        return torch.randn(1, like.shape[1], generator=generator).expand(like.shape)
     if like.dim() == 2 and like.numel() > BIG:
         rows, columns = like.shape
         shift = 61  # of each row against the one before
@@ -232,18 +242,19 @@ def _batch(skeleton: Skeleton, number: int, layer: torch.nn.Module, experts: str
     """How far two sequences in a padded batch are from each alone; infinite if the layer takes no batch."""
     lengths, shape = (TOKENS, TOKENS - 9), skeleton.calls(TOKENS)[number].states.shape
     states = torch.randn(2, *shape[1:], generator=torch.Generator().manual_seed(number))
-    states[1, lengths[1] :] = 0
+    tokens = torch.stack([torch.arange(TOKENS), torch.arange(TOKENS).flip(0)])
+    states[1, lengths[1] :] = tokens[1, lengths[1] :] = 0
 
     with contextlib.ExitStack() as stack:
         if experts:
             stack.enter_context(replaced_forward(layer.get_submodule(experts), weighted))
         try:
-            together = first(layer(**skeleton.calls(TOKENS)[number].of(states)))
+            together = first(layer(**skeleton.calls(TOKENS)[number].of(states, None, tokens)))
         except (IndexError, RuntimeError):
             return math.inf  # the layer gets something for each token of one sequence, such as indices
         alone = [
-            first(layer(**skeleton.calls(length)[number].of(states[i : i + 1, :length])))
-            for i, length in enumerate(lengths)
+            first(layer(**skeleton.calls(n)[number].of(states[i : i + 1, :n], None, tokens[i : i + 1, :n])))
+            for i, n in enumerate(lengths)
         ]
     return max(_apart(together[i, : one.shape[1]], one[0]) for i, one in enumerate(alone))
 
@@ -328,7 +339,7 @@ class _Layer:
         self.count, self.hidden = layer.get_parameter(f"{path}.down_proj").shape[:2]
         self.generator = torch.Generator().manual_seed(0)
         self.states = torch.randn(call.states.shape, generator=self.generator)
-        self.call, self.handed = call, handed
+        self.call, self.handed, self.tokens = call, handed, torch.arange(TOKENS).unsqueeze(0)
         # Σ_k weight_k · (x ∘ mix[index_k]): linear in x, another for each expert, and no matrix.
         self.mix = torch.randn(self.count, self.hidden, generator=self.generator)
         self.undone: torch.Tensor | float = 1.0  # by which the experts' input is multiplied
@@ -366,8 +377,9 @@ class _Layer:
             self._require_three(arguments)
             return self._stand_in(*arguments)
 
+        given = self.call.of(self.states, self.handed, self.tokens)
         with replaced_forward(self.experts, forward):
-            return first(functional_call(self.layer, dict(changed or {}), (), self.call.of(self.states, self.handed)))
+            return first(functional_call(self.layer, dict(changed or {}), (), given))
 
     def _require_three(self, arguments: Sequence[Any]) -> None:
         if (
@@ -380,11 +392,6 @@ class _Layer:
             raise ArchitectureError(
                 f"{self.model}: its experts are not called with states, indices and weights; such a model cannot be "
                 "quantized with this program"
-            )
-        if arguments[1].is_meta:
-            raise ArchitectureError(
-                f"{self.model}: its experts are chosen by a stored table, not by a router's scores; such a model "
-                "cannot be quantized with this program"
             )
 
     @contextlib.contextmanager
@@ -450,6 +457,8 @@ class _Layer:
     def _router(self) -> str:
         """The name of the matrix that makes the scores of the experts: without it, all tokens choose the same ones.
 
+        Or where a table chooses by the token alone: without it, the choice stays, and all have the same weights.
+
         Raises:
             ArchitectureError: there is none.
         """
@@ -460,9 +469,14 @@ class _Layer:
             if logits is not None and logits[..., 0].numel() == len(self.x)
             for name in self._matrices(path)
         }
+
+        def same(rows: torch.Tensor) -> bool:
+            return bool((rows == rows[0]).all())
+
         for name in sorted(columns, key=lambda one: columns[one]):
             self.run({name: torch.zeros_like(self.layer.get_parameter(name))})
-            if bool((self.arguments[1] == self.arguments[1][0]).all()):
+            _, index, weight = self.arguments
+            if same(index) or (torch.equal(index, self.index) and same(weight)):
                 return name
         raise ArchitectureError(
             f"{self.model}: no matrix of a layer makes scores by which its {self.count} experts are chosen; such a "

@@ -27,18 +27,18 @@ class Sizes(dict[str, int]):
         mtp: the numbers of the layers that predict further tokens, which follow the others and are not among `layers`.
         positions: how many tokens of a text the model was made for; None where config.json does not say it.
         state: numbers of a token's state between two layers: the hidden size, times the model's streams.
-        handed: 32-bit numbers of a token that a layer hands on besides its state, see `HandedFacts`.
+        beside: 32-bit numbers that are kept of a token besides its state: what a layer hands on, and the token's id.
     """
 
     dense: frozenset[int] = frozenset()
     mtp: range = range(0)
     positions: int | None = None
     state: int = 0
-    handed: int = 0
+    beside: int = 0
 
     def row_bytes(self, itemsize: int) -> int:
-        """Bytes of what is kept of a token between two layers: its state in `itemsize` each, and what is handed on."""
-        return self.state * itemsize + self.handed * 4
+        """Bytes of what is kept of a token between two layers: its state in `itemsize` each, and what is beside it."""
+        return self.state * itemsize + self.beside * 4
 
     @property
     def moe_layers(self) -> list[int]:
@@ -138,7 +138,7 @@ def sizes_of(facts: Architecture, config: dict[str, Any], where: str) -> Sizes:
         )
     sizes.positions = facts.positions or int(config.get("max_position_embeddings") or 0) or None
     sizes.state = sizes["hidden"] * facts.streams
-    sizes.handed = 1 + facts.handed.width if facts.handed else 0  # behind their number
+    sizes.beside = (1 + facts.handed.width if facts.handed else 0) + facts.tokens
     rotary_factor(facts, config, sizes, where)
     sizes.dense = dense_layers(facts, config, sizes["layers"], where)
     sizes.mtp = range(sizes["layers"], sizes["layers"] + _mtp_layers(facts, config, where))

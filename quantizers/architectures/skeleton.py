@@ -44,20 +44,29 @@ class Call:
         name: what the layer calls these.
         handed: the names of the arguments that the layer before returns besides its states, with their places in the
             tuple that it returns; their values are unknown.
+        tokens: the names of the arguments that are the token ids themselves.
     """
 
     arguments: dict[str, Any]
     states: torch.Tensor
     name: str
     handed: dict[str, int]
+    tokens: tuple[str, ...] = ()
 
-    def of(self, states: torch.Tensor, handed: torch.Tensor | None = None) -> dict[str, Any]:
+    def of(
+        self, states: torch.Tensor, handed: torch.Tensor | None = None, tokens: torch.Tensor | None = None
+    ) -> dict[str, Any]:
         """All arguments, with other hidden states (B, T, …) and what the layer before hands on, by keyword.
 
         What a layer puts into a mapping is lost.
+
+        Args:
+            tokens: ids (B, T) int64 in place of those of the call.
         """
         states = states.reshape(*states.shape[:2], *self.states.shape[2:])
         own = {k: copy.copy(v) if isinstance(v, MutableMapping) else v for k, v in self.arguments.items()}
+        if tokens is not None:
+            own |= dict.fromkeys(self.tokens, tokens)
         return own | dict.fromkeys(self.handed, handed) | {self.name: states}
 
 
@@ -212,7 +221,7 @@ class Skeleton:
                     if not embed:
                         stack.enter_context(replaced_forward(table, zeros))
                     for layer in self.layers:
-                        recorder = _recorder(layer, calls, layers, leaving, entries)
+                        recorder = _recorder(layer, calls, tokens, layers, leaving, entries)
                         stack.enter_context(replaced_forward(layer, recorder))
                     given = {"input_ids": tokens, "use_cache": False}
                     output = torch.func.functional_call(self.model, dict(weights or {}), (), given)
@@ -369,7 +378,7 @@ def _beginnings(calls: Sequence[Call], length: int) -> list[Call]:
 
 
 def differing_arguments(one: Sequence[Call], other: Sequence[Call]) -> Iterator[str]:
-    """The layers' numbers and names of the arguments that are not equal, tensor by tensor."""
+    """The layers' numbers and names of the arguments that are not equal, tensor by tensor; but of no token ids."""
     known: dict[tuple[int, int], bool] = {}
 
     def equal(a: Any, b: Any) -> bool:
@@ -382,7 +391,7 @@ def differing_arguments(one: Sequence[Call], other: Sequence[Call]) -> Iterator[
     for number, (first, second) in enumerate(zip(one, other, strict=True)):
         for name, value in first.arguments.items():
             leaves = tree_leaves(value), tree_leaves(second.arguments.get(name))
-            if len(leaves[0]) != len(leaves[1]) or not all(map(equal, *leaves)):
+            if name not in first.tokens and (len(leaves[0]) != len(leaves[1]) or not all(map(equal, *leaves))):
                 yield f"layer {number}: {name}"
 
 
@@ -399,7 +408,12 @@ class _Handed:
 
 
 def _recorder(
-    layer: torch.nn.Module, calls: list[Call], layers: int | None, leaving: torch.Tensor | None, entries: int
+    layer: torch.nn.Module,
+    calls: list[Call],
+    tokens: torch.Tensor,
+    layers: int | None,
+    leaving: torch.Tensor | None,
+    entries: int,
 ) -> Callable[..., Any]:
     """A layer's forward that keeps its arguments, see `Skeleton._record`."""
     signature = inspect.signature(layer.forward)
@@ -417,7 +431,7 @@ def _recorder(
             for leaf in tree_leaves(value)
         ):
             raise ValueError("a layer gets what another than the one before returns")
-        calls.append(Call(given, states, name, handed))
+        calls.append(Call(given, states, name, handed, tuple(k for k, value in given.items() if value is tokens)))
         if len(calls) == layers:
             raise _Reached
         result = states if leaving is None else leaving.reshape(*leaving.shape[:2], *states.shape[2:])
@@ -481,13 +495,13 @@ def _built(model_class: Any, config: Any, device: torch.device) -> Any:
 def free(module: torch.nn.Module) -> None:
     """Put a module's weights, which are its parameters and persistent buffers, on the meta device; not its children's.
 
-    Buffers that are computed stay.
+    Buffers that are computed stay, and integers, which are numbers of something and cannot be drawn.
     """
     for name, parameter in module.named_parameters(recurse=False):
         if not parameter.is_meta:
             setattr(module, name, torch.nn.Parameter(parameter.to("meta"), requires_grad=False))
     for name, buffer in module.named_buffers(recurse=False):
-        if name not in module._non_persistent_buffers_set:
+        if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
             setattr(module, name, buffer.to("meta"))
 
 

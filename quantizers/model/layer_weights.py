@@ -148,8 +148,8 @@ def layer_weights(
 
     Returns:
         Norms, attention, router, `….gate_up_proj` (E, 2I, H) and `….down_proj` (E, H, I), in `dtype`, except what the
-        family publishes in float32 (a router and its bias), which stays so. A dense layer has its MLP instead. What
-        transformers converts has its published name, and is as it is stored.
+        family publishes in float32 (a router and its bias) or as integers, which stays so. A dense layer has its MLP
+        instead. What transformers converts has its published name, and is as it is stored.
 
     Raises:
         CheckpointError: as `read_weight`.
@@ -183,7 +183,9 @@ def _outside_experts(
             continue
         stored = checkpoint.tensor(checkpoint.require(full, "a tensor of the layer").name).to(device)
         checks.append((is_finite(stored), partial(_read_again, checkpoint, full)))
-        weights[facts.in_transformers(name)] = stored.to(torch.float32 if tensor.dtype == "F32" else dtype)
+        if stored.is_floating_point():
+            stored = stored.to(torch.float32 if tensor.dtype == "F32" else dtype)
+        weights[facts.in_transformers(name)] = stored
     for name in here.linears:
         if name in facts.modules.without:
             continue

@@ -49,6 +49,8 @@ class Proof:
         self._handed: list[torch.Tensor | None] = [None, None]
         if model.facts.handed is not None:
             self._handed = [example_of(model.facts.handed, length, model.dtype).to(model.device) for length in LENGTHS]
+        alone = zip(self._states.split(LENGTHS), self._handed, tokens, strict=True)
+        self._rows = [model.row(states, handed, row[0]) for states, handed, row in alone]
         for calls, length in zip(self._calls, LENGTHS, strict=True):
             for argument in differing_arguments(calls, model.skeleton.calls(length)):
                 raise ArchitectureError(
@@ -58,8 +60,8 @@ class Proof:
                 )
 
     def _together(self, layer: DecoderLayer) -> torch.Tensor:
-        """The output of both sequences as a padded batch."""
-        entering = self.model.attend(layer, padded(self._states, LENGTHS))
+        """The rows that leave the layer, of both sequences as a padded batch."""
+        entering = self.model.attend(layer, padded(torch.cat(self._rows), LENGTHS))
         if layer.halves:
             return self.model.finish(layer, unpadded(entering, LENGTHS))[0]
         return unpadded(self.model.finish(layer, entering)[0], LENGTHS)
@@ -83,10 +85,10 @@ class Proof:
             own = [(calls[layer.number].of(states.unsqueeze(0), handed), states) for calls, handed, states in alone]
             expected = torch.cat([first(layer.module(**call)).view_as(states) for call, states in own])
             if layer.alone:
-                rows = [model.row(states, handed) for _, handed, states in alone]
-                ours = torch.cat([model.run(layer, one)[0][:, : model.hidden] for one in rows])
+                left = torch.cat([model.run(layer, rows)[0] for rows in self._rows])
             else:
-                ours = self._together(layer)
+                left = self._together(layer)
+        ours = left[:, : model.hidden]
         difference = float((ours - expected).abs().max() / (expected - self._states).abs().max())
         if not difference <= bound:
             raise ArchitectureError(

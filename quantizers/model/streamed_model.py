@@ -97,27 +97,36 @@ class StreamedModel:
 
     @property
     def row_width(self) -> int:
-        """The numbers of a token between two layers: H of its state, and behind it what a layer hands on besides."""
+        """The numbers of a token between two layers: H of its state, and behind it what is kept besides."""
         return self.sizes.row_bytes(self.dtype.itemsize) // self.dtype.itemsize
 
     def begin(self, tokens: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
         """The rows (T, W) that enter layer 0, from token ids (T,) int64 and the embedding table."""
-        return self.row(self.skeleton.begin(tokens.to(self.device).unsqueeze(0), embedding)[0].flatten(1))
+        here = tokens.to(self.device)
+        return self.row(self.skeleton.begin(here.unsqueeze(0), embedding)[0].flatten(1), None, here)
 
-    def row(self, states: torch.Tensor, handed: torch.Tensor | None = None) -> torch.Tensor:
-        """Rows (…, W) of states (…, H) and of what a layer hands on, (…, at most the facts' width), if anything.
+    def row(
+        self, states: torch.Tensor, handed: torch.Tensor | None = None, tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Rows (…, W) of states (…, H), and of what the facts say is kept besides, if anything.
 
-        States are rounded to the model's dtype: some layers add in float32, whatever they are given. Behind the states
-        are the bits of int32: how many numbers are handed on, and these, or those of float32.
+        States are rounded to the model's dtype: some layers add in float32, whatever they are given. Behind them are
+        the bits of int32: how many numbers are handed on, these, or those of float32, and the token's id.
+
+        Args:
+            handed: what a layer hands on, (…, at most the facts' width).
+            tokens: ids (…); None for 0.
 
         Raises:
-            ArchitectureError: it is wider than the facts say.
+            ArchitectureError: more is handed on than the facts say.
         """
         facts, states = self.facts.handed, states.to(self.dtype)
-        if facts is None:
+        if not self.sizes.beside:
             return states
-        columns = torch.zeros(*states.shape[:-1], self.sizes.handed, dtype=torch.int32, device=states.device)
-        if handed is not None:
+        columns = torch.zeros(*states.shape[:-1], self.sizes.beside, dtype=torch.int32, device=states.device)
+        if self.facts.tokens and tokens is not None:
+            columns[..., -1] = tokens
+        if facts is not None and handed is not None:
             count = handed.shape[-1]
             if count > facts.width:
                 raise ArchitectureError(
@@ -134,7 +143,7 @@ class StreamedModel:
         facts = self.facts.handed
         if facts is None:
             return None
-        columns = rows[..., self.hidden :].contiguous().view(torch.int32)
+        columns = self._beside(rows)
         count = int(columns[0, 0, 0])
         if not count:
             return None
@@ -142,6 +151,13 @@ class StreamedModel:
         if facts.dtype == "float":
             return values.contiguous().view(torch.float32).to(self.dtype)
         return values.to(getattr(torch, facts.dtype))
+
+    def tokens(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """The token ids (…) int64 of rows (…, W), if the model's layers get them."""
+        return self._beside(rows)[..., -1].long() if self.facts.tokens else None
+
+    def _beside(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows[..., self.hidden :].contiguous().view(torch.int32)
 
     def final(self, rows: torch.Tensor) -> torch.Tensor:
         """What the head multiplies, (T, H), from the rows (T, W) that leave the last layer."""
@@ -199,7 +215,8 @@ class StreamedModel:
     def inputs(self, layer: DecoderLayer, states: torch.Tensor) -> dict[str, Any]:
         """The keyword arguments of transformers' layer for sequences of one length, from their rows (B, T, W)."""
         call, rows = self.skeleton.calls(states.shape[1])[layer.number], states.to(self.device, self.dtype)
-        return call.of(rows[..., : self.hidden].contiguous(), self.handed(rows) if call.handed else None)
+        handed = self.handed(rows) if call.handed else None
+        return call.of(rows[..., : self.hidden].contiguous(), handed, self.tokens(rows))
 
     @torch.no_grad()
     def attend(self, layer: DecoderLayer, states: torch.Tensor) -> torch.Tensor:
@@ -269,9 +286,10 @@ class StreamedModel:
 
     def _whole(self, layer: DecoderLayer, states: torch.Tensor) -> torch.Tensor:
         """transformers' call of the layer with rows (T, W) or (B, T, W); the result has the same shape."""
-        output = layer.module(**self.inputs(layer, states.view(-1, *states.shape[-2:])))
+        rows = states.view(-1, *states.shape[-2:])
+        output = layer.module(**self.inputs(layer, rows))
         handed = None if self.facts.handed is None else output[self.facts.handed.entry]
-        return self.row(first(output).flatten(2), handed).view_as(states)
+        return self.row(first(output).flatten(2), handed, self.tokens(rows)).view_as(states)
 
     def _second_half(self, layer: DecoderLayer, entering: torch.Tensor) -> torch.Tensor:
         if not layer.halves:

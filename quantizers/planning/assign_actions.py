@@ -128,7 +128,9 @@ def make_plan(
         if module.facts is None:
             actions += _linear_actions(remaining, module, scheme, form, mtp, where)
         elif module.name in remaining or not module.facts.optional:
-            spec = take(remaining, module.name, module.shape, FLOATING, where)
+            integers = module.facts.dtype not in FLOATING
+            dtypes = (module.facts.dtype,) if integers else FLOATING
+            spec = take(remaining, module.name, module.shape, dtypes, where)
             actions.append(_tensor_action(module, spec, facts, fold=module.layer in folding))
     actions += _unread_actions(remaining, actions, facts, sizes["layers"], where)
     if remaining:

@@ -115,6 +115,14 @@ def test_arguments_that_depend_on_the_tokens_are_refused_by_name(tmp_path: Path)
         Proof(model)
 
 
+@pytest.mark.slow
+def test_other_token_ids_than_the_model_passes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = opened(zoo.save("qwen4_exp", tmp_path / "model"))
+    assert max(proven(model)) < BOUND[torch.float32]
+    monkeypatch.setattr(model, "tokens", lambda rows: torch.zeros(rows.shape[:-1], dtype=torch.int64))
+    assert refused(model, 0) > 0.05
+
+
 def other_norm(facts: Architecture) -> Architecture:
     return facts.model_copy(update={"modules": facts.modules.model_copy(update={"norm": "input_layernorm"})})
 
