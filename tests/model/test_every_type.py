@@ -27,7 +27,7 @@ from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 from quantizers.system.errors import ArchitectureError
 
 LENGTHS = (96, 57)
-TOLERANCE = 1e-6  # of the largest value
+TOLERANCE = 2e-6  # of the largest value; 9e-7 at most was seen, but CPUs add in other orders
 
 # These together have every kind of layer: see the words beside each.
 QUICK = {
