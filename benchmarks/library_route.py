@@ -111,7 +111,7 @@ def _load(folder: Path, facts: Architecture) -> Any:
 
     config = transformers.AutoConfig.from_pretrained(folder)
     stored = open_folder(folder).config
-    factor = rotary_factor(facts, stored, sizes_of(facts, stored, str(folder)))
+    factor = rotary_factor(facts, stored, sizes_of(facts))
     if factor is not None:  # transformers 5.17 does not read it from config.json
         config.rope_parameters["partial_rotary_factor"] = factor
     return transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)

@@ -211,7 +211,7 @@ def weight_errors(
             yield from ((g / smooth, gate), (u / smooth / rows.unsqueeze(1), up), (d * rows, down))
 
     def attention() -> Pairs:
-        here = facts.of_layer(layer, sizes.dense)
+        here = facts.of_layer(layer)
         ratios = {norm: ratio(norm) for norm in facts.smoothing if norm in here.tensors}
         for name in here.linears:
             original, weight = (read_weight(one, facts.layer(layer, name), device) for one in (source, candidate))

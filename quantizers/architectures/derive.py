@@ -1,8 +1,8 @@
 """The architecture of a model without a file of facts: what its class in transformers and its stored tensors say.
 
 Names come from transformers' own rules for loading, the roles of a layer's parts from probes (roles.py), and everything
-else from the stored tensors. What a server calls its modules, and what a published model without files looks like, no
-class says: such a model is planned from its files, and its servers are not checked.
+else from the stored tensors. What a server calls its modules no class says: such a model's servers are not checked.
+of_family.py lays what is known of seven families over what their classes say.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from .architecture import EXPERTS, ROUTER, Architecture
 from .facts import Stored
 from .matrices import MATRICES, PROJECTIONS, Matrix
 from .roles import EXACT, TOKENS, Roles, kinds_of_layers, probe, require_usable
+from .sizes import KEYS
 from .skeleton import Place, Skeleton, config_of, model_class
 
 SCALES = ("_scale_inv", "_scale")  # what follows the name of an FP8 weight in that of its scale
@@ -56,14 +57,20 @@ def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...])
     require_usable(roles, parsed["model_type"])
     stored = sort_out(skeleton, {name: Header(dtype, shape) for name, dtype, shape in headers})
     _require_complete(skeleton, stored)
+    return described(parsed, skeleton, stored, kinds, roles)
+
+
+def described(
+    parsed: Mapping[str, Any], skeleton: Skeleton, stored: StoredTensors, kinds: Sequence[Kind], roles: Roles
+) -> Architecture:
+    """The facts about a model of this config.json, with these roles."""
     norm, router = roles.norm, roles.router_weight
     assert norm is not None  # see require_usable
     return Architecture.model_validate(
         {
             "model_type": parsed["model_type"],
             "model_class": type(skeleton.model).__name__,
-            "sizes": _sizes(skeleton, roles),
-            "asserts": {},
+            "sizes": _sizes(skeleton, roles, parsed),
             **_outside(skeleton, stored),
             "unread": _patterns(stored),
             "layer_prefix": stored.prefix + "{layer}.",
@@ -317,22 +324,33 @@ def _common(found: Sequence[Roles]) -> Roles:
     return replace(found[0], readers=readers, probes=probes)
 
 
-def _sizes(skeleton: Skeleton, roles: Roles) -> dict[str, Any]:
+def _sizes(skeleton: Skeleton, roles: Roles, given: Mapping[str, Any]) -> dict[str, Any]:
     config = skeleton.config.get_text_config()
     layer = next(one for one in skeleton.layers if roles.experts in dict(one.named_modules()))
     experts, hidden, width = layer.get_submodule(roles.experts).get_parameter("down_proj").shape
     sizes = {
-        "layers": ("num_hidden_layers", len(skeleton.layers)),
-        "experts": ("num_experts", experts),
-        "chosen": ("num_experts_per_tok", roles.chosen),
-        "hidden": ("hidden_size", hidden),
-        "width": ("moe_intermediate_size", width),
-        "vocabulary": ("vocab_size", skeleton.model.get_input_embeddings().weight.shape[0]),
-        "heads": ("num_attention_heads", config.num_attention_heads),
+        "layers": len(skeleton.layers),
+        "experts": experts,
+        "chosen": roles.chosen,
+        "hidden": hidden,
+        "width": width,
+        "vocabulary": skeleton.model.get_input_embeddings().weight.shape[0],
+        "heads": config.num_attention_heads,
+    }
+    sizes |= {
+        name: size
+        for name in ("kv_heads", "head_dim")
+        if type(size := getattr(config, KEYS[name][0], 0)) is int and size
     }
     if (getattr(config, "n_group", None) or 1) > 1:
-        sizes |= {"groups": ("n_group", config.n_group), "chosen_groups": ("topk_group", config.topk_group)}
-    return {name: {"key": key, "value": value} for name, (key, value) in sizes.items()}
+        sizes |= {"groups": config.n_group, "chosen_groups": config.topk_group}
+    given = given.get("text_config", given)
+
+    def key(name: str) -> str:
+        """Of the keys that mean this size, the one in config.json, or else the class's."""
+        return next((one for one in KEYS[name] if given.get(one) == sizes[name]), KEYS[name][0])
+
+    return {name: {"key": key(name), "value": size} for name, size in sizes.items()}
 
 
 def _outside(skeleton: Skeleton, stored: StoredTensors) -> dict[str, Any]:

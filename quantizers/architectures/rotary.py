@@ -47,15 +47,9 @@ def rotary_factor(
 
 
 def transformers_config(facts: Architecture, config: dict[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
-    """config.json for transformers: with every size and the rotary factor.
-
-    Where config.json leaves a size out, transformers may have another default than the facts.
-    """
-    adapted = dict(config)
-    by_key = {size.key: sizes[name] for name, size in facts.sizes.items() if size.value is None}
-    adapted |= {key: size for key, size in by_key.items() if not config.get(key)}
+    """config.json for transformers, with the rotary factor."""
     factor = rotary_factor(facts, config, sizes)
-    if factor is not None:
-        rope = dict(config.get("rope_parameters") or {"rope_type": "default", "rope_theta": config["rope_theta"]})
-        adapted["rope_parameters"] = rope | {"partial_rotary_factor": factor}
-    return adapted
+    if factor is None:
+        return config
+    rope = dict(config.get("rope_parameters") or {"rope_type": "default", "rope_theta": config["rope_theta"]})
+    return config | {"rope_parameters": rope | {"partial_rotary_factor": factor}}

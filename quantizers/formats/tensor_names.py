@@ -81,9 +81,7 @@ def _split(
         if not is_fused(name) or facts.is_unread(name):
             result[name] = info
             continue
-        shapes = [
-            (matrix, sizes.shape(facts.expert_linears[matrix].shape)) for matrix in FUSED[name.rpartition(".")[2]]
-        ]
+        shapes = [(matrix, facts.expert_linears[matrix].shape) for matrix in FUSED[name.rpartition(".")[2]]]
         needed = [sizes["experts"], sum(rows for _, (rows, _) in shapes), shapes[0][1][1]]
         if name not in layers or list(info.shape) != needed or info.dtype not in FLOATING:
             raise CheckpointError(
@@ -135,7 +133,7 @@ def published_names(checkpoint: Checkpoint, facts: Architecture) -> Checkpoint:
         tensors[published] = info
     renamed = replace(checkpoint, tensors={name: replace(info, name=name) for name, info in tensors.items()})
     if any(map(is_fused, tensors)):
-        return split_fused_experts(renamed, facts, sizes_of(facts, checkpoint.config, where))
+        return split_fused_experts(renamed, facts, sizes_of(facts))
     return renamed
 
 

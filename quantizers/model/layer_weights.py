@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.facts import LayerFacts
+from quantizers.architectures.facts import KindFacts
 from quantizers.architectures.matrices import MATRICES, Matrix
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.reader import Checkpoint
@@ -155,7 +155,7 @@ def layer_weights(
     """
     dense = layer in sizes.dense
     checks: Checks = []
-    weights = _outside_experts(checkpoint, facts, facts.of_layer(layer, sizes.dense), layer, device, dtype, checks)
+    weights = _outside_experts(checkpoint, facts, facts.of_layer(layer), layer, device, dtype, checks)
     if experts and not dense:
         routed = ExpertWeights(checkpoint, facts, sizes, layer, device, dtype, checks)
         gate_up, down = routed.batch(range(sizes["experts"]))
@@ -168,7 +168,7 @@ def layer_weights(
 def _outside_experts(
     checkpoint: Checkpoint,
     facts: Architecture,
-    here: LayerFacts,
+    here: KindFacts,
     layer: int,
     device: torch.device,
     dtype: torch.dtype,
@@ -178,14 +178,12 @@ def _outside_experts(
     weights: dict[str, torch.Tensor] = {}
     for name, tensor in here.tensors.items():
         full = facts.layer(layer, name)
-        if name in facts.modules.without or (tensor.optional and full not in checkpoint.tensors):
+        if tensor.optional and full not in checkpoint.tensors:
             continue
         stored = checkpoint.tensor(checkpoint.require(full, "a tensor of the layer").name).to(device)
         checks.append((is_finite(stored), partial(_read_again, checkpoint, full)))
         weights[facts.in_transformers(name)] = stored.to(torch.float32 if tensor.dtype == "F32" else dtype)
     for name in here.linears:
-        if name in facts.modules.without:
-            continue
         full = facts.layer(layer, name)
         weight = unchecked_weight(checkpoint, full, device)
         checks.append((is_finite(weight), partial(read_weight, checkpoint, full, device)))

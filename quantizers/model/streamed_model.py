@@ -133,7 +133,8 @@ class StreamedModel:
         del weights  # otherwise what `release_experts` releases would live here until the block ends
         module.requires_grad_(False)
         try:
-            yield DecoderLayer(number, module, self.facts.halves(number), self.facts.alone(number))
+            kind = self.facts.of_layer(number)
+            yield DecoderLayer(number, module, kind.halves, kind.alone)
         finally:
             module.to("meta")  # frees the weights even if someone still references the module
 
@@ -253,14 +254,13 @@ def load_layer(
         raise ArchitectureError(f"{about}: transformers' layer has other shapes ({reason})") from None
     if unknown:
         raise ArchitectureError(
-            f"{about}: transformers' layer has no place for {unknown[0]}; if the model computes without it, add its "
-            "published name to modules.without"
+            f"{about}: transformers' layer has no place for {unknown[0]}; if the model computes without it, name it "
+            "among the unread"
         )
     missing = [name for name in missing if name not in left_out]
     if missing:
         raise ArchitectureError(
-            f"{about}: transformers' layer needs {missing[0]}; name it among its tensors or linears, or take it out of "
-            "modules.without"
+            f"{about}: transformers' layer needs {missing[0]}; name it among its tensors or linears"
         )
 
 

@@ -289,10 +289,13 @@ def random_job(job: Job, experts: int, **narrow: int) -> Job:
     first = job.sizes.moe_layers[0]
     config = resized(job.config, job.facts, layers=first + 1, experts=experts, vocabulary=VOCABULARY, **narrow)
     config |= {"bos_token_id": 0, "eos_token_id": 1}
-    sizes = sizes_of(job.facts, config, CONFIG)
-    block, specs = declared_block(config, CONFIG), expected_tensors(job.facts, sizes, config, CONFIG)
-    plan = make_plan(job.facts, sizes, specs, job.plan.settings(first), CONFIG, block)
-    return replace(job, sizes=sizes, config=config, plan=plan, source=None, fp8=plan.fp8_form(block), allocation=None)
+    facts = architecture_for(config, CONFIG)
+    sizes, block = sizes_of(facts), declared_block(config, CONFIG)
+    specs = expected_tensors(facts, sizes, config, CONFIG)
+    plan = make_plan(facts, sizes, specs, job.plan.settings(first), CONFIG, block)
+    return replace(
+        job, facts=facts, sizes=sizes, config=config, plan=plan, source=None, fp8=plan.fp8_form(block), allocation=None
+    )
 
 
 def resized(config: dict[str, Any], facts: Architecture | None = None, **sizes: int) -> dict[str, Any]:
@@ -301,8 +304,8 @@ def resized(config: dict[str, Any], facts: Architecture | None = None, **sizes: 
     Layers that predict further tokens are left out: nothing is computed in them.
     """
     facts = facts or architecture_for(config, CONFIG)
-    without = {facts.mtp_layer.layers: 0} if facts.mtp_layer else {}
-    return config | without | {facts.sizes[word].key: size for word, size in sizes.items()}
+    sizes = {"mtp": 0} | sizes
+    return config | {facts.sizes[word].key: size for word, size in sizes.items() if word in facts.sizes}
 
 
 def write_random(
@@ -313,7 +316,7 @@ def write_random(
     Norms have outlier channels; linear weights are scaled by 1/√columns, which preserves the length of a vector.
     Random numbers differ between devices.
     """
-    sizes = sizes_of(facts, config, CONFIG)
+    sizes = sizes_of(facts)
     generator = torch.Generator(device).manual_seed(seed)
     specs = expected_tensors(facts, sizes, config, CONFIG)
     tensors = {name: _draw(name, spec, facts, specs, generator) for name, spec in specs.items()}

@@ -49,7 +49,7 @@ def opened(folder: Path) -> StreamedModel:
     checkpoint = open_folder(folder)
     where = str(folder / "config.json")
     facts = architecture_for(checkpoint.config, where, None, checkpoint.tensors)
-    sizes = sizes_of(facts, checkpoint.config, where)
+    sizes = sizes_of(facts)
     return StreamedModel(
         split_fused_experts(checkpoint, facts, sizes), facts, sizes, torch.device("cpu"), torch.float32
     )
