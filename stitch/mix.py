@@ -125,28 +125,32 @@ def examine(
         CheckpointError: a layer's experts differ too much from the source's times the ratio of the norms, or its norm
             was smoothed although something reads it that keeps its bytes.
     """
-    layers = []
+    layers, norm = [], facts.norm
     for layer in sizes.moe_layers:
-        ratio = stored_norm_ratio(source, experts, facts.layer(layer, facts.norm.tensor), facts.norm.offset)
+        ratio = torch.ones(1)
+        if norm is not None:
+            ratio = stored_norm_ratio(source, experts, facts.layer(layer, norm.tensor), norm.offset)
         router = facts.layer(layer, facts.router.tensor)
         state: Router = "not smoothed"
-        if bool((ratio != 1).any()):
+        if norm is not None and bool((ratio != 1).any()):
             if facts.also_reads_the_norm:
                 raise CheckpointError(
-                    f"{experts.folder}: layer {layer}: {facts.norm.tensor} was divided in {int((ratio != 1).sum())} of "
+                    f"{experts.folder}: layer {layer}: {norm.tensor} was divided in {int((ratio != 1).sum())} of "
                     f"{len(ratio)} channels, but {' and '.join(facts.also_reads_the_norm)} read it too and would keep "
                     "the source's bytes: its experts fit the divided norm alone, so neither norm would be right for "
                     "both; give experts that were quantized without scales in this norm"
                 )
-            state = router_state(
-                source.tensor(router), experts.tensor(experts.require(router, "the router").name), ratio
-            )
+            state = "compensated"  # as it is, if it does not read this norm
+            if facts.router_follows:
+                found = experts.tensor(experts.require(router, "the router").name)
+                state = router_state(source.tensor(router), found, ratio)
         errors = [0.0, 0.0]
         for expert in sorted({0, sizes["experts"] // 2, sizes["experts"] - 1}):  # the audit reads all of them
             modules = [facts.expert(layer, expert, matrix) for matrix in MATRICES]
             old, new = ([read_weight(c, module, device) for module in modules] for c in (source, experts))
+            inner = not facts.of_layer(layer).own_gate
             for i, smooth in enumerate((ratio.to(device), torch.ones_like(ratio, device=device))):
-                errors[i] = max(errors[i], *matrix_errors(old, new, smooth).tolist())
+                errors[i] = max(errors[i], *matrix_errors(old, new, smooth, inner=inner).tolist())
         if errors[0] >= CLOSE_ENOUGH:
             raise CheckpointError(
                 f"{experts.folder}: layer {layer}: its experts are {errors[0]:.0%} away from the source's times the "
@@ -211,7 +215,7 @@ def layer_tensors(
     for action in plan.of_layer(layer):
         if action.kind == "compensate":
             router = source.tensor(action.source).float()
-            if repair_router:
+            if repair_router and facts.norm:
                 (norm,) = (a.source for a in plan.of_layer(layer) if a.kind == "fold")
                 router = router * norm_ratio(source.tensor(norm), tensors[norm], facts.norm.offset)
             tensors[action.source] = router.to(torch_dtype(action.outputs[action.source].dtype))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -198,6 +199,31 @@ def finished(
     return Finished(
         folder / "output", tiny_model, report, recipe, folder / "calibration.yaml", folder / "held-out.yaml"
     )
+
+
+@pytest.fixture
+def copied(finished: Finished, tmp_path: Path) -> Path:
+    """A copy of the finished folder, to be damaged."""
+    return shutil.copytree(finished.folder, tmp_path / "copy")
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A `runs.Small`: a random model of three layers, and an unbroken run of it."""
+    import torch
+    from runs import Small
+    from tiny import write_job
+
+    from quantizers.pipeline import pipeline
+    from quantizers.pipeline.options import Options
+    from quantizers.planning.job import prepare
+
+    folder, needed = tmp_path_factory.mktemp("small"), list[int]()
+    recipe = write_job(folder, layers=3, words=20, samples=3, awq={"grid": 5})
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pipeline, "check_room", lambda _, asked: needed.append(asked))
+        report = pipeline.run(prepare(str(recipe)), Options(folder / "whole", torch.device("cpu")))
+    return Small(folder, report, needed[0])
 
 
 @pytest.fixture(scope="session")

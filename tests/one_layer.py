@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from quantizers.architectures.gates import plain_gate
 from quantizers.architectures.matrices import MATRICES
 from quantizers.model.moe_inputs import MoeInputs
 from quantizers.model.moe_inputs import capture_moe_inputs as seen
@@ -19,6 +20,7 @@ EXPERTS, HIDDEN, WIDTH, GROUP = 5, 96, 64, 32
 
 
 silu = torch.nn.functional.silu
+plain = plain_gate(silu)
 
 
 @dataclass

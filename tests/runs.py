@@ -13,9 +13,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from tiny import write_job
+from torch import Tensor
 
+from quantizers.calibration.load_set import load_set
 from quantizers.calibration.lock import lock_set
 from quantizers.pipeline import quantizer
 from quantizers.pipeline.options import Options
@@ -67,6 +70,24 @@ class Small(JobFolder):
         """The same job elsewhere, for a test that changes the source or a set."""
         shutil.copytree(self.folder, folder)
         return Small(folder, self.report, self.needed)
+
+
+@dataclass(frozen=True)
+class Made(JobFolder):
+    """A run of a tiny model of some type, and what it reported."""
+
+    name: str
+    report: dict[str, Any]
+
+    def texts(self, name: str = "held-out") -> list[Tensor]:
+        """Token ids of the texts of one of its two sets."""
+        data = load_set(self.folder / f"{name}.yaml", str(self.model))
+        return [torch.from_numpy(sample.tokens).long() for sample in data.samples]
+
+
+def report_of(folder: JobFolder) -> dict[str, Any]:
+    """What a run of the recipe reports, on the CPU."""
+    return run(folder.job, Options(folder.output, torch.device("cpu")))
 
 
 VARYING = {"report.json", "README.md"}  # these carry times and memory

@@ -131,13 +131,13 @@ def make(folder: Path, seed: int = 0, shards: int = 2, **changes: Any) -> Path:
     return write(folder, c, tensors(c, seed), shards)
 
 
-def write_job(folder: Path, layers: int = 4, words: int = 40, samples: int = 6, **experts: Any) -> Path:
+def write_job(folder: Path, layers: int = 4, words: int = 40, samples: int = 4, **experts: Any) -> Path:
     """A random checkpoint, calibration and held-out set, and the recipe of them."""
     write_tokenizer(make(folder / "model", num_hidden_layers=layers))
     return write_recipe(folder, words, samples, **experts)
 
 
-def write_recipe(folder: Path, words: int = 40, samples: int = 6, **experts: Any) -> Path:
+def write_recipe(folder: Path, words: int = 40, samples: int = 4, **experts: Any) -> Path:
     """A calibration and a held-out set, and the recipe for the checkpoint in `folder`/model."""
     for name in ("calibration", "held-out"):
         rows = [{"text": " ".join(f"{name} {i} {j}" for j in range(words))} for i in range(samples)]

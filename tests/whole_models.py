@@ -23,6 +23,8 @@ def stored(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def fp8_by_the_library(weight: Tensor, scale: Tensor, block: list[int]) -> Tensor:
     from compressed_tensors.entrypoints.convert import FP8BlockDequantizer
 
+    if weight.dim() == 3:  # of all experts
+        return torch.stack([fp8_by_the_library(*pair, block) for pair in zip(weight, scale, strict=True)])
     library = FP8BlockDequantizer(targets=["m"], weight_block_size=tuple(block), dtype=torch.float32)
     return library.process({"m.weight": weight, "m.weight_scale_inv": scale})["m.weight"]
 
@@ -32,12 +34,13 @@ def source_weights(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     config, tensors = stored(folder)
     weights = {}
     for name, tensor in tensors.items():
+        scaled = name.removesuffix("_inv").removesuffix("_scale")
         if f"{name}_scale" in tensors:
             weights[name] = tensor.float() * tensors[f"{name}_scale"].float()
         elif tensor.dtype == torch.float8_e4m3fn:
             block = config["quantization_config"]["weight_block_size"]
             weights[name] = fp8_by_the_library(tensor, tensors[f"{name}_scale_inv"].float(), block)
-        elif not name.endswith(("_scale_inv", "_scale")):
+        elif scaled == name or scaled not in tensors:
             weights[name] = tensor
     return config, weights
 

@@ -19,6 +19,12 @@ from calibration_tokenizer import write_tokenizer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quantizers.architectures.families import architecture_for
+from quantizers.architectures.sizes import sizes_of
+from quantizers.checkpoint.reader import open_folder
+from quantizers.formats.tensor_names import split_fused_experts
+from quantizers.model.streamed_model import StreamedModel
+
 Settings = dict[str, Any]
 ATTENTION = ("sdpa", "eager")  # some classes have no other than the second
 
@@ -73,6 +79,11 @@ BLOCKS: Settings = {  # every matrix of whole blocks of 128 × 128
     "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "head_dim": 64,
     "linear_key_head_dim": 64, "linear_value_head_dim": 32,
 }  # fmt: skip
+STEP: Settings = FIRST_DENSE | _layers("fsfs") | {
+    "pad_token_id": 1, "num_sliding_attention_heads": 6, "query_pre_attn_scalar": 32, "per_layer_config": {},
+    "swiglu_limits": [0.0, 0.0, 0.7, 0.4], "swiglu_limits_shared": [0.0, 0.0, 0.0, 0.5],
+    "rope_parameters": {f"{kind}_attention": _rope()["rope_parameters"] for kind in ("full", "sliding")},
+}  # fmt: skip
 
 # Types that have a class for text alone and one with vision.
 WITH_VISION = ("aria", "gemma4", "inkling", "llama4", "minimax_m3_vl", "qwen3_5_moe", "qwen4_exp")
@@ -81,7 +92,8 @@ TYPES: dict[str, Settings] = {
     "afmoe": _layers("sfsf") | {"mup_enabled": True, "route_scale": 2.5},
     "aria": {},
     "axk1": MLA,
-    "axk2": MLA | FIRST_DENSE | _layers("dddd"),
+    # With few heads, many scores of its indexer are 0, and which of these it takes depends on the batch.
+    "axk2": MLA | FIRST_DENSE | _layers("dddd") | {"index_n_heads": 16},
     "cohere2_moe": FIRST_DENSE | _layers("sfsf"),
     "deepseek_ocr2": FIRST_DENSE,
     "deepseek_v2": MLA,
@@ -101,7 +113,7 @@ TYPES: dict[str, Settings] = {
     "flex_olmo": NARROW,
     "gemma4": _layers("sssf") | {
         "pad_token_id": 2, "enable_moe_block": True, "per_layer_config": {"3": {"head_dim": 64}},
-        "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 320,
+        "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 320, "tie_word_embeddings": False,
     },
     "glm4_moe": {"attention_bias": True},
     "glm4_moe_lite": MLA | FIRST_DENSE,
@@ -165,52 +177,33 @@ TYPES: dict[str, Settings] = {
     "qwen4_exp": _layers("lqlq") | {
         "hc_lowrank": 16, "ple_embed_dim": 32, "ngram_vocab_size_base": 500, "split_ngram_parts": 2,
         "heads_per_ngram": 2, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 32,
-        "indexer_budget": 16, "indexer_compress_ratio": 2,
+        "indexer_budget": 16, "indexer_compress_ratio": 2, "ple_layer_ids": [1],
     },
     "solar_open": {},
-    "step3p7": FIRST_DENSE | _layers("fsfs") | {
-        "pad_token_id": 1, "num_sliding_attention_heads": 6, "query_pre_attn_scalar": 32, "per_layer_config": {},
-        "rope_parameters": {f"{kind}_attention": _rope()["rope_parameters"] for kind in ("full", "sliding")},
-    },
+    "step3p7": STEP,
+    "step3p7 as published": STEP | {"moe_intermediate_size": 256},
     "zaya": {"router_hidden_size": 32, "num_experts_per_tok": 1},
 }  # fmt: skip
 TYPES |= {f"{name} with vision": TYPES[name] for name in WITH_VISION}
 # What is said of the types that are refused. Those that TYPES lacks cannot be built, or have no decoder alone.
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("aria", "aria with vision"), "its experts hold weight [8, 128, 512], not gate_up_proj"),
+    "deepseek_v4": "layer 0: input_ids depends on the tokens, not on their number alone",
+    "inkling with vision": "mlp.experts.w13_weight holds the experts in a layout of its own",
     **dict.fromkeys(
-        ("axk2", "flex_olmo", "qwen4_exp", "qwen4_exp with vision"),
-        "its experts do not read the output of a norm with a vector of weights alone",
+        ("qwen4_exp", "qwen4_exp with vision"),
+        "layer 0: ple_input_ids depends on the tokens, not on their number alone",
     ),
-    "dbrx": "transformers cannot make DbrxForCausalLM of it",
-    "deepseek_v4": "its experts are chosen by a stored table",
-    "doge": "DogeForCausalLM has no layers with experts",
-    "ernie4_5_vl_moe": "makes mlp.text_moe.gate.weight of model.layers.1.mlp.gate.weight and other tensors",
-    **dict.fromkeys(
-        ("gemma4", "gemma4 with vision", "inkling", "inkling with vision"),
-        "0 parameters [8, 128] of a layer multiply what its experts",
-    ),
-    **dict.fromkeys(
-        ("glm5_next", "glm_moe_dsa", "hy_v4"), "its layers hand on more than hidden states (prev_topk_indices)"
-    ),
-    "zaya": "its layers hand on more than hidden states (prev_router_hidden_states)",
+    "dbrx": "object has no attribute 'rope_theta'), nor of its class's own defaults; give another model",
+    "doge": "DogeForCausalLM has no layers with a module called experts",
     **dict.fromkeys(
         ("nllb_moe", "switch_transformers"),
-        "it cannot run with layers that pass their states on",
+        "has an encoder, which this program does not compute",
     ),
     "gpt_oss": "its experts hold gate_up_proj [8, 128, 192], gate_up_proj_bias [8, 192], down_proj [8, 96, 128]",
-    **dict.fromkeys(
-        ("granitemoe", "granitemoehybrid", "granitemoeshared", "step3p7"),
-        "holds the experts in a layout of its own",
-    ),
     "jetmoe": "its experts hold weight [8, 64, 128], not gate_up_proj",
-    "kimi_linear": "makes self_attn.conv1d.weight of model.layers.0.self_attn.k_conv1d.weight and other tensors",
     **dict.fromkeys(("llama4", "llama4 with vision"), "its experts hold gate_up_proj [8, 128, 192], down_proj [8, 96,"),
     "longcat_flash": "its experts hold gate_up_proj [12, 192, 128], down_proj [8, 128, 96]",
-    **dict.fromkeys(
-        ("minimax_m3_vl", "minimax_m3_vl with vision"),
-        "its experts compute another product than act(gate) * up",
-    ),
     "nemotron_h": "its experts hold up_proj [8, 96, 128], down_proj [8, 128, 96]",
 }
 # The class of the whole model where it is not the only ForCausalLM of its type.
@@ -232,9 +225,14 @@ CLASSES = {
     "qwen3_vl_moe as published": "Qwen3VLMoeForConditionalGeneration",
     "qwen4_exp with vision": "Qwen4ExpForConditionalGeneration",
     "step3p7": "Step3p7ForConditionalGeneration",
+    "step3p7 as published": "Step3p7ForConditionalGeneration",
 }
 # transformers itself reads no model of these types with one tensor for each expert's matrix.
-FUSED_ONLY = ("granitemoe_swa", "mistral4", "qwen3_vl_moe", "qwen3_vl_moe as published")
+FUSED_ONLY = (
+    "gemma4", "gemma4 with vision", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hy_v4",
+    "inkling", "minimax_m3_vl", "mistral4", "qwen3_vl_moe", "qwen3_vl_moe as published", "step3p7",
+    "step3p7 as published", "zaya",
+)  # fmt: skip
 # A size that the class works out of others, and does not take.
 WORKED_OUT = {"jetmoe": "num_attention_heads", "nemotron_h": "num_hidden_layers"}
 
@@ -271,7 +269,9 @@ def config_of(name: str) -> Any:
     if text is default:
         return config_class(**_text(default, name))
     parts = {part: getattr(default, part, None) for part in config_class.sub_configs}
-    return config_class(**{p: _text(c, name) if c is text else _tower(c) for p, c in parts.items() if c is not None})
+    made = {p: _text(c, name) if c is text else _tower(c) for p, c in parts.items() if c is not None}
+    # The whole model's own key: gemma4's embeddings are so large that with a tied head a text would repeat one token.
+    return config_class(**made, **{key: TYPES[name][key] for key in ("tie_word_embeddings",) if key in TYPES[name]})
 
 
 def _text(default: Any, name: str) -> Settings:
@@ -294,7 +294,7 @@ def whole_model(name: str, config: Settings, weights: dict[str, Tensor]) -> Any:
     """
     whole = whole_class(name)
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
-    made = whole.config_class.from_dict(plain)
+    made = whole.config_class.from_dict(whole.config_class._decode_special_floats(plain))
     numbers = {name: tensor.float() for name, tensor in (_fused(weights) if name in FUSED_ONLY else weights).items()}
     settings = {"dtype": torch.float32, "experts_implementation": "eager", "output_loading_info": True}
     for attention in ATTENTION:
@@ -354,12 +354,25 @@ def save(name: str, folder: Path) -> Path:
     return write_tokenizer(folder)
 
 
-# As Qwen3.5-MoE and Qwen3-VL-MoE are published ---------------------------------------------------------------------
+def opened(folder: Path, dtype: torch.dtype = torch.float32) -> StreamedModel:
+    """A saved model, to be streamed."""
+    checkpoint = open_folder(folder)
+    where = str(folder / "config.json")
+    facts = architecture_for(checkpoint.config, where, None, checkpoint.tensors)
+    sizes = sizes_of(facts)
+    return StreamedModel(split_fused_experts(checkpoint, facts, sizes), facts, sizes, torch.device("cpu"), dtype)
 
-# All linear modules of a layer but routers, gates and the two small ones of linear attention.
+
+# As Qwen3.5-MoE, Qwen3-VL-MoE and Step-3.7 are published -----------------------------------------------------------
+
+FP8: Settings = {
+    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+}  # fmt: skip
+# All linear modules of a layer but routers, gates and the two small ones of linear attention; of Step the experts.
 FP8_WEIGHT = re.compile(
     r".*(self_attn\.\w_proj|linear_attn\.(in_proj_qkv|in_proj_z|out_proj)|(shared_expert|experts\.\d+)\.\w+_proj)\.weight"
 )
+FP8_EXPERTS = re.compile(r".*\.moe\.(gate|up|down)_proj\.weight")
 
 
 def _publish(folder: Path) -> None:
@@ -373,12 +386,11 @@ def _publish(folder: Path) -> None:
         last = {name: t for name, t in tensors.items() if ".language_model.layers.3." in name}
         tensors |= {"mtp.layers.0." + name.partition(".layers.3.")[2]: t.clone() for name, t in last.items()}
         tensors |= {"mtp.fc.weight": torch.randn(128, 256).bfloat16(), "mtp.norm.weight": torch.zeros(128).bfloat16()}
-    for name in [name for name in tensors if FP8_WEIGHT.fullmatch(name)]:
-        tensors[name], tensors[f"{name}_scale_inv"] = _fp8(tensors[name])
+    which = FP8_EXPERTS if config["model_type"] == "step3p7" else FP8_WEIGHT
+    for name in [name for name in tensors if which.fullmatch(name)]:
+        tensors[name], tensors[f"{name}_scale_inv"] = fp8(tensors[name])
     save_file(tensors, file, metadata={"format": "pt"})
-    config["quantization_config"] = {
-        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
-    }  # fmt: skip
+    config["quantization_config"] = FP8
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -408,10 +420,10 @@ def _fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
-def _fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight of whole blocks of 128 × 128, as codes and as the bfloat16 scales of its blocks."""
-    rows, columns = (size // 128 for size in weight.shape)
-    blocks = weight.float().view(rows, 128, columns, 128)
-    scale = (blocks.abs().amax((1, 3)) / 448).bfloat16()
-    codes = (blocks / scale.float()[:, None, :, None]).clamp(-448, 448).view(weight.shape)
+def fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight of whole blocks of 128 × 128, or several, as codes and as the bfloat16 scales of their blocks."""
+    *several, rows, columns = weight.shape
+    blocks = weight.float().view(*several, rows // 128, 128, columns // 128, 128)
+    scale = (blocks.abs().amax((-3, -1)) / 448).bfloat16()
+    codes = (blocks / scale.float()[..., :, None, :, None]).clamp(-448, 448).view(weight.shape)
     return codes.to(torch.float8_e4m3fn), scale

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from quantizers.architectures.sizes import Sizes
+from quantizers.architectures.skeleton import scores
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.layers.loop import all_tensors, layer_steps
 from quantizers.layers.step import Consumer, LayerStep, Need
@@ -108,7 +109,7 @@ class RouteCounter(Consumer):
         own = range(dist.rank, len(rows), dist.world_size)
         self.rows = [rows[i] for i in own]  # the category of each of this process's sequences
         path = work / f"states-{dist.rank}.bin"
-        self.states = ActivationStore(path, [lengths[i] for i in own], sizes["hidden"], model.dtype)
+        self.states = ActivationStore(path, [lengths[i] for i in own], model.row_width, model.dtype)
         table = model.embedding()
         for row, i in enumerate(own):
             self.states[row] = model.begin(sequences[i], table)
@@ -124,7 +125,7 @@ class RouteCounter(Consumer):
         with captured as scores:
             for row, category in enumerate(self.rows):
                 output, chosen = model.run(layer, self.states[row])
-                if not bool(torch.isfinite(output).all()):
+                if not bool(torch.isfinite(output[:, : model.hidden]).all()):
                     raise QuantizeError(f"{model.checkpoint.name}: layer {number}: its output is not finite")
                 self.states[row] = output
                 if chosen is not None:
@@ -179,18 +180,21 @@ def ranked(scores: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, torch.Tens
 def _router_scores(layer: DecoderLayer, model: StreamedModel) -> Iterator[list[torch.Tensor]]:
     """Captures, with a forward hook, the scores (T, E) by which a layer's router chooses experts, or groups of them.
 
-    transformers' routers return their logits first. Families with a correction bias pass it to the router as an
+    A router may score more than the experts, behind them. Families with a correction bias pass it to the router as an
     argument, or it is a buffer of the router; with sigmoid scoring it is added to the probabilities.
     """
     captured: list[torch.Tensor] = []
+    experts = model.sizes["experts"]
 
     def capture(module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        logits = (output[0] if isinstance(output, tuple) else output).float()
-        scores = logits.sigmoid() if model.facts.router.scoring == "sigmoid" else logits
+        made = scores(output, experts)
+        assert made is not None, "the router of the facts makes no scores"
+        logits = made.float()
+        found = logits.sigmoid() if model.facts.router.scoring == "sigmoid" else logits
         for extra in (*inputs[1:], *module.buffers()):
             if isinstance(extra, torch.Tensor) and extra.shape == logits.shape[-1:]:
-                scores = scores + extra
-        captured.append(scores)
+                found = found + extra
+        captured.append(found.flatten(0, -2)[:, :experts])
 
     hook = layer.module.get_submodule(model.facts.modules.router).register_forward_hook(capture)
     try:

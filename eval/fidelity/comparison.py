@@ -166,7 +166,7 @@ def _of_batch(source: ActivationStream, candidate: ActivationStream, batch: rang
     """The numbers of `OfText` of each text of a batch (B, 3) float64, on the streams' device."""
     device = source.model.device
     rows, lengths = source.left.of_batch(batch)
-    a, b = (stream.left.flat[rows].to(device) for stream in (source, candidate))
+    a, b = (one.left.flat[rows, : one.model.hidden].to(device) for one in (source, candidate))
     same = torch.zeros(len(a), dtype=torch.float64, device=device)
     if routed:
         ours, theirs = (stream.chosen.flat[rows].to(device) for stream in (source, candidate))
@@ -197,17 +197,19 @@ def weight_errors(
         experts and attention: ‖candidate − source‖ / ‖source‖ over all their matrices.
     """
     dense = layer in sizes.dense
+    before = facts.norm
 
     def ratio(norm: str) -> torch.Tensor:
-        return stored_norm_ratio(source, candidate, facts.layer(layer, norm), facts.norm.offset).to(device)
+        offset = before.offset if before else 0
+        return stored_norm_ratio(source, candidate, facts.layer(layer, norm), offset).to(device)
 
     def experts() -> Pairs:
-        smooth = ratio(facts.norm.tensor)
+        smooth = ratio(before.tensor) if before else torch.ones(1, device=device)
         for expert in range(0 if dense else sizes["experts"]):
             modules = [facts.expert(layer, expert, matrix) for matrix in MATRICES]
             gate, up, down = (read_weight(source, module, device) for module in modules)
             g, u, d = (read_weight(candidate, module, device) for module in modules)
-            rows = row_scale(u / smooth, up)
+            rows = torch.ones_like(up[:, 0]) if facts.of_layer(layer).own_gate else row_scale(u / smooth, up)
             yield from ((g / smooth, gate), (u / smooth / rows.unsqueeze(1), up), (d * rows, down))
 
     def attention() -> Pairs:

@@ -16,6 +16,7 @@ from quantizers.system.strict_yaml import dump
 
 from .facts import (
     Facts,
+    HandedFacts,
     KindFacts,
     KvCacheFacts,
     LinearFacts,
@@ -86,9 +87,12 @@ class Architecture(Known):
     layer_prefix: str
     kinds: list[KindFacts]
     mtp: KindFacts | None = None
+    handed: HandedFacts | None = None
+    streams: int = 1  # of a token between layers, each of the hidden size
     expert_prefix: str
     expert_linears: dict[Matrix, LinearFacts]
-    norm: NormFacts
+    fused: dict[str, list[Matrix]] = Field(default_factory=dict)
+    norm: NormFacts | None = None
     router: RouterFacts
     modules: Modules
     positions: int | None = None
@@ -98,7 +102,7 @@ class Architecture(Known):
     def _agree(self) -> Self:
         in_layers = {name for kind in self.every_kind(with_dense=False) for name in kind.tensors}
         for key, name, tensors in (
-            ("norm.tensor", self.norm.tensor, in_layers),
+            *([("norm.tensor", self.norm.tensor, in_layers)] if self.norm else []),
             ("router.tensor", self.router.tensor, in_layers),
             ("embedding", self.embedding, self.outside),
             ("head", self.head, self.outside),
@@ -107,7 +111,7 @@ class Architecture(Known):
                 raise ValueError(f"{key}: {name} is not among the tensors")
         words = {ROUTER, EXPERTS, "residual", *self.every_linear(with_dense=False), *in_layers, *self.outside}
         numbers = [number for kind in self.kinds for number in kind.layers]
-        for reader in self.norm.readers:  # one that the class has no place for is unread
+        for reader in self._readers:  # one that the class has no place for is unread
             if reader not in words and not any(self.is_unread(self.layer(number, reader)) for number in numbers):
                 raise ValueError(f"norm.readers: {reader} is neither {ROUTER}, {EXPERTS} nor residual, nor any tensor")
         return self
@@ -118,20 +122,40 @@ class Architecture(Known):
         return self.targets.keys if self.targets else SECTION_KEYS
 
     @property
+    def _readers(self) -> list[str]:
+        return self.norm.readers if self.norm else []
+
+    @property
+    def router_follows(self) -> bool:
+        """Whether the router reads the norm, so that a scale which is folded into this must be multiplied into it."""
+        return ROUTER in self._readers
+
+    @property
     def also_reads_the_norm(self) -> list[str]:
         """What reads the norm besides the router and the experts: while there is any, no scale is folded into it.
 
         Only the router and the experts are compensated. Everything else keeps its bytes, and would read another input.
         """
-        return [reader for reader in self.norm.readers if reader not in (ROUTER, EXPERTS)]
+        return [reader for reader in self._readers if reader not in (ROUTER, EXPERTS)]
+
+    @property
+    def against_a_fold(self) -> str | None:
+        """Why no scale can be folded into the norm before the experts; None if one can."""
+        if self.norm is None:
+            return "the experts do not read the output of a norm with a vector of weights alone"
+        if not self.also_reads_the_norm:
+            return None
+        others = ", ".join(self.also_reads_the_norm)
+        return f"{self.norm.tensor} is also read by {others}, which would have to change with it and keeps its bytes"
 
     def found(self) -> dict[str, Any]:
         """What probing the model's own layers found, for report.json; empty for a family with a file of facts."""
         if not self.probes:
             return {}
         kinds = [kind.model_dump(exclude={"tensors", "linears"}) for kind in self.kinds]
-        roles = {"experts": self.modules.experts, "norm": self.norm.model_dump(), "router": self.router.model_dump()}
-        return {"class": self.model_class, **roles, "kinds": kinds, "probes": self.probes}
+        roles = {"norm": self.norm and self.norm.model_dump(), "router": self.router.model_dump()}
+        experts = self.modules.experts
+        return {"class": self.model_class, "experts": experts, **roles, "kinds": kinds, "probes": self.probes}
 
     def as_yaml(self) -> str:
         """A file of these facts, without what the probes found, from which they can be read again."""
@@ -142,14 +166,19 @@ class Architecture(Known):
         """A sentence on where derived facts come from, and what the probes found; empty for a file of facts."""
         if not self.probes:
             return ""
-        others = ", ".join(self.also_reads_the_norm)
-        fold = f"no scale is folded, since {others} also read {self.norm.tensor}" if others else "scales can be folded"
+        fold = f"no scale is folded, since {self.against_a_fold}" if self.against_a_fold else "scales can be folded"
         probes = ", ".join(f"{name} {number:.0e}" for name, number in self.probes.items())
         whole = sorted(number for kind in self.kinds if not kind.halves and not kind.dense for number in kind.layers)
         again = f"; layers {ranges(whole)} run whole each time" if whole else ""
+        own = sorted(number for kind in self.kinds if kind.own_gate for number in kind.layers)
+        gates = (
+            f"; the experts of layers {ranges(own)} have a gate of their own, so no scale lies between w3 and w2"
+            if own
+            else ""
+        )
         return (
             f"The architecture is derived from transformers' {self.model_class}, with which every layer is compared: "
-            f"{fold}{again}. Probes on random weights, as a part of the largest value: {probes}"
+            f"{fold}{again}{gates}. Probes on random weights, as a part of the largest value: {probes}"
         )
 
     def scaled_with(self, linear: str) -> str | None:
@@ -187,7 +216,9 @@ class Architecture(Known):
         return self.layer(layer, prefix + self.expert_linears[matrix].name)
 
     def in_transformers(self, name: str) -> str:
-        """transformers' name for a published tensor name, both without the layer's prefix."""
+        """transformers' name for a published tensor name, both without the layer's prefix; a converted one's own."""
+        if any(name in parts for parts in self.modules.converted.values()):
+            return name
         if name in self.modules.rename:
             return self.modules.rename[name]
         for published, module in self.modules.rename.items():

@@ -45,6 +45,7 @@ class KindFacts(Facts):
         dense: whether they have no experts.
         halves: whether they run in two halves, see model/streamed_model.py.
         alone: whether each sequence must go through them alone, since others beside it would change its states.
+        own_gate: whether their experts have a gate of their own, see gates.py.
     """
 
     tensors: dict[str, TensorFacts] = {}
@@ -53,6 +54,23 @@ class KindFacts(Facts):
     dense: bool
     halves: bool
     alone: bool
+    own_gate: bool = False
+
+
+class HandedFacts(Facts):
+    """What each layer hands on to the next besides its states, such as the tokens that an indexer has chosen.
+
+    Attributes:
+        argument: the layer's parameter that gets it.
+        entry: its place in the tuple that a layer returns; None there stands for nothing.
+        width: of its last dimension, at most; those before are sequences and tokens.
+        dtype: of the model's own for `float`.
+    """
+
+    argument: str
+    entry: int
+    width: int
+    dtype: Literal["float", "int32", "int64"]
 
 
 class MtpFacts(Facts):
@@ -100,8 +118,8 @@ class NormFacts(Facts):
 
     Attributes:
         tensor: its weight, without the layer's prefix.
-        readers: `router`, `experts` (their gate and up), `residual` (the residual stream continues from the norm's
-            output), or the name of any other linear module, or of a tensor.
+        readers: `experts` (their gate and up), `router` if it reads the same, `residual` (the residual stream continues
+            from the norm's output), or the name of any other linear module, or of a tensor.
         offset: what the model adds to the stored weight w before it multiplies: 1 where it computes (1 + w) x.
     """
 
@@ -114,7 +132,7 @@ class RouterFacts(Facts):
     """The router.
 
     Attributes:
-        tensor: its weight, without the layer's prefix.
+        tensor: the matrix that makes its scores, without the layer's prefix.
         served: the dtype in which servers hold it, and in which it is written when it is compensated.
         scoring: what it makes of its logits before it chooses.
     """
@@ -130,12 +148,17 @@ class Modules(Facts):
     Attributes:
         rename: from published names to transformers' names of modules.
         aliases: other programs' names of tensors, with the published ones.
-        norm, router, experts: paths of submodules.
+        converted: transformers' names of parameters that it makes of other tensors, joined, split or transposed, with
+            the published names of these.
+        idle: transformers' names of parameters of other experts, through which no text goes. They need no weights.
+        norm, router, experts: paths of submodules. The experts read the norm's output; there may be no such module.
     """
 
     rename: dict[str, str] = {}
     aliases: dict[str, str] = {}
-    norm: str
+    converted: dict[str, list[str]] = {}
+    idle: list[str] = []
+    norm: str | None = None
     router: str
     experts: str
 

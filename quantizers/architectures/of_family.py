@@ -63,6 +63,7 @@ def _described(family: Family, config: dict[str, Any]) -> dict[str, Any]:
     roles = Roles(
         experts=own.experts,
         router_weight=f"{own.router}.weight",
+        router_follows=True,
         chosen=skeleton.config.num_experts_per_tok,
         scoring=own.scoring,
         norm=own.norm,

@@ -12,22 +12,27 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch.func import functional_call
-from torch.utils._pytree import tree_leaves
+from torch.fx.experimental import _config
+from torch.utils._pytree import tree_leaves, tree_map
 
 from quantizers.system.errors import ArchitectureError
 
-from .skeleton import Call, Skeleton, first, replaced_forward
+from .facts import HandedFacts
+from .gates import Gate, gate_of
+from .skeleton import Call, Skeleton, first, replaced_forward, scores
 
 TOKENS = 32
 EXACT = 1e-4  # of a probe in float32: sums in another order differ by less, anything that is not exact by far more
 LARGE = 20.0  # times ordinary activations: a product that is clamped shows only there
 FUSED = ("gate_up_proj", "down_proj")
+LONG = 4096  # tokens: what layers hand on may grow with them, up to a number that config.json has
+PLAIN = ("product", "up_down", "large")  # probes of act(gate) * up
 BIG = 2**22  # numbers in a matrix; the rows of a larger one are parts of one vector, to draw fewer numbers
 
 
@@ -37,35 +42,48 @@ class Roles:
 
     Attributes:
         experts: the module of all routed experts, with `gate_up_proj` (E, 2I, H) and `down_proj` (E, H, I).
-        router_weight: the name of the router's parameter (E, H).
+        router_weight: the name of the matrix that makes the router's logits.
+        router_follows: whether it reads what the experts read, so that it must follow a scale that is folded.
         chosen: K.
         scoring: what the router makes of its logits before it chooses; softmax where neither is seen.
         norm: the module whose output the experts read; None if there is none.
-        norm_offset: what it adds to its stored weight before it multiplies.
-        readers: the linear modules that read the norm's output besides the router and the experts; `residual` among
-            them if scales cannot be folded into the norm, and these do not explain it.
+        norm_offset: what it adds to its stored weight before it multiplies; None if it has anything else than one
+            vector of weights, so that no scale can be folded into it.
+        readers: the linear modules, and the other matrices, that read its output besides the router and the experts;
+            `residual` among them if scales cannot be folded into the norm, and these do not explain it.
         probes: the largest difference of each probe by name, as a part of the largest value; see `probe`.
+        idle: the parameters of other experts, through which no text goes.
     """
 
     experts: str
     router_weight: str
+    router_follows: bool
     chosen: int
     scoring: Literal["sigmoid", "softmax"]
     norm: str | None
-    norm_offset: int
+    norm_offset: int | None
     readers: tuple[str, ...]
     probes: dict[str, float]
+    idle: tuple[str, ...] = ()
+
+    @property
+    def own_gate(self) -> bool:
+        """Whether the experts have a gate of their own, see gates.py."""
+        return not all(self.probes[name] < EXACT for name in PLAIN)
 
 
 def kinds_of_layers(skeleton: Skeleton) -> list[list[int]]:
-    """The numbers of the layers of each kind: of the same classes, parameters and arguments."""
+    """The numbers of the layers of each kind: of the same classes, parameters, arguments and numbers of the experts."""
     kinds: dict[Any, list[int]] = {}
     calls = skeleton.calls(TOKENS)
     for number, layer in enumerate(skeleton.layers):
         shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.state_dict().items())
         given = tuple(sorted((name, _shapes(value)) for name, value in calls[number].arguments.items()))
         classes = tuple(map(type, layer.modules()))
-        kinds.setdefault((classes, shapes, given), []).append(number)
+        path = _experts_path(skeleton, number)
+        experts = vars(layer.get_submodule(path)) if path else {}
+        numbers = tuple((name, value) for name, value in experts.items() if isinstance(value, (int, float)))
+        kinds.setdefault((classes, shapes, given, numbers), []).append(number)
     return list(kinds.values())
 
 
@@ -74,8 +92,11 @@ def _shapes(value: Any) -> str:
 
 
 @torch.no_grad()
-def probe(skeleton: Skeleton, number: int) -> tuple[Roles | None, float]:
+def probe(skeleton: Skeleton, number: int, handed: HandedFacts | None = None) -> tuple[Roles | None, float]:
     """The roles of a layer's parts, None if it has no routed experts; and the probe `batch`.
+
+    Args:
+        handed: what layers hand on; sequences then go through them alone, so `batch` is infinite.
 
     The probes, each a difference that is 0 but for rounding where the claim holds:
         batch       sequences that run together, padded at their ends, give what each gives alone
@@ -83,19 +104,38 @@ def probe(skeleton: Skeleton, number: int) -> tuple[Roles | None, float]:
         product     an expert is down · (act(gate · x) * (up · x)), gate above up in `gate_up_proj`
         up_down     a scale may lie between up and down
         large       the last two at activations 20 times as large
-        fold        a scale may be divided out of the norm, and multiplied into router and experts
+        gate        an expert is down · gate(gate_up · x) with a gate of its own, at both sizes of activations
+        fold        a scale may be divided out of the norm, and multiplied into the experts, and into the router if it
+                    reads the norm too
         halves      the layer is residual + block(norm(residual)), where the experts lie in the block
 
     Raises:
-        ArchitectureError: its experts have matrices or arguments that are not known here.
+        ArchitectureError: its experts have matrices or arguments that are not known here, or it needs another layer's.
     """
-    path = _experts_path(skeleton, number)
-    layer = _with_random_weights(skeleton, number, path)
-    if path is None:
-        return None, _batch(skeleton, number, layer, path)
-    found = _Layer(skeleton.calls(TOKENS)[number], layer, path, type(skeleton.model).__name__)
-    batch = _batch(skeleton, number, layer, path)
-    return found.roles(), batch
+    path, model = _experts_path(skeleton, number), type(skeleton.model).__name__
+    others = _other_experts(skeleton.layers[number], path) if path else []
+    layer = _with_random_weights(skeleton, number, [path, *others] if path else [])
+    value = example_of(handed, TOKENS) if handed else None
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ArchitectureError(
+            f"{model}: a text goes through {path} and {' and '.join(others)} of one layer; such a model cannot be "
+            "quantized with this program"
+        )
+
+    with contextlib.ExitStack() as stack:
+        for other in others:
+            stack.enter_context(replaced_forward(layer.get_submodule(other), refuse))
+        try:
+            found = _Layer(skeleton.calls(TOKENS)[number], value, layer, path, model) if path else None
+            batch = math.inf if handed else _batch(skeleton, number, layer, path)
+        except KeyError as failure:
+            raise ArchitectureError(
+                f"{model}: layer {number} cannot run alone: it looks for {failure}, which another layer makes; such a "
+                "model cannot be computed layer by layer here; give another model"
+            ) from None
+        idle = [f"{other}.{name}" for other in others for name in layer.get_submodule(other).state_dict()]
+        return replace(found.roles(), idle=tuple(idle)) if found else None, batch
 
 
 def require_usable(roles: Roles, model_type: str) -> None:
@@ -104,19 +144,15 @@ def require_usable(roles: Roles, model_type: str) -> None:
     Raises:
         ArchitectureError: a probe refutes what is needed of every model.
     """
-    needed = {
+    needed = {  # of the last three none, where a gate of the experts' own explains them
         "tokens": "its experts do not treat every token alone",
         "product": "its experts compute another product than act(gate) * up",
         "up_down": "its experts are not linear in up",
         "large": "its experts compute another product where activations are large, as with a clamp",
     }
-    if roles.norm is None:
-        raise ArchitectureError(
-            f"model type {model_type}: its experts do not read the output of a norm with a vector of weights alone; "
-            "such a model cannot be quantized with this program"
-        )
+    explained = PLAIN if roles.probes["gate"] < EXACT else ()
     for name, meaning in needed.items():
-        if not roles.probes[name] < EXACT:
+        if name not in explained and not roles.probes[name] < EXACT:
             raise ArchitectureError(
                 f"model type {model_type}: {meaning} (probe {name}: {roles.probes[name]:.2g} where 0 is needed); such "
                 "a model cannot be quantized with this program"
@@ -126,14 +162,14 @@ def require_usable(roles: Roles, model_type: str) -> None:
 # Weights ------------------------------------------------------------------------------------------------------------
 
 
-def _with_random_weights(skeleton: Skeleton, number: int, experts: str | None) -> torch.nn.Module:
-    """A layer with random weights, all but its experts': those stay without memory."""
+def _with_random_weights(skeleton: Skeleton, number: int, experts: Sequence[str]) -> torch.nn.Module:
+    """A layer with random weights, all but those of its experts, modules of these names: they stay without memory."""
     generator = torch.Generator().manual_seed(number)
     layer = skeleton.layer(number)
     random = {
         name: _random(name, tensor, generator)
         for name, tensor in layer.state_dict(keep_vars=True).items()
-        if tensor.is_floating_point() and not (experts and name.startswith(f"{experts}."))
+        if tensor.is_floating_point() and not name.startswith(tuple(f"{path}." for path in experts))
     }
     layer.load_state_dict(random, strict=False, assign=True)
     layer.requires_grad_(False)
@@ -148,8 +184,8 @@ def _random(name: str, like: torch.Tensor, generator: torch.Generator) -> torch.
         vector = torch.randn(rows * shift + columns, generator=generator) / math.sqrt(columns)
         return vector.as_strided((rows, columns), (shift, 1)).contiguous()
     values = torch.randn(like.shape, generator=generator)
-    if like.dim() >= 2:
-        return values / math.sqrt(like[0].numel())
+    if like.dim() >= 2:  # several matrices, or a convolution's, have more dimensions
+        return values / math.sqrt(max(like.shape[1:]))
     return 1 + 0.2 * values if name.endswith("weight") else 0.1 * values
 
 
@@ -171,6 +207,16 @@ def _experts_path(skeleton: Skeleton, number: int) -> str | None:
         f"{type(skeleton.model).__name__}: its experts are not held in {' and '.join(FUSED)}; such a model cannot be "
         "quantized with this program"
     )
+
+
+def _other_experts(layer: torch.nn.Module, path: str) -> list[str]:
+    """The modules of routed experts besides the one at this path, such as those for images."""
+    return [
+        name
+        for name, module in layer.named_modules()
+        if name != path and "expert" in name.lower() and "shared" not in name.lower()
+        if any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
+    ]
 
 
 # Probes -------------------------------------------------------------------------------------------------------------
@@ -207,6 +253,55 @@ def weighted(states: torch.Tensor, _: torch.Tensor, weight: torch.Tensor) -> tor
     return states * weight.sum(-1, keepdim=True).to(states.dtype)
 
 
+def example_of(handed: HandedFacts, tokens: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What a layer might hand on of one sequence (1, T, W): numbers in `dtype`, or W of its T tokens' indices."""
+    if handed.dtype == "float":
+        return torch.randn(1, tokens, handed.width, generator=torch.Generator().manual_seed(2)).to(dtype)
+    indices = torch.arange(min(tokens, handed.width), dtype=getattr(torch, handed.dtype))
+    return indices.repeat(1, tokens, 1)
+
+
+def find_handed(skeleton: Skeleton) -> HandedFacts | None:
+    """What the model's layers hand on besides their states, None if nothing; found without computing anything.
+
+    Raises:
+        ArchitectureError: it is of a kind that is not known here.
+    """
+    model = type(skeleton.model).__name__
+    places = {place for call in skeleton.calls(TOKENS) for place in call.handed.items()}
+    if not places:
+        return None
+    positions = getattr(skeleton.config.get_text_config(), "max_position_embeddings", None) or LONG
+    value: torch.Tensor | None = None
+    seen: list[torch.Tensor] = []
+    for number, call in enumerate(skeleton.calls_with(torch.zeros(1, min(LONG, positions), dtype=torch.int64))):
+        layer, path = skeleton.layer(number).to("meta"), _experts_path(skeleton, number)
+        arguments = tree_map(lambda one: one.to("meta") if torch.is_tensor(one) else one, call.of(call.states, value))
+        with contextlib.ExitStack() as stack:
+            if path:
+                stack.enter_context(replaced_forward(layer.get_submodule(path), weighted))
+            # How many rows a mask chooses is not known without numbers: all of them.
+            stack.enter_context(_config.patch(meta_nonzero_assume_all_nonzero=True))  # type: ignore[attr-defined]
+            output = layer(**arguments)
+        (_, entry), *others = places
+        value = output[entry]
+        seen += [] if value is None else [value]
+    if not seen:
+        return None
+    shapes = {tuple(one.shape[:-1]) for one in seen}
+    dtypes = {"float" if one.is_floating_point() else str(one.dtype).removeprefix("torch.") for one in seen}
+    if others or len(shapes | {tuple(call.states.shape[:2])}) != 1 or len(dtypes) != 1:
+        names = ", ".join(sorted({name for name, _ in places}))
+        raise ArchitectureError(
+            f"{model}: its layers hand on more than hidden states and one number, or list, for each token ({names}); "
+            "such a model cannot be computed layer by layer here; give another model"
+        )
+    ((argument, entry),) = places
+    return HandedFacts.model_validate(
+        {"argument": argument, "entry": entry, "width": max(one.shape[-1] for one in seen), "dtype": dtypes.pop()}
+    )
+
+
 @dataclass
 class _Observed:
     """A call of one of a layer's modules."""
@@ -220,26 +315,33 @@ class _Layer:
 
     Args:
         call: what the model's forward passes to it.
+        handed: what the layer before hands on.
         layer: with weights, but without those of its experts.
         path: of the experts.
         model: the model's name, for messages.
     """
 
-    def __init__(self, call: Call, layer: torch.nn.Module, path: str, model: str) -> None:
+    def __init__(self, call: Call, handed: torch.Tensor | None, layer: torch.nn.Module, path: str, model: str) -> None:
         self.layer, self.path, self.model = layer, path, model
         self.experts: Any = layer.get_submodule(path)
         self._require_plain()
         self.count, self.hidden = layer.get_parameter(f"{path}.down_proj").shape[:2]
         self.generator = torch.Generator().manual_seed(0)
         self.states = torch.randn(call.states.shape, generator=self.generator)
-        self.call = call
+        self.call, self.handed = call, handed
         # Σ_k weight_k · (x ∘ mix[index_k]): linear in x, another for each expert, and no matrix.
         self.mix = torch.randn(self.count, self.hidden, generator=self.generator)
         self.undone: torch.Tensor | float = 1.0  # by which the experts' input is multiplied
         self.seen: dict[str, _Observed] = {}
+        self.arguments: list[torch.Tensor] = []  # of the experts, in the last run
         with self._observing():
             self.output = self.run()
-        self.x, self.index, self.weight = self.seen[path].inputs
+        if path not in self.seen:
+            raise ArchitectureError(
+                f"{model}: no text goes through {path}, most of its experts; such a model cannot be quantized with "
+                "this program"
+            )
+        self.x, self.index, self.weight = self.arguments
 
     def _require_plain(self) -> None:
         shapes = {name: list(p.shape) for name, p in self.experts.named_parameters()}
@@ -260,12 +362,12 @@ class _Layer:
         """The layer's output, with the stand-in for the experts, and with other parameters of these names."""
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-            arguments = (*args, *kwargs.values())
+            self.arguments = arguments = [*args, *kwargs.values()]
             self._require_three(arguments)
             return self._stand_in(*arguments)
 
         with replaced_forward(self.experts, forward):
-            return first(functional_call(self.layer, dict(changed or {}), (), self.call.of(self.states)))
+            return first(functional_call(self.layer, dict(changed or {}), (), self.call.of(self.states, self.handed)))
 
     def _require_three(self, arguments: Sequence[Any]) -> None:
         if (
@@ -301,21 +403,21 @@ class _Layer:
 
     def roles(self) -> Roles:
         """All roles, see `probe`."""
-        probes = self._of_the_experts()
+        probes = self._of_the_experts() | {"fold": 1.0, "halves": 1.0}
         norm, router = self._norm(), self._router()
-        readers = self._readers(norm, router)
-        offset = 0
-        probes |= {"fold": 1.0, "halves": 1.0}
+        follows, offset, readers = self._reads_the_same(router), None, list[str]()
         if norm is not None:
-            offset = self._offset(norm)
-            if len(list(self.layer.get_submodule(norm).parameters())) == 1:  # a bias is not folded
-                probes["fold"] = self._fold(norm, offset, [router])
             probes["halves"] = self._halves(norm)
-            linear = [f"{path}.weight" for path in readers]
-            if probes["fold"] >= EXACT and not (linear and self._fold(norm, offset, [router, *linear]) < EXACT):
-                readers.append("residual")
+            if [tuple(p.shape) for p in self.layer.get_submodule(norm).parameters()] == [(self.hidden,)]:
+                offset, readers = self._offset(norm), self._readers(router)
+                matrices = [router] if follows else []
+                probes["fold"] = self._fold(norm, offset, matrices)
+                explained = readers and self._fold(norm, offset, matrices + readers) < EXACT
+                readers = [*map(self._linear, readers)]
+                if probes["fold"] >= EXACT and not explained:
+                    readers.append("residual")
         return Roles(
-            self.path, router, self.index.shape[1], self._scoring(router), norm, offset, tuple(readers), probes
+            self.path, router, follows, self.index.shape[1], self._scoring(router), norm, offset, tuple(readers), probes
         )
 
     def _flat(self, value: Any) -> torch.Tensor | None:
@@ -330,57 +432,71 @@ class _Layer:
         return rows is not None and torch.equal(rows, self.x)
 
     def _norm(self) -> str | None:
-        """The module with a vector of weights whose output is what the experts read."""
+        """The module with weights whose output is what the experts read."""
         norms = [
             path
             for path, call in self.seen.items()
             if path != self.path
             and self._is_input(first(call.output))
-            and {p.shape for p in self.layer.get_submodule(path).parameters()} == {(self.hidden,)}
+            and any(True for _ in self.layer.get_submodule(path).parameters())
         ]
         return norms[-1] if norms else None
 
+    def _matrices(self, path: str) -> dict[str, torch.nn.Parameter]:
+        """A module's own parameters of more than one dimension, by name."""
+        own = self.layer.get_submodule(path).named_parameters(prefix=path, recurse=False)
+        return {name: parameter for name, parameter in own if parameter.dim() > 1}
+
     def _router(self) -> str:
-        """The name of the parameter (E, H) that makes of what the experts read the logits that choose them.
+        """The name of the matrix that makes the scores of the experts: without it, all tokens choose the same ones.
 
         Raises:
-            ArchitectureError: there is none, or several.
+            ArchitectureError: there is none.
         """
-        shape = (self.count, self.hidden)
-        found = [
-            f"{path}.{name}"
-            for path, call in self.seen.items()
-            for name, parameter in self.layer.get_submodule(path).named_parameters(recurse=False)
-            if parameter.shape == shape and path != self.path and call.inputs and self._is_input(call.inputs[0])
-        ]
-        choosing = [path for path, call in self.seen.items() if any(map(self._is_choice, tree_leaves(call.output)))]
-        inside = [name for name in found if any(name.startswith(f"{path}.") for path in choosing)]
-        found = found if len(found) == 1 else inside
-        if len(found) != 1:
-            raise ArchitectureError(
-                f"{self.model}: {len(found)} parameters {list(shape)} of a layer multiply what its experts read; the "
-                "router's alone is needed; such a model cannot be quantized with this program"
-            )
-        return found[0]
+        made = {path: scores(call.output, self.count) for path, call in self.seen.items() if path != self.path}
+        columns = {
+            name: logits.shape[-1]
+            for path, logits in made.items()
+            if logits is not None and logits[..., 0].numel() == len(self.x)
+            for name in self._matrices(path)
+        }
+        for name in sorted(columns, key=lambda one: columns[one]):
+            self.run({name: torch.zeros_like(self.layer.get_parameter(name))})
+            if bool((self.arguments[1] == self.arguments[1][0]).all()):
+                return name
+        raise ArchitectureError(
+            f"{self.model}: no matrix of a layer makes scores by which its {self.count} experts are chosen; such a "
+            "model cannot be quantized with this program"
+        )
 
-    def _is_choice(self, value: Any) -> bool:
-        return torch.is_tensor(value) and value.shape == self.index.shape and torch.equal(value, self.index)
+    def _reads_the_same(self, matrix: str) -> bool:
+        """Whether the module of a matrix reads what the experts read."""
+        inputs = self.seen[matrix.rpartition(".")[0]].inputs
+        return bool(inputs) and self._is_input(inputs[0])
 
     def _scoring(self, router: str) -> Literal["sigmoid", "softmax"]:
         """Whose scores have the ratios of the routing weights."""
-        logits = torch.nn.functional.linear(self.x, self.layer.get_parameter(router))
+        weight, read = self.layer.get_parameter(router), self.seen[router.rpartition(".")[0]].inputs[0]
+        logits = torch.nn.functional.linear(read.reshape(-1, weight.shape[1]), weight)
         ratios = self.weight / self.weight[:, :1]
         scores = logits.sigmoid().gather(1, self.index.long())
         return "sigmoid" if self.index.shape[1] > 1 and _apart(scores / scores[:, :1], ratios) < EXACT else "softmax"
 
-    def _readers(self, norm: str | None, router: str) -> list[str]:
-        """The linear modules that read what the experts read, besides the router."""
-        linear = {p for p, m in self.layer.named_modules() if isinstance(m, torch.nn.Linear)}
+    def _readers(self, router: str) -> list[str]:
+        """The matrices that read what the experts read, besides the router's."""
+        matrices = {
+            name: matrix for path in self.seen if path != self.path for name, matrix in self._matrices(path).items()
+        }
         return [
-            path
-            for path, call in self.seen.items()
-            if norm is not None and path in linear and f"{path}.weight" != router and self._is_input(call.inputs[0])
+            name
+            for name, matrix in matrices.items()
+            if name != router and matrix.shape[-1] == self.hidden and self._reads_the_same(name)
         ]
+
+    def _linear(self, matrix: str) -> str:
+        """The linear module of a matrix; the matrix itself where it is of none."""
+        path = matrix.removesuffix(".weight")
+        return path if isinstance(dict(self.layer.named_modules()).get(path), torch.nn.Linear) else matrix
 
     def _offset(self, norm: str) -> int:
         """What a norm adds to its weight: the change of its output by that of a weight is the normed input."""
@@ -441,18 +557,20 @@ class _Layer:
             scaled = run(torch.cat([gate, up / scale]), down * scale.T, rows, weight)
             return _apart(scaled, run(gate_up, down, rows, weight))
 
-        def product(rows: torch.Tensor) -> float:
-            gate, up = torch.nn.functional.linear(rows, gate_up).chunk(2, -1)
-            activation = getattr(self.experts, "act_fn", torch.nn.functional.silu)
-            ours = torch.nn.functional.linear(activation(gate) * up, down)
-            return _apart(ours * weight, run(gate_up, down, rows, weight))
+        def product(rows: torch.Tensor, gate: Gate) -> float:
+            h = gate(gate_up @ rows.mT)
+            return _apart((down @ h).mT * weight, run(gate_up, down, rows, weight))
+
+        plain = gate_of(self.experts, own=False)
+        own = gate_of(self.experts, own=True) if hasattr(self.experts, "_apply_gate") else None
 
         output = run(gate_up, down, x, weight)
         backwards = run(gate_up, down, x.flip(0), weight.flip(0)).flip(0)
         unweighted = run(gate_up, down, x, torch.ones_like(weight))
         return {
             "tokens": max(_apart(backwards, output), _apart(unweighted * weight, output)),
-            "product": product(x),
+            "product": product(x, plain),
             "up_down": moved(x),
-            "large": max(product(LARGE * x), moved(LARGE * x)),
+            "large": max(product(LARGE * x, plain), moved(LARGE * x)),
+            "gate": max(product(x, own), product(LARGE * x, own)) if own else 1.0,
         }

@@ -39,11 +39,19 @@ class Sizes(dict[str, int]):
         dense: the numbers of the layers that have no experts.
         mtp: the numbers of the layers that predict further tokens, which follow the others and are not among `layers`.
         positions: how many tokens of a text the model was made for; None where config.json does not say it.
+        state: numbers of a token's state between two layers: the hidden size, times the model's streams.
+        handed: 32-bit numbers of a token that a layer hands on besides its state, see `HandedFacts`.
     """
 
     dense: frozenset[int] = frozenset()
     mtp: range = range(0)
     positions: int | None = None
+    state: int = 0
+    handed: int = 0
+
+    def row_bytes(self, itemsize: int) -> int:
+        """Bytes of what is kept of a token between two layers: its state in `itemsize` each, and what is handed on."""
+        return self.state * itemsize + self.handed * 4
 
     @property
     def moe_layers(self) -> list[int]:
@@ -55,6 +63,8 @@ def sizes_of(facts: Architecture) -> Sizes:
     """The sizes of the model that the facts are about."""
     sizes = Sizes({name: size.value for name, size in facts.sizes.items()})
     sizes.positions = facts.positions
+    sizes.state = sizes["hidden"] * facts.streams
+    sizes.handed = 1 + facts.handed.width if facts.handed else 0  # behind their number
     sizes.dense = frozenset(number for kind in facts.kinds if kind.dense for number in kind.layers)
     sizes.mtp = range(sizes["layers"], sizes["layers"] + (len(facts.mtp.layers) if facts.mtp else 0))
     return sizes

@@ -12,12 +12,13 @@ import copy
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -26,6 +27,11 @@ from quantizers.system.errors import ArchitectureError
 CPU = torch.device("cpu")
 MOST_ENTRIES = 3  # in the tuples that layers return
 ATTENTION = ("sdpa", "eager")  # in this order: some classes have eager attention alone
+# What transformers raises at a config.json with wrong values, and at tensors that do not go together.
+FAILURES = (
+    StrictDataclassError, ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError,
+    TypeError, ValueError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -34,19 +40,25 @@ class Call:
 
     Attributes:
         arguments: by the names of the layer's parameters, without the hidden states.
-        states: the hidden states (B, T, H).
+        states: the hidden states (B, T, H); of a model with several streams (B, T, S, H).
         name: what the layer calls these.
-        handed: the names of the arguments that earlier layers return besides their states; their values are unknown.
+        handed: the names of the arguments that the layer before returns besides its states, with their places in the
+            tuple that it returns; their values are unknown.
     """
 
     arguments: dict[str, Any]
     states: torch.Tensor
     name: str
-    handed: tuple[str, ...]
+    handed: dict[str, int]
 
-    def of(self, states: torch.Tensor) -> dict[str, Any]:
-        """All arguments, with other hidden states (B, T, H), by keyword."""
-        return self.arguments | {self.name: states}
+    def of(self, states: torch.Tensor, handed: torch.Tensor | None = None) -> dict[str, Any]:
+        """All arguments, with other hidden states (B, T, …) and what the layer before hands on, by keyword.
+
+        What a layer puts into a mapping is lost.
+        """
+        states = states.reshape(*states.shape[:2], *self.states.shape[2:])
+        own = {k: copy.copy(v) if isinstance(v, MutableMapping) else v for k, v in self.arguments.items()}
+        return own | dict.fromkeys(self.handed, handed) | {self.name: states}
 
 
 @dataclass(frozen=True)
@@ -91,8 +103,8 @@ class Skeleton:
         self, model_class: Any, config: Any, device: torch.device = CPU, dtype: torch.dtype = torch.float32
     ) -> None:
         self.device, self.dtype, self.config = device, dtype, config
-        # One grouped matmul for all experts on an accelerator; on a CPU the plain loop is faster.
-        config._experts_implementation = "eager" if device.type == "cpu" else "grouped_mm"
+        # On a CPU the plain loop is faster. Else the default: a grouped matmul, where the class can.
+        config._experts_implementation = "eager" if device.type == "cpu" else None
         self.model: Any = _built(model_class, config, device)
         self.path, self.layers = _decoder_layers(self.model)
         self._longest = 0
@@ -216,14 +228,34 @@ class Skeleton:
             "more than text; such a model cannot be computed layer by layer here; give another model"
         )
 
-    def put(self, name: str, weight: torch.Tensor) -> None:
-        """Give a weight outside the layers, by the name under which it is stored, to the module that has it."""
-        place = self.place(name)
-        if place is not None:
-            path, _, last = place.parameter.rpartition(".")
+    def put(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Give tensors outside the layers, by the names under which they are stored, to the modules that have them."""
+        for parameter, weight in self.convert(tensors).items():
+            path, _, last = parameter.rpartition(".")
             module = self.model.get_submodule(path)
             module.load_state_dict({last: weight}, strict=False, assign=True)
             module.requires_grad_(False)
+
+    def convert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The model's parameters, by name, that transformers makes of stored tensors, by name.
+
+        Raises:
+            FAILURES: tensors are missing, or their shapes do not go together.
+        """
+        from transformers.core_model_loading import dot_natural_key
+
+        made: dict[str, torch.Tensor] = {}
+        conversions: dict[str, Any] = {}
+        for name in sorted(tensors, key=dot_natural_key):  # experts by their numbers
+            parameter, pattern, converter = self._target(name)
+            if converter is None or _keeps_shape(converter):
+                made[parameter] = tensors[name]
+            else:
+                one = conversions.setdefault(parameter, copy.deepcopy(converter))
+                one.add_tensor(parameter, name, pattern, tensors[name])
+        for parameter, one in conversions.items():
+            made |= {n: first(tensor) for n, tensor in one.convert(parameter, self.model, self.model.config).items()}
+        return {name: tensor for name, tensor in made.items() if name in self.parameters}
 
     @cached_property
     def _transforms(self) -> tuple[list[Any], list[Any]]:
@@ -240,13 +272,24 @@ class Skeleton:
         state: dict[str, torch.Tensor] = self.model.state_dict()
         return state
 
-    def place(self, name: str) -> Place | None:
-        """Where a stored tensor goes, by transformers' own rules for loading; None if the model does without it."""
+    def _target(self, name: str) -> tuple[str, str | None, Any]:
+        """The parameter that a stored tensor is, or the first of which it is a part; and the conversion that makes it.
+
+        Returns:
+            The parameter's name, whether or not the model has it; the pattern that the tensor's name matches, and
+            transformers' converter that has it, both None if the tensor is not converted.
+        """
         from transformers.core_model_loading import rename_source_key
 
-        parameter, pattern = rename_source_key(name, *self._transforms, self.model.base_model_prefix, self.parameters)
+        prefix = self.model.base_model_prefix
+        parameter, pattern = rename_source_key(name, *self._transforms, prefix, self.parameters)
         if parameter not in self.parameters and name in self.parameters:
-            parameter = name
+            return name, None, None
+        return parameter, pattern, next((one for one in self._transforms[1] if pattern in one.source_patterns), None)
+
+    def place(self, name: str) -> Place | None:
+        """Where a stored tensor goes, by transformers' own rules for loading; None if the model does without it."""
+        parameter, pattern, converter = self._target(name)
         if parameter not in self.parameters:
             single = re.fullmatch(rf"(.*\.experts\.)\d+\.({'|'.join(_PARTS)})\.weight", name)
             if single is None:
@@ -255,7 +298,6 @@ class Skeleton:
             whole = self.place(f"{single[1]}{fused}")
             return whole and replace(whole, part=of_fused)
         within = re.match(rf"{re.escape(self.path)}\.(\d+)\.", parameter)
-        converter = next((one for one in self._transforms[1] if pattern in one.source_patterns), None)
         part = None if converter is None or _keeps_shape(converter) else converter.source_patterns.index(pattern)
         if within is None:
             return Place(None, parameter, part)
@@ -287,10 +329,22 @@ def model_class(name: str, source: str) -> Any:
     return found
 
 
+def can_be_made(model_class: Any) -> bool:
+    """Whether transformers can make a model of its config class's own defaults."""
+    try:
+        _built(model_class, model_class.config_class(), CPU)
+    except FAILURES:
+        return False
+    return True
+
+
 def config_of(model_class: Any, config: Mapping[str, Any]) -> Any:
     """transformers' config of a config.json, without what says how the files are quantized.
 
     transformers writes an infinity as `{"__float__": "Infinity"}`.
+
+    Raises:
+        FAILURES: the class takes no such values.
     """
     plain = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
 
@@ -336,8 +390,12 @@ class _Reached(Exception):  # no error: the forward has reached its last layer
     """Ends the model's forward once all layers have been called."""
 
 
+@dataclass(frozen=True)
 class _Handed:
-    """Stands for what a layer returns besides its states."""
+    """Stands for what a layer returns besides its states, at this place in a tuple."""
+
+    layer: int = field(compare=False, repr=False)
+    entry: int
 
 
 def _recorder(
@@ -352,12 +410,18 @@ def _recorder(
         given |= given.pop(rest, {})
         name = next(iter(given))
         states = given.pop(name)
-        handed = [key for key, value in given.items() if any(isinstance(leaf, _Handed) for leaf in tree_leaves(value))]
-        calls.append(Call(given, states, name, tuple(handed)))
+        handed = {key: value.entry for key, value in given.items() if isinstance(value, _Handed)}
+        if any(
+            isinstance(leaf, _Handed) and (leaf is not value or leaf.layer != len(calls) - 1)
+            for value in given.values()
+            for leaf in tree_leaves(value)
+        ):
+            raise ValueError("a layer gets what another than the one before returns")
+        calls.append(Call(given, states, name, handed))
         if len(calls) == layers:
             raise _Reached
-        result = states if leaving is None else leaving
-        return (result, *(_Handed() for _ in range(entries - 1))) if entries else result
+        result = states if leaving is None else leaving.reshape(*leaving.shape[:2], *states.shape[2:])
+        return (result, *(_Handed(len(calls) - 1, entry) for entry in range(1, entries))) if entries else result
 
     return forward
 
@@ -366,6 +430,13 @@ def first(output: Any) -> torch.Tensor:
     """What a module returns, or the first of several things: a layer's are its states."""
     tensor: torch.Tensor = output[0] if isinstance(output, (tuple, list)) else output
     return tensor
+
+
+def scores(output: Any, experts: int) -> torch.Tensor | None:
+    """The scores (…, E) among what a router returns, perhaps with more columns; None if no tensor is that wide."""
+    leaves = [leaf for leaf in tree_leaves(output) if torch.is_tensor(leaf) and leaf.is_floating_point()]
+    wide = [leaf for leaf in leaves if leaf.dim() > 1 and leaf.shape[-1] >= experts]
+    return min(wide, key=lambda leaf: leaf.shape[-1], default=None)
 
 
 @contextlib.contextmanager
@@ -429,7 +500,9 @@ def _decoder_layers(model: torch.nn.Module) -> tuple[str, torch.nn.ModuleList]:
     lists = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)}
     decoders = {name: layers for name, layers in lists.items() if any(map(_has_experts, layers))}
     if not decoders:
-        raise ArchitectureError(f"{type(model).__name__} has no layers with experts; give a mixture-of-experts model")
+        raise ArchitectureError(
+            f"{type(model).__name__} has no layers with a module called experts; give a mixture-of-experts model"
+        )
     # The experts themselves may be a list within such a layer: the outermost has the most.
     name = max(decoders, key=lambda one: (sum(p.numel() for p in decoders[one].parameters()), -one.count(".")))
     return name, decoders[name]

@@ -33,7 +33,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import fields
 from functools import partial
@@ -45,6 +45,7 @@ import torch
 from eval.fidelity.comparison import by_text
 from eval.fidelity.metrics import Text
 from eval.fidelity.scoring import score
+from quantizers.architectures.gates import Gate, gate_of
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.loaded_tensors import load_tensors, outside_names
@@ -69,7 +70,6 @@ PROBE_TOKENS, PROBE_LENGTH = 8192, 512  # tokens of the probe, and of one of its
 MEASURED_EXPERTS = 32  # of each layer, at most; their errors are scaled up to all
 BFLOAT16_FACTOR = 2  # errors are enlarged by this in a probe that is computed in bfloat16
 ALL_THREE = "all"
-Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
 def measure_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Context) -> list[dict[str, Any]] | None:
@@ -163,10 +163,12 @@ class SchemeMeasurement(Consumer):
         count = min(MEASURED_EXPERTS, len(weights[0]))
         moe_inputs = self._moe_inputs(layer)
         schemes, awq = self.job.allocation.candidates, bool(self.job.recipe.experts.awq)
+        own_gate = self.job.facts.of_layer(number).own_gate
+        gate, inner = gate_of(experts, own_gate), awq and not own_gate
         outer = column_scale(moe_inputs.x) if awq and self.job.plan.folds else None
         measured = []
         for expert in dist.partition(count):
-            measured.append(scheme_errors(moe_inputs, weights, expert, schemes, experts.act_fn, outer=outer, inner=awq))
+            measured.append(scheme_errors(moe_inputs, weights, expert, schemes, gate, outer=outer, inner=inner))
             self.context.check()
         lost = [one for part in dist.all_gather_object([one for one, _ in measured]) for one in part]  # by expert
         stored = {str(n): torch.stack([both[n] for _, both in measured]) for n in range(2)} if measured else {}
@@ -205,7 +207,7 @@ def scheme_errors(
     weights: tuple[torch.Tensor, torch.Tensor],
     expert: int,
     schemes: Sequence[Scheme],
-    activation: Activation,
+    gate: Gate,
     *,
     outer: torch.Tensor | None,
     inner: bool,
@@ -222,13 +224,13 @@ def scheme_errors(
         Σ r² ‖error‖² by scheme, and by which matrix alone was rounded (or all of them); and gate_up (2I, H) and down
         (H, I) as the first scheme leaves them.
     """
-    gate, up = weights[0][expert].float().chunk(2)
-    source = {"gate": gate, "up": up, "down": weights[1][expert].float()}
+    w1, w3 = weights[0][expert].float().chunk(2)
+    source = {"gate": w1, "up": w3, "down": weights[1][expert].float()}
     chosen = moe_inputs.chosen == expert
     rows = chosen.any(-1).nonzero()[:, 0]
     share = (moe_inputs.weight * chosen).sum(-1)[rows].double().square()
     x = moe_inputs.x[rows].float()
-    h, wanted = _forward(x, source, activation)
+    h, wanted = _forward(x, source, gate)
     scales = {"gate": outer, "up": outer, "down": column_scale(h) if inner else None}
     lost = {}
     for scheme in schemes:
@@ -237,7 +239,7 @@ def scheme_errors(
             coarsest = torch.cat([stored["gate"], stored["up"]]), stored["down"]
         variants = {ALL_THREE: stored} | {matrix: source | {matrix: stored[matrix]} for matrix in MATRICES}
         lost[scheme] = {
-            name: float(((_forward(x, variant, activation)[1] - wanted).double().square().sum(-1) * share).nansum())
+            name: float(((_forward(x, variant, gate)[1] - wanted).double().square().sum(-1) * share).nansum())
             for name, variant in variants.items()
         }
     return lost, coarsest
@@ -255,12 +257,11 @@ def _rounded(weight: torch.Tensor, scheme: Scheme, smooth: torch.Tensor | None) 
     return dequantize(nearest(weight * smooth, scale, scheme.bits), scale) / smooth
 
 
-def _forward(
-    x: torch.Tensor, weights: dict[str, torch.Tensor], activation: Activation
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(x: torch.Tensor, weights: dict[str, torch.Tensor], gate: Gate) -> tuple[torch.Tensor, torch.Tensor]:
     """The inputs of down (T, I), and the expert's output (T, H), from (T, H)."""
-    inner = activation(x @ weights["gate"].T) * (x @ weights["up"].T)
-    return inner, inner @ weights["down"].T
+    products = torch.cat([x @ weights["gate"].T, x @ weights["up"].T], 1)
+    h = gate(products.T).T
+    return h, h @ weights["down"].T
 
 
 def probes_of(lengths: Sequence[int], tokens: int | None = None, longest: int | None = None) -> dict[int, int]:
@@ -278,7 +279,7 @@ def probes_of(lengths: Sequence[int], tokens: int | None = None, longest: int | 
 
 def probe_bytes(sizes: Sizes, lengths: Sequence[int], itemsize: int) -> int:
     """Bytes of the files of a measurement: both streams' states that enter and leave a layer, and their choices."""
-    return 4 * sum(probes_of(lengths).values()) * (sizes["hidden"] * itemsize + sizes["chosen"] * 4)
+    return 4 * sum(probes_of(lengths).values()) * (sizes.row_bytes(itemsize) + sizes["chosen"] * 4)
 
 
 def read_measurements(work: Path, layers: Sequence[int]) -> list[dict[str, Any]] | None:

@@ -6,6 +6,9 @@ llm-compressor's names of the experts (gate_proj, up_proj, down_proj) and transf
     experts.gate_up_proj (E, 2I, H)   of each expert its gate (I, H) above its up (I, H)
     experts.down_proj    (E, H, I)    of each expert its down
 
+Other tensors of all experts are named by a family's facts (`fused`), gate and up in one or apart. One that holds a
+single matrix of each may be FP8, with the scales of its blocks beside it.
+
 The matrix of an expert is a range of its file's bytes, so nothing is rearranged: the checkpoint gets an entry for each
 range, as if it had been saved so.
 """
@@ -14,7 +17,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -22,7 +25,7 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import MATRICES, PROJECTIONS, Matrix
 from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import Checkpoint
-from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, FLOATING, Spec, Stored, TensorInfo
+from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, FLOATING, FP8, Spec, Stored, TensorInfo
 from quantizers.system.errors import CheckpointError
 
 from .awq_gptq import is_awq_or_gptq
@@ -32,7 +35,7 @@ from .unsupported import refuse_unsupported
 
 FUSED: dict[str, tuple[Matrix, ...]] = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 Entry = TypeVar("Entry", bound=Stored)
-# FP8 would need its scales split as well.
+SCALES = "_scale_inv"  # what follows the name of an FP8 weight in that of its blocks' scales
 REMEDY = "save the model with transformers' save_pretrained, which takes them apart"
 
 
@@ -57,9 +60,10 @@ def split_fused_specs(specs: Mapping[str, Spec], facts: Architecture, sizes: Siz
     return _split(specs, facts, sizes, where, lambda spec, _, shape, __: Spec(spec.dtype, shape))
 
 
-def is_fused(name: str) -> bool:
-    """Whether a name is that of a tensor with all experts of a layer."""
-    return name.endswith(tuple(f".experts.{last}" for last in FUSED))
+def fused_matrices(name: str, facts: Architecture) -> Sequence[Matrix]:
+    """Which matrices of all experts of a layer a tensor of this name holds, one above the other; none for another."""
+    ends = {f"experts.{last}": matrices for last, matrices in FUSED.items()} | facts.fused
+    return next((matrices for end, matrices in ends.items() if name.endswith(f".{end}")), ())
 
 
 def _split(
@@ -78,36 +82,39 @@ def _split(
     layers = _layers(facts, sizes)
     result: dict[str, Entry] = {}
     for name, info in tensors.items():
-        if not is_fused(name) or facts.is_unread(name):
+        weight = name.removesuffix(SCALES)
+        matrices = fused_matrices(weight, facts)
+        if not matrices or facts.is_unread(name):
             result[name] = info
             continue
-        shapes = [(matrix, facts.expert_linears[matrix].shape) for matrix in FUSED[name.rpartition(".")[2]]]
-        needed = [sizes["experts"], sum(rows for _, (rows, _) in shapes), shapes[0][1][1]]
-        if name not in layers or list(info.shape) != needed or info.dtype not in FLOATING:
+        rows, columns = facts.expert_linears[matrices[0]].shape
+        dtypes: tuple[str, ...] = FLOATING
+        if len(matrices) == 1 and weight != name:  # whether they fit the matrix is asked where that is read
+            rows, columns = (*info.shape, 0, 0)[1:3]
+        elif len(matrices) == 1 and f"{weight}{SCALES}" in tensors:
+            dtypes = (*FLOATING, FP8)
+        needed = (sizes["experts"], len(matrices) * rows, columns)
+        if weight not in layers or tuple(info.shape) != needed or info.dtype not in dtypes:
             raise CheckpointError(
                 f"{where}: {name} holds all experts in one tensor, {info.dtype} {list(info.shape)}; only "
-                f"{' or '.join(FLOATING)} {needed} in a layer with experts can be read; {REMEDY}"
+                f"{' or '.join(dtypes)} {list(needed)} in a layer with experts can be read; {REMEDY}"
             )
         before = 0
         for expert in range(sizes["experts"]):
-            for matrix, shape in shapes:
-                single = f"{facts.expert(layers[name], expert, matrix)}.weight"
+            for matrix in matrices:
+                single = f"{facts.expert(layers[weight], expert, matrix)}.weight{name.removeprefix(weight)}"
                 if single in tensors or single in result:
                     raise CheckpointError(f"{where}: {single} is also a part of {name}; keep one")
-                result[single] = piece(info, single, shape, before)
-                before += math.prod(shape)
+                result[single] = piece(info, single, (rows, columns), before)
+                before += rows * columns
     return result
 
 
 def _layers(facts: Architecture, sizes: Sizes) -> dict[str, int]:
     """The names that fused tensors can have, the family's own and transformers', with their layers."""
     published = facts.expert_prefix.partition("{expert}")[0].rstrip(".")
-    return {
-        facts.layer(layer, f"{experts}.{last}"): layer
-        for layer in sizes.moe_layers
-        for experts in (published, facts.modules.experts)
-        for last in FUSED
-    }
+    names = [f"{experts}.{last}" for experts in (published, facts.modules.experts) for last in FUSED]
+    return {facts.layer(layer, name): layer for layer in sizes.moe_layers for name in (*names, *facts.fused)}
 
 
 def published_names(checkpoint: Checkpoint, facts: Architecture) -> Checkpoint:
@@ -132,7 +139,7 @@ def published_names(checkpoint: Checkpoint, facts: Architecture) -> Checkpoint:
             raise CheckpointError(f"{info.file}: {name} and {tensors[published].name} are the same tensor; keep one")
         tensors[published] = info
     renamed = replace(checkpoint, tensors={name: replace(info, name=name) for name, info in tensors.items()})
-    if any(map(is_fused, tensors)):
+    if any(fused_matrices(name, facts) for name in tensors):
         return split_fused_experts(renamed, facts, sizes_of(facts))
     return renamed
 

@@ -71,7 +71,7 @@ class ActivationStream:
     def states(self, layer: int) -> ActivationStore:
         """The states that enter a layer; the number of layers stands for those that leave the last."""
         if layer not in self._states:
-            self._states[layer] = self._rows(self._file(layer), self.model.sizes["hidden"], self.model.dtype)
+            self._states[layer] = self._rows(self._file(layer), self.model.row_width, self.model.dtype)
         return self._states[layer]
 
     def resume(self, layer: int) -> None:
@@ -90,7 +90,7 @@ class ActivationStream:
     def _whole(self, layer: int) -> ActivationStore:
         """The file of the states that enter a layer, with the rows of all processes."""
         path = self._folder / self._file(layer)
-        return ActivationStore(path, self._lengths, self.model.sizes["hidden"], self.model.dtype)
+        return ActivationStore(path, self._lengths, self.model.row_width, self.model.dtype)
 
     def _file(self, layer: int) -> str:
         return f"states-{self.number}-{layer:05d}.bin"

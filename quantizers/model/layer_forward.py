@@ -93,7 +93,7 @@ def finish(
         if lengths:
             output = unpadded(output, lengths)
             choices = None if choices is None else unpadded(choices.view(*entering.shape[:2], -1), lengths)
-        so_far = torch.isfinite(output).all()
+        so_far = torch.isfinite(output[..., : model.hidden]).all()
         finite = so_far if finite is None else finite & so_far
         residual.flat[rows].copy_(output)
         if chosen is not None and choices is not None:

@@ -148,7 +148,8 @@ def layer_weights(
 
     Returns:
         Norms, attention, router, `….gate_up_proj` (E, 2I, H) and `….down_proj` (E, H, I), in `dtype`, except what the
-        family publishes in float32 (a router and its bias), which stays so. A dense layer has its MLP instead.
+        family publishes in float32 (a router and its bias), which stays so. A dense layer has its MLP instead. What
+        transformers converts has its published name, and is as it is stored.
 
     Raises:
         CheckpointError: as `read_weight`.
@@ -187,7 +188,7 @@ def _outside_experts(
         full = facts.layer(layer, name)
         weight = unchecked_weight(checkpoint, full, device)
         checks.append((is_finite(weight), partial(read_weight, checkpoint, full, device)))
-        weights[facts.in_transformers(name) + ".weight"] = weight.to(dtype)
+        weights[facts.in_transformers(f"{name}.weight")] = weight.to(dtype)
         if f"{name}.bias" not in here.tensors:
             refuse_bias(checkpoint, full)
     return weights

@@ -16,7 +16,7 @@ import contextlib
 
 import torch
 
-from quantizers.architectures.roles import weighted
+from quantizers.architectures.roles import example_of, weighted
 from quantizers.architectures.skeleton import differing_arguments, first, replaced_forward
 from quantizers.system.errors import ArchitectureError
 
@@ -44,8 +44,11 @@ class Proof:
         self.model, generator = model, torch.Generator().manual_seed(1)
         tokens = [torch.randint(model.sizes["vocabulary"], (1, n), generator=generator) for n in LENGTHS]
         self._calls = [model.skeleton.calls_with(row.to(model.device)) for row in tokens]
-        states = SIZE * torch.randn(sum(LENGTHS), model.sizes["hidden"], generator=generator)
+        states = SIZE * torch.randn(sum(LENGTHS), model.hidden, generator=generator)
         self._states = states.to(model.device, model.dtype)
+        self._handed: list[torch.Tensor | None] = [None, None]
+        if model.facts.handed is not None:
+            self._handed = [example_of(model.facts.handed, length, model.dtype).to(model.device) for length in LENGTHS]
         for calls, length in zip(self._calls, LENGTHS, strict=True):
             for argument in differing_arguments(calls, model.skeleton.calls(length)):
                 raise ArchitectureError(
@@ -76,11 +79,12 @@ class Proof:
             if layer.number not in model.sizes.dense:
                 experts = layer.module.get_submodule(model.facts.modules.experts)
                 stack.enter_context(replaced_forward(experts, weighted))
-            alone = zip(self._calls, self._states.split(LENGTHS), strict=True)
-            own = [(calls[layer.number].of(states.unsqueeze(0)), states) for calls, states in alone]
+            alone = list(zip(self._calls, self._handed, self._states.split(LENGTHS), strict=True))
+            own = [(calls[layer.number].of(states.unsqueeze(0), handed), states) for calls, handed, states in alone]
             expected = torch.cat([first(layer.module(**call)).view_as(states) for call, states in own])
             if layer.alone:
-                ours = torch.cat([model.run(layer, states)[0] for states in self._states.split(LENGTHS)])
+                rows = [model.row(states, handed) for _, handed, states in alone]
+                ours = torch.cat([model.run(layer, one)[0][:, : model.hidden] for one in rows])
             else:
                 ours = self._together(layer)
         difference = float((ours - expected).abs().max() / (expected - self._states).abs().max())

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.gates import gate_of
+from quantizers.architectures.roles import EXACT, LARGE
 from quantizers.architectures.rotary import transformers_config
 from quantizers.architectures.sizes import Sizes
 from quantizers.architectures.skeleton import Skeleton, config_of, first, model_class, replaced_forward
@@ -73,14 +75,14 @@ class StreamedModel:
         dtype: torch.dtype,
     ) -> None:
         self.checkpoint, self.facts, self.sizes = checkpoint, facts, sizes
-        self.device, self.dtype = device, dtype
+        self.device, self.dtype, self.hidden = device, dtype, sizes.state
         whole = model_class(facts.model_class, f"the facts of {facts.model_type}: model_class")
         config = config_of(whole, transformers_config(facts, checkpoint.config, sizes))
         self.skeleton = Skeleton(whole, config, device, dtype)
         self._keeps_products: bool | None = None
-        for name in facts.outside:
-            if name not in (facts.embedding, facts.head):
-                self.skeleton.put(name, self._plain(name).clone())  # a view would keep the buffer of all of them
+        outside = [name for name in facts.outside if name not in (facts.embedding, facts.head)]
+        # Clones: a view would keep the buffer of all of them.
+        self.skeleton.put({name: self._plain(name).clone() for name in outside})
 
     def _plain(self, name: str) -> torch.Tensor:
         info = self.checkpoint.require(name, "a tensor outside the layers")
@@ -93,13 +95,58 @@ class StreamedModel:
         """The embedding table (vocabulary, H) in the model's dtype."""
         return self._plain(self.facts.embedding)
 
-    def begin(self, tokens: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
-        """The states (T, H) that enter layer 0, from token ids (T,) int64 and the embedding table."""
-        return self.skeleton.begin(tokens.to(self.device).unsqueeze(0), embedding)[0]
+    @property
+    def row_width(self) -> int:
+        """The numbers of a token between two layers: H of its state, and behind it what a layer hands on besides."""
+        return self.sizes.row_bytes(self.dtype.itemsize) // self.dtype.itemsize
 
-    def final(self, states: torch.Tensor) -> torch.Tensor:
-        """What the head multiplies, (T, H), from the states (T, H) that leave the last layer."""
-        return self.skeleton.end(states.to(device=self.device, dtype=self.dtype).unsqueeze(0))[0]
+    def begin(self, tokens: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        """The rows (T, W) that enter layer 0, from token ids (T,) int64 and the embedding table."""
+        return self.row(self.skeleton.begin(tokens.to(self.device).unsqueeze(0), embedding)[0].flatten(1))
+
+    def row(self, states: torch.Tensor, handed: torch.Tensor | None = None) -> torch.Tensor:
+        """Rows (…, W) of states (…, H) and of what a layer hands on, (…, at most the facts' width), if anything.
+
+        States are rounded to the model's dtype: some layers add in float32, whatever they are given. Behind the states
+        are the bits of int32: how many numbers are handed on, and these, or those of float32.
+
+        Raises:
+            ArchitectureError: it is wider than the facts say.
+        """
+        facts, states = self.facts.handed, states.to(self.dtype)
+        if facts is None:
+            return states
+        columns = torch.zeros(*states.shape[:-1], self.sizes.handed, dtype=torch.int32, device=states.device)
+        if handed is not None:
+            count = handed.shape[-1]
+            if count > facts.width:
+                raise ArchitectureError(
+                    f"{self.checkpoint.name}: {facts.argument}: a layer hands on {count} numbers for a token, more "
+                    f"than the {facts.width} that were found; such a model cannot be computed layer by layer here"
+                )
+            columns[..., 0] = count
+            integers = handed.float().view(torch.int32) if facts.dtype == "float" else handed.to(torch.int32)
+            columns[..., 1 : 1 + count] = integers.view(*states.shape[:-1], count)
+        return torch.cat([states, columns.view(states.dtype)], -1)
+
+    def handed(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """What the layer before handed on of one sequence, (1, T, …), from rows (1, T, W)."""
+        facts = self.facts.handed
+        if facts is None:
+            return None
+        columns = rows[..., self.hidden :].contiguous().view(torch.int32)
+        count = int(columns[0, 0, 0])
+        if not count:
+            return None
+        values = columns[..., 1 : 1 + count]
+        if facts.dtype == "float":
+            return values.contiguous().view(torch.float32).to(self.dtype)
+        return values.to(getattr(torch, facts.dtype))
+
+    def final(self, rows: torch.Tensor) -> torch.Tensor:
+        """What the head multiplies, (T, H), from the rows (T, W) that leave the last layer."""
+        states = rows[:, : self.hidden].to(device=self.device, dtype=self.dtype)
+        return self.skeleton.end(states.unsqueeze(0))[0]
 
     def head(self) -> torch.Tensor:
         """The output matrix (vocabulary, H) in the model's dtype."""
@@ -122,13 +169,14 @@ class StreamedModel:
                 `attend` and `route`.
         """
         module, modules = self.skeleton.layer(number), self.facts.modules
-        left_out: list[str] = []
+        left_out = list(modules.idle)
         if number not in self.sizes.dense:
-            require_plain_experts(module.get_submodule(modules.experts), self.facts)
-            left_out = [] if experts else [f"{modules.experts}.{name}" for name in FUSED]
+            require_gate(module.get_submodule(modules.experts), self.facts, number)
+            left_out += [] if experts else [f"{modules.experts}.{name}" for name in FUSED]
         weights = layer_weights(
             stored or self.checkpoint, self.facts, self.sizes, number, self.device, self.dtype, experts=experts
         )
+        self._convert(number, weights)
         load_layer(module, weights, self.facts, left_out)
         del weights  # otherwise what `release_experts` releases would live here until the block ends
         module.requires_grad_(False)
@@ -138,14 +186,21 @@ class StreamedModel:
         finally:
             module.to("meta")  # frees the weights even if someone still references the module
 
+    def _convert(self, number: int, weights: dict[str, torch.Tensor]) -> None:
+        """Put the parameters that transformers makes of some of a layer's tensors in place of these."""
+        parts = {name for names in self.facts.modules.converted.values() for name in names if name in weights}
+        tensors = {self.facts.layer(number, name): weights.pop(name) for name in parts}
+        prefix = f"{self.skeleton.path}.{number}."
+        weights |= {name.removeprefix(prefix): weight for name, weight in self.skeleton.convert(tensors).items()}
+
     def release_experts(self, layer: DecoderLayer) -> None:
         """Free the weights of a layer's routed experts; it has to be one with experts."""
         layer.module.get_submodule(self.facts.modules.experts).to("meta")
 
     def inputs(self, layer: DecoderLayer, states: torch.Tensor) -> dict[str, Any]:
-        """The keyword arguments of transformers' layer for sequences of one length, from their states (B, T, H)."""
-        call = self.skeleton.calls(states.shape[1])[layer.number]
-        return call.of(states.to(device=self.device, dtype=self.dtype))
+        """The keyword arguments of transformers' layer for sequences of one length, from their rows (B, T, W)."""
+        call, rows = self.skeleton.calls(states.shape[1])[layer.number], states.to(self.device, self.dtype)
+        return call.of(rows[..., : self.hidden].contiguous(), self.handed(rows) if call.handed else None)
 
     @torch.no_grad()
     def attend(self, layer: DecoderLayer, states: torch.Tensor) -> torch.Tensor:
@@ -214,13 +269,16 @@ class StreamedModel:
         return self.facts.modules.experts.rpartition(".")[0]
 
     def _whole(self, layer: DecoderLayer, states: torch.Tensor) -> torch.Tensor:
-        """transformers' call of the layer with states (T, H) or (B, T, H); the result has the same shape."""
-        return first(layer.module(**self.inputs(layer, states.view(-1, *states.shape[-2:])))).view_as(states)
+        """transformers' call of the layer with rows (T, W) or (B, T, W); the result has the same shape."""
+        output = layer.module(**self.inputs(layer, states.view(-1, *states.shape[-2:])))
+        handed = None if self.facts.handed is None else output[self.facts.handed.entry]
+        return self.row(first(output).flatten(2), handed).view_as(states)
 
     def _second_half(self, layer: DecoderLayer, entering: torch.Tensor) -> torch.Tensor:
         if not layer.halves:
             return self._whole(layer, entering)
         residual = entering.to(device=self.device, dtype=self.dtype)
+        assert self.facts.modules.norm is not None, "a layer in halves has a norm"
         norm, block = (layer.module.get_submodule(path) for path in (self.facts.modules.norm, self._block))
         output: torch.Tensor = block(norm(residual.unsqueeze(0)))
         return residual + output[0]
@@ -264,17 +322,20 @@ def load_layer(
         )
 
 
-def require_plain_experts(experts: torch.nn.Module, facts: Architecture) -> None:
-    """Refuse experts that compute anything else than act(gate) * up, for example a clamped product.
+def require_gate(experts: torch.nn.Module, facts: Architecture, number: int) -> None:
+    """Refuse experts that compute another product than act(gate) * up, unless the facts say so of their layer.
 
     The Hessian of w2 is computed from that product, and the scale between w3 and w2 is exact for it alone.
 
     Raises:
-        ArchitectureError: transformers' class has a product of its own.
+        ArchitectureError: transformers' class has a gate of its own.
     """
-    gate = getattr(type(experts), "_apply_gate", None)
-    if gate is not None and gate.__module__ != "transformers.integrations.moe":
+    if facts.of_layer(number).own_gate or not hasattr(experts, "_apply_gate"):
+        return
+    products = LARGE * torch.randn(64, 16, generator=torch.Generator().manual_seed(0))  # a clamp shows in large ones
+    plain, own = (gate_of(experts, own)(products) for own in (False, True))
+    if not (own - plain).abs().max() < EXACT * plain.abs().max():
         raise ArchitectureError(
             f"the facts of {facts.model_type}: experts of {type(experts).__name__} do not compute act(gate) * up but a "
-            "product of their own, which this program does not know; such a model cannot be quantized with it"
+            "product of their own, of which these facts know nothing; such a model cannot be quantized with them"
         )

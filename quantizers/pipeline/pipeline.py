@@ -60,7 +60,7 @@ from .report import run_report
 from .report_files import write_report
 from .source_check import check_source
 
-METHOD = 12  # increased whenever the same settings would give different bytes
+METHOD = 13  # increased whenever the same settings would give different bytes
 REMEDIES = {
     "source": "copy the source of rank 0 to this machine again",
     "recipe": "start the same command with the same recipe and sets on all machines",

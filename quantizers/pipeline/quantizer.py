@@ -89,7 +89,7 @@ class Quantizer:
                 pin(made.flat, model.device)
             return made
 
-        self.states = rows(context.states, "states", job.sizes["hidden"], model.dtype, context.dist)
+        self.states = rows(context.states, "states", model.row_width, model.dtype, context.dist)
         self.moe_inputs = moe_input_store(partial(rows, context.inputs), job.sizes, model.dtype)
         self._packed = PinnedBuffers(model.device)  # a process has two shards on their way at most
         self._made: LoadedTensors | None = None
@@ -116,11 +116,12 @@ class Quantizer:
         observe(model, layer, self.states, self.moe_inputs, context.check)
         step.watch.lap("observe")
         weights = ExpertWeights(step.on_device, job.facts, job.sizes, number, model.device, model.dtype)
+        norm = job.facts.norm if job.plan.folds else None
         with model.layer(number, step.on_device) if library else contextlib.nullcontext(layer) as whole:
             solved = solve_layer(
                 model,
                 whole,
-                step.on_device.tensor(job.facts.layer(number, job.facts.norm.tensor)) if job.plan.folds else None,
+                step.on_device.tensor(job.facts.layer(number, norm.tensor)) if norm else None,
                 self.moe_inputs,
                 settings,
                 weights=weights.batch,

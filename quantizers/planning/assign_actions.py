@@ -144,13 +144,13 @@ def make_plan(
 
 
 def _tensor_action(module: _Module, spec: Spec, facts: Architecture, *, fold: bool) -> Action:
-    """The action of a tensor that is no linear module: with `fold` the norm's and the router's are changed."""
+    """The action of a tensor that is no linear module: with `fold` the norm's is changed, and the router's with it."""
     kind: Kind = "keep"
     output = spec
-    if fold and module.layer is not None:
+    if fold and module.layer is not None and facts.norm:
         if module.name == facts.layer(module.layer, facts.norm.tensor):
             kind = "fold"
-        elif module.name == facts.layer(module.layer, facts.router.tensor):
+        elif facts.router_follows and module.name == facts.layer(module.layer, facts.router.tensor):
             kind, output = "compensate", Spec(facts.router.served, spec.shape)
     return Action(module.name, spec, kind, {module.name: output}, module.layer)
 
@@ -230,9 +230,8 @@ def take(remaining: Remaining, name: str, shape: tuple[int, ...], dtypes: tuple[
 
 def obstacle(facts: Architecture, engine: Literal["gram", "llmcompressor"]) -> str | None:
     """Why scales cannot be folded into the norm of a family by one of the engines; None if they can."""
-    if facts.also_reads_the_norm:
-        others = ", ".join(facts.also_reads_the_norm)
-        return f"{facts.norm.tensor} is also read by {others}, which would have to change with it and keeps its bytes"
+    if facts.norm is None or facts.against_a_fold:
+        return facts.against_a_fold
     if facts.norm.offset and engine == "llmcompressor":
         return (
             f"llm-compressor divides {facts.norm.tensor} itself, but the model multiplies by {facts.norm.offset} + it"
@@ -244,8 +243,14 @@ def folds(facts: Architecture, experts: Experts, where: str) -> bool:
     """Whether these settings fold scales into the norm before the experts.
 
     Raises:
-        RecipeError: they demand it, but the norm has readers that cannot be compensated.
+        RecipeError: they demand it, but the norm has readers that cannot be compensated; or they demand an engine that
+            cannot compute the experts.
     """
+    if experts.engine == "llmcompressor" and any(kind.own_gate for kind in facts.kinds):
+        raise RecipeError(
+            f"{where}: experts.engine: llm-compressor does not know the gate that these experts have of their own; "
+            "take gram"
+        )
     if not experts.awq or experts.awq.fold is False:
         return False
     against = obstacle(facts, experts.engine)

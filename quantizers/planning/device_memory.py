@@ -115,7 +115,7 @@ def device_memory(
         inputs = recorded_bytes(sizes, tokens, phases.itemsize)
         states = between_bytes(sizes, -(-tokens // processes), phases.itemsize)
         # After the layer of source and output, before it of one, and the routing.
-        texts = -(-held_out // processes) * (3 * phases.itemsize * sizes["hidden"] + 8 * sizes["chosen"])
+        texts = -(-held_out // processes) * (3 * sizes.row_bytes(phases.itemsize) + 8 * sizes["chosen"])
         early = phases.layer if processes == 1 else 0
     if limit is not None:
         if smallest > limit:
@@ -295,7 +295,7 @@ class Residents:
 
 def between_bytes(sizes: Sizes, tokens: int, itemsize: int) -> int:
     """Bytes of the calibration set's activations between two layers, of `itemsize` bytes each."""
-    return tokens * itemsize * sizes["hidden"]
+    return tokens * sizes.row_bytes(itemsize)
 
 
 def recorded_bytes(sizes: Sizes, tokens: int, itemsize: int) -> int:
@@ -310,4 +310,4 @@ def calibration_bytes(sizes: Sizes, tokens: int, itemsize: int) -> int:
 
 def held_out_bytes(sizes: Sizes, tokens: int, itemsize: int) -> int:
     """Held-out activations in files: before and after the layer, of source and output, and the routing."""
-    return tokens * (4 * itemsize * sizes["hidden"] + 8 * sizes["chosen"])
+    return tokens * (4 * sizes.row_bytes(itemsize) + 8 * sizes["chosen"])

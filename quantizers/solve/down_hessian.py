@@ -1,8 +1,8 @@
 """Hessians of the inputs of w2, Σ h hᵀ: every token through every expert of an expert batch.
 
 Legend: T rows of a token chunk, H hidden, I expert width, c experts of an expert batch, m rows routed to an expert
-(padded); x (T, H) is what w1 and w3 read, h (T, I) = act(x w1ᵀ) * (x w3ᵀ) what w2 reads. h is transposed, (c, I, T):
-one matmul then gives it for all experts of the batch, and each half of the result is contiguous.
+(padded); x (T, H) is what w1 and w3 read, h (T, I) what w2 reads: the gate of x w1ᵀ and x w3ᵀ, see gates.py. h is
+transposed, (c, I, T): one matmul then gives it for all experts of the batch, and each half of the result is contiguous.
 
 Hessians are float32 and added token chunk by token chunk, in order, one chunk a matmul: torch does not promise the same
 bits for other shapes.
@@ -10,12 +10,13 @@ bits for other shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from quantizers.architectures.gates import Gate
 from quantizers.device.devices import is_accelerator
 from quantizers.device.timing import phase, timed_items
 from quantizers.device.triton_support import use_kernel
@@ -26,7 +27,6 @@ from .input_hessian import ExpertBatch
 from .routing_weights import Routed, RoutingStatistics, rows_of, token_roots
 from .symmetric import add_hessian, add_product, mirror
 
-Activation = Callable[[torch.Tensor], torch.Tensor]
 ROUTED_PER_COLUMN = 32  # routed tokens for each column of w2: with more, only every n-th chunk goes into `changes`
 
 
@@ -55,7 +55,7 @@ def collect_down_hessian(
     routing: RoutingStatistics,
     gate_up: torch.Tensor,
     *,
-    activation: Activation,
+    gate: Gate,
     batch: ExpertBatch,
     source: torch.Tensor | None = None,
     every: int = 1,
@@ -64,7 +64,7 @@ def collect_down_hessian(
 
     Args:
         gate_up: (c, 2I, H), w1 above w3, in the dtype of x; rounded or not.
-        activation: of the gate, usually SiLU.
+        gate: of the experts.
         source: (c, 2I, H) of the same dtype: the weights that `gate_up` was rounded from, for `changes`.
         every: read every n-th token chunk only.
     """
@@ -86,7 +86,7 @@ def collect_down_hessian(
             products = gate_up.new_empty(2 * count * width, len(chunk.x))
         with phase("forced pass"):
             torch.mm(gate_up.flatten(0, 1), chunk.x.mT, out=products)
-            h = gated(products.view(count, 2 * width, -1), activation)
+            h = gate(products.view(count, 2 * width, -1))
             good = usable_rows(h, 1) & chunk.usable  # (c, T); in the other rows h is meaningless
         with phase("Hessians"):
             # √w in the dtype of h, so that one operand serves both sides of the sum; and w is its square.
@@ -96,7 +96,7 @@ def collect_down_hessian(
         if source is not None and changes is not None:
             with phase("changes"):
                 for part in routing.tables[number].routed(*batch) if number % step == 0 else ():
-                    routed_mass += _add_changes(changes, h, good, chunk.x, part, source, activation)
+                    routed_mass += _add_changes(changes, h, good, chunk.x, part, source, gate)
         with phase("Hessians"):
             add_weighed(h, root, total, magnitude)
         del h, good, root  # before there is memory for the next ones
@@ -110,12 +110,6 @@ def collect_down_hessian(
         seen,
         rows - seen,
     )
-
-
-def gated(products: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """h (c, I, T) = act(x w1ᵀ) * (x w3ᵀ), from x w1ᵀ above x w3ᵀ (c, 2I, T)."""
-    gate, up = products.chunk(2, dim=1)
-    return activation(gate).mul_(up)
 
 
 def add_weighed(h: torch.Tensor, root: torch.Tensor, total: torch.Tensor, magnitude: torch.Tensor) -> None:
@@ -155,7 +149,7 @@ def _add_changes(
     x: torch.Tensor,
     routed: Routed,
     source: torch.Tensor,
-    activation: Activation,
+    gate: Gate,
 ) -> torch.Tensor:
     """Add Σ r² d hᵀ over rows of a chunk to `changes`; returns their Σ r² (c,) in float64.
 
@@ -165,7 +159,7 @@ def _add_changes(
         routed: one part of `Table.routed`.
     """
     rows, weight = routed
-    wanted = gated(torch.bmm(source, rows_of(x, rows).mT), activation)  # (c, I, m)
+    wanted = gate(torch.bmm(source, rows_of(x, rows).mT))  # (c, I, m)
     rows = rows.long()
     got = h.gather(2, rows.unsqueeze(1).expand(-1, h.shape[1], -1))
     counted = weight.square() * (usable_rows(wanted, 1) & good.gather(1, rows))

@@ -46,21 +46,24 @@ def row_scale(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return torch.where((power > 0) & (scale.abs() > 1e-12), scale, torch.ones_like(scale))
 
 
-def matrix_errors(old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], smooth: torch.Tensor) -> torch.Tensor:
+def matrix_errors(
+    old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], smooth: torch.Tensor, *, inner: bool
+) -> torch.Tensor:
     """Relative errors ‖found − expected‖ / ‖expected‖ of gate, up and down, given the norm's ratio.
 
     The scale between up's rows and down's columns is not stored. It is estimated from up's rows by least
-    squares, and down's columns must then have been divided by it.
+    squares, and down's columns must then have been divided by it. Experts with a gate of their own have none.
 
     Args:
         old, new: gate and up (…, I, H) and down (…, H, I), of one expert or of several, float32.
         smooth: (H,).
+        inner: whether there may be a scale between up and down.
 
     Returns:
         (…, 3) on the matrices' device, which nothing here waits for.
     """
     gate, up, down = old[0] * smooth, old[1] * smooth, old[2]
-    rows = row_scale(new[1], up)
+    rows = row_scale(new[1], up) if inner else torch.ones_like(up[..., 0])
     expected = (gate, up.mul_(rows.unsqueeze(-1)), down / rows.unsqueeze(-2))
     errors = []
     for found, wanted in zip(new, expected, strict=True):

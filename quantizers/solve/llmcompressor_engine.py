@@ -95,8 +95,8 @@ def solve_with_llmcompressor(
         modules: paths within the layer.
         norm: (H,) in the source's dtype, if scales are to be folded into it; else None. The library divides the stored
             weight, so it must not be one that the model adds 1 to.
-        compensate_router: False leaves the router as it is although the norm is folded: the defect of the published
-            recipe, for the benchmark.
+        compensate_router: False leaves the router as it is although the norm is folded: it does not read the norm, or
+            the defect of the published recipe is wanted, for the benchmark.
 
     Returns:
         The solved layer, on the layer's device. `norm` is None where none was given. `router` is None where nothing was
@@ -112,7 +112,8 @@ def solve_with_llmcompressor(
     from llmcompressor.core import create_session
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
-    source_router = _weight(layer.get_submodule(modules.router)).to(torch.float32, copy=True)  # (E, H)
+    source_router = _weight(layer.get_submodule(modules.router)).to(torch.float32, copy=True)
+    hidden = layer.get_parameter(f"{modules.experts}.down_proj").shape[1]
     divided = None if norm is None else modules.norm
     linear = _linearize(layer, modules.experts)
     args = QuantizationArgs(
@@ -135,8 +136,8 @@ def solve_with_llmcompressor(
             error["expert_tokens"] = float(tokens)
         session.finalize()
 
-    folded, smooth = None, torch.ones_like(source_router[0])
-    if norm is not None:
+    folded, smooth = None, torch.ones(hidden, device=source_router.device)
+    if norm is not None and modules.norm is not None:
         folded = _weight(layer.get_submodule(modules.norm)).to(norm.dtype)  # (H,)
         smooth = torch.where(folded == 0, 1.0, norm.float() / folded.float())
     compensated = norm is not None and settings.awq is not False and compensate_router
@@ -209,7 +210,7 @@ def _calibrate(layer: torch.nn.Module, linear: Any, inputs: Sequence[Mapping[str
             layer(**batch)
         for hook in hooks:
             hook.remove()
-        tokens: int = sum(batch["hidden_states"].shape[:-1].numel() for batch in inputs)
+        tokens: int = sum(batch["hidden_states"].shape[:2].numel() for batch in inputs)
         for expert, number in enumerate(seen):
             if number != tokens:
                 raise QuantizeError(

@@ -218,7 +218,9 @@ def cholesky_inverse(hessian: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     for _ in range(ATTEMPTS):
         torch.add(before, (used * mean).unsqueeze(-1), out=diagonal)
         lower, info = torch.linalg.cholesky_ex(work)
-        failed = (info != 0) | ~torch.isfinite(mean) | (mean <= 0)
+        # cuSOLVER finds no fault in NaN off the diagonal, which reaches the factor's.
+        found = torch.isfinite(lower.diagonal(dim1=-2, dim2=-1)).all(-1)
+        failed = (info != 0) | ~found | ~torch.isfinite(mean) | (mean <= 0)
         if not bool(tensor_to_host(failed.any())):
             break
         used = torch.where(failed, used * 10, used)

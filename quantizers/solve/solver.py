@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from quantizers.architectures.gates import Gate, gate_of
 from quantizers.architectures.matrices import MATRICES, Matrix
 from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import to_host
@@ -33,7 +34,7 @@ from quantizers.planning.expert_batches import expert_batches, experts_per_batch
 from quantizers.recipe.schema import Experts
 
 from .awq import fold_hessian, fold_norm, norm_scale
-from .down_hessian import Activation, DownHessian, collect_down_hessian
+from .down_hessian import DownHessian, collect_down_hessian
 from .expert_batch import solve_batch
 from .input_hessian import ExpertBatch, HessianCache, blended_hessian
 from .result import LayerResult
@@ -52,8 +53,10 @@ def solve(
     *,
     norm: torch.Tensor | None,
     offset: int = 0,
-    router: torch.Tensor,
-    activation: Activation,
+    router: torch.Tensor | None,
+    shape: Sequence[int],
+    gate: Gate,
+    inner: bool = True,
     settings: Experts,
     batch_size: int,
     residents: Residents,
@@ -67,8 +70,10 @@ def solve(
             forward pass, in new memory. Called more than once.
         norm: (H,) as stored, in the source's dtype; None if no scale is to be folded into it.
         offset: added to the stored norm by the model, 0 or 1.
-        router: (E, H).
-        activation: of the gate, usually SiLU.
+        router: (E, H), or with more rows, if it reads the norm; else None.
+        shape: E and H.
+        gate: of the experts.
+        inner: whether AWQ's scale between w3 and w2 passes through the gate.
         batch_size: experts of an expert batch, see planning/expert_batches.py.
         residents: expert batches whose Hessians are cached at a time.
         dist: each process solves its share of the expert batches, which are those of one process, so that not even the
@@ -82,7 +87,7 @@ def solve(
     Raises:
         QuantizeError: the device's memory is too small for one expert batch.
     """
-    experts, hidden = router.shape
+    experts, hidden = shape
     batches = expert_batches(experts, batch_size)
     batches = [batches[i] for i in dist.partition(len(batches))]
     with phase("Hessians"):
@@ -92,7 +97,7 @@ def solve(
     cache = HessianCache(chunks, routing, hidden, residents)
     inputs = cache.of_all(batches)
     searched: dict[str, torch.Tensor] = {}
-    folded, smooth = norm, torch.ones(hidden, device=router.device)
+    folded, smooth = norm, torch.ones(hidden, device=inputs.hessian.device)
     if norm is not None and settings.awq:
         with phase("search"):
             scale, searched = norm_scale(
@@ -105,7 +110,8 @@ def solve(
                 dist=dist,
             )
             folded, smooth = fold_norm(norm, scale, offset)
-    one = partial(_solve_batch, cache, weights, inputs.hessian, smooth, activation, settings)
+    within = settings if inner else settings.model_copy(update={"awq": False})
+    one = partial(_solve_batch, cache, weights, inputs.hessian, smooth, gate, within)
     parts = [cache.within_memory(partial(one, batches[first:])) for first in range(len(batches))]
     blend = routing.blend
     order = blend.experts.argsort()  # of each expert, its place among those that were solved
@@ -123,7 +129,7 @@ def solve(
     return LayerResult(
         folded,
         smooth,
-        router.float() * smooth if norm is not None and settings.awq else None,
+        router.float() * smooth if router is not None and norm is not None and settings.awq else None,
         codes,
         scales,
         _errors(numbers, blend.tokens),
@@ -137,7 +143,7 @@ def _solve_batch(
     weights: Weights,
     all_hessian: torch.Tensor,
     smooth: torch.Tensor,
-    activation: Activation,
+    gate: Gate,
     settings: Experts,
     waiting: Sequence[ExpertBatch],
 ) -> dict[str, torch.Tensor]:
@@ -149,7 +155,7 @@ def _solve_batch(
     with phase("Hessians"):
         hessian = blended_hessian(hessian, all_hessian, routing.blend, batch)
         fold_hessian(hessian, smooth)
-    collect = partial(collect_down_hessian, cache.chunks, routing, activation=activation, batch=batch)
+    collect = partial(collect_down_hessian, cache.chunks, routing, gate=gate, batch=batch)
     every = max(1, routing.rows // (SEARCH_TOKENS * down.shape[-1]))
     zero = _zero_groups(gate_up, down, settings.group_size)
 
@@ -260,16 +266,19 @@ def solve_layer(
     """
     modules, norm = model.facts.modules, None if norm is None else norm.to(model.device)
     experts: Any = layer.module.get_submodule(modules.experts)
+    own_gate = model.facts.of_layer(layer.number).own_gate
     if settings.engine == "gram":
-        router: Any = layer.module.get_submodule(modules.router)
+        router: Any = layer.module.get_submodule(modules.router) if model.facts.router_follows else None
         accelerator, sizes = is_accelerator(model.device), model.sizes
         return solve(
             moe_inputs.chunks(model.device, tokens_per_chunk(accelerator), check),
             weights,
             norm=norm,
-            offset=model.facts.norm.offset,
-            router=router.weight.data,
-            activation=experts.act_fn,
+            offset=model.facts.norm.offset if model.facts.norm else 0,
+            router=router and router.weight.data,
+            shape=(sizes["experts"], sizes["hidden"]),
+            gate=gate_of(experts, own_gate),
+            inner=not own_gate,
             settings=settings,
             batch_size=experts_per_batch(accelerator, sizes["hidden"], sizes["width"]),
             residents=residents,
@@ -283,6 +292,7 @@ def solve_layer(
         settings,
         modules,
         norm,
+        compensate_router=model.facts.router_follows,
     )
     zero = _zero_groups(experts.gate_up_proj.data, experts.down_proj.data, settings.group_size)
     solved.fallbacks.extend(_zero_lines(zero, solved.scales))

@@ -160,6 +160,8 @@ def _plan(
     """
     specs = {name: Spec(info.dtype, info.shape) for name, info in source.tensors.items()}
     plan = make_plan(facts, sizes, specs, Experts(), str(source.folder), block_size(source)).with_schemes(schemes)
+    if facts.norm is None:
+        return plan
     unfolded = []
     for layer in sizes.moe_layers if plan.folds else ():
         norm, router = facts.layer(layer, facts.norm.tensor), facts.layer(layer, facts.router.tensor)

@@ -97,19 +97,14 @@ def audit_layer(
     """
     if layer in sizes.dense:
         return
-    norm_name, router_name = facts.layer(layer, facts.norm.tensor), facts.layer(layer, facts.router.tensor)
-    if norm_name not in candidate.tensors or router_name not in candidate.tensors:
+    if facts.layer(layer, facts.router.tensor) not in candidate.tensors:
         return
-    before, after = (checkpoint.tensor(norm_name).to(device) for checkpoint in (source, candidate))
-    broken = ~torch.isfinite(after.float()).all()
-    zeros = ((before == 0) != (after == 0)).any() if before.shape == after.shape else broken
-    seen = to_host({"broken": broken, "zeros": zeros})
-    if before.shape != after.shape or seen["broken"]:
-        audit.differences.append(f"{norm_name}: is not finite, or has another shape than the source's")
+    smooth: torch.Tensor | None = torch.ones(1, device=device)
+    if facts.norm is not None:
+        smooth = _ratio(facts.layer(layer, facts.norm.tensor), facts.norm.offset, source, candidate, device, audit)
+    if smooth is None:
         return
-    if seen["zeros"]:
-        audit.differences.append(f"{norm_name}: zero where the source is not, or vice versa")
-    pair = _Pair(layer, facts, sizes, source, candidate, norm_ratio(before, after, facts.norm.offset))
+    pair = _Pair(layer, facts, sizes, source, candidate, smooth)
     audit.differences += [*_router_differences(pair), *_other_readers(pair)]
     found, unreadable = _errors(pair)
     errors = dict(zip(found, torch.stack(list(found.values())).tolist() if found else [], strict=True))
@@ -128,9 +123,30 @@ def audit_layer(
     audit.weight_error = max((error for error in audit.by_expert if error is not None), default=0.0)
 
 
+def _ratio(
+    name: str, offset: int, source: Checkpoint, candidate: Checkpoint, device: torch.device, audit: LayerAudit
+) -> torch.Tensor | None:
+    """The ratio (H,) of the norms of both; None if they cannot be compared, which is a difference if one is there."""
+    if name not in candidate.tensors:
+        return None
+    before, after = (checkpoint.tensor(name).to(device) for checkpoint in (source, candidate))
+    broken = ~torch.isfinite(after.float()).all()
+    zeros = ((before == 0) != (after == 0)).any() if before.shape == after.shape else broken
+    seen = to_host({"broken": broken, "zeros": zeros})
+    if before.shape != after.shape or seen["broken"]:
+        audit.differences.append(f"{name}: is not finite, or has another shape than the source's")
+        return None
+    if seen["zeros"]:
+        audit.differences.append(f"{name}: zero where the source is not, or vice versa")
+    return norm_ratio(before, after, offset)
+
+
 @dataclass(frozen=True)
 class _Pair:
-    """A layer of the source and of the candidate, and the ratio (H,) of its norms, on the device that computes."""
+    """A layer of the source and of the candidate, and the ratio (H,) of its norms, on the device that computes.
+
+    Where nothing can be folded, the ratio is 1 for all channels together (1,).
+    """
 
     layer: int
     facts: Architecture
@@ -143,8 +159,13 @@ class _Pair:
         """The experts' matrices in one of the two."""
         return ExpertWeights(checkpoint, self.facts, self.sizes, self.layer, self.smooth.device, torch.float32)
 
+    def errors(self, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> torch.Tensor:
+        """`matrix_errors` of some experts."""
+        return matrix_errors(old, new, self.smooth, inner=not self.facts.of_layer(self.layer).own_gate)
+
     def was_divided(self) -> str:
         """What every message about the norm's readers says of it."""
+        assert self.facts.norm is not None, "without a norm, nothing is divided"
         divided = f"{int((self.smooth != 1).sum())} of {len(self.smooth)} channels"
         return f"{NOT_COMPENSATED} {self.facts.layer(self.layer, self.facts.norm.tensor)} was divided in {divided}"
 
@@ -163,7 +184,7 @@ def _errors(pair: _Pair) -> tuple[dict[int, torch.Tensor], dict[int, str]]:
         old = pair.weights(pair.source)
     try:
         new = pair.weights(pair.candidate)
-        found = _in_batches(old, new, pair.smooth)
+        found = _in_batches(old, new, pair)
         with _reading_the_source():
             old.require_finite()
         new.require_finite()
@@ -186,15 +207,15 @@ def _reading_the_source() -> Iterator[None]:
         raise BrokenSource(f"the source is damaged: {failure}") from None
 
 
-def _in_batches(old: ExpertWeights, new: ExpertWeights, smooth: torch.Tensor) -> dict[int, torch.Tensor]:
+def _in_batches(old: ExpertWeights, new: ExpertWeights, pair: _Pair) -> dict[int, torch.Tensor]:
     found: dict[int, torch.Tensor] = {}
-    size = experts_per_batch(is_accelerator(smooth.device), old.hidden, old.width)
+    size = experts_per_batch(is_accelerator(pair.smooth.device), old.hidden, old.width)
     for first, last in expert_batches(old.experts, size):
         # The previous batch is freed after this one is read, so that a CPU's memory is reused, not returned.
         with _reading_the_source():
             source = _matrices(*old.batch(range(first, last)))
         candidate = _matrices(*new.batch(range(first, last)))
-        found |= zip(range(first, last), matrix_errors(source, candidate, smooth), strict=True)
+        found |= zip(range(first, last), pair.errors(source, candidate), strict=True)
     return found
 
 
@@ -214,12 +235,17 @@ def _one_by_one(pair: _Pair) -> tuple[dict[int, torch.Tensor], dict[int, str]]:
         except CheckpointError as failure:
             unreadable[expert] = f"{modules[0].rpartition('.')[0]}: {failure}"
         else:
-            found[expert] = matrix_errors(old, new, pair.smooth)
+            found[expert] = pair.errors(old, new)
     return found, unreadable
 
 
 def _router_differences(pair: _Pair) -> Iterator[str]:
-    """Where the router is not the source's times the ratio, rounded once to the dtype in which it is stored."""
+    """Where the router is not the source's times the ratio, rounded once to the dtype in which it is stored.
+
+    One that does not read the norm keeps its bytes, which `audit_kept` compares.
+    """
+    if not pair.facts.router_follows:
+        return
     name, smooth = pair.facts.layer(pair.layer, pair.facts.router.tensor), pair.smooth
     before, after = (checkpoint.tensor(name).to(smooth.device) for checkpoint in (pair.source, pair.candidate))
     expected = before.float() * smooth
@@ -278,4 +304,6 @@ def _is_left(pair: _Pair, reader: str) -> bool:
     with _reading_the_source():
         before = numbers(pair.source)
     after = numbers(pair.candidate)
+    if before.shape[-1:] != smooth.shape:  # not (…, H): nothing is known of its columns
+        return torch.equal(before, after)
     return before.shape == after.shape and is_uncompensated(before, after, smooth)

@@ -23,11 +23,13 @@ from torch import Tensor
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.derive import Header, derived_architecture
 from quantizers.architectures.families import architecture_for
+from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.roles import EXACT
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
-from quantizers.planning.assign_actions import expected_tensors
-from quantizers.system.errors import ArchitectureError
+from quantizers.planning.assign_actions import expected_tensors, folds
+from quantizers.recipe.schema import Experts
+from quantizers.system.errors import ArchitectureError, RecipeError
 
 FOLDED = ("minimax_m2", "qwen3_moe", "mixtral")  # in the others a shared expert reads the norm too
 
@@ -156,6 +158,36 @@ def test_shapes_are_those_of_the_class_whatever_the_files_hold(
     assert derived_architecture(config, headers | wrong, "x") == derived_architecture(config, headers, "x")
 
 
+CONV = "model.layers.0.self_attn.k_conv1d.weight"
+
+
+@pytest.mark.slow
+def test_what_transformers_joins_is_listed_by_its_stored_names_and_shapes(tmp_path: Path) -> None:
+    config, headers = saved(tmp_path / "model", "kimi_linear")
+    facts = derived_architecture(config, headers, "x")
+    parts = {f"self_attn.{letter}_conv1d.weight" for letter in "qkv"}
+    assert {name: set(names) for name, names in facts.modules.converted.items()} == {"self_attn.conv1d.weight": parts}
+    assert facts.of_layer(0).tensors["self_attn.k_conv1d.weight"].shape == (64, 1, 4)
+    del headers[CONV]
+    with pytest.raises(
+        ArchitectureError, match=r"^x: transformers cannot make the parameters of Kimi\w+ of .*q_conv1d"
+    ):
+        derived_architecture(config, headers, "x")
+
+
+@pytest.mark.slow
+def test_experts_that_no_text_goes_through_are_carried(tmp_path: Path) -> None:
+    """ERNIE-4.5-VL's experts 8 to 15 of 16 see images; its router is stored transposed, and cannot be compensated."""
+    config, headers = saved(tmp_path / "model", "ernie4_5_vl_moe")
+    facts = derived_architecture(config, headers, "x")
+    matrices = {(e, m): f"{facts.expert(1, e, m)}.weight" for e in range(16) for m in MATRICES}
+    assert [facts.is_unread(name) for (e, _), name in matrices.items()] == [e >= 8 for e, _ in matrices]
+    assert set(matrices.values()) <= set(headers)
+    assert len(facts.unread) == 3 + 2  # of three layers with experts, and of what sees images
+    assert {"mlp.gate.weight", "mlp.experts.8.up_proj.weight"} <= set(facts.also_reads_the_norm)
+    assert facts.modules.converted["mlp.vision_moe.gate.weight"] == ["mlp.gate.weight_1"]
+
+
 # What is refused ----------------------------------------------------------------------------------------------------
 
 
@@ -190,9 +222,11 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[dict[str, Tensor]], object] |
         {"architectures": ["OlmoeModel"]}, None, "config.json: architectures: OlmoeModel has no head that predicts tok"
     ),
     "a class without experts": (
-        {"architectures": ["LlamaForCausalLM"]}, None, "config.json: LlamaForCausalLM has no layers with experts; give"
+        {"architectures": ["LlamaForCausalLM"]}, None, "config.json: LlamaForCausalLM has no layers with a module "
     ),
-    "a wrong value": ({"hidden_size": "128"}, None, "config.json: transformers cannot make OlmoeForCausalLM of it ("),
+    "a wrong value": (
+        {"hidden_size": "128"}, None, "config.json: transformers 5.17.0 cannot make OlmoeForCausalLM of it (Strict"
+    ),
 }  # fmt: skip
 
 
@@ -215,7 +249,26 @@ def test_what_cannot_be_derived_is_said_in_one_line(
     assert len(command.err.strip().splitlines()) == 1
 
 
-def test_experts_in_a_layout_of_their_own_are_refused(tmp_path: Path) -> None:
-    """GraniteMoe's files hold all experts in one tensor under a name of its own."""
-    with pytest.raises(ArchitectureError, match=r"^x: model.layers.0.*input_linear.weight holds the experts in a"):
-        derived_architecture(*saved(tmp_path / "model", "granitemoe"), "x")
+GATE_UP, DOWN = (f"block_sparse_moe.{side}put_linear.weight" for side in ("in", "out"))
+
+
+def test_tensors_of_all_experts_may_have_names_of_their_own_but_not_another_layout(tmp_path: Path) -> None:
+    """GraniteMoe's have."""
+    config, headers = saved(tmp_path / "model", "granitemoe")
+    facts = derived_architecture(config, headers, "x")
+    assert facts.fused == {GATE_UP: ["gate", "up"], DOWN: ["down"]}
+    assert facts.expert(1, 3, "up") == "model.layers.1.block_sparse_moe.experts.3.up_proj"
+    transposed = {f"model.layers.0.{GATE_UP}": Header("BF16", (8, 128, 192))}
+    with pytest.raises(ArchitectureError, match=rf"^x: model.layers.0.{GATE_UP} holds the experts in a layout of its"):
+        derived_architecture(config, headers | transposed, "x")
+
+
+def test_layers_of_one_structure_may_have_other_gates(tmp_path: Path) -> None:
+    """Step-3.7 clamps in some layers, each at a limit of its own; it stores gate and up apart."""
+    facts = derived_architecture(*saved(tmp_path / "model", "step3p7"), "x")
+    assert [facts.of_layer(number).own_gate for number in range(4)] == [False, False, True, True]
+    assert facts.fused == {f"moe.{matrix}_proj.weight": [matrix] for matrix in MATRICES}
+    assert "the experts of layers 2–3 have a gate of their own, so no scale lies between w3 and w2" in facts.origin()
+    assert [kind["own_gate"] for kind in facts.found()["kinds"]] == [False, False, True]
+    with pytest.raises(RecipeError, match=r"^x: experts.engine: llm-compressor does not know the gate .*; take gram$"):
+        folds(facts, Experts(group_size=32, engine="llmcompressor"), "x")

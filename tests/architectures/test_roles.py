@@ -8,6 +8,7 @@ import families
 import pytest
 import torch
 import transformers
+import zoo
 
 from quantizers.architectures.architecture import EXPERTS, ROUTER
 from quantizers.architectures.families import architecture_for
@@ -101,8 +102,41 @@ def test_attention_beside_the_experts_reads_their_norm() -> None:
     assert min(roles.probes["fold"], roles.probes["halves"]) > 0.01
 
 
+@pytest.mark.parametrize(
+    ("model_type", "norm", "readers", "follows", "folds", "halves"),
+    [
+        # A norm and a gate of low rank behind it; the residual stream itself; a norm of the experts' own, with scores
+        # of something else; matrices of shared experts in one tensor, whose gates are rows of the router's.
+        ("axk2", None, [], True, False, True),
+        ("flex_olmo", None, [], True, False, False),
+        ("gemma4", "pre_feedforward_layernorm_2", [], False, True, False),
+        ("inkling", "post_attention_layernorm", ["gate_proj", "up_proj"], True, False, False),
+    ],
+)
+def test_what_the_experts_read_and_whether_a_scale_can_be_folded_into_it(
+    model_type: str, norm: str | None, readers: list[str], follows: bool, folds: bool, halves: bool
+) -> None:
+    roles = roles_of(Skeleton(zoo.whole_class(model_type), zoo.config_of(model_type)), 1)
+    assert (roles.norm if roles.norm_offset is not None else None) == norm
+    assert roles.readers == tuple(f"mlp.shared_experts.{name}" for name in readers)
+    assert (roles.router_follows, roles.probes["fold"] < EXACT) == (follows, folds)
+    assert (roles.probes["halves"] < EXACT) == halves
+    assert folds or roles.probes["fold"] > 0.01
+    require_usable(roles, model_type)
+
+
+def test_a_layer_that_reads_what_another_one_has_kept_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values that Gemma's last layers share."""
+    monkeypatch.setitem(zoo.TYPES, "gemma4", zoo.TYPES["gemma4"] | {"num_kv_shared_layers": 1})
+    skeleton = Skeleton(zoo.whole_class("gemma4"), zoo.config_of("gemma4"))
+    with pytest.raises(
+        ArchitectureError, match=r"^Gemma4ForCausalLM: layer 3 cannot run alone: it looks for 'full_att"
+    ):
+        probe(skeleton, 3)
+
+
 class Experts(torch.nn.Module):
-    """Mixtral's experts as a loop, with a product or inputs of another kind."""
+    """Mixtral's experts as a loop, with a product or inputs of another kind, and no function for the gate alone."""
 
     act_fn = torch.nn.SiLU()
 
@@ -115,15 +149,26 @@ class Experts(torch.nn.Module):
             x = x + 0.1 * x.cumsum(0)
         elif self.other == "weight":
             weight = weight.square()
-        gate, up = torch.einsum("th,tkfh->tkf", x, self.gate_up_proj[index]).chunk(2, -1)
+        products = torch.einsum("th,tkfh->tkf", x, self.gate_up_proj[index])
+        down = torch.einsum("tkf,tkhf->tkh", self.product(products), self.down_proj[index])
+        return (down * weight.unsqueeze(-1)).sum(1)
+
+    def product(self, products: torch.Tensor) -> torch.Tensor:
+        gate, up = products.chunk(2, -1)
         if self.other == "gate":
             gate = gate.clamp(max=25)
         elif self.other == "up":
             up = up.clamp(-25, 25)
         elif self.other == "one":
             up = up + 1
-        down = torch.einsum("tkf,tkhf->tkh", self.act_fn(gate) * up, self.down_proj[index])
-        return (down * weight.unsqueeze(-1)).sum(1)
+        return self.act_fn(gate) * up
+
+
+class Gated(Experts):
+    """The same with that function."""
+
+    def _apply_gate(self, products: torch.Tensor) -> torch.Tensor:
+        return self.product(products)
 
 
 @pytest.mark.parametrize(
@@ -138,16 +183,24 @@ class Experts(torch.nn.Module):
     ],
 )
 def test_experts_that_compute_something_else_are_refused(other: str, refuted: set[str]) -> None:
-    skeleton = small("MixtralForCausalLM")
-    block: Any = skeleton.layers[1].mlp
-    block.experts = Experts(other, block.experts.gate_up_proj, block.experts.down_proj)
-    assert kinds_of_layers(skeleton) == [[0], [1]]  # of other classes
-    roles = roles_of(skeleton, 1)
+    roles, gated = (roles_of(with_experts(kind, other), 1) for kind in (Experts, Gated))
+    assert roles.own_gate == gated.own_gate == bool(refuted)
     assert {name for name in ("tokens", "product", "up_down", "large") if not roles.probes[name] < EXACT} == refuted
     if refuted:
         first = next(name for name in ("tokens", "product", "up_down", "large") if name in refuted)
         with pytest.raises(ArchitectureError, match=rf"^model type mine: its experts .* \(probe {first}: [\d.]+ where"):
             require_usable(roles, "mine")
+    if "tokens" not in refuted:  # the module's own function explains all else
+        require_usable(gated, "mine")
+
+
+def with_experts(kind: type[Experts], other: str) -> Skeleton:
+    """Mixtral with other experts in its last layer."""
+    skeleton = small("MixtralForCausalLM")
+    block: Any = skeleton.layers[1].mlp
+    block.experts = kind(other, block.experts.gate_up_proj, block.experts.down_proj)
+    assert kinds_of_layers(skeleton) == [[0], [1]]  # of other classes
+    return skeleton
 
 
 @pytest.mark.parametrize(

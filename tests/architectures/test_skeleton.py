@@ -67,9 +67,15 @@ def test_layers_are_called_as_the_whole_model_calls_them(name: str) -> None:
     for number, (call, given) in enumerate(zip(calls, expected, strict=True)):
         assert call.states.shape == given.pop(call.name).shape
         assert call.arguments.keys() == given.keys()
-        assert call.handed == ((HANDED[name],) if name in HANDED and number else ())
+        assert list(call.handed) == ([HANDED[name]] if name in HANDED and number else [])
         unknown = {*call.handed, FILLED.get(name)}
         assert [key for key in given if key not in unknown and not same(call.arguments[key], given[key])] == []
+
+
+@pytest.mark.parametrize(("name", "experts"), [("olmoe", "grouped_mm"), ("step3p7", "eager")])
+def test_an_accelerator_groups_the_experts_where_the_class_can(name: str, experts: str) -> None:
+    skeleton = Skeleton(zoo.whole_class(name), zoo.config_of(name), torch.device("meta"))
+    assert skeleton.model.config.get_text_config()._experts_implementation == experts
 
 
 @pytest.mark.parametrize("name", EVERY)

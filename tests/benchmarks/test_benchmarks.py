@@ -42,6 +42,7 @@ def printed(recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     return of
 
 
+@pytest.mark.slow
 def test_all_methods_go_through_a_whole_model(small_job: Job, printed: Any) -> None:
     text = printed(methods, "--tokens", "256")
     asked = methods.methods(small_job.recipe.experts, small_job.facts, torch.float32)

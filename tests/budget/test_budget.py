@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -13,19 +12,21 @@ from typing import Any
 
 import families
 import pytest
+import tiny
 import torch
 import yaml
+from commands import Command
 from compressed_tensors.utils.match import is_match
-from runs import cut_at, cut_in_layer
+from runs import cut_at, cut_in_layer, hashes
 from torch import Tensor
 from whole_models import load
 
 from eval.report.summary import choice_lines
 from eval.serving.check import STORED
+from quantizers.architectures.gates import plain_gate
 from quantizers.budget import choice, measure
 from quantizers.budget.measure import column_scale, scheme_errors
 from quantizers.calibration.load_set import load_set
-from quantizers.cli import main as cli
 from quantizers.commands.stitch import stitch
 from quantizers.formats.dequantization import read_weight
 from quantizers.formats.packed_integers import dequantize
@@ -39,7 +40,7 @@ from quantizers.planning.job import Job, prepare
 from quantizers.planning.plan import file_size
 from quantizers.recipe.schema import ALL, Scheme
 from quantizers.solve.rounding import minmax_scales, nearest
-from quantizers.system.errors import OutputError, QuantizeError
+from quantizers.system.errors import OutputError
 from stitch.audit.checkpoint import verify
 from stitch.write.config_files import output_config
 
@@ -96,7 +97,7 @@ def test_errors_are_those_of_an_experts_outputs() -> None:
 
     for expert in range(experts):
         found, coarsest = scheme_errors(
-            recorded, (gate_up, down), expert, schemes, torch.nn.functional.silu, outer=None, inner=False
+            recorded, (gate_up, down), expert, schemes, plain_gate(torch.nn.functional.silu), outer=None, inner=False
         )
         source = [gate_up[expert, :width], gate_up[expert, width:], down[expert]]
         for scheme in schemes:
@@ -121,7 +122,7 @@ def test_columns_are_scaled_by_their_inputs() -> None:
     silu = torch.nn.functional.silu
     recorded = seen_by(x, chosen, torch.ones(50, 1))
     _, (both, w2) = scheme_errors(
-        recorded, (gate_up, down), 1, [Scheme(4, 32)], silu, outer=column_scale(x), inner=True
+        recorded, (gate_up, down), 1, [Scheme(4, 32)], plain_gate(silu), outer=column_scale(x), inner=True
     )
     own = x[chosen[:, 0] == 1]
     inner = silu(own @ gate_up[1, :32].T) * (own @ gate_up[1, 32:].T)
@@ -142,7 +143,7 @@ def test_smaller_groups_make_the_error_smaller_and_more_bits_even_smaller(done: 
             assert sum(parts.values()) == pytest.approx(row["error"][scheme], rel=0.1)  # nearly independent
 
 
-@pytest.mark.parametrize("count", [16, 4])
+@pytest.mark.parametrize("count", [4, pytest.param(16, marks=pytest.mark.slow)])
 def test_the_probe_is_the_whole_model_with_the_first_layer_rounded(
     count: int,
     tmp_path: Path,
@@ -274,28 +275,22 @@ def test_compressed_tensors_finds_each_layers_own_scheme(done: Any) -> None:
 # Resuming, and what is refused ----------------------------------------------------------
 
 
-def hashes(folder: Path) -> dict[str, str]:
-    varying = {"report.json", "README.md"}
-    files = sorted(path for path in folder.iterdir() if path.name not in varying)
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
-def test_a_cut_while_measuring_measures_again_and_another_choice_is_refused(
-    done: Any, tmp_path: Path, budgeted: Callable[..., Path]
-) -> None:
-    job, folder, _ = done
+def test_a_cut_while_measuring_measures_again_and_another_choice_is_refused(tmp_path: Path) -> None:
+    words = {"layers": 2, "words": 20, "samples": 3, "awq": {"grid": 3}}
+    job = prepare(str(tiny.write_job(tmp_path / "job", bits_per_weight=MEAN_BITS, **words)))
     options = Options(tmp_path / "output", CPU)
-    cut_at(measure, "by_text", job, options, 2)
+
+    def chosen(options: Options) -> Any:
+        """What a run chooses that is cut then."""
+        cut_at(pipeline, "quantize_layers", job, options)
+        return choice.read_choice(job, options.output)
+
+    cut_at(measure, "by_text", job, options, 1)
     work = journal.work_folder(options.output)
     assert not journal.layer_file(work, 0).exists()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pipeline, "quantize_layers", lambda *_, **__: (_ for _ in ()).throw(QuantizeError("cut")))
-        with pytest.raises(QuantizeError, match="cut"):
-            run(job, options)
-    shown = json.loads(json.dumps(choice.read_choice(job, options.output)))
-    assert shown == json.loads((folder / "report.json").read_text())["schemes"]
+    assert chosen(options) == chosen(Options(tmp_path / "whole", CPU))
     with pytest.raises(OutputError, match=r"another experts.bits_per_weight \(4.375, now 4.5\)"):
-        run(prepare(str(budgeted(tmp_path / "other", bits_per_weight=4.5))), options)
+        run(prepare(str(tiny.write_job(tmp_path / "other", bits_per_weight=4.5, **words))), options)
     entry = work / "schemes" / "00000.json"
     changed = json.loads(entry.read_text())
     changed["error"]["INT4 group 32"] = changed["error"]["INT4 group 64"]
@@ -305,33 +300,21 @@ def test_a_cut_while_measuring_measures_again_and_another_choice_is_refused(
 
 
 def test_plan_shows_candidates_before_and_the_choice_after(
-    done: Any,
-    tmp_path: Path,
-    write_recipe: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    done: Any, tmp_path: Path, write_recipe: Callable[..., Path], command: Command
 ) -> None:
     job, folder, report = done
-
-    def plan(*arguments: object) -> tuple[object, str, str]:
-        monkeypatch.setattr("sys.argv", ["quantize", "plan", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return ended.value.code, *capsys.readouterr()
-
-    code, out, _ = plan(job.path)
-    assert code == 0
-    assert "budget 4.375 bits per expert weight; possible are 4.25 to 8.5 bits per weight" in out
-    assert "the run measures, then chooses" in out
-    code, out, _ = plan(job.path, "--output", folder)
-    assert code == 0
-    assert report["schemes"]["chosen"] in out
-    code, out, _ = plan(job.path, "--output", folder, "--json")
-    assert json.loads(out)["shards"] == {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
-    code, _, err = plan(job.path, "--output", tmp_path)
-    assert (code, "no run of this recipe has measured" in err) == (2, True)
-    code, _, err = plan(write_recipe(tmp_path / "plain"), "--output", folder)
-    assert (code, "has no budget" in err) == (2, True)
+    assert command("plan", job.path) == 0
+    assert "budget 4.375 bits per expert weight; possible are 4.25 to 8.5 bits per weight" in command.out
+    assert "the run measures, then chooses" in command.out
+    assert command("plan", job.path, "--output", folder) == 0
+    assert report["schemes"]["chosen"] in command.out
+    assert command("plan", job.path, "--output", folder, "--json") == 0
+    shards = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
+    assert json.loads(command.out)["shards"] == shards
+    assert command("plan", job.path, "--output", tmp_path) == 2
+    assert "no run of this recipe has measured" in command.err
+    assert command("plan", write_recipe(tmp_path / "plain"), "--output", folder) == 2
+    assert "has no budget" in command.err
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A budget between two schemes."""
     folder = tmp_path_factory.mktemp("several")
     families.write_job(folder, FAMILY)
-    path = write_recipe(folder, words=40, samples=12)
+    path = write_recipe(folder, words=20, samples=6)
     body = yaml.safe_load(path.read_text())
     body["experts"] = {"bits_per_weight": 6.5, "awq": {"grid": 3}}  # of a width of 32, so between INT4 and INT8
     path.write_text(yaml.safe_dump(body, sort_keys=False))

@@ -12,13 +12,7 @@ import pytest
 from commands import Command, printed
 from sets import rows_set
 
-from quantizers.calibration.check import (
-    SetReport,
-    check_set,
-    find_duplicates,
-    identify,
-    truncation_warnings,
-)
+from quantizers.calibration.check import SetReport, check_set, find_duplicates, identify, truncation_warnings
 from quantizers.calibration.samples import Sample
 from quantizers.calibration.set import CODES, read_set
 from quantizers.calibration.view import render, render_samples, show_samples

@@ -130,10 +130,7 @@ def test_a_refused_row_is_replaced_and_counted(tmp_path: Path, tokenizer: str) -
     data = load_set(write_set(tmp_path, source("a.jsonl", samples=20, **chat)), tokenizer)
     assert len(data.samples) == 20
     counts = {dropped.reason: dropped.count for dropped in data.dropped}
-    assert set(counts) <= {
-        "the chat template refuses it: a tool turn without a call",
-        "m is not a list of turns",
-    }
+    assert set(counts) <= {"the chat template refuses it: a tool turn without a call", "m is not a list of turns"}
     assert all(":" in dropped.first for dropped in data.dropped)
     with pytest.raises(CalibrationError, match=r"20 of the 21 samples; .*without a call \(10, first at .*at most 20"):
         load_set(write_set(tmp_path, source("a.jsonl", samples=21, **chat)), tokenizer)

@@ -33,10 +33,7 @@ def test_text_is_taken_as_it_is() -> None:
 
 def test_prompt_and_answer_are_two_turns() -> None:
     content = read("prompt-answer", ("q", "a"), {"q": "Why?", "a": "Because."})
-    assert [(turn["role"], turn["content"]) for turn in content.turns] == [
-        ("user", "Why?"),
-        ("assistant", "Because."),
-    ]
+    assert [(turn["role"], turn["content"]) for turn in content.turns] == [("user", "Why?"), ("assistant", "Because.")]
     assert content.text == "Why?\n\nBecause."
 
 
@@ -108,11 +105,7 @@ def test_contests_take_one_solution_by_the_seed() -> None:
     answers = {
         seed: read_row(row, source("code-contests", "name"), seed).turns[1]["content"] for seed in map(str, range(20))
     }
-    assert set(answers.values()) == {
-        "```cpp\nint a;\n```",
-        "```python\na = 1\n```",
-        "```java\nclass A {}\n```",
-    }
+    assert set(answers.values()) == {"```cpp\nint a;\n```", "```python\na = 1\n```", "```java\nclass A {}\n```"}
     assert answers["0"] == read_row(row, source("code-contests", "name"), "0").turns[1]["content"]
 
 

@@ -57,11 +57,7 @@ def test_prompts_are_filled() -> None:
     [
         (SOURCE.replace("shape: text", "shape: poem"), 4, "sources[0].shape: "),
         (SOURCE.replace("samples: 1", "samples: 0"), 4, "should be greater than or equal to 1 or should be 'all', not"),
-        (
-            SOURCE.replace("samples: 1", "samples: 1, sequence_length: 1"),
-            4,
-            "sources[0].sequence_length: should",
-        ),
+        (SOURCE.replace("samples: 1", "samples: 1, sequence_length: 1"), 4, "sources[0].sequence_length: should"),
         (SOURCE.replace("samples: 1", "samples: true"), 4, "should be a valid integer or should be 'all'"),
         (SOURCE.replace("samples: 1", "samples: few"), 4, "should be a valid integer or should be 'all'"),
         (SOURCE.replace("math}", "math, promt: x}"), 4, "sources[0].promt: unknown key (did you mean prompt?)"),

@@ -75,17 +75,9 @@ def test_the_next_row_is_taken_in_place_of_one_left_out(tmp_path: Path, tokenize
 @pytest.mark.parametrize(
     ("rows", "samples", "message"),
     [
-        (
-            TWENTY,
-            11,
-            r"10 of the 11 samples; code/cobol is not in languages.programming \(10, first at ",
-        ),
+        (TWENTY, 11, r"10 of the 11 samples; code/cobol is not in languages.programming \(10, first at "),
         (TWENTY, 11, "list these languages, correct the rows, or ask for at most 10"),
-        (
-            [("code/cobol", "two"), ("code/rust", "")],
-            "all",
-            r"0 of all 1 samples; an empty text \(1, first at a",
-        ),
+        ([("code/cobol", "two"), ("code/rust", "")], "all", r"0 of all 1 samples; an empty text \(1, first at a"),
         ([("code/cobol", "two")], "all", r"no row is left \(a.jsonl:1: code/cobol is not in languages"),
     ],
 )

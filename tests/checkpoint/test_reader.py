@@ -15,13 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from quantizers.checkpoint.reader import (
-    as_tensor,
-    open_checkpoint,
-    open_folder,
-    resolve,
-    side_files,
-)
+from quantizers.checkpoint.reader import as_tensor, open_checkpoint, open_folder, resolve, side_files
 from quantizers.checkpoint.safetensors_header import TensorInfo
 from quantizers.system.errors import CheckpointError
 

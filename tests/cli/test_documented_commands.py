@@ -44,14 +44,22 @@ def test_there_are_examples_on_every_page_of_use() -> None:
     assert {"README.md", "calibration.md", "recipe.md", "publish.md", "commands.md"} <= {page for page, _ in LINES}
 
 
-@pytest.mark.parametrize(("page", "words"), LINES, ids=[f"{page}: {' '.join(words)}" for page, words in LINES])
-def test_a_documented_command_is_taken(page: str, words: list[str]) -> None:
+@pytest.fixture(scope="module")
+def program() -> tuple[Any, list[dict[str, Any]]]:
+    """The silenced program, and what its commands are called with."""
     taken: list[dict[str, Any]] = []
-    silenced(typer.main.get_command(app), taken).main(words, prog_name="quantize", standalone_mode=False)
+    return silenced(typer.main.get_command(app), taken), taken
+
+
+@pytest.mark.parametrize(("page", "words"), LINES, ids=[f"{page}: {' '.join(words)}" for page, words in LINES])
+def test_a_documented_command_is_taken(page: str, words: list[str], program: tuple[Any, list[dict[str, Any]]]) -> None:
+    command, taken = program
+    taken.clear()
+    command.main(words, prog_name="quantize", standalone_mode=False)
     assert taken
 
 
-def test_a_command_that_does_not_exist_would_be_noticed() -> None:
+def test_a_command_that_does_not_exist_would_be_noticed(program: tuple[Any, list[dict[str, Any]]]) -> None:
     for words in (["run"], ["run", "x", "--outputs", "y"], ["publishes", "x"], ["calibration", "copy", "embedded"]):
         with pytest.raises(Exception, match=r"Missing|No such"):
-            silenced(typer.main.get_command(app), []).main(words, prog_name="quantize", standalone_mode=False)
+            program[0].main(words, prog_name="quantize", standalone_mode=False)

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from commands import quantize
+from commands import Command, quantize
 from conftest import Finished
 from edited import edit
+from runs import assert_same
 
 from quantizers.device.devices import choose_device
 from quantizers.output import journal
@@ -26,49 +27,50 @@ Said = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Said:
+def said(command: Command) -> Said:
     """`said(*words)`: exit code, standard output, and the last line of standard error."""
 
     def call(*words: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = quantize(monkeypatch, *words)
-        out, err = capsys.readouterr()
-        return code, out, (err.splitlines() or [""])[-1]
+        return command(*words), command.out, (command.err.splitlines() or [""])[-1]
 
     return call
 
 
-@pytest.fixture
-def unfinished(
-    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Path:
-    """A run of four layers that was typed in `tmp_path` and cut off after its second layer; `said` is what it said."""
-    monkeypatch.chdir(tmp_path)
-    real = quantizing.write_json
+@pytest.fixture(scope="module")
+def typed(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which a run of four layers was typed that was cut off after its second; its output is `cut`."""
+    folder, real = tmp_path_factory.mktemp("typed"), quantizing.write_json
 
     def cut(path: Path, entry: Any) -> None:
         real(path, entry)
         if entry.get("layer") == 1:
             raise QuantizeError("cut here")
 
-    with pytest.MonkeyPatch.context() as patched:
+    with pytest.MonkeyPatch.context() as patched, (folder / "said").open("w") as said:
+        patched.chdir(folder)
+        patched.setattr("sys.stderr", said)
         patched.setattr(quantizing, "write_json", cut)
         assert quantize(patched, "run", finished.recipe, "--fresh", "--yes", "cut", "--device", "cpu") == 1
-    Path("said").write_text(capsys.readouterr().err)
+    return folder
+
+
+@pytest.fixture
+def unfinished(typed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it in the current folder; `said` is what the run said."""
+    shutil.copytree(typed, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
     return Path("cut")
 
 
 def test_an_unfinished_folder_and_the_command_that_finishes_it(
-    unfinished: Path,
-    finished: Finished,
-    said: Said,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    unfinished: Path, finished: Finished, said: Said, typed: Path, command: Command
 ) -> None:
-    """Named by all commands that take a finished checkpoint. The first line of a run has the report's counts."""
-    command = f"quantize run {finished.recipe} {unfinished} --device cpu"
-    line = f"quantize: cut: unfinished; finish it with the same command: `{command}`, in {tmp_path}"
+    """Named by all commands that take a finished checkpoint; it gives the bytes of an unbroken run.
+
+    The first line of a run has the report's counts.
+    """
+    again = f"quantize run {finished.recipe} {unfinished} --device cpu"
+    line = f"quantize: cut: unfinished; finish it with the same command: `{again}`, in {typed}"
     for words in (
         ("verify", unfinished),
         ("verify", unfinished, "--source", finished.source),
@@ -87,9 +89,9 @@ def test_an_unfinished_folder_and_the_command_that_finishes_it(
     size = sum(path.stat().st_size for path in finished.source.glob("*.safetensors"))
     assert first.startswith(f"tiny-minimax-m2 ({size / 1e6:.1f} MB, 4 layers × 16 experts) → cut on cpu, 1 thread; ")
     assert f"; {tokens:,} calibration and {held_out:,} held-out tokens" in first
-    capsys.readouterr()
-    assert quantize(monkeypatch, *shlex.split(command)[1:]) == 0
-    assert capsys.readouterr().err.splitlines()[0] == f"{first}; resuming after layer 2 of 4"
+    assert command(*shlex.split(again)[1:]) == 0
+    assert command.err.splitlines()[0] == f"{first}; resuming after layer 2 of 4"
+    assert_same(unfinished, finished.folder)
     assert said("verify", unfinished, "--source", finished.source)[0] == 0
 
 

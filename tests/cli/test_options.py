@@ -13,15 +13,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from commands import quantize
+from commands import Command
 from conftest import REPOSITORY, Finished
 
 from quantizers.device import triton_support
 
 
-def test_the_version_says_what_the_program_runs_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_version_says_what_the_program_runs_on(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     """With two cards that are made up here, since no test has one."""
     card = SimpleNamespace(name="a card", total_memory=96 * 2**30)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -30,8 +28,8 @@ def test_the_version_says_what_the_program_runs_on(
     monkeypatch.setattr(triton_support, "why_not", lambda card: "a reason" if card.index else "")
     triton = SimpleNamespace(__version__="3.7.1")
     monkeypatch.setitem(sys.modules, "triton", triton)
-    assert quantize(monkeypatch, "--version") == 0
-    lines = capsys.readouterr().out.splitlines()
+    assert command("--version") == 0
+    lines = command.out.splitlines()
     assert lines[0] == f"quantize {version('moe-quantizers')}"
     assert lines[1] == f"python {platform.python_version()}, torch {torch.__version__}, CUDA 13.0"
     assert f"transformers {version('transformers')}, compressed-tensors {version('compressed-tensors')}" in lines[2]
@@ -40,22 +38,22 @@ def test_the_version_says_what_the_program_runs_on(
     assert lines[5].startswith("cpu: ")
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", None)
-    assert quantize(monkeypatch, "--json", "--version") == 0
-    found = json.loads(capsys.readouterr().out)
+    assert command("--json", "--version") == 0
+    found = json.loads(command.out)
     assert (found["cuda"], found["rocm"]) == (None, None)
     assert [one["device"] for one in found["devices"]] == ["cuda:0", "cuda:1", "cpu"]
-    assert quantize(monkeypatch, "--version") == 0
-    assert capsys.readouterr().out.splitlines()[1].endswith("CPU build")
+    assert command("--version") == 0
+    assert command.out.splitlines()[1].endswith("CPU build")
 
 
-def test_json_before_a_command_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert quantize(monkeypatch, "--json", "recipes") == 2
-    assert capsys.readouterr().err == "quantize: --json stands behind a command, as in `quantize plan RECIPE --json`\n"
+def test_json_before_a_command_is_refused(command: Command) -> None:
+    assert command("--json", "recipes") == 2
+    assert command.err == "quantize: --json stands behind a command, as in `quantize plan RECIPE --json`\n"
 
 
-def test_no_command_shows_the_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert quantize(monkeypatch) == 2
-    assert capsys.readouterr().err.startswith("Usage: quantize [OPTIONS] COMMAND")
+def test_no_command_shows_the_help(command: Command) -> None:
+    assert command() == 2
+    assert command.err.startswith("Usage: quantize [OPTIONS] COMMAND")
 
 
 def test_help_needs_no_torch() -> None:
@@ -68,13 +66,11 @@ def test_help_needs_no_torch() -> None:
     assert "Usage: quantize run" in done.stdout
 
 
-def test_two_outputs_are_refused(
-    finished: Finished, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert quantize(monkeypatch, "run", finished.recipe, "a", "-o", "b") == 2
-    assert capsys.readouterr().err == "quantize: two outputs are given, a and --output b; leave one out\n"
+def test_two_outputs_are_refused(finished: Finished, command: Command) -> None:
+    assert command("run", finished.recipe, "a", "-o", "b") == 2
+    assert command.err == "quantize: two outputs are given, a and --output b; leave one out\n"
     same = ("run", finished.recipe, finished.folder, "-o", finished.folder)
-    assert quantize(monkeypatch, *same) == 0  # it is finished already
+    assert command(*same) == 0  # it is finished already
 
 
 @pytest.mark.parametrize(
@@ -87,24 +83,24 @@ def test_two_outputs_are_refused(
     ],
 )
 def test_the_shell_completes_commands_options_and_shipped_recipes(
-    words: str, completed: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: str, completed: list[str], monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.setenv("_QUANTIZE_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", words)
     monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
-    assert quantize(monkeypatch) == 0
-    assert capsys.readouterr().out.split() == completed
+    assert command() == 0
+    assert command.out.split() == completed
 
 
 def test_a_stitch_without_output_says_where_it_writes(
-    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     """Before, a missing --output was an error of run and of stitch (run: see recipe/test_portable.py)."""
     monkeypatch.chdir(tmp_path)
     words = ("stitch", "--source", finished.source, "--experts", finished.folder, "--repair-router", "--device", "cpu")
-    assert quantize(monkeypatch, *words) == 0
-    said = capsys.readouterr()
+    assert command(*words) == 0
+    said = command
     assert said.err.splitlines()[0] == "output: out/output-stitched (another with --output)"
     assert "\noutput    out/output-stitched: report.json, " in said.out
-    assert quantize(monkeypatch, "verify", "out/output-stitched") == 0  # report.json names the shipped source
-    assert "no differences" in capsys.readouterr().out
+    assert command("verify", "out/output-stitched") == 0  # report.json names the shipped source
+    assert "no differences" in command.out

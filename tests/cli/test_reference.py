@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from commands import Command
 from make_reference import _commands, pages
 
 from quantizers.cli import main as cli
@@ -16,27 +17,17 @@ from quantizers.system.package_data import shipped
 COMMANDS, PAGES = list(_commands(cli.app)), pages()
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.setattr("sys.argv", ["quantize", *words])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
-
-
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_a_generated_page_is_up_to_date(path: Path) -> None:
     assert path.read_text(encoding="utf-8") == PAGES[path], "run scripts/make_reference.py"
 
 
 @pytest.mark.parametrize("words", [words for words, _ in COMMANDS])
-def test_every_command_has_an_example_of_itself(
-    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, *words.split(), "--help") == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert run(monkeypatch, *words.split(), "-h") == 0
-    assert " ".join(capsys.readouterr().out.split()) == text
+def test_every_command_has_an_example_of_itself(words: str, command: Command) -> None:
+    assert command(*words.split(), "--help") == 0
+    text = " ".join(command.out.split())
+    assert command(*words.split(), "-h") == 0
+    assert " ".join(command.out.split()) == text
     assert f"Example: quantize {words}" in text
 
 
@@ -70,19 +61,19 @@ def test_what_is_not_known() -> None:
             shipped_recipe(name).read_text()
 
 
-def test_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_commands(command: Command, tmp_path: Path) -> None:
     name = "tiny-minimax-m2-fp8-int4"
-    assert run(monkeypatch, "recipes") == 0
-    listed = capsys.readouterr().out
+    assert command("recipes") == 0
+    listed = command.out
     assert name in listed
-    assert run(monkeypatch, "recipes", "list") == 0
-    assert capsys.readouterr().out == listed
-    assert run(monkeypatch, "recipes", "show", name) == 0
-    assert capsys.readouterr().out == shipped_recipe(name).read_text()
+    assert command("recipes", "list") == 0
+    assert command.out == listed
+    assert command("recipes", "show", name) == 0
+    assert command.out == shipped_recipe(name).read_text()
     target = tmp_path / "copy.yaml"
-    assert run(monkeypatch, "recipes", "copy", name, str(target)) == 0
-    assert run(monkeypatch, "plan", str(target)) == 0
+    assert command("recipes", "copy", name, str(target)) == 0
+    assert command("plan", str(target)) == 0
     target.write_text("mine")
-    assert run(monkeypatch, "recipes", "copy", name, str(target)) == OutputError.exit_code
-    assert f"{target}: exists" in capsys.readouterr().err
-    assert run(monkeypatch, "new", "MiniMaxAI/MiniMax-M2.1", str(tmp_path / "new.yaml")) == 0
+    assert command("recipes", "copy", name, str(target)) == OutputError.exit_code
+    assert f"{target}: exists" in command.err
+    assert command("new", "MiniMaxAI/MiniMax-M2.1", str(tmp_path / "new.yaml")) == 0

@@ -60,16 +60,10 @@ def test_the_suggested_verify_works_as_it_stands(finished: Finished, monkeypatch
 @pytest.mark.parametrize(
     ("gates", "line"),
     [
-        (
-            ["coverage"],
-            "coverage: `quantize coverage mine.yaml` shows which experts get few tokens; add samples",
-        ),
+        (["coverage"], "coverage: `quantize coverage mine.yaml` shows which experts get few tokens; add samples"),
         (["coverage code/rust"], "add samples of code/rust to the calibration set"),
         (["entropy"], "entropy: `quantize coverage mine.yaml`"),
-        (
-            ["perplexity", "kl"],
-            "perplexity, kl: change the recipe: more calibration tokens or experts.budget,",
-        ),
+        (["perplexity", "kl"], "perplexity, kl: change the recipe: more calibration tokens or experts.budget,"),
         (["audit"], "audit: `quantize verify output` lists everything; make it again with --fresh, and report it"),
         (["consumers"], "consumers: `quantize verify output` lists everything; make it again with --fresh"),
     ],

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 import yaml
 from calibration_tokenizer import write_tokenizer
-from commands import quantize
+from commands import Command
 from conftest import REPOSITORY
 from make_reference import key_table
 from pydantic import BaseModel
@@ -45,10 +45,10 @@ def test_every_shipped_file_is_valid(name: str, path: Path) -> None:
     validator(name).validate(parse(path)[0])
 
 
-def test_the_commands_print_the_schemas(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_print_the_schemas(command: Command) -> None:
     for group, name in (("recipes", "recipe.schema.json"), ("calibration", "calibration-set.schema.json")):
-        assert quantize(monkeypatch, group, "schema") == 0
-        assert capsys.readouterr().out == (DOCS / "schemas" / name).read_text(encoding="utf-8")
+        assert command(group, "schema") == 0
+        assert command.out == (DOCS / "schemas" / name).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

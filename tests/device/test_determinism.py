@@ -16,6 +16,7 @@ from one_layer import GROUP, make_layer, sliced
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eval.fidelity.scoring import score_text
+from quantizers.architectures.gates import plain_gate
 from quantizers.budget.measure import column_scale, scheme_errors
 from quantizers.cli import main as cli
 from quantizers.device import devices, triton_support
@@ -37,7 +38,7 @@ from quantizers.system.errors import InputError, QuantizeError
 MEMORY: Any = torch.utils.deterministic  # a module to which torch adds a property, unseen by type checkers
 
 aten = torch.ops.aten
-silu = torch.nn.functional.silu
+plain = plain_gate(torch.nn.functional.silu)
 
 
 CARD = SimpleNamespace(name="a GPU", multi_processor_count=132, major=9, minor=0, total_memory=80 * 2**30)
@@ -307,11 +308,11 @@ def test_a_layer_is_solved_without_operations_that_have_no_order(rounding: Any, 
     with InOrder(choices) as watch:
         solve(
             seen, sliced(gate_up, down),
-            norm=layer.norm, router=layer.router, activation=silu, settings=settings, batch_size=2,
+            norm=layer.norm, router=layer.router, gate=plain, shape=layer.router.shape, settings=settings, batch_size=2,
             residents=Residents(2, 2, 0),
         )  # fmt: skip
         outer = column_scale(seen[0].x)
-        scheme_errors(seen[0], (gate_up, down), 1, [Scheme(4, GROUP)], silu, outer=outer, inner=True)
+        scheme_errors(seen[0], (gate_up, down), 1, [Scheme(4, GROUP)], plain, outer=outer, inner=True)
     assert {"scatter_add", "cumsum", "sum", "bmm"} <= watch.seen, "the watch saw the work"
 
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from commands import Command
 from conftest import Finished
-from one_layer import EXPERTS, GROUP, assert_same, make_layer, silu
+from one_layer import EXPERTS, GROUP, assert_same, make_layer, plain
 from rank_threads import together
+from runs import Small
 from sets import write_set
 
 from quantizers.checkpoint.reader import open_folder
-from quantizers.cli import main as cli
 from quantizers.commands.coverage import Question, measure_coverage
 from quantizers.commands.evaluate import measure
 from quantizers.device import devices
@@ -41,8 +42,10 @@ def one_of(rank: int, count: int, local: int = 0) -> ProcessGroup:
     return dist
 
 
-@pytest.mark.parametrize(("count", "unit"), [(2, 2), (3, 1), (EXPERTS + 2, 1)])
-@pytest.mark.parametrize("options", [{}, {"awq": False, "rounding": "nearest", "scales": "minmax"}])
+@pytest.mark.parametrize(
+    ("count", "unit", "options"),
+    [(2, 2, {}), (3, 1, {"awq": False, "rounding": "nearest", "scales": "minmax"}), (EXPERTS + 2, 1, {})],
+)
 def test_a_layer_solved_by_several(count: int, unit: int, options: dict[str, Any]) -> None:
     """Every rank gets what one process gets, bit for bit, the report's numbers and lines included."""
     layer = make_layer(3)
@@ -50,8 +53,8 @@ def test_a_layer_solved_by_several(count: int, unit: int, options: dict[str, Any
 
     def work(dist: ProcessGroup) -> LayerResult:
         return solve(
-            layer.recorded(), layer.weights(), norm=layer.norm, router=layer.router, activation=silu,
-            settings=settings, batch_size=unit, residents=Residents(2, unit, 0), dist=dist,
+            layer.recorded(), layer.weights(), norm=layer.norm, router=layer.router, gate=plain,
+            shape=layer.router.shape, settings=settings, batch_size=unit, residents=Residents(2, unit, 0), dist=dist,
         )  # fmt: skip
 
     wanted = work(SINGLE_PROCESS)
@@ -64,15 +67,12 @@ def test_a_layer_solved_by_several(count: int, unit: int, options: dict[str, Any
 
 @pytest.mark.parametrize(("rank", "lines"), [(0, 1), (1, 0)])
 def test_other_commands_are_for_one_process(
-    rank: int, lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    rank: int, lines: int, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr("sys.argv", ["quantize", "recipes", "list"])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 2
-    said = capsys.readouterr().err.splitlines()
+    assert command("recipes", "list") == 2
+    said = command.err.splitlines()
     assert len(said) == lines
     assert all(line.startswith("quantize: only run, eval and coverage work with several processes") for line in said)
 
@@ -132,17 +132,17 @@ def test_the_folder_is_held_until_the_last_has_ended(tmp_path: Path) -> None:
         pass
 
 
-def test_an_evaluation_by_several(finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_by_several(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The figures of one process, by two machines too; cut off in one of three, it goes on with two and then alone."""
     monkeypatch.setattr(expert_batches, "CPU_TOKENS", 256)  # everybody has texts
-    source, candidate = open_folder(finished.source), open_folder(finished.folder)
+    source, candidate, held_out = open_folder(small.model), open_folder(small.whole), small.folder / "held-out.yaml"
 
     def work(dist: ProcessGroup, folder: str, done: str | None = None) -> list[dict[str, Any]]:
         def check() -> None:
             if done and dist.rank == dist.world_size - 1 and (tmp_path / folder / done).exists():
                 raise QuantizeError("cut here")
 
-        return measure(source, [candidate], finished.held_out, CPU, tmp_path / folder, check, dist=dist)
+        return measure(source, [candidate], held_out, CPU, tmp_path / folder, check, dist=dist)
 
     wanted = work(SINGLE_PROCESS, "alone")
     found = together(2, lambda dist: work(dist, f"machine-{dist.node}"), nodes=2)

@@ -17,6 +17,7 @@ from command_schema import CoverageReport
 from commands import Command
 from conftest import Finished
 from edited import MOE, edit
+from sets import rows_set
 from whole_models import finished_weights, source_weights
 
 from eval.coverage.compare import compare_counts, compare_table, labels
@@ -72,12 +73,8 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A set of texts of many lengths in three categories."""
     folder = tmp_path_factory.mktemp("uneven")
     words = "def add ( a , b ) return the sum of two numbers die Summe zweier Zahlen"
-    rows = [{"text": (words * 4)[7 * n : 7 * n + 13 * n + 20], "kind": f"kind/{n % 3}"} for n in range(20)]
-    (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = {"dataset": "texts.jsonl", "columns": ["text"], "shape": "text", "samples": "all"}
-    body = {"name": "uneven", "sequence_length": 128, "seed": 1, "sources": [source | {"category": {"column": "kind"}}]}
-    (folder / "set.yaml").write_text(yaml.safe_dump(body))
-    return folder / "set.yaml"
+    rows = [(f"kind/{n % 3}", (words * 4)[7 * n : 7 * n + 13 * n + 20]) for n in range(20)]
+    return rows_set(folder, rows, sequence_length=128)
 
 
 @pytest.mark.parametrize("which", ["FP8 source", "finished output"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,9 @@ import awq_gptq
 import families
 import pytest
 import torch
-import yaml
 from awq_gptq import Kind
 from commands import Command
+from sets import rows_set
 from whole_models import Run, compared, run_whole, source_weights
 
 from quantizers.calibration.load_set import load_set
@@ -26,12 +25,7 @@ SENTENCES = ["def area(r):\n    return 3.14 * r * r\n", "The router sends each t
 
 
 def a_set(folder: Path) -> Path:
-    rows = [{"text": sentence * 6} for sentence in SENTENCES]
-    (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = {"dataset": "texts.jsonl", "columns": ["text"], "shape": "text", "samples": "all", "category": "spoken"}
-    body = {"name": "texts", "sequence_length": 128, "seed": 1, "sources": [source]}
-    (folder / "texts.yaml").write_text(yaml.safe_dump(body))
-    return folder / "texts.yaml"
+    return rows_set(folder, [("spoken", sentence * 6) for sentence in SENTENCES], sequence_length=128)
 
 
 def token_lists(data: Path, source: Path) -> list[torch.Tensor]:
@@ -85,7 +79,7 @@ OF_FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", OF_FAMILIES)
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_other_families_measure_as_their_whole_models_do(family: str, tmp_path: Path) -> None:
     kind, section = OF_FAMILIES[family]
     source = families.write(tmp_path / "source", family, num_hidden_layers=2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Finished
+from runs import Small
 from sets import EMBEDDED, LONG, SHORT, write_set
 from whole_models import Figures, compared, finished_weights, run_whole, source_weights
 
@@ -146,14 +146,13 @@ def test_bands_of_positions_against_a_loop(lengths: list[int]) -> None:
 
 
 def test_texts_are_cut_at_the_positions_that_the_model_was_made_for(
-    finished: Finished, held_out: Path, tmp_path: Path
+    small: Small, held_out: Path, tmp_path: Path
 ) -> None:
     """The same tokens as a set that is cut there; and what was cut is counted and said."""
-    small = tmp_path / "small"
-    shutil.copytree(finished.source, small)
-    config = json.loads((small / "config.json").read_text())
-    (small / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 100}))
-    opened = open_folder(small)
+    model = small.copied(tmp_path / "job").model
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 100}))
+    opened = open_folder(model)
     (cut,) = measure(opened, [opened], held_out, CPU, tmp_path / "work")
     assert (cut["longest"], cut["long"]["longest"], cut["long"]["tokens"]) == (SHORT, 100, 2 * 99)
     assert cut["evaluated_on"].pop("past_the_model") == {"positions": 100, "texts": 2, "tokens": 2 * (LONG - 100)}

@@ -101,11 +101,7 @@ def test_smaller_shares_are_one_line_wherever_a_run_is_shown(finished: Finished)
         f"(smallest share {0.9 * min(few) / 128:.2f} of 0.9)"
     )
     assert [words for layer in report["layers"] for words in layer["fallbacks"] if "routed tokens" in words] == []
-    shown = (
-        html_report(report, {}),
-        model_card(report),
-        run_table(report, Path("out"), "source", "mine.yaml"),
-    )
+    shown = (html_report(report, {}), model_card(report), run_table(report, Path("out"), "source", "mine.yaml"))
     assert [text.count(line) for text in shown] == [1, 1, 1]
     for layer in report["layers"]:
         layer["leaning"]["experts"] = 0

@@ -1,7 +1,7 @@
-"""report.json has a schema: what a run writes validates, and so does what other commands print with --json.
+"""report.json has a schema: what a run writes validates.
 
-The reports that other tests make are checked by a fixture in conftest.py; what `eval` and `coverage` print, in
-test_paired.py and test_coverage.py.
+The reports that other tests make are checked by a fixture in conftest.py; what `eval`, `coverage` and `verify` print,
+in test_paired.py, test_coverage.py and test_damage.py.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from command_schema import JSON_REPORTS, VerifyReport
-from commands import Command
+from command_schema import JSON_REPORTS
 from conftest import REPOSITORY, Finished
 from make_reference import part_tables
 from pydantic import ValidationError
@@ -62,9 +61,3 @@ def test_every_key_has_a_description() -> None:
     rows = [line for line in part_tables(JSON_REPORTS).splitlines() if line.startswith("| `")]
     assert len(rows) > 200
     assert not [row for row in rows if row.endswith("|  |")]
-
-
-def test_what_verify_prints_has_its_schema(finished: Finished, command: Command) -> None:
-    assert command("verify", finished.folder, "--source", finished.source, "--device", "cpu", "--json") == 0
-    printed = json.loads(command.out)
-    assert VerifyReport.model_validate(printed).as_dict() == printed

@@ -181,10 +181,7 @@ NO_LAYER_NUMBERS = [r"re:.*\.experts\.\d+\.(gate_proj|up_proj|down_proj)$"]
 WRONG_SCHEME = ["experts: takes the scheme FP8 block 128x128 (group 'attention_fp8_block', target ",
                 "but is stored as INT4 group 32", "loading fails"]  # fmt: skip
 LINEAR_FOR_ALL = ["attention q,k,v: takes the scheme INT4 group 32 (group 'routed_experts', target 'Linear')"]
-NOT_QUANTIZED = [
-    "experts: no group matches: it is taken as not quantized",
-    "loading fails on a missing parameter",
-]
+NOT_QUANTIZED = ["experts: no group matches: it is taken as not quantized", "loading fails on a missing parameter"]
 WRONG_MTP = ["MTP experts: takes the scheme INT4 group 32 (group 'routed_experts'"]
 TWO_SCHEMES = ["multiple schemes for the matrices of an expert: gate_proj not quantized", "refuses it before loading"]
 # A change; the scheme that an engine then gives a kind of module; and parts of its errors: [] for none.

@@ -75,10 +75,7 @@ DAMAGES: dict[str, tuple[Damage, list[str]]] = {
             f"{EXPERTS}.routed_experts.w13_weight_scale: 256 of 8192 elements were never written",
         ],
     ),
-    "two scales are swapped": (
-        with_swapped_scales,
-        [rf"{EXPERTS}.2.w3.weight_scale: \d+ of 256 elements differ"],
-    ),
+    "two scales are swapped": (with_swapped_scales, [rf"{EXPERTS}.2.w3.weight_scale: \d+ of 256 elements differ"]),
     "FP8 scales have the source's name": (
         renamed("_proj.weight_scale", "_proj.weight_scale_inv"),
         ["vLLM, loading the weights: "],

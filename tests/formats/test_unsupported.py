@@ -12,7 +12,7 @@ import pytest
 import tiny
 import torch
 from awq_gptq import Kind
-from commands import quantize
+from commands import Command
 from safetensors.torch import save_file
 
 from quantizers.checkpoint.reader import Checkpoint
@@ -47,12 +47,10 @@ SECTIONS: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-def refused(capsys: pytest.CaptureFixture[str]) -> str:
-    shown = capsys.readouterr()
-    lines = shown.err.splitlines()
-    assert shown.out == ""
-    assert len(lines) == 1
-    return lines[0]
+def refused(command: Command) -> str:
+    (line,) = command.err.splitlines()
+    assert command.out == ""
+    return line
 
 
 @pytest.mark.parametrize("name", SECTIONS)
@@ -65,9 +63,7 @@ def test_a_format_that_is_not_read_is_refused_with_a_remedy(name: str) -> None:
     assert "\n" not in str(failure.value)
 
 
-def test_every_command_that_takes_a_candidate_refuses_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_that_takes_a_candidate_refuses_it(tmp_path: Path, command: Command) -> None:
     section, said = SECTIONS["EXL3"]
     source = tiny.make(tmp_path / "source")
     other = tiny.make(tmp_path / "other", quantization_config=section)
@@ -76,60 +72,54 @@ def test_every_command_that_takes_a_candidate_refuses_it(
         ("coverage", "--model", other, "--data", "embedded", "--device", "cpu"),
         ("verify", other, "--source", source, "--device", "cpu"),
     ):
-        assert quantize(monkeypatch, *words) == 2
-        line = refused(capsys)
+        assert command(*words) == 2
+        line = refused(command)
         assert f"{other}/config.json: quantization_config" in line
         assert said in line
 
 
-def test_gguf_is_refused_as_file_folder_and_id(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gguf_is_refused_as_file_folder_and_id(tmp_path: Path, command: Command) -> None:
     source, folder = tiny.make(tmp_path / "source"), tmp_path / "llama"
     folder.mkdir()
     (folder / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
     file = folder / "model-Q4_K_M.gguf"
     for given, named in ((file, file), (folder, file), ("someone/Model-GGUF", "someone/Model-GGUF")):
-        assert quantize(monkeypatch, "eval", source, given, "--data", "held-out") == 2
+        assert command("eval", source, given, "--data", "held-out") == 2
         expected = (
             f"{named}: GGUF is not supported; evaluate it with llama.cpp's llama-perplexity --kl-divergence; here give "
             "the checkpoint that it was made from"
         )
-        assert expected in refused(capsys)
+        assert expected in refused(command)
     for given in (file, folder):
-        assert quantize(monkeypatch, "verify", given, "--source", source) == 2
-        assert f"{file}: GGUF is not supported" in refused(capsys)
+        assert command("verify", given, "--source", source) == 2
+        assert f"{file}: GGUF is not supported" in refused(command)
     save_file({"x": torch.ones(1)}, folder / "model.safetensors")  # both: the checkpoint is what counts
     (folder / "config.json").write_text("{}")
-    assert quantize(monkeypatch, "eval", source, folder, "--data", "held-out") == 2
-    assert "GGUF" not in refused(capsys)
+    assert command("eval", source, folder, "--data", "held-out") == 2
+    assert "GGUF" not in refused(command)
 
 
-def test_mlx_and_words_without_a_section_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mlx_and_words_without_a_section_are_refused(tmp_path: Path, command: Command) -> None:
     source = tiny.make(tmp_path / "source")
     mlx = tiny.make(tmp_path / "mlx", quantization={"group_size": 64, "bits": 4}, quantization_config=None)
-    assert quantize(monkeypatch, "eval", source, mlx, "--data", "held-out") == 2
-    assert "mlx/config.json: quantization is MLX's, which is not supported; evaluate it with mlx-lm" in refused(capsys)
+    assert command("eval", source, mlx, "--data", "held-out") == 2
+    assert "mlx/config.json: quantization is MLX's, which is not supported; evaluate it with mlx-lm" in refused(command)
     config = tiny.config(quantization_config=None)
     words = {"model.layers.0.self_attn.q_proj.qweight": torch.zeros(16, 8, dtype=torch.int32)}
     old = tiny.write(tmp_path / "old", config, tiny.tensors(config) | words)
-    assert quantize(monkeypatch, "eval", source, old, "--data", "held-out") == 2
-    line = refused(capsys)
+    assert command("eval", source, old, "--data", "held-out") == 2
+    line = refused(command)
     assert "old/config.json: does not declare the AutoAWQ or GPTQ integers in the files" in line
     assert "quantize_config.json, and add its quant_method" in line
     assert json.loads((old / "config.json").read_text())["quantization_config"] is None
 
 
 @pytest.mark.parametrize("kind", [Kind("awq"), Kind("gptq", bits=8)])
-def test_verify_points_to_eval_for_autoawq_and_gptq(
-    kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_points_to_eval_for_autoawq_and_gptq(kind: Kind, tmp_path: Path, command: Command) -> None:
     source = tiny.make(tmp_path / "source")
     other = tiny.make(tmp_path / "other", quantization_config=kind.section())
-    assert quantize(monkeypatch, "verify", other, "--source", source, "--device", "cpu") == 2
-    line = refused(capsys)
+    assert command("verify", other, "--source", source, "--device", "cpu") == 2
+    line = refused(command)
     assert f"{other}/config.json: quantization_config.quant_method is '{kind.layout}'; `verify` checks" in line
     assert line.endswith(f"measure this one with `quantize eval {source} {other} --data SET`")
 
@@ -208,7 +198,7 @@ def test_a_name_with_a_line_break_stays_in_one_line() -> None:
 
 
 def test_every_command_that_takes_a_source_says_so_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     """Before the architecture, which is not known, and before the shards, whose dtypes may not be."""
     source = "{dataset: a/b, columns: [text], shape: text, samples: 5, category: c}"
@@ -220,8 +210,8 @@ def test_every_command_that_takes_a_source_says_so_first(
     said = "config.json: quantization_config.quant_method is 'mxfp4': this model already has 4-bit weights"
     for _ in range(2):
         for words in (("run", "r.yaml", "--output", "out"), ("plan", "r.yaml"), ("new", "model", "n.yaml")):
-            assert quantize(monkeypatch, *words) == 2
-            assert said in refused(capsys)
+            assert command(*words) == 2
+            assert said in refused(command)
         (tmp_path / "model" / "model.safetensors").write_bytes(b"not a shard at all")
     assert not (tmp_path / "n.yaml").exists()
 
@@ -258,9 +248,7 @@ def written(folder: Path, section: dict[str, Any] | None, report: dict[str, Any]
     return Checkpoint(folder, str(folder), json.loads((folder / "config.json").read_text()), {})
 
 
-def test_swapped_arguments_are_refused_by_every_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_swapped_arguments_are_refused_by_every_command(tmp_path: Path, command: Command) -> None:
     section, report, sign = QUANTIZED["this program's"]
     quantized, source = tmp_path / "quantized", tmp_path / "source"
     written(quantized, section, report)
@@ -271,8 +259,8 @@ def test_swapped_arguments_are_refused_by_every_command(
         (("stitch", "--source", quantized, "--experts", source, "--output", tmp_path / "out"),
          f"--source {source} --experts {quantized}"),
     ):  # fmt: skip
-        assert quantize(monkeypatch, *words, "--device", "cpu") == 2
-        (line,) = capsys.readouterr().err.splitlines()
+        assert command(*words, "--device", "cpu") == 2
+        (line,) = command.err.splitlines()
         assert f"{quantized}: is given as the source, but {sign}, and {source} shows no such sign; they are " in line
         assert line.endswith(f"wrong way round: {remedy}")
     assert not (tmp_path / "out").exists()

@@ -6,6 +6,7 @@ with a reason.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from whole_models import source_weights
 
+from quantizers.architectures import derive
 from quantizers.architectures.families import architecture_for
-from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
-from quantizers.formats.tensor_names import split_fused_experts
 from quantizers.model.proof import BOUND, Proof
 from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 from quantizers.system.errors import ArchitectureError
@@ -45,29 +46,23 @@ QUICK = {
 }
 
 
-def opened(folder: Path) -> StreamedModel:
-    checkpoint = open_folder(folder)
-    where = str(folder / "config.json")
-    facts = architecture_for(checkpoint.config, where, None, checkpoint.tensors)
-    sizes = sizes_of(facts)
-    return StreamedModel(
-        split_fused_experts(checkpoint, facts, sizes), facts, sizes, torch.device("cpu"), torch.float32
-    )
-
-
 def streamed(model: StreamedModel, texts: list[Tensor]) -> list[Tensor]:
     """For each pair of texts (2, T) the states (2, T, H) before each layer and the logits; each layer is proven."""
     proof, table, head = Proof(model), model.embedding(), model.head()
     states = [[torch.stack([model.begin(text, table) for text in pair])] for pair in texts]
     for number in range(model.sizes["layers"]):
         with model.layer(number) as layer:
-            assert proof.of_layer(layer) <= BOUND[torch.float32]
+            assert proof.of_layer(layer) <= BOUND[model.dtype]
             for passed in states:
                 passed.append(through(model, layer, passed[-1]))
+                assert (passed[-1].dtype, passed[-1].shape[-1]) == (model.dtype, model.row_width)
     return [
         one
         for *before, last in states
-        for one in (*before, torch.stack([model.logits(model.final(text) @ head.mT) for text in last]))
+        for one in (
+            *(rows[..., : model.hidden] for rows in before),
+            torch.stack([model.logits(model.final(text) @ head.mT) for text in last]),
+        )
     ]
 
 
@@ -87,7 +82,7 @@ def of_the_whole(whole: Any, path: str, texts: list[Tensor]) -> list[Tensor]:
     found: list[Tensor] = []
 
     def entered(_: torch.nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        found.append(args[0] if args else kwargs["hidden_states"])
+        found.append((args[0] if args else kwargs["hidden_states"]).flatten(2))
 
     for layer in whole.get_submodule(path):
         layer.register_forward_pre_hook(entered, with_kwargs=True)
@@ -104,7 +99,7 @@ def apart(one: Tensor, other: Tensor) -> float:
 
 def differences(name: str, folder: Path) -> list[float]:
     """Those of the states before each layer, and of the logits, over all texts."""
-    model = opened(zoo.save(name, folder))
+    model = zoo.opened(zoo.save(name, folder))
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(2, model.sizes["vocabulary"], (2, length), generator=generator) for length in LENGTHS]
     whole = zoo.whole_model(name, *source_weights(folder))
@@ -126,6 +121,30 @@ def test_every_type_of_transformers_is_streamed_or_refused() -> None:
 @pytest.mark.parametrize("name", some(name for name in zoo.TYPES if name not in zoo.REFUSED))
 def test_the_streamed_model_is_transformers_whole_model(name: str, tmp_path: Path) -> None:
     assert max(differences(name, tmp_path)) < TOLERANCE
+
+
+def test_layers_that_add_in_float32_hand_on_rows_of_the_models_dtype(tmp_path: Path) -> None:
+    """As on a GPU: each layer is proven, and what it hands on beside its states fits behind them."""
+    model = zoo.opened(zoo.save("zaya", tmp_path), torch.bfloat16)
+    logits = streamed(model, [torch.arange(2, 60).expand(2, -1)])[-1]
+    assert logits.dtype == torch.bfloat16
+    assert torch.isfinite(logits).all()
+
+
+@pytest.mark.slow
+def test_what_transformers_joins_is_dequantized_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MiniMax-M3's gate and up of a dense layer, stored as FP8 and joined on loading."""
+    monkeypatch.setattr(derive, "require_usable", lambda *_: None)  # its other layers are refused
+    folder = zoo.save("minimax_m3_vl with vision", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": zoo.FP8}))
+    tensors, expected = load_file(folder / "model.safetensors"), []
+    for name in [name for name in tensors if re.search(r"\.layers\.0\..*(gate|up)_proj\.weight", name)]:
+        codes, scale = tensors[name], tensors[f"{name}_scale_inv"] = zoo.fp8(tensors[name])
+        expected.append(codes.float() * scale.float().repeat_interleave(128, 0).repeat_interleave(128, 1))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with zoo.opened(folder).layer(0) as layer:
+        assert torch.equal(layer.module.get_parameter("mlp.gate_up_proj.weight"), torch.cat(expected))
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
 from quantizers.architectures.skeleton import replaced_forward
 from quantizers.checkpoint.reader import open_folder
-from quantizers.model.streamed_model import StreamedModel, require_plain_experts
+from quantizers.model.streamed_model import StreamedModel, require_gate
 from quantizers.system.errors import ArchitectureError
 
 # ‖streamed − by hand‖ / ‖by hand‖, float32 against float64. Measured: at most 1.1e-6 over all models and
@@ -246,6 +246,6 @@ def test_experts_that_compute_another_product_are_refused() -> None:
     facts = architecture_for({"model_type": "minimax_m2"}, "x")
     with torch.device("meta"):
         plain, clamped = MiniMaxM2Experts(MiniMaxM2Config()), GptOssExperts(GptOssConfig())
-    require_plain_experts(plain, facts)
+    require_gate(plain, facts, 1)
     with pytest.raises(ArchitectureError, match="GptOssExperts do not compute"):
-        require_plain_experts(clamped, facts)
+        require_gate(clamped, facts, 1)

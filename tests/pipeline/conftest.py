@@ -1,4 +1,4 @@
-"""A small job and its unbroken run, for tests of interrupted runs; and an input to be spoiled."""
+"""A run that was cut off, and an input to be spoiled."""
 
 from __future__ import annotations
 
@@ -13,32 +13,18 @@ import tiny
 import torch
 import yaml
 from calibration_tokenizer import write_tokenizer
-from conftest import Finished
-from runs import JobFolder, Small
-from tiny import write_job
+from commands import Command
+from runs import JobFolder, Small, cut_in_layer
 
-from quantizers.cli import main as cli
-from quantizers.pipeline import pipeline
 from quantizers.pipeline.options import Options
-from quantizers.planning.job import prepare
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="session")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
-    folder, needed = tmp_path_factory.mktemp("small"), list[int]()
-    recipe = write_job(folder, layers=3, words=20, samples=3, awq={"grid": 5})
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pipeline, "check_room", lambda _, asked: needed.append(asked))
-        report = pipeline.run(prepare(str(recipe)), Options(folder / "whole", CPU))
-    return Small(folder, report, needed[0])
-
-
-@pytest.fixture
-def copied(finished: Finished, tmp_path: Path) -> Path:
-    """A copy of the finished folder, to be damaged."""
-    return shutil.copytree(finished.folder, tmp_path / "copy")
+def cut(small: Small, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The unfinished folder of the small job, cut off where its third layer would be solved."""
+    folder = tmp_path_factory.mktemp("cut") / "output"
+    cut_in_layer(2, small.job, Options(folder, torch.device("cpu")))
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -62,15 +48,8 @@ def case(good: JobFolder, tmp_path: Path) -> JobFolder:
 
 
 @pytest.fixture
-def quantize(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+def quantize(monkeypatch: pytest.MonkeyPatch, command: Command) -> Callable[..., Any]:
     """`quantize(*arguments)`: exit code, standard output and standard error of the command in this process."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
-    def call(*arguments: object) -> tuple[object, str, str]:
-        monkeypatch.setattr("sys.argv", ["quantize", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        out, err = capsys.readouterr()
-        return ended.value.code, out, err
-
-    return call
+    return lambda *arguments: (command(*arguments), command.out, command.err)

@@ -116,7 +116,7 @@ RECIPES: dict[str, tuple[Edit, tuple[str, ...]]] = {
 CONFIGS: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "not a MoE": (
         config(model_type="llama", architectures=["LlamaForCausalLM"], num_local_experts=..., num_experts_per_tok=...),
-        ("no layers with experts; give a mixture-of-experts model",),
+        ("no layers with a module called experts; give a mixture-of-experts model",),
     ),
     "no facts": (
         config(model_type="dots9", architectures=["Dots9ForCausalLM"]),
@@ -291,12 +291,7 @@ def test_a_device_that_is_not_here(quantize: Callable[..., Any], case: JobFolder
 
 
 @pytest.mark.parametrize(
-    "body",
-    [
-        "{",
-        json.dumps(tiny.config(num_hidden_layers=1000, num_local_experts=4096)),
-    ],
-    ids=["not JSON", "absurd"],
+    "body", ["{", json.dumps(tiny.config(num_hidden_layers=1000, num_local_experts=4096))], ids=["not JSON", "absurd"]
 )
 def test_a_plan_from_a_lone_config_that_is_wrong(quantize: Callable[..., Any], case: JobFolder, body: str) -> None:
     shutil.rmtree(case.model)
@@ -311,9 +306,7 @@ def test_a_plan_from_a_lone_config_that_is_wrong(quantize: Callable[..., Any], c
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"rms_norm_eps": "small"}, {"attention_dropout": []}],
-    ids=lambda changes: next(iter(changes)),
+    "changes", [{"rms_norm_eps": "small"}, {"attention_dropout": []}], ids=lambda changes: next(iter(changes))
 )
 def test_a_config_that_transformers_refuses(
     quantize: Callable[..., Any], case: JobFolder, changes: dict[str, Any]

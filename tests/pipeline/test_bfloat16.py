@@ -11,6 +11,7 @@ import torch
 from conftest import Finished
 from one_layer import GROUP, make_layer, sliced
 
+from quantizers.architectures.gates import plain_gate
 from quantizers.architectures.matrices import MATRICES
 from quantizers.commands import evaluate as measure
 from quantizers.model.moe_inputs import MoeInputs, capture_moe_inputs
@@ -51,7 +52,7 @@ def test_sums_of_bfloat16_inputs_are_float32_sums() -> None:
     length = (x.square().sum(0)).sqrt()
     assert sums.hessian.dtype == torch.float32
     assert ((sums.hessian.double() - x.mT @ x).abs() <= 1e-6 * length[:, None] * length).all()
-    got = collect_down_hessian(half, found, layer.gate_up.bfloat16(), activation=silu, batch=(0, 5))
+    got = collect_down_hessian(half, found, layer.gate_up.bfloat16(), gate=plain_gate(silu), batch=(0, 5))
     assert got.hessian.dtype == torch.float32
     gate, up = (x @ layer.gate_up.double().mT).chunk(2, dim=-1)
     h = silu(gate) * up
@@ -67,8 +68,8 @@ def test_a_layer_solved_in_bfloat16_is_as_good(rounding: Any) -> None:
     """Errors on the calibration inputs within 5 % of those of float32: an expert may get the scale next to its own."""
     layer, blocks = rounded_layer()
     settings = Experts(group_size=GROUP, awq=Awq(grid=8), rounding=rounding)
-    options: Any = {"norm": layer.norm, "router": layer.router, "activation": silu, "settings": settings}
-    options |= {"batch_size": 5, "residents": Residents(1, 5, 0)}
+    options: Any = {"norm": layer.norm, "router": layer.router, "gate": plain_gate(silu), "settings": settings}
+    options |= {"shape": layer.router.shape, "batch_size": 5, "residents": Residents(1, 5, 0)}
     whole = solve(blocks, layer.weights(), **options)
     half = solve(in_bfloat16(blocks), sliced(layer.gate_up.bfloat16(), layer.down.bfloat16()), **options)
     for name in ("gate_up_rounding", "down_rounding", "norm_search_after", "down_search_after"):

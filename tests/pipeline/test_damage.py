@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from command_schema import VerifyReport
 from commands import Command
 from conftest import Finished
 from edited import edit
@@ -386,6 +387,7 @@ def test_a_good_output_passes_and_shows_its_schemes(finished: Finished, command:
     assert "every engine reads it as it is stored" in command.out
     assert command("verify", finished.folder, "--source", finished.source, "--json") == 0
     found = json.loads(command.out)
+    assert VerifyReport.model_validate(found).as_dict() == found
     assert found["consumers"]["findings"] == []
     assert found["consumers"] == finished.report["consumers"]
 

@@ -26,12 +26,12 @@ from quantizers.solve import solver
 from quantizers.system.errors import Interrupted, OutputError
 
 CPU = torch.device("cpu")
-LAYERS, EXPERTS = 2, 8
+LAYERS, EXPERTS = 2, 4
 
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A recipe for layers of eight experts that are solved one by one, so that eight sums can be held at a time."""
+    """A recipe for layers of four experts that are solved one by one, so that four sums can be held at a time."""
     monkeypatch.setattr(expert_batches, "CPU_EXPERTS", 1)
     monkeypatch.setattr(expert_batches, "CPU_TOKENS", 32)  # of a layer this small more would need more than its experts
     folder = tmp_path / "job"
@@ -72,8 +72,8 @@ def test_the_limit_decides_no_byte(
         found = hashes(tmp_path / name), [(layer["error"], layer["fallbacks"]) for layer in report["layers"]]
         assert (*found, report["kl"]) == wanted.setdefault("whole", (*found, report["kl"])), name
 
-    same("whole", run(prepare(str(job)), Options(tmp_path / "whole", CPU, of[8])))
-    assert held == [8] * LAYERS
+    same("whole", run(prepare(str(job)), Options(tmp_path / "whole", CPU, of[EXPERTS])))
+    assert held == [EXPERTS] * LAYERS
 
     def interrupted(path: Path, entry: Any) -> None:
         write_json(path, entry)
@@ -85,13 +85,13 @@ def test_the_limit_decides_no_byte(
     with monkeypatch.context() as patched:
         patched.setattr(quantize, "write_json", interrupted)
         with pytest.raises(Interrupted):
-            run(prepare(str(job)), Options(resumed, CPU, of[3]))
+            run(prepare(str(job)), Options(resumed, CPU, of[1]))
     with monkeypatch.context() as patched:  # it is the expert batches that a resumed run must keep, not the memory
         patched.setattr(expert_batches, "CPU_EXPERTS", 2)
         with pytest.raises(OutputError, match=r"unfinished run with another batches\.experts \(1, now 2\)"):
             run(prepare(str(job)), Options(resumed, CPU))
-    same("resumed", run(prepare(str(job)), Options(resumed, CPU, of[6])))
-    assert held == [3, 3, 2, 4, 4]
+    same("resumed", run(prepare(str(job)), Options(resumed, CPU, of[3])))
+    assert held == [1, 1, 1, 1, 2, 2]
 
     real, calls = solver.solve_batch, itertools.count()
 
@@ -104,10 +104,10 @@ def test_the_limit_decides_no_byte(
     capsys.readouterr()
     monkeypatch.setattr(solver, "solve_batch", full)
     same("full", run(prepare(str(job)), Options(tmp_path / "full", CPU)))
-    assert held == [8, 3, 3, 4, 4]
+    assert held == [4, 2, 2, 2]
     lines = [line for line in capsys.readouterr().err.splitlines() if "memory was full" in line]
     assert lines == [
-        "the device's memory was full: from now on the Hessians of 4 expert batches of 1 experts are kept at a time; "
+        "the device's memory was full: from now on the Hessians of 2 expert batches of 1 experts are kept at a time; "
         "the output stays the same"
     ]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from commands import quantize
+from commands import Command
 from runs import change, hashes
 from tiny import write_job
 
@@ -36,7 +36,7 @@ def drawn(recipe: Path, tokens: int | None) -> Path:
 
 def test_a_run_is_calibrated_on_what_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Layers see these tokens, report and card say so, and the finished folder makes the same bytes again."""
-    recipe = drawn(write_job(tmp_path / "job", layers=2), TOKENS)
+    recipe = drawn(write_job(tmp_path / "job", layers=1, samples=6), TOKENS)
     output, again = tmp_path / "output", tmp_path / "again"
     report = run(prepare(str(recipe)), Options(output, CPU))
     expected = load_set(tmp_path / "job" / "calibration.yaml", tmp_path / "job" / "model", tokens=TOKENS)
@@ -63,7 +63,7 @@ def test_a_run_is_calibrated_on_what_is_drawn(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_more_tokens_than_the_set_holds_are_the_whole_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = write_job(tmp_path / "job", layers=2)
+    recipe = write_job(tmp_path / "job", layers=1, samples=6)
     whole = load_set(tmp_path / "job" / "calibration.yaml", tmp_path / "job" / "model")
     report = run(prepare(str(drawn(recipe, 10**6))), Options(tmp_path / "output", CPU))
     tokens = sum(len(sample.tokens) for sample in whole.samples)
@@ -76,10 +76,8 @@ def test_more_tokens_than_the_set_holds_are_the_whole_set(tmp_path: Path, capsys
     )
 
 
-def test_the_plan_counts_the_tokens_that_are_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = write_job(tmp_path / "job", layers=2)
+def test_the_plan_counts_the_tokens_that_are_drawn(tmp_path: Path, command: Command) -> None:
+    recipe = write_job(tmp_path / "job", layers=1, samples=6)
     whole = estimate_run(prepare(str(recipe)), 1000)
     assert whole.tokens == 6 * 256
     part = estimate_run(prepare(str(drawn(recipe, TOKENS))), 1000)
@@ -88,38 +86,36 @@ def test_the_plan_counts_the_tokens_that_are_drawn(
     assert whole.states is not None
     assert part.states["CPU"] / TOKENS == whole.states["CPU"] / (6 * 256)
     assert estimate_run(prepare(str(drawn(recipe, 10**6))), 1000) == whole
-    assert quantize(monkeypatch, "plan", drawn(recipe, TOKENS)) == 0
-    said = capsys.readouterr().out
+    assert command("plan", drawn(recipe, TOKENS)) == 0
+    said = command.out
     assert f"a run with its {TOKENS} tokens at most and 1,536 evaluation tokens needs about" in said
     assert "  tokens: the recipe's calibration.tokens; every evaluation text as long as" in said
 
 
 def test_a_set_of_unknown_size_is_bounded_by_the_tokens_drawn(tmp_path: Path) -> None:
-    recipe = drawn(write_job(tmp_path / "job", layers=2), TOKENS)
+    recipe = drawn(write_job(tmp_path / "job", layers=1, samples=6), TOKENS)
     source = {"dataset": "a/b", "columns": ["t"], "shape": "text", "samples": "all", "category": "c"}
     change(tmp_path / "job" / "calibration.yaml", lambda body: body.update(sources=[source]))
     assert estimate_run(prepare(str(recipe)), 1000).tokens == TOKENS
 
 
-def test_coverage_of_a_recipe_counts_what_is_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = drawn(write_job(tmp_path / "job", layers=2), TOKENS)
+def test_coverage_of_a_recipe_counts_what_is_drawn(tmp_path: Path, command: Command) -> None:
+    recipe = drawn(write_job(tmp_path / "job", layers=1, samples=6), TOKENS)
     words = ("coverage", recipe, "--no-picture", "--device", "cpu")
-    assert quantize(monkeypatch, *words, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+    assert command(*words, "--json") == 0
+    found = json.loads(command.out)
     assert sum(found["tokens"].values()) == TOKENS
-    assert quantize(monkeypatch, *words) == 0
+    assert command(*words) == 0
     assert f"drawn evenly over the categories: {TOKENS} of the set's {found['drawn']['tokens']:,} tokens" in (
-        capsys.readouterr().out
+        command.out
     )
     named = tmp_path / "job" / "calibration.yaml"
-    assert quantize(monkeypatch, *words, "--data", named, "--json") == 0
-    assert sum(json.loads(capsys.readouterr().out)["tokens"].values()) == found["drawn"]["tokens"]
+    assert command(*words, "--data", named, "--json") == 0
+    assert sum(json.loads(command.out)["tokens"].values()) == found["drawn"]["tokens"]
 
 
 def test_a_recipe_that_names_all_of_a_set_has_the_settings_that_it_always_had(tmp_path: Path) -> None:
-    recipe = write_job(tmp_path / "job", layers=2)
+    recipe = write_job(tmp_path / "job", layers=1, samples=6)
     plain, path = read_recipe(str(recipe))
     mapping = {"set": "calibration.yaml"}
     same = Recipe.model_validate(plain.settings() | {"calibration": mapping})

@@ -10,14 +10,15 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import families
 import pytest
+import runs
 import tiny
 import torch
+from commands import Command
 from edited import edit
 from safetensors import safe_open
 from source_forms import rewrite
@@ -25,14 +26,12 @@ from torch import Tensor
 from whole_models import finished_weights, run_whole, source_weights, stored
 
 from quantizers.architectures.families import known
-from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
-from quantizers.cli import main as cli
 from quantizers.commands.stitch import stitch
 from quantizers.model.streamed_model import StreamedModel
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
-from quantizers.planning.job import Job, prepare
+from quantizers.planning.job import prepare
 from quantizers.planning.plan import file_size, index_json
 from quantizers.system.errors import CheckpointError
 from stitch.audit.checkpoint import verify
@@ -63,44 +62,27 @@ FOLDING = ["minimax_m2", "qwen3_moe", "mixtral", "mixtral with windows", "qwen3_
 ATTENTION = {"mixtral": "plain", "glm4_moe": "FP8 per channel", "glm4_moe_lite": "plain"}  # else FP8 in blocks
 
 
-@dataclass(frozen=True)
-class Made:
-    """A family's run: its recipe, its output, what the run reported; and the texts of its two sets."""
-
-    model: str
-    recipe: Path
-    output: Path
-    report: dict[str, Any]
-
-    @property
-    def source(self) -> Path:
-        return self.recipe.parent / "model"
+class Made(runs.Made):
+    """A family's run, and the family's facts that its tests need."""
 
     @property
     def dense(self) -> list[int]:
         """The layers without experts."""
-        config = json.loads((self.source / "config.json").read_text())
+        config = json.loads((self.model / "config.json").read_text())
         return config.get("mlp_only_layers") or list(range(config.get("first_k_dense_replace", 0)))
 
     @property
     def folds(self) -> bool:
-        return self.model in FOLDING
+        return self.name in FOLDING
 
     @property
     def family(self) -> str:
-        return families.family_of(self.model)
-
-    @property
-    def job(self) -> Job:
-        return prepare(str(self.recipe))
-
-    def texts(self, name: str) -> list[Tensor]:
-        data = load_set(self.recipe.parent / f"{name}.yaml", str(self.source))
-        return [torch.from_numpy(sample.tokens).long() for sample in data.samples]
+        return families.family_of(self.name)
 
 
-# One family with each kind of layer is quick; MiniMax-M2 is what the other tests are about.
-QUICK = ("mixtral with windows", "qwen3_moe with a dense layer and windows", "deepseek_v3")
+# One family with each kind of layer is quick; MiniMax-M2 is what the other tests are about, and test_derived.py has one
+# whose weights are bfloat16.
+QUICK = ("qwen3_moe with a dense layer and windows", "deepseek_v3")
 
 
 def slow_but(quick: Collection[str], models: Iterable[str]) -> list[Any]:
@@ -110,20 +92,19 @@ def slow_but(quick: Collection[str], models: Iterable[str]) -> list[Any]:
 @pytest.fixture(scope="module", params=slow_but(QUICK, [name for name in families.MODELS if name != "qwen3_moe"]))
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp("made")
-    recipe = families.write_job(folder, request.param)
-    report = run(prepare(str(recipe)), Options(folder / "output", CPU))
-    return Made(request.param, recipe, folder / "output", report)
+    families.write_job(folder, request.param)
+    return Made(folder, request.param, runs.report_of(runs.JobFolder(folder)))
 
 
 @pytest.fixture(scope="module")
 def whole(made: Made) -> Any:
     """The source in memory, by transformers."""
-    return families.whole_model(*source_weights(made.source))
+    return families.whole_model(*source_weights(made.model))
 
 
 @pytest.fixture
 def streamed(made: Made) -> StreamedModel:
-    return StreamedModel(open_folder(made.source), made.job.facts, made.job.sizes, CPU, torch.float32)
+    return StreamedModel(open_folder(made.model), made.job.facts, made.job.sizes, CPU, torch.float32)
 
 
 def test_every_family_that_is_known_is_tested() -> None:
@@ -135,7 +116,7 @@ def test_every_family_that_is_known_is_tested() -> None:
 
 def test_the_streamed_model_is_transformers_whole_model(made: Made, whole: Any, streamed: StreamedModel) -> None:
     text = made.texts("held-out")[0]
-    assert len(text) > 2 * families.MODELS[made.model].get("sliding_window", 0), "a window would not show"
+    assert len(text) > 2 * families.MODELS[made.name].get("sliding_window", 0), "a window would not show"
     expected = run_whole(whole, [text])
     states = streamed.begin(text, streamed.embedding())
     for number in range(streamed.sizes["layers"]):
@@ -175,7 +156,7 @@ def test_the_output_is_what_the_plan_says_to_the_byte(made: Made) -> None:
 
 
 def test_everything_but_experts_folded_norms_and_their_routers_has_the_sources_bytes(made: Made) -> None:
-    own, source = stored(made.source)
+    own, source = stored(made.model)
     output = stored(made.output)[1]
     kept = 0
     for name, tensor in source.items():
@@ -196,7 +177,7 @@ def test_everything_but_experts_folded_norms_and_their_routers_has_the_sources_b
 @pytest.mark.parametrize("made", slow_but(QUICK, FOLDING), indirect=True)
 def test_norm_and_router_change_by_one_scale_in_the_dtype_of_the_server(made: Made) -> None:
     """gate' = gate * norm / norm' in float32, rounded once where servers hold it in bfloat16."""
-    source, output = stored(made.source)[1], stored(made.output)[1]
+    source, output = stored(made.model)[1], stored(made.output)[1]
     router = f"{BLOCKS[made.family][0]}.gate.weight"
     ratio = source[NORM].float() / output[NORM].float()
     assert output[NORM].dtype == torch.bfloat16
@@ -224,66 +205,57 @@ def swapped(*names: str) -> Callable[[dict[str, Tensor]], object]:
     return swap
 
 
-def tamperings(made: Made) -> list[tuple[str, Callable[[dict[str, Tensor]], object], str]]:
-    """The tensor by whose shard a change is made, the change, and what is said of it."""
+Tampering = tuple[str, Callable[[dict[str, Tensor]], object], str]
+
+
+def tamperings(made: Made) -> list[list[Tampering]]:
+    """The tensor by whose shard a change is made, the change, and what is said of it; in copies of the output."""
     block, (w1, w3, w2) = BLOCKS[made.family]
     router, bias, shared = (f"{block}.{n}" for n in ("gate.weight", "gate.e_score_correction_bias", "shared_experts"))
     attention, first = (f"model.layers.1.{n}.weight" for n in ("self_attn.o_proj", "input_layernorm"))
     packed, scale, zeros = (f"{block}.experts.1.{w1}.weight_{n}" for n in ("packed", "scale", "zero_point"))
     word, two = f"{block}.experts.2.{w2}.weight_packed", [f"{block}.experts.{n}.{w3}.weight_packed" for n in (0, 1)]
-    original = open_folder(made.source).tensor(router)
-    changes: list[tuple[str, Callable[[dict[str, Tensor]], object], str]] = [
+    other = f"{block}.experts.3.{w1}.weight_scale"
+    original = open_folder(made.model).tensor(router)
+    values: list[Tampering] = [
         (attention, changed_byte(attention, 3), f"{attention}: bytes differ"),
         (first, scaled(first, 4, 1.01), f"{first}: bytes differ"),
         (router, scaled(router, 9, 1.01), f"{router}: "),
         (word, changed_byte(word, 9), f"{word}: changed since the run wrote it"),
         (two[0], swapped(*two), f"{two[0]}: "),
-        (scale, lambda t: t.pop(scale), f"{scale}: missing"),
-        (
-            packed,
-            lambda t: t.update({zeros: torch.zeros(4).int()}),
-            f"{zeros}: no tensor of the source accounts for it",
-        ),
-        (scale, scaled(scale, 0, torch.nan), f"{block}.experts.1"),
+        (other, scaled(other, 0, torch.nan), other.removesuffix(".weight_scale")),
     ]
+    zero_points = lambda t: t.update({zeros: torch.zeros(4).int()})  # noqa: E731
+    more: Tampering = (packed, zero_points, f"{zeros}: no tensor of the source accounts for it")
+    fewer: Tampering = (scale, lambda t: t.pop(scale), f"{scale}: missing")
     if made.folds:
-        return [
-            *changes,
-            (NORM, scaled(NORM, 7, 1.5), f"{router}: "),
-            (router, lambda t: t.update({router: original.to(t[router].dtype)}), f"{router}: not compensated"),
-        ]
+        back: Tampering = (router, lambda t: t.update({router: original.to(t[router].dtype)}), f"{router}: not comp")
+        return [values, [(NORM, scaled(NORM, 7, 1.5), f"{router}: "), fewer], [back, more]]
     up, stored_scale = f"{shared}.up_proj.weight", attention + "_scale"
-    if ATTENTION.get(made.family) != "plain":
-        changes.append((stored_scale, scaled(stored_scale, 0, 2.0), f"{stored_scale}: bytes differ"))
-    return [
-        *changes,
+    kept: list[Tampering] = [
         (NORM, scaled(NORM, 7, 1.5), f"{NORM}: bytes differ"),
         (bias, changed_byte(bias, 2), f"{bias}: bytes differ"),
         (up, changed_byte(up, 17), f"{up}: bytes differ"),
     ]
+    if ATTENTION.get(made.family) != "plain":
+        kept.append((stored_scale, scaled(stored_scale, 0, 2.0), f"{stored_scale}: bytes differ"))
+    return [values, [*kept, fewer], [more]]
 
 
 def test_tampering_is_found_and_named(made: Made, tmp_path: Path) -> None:
-    source = open_folder(made.source)
-    for number, (tensor, change, expected) in enumerate(tamperings(made)):
-        copy = tmp_path / str(number)
-        shutil.copytree(made.output, copy)
-        edit(copy, tensor, change)
+    source = open_folder(made.model)
+    for number, tampered in enumerate(tamperings(made)):
+        copy = shutil.copytree(made.output, tmp_path / str(number))
+        for tensor, change, _ in tampered:
+            edit(copy, tensor, change)
         found = verify(copy, source, CPU).differences
-        assert any(expected in line for line in found), (tensor, found)
-        shutil.rmtree(copy)
-    assert verify(made.output, source, CPU).differences == []
+        for tensor, _, expected in tampered:
+            assert any(expected in line for line in found), (tensor, found)
 
 
-def test_servers_read_it_as_it_is_stored(
-    made: Made, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["quantize", "verify", str(made.output), "--source", str(made.source), "--json"]
-    monkeypatch.setattr("sys.argv", words)
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 0
-    consumers = json.loads(capsys.readouterr().out)["consumers"]
+def test_servers_read_it_as_it_is_stored(made: Made, command: Command) -> None:
+    assert command("verify", made.output, "--source", made.model, "--json") == 0
+    consumers = json.loads(command.out)["consumers"]
     assert consumers["findings"] == []
     served = [row for engine, row in consumers["schemes"].items() if engine != "stored as"]
     assert len(served) == 4
@@ -306,7 +278,7 @@ def test_servers_read_it_as_it_is_stored(
 @pytest.mark.slow
 @pytest.mark.parametrize("made", ["minimax_m2", "qwen3_moe with a dense layer and windows"], indirect=True)
 def test_without_a_fold_norm_and_router_keep_their_bytes_and_verify_demands_it(made: Made, tmp_path: Path) -> None:
-    recipe = families.write_job(tmp_path, made.model, awq={"fold": False})
+    recipe = families.write_job(tmp_path, made.name, awq={"fold": False})
     job = prepare(str(recipe))
     assert not job.plan.folds
     report = run(job, Options(tmp_path / "output", CPU))
@@ -338,7 +310,7 @@ MTP = ["deepseek_v3", "glm4_moe", "glm4_moe_lite"]
 def test_a_layer_that_predicts_further_tokens_has_a_shard_of_its_own(made: Made, tmp_path: Path) -> None:
     """With every tensor of the source in it; a byte of one of its experts that changes is found."""
     shard = made.output / "model-00004-of-00005.safetensors"
-    own, source = stored(made.source)
+    own, source = stored(made.model)
     with safe_open(shard, "pt") as opened:
         names = set(opened.keys())
     mtp = {name.replace("weight_scale_inv", "weight_scale") for name in source if families.is_mtp(own, name)}
@@ -347,7 +319,7 @@ def test_a_layer_that_predicts_further_tokens_has_a_shard_of_its_own(made: Made,
     shutil.copytree(made.output, copy)
     name = "model.layers.3.mlp.experts.5.down_proj.weight"
     edit(copy, name, lambda t: t[name].view(torch.uint8).view(-1)[5:6].bitwise_xor_(1))
-    found = verify(copy, open_folder(made.source), CPU).differences
+    found = verify(copy, open_folder(made.model), CPU).differences
     assert any(line.startswith(f"{name}: bytes differ") for line in found), found
 
 
@@ -376,7 +348,7 @@ def test_a_source_without_the_layers_that_its_config_speaks_of_is_quantized(tmp_
 def test_stitching_its_own_experts_gives_the_output_again(made: Made, tmp_path: Path) -> None:
     """From an experts' checkpoint as others make it of a bfloat16 copy: no FP8, and no layer beyond the last."""
     own, output = stored(made.output)
-    tensors = {name: t.bfloat16() for name, t in source_weights(made.source)[1].items()}
+    tensors = {name: t.bfloat16() for name, t in source_weights(made.model)[1].items()}
     kept = {n for n in tensors if not families.is_mtp(own, n)}
     written = {n: t for n, t in output.items() if n in kept and ("norm" in n or n.endswith("gate.weight"))}
     packed = {n: t for n, t in output.items() if f"{n.rpartition('.')[0]}.weight_packed" in output}
@@ -384,7 +356,7 @@ def test_stitching_its_own_experts_gives_the_output_again(made: Made, tmp_path: 
     groups = own["quantization_config"]["config_groups"]
     section = own["quantization_config"] | {"config_groups": {"routed_experts": groups["routed_experts"]}}
     folder = tiny.write(tmp_path / "experts", own | {"quantization_config": section}, experts | written | packed)
-    stitch(made.source, folder, tmp_path / "output", device="cpu", repair_router=made.folds)
+    stitch(made.model, folder, tmp_path / "output", device="cpu", repair_router=made.folds)
     found = stored(tmp_path / "output")[1]
     assert found.keys() == output.keys()
     assert [n for n, t in output.items() if not torch.equal(t.view(torch.uint8), found[n].view(torch.uint8))] == []

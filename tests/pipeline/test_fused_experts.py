@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from whole_models import stored
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for
+from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.checkpoint.safetensors_header import Spec
@@ -137,6 +139,25 @@ def headers(base: str = "mlp", **changes: Spec) -> dict[str, Spec]:
 @pytest.mark.parametrize("base", ["mlp", "block_sparse_moe"])
 def test_headers_alone_are_those_of_the_model_saved_apart(base: str) -> None:
     assert split_fused_specs(headers(base), FACTS, SIZES, "here") == APART
+
+
+def test_tensors_under_names_that_the_facts_say_are_taken_apart_with_the_scales_of_fp8() -> None:
+    """Gate, up and down apart, as Step-3.7 has them."""
+    facts = FACTS.model_copy(update={"fused": {f"moe.{matrix}.weight": [matrix] for matrix in MATRICES}})
+    rows = {"gate": 96, "up": 96, "down": 128}
+    tensors = {name: spec for name, spec in APART.items() if ".experts." not in name}
+    for layer, (matrix, count) in product(range(2), rows.items()):
+        tensors[f"model.layers.{layer}.moe.{matrix}.weight"] = Spec("F8_E4M3", (3, count, 224 - count))
+        tensors[f"model.layers.{layer}.moe.{matrix}.weight_scale_inv"] = Spec("F32", (3, 3, 4))
+    wanted = {name: spec for name, spec in APART.items() if ".experts." not in name}
+    for name, spec in APART.items():
+        if ".experts." in name:
+            wanted |= {name: Spec("F8_E4M3", spec.shape), f"{name}_scale_inv": Spec("F32", (3, 4))}
+    assert split_fused_specs(tensors, facts, SIZES, "here") == wanted
+    name = "model.layers.1.moe.up.weight"
+    for changed in ({f"{name}_scale_inv": Spec("F32", (3, 3))}, {name: Spec("F8_E4M3", (3, 128, 96))}):
+        with pytest.raises(CheckpointError, match=rf"^here: {next(iter(changed))} holds all experts in one tensor"):
+            split_fused_specs(tensors | changed, facts, SIZES, "here")
 
 
 def test_headers_from_the_hub_are_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from commands import Command
 from conftest import REPOSITORY
 from runs import Small, assert_same, cut_in_layer, hashes
 from tiny import write_job
 
-from quantizers.cli import main as cli
 from quantizers.output import journal
 from quantizers.pipeline import pipeline, quantizer
 from quantizers.pipeline.options import Options
@@ -28,7 +28,7 @@ from quantizers.pipeline.options import Options
 MARGIN = 2**19  # for report.json, card, pictures and journal of a small job
 
 
-KILLS = 8
+KILLS = 5
 
 # `quantize` in a process that says at its end which of the slow imports it made.
 NAMES_IMPORTS = """
@@ -67,15 +67,13 @@ def test_killed_at_random_moments(name: str, code: int, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def quantize(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+def quantize(command: Command) -> Callable[..., tuple[int, str]]:
     """`quantize(*arguments)`: exit code and standard error of the command in this process."""
 
     def call(*arguments: object) -> tuple[int, str]:
-        monkeypatch.setattr("sys.argv", ["quantize", *map(str, arguments), "--device", "cpu"])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
+        code = command(*arguments, "--device", "cpu")
         gc.collect()  # the exception's frames hold maps of the states, and those their blocks on the disk
-        return int(str(ended.value.code)), capsys.readouterr().err
+        return code, command.err
 
     return call
 
@@ -102,25 +100,29 @@ def mounted(place: Path, size: int, *options: str) -> str | None:
     return done.stderr.strip() or "mount failed" if done.returncode else None
 
 
-@pytest.mark.parametrize("share", [0.01, 0.3, 0.9])
+@pytest.mark.slow
 def test_a_disk_that_fills_while_the_run_works(
-    small: Small, tmp_path: Path, quantize: Callable[..., tuple[int, str]], share: float
+    small: Small, tmp_path: Path, quantize: Callable[..., tuple[int, str]]
 ) -> None:
-    """A file system of a share of what is needed, without the look at it before the start; then it is enlarged."""
+    """A file system of a share of what is needed, that grows, without the look at it before the start; then with it."""
     place = tmp_path / "disk"
-    if problem := mounted(place, int(small.needed * share) // 4096 * 4096):
+
+    def share(part: float) -> int:
+        return int(small.needed * part) // 4096 * 4096
+
+    if problem := mounted(place, share(0.01)):
         pytest.skip(f"no small file system can be mounted here: {problem}")
     command = ("run", small.recipe, "--output", place / "output")
     try:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(pipeline, "check_room", lambda *_: None)
-            for _ in range(2):  # and again on the full disk
+            for part in (0.01, 0.3, 0.3, 0.9):  # and again on the full disk
+                assert mounted(place, share(part), "remount") is None
                 is_full(*quantize(*command))
                 assert not (place / "output" / "config.json").exists()
-        code, errors = quantize(*command)  # now it is looked at
+        code, errors = quantize(*command)  # now it is looked at; there is room for the lock
         is_full(code, errors)
-        if share > 0.01:  # there is room for the lock, so what is said is about the whole
-            assert re.search(r"need [\d.e-]+ GB more, [\d.e-]+ GB are free", errors)
+        assert re.search(r"need [\d.e-]+ GB more, [\d.e-]+ GB are free", errors)
         assert mounted(place, small.needed + MARGIN, "remount") is None
         code, errors = quantize(*command)
         assert code == 0, errors
@@ -150,39 +152,40 @@ def test_writes_that_find_no_room(small: Small, tmp_path: Path, quantize: Callab
     assert_same(tmp_path / "output", small.whole)
 
 
-def cut_after(layers: int, job: Small, **options: Any) -> Path:
-    """Leave a run of the job cut off after some layers; its output folder."""
-    cut_in_layer(layers, job.job, Options(job.folder / "output", torch.device("cpu"), **options))
-    return job.folder / "output"
-
-
-@pytest.fixture
-def job(small: Small, tmp_path: Path) -> Small:
-    """A copy of the job, whose source may be spoiled."""
-    return small.copied(tmp_path / "job")
-
-
 SHARD = "model-00001-of-00002.safetensors"
 
 
-def test_a_source_that_changed_between_two_parts(job: Small, quantize: Callable[..., tuple[int, str]]) -> None:
-    output = cut_after(1, job)
-    shard, command = job.folder / "model" / SHARD, ("run", job.recipe, "--output", output)
-    stat = shard.stat()
+def test_a_source_that_changes_between_two_parts(
+    small: Small, tmp_path: Path, quantize: Callable[..., tuple[int, str]]
+) -> None:
+    """It vanishes, has another time, other bytes with the old time: one run, which comes to the end after all.
+
+    Only hashes tell of other bytes, so --paranoid keeps them; where the first part had none, it says so.
+    """
+    job = small.copied(tmp_path / "job")  # whose source may be spoiled
+    shard, away, output = job.model / SHARD, tmp_path / "away", tmp_path / "output"
+    cut_in_layer(1, job.job, Options(output, torch.device("cpu")))
+    command = ("run", job.recipe, "--output", output, "--paranoid")
+    real = quantizer.solve_layer
+
+    def vanish(*arguments: Any, **named: Any) -> Any:
+        if shard.exists():
+            shard.rename(away)
+        return real(*arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(quantizer, "solve_layer", vanish)
+        code, errors = quantize(*command)
+    assert code == 2, errors
+    assert SHARD in errors.splitlines()[-1]
+    assert "Traceback" not in errors
+    assert "hashes are kept from now on" in errors
+    away.rename(shard)
+    stat, raw = shard.stat(), shard.read_bytes()
     os.utime(shard, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
     code, errors = quantize(*command)
     assert code == 2
     assert f"source.{SHARD}.changed ({stat.st_mtime_ns}, now {stat.st_mtime_ns + 1})" in errors
-    os.utime(shard, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert quantize(*command)[0] == 0
-    assert_same(job.folder / "output", job.whole)
-
-
-def test_bytes_that_changed_and_kept_size_and_time(job: Small, quantize: Callable[..., tuple[int, str]]) -> None:
-    """Only hashes tell, so --paranoid keeps them; without it in the first part, it says so."""
-    shard, output = job.folder / "model" / SHARD, cut_after(1, job, paranoid=True)
-    command = ("run", job.recipe, "--output", output, "--paranoid")
-    stat, raw = shard.stat(), shard.read_bytes()
     shard.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
     os.utime(shard, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     code, errors = quantize(*command)
@@ -191,61 +194,39 @@ def test_bytes_that_changed_and_kept_size_and_time(job: Small, quantize: Callabl
     shard.write_bytes(raw)
     os.utime(shard, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert quantize(*command)[0] == 0
-    assert_same(output, job.whole)
-    shutil.rmtree(output)
-    cut_after(1, job)
-    code, errors = quantize(*command)
-    assert code == 0
-    assert "hashes are kept from now on" in errors
+    assert_same(output, small.whole)
 
 
-def test_a_source_that_vanishes_while_the_run_works(job: Small, quantize: Callable[..., tuple[int, str]]) -> None:
-    shard, away = job.folder / "model" / SHARD, job.folder / "away"
-    command = ("run", job.recipe, "--output", job.folder / "output")
-    real, count = quantizer.solve_layer, iter(range(1_000_000))
-
-    def vanish(*arguments: Any, **named: Any) -> Any:
-        if next(count) == 1:  # the layer after the next has not been read yet
-            shard.rename(away)
-        return real(*arguments, **named)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(quantizer, "solve_layer", vanish)
-        code, errors = quantize(*command)
-    assert code == 2
-    assert SHARD in errors.splitlines()[-1]
-    assert "Traceback" not in errors
-    away.rename(shard)
-    assert quantize(*command)[0] == 0
-    assert_same(job.folder / "output", job.whole)
-
-
-def test_states_that_vanished_are_not_taken_for_zeros(job: Small, quantize: Callable[..., tuple[int, str]]) -> None:
-    output = cut_after(1, job)
-    (output / journal.WORK / "held-out" / "states-0-00001.bin").unlink()
-    code, errors = quantize("run", job.recipe, "--output", output)
+def test_states_that_vanished_are_not_taken_for_zeros(
+    small: Small, cut: Path, tmp_path: Path, quantize: Callable[..., tuple[int, str]]
+) -> None:
+    output = shutil.copytree(cut, tmp_path / "output")
+    (output / journal.WORK / "held-out" / "states-0-00002.bin").unlink()
+    code, errors = quantize("run", small.recipe, "--output", output)
     assert code == 1
-    assert "states-0-00001.bin: is missing, so the run cannot be resumed" in errors
+    assert "states-0-00002.bin: is missing, so the run cannot be resumed" in errors
 
 
-def test_a_kill_while_the_traces_are_removed(job: Small, quantize: Callable[..., tuple[int, str]]) -> None:
+def test_a_kill_while_the_traces_are_removed(
+    small: Small, tmp_path: Path, quantize: Callable[..., tuple[int, str]]
+) -> None:
     """The empty work folder beside a finished output is no unfinished run, and goes away."""
-    work, before = journal.work_folder(job.whole), hashes(job.whole)
+    output = shutil.copytree(small.whole, tmp_path / "output")
+    work = journal.work_folder(output)
     work.mkdir()
     (work / "lock").touch()
-    assert quantize("run", job.recipe, "--output", job.whole)[0] == 0
-    assert hashes(job.whole) == before
+    assert quantize("run", small.recipe, "--output", output)[0] == 0
+    assert hashes(output) == hashes(small.whole)
     assert not work.exists()
 
 
-def test_the_second_run_on_a_folder_is_refused_before_anything_heavy_is_imported(job: Small) -> None:
+def test_the_second_run_on_a_folder_is_refused_before_anything_heavy_is_imported(small: Small, cut: Path) -> None:
     """So within a second on a quiet machine; --fresh does not remove what another process works on."""
-    output = cut_after(1, job)
-    with journal.locked(output):
-        before = {path: path.stat().st_mtime_ns for path in sorted(output.rglob("*"))}
+    with journal.locked(cut):
+        before = {path: path.stat().st_mtime_ns for path in sorted(cut.rglob("*"))}
         for flags in ([], ["--fresh", "--yes"]):
             done = subprocess.run(
-                [sys.executable, "-c", NAMES_IMPORTS, "run", str(job.recipe), "--output", str(output), *flags],
+                [sys.executable, "-c", NAMES_IMPORTS, "run", str(small.recipe), "--output", str(cut), *flags],
                 capture_output=True,
                 text=True,
                 check=False,
@@ -253,4 +234,4 @@ def test_the_second_run_on_a_folder_is_refused_before_anything_heavy_is_imported
             assert done.returncode == 2, done.stderr
             assert f"process {os.getpid()} is working here" in done.stderr
             assert done.stdout == "heavy: []\n"
-        assert before == {path: path.stat().st_mtime_ns for path in sorted(output.rglob("*"))}
+        assert before == {path: path.stat().st_mtime_ns for path in sorted(cut.rglob("*"))}

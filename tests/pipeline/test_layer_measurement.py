@@ -10,17 +10,11 @@ import families
 import pytest
 import tiny
 import torch
-from commands import quantize
+from commands import Command
 from planned import published
 
 from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.pipeline.layer_measurement import (
-    GROWS_WITH,
-    extrapolated,
-    measure_layer,
-    random_job,
-    write_random,
-)
+from quantizers.pipeline.layer_measurement import GROWS_WITH, extrapolated, measure_layer, random_job, write_random
 from quantizers.planning.job import Job, prepare
 from quantizers.system.errors import InputError
 
@@ -37,18 +31,18 @@ FACTORS = {
 
 
 def test_a_layer_goes_through_every_phase_of_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     """Without the checkpoint's shards, as plan works; the checkpoint and its folder are gone afterwards."""
-    recipe = tiny.write_job(tmp_path / "job", layers=3)
+    recipe = tiny.write_job(tmp_path / "job", layers=3, samples=6)
     for shard in (tmp_path / "job" / "model").glob("*.safetensors"):
         shard.unlink()
     sizes = prepare(str(recipe), offline_facts=True).sizes
     assert (sizes["experts"], sizes["hidden"], sizes["width"], sizes["chosen"]) == (4, 128, 64, 2)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     words = ("plan", recipe, "--measure", "--tokens", "100", "--experts", "2", "--device", "cpu")
-    assert quantize(monkeypatch, *words, "--json") == 0
-    found = json.loads(capsys.readouterr().out)["measured"]
+    assert command(*words, "--json") == 0
+    found = json.loads(command.out)["measured"]
     assert not list(tmp_path.glob("quantize-measure-*"))
     assert [row["phase"] for row in found["phases"]] == list(GROWS_WITH)
     for row in found["phases"]:
@@ -119,8 +113,6 @@ def test_a_published_models_layer_has_its_real_size_and_needs_no_files(deepseek:
         ("tiny-minimax-m2-fp8-int4", ("--measure", "--device-memory", "1MiB"), "of device memory is too little"),
     ],
 )
-def test_wrong_options_are_refused(
-    recipe: str, words: tuple[Any, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert quantize(monkeypatch, "plan", recipe, *words) == 2
-    assert said in capsys.readouterr().err
+def test_wrong_options_are_refused(recipe: str, words: tuple[Any, ...], said: str, command: Command) -> None:
+    assert command("plan", recipe, *words) == 2
+    assert said in command.err

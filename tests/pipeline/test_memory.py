@@ -68,11 +68,7 @@ print(json.dumps(status("VmHWM") - before))
 def write_model(folder: Path, layers: int, hidden: int, width: int, experts: int) -> int:
     """A model of equal layers, a shard each, written without ever holding more than one; its bytes."""
     config = tiny.config(
-        hidden_size=hidden,
-        intermediate_size=width,
-        num_local_experts=experts,
-        num_hidden_layers=layers,
-        vocab_size=320,
+        hidden_size=hidden, intermediate_size=width, num_local_experts=experts, num_hidden_layers=layers, vocab_size=320
     )
     folder.mkdir(parents=True)
     tensors = tiny.tensors(config | {"num_hidden_layers": 1})

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from commands import quantize
+from commands import Command, quantize
 from conftest import REPOSITORY
 from runs import change, hashes
 from tiny import make, write_job
@@ -56,21 +56,19 @@ def data_of(folder: Path, file: Path) -> Path:
 
 
 @pytest.mark.parametrize("with_data", [True, False])
-def test_the_finished_folder_gives_the_same_bytes_again(
-    with_data: bool, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_finished_folder_gives_the_same_bytes_again(with_data: bool, folder: Path, command: Command) -> None:
     """With the data beside it, or with shipped data, which is found by its content; every file but times and memory."""
     assert data_of(folder, SHIPPED).is_file()
-    assert quantize(monkeypatch, "run", "tiny-INT4/recipe.yaml") == 2
-    assert capsys.readouterr().err.splitlines()[-1] == (
+    assert command("run", "tiny-INT4/recipe.yaml") == 2
+    assert command.err.splitlines()[-1] == (
         "quantize: tiny-INT4/recipe.yaml:2: source.model: model is neither a folder beside the recipe nor a Hub id "
         "(owner/name); give --source DIR if it is elsewhere, or correct it"
     )
     if not with_data:
         data_of(folder, SHIPPED).unlink()
     flags = ["--with-data"] if with_data else []
-    assert quantize(monkeypatch, "run", "tiny-INT4/recipe.yaml", "--source", "model", *flags) == 0
-    said = capsys.readouterr()
+    assert command("run", "tiny-INT4/recipe.yaml", "--source", "model", *flags) == 0
+    said = command
     assert said.err.splitlines()[0] == "output: out/tiny-INT4-again (another with --output)"
     assert "another source" not in said.err
     again = Path("out/tiny-INT4-again")
@@ -81,13 +79,11 @@ def test_the_finished_folder_gives_the_same_bytes_again(
     assert reports[0]["settings"]["hash"] == reports[1]["settings"]["hash"]
 
 
-def test_what_a_finished_folder_lacks_is_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_finished_folder_lacks_is_named(folder: Path, command: Command) -> None:
     (missing,) = (path for path in folder.glob("data-*") if path != data_of(folder, SHIPPED))
     missing.unlink()
-    assert quantize(monkeypatch, "run", "tiny-INT4/recipe.yaml", "--source", "model", "--output", "again") == 2
-    assert capsys.readouterr().err.splitlines()[-1] == (
+    assert command("run", "tiny-INT4/recipe.yaml", "--source", "model", "--output", "again") == 2
+    assert command.err.splitlines()[-1] == (
         f"quantize: tiny-INT4/held-out.yaml:9: tiny-INT4/{missing.name}: the data of this set was not published with "
         f"it; put the file there whose SHA-256 begins with {missing.stem.removeprefix('data-')}"
     )
@@ -95,15 +91,15 @@ def test_what_a_finished_folder_lacks_is_named(
 
 
 def test_the_finished_folder_itself_is_never_the_place_of_its_second_run(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     before, source = hashes(folder), Path("model").resolve()
     again = ("run", folder / "recipe.yaml", "--source", source)
-    assert quantize(monkeypatch, *again, "--output", folder, "--fresh", "--yes") == 2
-    assert "--fresh would discard it with the rest of" in capsys.readouterr().err
+    assert command(*again, "--output", folder, "--fresh", "--yes") == 2
+    assert "--fresh would discard it with the rest of" in command.err
     monkeypatch.chdir(folder)
-    assert quantize(monkeypatch, "run", "recipe.yaml", "--source", source) == 2
-    assert capsys.readouterr().err == (
+    assert command("run", "recipe.yaml", "--source", source) == 2
+    assert command.err == (
         "quantize: recipe.yaml: the current folder is inside this finished checkpoint; give --output a folder outside "
         "of it\n"
     )
@@ -111,7 +107,7 @@ def test_the_finished_folder_itself_is_never_the_place_of_its_second_run(
 
 
 def test_another_source_than_that_of_the_finished_folder_is_said(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     other = make(Path("other"), seed=1, num_hidden_layers=1)
 
@@ -121,7 +117,7 @@ def test_another_source_than_that_of_the_finished_folder_is_said(
     monkeypatch.setattr(pipeline, "run", stopped)
     for source, said in (("model", False), (other, True)):
         words = ("run", "tiny-INT4/recipe.yaml", "--source", source, "--output", "again")
-        assert quantize(monkeypatch, *words) == 1
-        err = capsys.readouterr().err
+        assert command(*words) == 1
+        err = command.err
         assert ("was made from another source than" in err) is said
         assert "stopped here" in err

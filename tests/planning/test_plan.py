@@ -12,6 +12,7 @@ import pytest
 import tiny
 import torch
 import yaml
+from commands import Command
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from planned import Model, published, published_with, tiny_model
@@ -21,8 +22,8 @@ import quantizers
 from quantizers.architectures.families import architecture_for, published_config
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.cli import main as cli
 from quantizers.cli.tables.plan import dense_words, remarks, weights_table
+from quantizers.planning.job import Job
 from quantizers.planning.plan import METADATA, Plan, file_size, index_json
 from quantizers.recipe.read import read_recipe, source_location
 from quantizers.system.errors import ArchitectureError, CheckpointError, InputError, RecipeError
@@ -83,8 +84,8 @@ def minimax() -> Model:
 
 
 @pytest.fixture(scope="module")
-def plan(minimax: Model) -> Plan:
-    return minimax.plan()
+def plan(published_job: Job) -> Plan:
+    return published_job.plan
 
 
 # MiniMax-M2.1.
@@ -150,24 +151,16 @@ def test_facts_are_built_in_for_every_version(version: str, minimax: Model) -> N
 
 @pytest.mark.slow
 def test_the_shipped_plan_works_without_network(
-    plan: Plan,
-    minimax: Model,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    plan: Plan, minimax: Model, monkeypatch: pytest.MonkeyPatch, command: Command, tmp_path: Path
 ) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("a plan from kept facts asks the network")
 
     monkeypatch.setattr("socket.socket.connect", refuse)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("sys.argv", ["quantize", "plan", "minimax-m2.1-fp8-int4", "--json"])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    out, err = capsys.readouterr()
-    assert ended.value.code == 0
-    assert not err
-    numbers = json.loads(out)
+    assert command("plan", "minimax-m2.1-fp8-int4", "--json") == 0
+    assert not command.err
+    numbers = json.loads(command.out)
     assert numbers["basis"].startswith("the built-in architecture spec of MiniMaxAI/MiniMax-M2.1 ")
     matrices = 62 * 256 * 3
     assert numbers["quantized_matrices"] == matrices == 47_616
@@ -305,20 +298,15 @@ def test_a_files_size_is_known_before_it_is_written(tmp_path: Path, specs: dict[
     assert file_size(specs) == (tmp_path / "x.safetensors").stat().st_size
 
 
-def test_a_plan_from_a_lone_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_from_a_lone_config(tmp_path: Path, command: Command) -> None:
     model = tiny.make(tmp_path / "model")
     source = "{dataset: a/b, columns: [text], shape: text, samples: 5, category: c}"
     (tmp_path / "set.yaml").write_text(f"name: x\nsequence_length: 16\nsources: [{source}]\n")
     (tmp_path / "r.yaml").write_text("source: {model: model}\ncalibration: set.yaml\n")
 
     def numbers() -> dict[str, Any]:
-        monkeypatch.setattr("sys.argv", ["quantize", "plan", str(tmp_path / "r.yaml"), "--json"])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        assert ended.value.code == 0
-        body: dict[str, Any] = json.loads(capsys.readouterr().out)
+        assert command("plan", tmp_path / "r.yaml", "--json") == 0
+        body: dict[str, Any] = json.loads(command.out)
         return body
 
     whole = numbers()
@@ -336,9 +324,9 @@ def test_a_plan_from_a_lone_config(
 
 def test_of_a_model_type_without_server_facts_the_weights_are_counted(tmp_path: Path) -> None:
     recipe = "qwen3-30b-a3b-instruct-2507-fp8-int4"
-    config = published_with("Qwen/Qwen3-30B-A3B-Instruct-2507-FP8")
-    whole = quantizers.plan(recipe).figures
+    config = published_with("Qwen/Qwen3-30B-A3B-Instruct-2507-FP8", layers=12)
     (tmp_path / "config.json").write_text(json.dumps(config))
+    whole = quantizers.plan(recipe, source=tmp_path).figures
     facts = yaml.safe_load(architecture_for(config, "x").as_yaml())
     for key in ("servers", "targets", "kv_cache", "tensor_parallel", "smoothing", "published"):
         del facts[key]
@@ -348,14 +336,14 @@ def test_of_a_model_type_without_server_facts_the_weights_are_counted(tmp_path: 
         return quantizers.plan(recipe, source=tmp_path, facts=tmp_path / "facts.yaml", **options).figures
 
     assert planned()["output_bytes"] == whole["output_bytes"]
-    given = planned(vram=["2x8GiB", "1x80GiB"])
+    given = planned(vram=["2x2GiB", "1x80GiB"])
     small, large = given["weights"]
     assert whole["output_bytes"] * 0.99 < small["weights"] == large["weights"] < whole["output_bytes"]
     assert small["left"] < 0 < large["left"]
     assert "too few" in weights_table(given)
     assert "how servers divide it among GPUs and what they cache of a token is not known here" in weights_table(given)
     with pytest.raises(InputError, match=r"^--context, --kv and --tp: .*; leave them out$"):
-        planned(vram=["2x8GiB"], context=4096)
+        planned(vram=["2x2GiB"], context=4096)
 
 
 def test_what_is_special_about_a_model_is_said_in_the_plan() -> None:

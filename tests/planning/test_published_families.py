@@ -62,6 +62,7 @@ def test_matrices_and_size_of_the_experts(model: str) -> None:
     assert weights * scale / 1e9 == pytest.approx(gigabytes, abs=0.05)
 
 
+@pytest.mark.slow
 def test_the_source_of_deepseek_v3_is_as_large_as_published() -> None:
     """688.57 GB in 91,991 tensors, with its layer 61 (deepseek-ai/DeepSeek-V3, README_WEIGHTS.md and index)."""
     model = published("deepseek-ai/DeepSeek-V3")

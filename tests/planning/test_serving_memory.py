@@ -7,12 +7,11 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
+from commands import Command
 
-from quantizers.cli import main as cli
 from quantizers.planning.gpus import Gpus, known_gpus, parse_gpus
 from quantizers.planning.job import Job, prepare
 from quantizers.planning.serving_memory import (
@@ -102,13 +101,6 @@ def test_what_is_no_set_of_gpus(text: str) -> None:
         parse_gpus(text)
 
 
-def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any, str, str]:
-    monkeypatch.setattr("sys.argv", ["quantize", "plan", *words])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return ended.value.code, *capsys.readouterr()
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -119,16 +111,12 @@ def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *w
     ],
 )
 def test_what_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    published_job: Job,
-    words: tuple[str, ...],
-    message: str,
+    monkeypatch: pytest.MonkeyPatch, command: Command, published_job: Job, words: tuple[str, ...], message: str
 ) -> None:
     monkeypatch.setattr("quantizers.planning.job.prepare", lambda *_, **__: published_job)
-    code, out, err = said(monkeypatch, capsys, "minimax-m2.1-fp8-int4", *words)
-    assert (code, out) == (2, "")
-    assert message in err
+    assert command("plan", "minimax-m2.1-fp8-int4", *words) == 2
+    assert command.out == ""
+    assert message in command.err
 
 
 @pytest.mark.parametrize(
@@ -229,24 +217,22 @@ def test_fewer_bits_are_a_remedy_where_they_are_enough(tmp_path: Path, write_rec
 
 
 @pytest.mark.slow
-def test_the_command_says_what_would_fit(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], published_job: Job
-) -> None:
+def test_the_command_says_what_would_fit(monkeypatch: pytest.MonkeyPatch, command: Command, published_job: Job) -> None:
     """What it suggests is typed again, and fits."""
     monkeypatch.setattr("quantizers.planning.job.prepare", lambda *_, **__: published_job)
-    words = ("minimax-m2.1-fp8-int4", "--vram", "2xH100", "--vram", "8xH200")
-    code, out, err = said(monkeypatch, capsys, *words)
-    assert (code, err) == (0, "")
-    lines = out.splitlines()
+    words = ("plan", "minimax-m2.1-fp8-int4", "--vram", "2xH100", "--vram", "8xH200")
+    assert command(*words) == 0
+    assert command.err == ""
+    lines = command.out.splitlines()
     assert next(line for line in lines if line.startswith("8xH200")).endswith(" fits")
     assert next(line for line in lines if line.startswith("2xH100")).endswith("does NOT fit")
     assert "assumed:" in lines
-    assert "8xH200 fits with up to 196,608 tokens of context, the model's longest" in out
+    assert "8xH200 fits with up to 196,608 tokens of context, the model's longest" in command.out
     line = next(line for line in lines if line.startswith("2xH100, to fit: "))
     ways = line.removeprefix("2xH100, to fit: ").split("; or ")
     assert len(ways) == 3
     # The estimate of each is tried above; a command takes seconds, so only the last is typed.
-    code, out, _ = said(monkeypatch, capsys, words[0], *shlex.split(ways[-1]), "--json")
-    assert [row["fits"] for row in json.loads(out)["fits"]] == [True]
-    code, out, _ = said(monkeypatch, capsys, *words, "--json")
-    assert [one["say"] for one in json.loads(out)["fits"][0]["to_fit"]] == ways
+    assert command(*words[:2], *shlex.split(ways[-1]), "--json") == 0
+    assert [row["fits"] for row in json.loads(command.out)["fits"]] == [True]
+    assert command(*words, "--json") == 0
+    assert [one["say"] for one in json.loads(command.out)["fits"][0]["to_fit"]] == ways

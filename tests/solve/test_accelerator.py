@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from one_layer import plain
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantizers.device import prefetch
@@ -48,10 +49,9 @@ class WithoutNumbers(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("resident", [1, 2])
 @pytest.mark.parametrize(
-    ("options", "factorizations"),
-    [({"rounding": "nearest", "scales": "minmax"}, 0), ({"bits": 8, "scales": "minmax"}, 4)],
+    ("options", "factorizations", "resident"),
+    [({"rounding": "nearest", "scales": "minmax"}, 0, 2), ({"bits": 8, "scales": "minmax"}, 4, 1)],
     ids=["nearest", "gptq"],
 )
 def test_a_gpu_is_waited_for_as_seldom_as_can_be(
@@ -75,7 +75,8 @@ def test_a_gpu_is_waited_for_as_seldom_as_can_be(
             weights,
             norm=torch.ones(HIDDEN, dtype=torch.bfloat16, device=META),
             router=torch.empty(EXPERTS, HIDDEN, device=META),
-            activation=torch.nn.functional.silu,
+            shape=(EXPERTS, HIDDEN),
+            gate=plain,
             settings=Experts(group_size=32, awq=Awq(grid=3), **options),
             batch_size=BATCH,
             residents=Residents(resident, BATCH, 0),

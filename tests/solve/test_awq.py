@@ -57,15 +57,7 @@ def slow_delta(weight: torch.Tensor, s: torch.Tensor, group: int, bits: int) -> 
     shared=st.booleans(),
 )
 def test_losses_are_replayed_losses_for_any_shape(
-    seed: int,
-    experts: int,
-    rows: int,
-    groups: int,
-    group: int,
-    tokens: int,
-    bits: int,
-    points: int,
-    shared: bool,
+    seed: int, experts: int, rows: int, groups: int, group: int, tokens: int, bits: int, points: int, shared: bool
 ) -> None:
     """Oracle as above; 1e-6 of Σ |D| |G| |D|ᵀ, which is what float32 can promise where terms cancel (T < C)."""
     weight, x, hessian = random_case(seed, experts, rows, groups * group, tokens)
@@ -133,12 +125,7 @@ class LibrarySearch:
         self.modifier = Forced(n_grid=points, duo_scaling=duo)
         # scale_dtype: the library's group scales rounded as the file stores them, which is what ours searches with.
         arguments = QuantizationArgs(
-            num_bits=bits,
-            type="int",
-            symmetric=True,
-            strategy="group",
-            group_size=group,
-            scale_dtype=torch.bfloat16,
+            num_bits=bits, type="int", symmetric=True, strategy="group", group_size=group, scale_dtype=torch.bfloat16
         )
         self.scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
 

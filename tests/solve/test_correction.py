@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
+from quantizers.architectures.gates import plain_gate
 from quantizers.formats.packed_integers import dequantize
 from quantizers.model.moe_inputs import MoeInputs, capture_moe_inputs
 from quantizers.solve import down_hessian
@@ -37,7 +38,7 @@ def case(seed: int, lengths: tuple[int, ...] = (30, 60)) -> Case:
 
 def sums_of(sequences: list[MoeInputs], source: torch.Tensor, served: torch.Tensor, share: float) -> DownHessian:
     found = routing_statistics(sequences, EXPERTS, share, HIDDEN)
-    return collect_down_hessian(sequences, found, served, activation=silu, batch=(0, EXPERTS), source=source)
+    return collect_down_hessian(sequences, found, served, gate=plain_gate(silu), batch=(0, EXPERTS), source=source)
 
 
 def slow(

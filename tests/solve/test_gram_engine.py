@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from one_layer import EXPERTS, GROUP, HIDDEN, WIDTH, Layer, assert_same, make_layer, silu
+from one_layer import EXPERTS, GROUP, HIDDEN, WIDTH, Layer, assert_same, make_layer, plain, silu
 
+from quantizers.architectures.gates import Gate, gate_of
 from quantizers.architectures.matrices import MATRICES
 from quantizers.formats.packed_integers import dequantize
 from quantizers.planning.device_memory import Residents
@@ -23,14 +24,26 @@ from quantizers.solve.solver import solve
 BATCH = 8
 
 
-def solve_layer(layer: Layer, *, size: int = BATCH, resident: int = 8, **options: Any) -> LayerResult:
+class Shifted:
+    """Experts with a gate of their own, clamped and shifted."""
+
+    def _apply_gate(self, products: torch.Tensor) -> torch.Tensor:
+        gate, up = products.chunk(2, dim=-1)
+        return silu(gate.clamp(max=1)) * (up.clamp(-1, 1) + 1)
+
+
+def solve_layer(
+    layer: Layer, *, size: int = BATCH, resident: int = 8, gate: Gate = plain, inner: bool = True, **options: Any
+) -> LayerResult:
     settings = Experts(**({"group_size": GROUP, "awq": Awq(grid=8)} | options))
     return solve(
         layer.recorded(),
         layer.weights(),
         norm=layer.norm,
         router=layer.router,
-        activation=silu,
+        shape=layer.router.shape,
+        gate=gate,
+        inner=inner,
         settings=settings,
         batch_size=size,
         residents=Residents(resident, size, 0),
@@ -213,14 +226,16 @@ def slow_replay(weight: torch.Tensor, s: torch.Tensor, x: torch.Tensor, share: t
     return float(((x.double() @ delta.mT).square().sum(-1) * share).sum())
 
 
-@pytest.mark.parametrize(("routed_weight", "bits"), [(0.0, 8), (0.9, 4)])
-def test_a_whole_layer_solved_again_by_replaying_its_inputs(routed_weight: float, bits: int) -> None:
+@pytest.mark.parametrize(("routed_weight", "bits", "own"), [(0.0, 8, False), (0.9, 4, False), (0.9, 8, True)])
+def test_a_whole_layer_solved_again_by_replaying_its_inputs(routed_weight: float, bits: int, own: bool) -> None:
     """Min-max and nearest. Oracle: no Hessian anywhere: every grid point is run on every token in float64,
 
-    expert by expert; the best is folded; compressed-tensors gives scales and codes.
+    expert by expert; the best is folded; compressed-tensors gives scales and codes. With a gate of their own the
+    experts get no scale before w2.
     """
     layer = make_layer(5, experts=3, tokens=25)
-    solved = solve_layer(layer, bits=bits, scales="minmax", rounding="nearest", routed_weight=routed_weight)
+    options: Any = {"bits": bits, "scales": "minmax", "rounding": "nearest", "routed_weight": routed_weight}
+    solved = solve_layer(layer, gate=gate_of(Shifted(), own=True) if own else plain, inner=not own, **options)
     recorded = layer.recorded()
     x, chosen, weight = (torch.cat([getattr(r, name) for r in recorded]) for name in ("x", "chosen", "weight"))
     tokens = len(x)
@@ -246,9 +261,9 @@ def test_a_whole_layer_solved_again_by_replaying_its_inputs(routed_weight: float
         served = [
             read @ (codes.double() * scale.double().repeat_interleave(GROUP, -1)).mT for codes, scale in (gate, up)
         ]
-        if bits == 8:  # then s comes first, from what the source gives w2
+        if bits == 8 and not own:  # then s comes first, from what the source gives w2
             served = [x.double() @ part.double().mT for part in (w1, w3)]
-        h = silu(served[0]) * served[1]
+        h = Shifted()._apply_gate(torch.cat(served, -1)) if own else silu(served[0]) * served[1]
         r = (torch.where(chosen == expert, weight, torch.zeros(()))).sum(-1).double()
         routed = int((chosen == expert).sum())
         share = routed_weight * min(1.0, routed / HIDDEN)
@@ -260,7 +275,7 @@ def test_a_whole_layer_solved_again_by_replaying_its_inputs(routed_weight: float
         losses = [slow_replay(layer.down[expert], s, h, each, bits) for s in grid]
         best = min(range(8), key=lambda point: losses[point])
         before, after = before + losses[0], after + losses[best]
-        s = grid[best]
+        s = torch.ones(WIDTH) if own else grid[best]
         if bits == 8:
             up = slow_quantized(w3 * smooth / s[:, None], bits)
         else:
@@ -274,6 +289,9 @@ def test_a_whole_layer_solved_again_by_replaying_its_inputs(routed_weight: float
             close = (solved.scales[matrix][expert].float() / scale - 1).abs()
             assert float((close > 0).float().mean()) < 0.01
             assert float(close.max()) < 2**-7
+    if own:
+        assert "down_search_before" not in solved.error
+        return
     assert solved.error["down_search_before"] == pytest.approx(before / 3, rel=1e-5)
     assert solved.error["down_search_after"] == pytest.approx(after / 3, rel=1e-5)
 
@@ -314,8 +332,8 @@ def test_a_smaller_share_of_routed_tokens_is_counted_and_no_fallback() -> None:
         recorded.chosen[0, 0] = 4
     settings = Experts(group_size=GROUP, awq=False, routed_weight=0.8)
     solved = solve(
-        some, layer.weights(), norm=layer.norm, router=layer.router, activation=silu,
-        settings=settings, batch_size=8, residents=Residents(1, 8, 0),
+        some, layer.weights(), norm=layer.norm, router=layer.router, gate=plain,
+        shape=layer.router.shape, settings=settings, batch_size=8, residents=Residents(1, 8, 0),
     )  # fmt: skip
     assert solved.fallbacks == []
     assert solved.under_routed is not None

@@ -12,6 +12,7 @@ import tiny
 import torch
 import yaml
 from calibration_tokenizer import write_tokenizer
+from sets import rows_set
 
 from quantizers.checkpoint.reader import open_folder
 from quantizers.pipeline.options import Options
@@ -53,12 +54,8 @@ def quantized(folder: Path, *faults: Fault, **experts: Any) -> tuple[dict[str, A
     for fault in faults:
         fault(tensors)
     write_tokenizer(tiny.write(folder / "model", config, tensors))
-    rows = [{"text": " ".join(f"text {i} word {j}" for j in range(30))} for i in range(4)]
-    (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = {"dataset": "texts.jsonl", "columns": ["text"], "shape": "text", "samples": "all", "category": "any"}
-    (folder / "set.yaml").write_text(
-        yaml.safe_dump({"name": "guards", "sequence_length": 192, "seed": 1, "sources": [source]})
-    )
+    rows = [("any", " ".join(f"text {i} word {j}" for j in range(30))) for i in range(4)]
+    rows_set(folder, rows, sequence_length=192)
     recipe = {"source": {"model": "model"}, "calibration": "set.yaml", "experts": experts}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     run(prepare(str(folder / "recipe.yaml")), Options(folder / "output", torch.device("cpu")))

@@ -22,6 +22,7 @@ import torch
 import yaml
 from calibration_tokenizer import write_tokenizer
 from conftest import REPOSITORY
+from sets import rows_set
 
 from quantizers.device import triton_support
 from quantizers.device.triton_support import OPTIONS
@@ -33,6 +34,7 @@ INTERPRETED = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 PROGRAM = str(REPOSITORY / "tests" / "interpreted_kernels.py")
 
 
+@pytest.mark.slow
 def test_kernels_have_the_bits_of_torch_s_operations() -> None:
     """In Triton's interpreter; float32 errors and changes too, not codes and scales alone."""
     program = [sys.executable, PROGRAM, "compare"]
@@ -89,12 +91,8 @@ def test_interpreted_and_wrong_kernels_write_the_same_shards(tmp_path: Path) -> 
         num_hidden_layers=1, num_local_experts=4, hidden_size=128, intermediate_size=64, vocab_size=320
     )
     write_tokenizer(tiny.write(tmp_path / "model", config, tiny.tensors(config)))
-    rows = [{"text": " ".join(f"text {i} word {j}" for j in range(30))} for i in range(4)]
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = {"dataset": "texts.jsonl", "columns": ["text"], "shape": "text", "samples": "all", "category": "any"}
-    (tmp_path / "set.yaml").write_text(
-        yaml.safe_dump({"name": "kernels", "sequence_length": 192, "seed": 1, "sources": [source]})
-    )
+    rows = [("any", " ".join(f"text {i} word {j}" for j in range(30))) for i in range(4)]
+    rows_set(tmp_path, rows, sequence_length=192)
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"source": {"model": "model"}, "calibration": "set.yaml"}))
     plain, _ = quantized(tmp_path, "plain", ["-m", "quantizers"], os.environ | {"OMP_NUM_THREADS": "1"})
     assert len(plain) == 2

@@ -156,8 +156,7 @@ def test_oneshot_on_the_whole_model(
         AWQModifier(
             mappings=[
                 AWQMapping(
-                    "re:.*post_attention_layernorm$",
-                    [*router, "re:.*experts.*gate_proj$", "re:.*experts.*up_proj$"],
+                    "re:.*post_attention_layernorm$", [*router, "re:.*experts.*gate_proj$", "re:.*experts.*up_proj$"]
                 ),
                 AWQMapping("re:.*up_proj$", ["re:.*down_proj$"]),
             ],

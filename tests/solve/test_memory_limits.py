@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from one_layer import GROUP, Layer, assert_same, batches_cached, make_layer, silu
+from one_layer import GROUP, Layer, assert_same, batches_cached, make_layer, plain
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantizers.planning.device_memory import Residents
@@ -28,8 +28,8 @@ def layer() -> Layer:
 def solved_with(layer: Layer, residents: Residents, **options: Any) -> LayerResult:
     settings = Experts(group_size=GROUP, awq=Awq(grid=4), **options)
     return solve(
-        layer.recorded(), layer.weights(), norm=layer.norm, router=layer.router, activation=silu, settings=settings,
-        batch_size=BATCH, residents=residents,
+        layer.recorded(), layer.weights(), norm=layer.norm, router=layer.router,
+        shape=layer.router.shape, gate=plain, settings=settings, batch_size=BATCH, residents=residents,
     )  # fmt: skip
 
 
@@ -89,8 +89,7 @@ def places(layer: Layer) -> dict[str, tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("where", ["sweep", "search", "batches"])
-@pytest.mark.parametrize("share", [0.02, 0.7])
+@pytest.mark.parametrize(("where", "share"), [("sweep", 0.7), ("search", 0.02), ("batches", 0.7)])
 def test_a_full_device_in_the_middle_changes_no_bit(
     layer: Layer,
     wanted: LayerResult,

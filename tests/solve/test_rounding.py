@@ -27,12 +27,7 @@ def random_weight(seed: int, *shape: int) -> torch.Tensor:
 
 def library_arguments(bits: int, group: int) -> QuantizationArgs:
     return QuantizationArgs(
-        num_bits=bits,
-        type="int",
-        symmetric=True,
-        strategy="group",
-        group_size=group,
-        scale_dtype=torch.bfloat16,
+        num_bits=bits, type="int", symmetric=True, strategy="group", group_size=group, scale_dtype=torch.bfloat16
     )
 
 

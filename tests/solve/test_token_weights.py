@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantizers.architectures.families import architecture_for
+from quantizers.architectures.gates import plain_gate
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.model.moe_inputs import MoeInputs
@@ -104,7 +105,7 @@ def all_hessians(
     parts = []
     for batch in batches:
         hessians = blended_hessian(routed[batch], inputs.hessian, found.blend, batch)
-        sums = collect_down_hessian(recorded, found, gate_up[slice(*batch)], activation=silu, batch=batch)
+        sums = collect_down_hessian(recorded, found, gate_up[slice(*batch)], gate=plain_gate(silu), batch=batch)
         assert sums.changes is None
         parts.append((hessians, sums.hessian, sums.mean, sums.seen, sums.dropped))
     return Hessians(*(torch.cat(column) for column in zip(*parts, strict=True)))

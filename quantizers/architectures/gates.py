@@ -1,0 +1,43 @@
+"""The gate of routed experts: from what w1 and w3 give to h, which w2 reads.
+
+Most compute act(gate) * up, which a scale between w3 and w2 passes through unchanged. Others have a gate of their own,
+clamped or shifted, which only their module can compute: `_apply_gate`, which all of transformers' ways to run experts
+call. It lets no scale through.
+
+Legend: I width of an expert, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Gate = Callable[[torch.Tensor], torch.Tensor]  # x w1ᵀ above x w3ᵀ (…, 2I, T) ─► h (…, I, T), in new memory
+TOKENS = 1024  # that go through a module's own gate at a time, which needs several arrays of their size
+
+
+def plain_gate(activation: Callable[[torch.Tensor], torch.Tensor]) -> Gate:
+    """act(gate) * up."""
+
+    def gate(products: torch.Tensor) -> torch.Tensor:
+        gate, up = products.chunk(2, dim=-2)
+        return activation(gate).mul_(up)
+
+    return gate
+
+
+def gate_of(experts: Any, own: bool) -> Gate:
+    """The gate of a module of experts: its own, or act(gate) * up with its activation."""
+    if not own:
+        return plain_gate(getattr(experts, "act_fn", torch.nn.functional.silu))
+
+    def gate(products: torch.Tensor) -> torch.Tensor:
+        *batch, double, tokens = products.shape
+        h = products.new_empty(*batch, double // 2, tokens)
+        for part, some in zip(h.split(TOKENS, -1), products.split(TOKENS, -1), strict=True):
+            part.copy_(experts._apply_gate(some.mT).mT)
+        return h
+
+    return gate

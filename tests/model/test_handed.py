@@ -1,0 +1,79 @@
+"""What layers hand on beside their states: found without computing, kept bit for bit, and there again after a stop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import zoo
+from runs import hashes
+
+from quantizers.architectures.facts import HandedFacts
+from quantizers.architectures.roles import find_handed
+from quantizers.architectures.skeleton import Skeleton
+from quantizers.pipeline import quantize
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
+from quantizers.planning.job import prepare
+from quantizers.system.errors import ArchitectureError, Interrupted
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("glm_moe_dsa", ("prev_topk_indices", 1, 8, "int32")),
+        ("zaya", ("prev_router_hidden_states", 1, 32, "float")),
+        ("glm4_moe", None),
+    ],
+)
+def test_what_is_handed_on_is_found(name: str, found: tuple[Any, ...] | None) -> None:
+    handed = find_handed(Skeleton(zoo.whole_class(name), zoo.config_of(name)))
+    assert (handed and tuple(handed.model_dump().values())) == found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_keeps_it_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = zoo.opened(zoo.save("glm_moe_dsa", tmp_path), dtype)
+    states = torch.randn(1, 5, model.hidden).to(dtype)
+    assert model.handed(model.row(states)) is None
+    for width in (3, 8):
+        indices = torch.randint(2**20, (1, 5, width), dtype=torch.int32)
+        rows = model.row(states, indices)
+        assert rows.shape[-1] == model.row_width
+        assert rows.numel() * dtype.itemsize == 5 * model.sizes.row_bytes(dtype.itemsize)
+        assert torch.equal(rows[..., : model.hidden], states)
+        found = model.handed(rows)
+        assert found is not None
+        assert found.dtype == indices.dtype
+        assert torch.equal(found, indices)
+    with pytest.raises(ArchitectureError, match="hands on 9 numbers for a token, more than the 8 that were found"):
+        model.row(states, torch.zeros(1, 5, 9, dtype=torch.int32))
+    numbers = torch.randn(1, 5, 8).to(dtype)
+    model.facts = model.facts.model_copy(update={"handed": HandedFacts(argument="a", entry=1, width=8, dtype="float")})
+    found = model.handed(model.row(states, numbers))
+    assert found is not None
+    assert torch.equal(found, numbers)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_has_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    zoo.save("glm_moe_dsa", tmp_path / "model")
+    job, write_json = prepare(str(tiny.write_recipe(tmp_path, samples=3, bits=4, group_size=32))), quantize.write_json
+    run(job, Options(tmp_path / "whole", CPU))
+
+    def stopped(path: Path, entry: Any) -> None:
+        write_json(path, entry)
+        if entry.get("layer") == 2:  # layer 3 gets what it handed on
+            raise Interrupted("stopped", 15)
+
+    monkeypatch.setattr(quantize, "write_json", stopped)
+    with pytest.raises(Interrupted):
+        run(job, Options(tmp_path / "stopped", CPU, states="files"))
+    monkeypatch.undo()
+    run(job, Options(tmp_path / "stopped", CPU, states="files"))
+    assert hashes(tmp_path / "stopped") == hashes(tmp_path / "whole")
