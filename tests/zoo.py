@@ -295,6 +295,9 @@ def whole_model(name: str, config: Settings, weights: dict[str, Tensor]) -> Any:
     whole = whole_class(name)
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     made = whole.config_class.from_dict(whole.config_class._decode_special_floats(plain))
+    text = made.get_text_config()
+    if hasattr(text, "rotary_dim"):  # which transformers 5.17 does not read
+        text.rope_parameters["partial_rotary_factor"] = text.rotary_dim / text.head_dim
     numbers = {name: tensor.float() for name, tensor in (_fused(weights) if name in FUSED_ONLY else weights).items()}
     settings = {"dtype": torch.float32, "experts_implementation": "eager", "output_loading_info": True}
     for attention in ATTENTION:

@@ -46,7 +46,6 @@ class Known(Facts):
     model_type: str
     model_class: str
     asserts: dict[str, Any] = Field(default_factory=dict)
-    rotary_dim_key: str | None = None
     unread: list[str] = Field(default_factory=list)
     scale_dtype: Literal["F32", "BF16"] = "F32"
     smoothing: dict[str, list[str]] = Field(default_factory=dict)

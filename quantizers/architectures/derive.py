@@ -149,6 +149,13 @@ def skeleton_of(config: dict[str, Any]) -> Skeleton:
         raise ArchitectureError(
             f"architectures: {names[0]} has no head that predicts tokens; give a model that has one"
         )
+    rotary = getattr(skeleton.config.get_text_config(), "rotary_dim", None)
+    given = [call.arguments.get("position_embeddings") for call in skeleton.calls(TOKENS) if rotary]
+    for rotated in {one[0].shape[-1] for one in given if isinstance(one, tuple)} - {rotary}:
+        raise ArchitectureError(
+            f"rotary_dim is {rotary}, but {names[0]} of transformers {transformers.__version__} rotates {rotated} "
+            "channels of each head; such a model would be computed wrongly and is refused; give another model"
+        )
     return skeleton
 
 

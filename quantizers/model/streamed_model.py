@@ -24,7 +24,6 @@ import torch
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.gates import gate_of
 from quantizers.architectures.roles import EXACT, LARGE
-from quantizers.architectures.rotary import transformers_config
 from quantizers.architectures.sizes import Sizes
 from quantizers.architectures.skeleton import Skeleton, config_of, first, model_class, replaced_forward
 from quantizers.formats.dequantization import read_weight
@@ -77,7 +76,7 @@ class StreamedModel:
         self.checkpoint, self.facts, self.sizes = checkpoint, facts, sizes
         self.device, self.dtype, self.hidden = device, dtype, sizes.state
         whole = model_class(facts.model_class, f"the facts of {facts.model_type}: model_class")
-        config = config_of(whole, transformers_config(facts, checkpoint.config, sizes))
+        config = config_of(whole, checkpoint.config)
         self.skeleton = Skeleton(whole, config, device, dtype)
         self._keeps_products: bool | None = None
         outside = [name for name in facts.outside if name not in (facts.embedding, facts.head)]

@@ -224,6 +224,9 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[dict[str, Tensor]], object] |
     "a class without experts": (
         {"architectures": ["LlamaForCausalLM"]}, None, "config.json: LlamaForCausalLM has no layers with a module "
     ),
+    "rotated channels that the class ignores": (
+        {"rotary_dim": 16}, None, "config.json: rotary_dim is 16, but OlmoeForCausalLM of transformers 5.17.0 rotates"
+    ),
     "a wrong value": (
         {"hidden_size": "128"}, None, "config.json: transformers 5.17.0 cannot make OlmoeForCausalLM of it (Strict"
     ),

@@ -139,7 +139,6 @@ CONFIGS: dict[str, tuple[Edit, tuple[str, ...]]] = {
         config(rope_parameters={"partial_rotary_factor": 1.0}),
         ("partial_rotary_factor is 1.0", "means 0.5"),
     ),
-    "no rope_theta": (config(rope_theta=...), ("rope_theta is None; a positive number is needed",)),
     "no config": (
         lambda case: (case.model / "config.json").unlink(),
         ("has no config.json; give a checkpoint folder",),
