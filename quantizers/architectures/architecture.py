@@ -100,7 +100,7 @@ class Architecture(Known):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        in_layers = {name for kind in self.every_kind(with_dense=False) for name in kind.tensors}
+        in_layers = {name for kind in self.kinds for name in kind.tensors}
         for key, name, tensors in (
             *([("norm.tensor", self.norm.tensor, in_layers)] if self.norm else []),
             ("router.tensor", self.router.tensor, in_layers),
@@ -109,7 +109,7 @@ class Architecture(Known):
         ):
             if name not in tensors:
                 raise ValueError(f"{key}: {name} is not among the tensors")
-        words = {ROUTER, EXPERTS, "residual", *self.every_linear(with_dense=False), *in_layers, *self.outside}
+        words = {ROUTER, EXPERTS, "residual", *self.every_linear(), *in_layers, *self.outside}
         numbers = [number for kind in self.kinds for number in kind.layers]
         for reader in self._readers:  # one that the class has no place for is unread
             if reader not in words and not any(self.is_unread(self.layer(number, reader)) for number in numbers):
@@ -190,17 +190,9 @@ class Architecture(Known):
         kinds = [*self.kinds, self.mtp] if self.mtp else self.kinds
         return next(kind for kind in kinds if number in kind.layers)
 
-    def every_kind(self, *, with_dense: bool = True) -> list[KindFacts]:
-        """What `of_layer` gives for any layer.
-
-        Args:
-            with_dense: False leaves out the layers without experts.
-        """
-        return [kind for kind in self.kinds if with_dense or not kind.dense]
-
-    def every_linear(self, *, with_dense: bool = True) -> dict[str, Shape]:
+    def every_linear(self) -> dict[str, Shape]:
         """The linear modules of all kinds of layers besides the routed experts, with their shapes."""
-        return {name: shape for kind in self.every_kind(with_dense=with_dense) for name, shape in kind.linears.items()}
+        return {name: shape for kind in self.kinds for name, shape in kind.linears.items()}
 
     def is_unread(self, name: str) -> bool:
         """Whether a tensor is one of those that are carried along without being opened."""
