@@ -18,7 +18,6 @@ import torch
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.rotary import rotary_factor
-from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.formats.fp8 import ROWS, block_size, stored_form
 from quantizers.recipe.schema import Awq, Experts
@@ -111,7 +110,7 @@ def _load(folder: Path, facts: Architecture) -> Any:
 
     config = transformers.AutoConfig.from_pretrained(folder)
     stored = open_folder(folder).config
-    factor = rotary_factor(facts, stored, sizes_of(facts))
+    factor = rotary_factor(facts, stored)
     if factor is not None:  # transformers 5.17 does not read it from config.json
         config.rope_parameters["partial_rotary_factor"] = factor
     return transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)

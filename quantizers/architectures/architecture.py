@@ -36,6 +36,7 @@ from .facts import (
 )
 from .matrices import Matrix
 
+NEEDED = ("layers", "experts", "chosen", "hidden", "width", "vocabulary", "heads")  # of the sizes
 ROUTER, EXPERTS = "router", "experts"  # as readers of a norm
 SECTION_KEYS = ["scale_fmt"]  # for a family whose servers are not known: vLLM reads it of every model
 
@@ -100,6 +101,16 @@ class Architecture(Known):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
+        needed = dict.fromkeys(NEEDED, True) | {
+            "head_dim": self.rotary_dim_key is not None,
+            "kv_heads": self.kv_cache is not None and self.kv_cache.divided,
+        }
+        for word in needed:
+            if needed[word] and word not in self.sizes:
+                raise ValueError(f"sizes: {word} is missing")
+        for name in self.kv_cache.rows_of if self.kv_cache else ():
+            if name not in self.every_linear():
+                raise ValueError(f"kv_cache.rows_of: {name} is no linear module of a layer")
         in_layers = {name for kind in self.kinds for name in kind.tensors}
         for key, name, tensors in (
             *([("norm.tensor", self.norm.tensor, in_layers)] if self.norm else []),

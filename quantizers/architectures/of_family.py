@@ -18,7 +18,7 @@ from .architecture import Architecture, Family
 from .derive import Header, Kind, described, skeleton_of, sort_out
 from .roles import Roles, kinds_of_layers
 from .rotary import rotary_factor
-from .sizes import MOST_MTP_LAYERS, require_possible, require_sane, sizes_of
+from .sizes import MOST_MTP_LAYERS, require_possible, require_sane
 from .skeleton import Skeleton
 
 BESIDES = {"float32", "mtp_layer", "roles", "aliases", "config"}  # keys of a family that no architecture has
@@ -47,7 +47,7 @@ def of_family(family: Family, config: dict[str, Any], where: str) -> Architectur
     except ArchitectureError as failure:
         raise ArchitectureError(f"{where}: {failure}") from None
     require_possible(facts, where)
-    rotary_factor(facts, config, sizes_of(facts), where)
+    rotary_factor(facts, config, where)
     return facts
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Mapping
 from typing import Any
 
 from quantizers.system.errors import ArchitectureError
@@ -12,20 +11,15 @@ from quantizers.system.errors import ArchitectureError
 from .architecture import Architecture
 
 
-def rotary_factor(
-    facts: Architecture, config: dict[str, Any], sizes: Mapping[str, int], where: str = "config.json"
-) -> float | None:
+def rotary_factor(facts: Architecture, config: dict[str, Any], where: str = "config.json") -> float | None:
     """The share of each attention head that is rotated; None if the family or config.json has no key for it.
-
-    Args:
-        sizes: of which `head_dim` is needed, which config.json may leave out.
 
     Raises:
         ArchitectureError: the key is out of range, or contradicts rope_parameters.
     """
     if facts.rotary_dim_key is None or facts.rotary_dim_key not in config:
         return None
-    rotary, head = config[facts.rotary_dim_key], sizes["head_dim"]
+    rotary, head = config[facts.rotary_dim_key], facts.sizes["head_dim"].value
     if not isinstance(rotary, int) or not 0 < rotary <= head or rotary % 2:
         raise ArchitectureError(
             f"{where}: {facts.rotary_dim_key} is {reprlib.repr(rotary)}; an even number up to {head} is needed"
@@ -46,9 +40,9 @@ def rotary_factor(
     return factor
 
 
-def transformers_config(facts: Architecture, config: dict[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+def transformers_config(facts: Architecture, config: dict[str, Any]) -> dict[str, Any]:
     """config.json for transformers, with the rotary factor."""
-    factor = rotary_factor(facts, config, sizes)
+    factor = rotary_factor(facts, config)
     if factor is None:
         return config
     rope = dict(config.get("rope_parameters") or {"rope_type": "default", "rope_theta": config["rope_theta"]})

@@ -77,7 +77,7 @@ class StreamedModel:
         self.checkpoint, self.facts, self.sizes = checkpoint, facts, sizes
         self.device, self.dtype, self.hidden = device, dtype, sizes.state
         whole = model_class(facts.model_class, f"the facts of {facts.model_type}: model_class")
-        config = config_of(whole, transformers_config(facts, checkpoint.config, sizes))
+        config = config_of(whole, transformers_config(facts, checkpoint.config))
         self.skeleton = Skeleton(whole, config, device, dtype)
         self._keeps_products: bool | None = None
         outside = [name for name in facts.outside if name not in (facts.embedding, facts.head)]
