@@ -92,7 +92,7 @@ class Architecture(Known):
     streams: int = 1  # of a token between layers, each of the hidden size
     expert_prefix: str
     expert_linears: dict[Matrix, LinearFacts]
-    fused: dict[str, list[Matrix]] = Field(default_factory=dict)
+    fused: dict[str, list[Matrix]] = Field(default_factory=dict)  # tensors of all experts, and of which matrices
     norm: NormFacts | None = None
     router: RouterFacts
     modules: Modules
