@@ -36,6 +36,7 @@ from .facts import (
 )
 from .matrices import Matrix
 
+NEEDED = ("layers", "experts", "chosen", "hidden", "width", "vocabulary", "heads")  # of the sizes
 ROUTER, EXPERTS = "router", "experts"  # as readers of a norm
 SECTION_KEYS = ["scale_fmt"]  # for a family whose servers are not known: vLLM reads it of every model
 
@@ -90,7 +91,7 @@ class Architecture(Known):
     streams: int = 1  # of a token between layers, each of the hidden size
     expert_prefix: str
     expert_linears: dict[Matrix, LinearFacts]
-    fused: dict[str, list[Matrix]] = Field(default_factory=dict)
+    fused: dict[str, list[Matrix]] = Field(default_factory=dict)  # tensors of all experts, and of which matrices
     norm: NormFacts | None = None
     router: RouterFacts
     modules: Modules
@@ -99,7 +100,17 @@ class Architecture(Known):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        in_layers = {name for kind in self.every_kind(with_dense=False) for name in kind.tensors}
+        needed = dict.fromkeys(NEEDED, True) | {
+            "head_dim": self.rotary_dim_key is not None,
+            "kv_heads": self.kv_cache is not None and self.kv_cache.divided,
+        }
+        for word in needed:
+            if needed[word] and word not in self.sizes:
+                raise ValueError(f"sizes: {word} is missing")
+        for name in self.kv_cache.rows_of if self.kv_cache else ():
+            if name not in self.every_linear():
+                raise ValueError(f"kv_cache.rows_of: {name} is no linear module of a layer")
+        in_layers = {name for kind in self.kinds for name in kind.tensors}
         for key, name, tensors in (
             *([("norm.tensor", self.norm.tensor, in_layers)] if self.norm else []),
             ("router.tensor", self.router.tensor, in_layers),
@@ -108,7 +119,7 @@ class Architecture(Known):
         ):
             if name not in tensors:
                 raise ValueError(f"{key}: {name} is not among the tensors")
-        words = {ROUTER, EXPERTS, "residual", *self.every_linear(with_dense=False), *in_layers, *self.outside}
+        words = {ROUTER, EXPERTS, "residual", *self.every_linear(), *in_layers, *self.outside}
         numbers = [number for kind in self.kinds for number in kind.layers]
         for reader in self._readers:  # one that the class has no place for is unread
             if reader not in words and not any(self.is_unread(self.layer(number, reader)) for number in numbers):
@@ -189,17 +200,9 @@ class Architecture(Known):
         kinds = [*self.kinds, self.mtp] if self.mtp else self.kinds
         return next(kind for kind in kinds if number in kind.layers)
 
-    def every_kind(self, *, with_dense: bool = True) -> list[KindFacts]:
-        """What `of_layer` gives for any layer.
-
-        Args:
-            with_dense: False leaves out the layers without experts.
-        """
-        return [kind for kind in self.kinds if with_dense or not kind.dense]
-
-    def every_linear(self, *, with_dense: bool = True) -> dict[str, Shape]:
+    def every_linear(self) -> dict[str, Shape]:
         """The linear modules of all kinds of layers besides the routed experts, with their shapes."""
-        return {name: shape for kind in self.every_kind(with_dense=with_dense) for name, shape in kind.linears.items()}
+        return {name: shape for kind in self.kinds for name, shape in kind.linears.items()}
 
     def is_unread(self, name: str) -> bool:
         """Whether a tensor is one of those that are carried along without being opened."""

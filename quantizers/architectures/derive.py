@@ -58,7 +58,7 @@ def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...])
     require_usable(roles, parsed["model_type"])
     stored = sort_out(skeleton, {name: Header(dtype, shape) for name, dtype, shape in headers}, roles.idle)
     _require_complete(skeleton, stored, roles.idle)
-    return described(parsed, skeleton, stored, kinds, roles, handed)
+    return Architecture.model_validate(described(parsed, skeleton, stored, kinds, roles, handed))
 
 
 def described(
@@ -68,39 +68,37 @@ def described(
     kinds: Sequence[Kind],
     roles: Roles,
     handed: HandedFacts | None = None,
-) -> Architecture:
-    """The facts about a model of this config.json, with these roles."""
+) -> dict[str, Any]:
+    """What class, stored tensors and roles say of a model of this config.json, see `Architecture`."""
     router = roles.router_weight
-    return Architecture.model_validate(
-        {
-            "model_type": parsed["model_type"],
-            "model_class": type(skeleton.model).__name__,
-            "sizes": _sizes(skeleton, roles, parsed),
-            **_outside(skeleton, stored),
-            "unread": _patterns(stored),
-            "layer_prefix": stored.prefix + "{layer}.",
-            "kinds": _kinds(skeleton, stored, kinds, roles, handed=handed is not None),
-            "handed": handed and handed.model_dump(),
-            "streams": skeleton.calls(TOKENS)[0].states.shape[2:-1].numel(),
-            **_experts(skeleton, stored, roles),
-            "norm": _norm(stored, roles),
-            "router": {
-                "tensor": stored.published(router),
-                "served": "F32" if stored.dtype(router) == "F32" else "BF16",
-                "scoring": roles.scoring,
-            },
-            "modules": {
-                "rename": stored.renamed(),
-                "converted": stored.converted,
-                "idle": list(roles.idle),
-                "norm": roles.norm,
-                "router": router.rpartition(".")[0],
-                "experts": roles.experts,
-            },
-            "positions": getattr(skeleton.config.get_text_config(), "max_position_embeddings", None),
-            "probes": roles.probes,
-        }
-    )
+    return {
+        "model_type": parsed["model_type"],
+        "model_class": type(skeleton.model).__name__,
+        "sizes": _sizes(skeleton, roles, parsed),
+        **_outside(skeleton, stored),
+        "unread": _patterns(stored),
+        "layer_prefix": stored.prefix + "{layer}.",
+        "kinds": _kinds(skeleton, stored, kinds, roles, handed=handed is not None),
+        "handed": handed and handed.model_dump(),
+        "streams": skeleton.calls(TOKENS)[0].states.shape[2:-1].numel(),
+        **_experts(skeleton, stored, roles),
+        "norm": _norm(stored, roles),
+        "router": {
+            "tensor": stored.published(router),
+            "served": "F32" if stored.dtype(router) == "F32" else "BF16",
+            "scoring": roles.scoring,
+        },
+        "modules": {
+            "rename": stored.renamed(),
+            "converted": stored.converted,
+            "idle": list(roles.idle),
+            "norm": roles.norm,
+            "router": router.rpartition(".")[0],
+            "experts": roles.experts,
+        },
+        "positions": getattr(skeleton.config.get_text_config(), "max_position_embeddings", None),
+        "probes": roles.probes,
+    }
 
 
 def _require_length_alone(skeleton: Skeleton) -> None:
@@ -297,7 +295,14 @@ def sort_out(skeleton: Skeleton, headers: Mapping[str, Header], idle: Collection
             f"the tensors of its layers begin with {' and '.join(sorted(prefixes)) or 'nothing known'}; "
             f"{type(skeleton.model).__name__} needs one beginning; give the published checkpoint"
         )
-    prefix = prefixes.pop()
+    prefix, order = prefixes.pop(), {name: number for number, name in enumerate(skeleton.parameters)}
+
+    def in_order(names: Mapping[str, Place], path: str = "") -> dict[str, Place]:
+        """As the class has the parameters, whatever the order in the files."""
+        return dict(sorted(names.items(), key=lambda entry: order[path + entry[1].parameter]))
+
+    outside = in_order(outside)
+    layers = [in_order(names, f"{skeleton.path}.{number}.") for number, names in enumerate(layers)]
     return StoredTensors(headers, prefix, layers, outside, carried, _converted(skeleton, headers, prefix, layers))
 
 

@@ -74,7 +74,7 @@ def _described(family: Family, config: dict[str, Any]) -> dict[str, Any]:
         Kind(numbers, roles if own.experts in dict(skeleton.layers[numbers[0]].named_modules()) else None, 0.0)
         for numbers in kinds_of_layers(skeleton)
     ]
-    result = described(config, skeleton, stored, kinds, roles).model_dump() | family.model_dump(exclude=BESIDES)
+    result = described(config, skeleton, stored, kinds, roles) | family.model_dump(exclude=BESIDES)
     result["kinds"] = [kind | {"halves": True} for kind in result["kinds"]]
     result["router"]["served"] = own.served
     block, module = result["expert_prefix"].partition(".experts.")[0], own.experts.rpartition(".")[0]

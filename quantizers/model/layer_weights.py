@@ -13,7 +13,6 @@ from functools import partial
 import torch
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.facts import KindFacts
 from quantizers.architectures.matrices import MATRICES, Matrix
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.reader import Checkpoint
@@ -154,10 +153,9 @@ def layer_weights(
     Raises:
         CheckpointError: as `read_weight`.
     """
-    dense = layer in sizes.dense
     checks: Checks = []
-    weights = _outside_experts(checkpoint, facts, facts.of_layer(layer), layer, device, dtype, checks)
-    if experts and not dense:
+    weights = _outside_experts(checkpoint, facts, layer, device, dtype, checks)
+    if experts and layer not in sizes.dense:
         routed = ExpertWeights(checkpoint, facts, sizes, layer, device, dtype, checks)
         gate_up, down = routed.batch(range(sizes["experts"]))
         weights[f"{facts.modules.experts}.gate_up_proj"] = gate_up
@@ -169,14 +167,14 @@ def layer_weights(
 def _outside_experts(
     checkpoint: Checkpoint,
     facts: Architecture,
-    here: KindFacts,
     layer: int,
     device: torch.device,
     dtype: torch.dtype,
     checks: Checks,
 ) -> dict[str, torch.Tensor]:
-    """All of a layer, of which `here` speaks, but its routed experts; see `layer_weights`."""
+    """All of a layer but its routed experts; see `layer_weights`."""
     weights: dict[str, torch.Tensor] = {}
+    here = facts.of_layer(layer)
     for name, tensor in here.tensors.items():
         full = facts.layer(layer, name)
         if tensor.optional and full not in checkpoint.tensors:

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from eval.fidelity.metrics import Text
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for
-from quantizers.architectures.sizes import Sizes, sizes_of
+from quantizers.architectures.sizes import Sizes, is_of, sizes_of
 from quantizers.calibration.samples import CalibrationData, Sample, token_tensors
 from quantizers.checkpoint.reader import CONFIG, SINGLE, Checkpoint, open_folder, torch_dtype
 from quantizers.checkpoint.safetensors_header import FP8, Spec
@@ -284,12 +284,17 @@ def random_job(job: Job, experts: int, **narrow: int) -> Job:
     """The job of a model like the job's, as deep as its first layer with experts, with other sizes, without a source.
 
     Raises:
-        ArchitectureError: the router of such a model cannot have so many experts.
+        ArchitectureError: the router of such a model cannot have so many experts, or its facts are not of a family.
     """
     first = job.sizes.moe_layers[0]
     config = resized(job.config, job.facts, layers=first + 1, experts=experts, vocabulary=VOCABULARY, **narrow)
     config |= {"bos_token_id": 0, "eos_token_id": 1}
-    facts = architecture_for(config, CONFIG)
+    facts = architecture_for(config, CONFIG, job.facts_file)
+    if not is_of(facts, config):
+        raise ArchitectureError(
+            f"{job.facts_file}: these are facts about one model, and one of other sizes is needed; give data about its "
+            "family, as docs/add-a-family.md explains"
+        )
     sizes, block = sizes_of(facts), declared_block(config, CONFIG)
     specs = expected_tensors(facts, sizes, config, CONFIG)
     plan = make_plan(facts, sizes, specs, job.plan.settings(first), CONFIG, block)

@@ -293,7 +293,7 @@ def _is_left(pair: _Pair, reader: str) -> bool:
     if reader == "residual":
         return True
     facts, smooth = pair.facts, pair.smooth
-    linear = reader in facts.every_linear(with_dense=False)
+    linear = reader in facts.of_layer(pair.layer).linears
     name = reader if reader in facts.outside else facts.layer(pair.layer, reader)
     if not linear and name not in pair.candidate.tensors:
         return False  # reported as missing

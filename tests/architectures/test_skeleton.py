@@ -26,7 +26,9 @@ HANDED = {"zaya": "prev_router_hidden_states"} | dict.fromkeys(
 )
 FILLED = dict.fromkeys(("gemma4", "gemma4 with vision"), "shared_kv_states")
 # Of one stored tensor transformers makes several parameters; the first is its place, these are in the others' names.
-SPLIT = {"ernie4_5_vl_moe": "vision_moe.", "inkling with vision": ".up_proj", "step3p7": "vision_model."}
+SPLIT = {"ernie4_5_vl_moe": "vision_moe.", "inkling with vision": ".up_proj"} | dict.fromkeys(
+    ("step3p7", "step3p7 as published"), "vision_model."
+)
 
 
 def skeleton_of(name: str) -> Skeleton:

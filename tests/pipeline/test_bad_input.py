@@ -128,7 +128,7 @@ CONFIGS: dict[str, tuple[Edit, tuple[str, ...]]] = {
     ),
     "tied embeddings": (config(tie_word_embeddings=True), ("tie_word_embeddings is True",)),
     "absurd hidden size": (config(hidden_size=1 << 40), ("hidden_size is 1099511627776; a whole number from 1 to",)),
-    "missing size": (config(head_dim=...), ("k_norm.weight has shape [128], config.json says [256]; they do not",)),
+    "missing size": (config(head_dim=...), ("q_norm.weight has shape [256], config.json says [512]; they do not",)),
     "too many chosen": (
         config(num_experts_per_tok=5),
         ("num_experts_per_tok 5 is larger than num_local_experts 4; correct",),
@@ -165,7 +165,7 @@ TENSORS: dict[str, tuple[Edit, tuple[str, ...]]] = {
     ),
     "vocabulary": (
         config(vocab_size=321),
-        ("lm_head.weight has shape [320, 128], config.json says [321, 128]",),
+        ("model.embed_tokens.weight has shape [320, 128], config.json says [321, 128]",),
     ),
 }
 

@@ -91,6 +91,8 @@ def refused(command: Command) -> Callable[..., str]:
         ("model_type: mine\nmodel_type: x\n", "mine.yaml:2: model_type: given twice"),
         (dump(facts_of_mine(head="nowhere")), "head: nowhere is not among the tensors"),
         (dump(facts_of_mine(heads=5)), "heads: unknown key"),
+        (dump(facts_of_mine(sizes={})), "sizes: layers is missing"),
+        (dump(facts_of_mine(kv_cache={"rows_of": ["k"]})), "kv_cache.rows_of: k is no linear module of a layer"),
     ],
 )
 def test_wrong_facts_are_one_line(text: str, said: str, job: Path, refused: Callable[..., str]) -> None:
