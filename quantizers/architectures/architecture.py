@@ -100,12 +100,8 @@ class Architecture(Known):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        needed = dict.fromkeys(NEEDED, True) | {
-            "head_dim": self.rotary_dim_key is not None,
-            "kv_heads": self.kv_cache is not None and self.kv_cache.divided,
-        }
-        for word in needed:
-            if needed[word] and word not in self.sizes:
+        for word in (*NEEDED, *(("kv_heads",) if self.kv_cache and self.kv_cache.divided else ())):
+            if word not in self.sizes:
                 raise ValueError(f"sizes: {word} is missing")
         for name in self.kv_cache.rows_of if self.kv_cache else ():
             if name not in self.every_linear():
