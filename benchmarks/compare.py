@@ -88,12 +88,12 @@ def compare_layer(
         above what was held before, in bytes.
     """
     length = min(LENGTH, tokens)
-    config = resized(PUBLISHED[1], **sizes) | {"bos_token_id": 0, "eos_token_id": 1}
+    config = resized(PUBLISHED, **sizes) | {"bos_token_id": 0, "eos_token_id": 1}
     with tempfile.TemporaryDirectory(dir=work) as folder:
         facts = architecture_for(config, CONFIG)
         checkpoint = write_random(Path(folder) / "model", config, facts, torch.device("cpu"))
         dtype = forward_dtype(device)
-        model = StreamedModel(checkpoint, facts, sizes_of(facts, config, CONFIG), device, dtype)
+        model = StreamedModel(checkpoint, facts, sizes_of(facts), device, dtype)
         generator = torch.Generator().manual_seed(1)
         count = max(1, tokens // length)
         states = [torch.randn(length, sizes["hidden"], generator=generator).to(dtype) for _ in range(count)]

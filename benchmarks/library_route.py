@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.rotary import rotary_factor
-from quantizers.architectures.sizes import sizes_of
+from quantizers.architectures.skeleton import config_of
 from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.formats.fp8 import ROWS, block_size, stored_form
 from quantizers.recipe.schema import Awq, Experts
@@ -109,11 +108,7 @@ def _convert(source: Checkpoint, folder: Path) -> None:
 def _load(folder: Path, facts: Architecture) -> Any:
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(folder)
-    stored = open_folder(folder).config
-    factor = rotary_factor(facts, stored, sizes_of(facts, stored, str(folder)))
-    if factor is not None:  # transformers 5.17 does not read it from config.json
-        config.rope_parameters["partial_rotary_factor"] = factor
+    config = config_of(getattr(transformers, facts.model_class), open_folder(folder).config)
     return transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
 
 

@@ -20,7 +20,7 @@ import torch
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import Own, architecture_for
 from quantizers.architectures.matrices import MATRICES
-from quantizers.architectures.sizes import Sizes, sizes_of
+from quantizers.architectures.sizes import Sizes, is_of, sizes_of
 from quantizers.checkpoint.reader import CONFIG, Checkpoint, torch_dtype
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.formats.dequantization import read_weight
@@ -99,10 +99,10 @@ def belong_together(source: Checkpoint, experts: Checkpoint, device: torch.devic
     refuse_swapped_arguments(source, experts, f"--source {experts.name} --experts {source.name}")
     where = str(source.folder / CONFIG)
     facts = architecture_for(source.config, where, own, source.tensors)
-    sizes = sizes_of(facts, source.config, where)
+    sizes = sizes_of(facts)
     source = split_fused_experts(source, facts, sizes)
     config_path = str(experts.folder / CONFIG)
-    if sizes_of(architecture_for(experts.config, config_path, own or facts), experts.config, config_path) != sizes:
+    if not is_of(facts, experts.config):
         raise CheckpointError(f"{config_path}: is another model than {source.name}; give one made from a copy of it")
     renamed = published_names(experts, facts)
     schemes = stored_schemes(renamed, facts, sizes)
@@ -148,7 +148,7 @@ def examine(
         for expert in sorted({0, sizes["experts"] // 2, sizes["experts"] - 1}):  # the audit reads all of them
             modules = [facts.expert(layer, expert, matrix) for matrix in MATRICES]
             old, new = ([read_weight(c, module, device) for module in modules] for c in (source, experts))
-            inner = not facts.own_gate(layer)
+            inner = not facts.of_layer(layer).own_gate
             for i, smooth in enumerate((ratio.to(device), torch.ones_like(ratio, device=device))):
                 errors[i] = max(errors[i], *matrix_errors(old, new, smooth, inner=inner).tolist())
         if errors[0] >= CLOSE_ENOUGH:

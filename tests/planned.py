@@ -9,7 +9,7 @@ import tiny
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for, published_config
-from quantizers.architectures.sizes import Sizes, sizes_of
+from quantizers.architectures.sizes import KEYS, Sizes, sizes_of
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.planning.assign_actions import expected_tensors, make_plan
 from quantizers.planning.plan import Plan
@@ -35,7 +35,7 @@ class Model:
 
 def of_config(config: dict[str, Any]) -> Model:
     facts = architecture_for(config, "config.json")
-    sizes = sizes_of(facts, config, "config.json")
+    sizes = sizes_of(facts)
     return Model(facts, sizes, config, expected_tensors(facts, sizes, config, "config.json"))
 
 
@@ -46,10 +46,13 @@ def tiny_model(**changes: Any) -> Model:
 
 def published_with(model: str, **changes: Any) -> dict[str, Any]:
     """config.json of a published model with other values, by this program's words for sizes or by their keys."""
-    found = published_config(model)
-    assert found is not None
-    facts, config = found
-    return config | {facts.sizes[word].key if word in facts.sizes else word: value for word, value in changes.items()}
+    config = published_config(model)
+    assert config is not None
+
+    def key(word: str) -> str:
+        return next((one for one in KEYS.get(word, ()) if one in config), word)
+
+    return config | {key(word): value for word, value in changes.items()}
 
 
 def published(model: str, **changes: Any) -> Model:

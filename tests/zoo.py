@@ -290,6 +290,9 @@ def whole_model(name: str, config: Settings, weights: dict[str, Tensor]) -> Any:
     whole = whole_class(name)
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     made = whole.config_class.from_dict(whole.config_class._decode_special_floats(plain))
+    text = made.get_text_config()
+    if hasattr(text, "rotary_dim"):  # which transformers 5.17 does not read
+        text.rope_parameters["partial_rotary_factor"] = text.rotary_dim / text.head_dim
     given = _fused(weights) if name in FUSED_ONLY else weights
     numbers = {name: one.float() if one.is_floating_point() else one for name, one in given.items()}
     settings = {"dtype": torch.float32, "experts_implementation": "eager", "output_loading_info": True}
@@ -357,7 +360,7 @@ def opened(folder: Path, dtype: torch.dtype = torch.float32) -> StreamedModel:
     checkpoint = open_folder(folder)
     where = str(folder / "config.json")
     facts = architecture_for(checkpoint.config, where, None, checkpoint.tensors)
-    sizes = sizes_of(facts, checkpoint.config, where)
+    sizes = sizes_of(facts)
     return StreamedModel(split_fused_experts(checkpoint, facts, sizes), facts, sizes, torch.device("cpu"), dtype)
 
 

@@ -209,11 +209,11 @@ def weight_errors(
             modules = [facts.expert(layer, expert, matrix) for matrix in MATRICES]
             gate, up, down = (read_weight(source, module, device) for module in modules)
             g, u, d = (read_weight(candidate, module, device) for module in modules)
-            rows = torch.ones_like(up[:, 0]) if facts.own_gate(layer) else row_scale(u / smooth, up)
+            rows = torch.ones_like(up[:, 0]) if facts.of_layer(layer).own_gate else row_scale(u / smooth, up)
             yield from ((g / smooth, gate), (u / smooth / rows.unsqueeze(1), up), (d * rows, down))
 
     def attention() -> Pairs:
-        here = facts.of_layer(layer, sizes.dense)
+        here = facts.of_layer(layer)
         ratios = {norm: ratio(norm) for norm in facts.smoothing if norm in here.tensors}
         for name in here.linears:
             original, weight = (read_weight(one, facts.layer(layer, name), device) for one in (source, candidate))

@@ -64,7 +64,7 @@ def ask_vllm(folder: Path, own: Own = None) -> dict[str, Any]:
     where = str(folder / CONFIG)
     config = read_json(folder / CONFIG)
     facts = architecture_for(config, where, own)
-    sizes = sizes_of(facts, config, where)
+    sizes = sizes_of(facts)
     section = config.get("quantization_config")
     if not isinstance(section, dict):
         raise InputError(f"{where}: quantization_config is missing; there is nothing to ask vLLM")

@@ -188,7 +188,7 @@ def check_folder(folder: Path, own: Own = None) -> ServingCheck | None:
     try:
         candidate = open_folder(folder)
         facts = architecture_for(candidate.config, str(folder / CONFIG), own)
-        sizes = sizes_of(facts, candidate.config, str(folder / CONFIG))
+        sizes = sizes_of(facts)
     except InputError:
         return None
     return check(candidate.config, candidate.tensors, facts, sizes)
@@ -297,7 +297,7 @@ def _vectors(facts: Architecture, sizes: Sizes) -> list[str]:
     """The required tensors that are not matrices: norms, biases and the router's correction bias."""
     named = dict(facts.outside)
     for layer in (*range(sizes["layers"]), *sizes.mtp):
-        tensors = facts.of_layer(layer, sizes.dense, sizes.mtp).tensors
+        tensors = facts.of_layer(layer).tensors
         named |= {facts.layer(layer, name): tensor for name, tensor in tensors.items()}
     return [name for name, tensor in named.items() if len(tensor.shape) == 1 and not tensor.optional]
 
@@ -363,7 +363,7 @@ def tensor_parallel(ranks: int, facts: Architecture, sizes: Sizes, lookups: Sequ
         return problem
     experts = {lookup.scheme for lookup in lookups if lookup.kind == EXPERTS and lookup.scheme}
     groups = {scheme.group_size for scheme in experts if scheme.type == "int" and scheme.group_size}
-    linears = facts.every_linear(with_dense=bool(sizes.dense))
+    linears = facts.every_linear()
     blocks = {
         name: lookup.scheme.block
         for lookup in lookups

@@ -231,22 +231,22 @@ def model_modules(facts: Architecture, sizes: Sizes) -> list[Module]:
     modules: list[Module] = []
     for layer in (*range(sizes["layers"]), *sizes.mtp):
         dense, mtp = layer in sizes.dense, layer in sizes.mtp
-        here = facts.of_layer(layer, sizes.dense, sizes.mtp)
-        for name, terms in here.linears.items():
+        here = facts.of_layer(layer)
+        for name, shape in here.linears.items():
             kind = MTP_LINEAR if mtp else _linear_kind(name)
-            modules.append(Module(facts.layer(layer, name), kind, sizes.shape(terms), layer))
+            modules.append(Module(facts.layer(layer, name), kind, shape, layer))
         if dense:
             continue
         for name, tensor in here.tensors.items():
             if (mtp and len(tensor.shape) == 2) or name == facts.router.tensor:
-                kind, shape = MTP_OTHER if mtp else ROUTER, sizes.shape(tensor.shape)
-                modules.append(Module(module_of(facts.layer(layer, name)), kind, shape, layer, tensor.optional))
-        shapes = {matrix: sizes.shape(facts.expert_linears[matrix].shape) for matrix in MATRICES}
+                kind, module = MTP_OTHER if mtp else ROUTER, module_of(facts.layer(layer, name))
+                modules.append(Module(module, kind, tensor.shape, layer, tensor.optional))
+        shapes = {matrix: facts.expert_linears[matrix].shape for matrix in MATRICES}
         kind = MTP_EXPERTS if mtp else EXPERTS
         for expert in range(sizes["experts"]):
             modules += [Module(facts.expert(layer, expert, m), kind, shapes[m], layer) for m in MATRICES]
     for kind, name in ((HEAD, facts.head), (EMBEDDINGS, facts.embedding)):
-        modules.append(Module(module_of(name), kind, sizes.shape(facts.outside[name].shape)))
+        modules.append(Module(module_of(name), kind, facts.outside[name].shape))
     return modules
 
 

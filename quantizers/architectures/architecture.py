@@ -1,36 +1,34 @@
-"""What is known about a model family: the schema of architectures/*.yaml, and what its facts say of a layer.
+"""What is known about a model: names, shapes and roles of its tensors, and what its servers are told.
 
-The differences between families are data: names, shapes, which tensors read a norm's output, where the router is and
-what its servers are told. facts.py has the parts, families.py finds the file of a model, sizes.py checks a config.json
-against it.
+Names, shapes and places come from the model's class in transformers (derive.py), roles from probes or the family's
+data, everything about servers from the family's data alone (families.py). facts.py has the parts.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from quantizers.system.formatting import ranges
 from quantizers.system.strict_yaml import dump
 
 from .facts import (
-    DenseFacts,
     Facts,
     HandedFacts,
     KindFacts,
     KvCacheFacts,
-    LayerFacts,
     LinearFacts,
     Modules,
     MtpFacts,
     NormFacts,
     Published,
+    RoleFacts,
     RouterFacts,
     ServerFacts,
     ServerName,
+    Shape,
     SizeFacts,
     Targets,
     TensorFacts,
@@ -38,161 +36,92 @@ from .facts import (
 )
 from .matrices import Matrix
 
-# A sum of products of sizes and numbers, worked out from left to right: "heads * head_dim", "hidden / heads".
-EXPRESSION = re.compile(r"\s*\w+(\s*[*/+]\s*\w+)*\s*")
-NEEDED = ("layers", "experts", "chosen", "hidden", "width", "vocabulary", "heads")
+NEEDED = ("layers", "experts", "chosen", "hidden", "width", "vocabulary", "heads")  # of the sizes
 ROUTER, EXPERTS = "router", "experts"  # as readers of a norm
 SECTION_KEYS = ["scale_fmt"]  # for a family whose servers are not known: vLLM reads it of every model
 
 
-def _size(value: Any) -> Any:
-    return {"key": value} if isinstance(value, str) else value
-
-
-class Architecture(Facts):
-    """One model family. See architectures/minimax_m2.yaml for the meaning of each key."""
+class Known(Facts):
+    """What no class says. See architectures/minimax_m2.yaml for the meaning of each key."""
 
     model_type: str
     model_class: str
-    sizes: dict[str, Annotated[SizeFacts, BeforeValidator(_size)]]
-    asserts: dict[str, Any]
-    rotary_dim_key: str | None = None
-    outside: dict[str, TensorFacts]
-    embedding: str
-    head: str
+    asserts: dict[str, Any] = Field(default_factory=dict)
     unread: list[str] = Field(default_factory=list)
-    layer_prefix: str
-    every_layer: LayerFacts = LayerFacts()
-    moe_layer: LayerFacts = LayerFacts()
-    kinds: list[KindFacts] = Field(default_factory=list)
-    handed: HandedFacts | None = None
-    tokens: bool = False  # whether layers get the token ids besides the states
-    streams: int = 1  # of a token between layers, each of the hidden size
-    dense_layer: DenseFacts | None = None
-    mtp_layer: MtpFacts | None = None
     scale_dtype: Literal["F32", "BF16"] = "F32"
-    expert_prefix: str
-    expert_linears: dict[Matrix, LinearFacts]
-    fused: dict[str, list[Matrix]] = Field(default_factory=dict)
-    norm: NormFacts | None = None
     smoothing: dict[str, list[str]] = Field(default_factory=dict)
-    router: RouterFacts
-    modules: Modules
     targets: Targets | None = None
     kv_cache: KvCacheFacts | None = None
     tensor_parallel: TensorParallelFacts | None = None
     servers: dict[ServerName, ServerFacts] = Field(default_factory=dict)
     published: list[Published] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _expressions(self) -> Self:
+        patterns = self.targets.patterns() if self.targets else []
+        for key, pattern in (*(("targets", one) for one in patterns), *(("unread", one) for one in self.unread)):
+            try:
+                re.compile(pattern.removeprefix("re:"))
+            except re.error as failure:
+                raise ValueError(f"{key}: {pattern!r} is not a regular expression ({failure.msg})") from None
+        return self
+
+
+class Family(Known):
+    """The data about a family, architectures/*.yaml."""
+
+    float32: list[str] = Field(default_factory=list)
+    mtp_layer: MtpFacts | None = None
+    roles: RoleFacts
+    aliases: dict[str, str] = Field(default_factory=dict)
+    config: dict[str, Any] = Field(default_factory=dict)
+
+
+class Architecture(Known):
+    """The facts about one model."""
+
+    sizes: dict[str, SizeFacts]
+    outside: dict[str, TensorFacts]
+    embedding: str
+    head: str
+    layer_prefix: str
+    kinds: list[KindFacts]
+    mtp: KindFacts | None = None
+    handed: HandedFacts | None = None
+    tokens: bool = False  # whether layers get the token ids besides the states
+    streams: int = 1  # of a token between layers, each of the hidden size
+    expert_prefix: str
+    expert_linears: dict[Matrix, LinearFacts]
+    fused: dict[str, list[Matrix]] = Field(default_factory=dict)  # tensors of all experts, and of which matrices
+    norm: NormFacts | None = None
+    router: RouterFacts
+    modules: Modules
     positions: int | None = None
     probes: dict[str, float] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        for problem in self._contradictions():
-            raise ValueError(problem)
-        return self
-
-    def _contradictions(self) -> Iterator[str]:
-        for word in NEEDED:
+        for word in (*NEEDED, *(("kv_heads",) if self.kv_cache and self.kv_cache.divided else ())):
             if word not in self.sizes:
-                yield f"sizes: {word} is missing"
-        if ("groups" in self.sizes) != ("chosen_groups" in self.sizes):
-            yield "sizes: groups and chosen_groups belong together; give both or neither"
-        if self.rotary_dim_key and "head_dim" not in self.sizes:
-            yield "sizes: head_dim is missing, of which rotary_dim_key names a part"
-        for expression in self._expressions():
-            if not EXPRESSION.fullmatch(expression):
-                yield f"{expression!r} is no sum of products of sizes"
-            for word in re.findall(r"\w+", expression):
-                if not word.isdigit() and word not in self.sizes:
-                    yield f"{expression!r}: there is no size {word!r}"
-        moe_tensors = {name for kind in self.every_kind(with_dense=False) for name in kind.tensors}
-        all_tensors = {name for kind in self.every_kind() for name in kind.tensors}
+                raise ValueError(f"sizes: {word} is missing")
+        for name in self.kv_cache.rows_of if self.kv_cache else ():
+            if name not in self.every_linear():
+                raise ValueError(f"kv_cache.rows_of: {name} is no linear module of a layer")
+        in_layers = {name for kind in self.kinds for name in kind.tensors}
         for key, name, tensors in (
-            *([("norm.tensor", self.norm.tensor, moe_tensors)] if self.norm else []),
-            ("router.tensor", self.router.tensor, moe_tensors),
+            *([("norm.tensor", self.norm.tensor, in_layers)] if self.norm else []),
+            ("router.tensor", self.router.tensor, in_layers),
             ("embedding", self.embedding, self.outside),
             ("head", self.head, self.outside),
         ):
             if name not in tensors:
-                yield f"{key}: {name} is not among the tensors"
-        for reader in self._readers:
-            linears = self.every_linear(with_dense=False)
-            if reader not in (ROUTER, EXPERTS, "residual", *linears, *moe_tensors, *self.outside, *self._strangers()):
-                yield f"norm.readers: {reader} is neither {ROUTER}, {EXPERTS} nor residual, nor any tensor"
-        linear = self.every_linear()
-        for before, readers in self.smoothing.items():
-            if before not in all_tensors and before not in linear:
-                yield f"smoothing: {before} is neither a tensor nor a linear module of a layer"
-            for reader in readers:
-                if reader not in linear:
-                    yield f"smoothing.{before}: {reader} is no linear module of a layer"
-        for name in self.modules.without:
-            if name not in all_tensors and name not in linear:
-                yield f"modules.without: {name} is neither a linear module nor a tensor of a layer"
-        everywhere = {name for part in self._parts() for name in part.linears}
-        for key, parts in self._divided():
-            for name in parts:
-                if name not in everywhere:
-                    yield f"tensor_parallel.{key}: {name} is no linear module of a layer"
-        for pattern in self.targets.patterns() if self.targets else ():
-            try:
-                re.compile(pattern.removeprefix("re:"))
-            except re.error as failure:
-                yield f"targets: {pattern!r} is not a regular expression ({failure.msg})"
-        for pattern in self.unread:
-            try:
-                taken = next((name for name in self._names() if re.fullmatch(pattern, name)), None)
-            except re.error as failure:
-                yield f"unread: {pattern!r} is not a regular expression ({failure.msg})"
-            else:
-                if taken is not None:
-                    yield f"unread: {pattern!r} matches {taken}, which these facts name already; narrow it"
-
-    def _strangers(self) -> Iterator[str]:
-        """Unread readers of the norm, which a model's class has no place for."""
+                raise ValueError(f"{key}: {name} is not among the tensors")
+        words = {ROUTER, EXPERTS, "residual", *self.every_linear(), *in_layers, *self.outside}
         numbers = [number for kind in self.kinds for number in kind.layers]
-        for reader in self._readers:
-            if any(self.is_unread(self.layer(number, reader)) for number in numbers):
-                yield reader
-
-    def _names(self) -> Iterator[str]:
-        """The names of all tensors outside the layers, and of those of layer 0 with one expert."""
-        yield from self.outside
-        for part in self._parts():
-            yield from (self.layer(0, name) for name in part.tensors)
-            yield from (self.layer(0, f"{name}.weight") for name in part.linears)
-        yield from (f"{self.expert(0, 0, matrix)}.weight" for matrix in self.expert_linears)
-
-    def _expressions(self) -> Iterator[str]:
-        yield from (size.otherwise for size in self.sizes.values() if size.otherwise is not None)
-        if self.kv_cache:
-            yield from (term for term in (self.kv_cache.numbers, self.kv_cache.split_by) if term is not None)
-        yield from (term for _, parts in self._divided() for term in parts.values())
-        layers = self._parts()
-        tensors = [*self.outside.values(), *(tensor for part in layers for tensor in part.tensors.values())]
-        shapes = [tensor.shape for tensor in tensors] + [shape for part in layers for shape in part.linears.values()]
-        for shape in (*shapes, *(linear.shape for linear in self.expert_linears.values())):
-            yield from shape
-
-    def _parts(self) -> list[LayerFacts]:
-        parts = (self.every_layer, self.moe_layer, *self.kinds, self.dense_layer, self.mtp_layer)
-        return [part for part in parts if part]
-
-    def _divided(self) -> Iterator[tuple[str, dict[str, str]]]:
-        if self.tensor_parallel:
-            yield from (("rows", self.tensor_parallel.rows), ("columns", self.tensor_parallel.columns))
-
-    def of_model(self, config: Mapping[str, Any]) -> Architecture:
-        """The facts of one model of the family: without the tensors that it lacks, as its config.json says."""
-
-        def had(part: LayerFacts) -> LayerFacts:
-            kept = {name: t for name, t in part.tensors.items() if t.when is None or config.get(t.when) is True}
-            return part.model_copy(update={"tensors": kept})
-
-        names = ("every_layer", "moe_layer", "dense_layer", "mtp_layer")
-        changes = {name: had(part) for name in names if (part := getattr(self, name)) is not None}
-        return self.model_copy(update=changes)
+        for reader in self._readers:  # one that the class has no place for is unread
+            if reader not in words and not any(self.is_unread(self.layer(number, reader)) for number in numbers):
+                raise ValueError(f"norm.readers: {reader} is neither {ROUTER}, {EXPERTS} nor residual, nor any tensor")
+        return self
 
     @property
     def section_keys(self) -> list[str]:
@@ -263,47 +192,14 @@ class Architecture(Facts):
         """The norm, or the linear module, whose output a linear module reads, if a scale may lie between the two."""
         return next((before for before, readers in self.smoothing.items() if linear in readers), None)
 
-    def of_layer(self, number: int, dense: Collection[int], mtp: Collection[int] = ()) -> LayerFacts:
-        """What lies in a decoder layer besides its routed experts.
+    def of_layer(self, number: int) -> KindFacts:
+        """What lies in a decoder layer, or one that predicts further tokens, besides its routed experts."""
+        kinds = [*self.kinds, self.mtp] if self.mtp else self.kinds
+        return next(kind for kind in kinds if number in kind.layers)
 
-        Args:
-            dense, mtp: the layers without experts, and those that predict further tokens, see `Sizes`.
-        """
-        by_number = next((kind for kind in self.kinds if number in kind.layers), None)
-        if by_number:
-            return by_number
-        if number in mtp and self.mtp_layer:
-            return _joined(self.every_layer, self.moe_layer, self.mtp_layer)
-        return self._two_kinds(number in dense)
-
-    def halves(self, number: int) -> bool:
-        """Whether a decoder layer runs in two halves, see model/streamed_model.py."""
-        return all(kind.halves for kind in self.kinds if number in kind.layers)
-
-    def alone(self, number: int) -> bool:
-        """Whether each sequence must go through a decoder layer alone."""
-        return any(kind.alone for kind in self.kinds if number in kind.layers)
-
-    def own_gate(self, number: int) -> bool:
-        """Whether a decoder layer's experts have a gate of their own, through which no scale passes, see gates.py."""
-        return any(kind.own_gate for kind in self.kinds if number in kind.layers)
-
-    def every_kind(self, *, with_dense: bool = True) -> list[LayerFacts]:
-        """What `of_layer` gives for any layer.
-
-        Args:
-            with_dense: False leaves out the layers without experts.
-        """
-        if self.kinds:
-            return [kind for kind in self.kinds if with_dense or not kind.dense]
-        return [self._two_kinds(dense) for dense in (False, True)[: 1 + with_dense]]
-
-    def every_linear(self, *, with_dense: bool = True) -> dict[str, list[str]]:
+    def every_linear(self) -> dict[str, Shape]:
         """The linear modules of all kinds of layers besides the routed experts, with their shapes."""
-        return {name: shape for kind in self.every_kind(with_dense=with_dense) for name, shape in kind.linears.items()}
-
-    def _two_kinds(self, dense: bool) -> LayerFacts:
-        return _joined(self.every_layer, (self.dense_layer or LayerFacts()) if dense else self.moe_layer)
+        return {name: shape for kind in self.kinds for name, shape in kind.linears.items()}
 
     def is_unread(self, name: str) -> bool:
         """Whether a tensor is one of those that are carried along without being opened."""
@@ -328,9 +224,3 @@ class Architecture(Facts):
             if name.startswith(published + "."):
                 return module + name.removeprefix(published)
         return name
-
-
-def _joined(*parts: LayerFacts) -> LayerFacts:
-    tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
-    linears = {name: shape for part in parts for name, shape in part.linears.items()}
-    return LayerFacts.model_construct(tensors=tensors, linears=linears)

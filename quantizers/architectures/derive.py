@@ -1,8 +1,8 @@
 """The architecture of a model without a file of facts: what its class in transformers and its stored tensors say.
 
 Names come from transformers' own rules for loading, the roles of a layer's parts from probes (roles.py), and everything
-else from the stored tensors. What a server calls its modules, and what a published model without files looks like, no
-class says: such a model is planned from its files, and its servers are not checked.
+else from the stored tensors. What a server calls its modules no class says: such a model's servers are not checked.
+of_family.py lays what is known of seven families over what their classes say.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import torch
 from quantizers.system.errors import ArchitectureError
 
 from .architecture import EXPERTS, ROUTER, Architecture
-from .facts import Stored
+from .facts import HandedFacts, Stored
 from .matrices import MATRICES, PROJECTIONS, Matrix
 from .roles import EXACT, TOKENS, Roles, find_handed, kinds_of_layers, probe, require_usable
+from .sizes import KEYS
 from .skeleton import FAILURES, Place, Skeleton, can_be_made, config_of, differing_arguments, model_class
 
 INTEGERS = ("I32", "I64")  # numbers of something, such as of a table's rows
@@ -51,46 +52,55 @@ def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...])
     # A command asks several times, and building and probing the model takes seconds.
     parsed: dict[str, Any] = json.loads(config)
     skeleton = skeleton_of(parsed)
-    handed, call = find_handed(skeleton), skeleton.calls(TOKENS)[0]
+    handed = find_handed(skeleton)
     _require_length_alone(skeleton)
     kinds = [Kind(numbers, *probe(skeleton, numbers[0], handed)) for numbers in kinds_of_layers(skeleton)]
     roles = _common([kind.roles for kind in kinds if kind.roles is not None])
     require_usable(roles, parsed["model_type"])
     stored = sort_out(skeleton, {name: Header(dtype, shape) for name, dtype, shape in headers}, roles.idle)
     _require_complete(skeleton, stored, roles.idle)
-    router, sizes = roles.router_weight, _sizes(skeleton, roles)
-    return Architecture.model_validate(
-        {
-            "model_type": parsed["model_type"],
-            "model_class": type(skeleton.model).__name__,
-            "sizes": sizes,
-            "asserts": {},
-            **_outside(skeleton, stored),
-            "unread": _patterns(stored),
-            "layer_prefix": stored.prefix + "{layer}.",
-            "kinds": _kinds(skeleton, stored, kinds, roles, beside=handed is not None or bool(call.tokens)),
-            "handed": handed and handed.model_dump(),
-            "tokens": bool(call.tokens),
-            "streams": call.states[0, 0].numel() // sizes["hidden"]["value"],
-            **_experts(skeleton, stored, roles),
-            "norm": _norm(stored, roles),
-            "router": {
-                "tensor": stored.published(router),
-                "served": "F32" if stored.dtype(router) == "F32" else "BF16",
-                "scoring": roles.scoring,
-            },
-            "modules": {
-                "rename": stored.renamed(),
-                "converted": stored.converted,
-                "idle": list(roles.idle),
-                "norm": roles.norm,
-                "router": router.rpartition(".")[0],
-                "experts": roles.experts,
-            },
-            "positions": getattr(skeleton.config.get_text_config(), "max_position_embeddings", None),
-            "probes": roles.probes,
-        }
-    )
+    return Architecture.model_validate(described(parsed, skeleton, stored, kinds, roles, handed))
+
+
+def described(
+    parsed: Mapping[str, Any],
+    skeleton: Skeleton,
+    stored: StoredTensors,
+    kinds: Sequence[Kind],
+    roles: Roles,
+    handed: HandedFacts | None = None,
+) -> dict[str, Any]:
+    """What class, stored tensors and roles say of a model of this config.json, see `Architecture`."""
+    router, sizes, call = roles.router_weight, _sizes(skeleton, roles, parsed), skeleton.calls(TOKENS)[0]
+    return {
+        "model_type": parsed["model_type"],
+        "model_class": type(skeleton.model).__name__,
+        "sizes": sizes,
+        **_outside(skeleton, stored),
+        "unread": _patterns(stored),
+        "layer_prefix": stored.prefix + "{layer}.",
+        "kinds": _kinds(skeleton, stored, kinds, roles, beside=handed is not None or bool(call.tokens)),
+        "handed": handed and handed.model_dump(),
+        "tokens": bool(call.tokens),
+        "streams": call.states[0, 0].numel() // sizes["hidden"]["value"],
+        **_experts(skeleton, stored, roles),
+        "norm": _norm(stored, roles),
+        "router": {
+            "tensor": stored.published(router),
+            "served": "F32" if stored.dtype(router) == "F32" else "BF16",
+            "scoring": roles.scoring,
+        },
+        "modules": {
+            "rename": stored.renamed(),
+            "converted": stored.converted,
+            "idle": list(roles.idle),
+            "norm": roles.norm,
+            "router": router.rpartition(".")[0],
+            "experts": roles.experts,
+        },
+        "positions": getattr(skeleton.config.get_text_config(), "max_position_embeddings", None),
+        "probes": roles.probes,
+    }
 
 
 def _require_length_alone(skeleton: Skeleton) -> None:
@@ -138,6 +148,13 @@ def skeleton_of(config: dict[str, Any]) -> Skeleton:
     if skeleton.model.get_output_embeddings() is None:
         raise ArchitectureError(
             f"architectures: {names[0]} has no head that predicts tokens; give a model that has one"
+        )
+    rotary = getattr(skeleton.config.get_text_config(), "rotary_dim", None)
+    given = [call.arguments.get("position_embeddings") for call in skeleton.calls(TOKENS) if rotary]
+    for rotated in {one[0].shape[-1] for one in given if isinstance(one, tuple)} - {rotary}:
+        raise ArchitectureError(
+            f"rotary_dim is {rotary}, but {names[0]} of transformers {transformers.__version__} rotates {rotated} "
+            "channels of each head; such a model would be computed wrongly and is refused; give another model"
         )
     return skeleton
 
@@ -280,7 +297,14 @@ def sort_out(skeleton: Skeleton, headers: Mapping[str, Header], idle: Collection
             f"the tensors of its layers begin with {' and '.join(sorted(prefixes)) or 'nothing known'}; "
             f"{type(skeleton.model).__name__} needs one beginning; give the published checkpoint"
         )
-    prefix = prefixes.pop()
+    prefix, order = prefixes.pop(), {name: number for number, name in enumerate(skeleton.parameters)}
+
+    def in_order(names: Mapping[str, Place], path: str = "") -> dict[str, Place]:
+        """As the class has the parameters, whatever the order in the files."""
+        return dict(sorted(names.items(), key=lambda entry: order[path + entry[1].parameter]))
+
+    outside = in_order(outside)
+    layers = [in_order(names, f"{skeleton.path}.{number}.") for number, names in enumerate(layers)]
     return StoredTensors(headers, prefix, layers, outside, carried, _converted(skeleton, headers, prefix, layers))
 
 
@@ -411,22 +435,33 @@ def _common(found: Sequence[Roles]) -> Roles:
     return replace(found[0], readers=readers, probes=probes)
 
 
-def _sizes(skeleton: Skeleton, roles: Roles) -> dict[str, Any]:
+def _sizes(skeleton: Skeleton, roles: Roles, given: Mapping[str, Any]) -> dict[str, Any]:
     config = skeleton.config.get_text_config()
     layer = next(one for one in skeleton.layers if roles.experts in dict(one.named_modules()))
     experts, hidden, width = layer.get_submodule(roles.experts).get_parameter("down_proj").shape
     sizes = {
-        "layers": ("num_hidden_layers", len(skeleton.layers)),
-        "experts": ("num_experts", experts),
-        "chosen": ("num_experts_per_tok", roles.chosen),
-        "hidden": ("hidden_size", hidden),
-        "width": ("moe_intermediate_size", width),
-        "vocabulary": ("vocab_size", skeleton.model.get_input_embeddings().weight.shape[0]),
-        "heads": ("num_attention_heads", config.num_attention_heads),
+        "layers": len(skeleton.layers),
+        "experts": experts,
+        "chosen": roles.chosen,
+        "hidden": hidden,
+        "width": width,
+        "vocabulary": skeleton.model.get_input_embeddings().weight.shape[0],
+        "heads": config.num_attention_heads,
+    }
+    sizes |= {
+        name: size
+        for name in ("kv_heads", "head_dim")
+        if type(size := getattr(config, KEYS[name][0], 0)) is int and size
     }
     if (getattr(config, "n_group", None) or 1) > 1:
-        sizes |= {"groups": ("n_group", config.n_group), "chosen_groups": ("topk_group", config.topk_group)}
-    return {name: {"key": key, "value": value} for name, (key, value) in sizes.items()}
+        sizes |= {"groups": config.n_group, "chosen_groups": config.topk_group}
+    given = given.get("text_config", given)
+
+    def key(name: str) -> str:
+        """Of the keys that mean this size, the one in config.json, or else the class's."""
+        return next((one for one in KEYS[name] if given.get(one) == sizes[name]), KEYS[name][0])
+
+    return {name: {"key": key(name), "value": size} for name, size in sizes.items()}
 
 
 def _outside(skeleton: Skeleton, stored: StoredTensors) -> dict[str, Any]:

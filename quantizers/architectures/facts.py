@@ -1,23 +1,13 @@
-"""The parts of a family's facts, each a mapping in architectures/*.yaml; architecture.py has the whole.
-
-What one part has to do with another is checked there.
-"""
+"""The parts of a model's facts, and of the data about its family; architecture.py has the whole."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, ConfigDict
 
 ServerName = Literal["vllm", "sglang"]
-
-
-def _term(value: Any) -> Any:
-    return str(value) if type(value) is int else value
-
-
-# A size in a shape: an expression in sizes, or a number.
-Term = Annotated[str, BeforeValidator(_term)]
+Shape = tuple[int, ...]
 
 
 class Facts(BaseModel):
@@ -27,59 +17,30 @@ class Facts(BaseModel):
 
 
 class SizeFacts(Facts):
-    """A size's key in config.json, and what a config.json without that key means: an expression in other sizes.
-
-    Attributes:
-        value: the size itself, of facts about one model; `key` then only names it in messages.
-    """
+    """A size and its key in config.json, for messages."""
 
     key: str
-    otherwise: Term | None = None
-    value: int | None = None
+    value: int
 
 
 class TensorFacts(Facts):
-    """A tensor's shape in terms of `sizes`, and its published dtype; for a floating one any other is accepted too.
+    """A tensor's shape, and its published dtype; for a floating one any other is accepted too.
 
     Attributes:
-        when: a key of config.json: a model has the tensor if this is true there. Every model has it without.
         optional: some models of the family lack it, and config.json does not say which.
     """
 
-    shape: list[Term]
+    shape: Shape
     dtype: Literal["BF16", "F16", "F32", "I32", "I64"]
-    when: str | None = None
     optional: bool = False
 
 
-class LayerFacts(Facts):
-    """What lies in a decoder layer besides the routed experts, without the layer's prefix.
+class KindFacts(Facts):
+    """All that lies in some decoder layers besides the routed experts, without the layer's prefix: those of one kind.
 
     Attributes:
         tensors: full names of those that are no linear module's.
         linears: linear modules with the shapes (rows, columns) of their weights; they keep their bytes.
-    """
-
-    tensors: dict[str, TensorFacts] = {}
-    linears: dict[str, list[Term]] = {}
-
-
-class DenseFacts(LayerFacts):
-    """What only a layer without experts has.
-
-    Attributes:
-        layers: a key of config.json, see `sizes.dense_layers`.
-        otherwise: how many there are at the start if config.json lacks it.
-    """
-
-    layers: str
-    otherwise: int = 0
-
-
-class KindFacts(LayerFacts):
-    """All that lies in some decoder layers besides the routed experts: those of one kind.
-
-    Attributes:
         layers: their numbers.
         dense: whether they have no experts.
         halves: whether they run in two halves, see model/streamed_model.py.
@@ -87,6 +48,8 @@ class KindFacts(LayerFacts):
         own_gate: whether their experts have a gate of their own, see gates.py.
     """
 
+    tensors: dict[str, TensorFacts] = {}
+    linears: dict[str, Shape] = {}
     layers: list[int]
     dense: bool
     halves: bool
@@ -110,23 +73,44 @@ class HandedFacts(Facts):
     dtype: Literal["float", "int32", "int64"]
 
 
-class MtpFacts(LayerFacts):
+class MtpFacts(Facts):
     """What a layer that predicts further tokens has besides all that a layer with experts has.
 
     Such layers follow the last one. Nothing here computes with them: they are kept whole, experts too.
 
     Attributes:
         layers: the key of config.json that says how many there are.
+        tensors: their shapes in this program's words for sizes.
+        optional: those that some models of the family lack.
     """
 
     layers: str
+    tensors: dict[str, list[Literal["hidden", "vocabulary", "hidden + hidden"]]]
+    optional: list[str] = []
 
 
 class LinearFacts(Facts):
     """One matrix of an expert: its published name and its shape (rows, columns)."""
 
     name: str
-    shape: list[Term]
+    shape: Shape
+
+
+class RoleFacts(Facts):
+    """The parts of a layer with experts, which probes find in a model of another family.
+
+    Attributes:
+        norm, router, experts: paths of submodules of transformers' layer.
+        scoring, served: as in `RouterFacts`.
+        readers: the linear modules that read the norm besides router and experts.
+    """
+
+    norm: str
+    router: str
+    experts: str
+    scoring: Literal["sigmoid", "softmax"]
+    served: Literal["F32", "BF16"]
+    readers: tuple[str, ...] = ()
 
 
 class NormFacts(Facts):
@@ -164,8 +148,6 @@ class Modules(Facts):
     Attributes:
         rename: from published names to transformers' names of modules.
         aliases: other programs' names of tensors, with the published ones.
-        without: published names of tensors and linear modules of a layer that transformers' layer has no place for.
-            They are kept, and the forward pass does without them.
         converted: transformers' names of parameters that it makes of other tensors, joined, split or transposed, with
             the published names of these.
         idle: transformers' names of parameters of other experts, through which no text goes. They need no weights.
@@ -174,7 +156,6 @@ class Modules(Facts):
 
     rename: dict[str, str] = {}
     aliases: dict[str, str] = {}
-    without: list[str] = []
     converted: dict[str, list[str]] = {}
     idle: list[str] = []
     norm: str | None = None
@@ -208,24 +189,28 @@ class KvCacheFacts(Facts):
     """What a server caches of one token in one layer.
 
     Attributes:
-        numbers: how many numbers, over all heads.
-        split_by: into how many parts tensor parallelism can divide them, and with them the rows of k and v; with more
-            cards, parts are repeated. Without it every card holds all of them.
+        rows_of: the linear modules whose rows.
+        divided: whether tensor parallelism divides them by heads of keys and values; with more cards than heads, heads
+            are repeated. Otherwise every card holds all of them.
     """
 
-    numbers: Term
-    split_by: Term | None = None
+    rows_of: list[str]
+    divided: bool = False
+
+
+Parts = Literal["heads", "kv_heads", "own"]
 
 
 class TensorParallelFacts(Facts):
     """How servers divide the kept linear modules of a layer among cards; those that are not named lie whole on each.
 
     Attributes:
-        rows, columns: into how many parts the rows or columns of a module can be divided, by its name.
+        rows, columns: into how many parts the rows or columns of a module can be divided, by its name: as many as there
+            are heads, heads of keys and values, or rows or columns.
     """
 
-    rows: dict[str, Term] = {}
-    columns: dict[str, Term] = {}
+    rows: dict[str, Parts] = {}
+    columns: dict[str, Parts] = {}
 
 
 # Of a server's command line: values by name, `true` for one that takes none.
@@ -256,13 +241,13 @@ class Published(Facts):
     Attributes:
         license: the license fields of their cards.
         options: to be given when a server is started, besides those of the family.
-        config: the parts of their config.json that decide what is planned.
+        config: the parts of their config.json that decide what is planned, as far as they differ from the family's.
     """
 
     models: list[str]
     license: dict[str, str]
     options: dict[ServerName, Options] = {}
-    config: dict[str, Any]
+    config: dict[str, Any] = {}
 
 
 class Stored(Protocol):

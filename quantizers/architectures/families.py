@@ -1,11 +1,12 @@
-"""The families that are known: their files, the one that a config.json belongs to, and the models that are published.
+"""The families of which there is data: their files, the one that a config.json belongs to, and the published models.
 
-A model type without a YAML file is refused unless the user gives a file, and so is a config.json that contradicts its
-file (sizes.py).
+Of a model of such a family, names, shapes and places come from its class in transformers alone, so that nothing is
+probed and no files are needed. What its files hold is compared with that when a plan is made.
 """
 
 from __future__ import annotations
 
+import json
 import reprlib
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -14,8 +15,9 @@ from typing import Any
 
 from quantizers.system.errors import ArchitectureError
 from quantizers.system.schema import load
+from quantizers.system.strict_yaml import parse
 
-from .architecture import Architecture
+from .architecture import Architecture, Family
 from .facts import Published, Stored
 
 FOLDER = Path(__file__).parent
@@ -32,65 +34,87 @@ Own = Path | Architecture | None
 def architecture_for(
     config: dict[str, Any], where: str, own: Own = None, tensors: Mapping[str, Stored] | None = None
 ) -> Architecture:
-    """The facts for a config.json, without the tensors that a model with it does not have.
+    """The facts for a config.json.
 
     Args:
         config: config.json.
         where: its path, for the message.
-        own: facts that are taken instead of any kept ones, or a file with such of the user's own.
+        own: facts that are taken instead of any others, or a file of the user's own: facts, or data as the files here.
         tensors: the headers of its files, from which the facts of a model type without a file here are derived.
 
     Raises:
         ArchitectureError: config.json has no model type, or there are no facts for it; the user's file is wrong, or is
-            about another model type; or no facts can be derived, see `derived_architecture`.
+            about another model type; or no facts can be derived, see `derived_architecture` and `of_family`.
     """
     model_type = config.get("model_type")
-    files = known()
     if not isinstance(model_type, str):
         raise ArchitectureError(f"{where}: model_type is missing; give a transformers checkpoint")
     if isinstance(own, Architecture):
         return own
     if own is not None:
-        facts = load(own, Architecture, ArchitectureError)
-        if facts.model_type != model_type:
+        schema: type[Family] | type[Architecture] = (
+            Family if "roles" in parse(own, ArchitectureError)[0] else Architecture
+        )
+        given = load(own, schema, ArchitectureError)
+        if given.model_type != model_type:
             raise ArchitectureError(
                 f"{where}: model_type is {reprlib.repr(model_type)}, but {own} holds the facts of "
-                f"{facts.model_type!r}; give the facts of this model"
+                f"{given.model_type!r}; give the facts of this model"
             )
-        return facts.of_model(config)
-    if model_type not in files and tensors is not None:
+        return given if isinstance(given, Architecture) else _laid_over(given, config, where)
+    if model_type in known():
+        return _of_family(model_type, json.dumps(config), where)
+    if tensors is not None:
         from .derive import derived_architecture
 
         return derived_architecture(config, tensors, where)
-    if model_type not in files:
-        is_moe = any("expert" in key for key in config)
-        reason = "no facts for this architecture" if is_moe else "not a mixture-of-experts model that is known here"
-        raise ArchitectureError(
-            f"{where}: model_type {model_type!r}: {reason}; give one of {', '.join(files)}, or facts of your own, "
-            "as docs/add-a-family.md explains"
-        )
-    return _facts(files[model_type]).of_model(config)
+    is_moe = any("expert" in key for key in config)
+    reason = "no facts for this architecture" if is_moe else "not a mixture-of-experts model that is known here"
+    raise ArchitectureError(
+        f"{where}: model_type {model_type!r}: {reason}; give one of {', '.join(known())}, or facts of your own, "
+        "as docs/add-a-family.md explains"
+    )
 
 
 @cache
-def _facts(file: Path) -> Architecture:
-    # A command asks four times or more, and reading the file takes longer than all else that it does with it.
-    return load(file, Architecture, ArchitectureError)
+def _of_family(model_type: str, config: str, where: str) -> Architecture:
+    # A command asks four times or more, and making the model takes longer than all else that it does with it.
+    return _laid_over(family(model_type), json.loads(config), where)
 
 
-def all_published() -> Iterator[tuple[Architecture, Published]]:
-    """Every size of every family of which models are on the Hub."""
-    for facts in map(_facts, known().values()):
-        yield from ((facts, published) for published in facts.published)
+def _laid_over(family: Family, config: dict[str, Any], where: str) -> Architecture:
+    from .of_family import of_family  # takes seconds: transformers is imported with it
+
+    return of_family(family, config, where)
 
 
-def published_config(model: str) -> tuple[Architecture, dict[str, Any]] | None:
-    """Facts and config.json kept here for a model on the Hub, to plan without a network; None for other models."""
-    return next(
-        ((facts.of_model(one.config), one.config) for facts, one in all_published() if model in one.models), None
-    )
+@cache
+def family(model_type: str) -> Family:
+    """The data about a known family."""
+    values = parse(FOLDER / f"{model_type}.yaml")[0]
+    if "like" in values:
+        values = _merged(parse(FOLDER / f"{values.pop('like')}.yaml")[0], values)
+    return Family.model_validate(values)
+
+
+def _merged(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """`own` with what only `base` has, at any depth."""
+    inner = {key for key in own if isinstance(own[key], dict) and isinstance(base.get(key), dict)}
+    return {**base, **own, **{key: _merged(base[key], own[key]) for key in inner}}
+
+
+def all_published() -> Iterator[tuple[Family, Published]]:
+    """Every size of every family of which models are on the Hub, with its whole config.json."""
+    for one in map(family, known()):
+        for size in one.published:
+            yield one, size.model_copy(update={"config": _merged(one.config, size.config)})
+
+
+def published_config(model: str) -> dict[str, Any] | None:
+    """config.json kept here for a model on the Hub, to plan without a network; None for other models."""
+    return next((size.config for _, size in all_published() if model in size.models), None)
 
 
 def published_models() -> list[str]:
     """Every model on the Hub whose config.json we keep."""
-    return [model for _, published in all_published() for model in published.models]
+    return [model for _, size in all_published() for model in size.models]

@@ -12,6 +12,7 @@ import copy
 import inspect
 import json
 import re
+import reprlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -350,17 +351,32 @@ def can_be_made(model_class: Any) -> bool:
 def config_of(model_class: Any, config: Mapping[str, Any]) -> Any:
     """transformers' config of a config.json, without what says how the files are quantized.
 
-    transformers writes an infinity as `{"__float__": "Infinity"}`.
+    transformers writes an infinity as `{"__float__": "Infinity"}`. It has `rotary_dim` in published files, of how many
+    channels of each head are rotated, but does not read it (huggingface/transformers#48241): it is handed on.
 
     Raises:
         FAILURES: the class takes no such values.
+        ArchitectureError: `rotary_dim` is out of range, or contradicts `rope_parameters`.
     """
     plain = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
 
     def number(entry: dict[str, Any]) -> Any:
         return float(entry["__float__"]) if entry.keys() == {"__float__"} else entry
 
-    return model_class.config_class(**json.loads(json.dumps(plain), object_hook=number))
+    made = model_class.config_class(**json.loads(json.dumps(plain), object_hook=number))
+    text = made.get_text_config()
+    rotary = getattr(text, "rotary_dim", None)
+    if rotary is not None:
+        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        if type(rotary) is not int or not 0 < rotary <= head or rotary % 2:
+            raise ArchitectureError(f"rotary_dim is {reprlib.repr(rotary)}; an even number up to {head} is needed")
+        stated = text.rope_parameters.setdefault("partial_rotary_factor", rotary / head)
+        if stated != rotary / head:
+            raise ArchitectureError(
+                f"rope_parameters.partial_rotary_factor is {reprlib.repr(stated)}, but rotary_dim means "
+                f"{rotary / head}; correct one of the two"
+            )
+    return made
 
 
 def _beginnings(calls: Sequence[Call], length: int) -> list[Call]:
@@ -468,6 +484,8 @@ class _EmptyOnMeta(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func is torch.nn.init.normal_ and kwargs["tensor"].is_meta:  # it draws nothing, for a third of the time
+            return kwargs["tensor"]
         if func is torch.empty and kwargs.get("device") is None:
             kwargs["device"] = "meta"
         return func(*args, **kwargs)

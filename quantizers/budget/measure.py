@@ -163,7 +163,7 @@ class SchemeMeasurement(Consumer):
         count = min(MEASURED_EXPERTS, len(weights[0]))
         moe_inputs = self._moe_inputs(layer)
         schemes, awq = self.job.allocation.candidates, bool(self.job.recipe.experts.awq)
-        own_gate = self.job.facts.own_gate(number)
+        own_gate = self.job.facts.of_layer(number).own_gate
         gate, inner = gate_of(experts, own_gate), awq and not own_gate
         outer = column_scale(moe_inputs.x) if awq and self.job.plan.folds else None
         measured = []

@@ -203,7 +203,7 @@ def _stream(
     checkpoint = dist.in_turn(lambda: open_checkpoint(question.model, question.revision))
     where = str(checkpoint.folder / "config.json")
     facts = architecture_for(checkpoint.config, where, question.facts_file, checkpoint.tensors)
-    sizes = sizes_of(facts, checkpoint.config, where)
+    sizes = sizes_of(facts)
     named = published_names(checkpoint, facts)  # first, for reading the sets may take long
     arguments = (checkpoint.folder, question.trust_remote_code, question.tokens)
     read = [load_set(file, *arguments) for file in question.sets] if dist.is_main else None

@@ -23,7 +23,7 @@ from eval.fidelity.metrics import Measured
 from eval.fidelity.paired import NOTE, paired
 from eval.fidelity.scoring import HeldOut, held_out, score
 from quantizers.architectures.families import Own, architecture_for
-from quantizers.architectures.sizes import sizes_of
+from quantizers.architectures.sizes import is_of, sizes_of
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.samples import CalibrationData
 from quantizers.checkpoint.loaded_tensors import layer_names, load_tensors, outside_names
@@ -134,7 +134,7 @@ def evaluate(
         print(f"facts: {own}", file=sys.stderr, flush=True)
     where = str(opened[0].folder / "config.json")
     architecture = architecture_for(opened[0].config, where, own, opened[0].tensors)
-    sizes = sizes_of(architecture, opened[0].config, where)
+    sizes = sizes_of(architecture)
     settings = begun_with(Path(work) / "evaluation", EVALUATION) if work else {}
     use_threads(sizes, dist.broadcast_object(settings.get("threads")), dist)
     advice = "give the same command again" + (" to resume" if work else "; with --work DIR it would resume")
@@ -195,12 +195,11 @@ def measure(
         refuse_swapped_arguments(source, candidate, f"give {candidate.name} first, and {source.name} after it")
     where = str(source.folder / "config.json")
     facts = architecture_for(source.config, where, own, source.tensors)
-    sizes = sizes_of(facts, source.config, where)
+    sizes = sizes_of(facts)
     opened = [published_names(checkpoint, facts) for checkpoint in (source, *candidates)]
     for candidate in candidates:
         config_path = str(candidate.folder / "config.json")
-        other = sizes_of(facts, candidate.config, config_path)
-        if candidate.config.get("model_type") != facts.model_type or (other, other.dense) != (sizes, sizes.dense):
+        if candidate.config.get("model_type") != facts.model_type or not is_of(facts, candidate.config):
             raise CheckpointError(f"{config_path}: is another model than {source.name}; give checkpoints of one model")
     data = dist.broadcast_object(load_set(data_set, source.folder, trust_remote_code) if dist.is_main else None)
     held = held_out(data, source, sizes, trust_remote_code)

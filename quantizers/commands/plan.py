@@ -171,7 +171,7 @@ def _serving(
         ],
         "longest": model.longest,
         "kv_bytes_per_token": kv_bytes_per_token(model, kv),
-        "kv_divided": job.facts.kv_cache is not None and job.facts.kv_cache.split_by is not None,
+        "kv_divided": job.facts.kv_cache is not None and job.facts.kv_cache.divided,
         "notes": notes(model, fits),
         "assumptions": assumptions(gpus),
     }

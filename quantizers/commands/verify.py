@@ -137,7 +137,7 @@ def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: O
     if own is None and carried is not None:
         own, record = carried, replace(record, notes=(*record.notes, f"read with the facts that it carries, {FACTS}"))
     facts = architecture_for(source.config, str(source.folder / CONFIG), own, source.tensors)
-    with progress("verifying", sizes_of(facts, source.config, str(source.folder / CONFIG))["layers"]) as step:
+    with progress("verifying", sizes_of(facts)["layers"]) as step:
         audit = verify(folder, source, device, step=step, own=facts)
     record = replace(record, differences=(*record.differences, *_architecture_differences(found, facts)))
     return Verification(audit, record, check_folder(folder, facts))

@@ -87,7 +87,7 @@ def _split(
         if not matrices or facts.is_unread(name):
             result[name] = info
             continue
-        rows, columns = sizes.shape(facts.expert_linears[matrices[0]].shape)
+        rows, columns = facts.expert_linears[matrices[0]].shape
         dtypes: tuple[str, ...] = FLOATING
         if len(matrices) == 1 and weight != name:  # whether they fit the matrix is asked where that is read
             rows, columns = (*info.shape, 0, 0)[1:3]
@@ -132,7 +132,7 @@ def published_names(checkpoint: Checkpoint, facts: Architecture) -> Checkpoint:
             "quantization_config from quant_config.json or quantize_config.json, and add its quant_method"
         )
     tensors: dict[str, TensorInfo] = {}
-    known = {name for kind in facts.every_kind() for part in (kind.tensors, kind.linears) for name in part}
+    known = {name for kind in facts.kinds for part in (kind.tensors, kind.linears) for name in part}
     for name, info in checkpoint.tensors.items():
         published = _published(name, facts, known)
         if published in tensors:
@@ -140,7 +140,7 @@ def published_names(checkpoint: Checkpoint, facts: Architecture) -> Checkpoint:
         tensors[published] = info
     renamed = replace(checkpoint, tensors={name: replace(info, name=name) for name, info in tensors.items()})
     if any(fused_matrices(name, facts) for name in tensors):
-        return split_fused_experts(renamed, facts, sizes_of(facts, checkpoint.config, where))
+        return split_fused_experts(renamed, facts, sizes_of(facts))
     return renamed
 
 

@@ -13,7 +13,6 @@ from functools import partial
 import torch
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.facts import LayerFacts
 from quantizers.architectures.matrices import MATRICES, Matrix
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.reader import Checkpoint
@@ -154,10 +153,9 @@ def layer_weights(
     Raises:
         CheckpointError: as `read_weight`.
     """
-    dense = layer in sizes.dense
     checks: Checks = []
-    weights = _outside_experts(checkpoint, facts, facts.of_layer(layer, sizes.dense), layer, device, dtype, checks)
-    if experts and not dense:
+    weights = _outside_experts(checkpoint, facts, layer, device, dtype, checks)
+    if experts and layer not in sizes.dense:
         routed = ExpertWeights(checkpoint, facts, sizes, layer, device, dtype, checks)
         gate_up, down = routed.batch(range(sizes["experts"]))
         weights[f"{facts.modules.experts}.gate_up_proj"] = gate_up
@@ -169,17 +167,17 @@ def layer_weights(
 def _outside_experts(
     checkpoint: Checkpoint,
     facts: Architecture,
-    here: LayerFacts,
     layer: int,
     device: torch.device,
     dtype: torch.dtype,
     checks: Checks,
 ) -> dict[str, torch.Tensor]:
-    """All of a layer, of which `here` speaks, but its routed experts; see `layer_weights`."""
+    """All of a layer but its routed experts; see `layer_weights`."""
     weights: dict[str, torch.Tensor] = {}
+    here = facts.of_layer(layer)
     for name, tensor in here.tensors.items():
         full = facts.layer(layer, name)
-        if name in facts.modules.without or (tensor.optional and full not in checkpoint.tensors):
+        if tensor.optional and full not in checkpoint.tensors:
             continue
         stored = checkpoint.tensor(checkpoint.require(full, "a tensor of the layer").name).to(device)
         checks.append((is_finite(stored), partial(_read_again, checkpoint, full)))
@@ -187,8 +185,6 @@ def _outside_experts(
             stored = stored.to(torch.float32 if tensor.dtype == "F32" else dtype)
         weights[facts.in_transformers(name)] = stored
     for name in here.linears:
-        if name in facts.modules.without:
-            continue
         full = facts.layer(layer, name)
         weight = unchecked_weight(checkpoint, full, device)
         checks.append((is_finite(weight), partial(read_weight, checkpoint, full, device)))

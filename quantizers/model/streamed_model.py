@@ -24,7 +24,6 @@ import torch
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.gates import gate_of
 from quantizers.architectures.roles import EXACT, LARGE
-from quantizers.architectures.rotary import transformers_config
 from quantizers.architectures.sizes import Sizes
 from quantizers.architectures.skeleton import Skeleton, config_of, first, model_class, replaced_forward
 from quantizers.formats.dequantization import read_weight
@@ -77,7 +76,7 @@ class StreamedModel:
         self.checkpoint, self.facts, self.sizes = checkpoint, facts, sizes
         self.device, self.dtype, self.hidden = device, dtype, sizes.state
         whole = model_class(facts.model_class, f"the facts of {facts.model_type}: model_class")
-        config = config_of(whole, transformers_config(facts, checkpoint.config, sizes))
+        config = config_of(whole, checkpoint.config)
         self.skeleton = Skeleton(whole, config, device, dtype)
         self._keeps_products: bool | None = None
         outside = [name for name in facts.outside if name not in (facts.embedding, facts.head)]
@@ -197,7 +196,8 @@ class StreamedModel:
         del weights  # otherwise what `release_experts` releases would live here until the block ends
         module.requires_grad_(False)
         try:
-            yield DecoderLayer(number, module, self.facts.halves(number), self.facts.alone(number))
+            kind = self.facts.of_layer(number)
+            yield DecoderLayer(number, module, kind.halves, kind.alone)
         finally:
             module.to("meta")  # frees the weights even if someone still references the module
 
@@ -329,14 +329,13 @@ def load_layer(
         raise ArchitectureError(f"{about}: transformers' layer has other shapes ({reason})") from None
     if unknown:
         raise ArchitectureError(
-            f"{about}: transformers' layer has no place for {unknown[0]}; if the model computes without it, add its "
-            "published name to modules.without"
+            f"{about}: transformers' layer has no place for {unknown[0]}; if the model computes without it, name it "
+            "among the unread"
         )
     missing = [name for name in missing if name not in left_out]
     if missing:
         raise ArchitectureError(
-            f"{about}: transformers' layer needs {missing[0]}; name it among its tensors or linears, or take it out of "
-            "modules.without"
+            f"{about}: transformers' layer needs {missing[0]}; name it among its tensors or linears"
         )
 
 
@@ -348,7 +347,7 @@ def require_gate(experts: torch.nn.Module, facts: Architecture, number: int) -> 
     Raises:
         ArchitectureError: transformers' class has a gate of its own.
     """
-    if facts.own_gate(number) or not hasattr(experts, "_apply_gate"):
+    if facts.of_layer(number).own_gate or not hasattr(experts, "_apply_gate"):
         return
     products = LARGE * torch.randn(64, 16, generator=torch.Generator().manual_seed(0))  # a clamp shows in large ones
     plain, own = (gate_of(experts, own)(products) for own in (False, True))

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from eval.fidelity.metrics import Text
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for
-from quantizers.architectures.sizes import Sizes, sizes_of
+from quantizers.architectures.sizes import Sizes, is_of, sizes_of
 from quantizers.calibration.samples import CalibrationData, Sample, token_tensors
 from quantizers.checkpoint.reader import CONFIG, SINGLE, Checkpoint, open_folder, torch_dtype
 from quantizers.checkpoint.safetensors_header import FP8, Spec
@@ -284,15 +284,23 @@ def random_job(job: Job, experts: int, **narrow: int) -> Job:
     """The job of a model like the job's, as deep as its first layer with experts, with other sizes, without a source.
 
     Raises:
-        ArchitectureError: the router of such a model cannot have so many experts.
+        ArchitectureError: the router of such a model cannot have so many experts, or its facts are not of a family.
     """
     first = job.sizes.moe_layers[0]
     config = resized(job.config, job.facts, layers=first + 1, experts=experts, vocabulary=VOCABULARY, **narrow)
     config |= {"bos_token_id": 0, "eos_token_id": 1}
-    sizes = sizes_of(job.facts, config, CONFIG)
-    block, specs = declared_block(config, CONFIG), expected_tensors(job.facts, sizes, config, CONFIG)
-    plan = make_plan(job.facts, sizes, specs, job.plan.settings(first), CONFIG, block)
-    return replace(job, sizes=sizes, config=config, plan=plan, source=None, fp8=plan.fp8_form(block), allocation=None)
+    facts = architecture_for(config, CONFIG, job.facts_file)
+    if not is_of(facts, config):
+        raise ArchitectureError(
+            f"{job.facts_file}: these are facts about one model, and one of other sizes is needed; give data about its "
+            "family, as docs/add-a-family.md explains"
+        )
+    sizes, block = sizes_of(facts), declared_block(config, CONFIG)
+    specs = expected_tensors(facts, sizes, config, CONFIG)
+    plan = make_plan(facts, sizes, specs, job.plan.settings(first), CONFIG, block)
+    return replace(
+        job, facts=facts, sizes=sizes, config=config, plan=plan, source=None, fp8=plan.fp8_form(block), allocation=None
+    )
 
 
 def resized(config: dict[str, Any], facts: Architecture | None = None, **sizes: int) -> dict[str, Any]:
@@ -301,8 +309,8 @@ def resized(config: dict[str, Any], facts: Architecture | None = None, **sizes: 
     Layers that predict further tokens are left out: nothing is computed in them.
     """
     facts = facts or architecture_for(config, CONFIG)
-    without = {facts.mtp_layer.layers: 0} if facts.mtp_layer else {}
-    return config | without | {facts.sizes[word].key: size for word, size in sizes.items()}
+    sizes = {"mtp": 0} | sizes
+    return config | {facts.sizes[word].key: size for word, size in sizes.items() if word in facts.sizes}
 
 
 def write_random(
@@ -313,7 +321,7 @@ def write_random(
     Norms have outlier channels; linear weights are scaled by 1/√columns, which preserves the length of a vector.
     Random numbers differ between devices.
     """
-    sizes = sizes_of(facts, config, CONFIG)
+    sizes = sizes_of(facts)
     generator = torch.Generator(device).manual_seed(seed)
     specs = expected_tensors(facts, sizes, config, CONFIG)
     tensors = {name: _draw(name, spec, facts, specs, generator) for name, spec in specs.items()}

@@ -42,19 +42,19 @@ class _Module(NamedTuple):
 
 def _modules(facts: Architecture, sizes: Sizes, mtp: Iterable[int]) -> Iterator[_Module]:
     """Everything that a checkpoint of these facts has, layer by layer, `mtp` last, then outside the layers."""
-    shapes = {matrix: sizes.shape(facts.expert_linears[matrix].shape) for matrix in MATRICES}
+    shapes = {matrix: facts.expert_linears[matrix].shape for matrix in MATRICES}
     for layer in (*range(sizes["layers"]), *mtp):
         dense = layer in sizes.dense
-        here = facts.of_layer(layer, sizes.dense, sizes.mtp)
+        here = facts.of_layer(layer)
         for name, one in here.tensors.items():
-            yield _Module(facts.layer(layer, name), sizes.shape(one.shape), layer, one)
-        for name, terms in here.linears.items():
-            yield _Module(facts.layer(layer, name), sizes.shape(terms), layer)
+            yield _Module(facts.layer(layer, name), one.shape, layer, one)
+        for name, shape in here.linears.items():
+            yield _Module(facts.layer(layer, name), shape, layer)
         for expert in range(0 if dense else sizes["experts"]):
             for matrix in MATRICES:
                 yield _Module(facts.expert(layer, expert, matrix), shapes[matrix], layer, None, expert, matrix)
     for name, one in facts.outside.items():
-        yield _Module(name, sizes.shape(one.shape), None, one)
+        yield _Module(name, one.shape, None, one)
 
 
 def expected_tensors(facts: Architecture, sizes: Sizes, config: Mapping[str, Any], where: str) -> dict[str, Spec]:

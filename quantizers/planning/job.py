@@ -103,7 +103,7 @@ def prepare(
     stored = source.tensors if source else tensors
     facts = architecture_for(config, config_name, facts_file, stored)
     block = declared_block(config, config_name)
-    sizes = sizes_of(facts, config, config_name)
+    sizes = sizes_of(facts)
     if source:
         source = split_fused_experts(source, facts, sizes)
         tensors = {tensor: Spec(info.dtype, info.shape) for tensor, info in source.tensors.items()}
@@ -181,7 +181,7 @@ def _without_shards(
         return None
     built_in = None if hub or facts_file is not None else published_config(location)
     if built_in is not None:
-        return built_in[1], None, f"the built-in architecture spec of {location} (its files are not on this machine)"
+        return built_in, None, f"the built-in architecture spec of {location} (its files are not on this machine)"
     if location.startswith((".", "/", "~")) or location.count("/") != 1:
         return None  # not a Hub id; `resolve` reports that
     from quantizers.planning.hub_headers import read_hub

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.facts import Parts
 from quantizers.architectures.fused import FUSED
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.safetensors_header import FP8
@@ -179,7 +180,8 @@ def split_over(model: Model, gpus: Gpus, tensor_parallel: int | None) -> tuple[i
 def kv_bytes_per_token(model: Model, kv: KvType, tensor_parallel: int = 1, pipeline_parallel: int = 1) -> int:
     """Bytes of a token's keys and values on one GPU."""
     assert model.facts.kv_cache is not None
-    numbers = model.sizes.value(model.facts.kv_cache.numbers)
+    linears = model.facts.every_linear()
+    numbers = sum(linears[name][0] for name in model.facts.kv_cache.rows_of)
     layers = math.ceil(model.sizes["layers"] / pipeline_parallel)
     return layers * numbers // cache_gpus(tensor_parallel, model.facts, model.sizes) * KV_BYTES[kv]
 
@@ -240,12 +242,12 @@ def _activations(model: Model, gpus: Gpus, tensor: int) -> int:
 
 def _attention_rows(model: Model, tensor: int) -> int:
     """Numbers that a GPU computes of a token before attention: all rows but those of its output."""
-    facts, sizes = model.facts, model.sizes
+    facts = model.facts
     assert facts.tensor_parallel is not None
     rows = {
-        name: sizes.value(shape[0])
-        for name, shape in facts.every_layer.linears.items()
-        if name not in facts.tensor_parallel.columns
+        name: shape[0]
+        for name, shape in facts.every_linear().items()
+        if _parts(facts).get(name) != "own" and name not in facts.tensor_parallel.columns
     }
     divided = sum(count for name, count in rows.items() if name in facts.tensor_parallel.rows)
     return divided // tensor + sum(rows.values()) - divided
@@ -315,16 +317,13 @@ def weights_alone(plan: Plan, gpus: Sequence[Gpus]) -> list[Room]:
 def cache_gpus(ranks: int, facts: Architecture, sizes: Sizes) -> int:
     """The number of GPUs among which a token's keys and values are divided: 1 if every GPU has all of them."""
     assert facts.kv_cache is not None
-    return min(ranks, sizes.value(facts.kv_cache.split_by)) if facts.kv_cache.split_by else 1
+    return min(ranks, sizes["kv_heads"]) if facts.kv_cache.divided else 1
 
 
 def module_gpus(module: str, ranks: int, facts: Architecture, sizes: Sizes) -> int:
     """The number of GPUs among which a passthrough linear module is divided: 1 if each has all of it."""
-    assert facts.kv_cache is not None
     parts = _parts(facts).get(module)
-    if parts is None:
-        return 1
-    return cache_gpus(ranks, facts, sizes) if parts == facts.kv_cache.split_by else ranks
+    return min(ranks, sizes["kv_heads"]) if parts == "kv_heads" else ranks if parts else 1
 
 
 def obstacles(ranks: int, facts: Architecture, sizes: Sizes, groups: Iterable[int], blocks: Blocks) -> Iterator[str]:
@@ -336,11 +335,11 @@ def obstacles(ranks: int, facts: Architecture, sizes: Sizes, groups: Iterable[in
         blocks: of the passthrough linear modules that are FP8 with a scale per block.
     """
     assert facts.kv_cache is not None
-    heads, width, split = sizes["heads"], sizes["width"], facts.kv_cache.split_by
+    heads, width, split = sizes["heads"], sizes["width"], sizes["kv_heads"] if facts.kv_cache.divided else 0
     if heads % ranks:
         yield f"{heads} attention heads are not a multiple of {ranks}"
-    if split and sizes.value(split) % ranks and ranks % sizes.value(split):
-        yield f"{sizes.value(split)} key-value heads and {ranks} GPUs are no multiples of each other"
+    if split and split % ranks and ranks % split:
+        yield f"{split} key-value heads and {ranks} GPUs are no multiples of each other"
     if width % ranks:
         yield f"the experts' width {width} is not a multiple of {ranks}"
     for group in sorted(groups, reverse=True):
@@ -349,26 +348,31 @@ def obstacles(ranks: int, facts: Architecture, sizes: Sizes, groups: Iterable[in
                 f"the experts' width per rank, {width // ranks}, is not a multiple of the group, {group}: groups would "
                 "be split between ranks"
             )
-    shapes = facts.every_linear(with_dense=bool(sizes.dense))
+    shapes = facts.every_linear()
     for module, parts in _parts(facts).items():
-        if module in shapes and parts not in ("heads", split) and sizes.value(parts) % ranks:
-            yield f"{module} has {sizes.value(parts)} parts, which are not a multiple of {ranks}"
+        if module in shapes and parts == "own" and (own := shapes[module][_edge(module, facts)]) % ranks:
+            yield f"{module} has {own} parts, which are not a multiple of {ranks}"
     for module, block in blocks.items():
-        yield from _within_blocks(module, sizes.shape(shapes[module]), block, ranks, facts, sizes)
+        yield from _within_blocks(module, shapes[module], block, ranks, facts, sizes)
 
 
 def _within_blocks(
     module: str, shape: tuple[int, ...], block: tuple[int, int], ranks: int, facts: Architecture, sizes: Sizes
 ) -> Iterator[str]:
-    assert facts.tensor_parallel is not None
     if ranks > 1 and module in _parts(facts):
-        edge = 0 if module in facts.tensor_parallel.rows else 1
+        edge = _edge(module, facts)
         share = shape[edge] // module_gpus(module, ranks, facts, sizes)
         if share % block[edge]:
             side = ("rows", "columns")[edge]
             yield f"{module}'s {side} per rank, {share}, are not a multiple of the FP8 block, {block[edge]}"
     elif shape[0] % block[0] and _is_followed(module, facts):
         yield f"{module}'s rows, {shape[0]}, are merged with others and not a multiple of the FP8 block, {block[0]}"
+
+
+def _edge(module: str, facts: Architecture) -> int:
+    """Which of a divided module's dimensions is divided: rows, 0, or columns, 1."""
+    assert facts.tensor_parallel is not None
+    return 0 if module in facts.tensor_parallel.rows else 1
 
 
 def _is_followed(module: str, facts: Architecture) -> bool:
@@ -378,8 +382,8 @@ def _is_followed(module: str, facts: Architecture) -> bool:
     return any(last in parts[:-1] for parts in merged.values())
 
 
-def _parts(facts: Architecture) -> dict[str, str]:
-    """The number of parts of each module that can be divided, as an expression in sizes."""
+def _parts(facts: Architecture) -> dict[str, Parts]:
+    """What counts the parts of each module that can be divided."""
     assert facts.tensor_parallel is not None
     return facts.tensor_parallel.rows | facts.tensor_parallel.columns
 

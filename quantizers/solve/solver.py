@@ -266,7 +266,7 @@ def solve_layer(
     """
     modules, norm = model.facts.modules, None if norm is None else norm.to(model.device)
     experts: Any = layer.module.get_submodule(modules.experts)
-    own_gate = model.facts.own_gate(layer.number)
+    own_gate = model.facts.of_layer(layer.number).own_gate
     if settings.engine == "gram":
         router: Any = layer.module.get_submodule(modules.router) if model.facts.router_follows else None
         accelerator, sizes = is_accelerator(model.device), model.sizes

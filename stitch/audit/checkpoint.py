@@ -109,7 +109,7 @@ def verify(
         raise CheckpointError(f"{folder}: no such folder; give a finished checkpoint")
     where = str(source.folder / CONFIG)
     facts = architecture_for(source.config, where, own, source.tensors)
-    sizes = sizes_of(facts, source.config, where)
+    sizes = sizes_of(facts)
     source = split_fused_experts(source, facts, sizes)
     recorded = _recorded(folder) if digests is None else digests
     audit.digests_checked = bool(recorded)

@@ -161,7 +161,7 @@ class _Pair:
 
     def errors(self, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> torch.Tensor:
         """`matrix_errors` of some experts."""
-        return matrix_errors(old, new, self.smooth, inner=not self.facts.own_gate(self.layer))
+        return matrix_errors(old, new, self.smooth, inner=not self.facts.of_layer(self.layer).own_gate)
 
     def was_divided(self) -> str:
         """What every message about the norm's readers says of it."""
@@ -293,7 +293,7 @@ def _is_left(pair: _Pair, reader: str) -> bool:
     if reader == "residual":
         return True
     facts, smooth = pair.facts, pair.smooth
-    linear = reader in facts.every_linear(with_dense=False)
+    linear = reader in facts.of_layer(pair.layer).linears
     name = reader if reader in facts.outside else facts.layer(pair.layer, reader)
     if not linear and name not in pair.candidate.tensors:
         return False  # reported as missing

@@ -1,7 +1,7 @@
-"""Facts derived from a model's class and files: against those that were written by hand, and where they are refused.
+"""Facts derived from a model's class and files: against the data of seven families, and where they are refused.
 
-The hand-written facts of seven families are the oracle for names, shapes and roles. What no checkpoint says stays
-theirs: which dtype servers hold a router in, and sizes under the names that other servers' data need.
+The data are the oracle for roles; the files that transformers writes are the one for names, dtypes and shapes of what
+comes from the class alone.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from quantizers.architectures.derive import Header, derived_architecture
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.roles import EXACT
-from quantizers.architectures.sizes import Sizes, sizes_of
+from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
-from quantizers.planning.assign_actions import folds
+from quantizers.planning.assign_actions import expected_tensors, folds
 from quantizers.recipe.schema import Experts
 from quantizers.system.errors import ArchitectureError, RecipeError
 
@@ -38,16 +38,13 @@ Q = "model.layers.1.self_attn.q_proj.weight"
 
 @dataclass(frozen=True)
 class Both:
-    """A saved model, its derived facts, and those written by hand."""
+    """A saved model, the facts derived from it by probes, and those of its family, from config.json alone."""
 
     model: str
     config: dict[str, Any]
     headers: dict[str, Header]
     derived: Architecture
-    by_hand: Architecture
-
-    def sizes(self) -> tuple[Sizes, Sizes]:
-        return sizes_of(self.derived, self.config, "x"), sizes_of(self.by_hand, self.config, "x")
+    known: Architecture
 
 
 @pytest.fixture(scope="module", params=families.MODELS)
@@ -59,46 +56,38 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Both(request.param, source.config, headers, derived, architecture_for(source.config, "x"))
 
 
-def test_the_roles_are_those_written_by_hand(both: Both) -> None:
-    derived, by_hand = both.derived, both.by_hand
-    assert (derived.model_class, derived.norm.tensor) == (by_hand.model_class, by_hand.norm.tensor)
-    assert derived.norm.offset == by_hand.norm.offset
-    assert set(derived.norm.readers) == set(by_hand.norm.readers)
-    assert (derived.router.tensor, derived.router.scoring) == (by_hand.router.tensor, by_hand.router.scoring)
+def test_the_roles_are_those_in_the_data(both: Both) -> None:
+    derived, known = both.derived, both.known
+    assert (derived.model_class, derived.norm.tensor) == (known.model_class, known.norm.tensor)
+    assert derived.norm.offset == known.norm.offset
+    assert set(derived.norm.readers) == set(known.norm.readers)
+    assert (derived.router.tensor, derived.router.scoring) == (known.router.tensor, known.router.scoring)
     for path in ("norm", "router", "experts"):
-        assert getattr(derived.modules, path) == getattr(by_hand.modules, path)
+        assert getattr(derived.modules, path) == getattr(known.modules, path)
 
 
-def test_names_and_shapes_of_every_layer_are_those_written_by_hand(both: Both) -> None:
-    derived, by_hand = both.derived, both.by_hand
-    sizes, expected = both.sizes()
-    assert {name: sizes[name] for name in sizes} == {name: expected[name] for name in sizes}
-    assert (sizes.dense, sizes.positions) == (expected.dense, expected.positions)
+def test_what_the_class_alone_says_is_what_lies_in_the_files(both: Both) -> None:
+    expected = expected_tensors(both.known, sizes_of(both.known), both.config, "x")
+    assert {name: (spec.dtype, spec.shape) for name, spec in expected.items()} == both.headers
+
+
+def test_what_the_class_alone_says_is_what_is_derived_from_the_files(both: Both) -> None:
+    derived, known, sizes = both.derived, both.known, sizes_of(both.known)
+    found = sizes_of(derived)
+    assert found == {name: sizes[name] for name in found}
+    assert (found.dense, found.positions) == (sizes.dense, sizes.positions)
+    assert {name for name in both.headers if derived.is_unread(name)} == {
+        name for name in both.headers if families.is_mtp(both.config, name)
+    }
     for number in range(sizes["layers"]):
-        found, known = derived.of_layer(number, sizes.dense), by_hand.of_layer(number, expected.dense)
-        assert shapes(found.linears, sizes) == shapes(known.linears, expected)
-        tensors = [{name: t.shape for name, t in part.tensors.items()} for part in (found, known)]
-        assert shapes(tensors[0], sizes) == shapes(tensors[1], expected)
-        assert derived.halves(number) == (number not in sizes.dense)
-        assert not derived.alone(number)
-        for name in [*found.tensors, *found.linears]:
-            assert derived.in_transformers(name) == by_hand.in_transformers(name)
-    for matrix in MATRICES:
-        assert derived.expert(1, 3, matrix) == by_hand.expert(1, 3, matrix)
-        terms = [facts.expert_linears[matrix].shape for facts in (derived, by_hand)]
-        assert sizes.shape(terms[0]) == expected.shape(terms[1])
-
-
-def shapes(terms: dict[str, list[str]], sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    return {name: sizes.shape(shape) for name, shape in terms.items()}
-
-
-def test_what_lies_outside_the_layers_is_known_and_layers_that_predict_further_tokens_are_carried(both: Both) -> None:
-    derived, by_hand = both.derived, both.by_hand
-    assert (derived.embedding, derived.head) == (by_hand.embedding, by_hand.head)
-    assert set(derived.outside) == set(by_hand.outside)
-    beyond = {name for name in both.headers if families.is_mtp(both.config, name)}
-    assert {name for name in both.headers if derived.is_unread(name)} == beyond
+        assert derived.of_layer(number).linears == known.of_layer(number).linears
+        assert derived.of_layer(number).tensors == known.of_layer(number).tensors
+        assert derived.of_layer(number).halves == (number not in sizes.dense)
+        assert not derived.of_layer(number).alone
+        for name in [*known.of_layer(number).tensors, *known.of_layer(number).linears]:
+            assert derived.in_transformers(name) == known.in_transformers(name)
+    keys = {"outside", "embedding", "head", "layer_prefix", "expert_prefix", "expert_linears"}
+    assert derived.model_dump(include=keys) == known.model_dump(include=keys)
 
 
 def test_the_fold_is_exact_where_router_and_experts_alone_read_the_norm(both: Both) -> None:
@@ -142,7 +131,7 @@ def test_what_else_reads_the_norm_ends_the_fold_and_layers_of_another_form_run_w
     facts = derived_architecture(*saved(tmp_path / "model", model_type), "x")
     assert facts.norm.offset == offset
     assert set(readers) <= set(facts.also_reads_the_norm)
-    assert [facts.halves(number) for number in (1, 2, 3)] == [halves] * 3
+    assert [facts.of_layer(number).halves for number in (1, 2, 3)] == [halves] * 3
     assert facts.expert(2, 5, "up") == up
 
 
@@ -178,7 +167,7 @@ def test_what_transformers_joins_is_listed_by_its_stored_names_and_shapes(tmp_pa
     facts = derived_architecture(config, headers, "x")
     parts = {f"self_attn.{letter}_conv1d.weight" for letter in "qkv"}
     assert {name: set(names) for name, names in facts.modules.converted.items()} == {"self_attn.conv1d.weight": parts}
-    assert facts.of_layer(0, {0}).tensors["self_attn.k_conv1d.weight"].shape == ["64", "1", "4"]
+    assert facts.of_layer(0).tensors["self_attn.k_conv1d.weight"].shape == (64, 1, 4)
     del headers[CONV]
     with pytest.raises(
         ArchitectureError, match=r"^x: transformers cannot make the parameters of Kimi\w+ of .*q_conv1d"
@@ -235,6 +224,9 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[dict[str, Tensor]], object] |
     "a class without experts": (
         {"architectures": ["LlamaForCausalLM"]}, None, "config.json: LlamaForCausalLM has no layers with a module "
     ),
+    "rotated channels that the class ignores": (
+        {"rotary_dim": 16}, None, "config.json: rotary_dim is 16, but OlmoeForCausalLM of transformers 5.17.0 rotates"
+    ),
     "a wrong value": (
         {"hidden_size": "128"}, None, "config.json: transformers 5.17.0 cannot make OlmoeForCausalLM of it (Strict"
     ),
@@ -277,7 +269,7 @@ def test_tensors_of_all_experts_may_have_names_of_their_own_but_not_another_layo
 def test_layers_of_one_structure_may_have_other_gates(tmp_path: Path) -> None:
     """Step-3.7 clamps in some layers, each at a limit of its own; it stores gate and up apart."""
     facts = derived_architecture(*saved(tmp_path / "model", "step3p7"), "x")
-    assert [facts.own_gate(number) for number in range(4)] == [False, False, True, True]
+    assert [facts.of_layer(number).own_gate for number in range(4)] == [False, False, True, True]
     assert facts.fused == {f"moe.{matrix}_proj.weight": [matrix] for matrix in MATRICES}
     assert "the experts of layers 2–3 have a gate of their own, so no scale lies between w3 and w2" in facts.origin()
     assert [kind["own_gate"] for kind in facts.found()["kinds"]] == [False, False, True]

@@ -55,7 +55,7 @@ def test_roles_are_those_that_the_family_was_written_with(family: str) -> None:
     config = families.config(family)
     facts = architecture_for(config, family)
     skeleton = skeleton_of(family)
-    dense = sizes_of(facts, config, family).dense
+    dense = sizes_of(facts).dense
     kinds = kinds_of_layers(skeleton)
     assert kinds == [part for part in (sorted(dense), [n for n in range(3) if n not in dense]) if part]
     assert all(probe(skeleton, number)[0] is None for number in dense)

@@ -37,7 +37,7 @@ def kept_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def sizes(finished: Finished) -> Sizes:
     config = open_folder(finished.source).config
-    return sizes_of(architecture_for(config, ""), config, "")
+    return sizes_of(architecture_for(config, ""))
 
 
 @pytest.mark.usefixtures("kept_threads")

@@ -60,7 +60,7 @@ def made(config: dict[str, Any], experts: Experts | None = None, schemes: list[S
     section = config.get("quantization_config")
     fp8 = None if section is None else BLOCK if "weight_block_size" in section else ROWS
     facts = architecture_for(config, "x")
-    sizes = sizes_of(facts, config, "x")
+    sizes = sizes_of(facts)
     plan = make_plan(facts, sizes, expected_tensors(facts, sizes, config, "x"), experts or Experts(), "x", fp8)
     plan = plan.with_schemes(schemes) if schemes else plan
     tensors = {name: spec for action in plan.actions for name, spec in action.outputs.items()}
@@ -78,7 +78,7 @@ def of_family(family: str) -> Output:
 def checked(output: Output) -> ServingCheck:
     config, tensors = output
     facts = architecture_for(config, "x")
-    return check(config, tensors, facts, sizes_of(facts, config, "x"))
+    return check(config, tensors, facts, sizes_of(facts))
 
 
 def changed(change: Change, family: str = "") -> Output:
@@ -129,7 +129,7 @@ def test_a_good_output_has_no_findings(bits: Any, group: Any) -> None:
 def test_the_published_sizes_have_no_findings_and_divide_by_eight() -> None:
     published = published_config("MiniMaxAI/MiniMax-M2.1")
     assert published is not None
-    config = published[1] | {"num_hidden_layers": 1, "num_local_experts": 8}
+    config = published | {"num_hidden_layers": 1, "num_local_experts": 8}
     found = checked(made(config))
     assert found.findings == []
     assert found.tensor_parallel == {1: "ok", 2: "ok", 4: "ok", 8: "ok"}
@@ -442,7 +442,7 @@ def test_a_family_whose_servers_are_not_known_is_a_warning() -> None:
     """What is declared is compared with what is stored all the same, under the published names."""
     config, tensors = good()
     facts = architecture_for(config, "x").model_copy(update={"servers": {}})
-    found = check(config, tensors, facts, sizes_of(facts, config, "x"))
+    found = check(config, tensors, facts, sizes_of(facts))
     (finding,) = found.findings
     assert (finding.severity, finding.where) == ("warning", "minimax_m2")
     assert "so none was checked" in finding.problem
@@ -450,7 +450,7 @@ def test_a_family_whose_servers_are_not_known_is_a_warning() -> None:
     assert set(found.schemes) == {STORED, UNKNOWN_SERVER.name, T}
     tensors[f"{V_PROJ}.weight"] = Spec("BF16", (128, 128))
     del tensors[f"{V_PROJ}.weight_scale"]
-    found = check(config, tensors, facts, sizes_of(facts, config, "x"))
+    found = check(config, tensors, facts, sizes_of(facts))
     assert "but is stored as BF16" in said(found, UNKNOWN_SERVER.name)
 
 

@@ -42,7 +42,7 @@ def section_of(family: str, schemes: list[Scheme]) -> tuple[dict[str, Any], dict
     """The quantization_config of a model of LAYERS layers, whose schemes take turns, and the scheme of each layer."""
     config = families.config(family, num_hidden_layers=LAYERS)
     facts = architecture_for(config, "x")
-    sizes = sizes_of(facts, config, "x")
+    sizes = sizes_of(facts)
     fp8 = FORMS[family]
     plan = make_plan(facts, sizes, expected_tensors(facts, sizes, config, "x"), Experts(), "x", fp8)
     turns = {layer: schemes[layer % len(schemes)] for layer in plan.quantized_layers}
@@ -112,7 +112,7 @@ def test_made_targets_give_each_module_the_scheme_of_written_ones(family: str, s
 
     config = families.config(family)
     facts = architecture_for(config, "x")
-    sizes = sizes_of(facts, config, "x")
+    sizes = sizes_of(facts)
     section = config.get("quantization_config")
     fp8: Fp8 | None = None if section is None else (128, 128) if "weight_block_size" in section else ROWS
     plan = make_plan(facts, sizes, expected_tensors(facts, sizes, config, "x"), Experts(), "x", (128, 128))

@@ -36,7 +36,7 @@ Damage = Callable[[dict[str, Any], dict[str, Tensor]], object]
 
 
 def facts_of(model_type: str) -> Architecture:
-    return architecture_for({"model_type": model_type}, "here")
+    return architecture_for(families.config(model_type), "here")
 
 
 def without_numbers(config: dict[str, Any]) -> None:

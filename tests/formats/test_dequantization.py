@@ -201,7 +201,7 @@ def test_a_layer_with_a_nan_is_refused(name: str, tmp_path: Path) -> None:
     source[f"model.layers.0.{name}"].view(-1)[5] = float("nan")
     checkpoint = open_folder(tiny.write(tmp_path / "model", config, source))
     facts = architecture_for(checkpoint.config, "config.json")
-    sizes = sizes_of(facts, checkpoint.config, "config.json")
+    sizes = sizes_of(facts)
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
         layer_weights(checkpoint, facts, sizes, 0, CPU, torch.float32)
     assert layer_weights(checkpoint, facts, sizes, 1, CPU, torch.float32)

@@ -93,7 +93,7 @@ def stored(folder: Path, form: str, block: tuple[int, int] = (32, 32), **changes
 
 def experts_of(checkpoint: Checkpoint, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> ExpertWeights:
     facts = architecture_for(checkpoint.config, "config.json")
-    return ExpertWeights(checkpoint, facts, sizes_of(facts, checkpoint.config, "c"), 0, device, dtype)
+    return ExpertWeights(checkpoint, facts, sizes_of(facts), 0, device, dtype)
 
 
 @pytest.fixture(autouse=True)
@@ -202,7 +202,7 @@ def test_a_layer_without_its_experts_attends_and_routes(tmp_path: Path) -> None:
     """As the whole one does; the experts' parameters need no memory, and can be given back later."""
     checkpoint = stored(tmp_path, "FP8 in blocks")
     facts = architecture_for(checkpoint.config, "config.json")
-    sizes = sizes_of(facts, checkpoint.config, "config.json")
+    sizes = sizes_of(facts)
     model = StreamedModel(checkpoint, facts, sizes, CPU, torch.float32)
     states = torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(1))
     with model.layer(0) as layer:

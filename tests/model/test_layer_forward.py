@@ -29,7 +29,7 @@ CHUNK = 8  # rows: every block but the first holds parts of two sequences or mor
 def model(tmp_path_factory: pytest.TempPathFactory) -> StreamedModel:
     checkpoint = open_folder(make(tmp_path_factory.mktemp("halves") / "model", seed=3))
     facts = architecture_for(checkpoint.config, "config.json")
-    sizes = sizes_of(facts, checkpoint.config, "config.json")
+    sizes = sizes_of(facts)
     return StreamedModel(checkpoint, facts, sizes, torch.device("cpu"), torch.float32)
 
 

@@ -19,7 +19,7 @@ from commands import Command
 from torch import Tensor
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.families import architecture_for, known
+from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import sizes_of
 from quantizers.architectures.skeleton import Call, Skeleton
 from quantizers.checkpoint.reader import open_folder
@@ -35,7 +35,7 @@ Change = Callable[[Architecture], Architecture]
 def opened(folder: Path, change: Change = lambda facts: facts, dtype: torch.dtype = torch.float32) -> StreamedModel:
     checkpoint = open_folder(folder)
     facts = architecture_for(checkpoint.config, "config.json", None, checkpoint.tensors)
-    return StreamedModel(checkpoint, change(facts), sizes_of(facts, checkpoint.config, "config.json"), CPU, dtype)
+    return StreamedModel(checkpoint, change(facts), sizes_of(facts), CPU, dtype)
 
 
 def proven(model: StreamedModel) -> list[float]:
@@ -149,8 +149,8 @@ def test_a_run_of_a_model_that_is_not_proven_ends_with_its_figure_and_leaves_not
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = tiny.write_job(tmp_path, layers=2)
-    facts = known()["minimax_m2"].read_text()
-    right, wrong = (f"norm: {name}_layernorm" for name in ("post_attention", "input"))
+    facts = architecture_for(tiny.config(), "x").as_yaml()
+    right, wrong = (f"norm: {name}_layernorm\n" for name in ("post_attention", "input"))
     assert facts.count(right) == 1
     (tmp_path / "facts.yaml").write_text(facts.replace(right, wrong))
     body = yaml.safe_load(recipe.read_text())

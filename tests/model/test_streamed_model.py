@@ -131,9 +131,7 @@ class Pass:
 def layered(folder: Path) -> StreamedModel:
     checkpoint = open_folder(folder)
     facts = architecture_for(checkpoint.config, str(folder))
-    return StreamedModel(
-        checkpoint, facts, sizes_of(facts, checkpoint.config, str(folder)), torch.device("cpu"), torch.float32
-    )
+    return StreamedModel(checkpoint, facts, sizes_of(facts), torch.device("cpu"), torch.float32)
 
 
 def streamed(folder: Path, tokens: Tensor) -> Pass:

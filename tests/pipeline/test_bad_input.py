@@ -131,7 +131,7 @@ CONFIGS: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "missing size": (config(head_dim=...), ("q_norm.weight has shape [256], config.json says [512]; they do not",)),
     "too many chosen": (
         config(num_experts_per_tok=5),
-        ("num_experts_per_tok is larger than num_local_experts; correct",),
+        ("num_experts_per_tok 5 is larger than num_local_experts 4; correct",),
     ),
     "heads": (config(num_key_value_heads=3), ("num_key_value_heads 3 does not divide num_attention_heads 4; correct",)),
     "odd rotary_dim": (config(rotary_dim=31), ("rotary_dim is 31; an even number up to 64 is needed",)),
@@ -139,7 +139,6 @@ CONFIGS: dict[str, tuple[Edit, tuple[str, ...]]] = {
         config(rope_parameters={"partial_rotary_factor": 1.0}),
         ("partial_rotary_factor is 1.0", "means 0.5"),
     ),
-    "no rope_theta": (config(rope_theta=...), ("rope_theta is None; a positive number is needed",)),
     "no config": (
         lambda case: (case.model / "config.json").unlink(),
         ("has no config.json; give a checkpoint folder",),

@@ -65,7 +65,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 def opened(folder: Path) -> tuple[Checkpoint, Architecture, Sizes]:
     checkpoint = open_folder(folder)
     facts = architecture_for(checkpoint.config, "config.json")
-    return checkpoint, facts, sizes_of(facts, checkpoint.config, "config.json")
+    return checkpoint, facts, sizes_of(facts)
 
 
 def test_every_matrix_has_the_bytes_that_transformers_saves_apart(made: Made) -> None:
@@ -122,7 +122,7 @@ CONFIG = {"model_type": "mixtral"} | {
     "num_key_value_heads": 2, "vocab_size": 64, "num_local_experts": 3, "num_experts_per_tok": 2,
 }  # fmt: skip
 FACTS = architecture_for(CONFIG, "config.json")
-SIZES = sizes_of(FACTS, CONFIG, "config.json")
+SIZES = sizes_of(FACTS)
 APART = expected_tensors(FACTS, SIZES, CONFIG, "config.json")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from planned import published
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.pipeline.layer_measurement import GROWS_WITH, extrapolated, measure_layer, random_job, write_random
 from quantizers.planning.job import Job, prepare
-from quantizers.system.errors import InputError
+from quantizers.system.errors import ArchitectureError, InputError
 
 CPU = torch.device("cpu")
 # What each phase of the tiny layer is multiplied with: 2 of 4 experts, 100 of 1,536 tokens, of both sets.
@@ -101,6 +102,13 @@ def test_a_published_models_layer_has_its_real_size_and_needs_no_files(deepseek:
     assert (small.sizes["layers"], small.sizes["hidden"], small.sizes["width"]) == (4, 7168, 2048)
     assert small.sizes.dense == {0, 1, 2}
     assert not small.plan.mtp
+
+
+def test_facts_about_one_model_are_refused(tmp_path: Path) -> None:
+    job, file = prepare(str(tiny.write_job(tmp_path))), tmp_path / "facts.yaml"
+    file.write_text(job.facts.as_yaml())
+    with pytest.raises(ArchitectureError, match=r"facts.yaml: these are facts about one model, and one of other sizes"):
+        random_job(replace(job, facts_file=file), 2)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def texts(finished: Finished) -> list[Tensor]:
 def streamed(finished: Finished) -> StreamedModel:
     checkpoint = open_folder(finished.folder)
     facts = architecture_for(checkpoint.config, "config.json")
-    return StreamedModel(checkpoint, facts, sizes_of(facts, checkpoint.config, "config.json"), CPU, torch.float32)
+    return StreamedModel(checkpoint, facts, sizes_of(facts), CPU, torch.float32)
 
 
 def rounded_to_fp8(_module: Any, inputs: tuple[Tensor, ...]) -> Tensor:

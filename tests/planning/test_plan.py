@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+import yaml
 from commands import Command
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -18,8 +19,7 @@ from planned import Model, published, published_with, tiny_model
 from safetensors.torch import save_file
 
 import quantizers
-from quantizers.architectures.families import architecture_for, known, published_config
-from quantizers.architectures.sizes import sizes_of
+from quantizers.architectures.families import architecture_for, published_config
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.cli.tables.plan import dense_words, remarks, weights_table
@@ -27,7 +27,7 @@ from quantizers.planning.job import Job
 from quantizers.planning.plan import METADATA, Plan, file_size, index_json
 from quantizers.recipe.read import read_recipe, source_location
 from quantizers.system.errors import ArchitectureError, CheckpointError, InputError, RecipeError
-from quantizers.system.strict_yaml import dump, parse
+from quantizers.system.strict_yaml import dump
 
 SAME = ...  # written under the source's name, in its dtype and shape
 EXPERT = "block_sparse_moe.experts.255."
@@ -146,7 +146,7 @@ def test_counts_of_the_published_model(plan: Plan) -> None:
 def test_facts_are_built_in_for_every_version(version: str, minimax: Model) -> None:
     recipe, path = read_recipe(f"minimax-{version.lower()}-fp8-int4")
     assert source_location(recipe, path) == f"MiniMaxAI/MiniMax-{version}"
-    assert sizes_of(minimax.facts, published_with(f"MiniMaxAI/MiniMax-{version}"), "built in") == minimax.sizes
+    assert published_config(f"MiniMaxAI/MiniMax-{version}") == minimax.config
 
 
 @pytest.mark.slow
@@ -327,7 +327,7 @@ def test_of_a_model_type_without_server_facts_the_weights_are_counted(tmp_path: 
     config = published_with("Qwen/Qwen3-30B-A3B-Instruct-2507-FP8", layers=12)
     (tmp_path / "config.json").write_text(json.dumps(config))
     whole = quantizers.plan(recipe, source=tmp_path).figures
-    facts = parse(known()["qwen3_moe"])[0]
+    facts = yaml.safe_load(architecture_for(config, "x").as_yaml())
     for key in ("servers", "targets", "kv_cache", "tensor_parallel", "smoothing", "published"):
         del facts[key]
     (tmp_path / "facts.yaml").write_text(dump(facts))

@@ -13,8 +13,8 @@ from planned import BLOCK, published, published_with
 
 from eval.serving.check import tensor_parallel
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.families import all_published, architecture_for, known, published_config
-from quantizers.architectures.sizes import sizes_of
+from quantizers.architectures.families import all_published, architecture_for, published_config
+from quantizers.architectures.sizes import KEYS, sizes_of
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.planning import serving_memory
 from quantizers.planning.gpus import parse_gpus
@@ -51,10 +51,12 @@ def served(model: str, **changes: Any) -> serving_memory.Model:
 def test_matrices_and_size_of_the_experts(model: str) -> None:
     """Of one layer with 16 experts, multiplied up to all."""
     whole = published(model, layers=4, experts=16)
-    real = sizes_of(whole.facts, published_with(model), model)
+    config = published_with(model)
+    layers = config["num_hidden_layers"] - config.get("first_k_dense_replace", 0)
+    experts = next(config[key] for key in KEYS["experts"] if key in config)
     matrices, gigabytes = SIZES[model]
     packed = [spec for a in whole.plan().actions if a.kind == "quantize" for spec in a.outputs.values()]
-    scale = len(real.moe_layers) * real["experts"] / (len(whole.sizes.moe_layers) * 16)
+    scale = layers * experts / (len(whole.sizes.moe_layers) * 16)
     assert whole.plan().counts()["quantize"] * scale == matrices
     weights = sum(spec.bytes for spec in packed if spec.dtype != "I64")  # without the two numbers of each shape
     assert weights * scale / 1e9 == pytest.approx(gigabytes, abs=0.05)
@@ -75,11 +77,11 @@ def test_the_source_of_deepseek_v3_is_as_large_as_published() -> None:
 
 def test_a_tensor_that_a_key_of_the_config_decides_about() -> None:
     """GLM-4.5-Air has no norm of q and k; the same key missing means the same."""
-    config = published_with("zai-org/GLM-4.5-Air-FP8")
-    assert "self_attn.q_norm.weight" not in architecture_for(config, "x").of_layer(1, ()).tensors
+    config = published_with("zai-org/GLM-4.5-Air-FP8", layers=2)
+    assert "self_attn.q_norm.weight" not in architecture_for(config, "x").of_layer(1).tensors
     for change, there in (({}, False), ({"use_qk_norm": True}, True)):
         without = {key: value for key, value in config.items() if key != "use_qk_norm"} | change
-        assert ("self_attn.q_norm.weight" in architecture_for(without, "x").of_layer(0, (0,)).tensors) == there
+        assert ("self_attn.q_norm.weight" in architecture_for(without, "x").of_layer(0).tensors) == there
 
 
 def test_every_size_of_every_family_has_a_config_that_fits_its_facts() -> None:
@@ -116,7 +118,7 @@ def test_shipped_recipes_are_planned_offline() -> None:
     ],
 )
 def test_tensor_parallelism(model: str, fits: list[int]) -> None:
-    serving = served(model)
+    serving = served(model, layers=4)
     assert [n for n in (1, 2, 4, 8, 16, 32) if serving_memory.tensor_parallel_problem(serving, n) is None] == fits
 
 
@@ -138,7 +140,7 @@ def test_tensor_parallelism(model: str, fits: list[int]) -> None:
     ],
 )
 def test_what_keeps_a_model_from_more_gpus(model: str, ranks: int, reason: str) -> None:
-    one = served(model)
+    one = served(model, layers=4)
     assert any(
         reason in found for found in serving_memory.obstacles(ranks, one.facts, one.sizes, one.groups, one.blocks)
     )
@@ -196,37 +198,29 @@ def test_facts_that_do_not_say_what_gpus_hold_are_refused_for_gpus_alone(key: st
     assert tensor_parallel(1, old.facts, old.sizes, []) == str(why.value)
 
 
-def test_a_derived_size_is_that_of_a_given_one() -> None:
-    model = published("mistralai/Mixtral-8x22B-v0.1", layers=1, experts=2)
-    assert "head_dim" not in model.config
-    assert sizes_of(model.facts, model.config, "x") == sizes_of(model.facts, model.config | {"head_dim": 128}, "x")
-    with pytest.raises(
-        ArchitectureError, match=r"^x: has no head_dim, which is then hidden / heads, but 6144 is no mult"
-    ):
-        sizes_of(model.facts, model.config | {"num_attention_heads": 40}, "x")
-
-
-def test_sums_of_products() -> None:
-    sizes = published("Qwen/Qwen3-30B-A3B-FP8", layers=1, experts=8).sizes
-    assert sizes.value("heads * head_dim + kv_heads * 64 + 7") == 32 * 128 + 4 * 64 + 7
-    assert sizes.shape(["2 * width", "hidden / heads"]) == (1536, 64)
+def test_a_size_that_config_json_leaves_out_is_that_of_the_class() -> None:
+    config = published_with("mistralai/Mixtral-8x22B-v0.1", layers=1, experts=2)
+    assert "head_dim" not in config
+    linears = [architecture_for(one, "x").every_linear() for one in (config, config | {"head_dim": 128})]
+    assert linears[0] == linears[1]
+    with pytest.raises(ArchitectureError, match=r"^x: num_key_value_heads 9 does not divide num_attention_heads 48"):
+        architecture_for(config | {"num_key_value_heads": 9}, "x")
 
 
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        (("sizes", "width"), {"key": "w", "otherwise": "depth * 2"}, "there is no size 'depth'"),
-        (("every_layer", "linears", "self_attn.q_proj"), ["heads - 1", "hidden"], "no sum of products"),
         (("norm", "tensor"), "norm.weight", "norm.tensor: norm.weight is not among the tensors"),
         (("router", "served"), "F8", "router.served"),
         (("targets", "experts"), "experts(", "is not a regular expression"),
+        (("unread",), ["vision_("], r"unread: 'vision_\(' is not a regular expression"),
         (("servers", "vllm", "colour"), "red", "servers.vllm.colour"),
     ],
 )
 def test_facts_that_are_wrong_are_refused_with_their_key(
     place: tuple[str, ...], value: Any, message: str, tmp_path: Any
 ) -> None:
-    body = yaml.safe_load(known()["qwen3_moe"].read_text())
+    body = yaml.safe_load(published("Qwen/Qwen3-30B-A3B-FP8", layers=1, experts=8).facts.as_yaml())
     inner = body
     for key in place[:-1]:
         inner = inner[key]
@@ -241,19 +235,14 @@ def test_facts_that_are_wrong_are_refused_with_their_key(
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [
-        ([9], "the numbers of the layers without experts are needed, from 0 to 2"),
-        ("two", "the numbers of the layers without experts"),
-        ([0, 1, 2], "leaves no layer with experts"),
-    ],
+    [("two", "cannot make Qwen3MoeForCausalLM of it"), ([0, 1, 2], "has no layers with ")],
 )
 def test_dense_layers(value: Any, message: str) -> None:
-    model = published("Qwen/Qwen3-30B-A3B-FP8", layers=3, experts=8)
-    assert model.sizes.dense == frozenset()
-    assert sizes_of(model.facts, model.config | {"mlp_only_layers": [1]}, "x").moe_layers == [0, 2]
-    assert sizes_of(model.facts, model.config | {"mlp_only_layers": 2}, "x").moe_layers == [2]
+    config = published_with("Qwen/Qwen3-30B-A3B-FP8", layers=3, experts=8)
+    assert sizes_of(architecture_for(config, "x")).dense == frozenset()
+    assert sizes_of(architecture_for(config | {"mlp_only_layers": [1]}, "x")).moe_layers == [0, 2]
     with pytest.raises(ArchitectureError, match=message):
-        sizes_of(model.facts, model.config | {"mlp_only_layers": value}, "x")
+        architecture_for(config | {"mlp_only_layers": value}, "x")
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,9 @@ import families
 import pytest
 import transformers
 
-from quantizers.architectures import skeleton
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for
-from quantizers.architectures.rotary import transformers_config
-from quantizers.architectures.sizes import sizes_of
-from quantizers.architectures.skeleton import config_of
+from quantizers.architectures.sizes import is_of, sizes_of
 from quantizers.system.errors import ArchitectureError
 
 
@@ -26,45 +23,41 @@ def saved(facts: Architecture, config: dict[str, Any]) -> dict[str, Any]:
 def test_what_transformers_saves_has_the_sizes_of_what_it_read(family: str) -> None:
     config = families.config(family)
     facts = architecture_for(config, "x")
-    read, again = sizes_of(facts, config, "x"), saved(facts, config)
-    found = sizes_of(facts, again, "x")
+    again = saved(facts, config)
+    read, found = sizes_of(facts), sizes_of(architecture_for(again, "x"))
     assert (found, found.dense, found.mtp) == (read, read.dense, read.mtp)
-    computed = config_of(getattr(transformers, facts.model_class), transformers_config(facts, again, found))
-    for name in ("experts", "chosen", "hidden", "width", "layers"):
-        assert getattr(computed, facts.sizes[name].key) == read[name]
+    assert is_of(facts, again)
+    for name in ("experts", "chosen", "hidden", "width", "layers", "kv_heads"):
+        assert config[facts.sizes[name].key] == read[name]
+        assert not is_of(facts, config | {facts.sizes[name].key: 2 * read[name]})
+
+
+def experts_of(config: dict[str, Any]) -> int:
+    return sizes_of(architecture_for(config, "x"))["experts"]
 
 
 def test_a_key_of_another_name_is_that_of_the_class_and_a_missing_one_its_default() -> None:
     config = families.config("qwen3_moe")
-    facts = architecture_for(config, "x")
-    assert "num_experts" not in saved(facts, config)
+    assert "num_experts" not in saved(architecture_for(config, "x"), config)
     renamed = {key: value for key, value in config.items() if key != "num_experts"}
-    assert sizes_of(facts, renamed | {"num_local_experts": 6}, "x")["experts"] == 6
-    assert sizes_of(facts, renamed, "x")["experts"] == transformers.Qwen3MoeConfig().num_experts
-    for wrong in (-1, "many", 10_000):
-        with pytest.raises(ArchitectureError, match=r"^x: num_experts is .*; a whole number from 1 to 4096 is needed$"):
-            sizes_of(facts, renamed | {"num_local_experts": wrong}, "x")
+    assert experts_of(renamed | {"num_local_experts": 6}) == 6
+    assert experts_of(renamed) == transformers.Qwen3MoeConfig().num_experts
+    for key in ("num_experts", "num_local_experts"):
+        for wrong in (-1, "many", 10_000):
+            with pytest.raises(ArchitectureError, match=rf"^x: {key} is .*; a whole number from 1 to 4096 is needed$"):
+                experts_of(renamed | {key: wrong})
 
 
 def test_a_size_that_the_class_works_out_is_what_it_works_out() -> None:
     """GLM's class divides where config.json has no head_dim, and has no default of its own."""
     config = families.config("glm4_moe")
     del config["head_dim"]
-    assert sizes_of(architecture_for(config, "x"), config, "x")["head_dim"] == 256 // 4
+    assert architecture_for(config, "x").every_linear()["self_attn.q_proj"] == (4 * 64, 256)
 
 
-def test_transformers_is_not_asked_where_nothing_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its import takes longer than a plan."""
-    monkeypatch.setattr(skeleton, "model_class", None)
-    for family in families.CONFIGS:
-        config = families.config(family)
-        sizes_of(architecture_for(config, "x"), config, "x")
-
-
-@pytest.mark.parametrize("kinds", [["sparse", "dense", "sparse"], ["dense", "sparse"], 3])
-def test_kinds_of_layers_that_contradict_the_dense_ones_are_refused(kinds: Any) -> None:
+def test_kinds_of_layers_are_those_of_the_class() -> None:
     config = families.config("glm4_moe_lite")
-    facts = architecture_for(config, "x")
-    assert sizes_of(facts, config | {"mlp_layer_types": ["dense", "sparse", "sparse"]}, "x").dense == {0}
-    with pytest.raises(ArchitectureError, match=r"^x: mlp_layer_types is .* the layers \[0\] are dense "):
-        sizes_of(facts, config | {"mlp_layer_types": kinds}, "x")
+    kinds = ["sparse", "dense", "sparse"]
+    assert sizes_of(architecture_for(config | {"mlp_layer_types": kinds}, "x")).dense == {1}
+    with pytest.raises(ArchitectureError, match=r"^x: transformers.* cannot make Glm4MoeLiteForCausalLM of it \("):
+        architecture_for(config | {"mlp_layer_types": 3}, "x")

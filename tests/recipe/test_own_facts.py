@@ -30,27 +30,23 @@ from quantizers.planning.job import prepare
 from quantizers.recipe.portable import resolve_recipe, settings_hash
 from quantizers.recipe.read import read_recipe
 from quantizers.system.errors import ArchitectureError, OutputError
-from quantizers.system.strict_yaml import dump, parse
+from quantizers.system.strict_yaml import dump
 
 CPU = torch.device("cpu")
-MINE = {"model_type": "mine", "scale_dtype": "BF16"}
+MINE = {"model_type": "mine", "scale_dtype": "BF16", "unread": [r".*\.sinks"]}
 
 
 def facts_of_mine(**changes: Any) -> dict[str, Any]:
     """MiniMax-M2's under a model type that no shipped file knows, with a tensor more."""
-    values = parse(known()["minimax_m2"])[0] | MINE | changes
+    values: dict[str, Any] = yaml.safe_load(architecture_for(tiny.config(), "x").as_yaml())
     del values["published"]
-    values["every_layer"]["tensors"] |= {"self_attn.sinks": {"shape": ["heads"], "dtype": "BF16"}}
-    values["modules"] |= {"without": ["self_attn.sinks"]}
-    values["sizes"] |= {"head_dim": {"key": "head_dim", "otherwise": 64}}
-    return values
+    return values | MINE | changes
 
 
 def write_job(folder: Path, **experts: Any) -> Path:
     """A recipe that names facts of its own for a checkpoint of a family that nobody knows."""
     config = tiny.config(model_type="mine")
     tensors = tiny.tensors(config)
-    del config["head_dim"]
     tensors |= {f"model.layers.{n}.self_attn.sinks": torch.ones(4).bfloat16() for n in (0, 1)}
     write_tokenizer(tiny.write(folder / "model", config, tensors))
     recipe = tiny.write_recipe(folder, **experts)
@@ -95,6 +91,8 @@ def refused(command: Command) -> Callable[..., str]:
         ("model_type: mine\nmodel_type: x\n", "mine.yaml:2: model_type: given twice"),
         (dump(facts_of_mine(head="nowhere")), "head: nowhere is not among the tensors"),
         (dump(facts_of_mine(heads=5)), "heads: unknown key"),
+        (dump(facts_of_mine(sizes={})), "sizes: layers is missing"),
+        (dump(facts_of_mine(kv_cache={"rows_of": ["k"]})), "kv_cache.rows_of: k is no linear module of a layer"),
     ],
 )
 def test_wrong_facts_are_one_line(text: str, said: str, job: Path, refused: Callable[..., str]) -> None:
@@ -148,33 +146,37 @@ def test_facts_in_the_source_itself_are_not_taken(job: Path, refused: Callable[.
         assert "has no MineForCausalLM; give a model that it has, or facts with" in refused(*words)
 
 
+def unknown_class(values: dict[str, Any]) -> None:
+    values["model_class"] = "NoSuchModel"
+
+
+def tensor_without_place(values: dict[str, Any]) -> None:
+    values["kinds"][0]["tensors"]["self_attn.sinks"] = {"shape": [4], "dtype": "BF16"}
+
+
+def linear_left_out(values: dict[str, Any]) -> None:
+    del values["kinds"][0]["linears"]["self_attn.q_proj"]
+
+
 @pytest.mark.parametrize(
-    ("changes", "without", "said"),
+    ("change", "said"),
     [
-        (
-            {"model_class": "NoSuchModel"},
-            ["self_attn.sinks"],
-            r"model_class: transformers .* has no NoSuchModel; give a model",
-        ),
-        ({}, [], r"no place for self_attn\.sinks; if the model computes without it, add its published name to modules"),
-        (
-            {},
-            ["self_attn.sinks", "self_attn.q_proj"],
-            r"transformers' layer needs self_attn\.q_proj\.weight; name it among",
-        ),
-        ({}, ["self_attn.sinks"], None),
+        (unknown_class, r"model_class: transformers .* has no NoSuchModel; give a model"),
+        (tensor_without_place, r"no place for self_attn\.sinks; if the model computes without it, name it among"),
+        (linear_left_out, r"transformers' layer needs self_attn\.q_proj\.weight; name it among"),
+        (lambda _: None, None),
     ],
 )
 def test_transformers_is_asked_whether_the_facts_fit_it(
-    changes: dict[str, Any], without: list[str], said: str | None, job: Path
+    change: Callable[[dict[str, Any]], None], said: str | None, job: Path
 ) -> None:
-    values = facts_of_mine(**changes)
-    values["modules"]["without"] = without
+    values = facts_of_mine()
+    change(values)
     (job.parent / "mine.yaml").write_text(dump(values))
     source = open_folder(job.parent / "model")
     facts = architecture_for(source.config, "x", job.parent / "mine.yaml")
     with contextlib.nullcontext() if said is None else pytest.raises(ArchitectureError, match=said):
-        model = StreamedModel(source, facts, sizes_of(facts, source.config, "x"), CPU, torch.float32)
+        model = StreamedModel(source, facts, sizes_of(facts), CPU, torch.float32)
         with model.layer(0):
             pass
 
@@ -212,6 +214,23 @@ def test_an_output_carries_its_facts_and_is_read_with_them(made: Path, command: 
     assert command(*words) == 0
     assert command("publish", output, "--repo", "a/b", "--source", source, "--dry-run") == 0
     assert "facts.yaml" in command.out
+
+
+def test_data_as_of_a_family_are_laid_over_what_the_class_says(job: Path) -> None:
+    values = yaml.safe_load(known()["minimax_m2"].read_text()) | MINE
+    before, file = prepare(str(job)).facts, job.parent / "mine.yaml"
+    file.write_text(dump(values | {"published": []}))
+    assert prepare(str(job)).facts == before
+    file.write_text(dump(values | {"roles": values["roles"] | {"norms": "x"}}))
+    with pytest.raises(ArchitectureError, match=r"mine.yaml:\d+: roles.norms: unknown key"):
+        prepare(str(job))
+    for key, value, said in (
+        ("experts", "block", "roles.experts: no layer of MiniMaxM2ForCausalLM has a module block"),
+        ("readers", ["mlp.shared"], "norm.readers: mlp.shared is neither router, experts nor residual, nor any tensor"),
+    ):
+        file.write_text(dump(values | {"roles": values["roles"] | {key: value}}))
+        with pytest.raises(ArchitectureError, match=rf"config.json: .*{said}"):
+            prepare(str(job))
 
 
 def test_the_published_recipe_makes_the_same_plan(made: Path) -> None:

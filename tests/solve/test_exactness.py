@@ -82,7 +82,7 @@ def facts_with(*readers: str) -> Architecture:
 
 def planned(facts: Architecture, experts: Experts) -> Any:
     config = families.config("qwen3_moe")
-    sizes = sizes_of(facts, config, "here")
+    sizes = sizes_of(facts)
     tensors: dict[str, Spec] = expected_tensors(facts, sizes, config, "here")
     return make_plan(facts, sizes, tensors, experts, "here", (128, 128))
 

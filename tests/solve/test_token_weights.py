@@ -50,7 +50,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Observed:
     folder = tiny.make(tmp_path_factory.mktemp("observed") / "model", seed=1)
     checkpoint = open_folder(folder)
     facts = architecture_for(checkpoint.config, "config.json")
-    sizes = sizes_of(facts, checkpoint.config, "config.json")
+    sizes = sizes_of(facts)
     model = StreamedModel(checkpoint, facts, sizes, torch.device("cpu"), torch.float32)
     generator = torch.Generator().manual_seed(1)
     states = [torch.randn(n, HIDDEN, generator=generator) for n in LENGTHS]

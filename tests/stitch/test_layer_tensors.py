@@ -35,7 +35,7 @@ class Layer:
     def __init__(self, folder: Path) -> None:
         model = open_folder(make(folder / "model", num_hidden_layers=1))
         self.facts = architecture_for(model.config, "config.json")
-        self.sizes = sizes_of(self.facts, model.config, "config.json")
+        self.sizes = sizes_of(self.facts)
         self.source: LoadedTensors = load_tensors(model, layer_names(model, self.facts, 0))
         specs = {name: Spec(info.dtype, info.shape) for name, info in model.tensors.items()}
         self.plan: Plan = make_plan(self.facts, self.sizes, specs, Experts(group_size=32), "tiny", BLOCK)
