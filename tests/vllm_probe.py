@@ -2,14 +2,15 @@
 
 Runs in an environment of its own that has a vLLM for the CPU (.ci/vllm-requirements.txt):
 
-    PYTHONPATH=. /path/to/that/python tests/vllm_probe.py FOLDER... [--compare FOLDER]
+    PYTHONPATH=.:tests/stand_ins /path/to/that/python tests/vllm_probe.py FOLDER... [--compare FOLDER]
 
 For each folder vLLM reads the config, builds the model class of its registry on one CPU, and loads the shards, all by
 its own code. Before it loads, every byte of every parameter is set to 0xFF (NaN in any float dtype), so what it does
 not write shows. A layer that predicts further tokens (MTP) is in a model of its own, which vLLM builds for speculative
 decoding: it is built and loaded after the main one, from the config that vLLM's SpeculativeConfig makes. Then, before
 kernels rearrange anything, each tensor of the files must lie in exactly one place of the models with equal bytes (the
-main model's matrices of the vocabulary may lie in both), and these places must make up every parameter. Nothing is
+main model's matrices of the vocabulary may lie in both), and these places must make up every parameter: see
+vllm_parameters.py. Nothing is
 computed with the weights.
 
 Standard output is one JSON object; exit code 0 without problems, 1 with any. With --compare the values are compared
@@ -25,6 +26,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import re
 import sys
@@ -61,8 +63,9 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     compressed_tensors_moe_wna16 as int4_experts,
 )
 from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.models import registry
 from vllm.utils.torch_utils import set_default_torch_dtype
-from vllm_parameters import compare, fill, parameters_of
+from vllm_parameters import compare, fill, state_of
 from whole_models import stored
 
 from eval.serving.ask_vllm import ask_vllm
@@ -102,7 +105,7 @@ def build(config: VllmConfig, model_config: ModelConfig) -> torch.nn.Module:
     """vLLM's model, every byte of its parameters 0xFF."""
     with current(config):
         model = get_model_loader(config.load_config).create_model(config, model_config)
-    for _, parameter in parameters_of(model).values():
+    for _, parameter in state_of(model).values():
         fill(parameter)
     return model
 
@@ -116,8 +119,9 @@ def load(model: torch.nn.Module, config: VllmConfig, model_config: ModelConfig) 
 def has_mtp(folder: Path) -> bool:
     """Whether the files have a layer beyond the last one."""
     config, tensors = stored(folder)
+    layers = config.get("text_config", config).get("num_hidden_layers", math.inf)
     numbers = {int(match[1]) for name in tensors if (match := re.match(r"model\.layers\.(\d+)\.", name))}
-    return any(number >= config["num_hidden_layers"] for number in numbers)
+    return any(number >= layers for number in numbers) or any(name.startswith("mtp.") for name in tensors)
 
 
 def probe(folder: Path, reference: Path | None) -> dict[str, Any]:
@@ -126,28 +130,31 @@ def probe(folder: Path, reference: Path | None) -> dict[str, Any]:
     doing = "reading the config"
     try:
         speculative = {"method": "mtp", "num_speculative_tokens": 1} if has_mtp(folder) else None
-        config = EngineArgs(
-            model=str(folder), skip_tokenizer_init=True, enforce_eager=True, speculative_config=speculative
-        ).create_engine_config()
+        with patch.object(registry, "_run_in_subprocess", lambda call: call()):  # where no GPU is, it needs no process
+            config = EngineArgs(
+                model=str(folder),
+                skip_tokenizer_init=True,
+                enforce_eager=True,
+                enable_prefix_caching=False,
+                speculative_config=speculative,
+            ).create_engine_config()
         config.load_config.use_tqdm_on_load = False
         doing = "building the model"
         model = build(config, config.model_config)
-        modules = list(model.modules())
         report["model_class"] = type(model).__name__
         doing = "loading the weights"
         load(model, config, config.model_config)
-        mtp = None
+        models = [model]
         if config.speculative_config is not None:
             doing = "building the MTP model"
             draft = config.speculative_config.draft_model_config
-            mtp = build(config, draft)
-            modules += mtp.modules()
+            models.append(build(config, draft))
             doing = "loading the MTP model's weights"
-            load(mtp, config, draft)
+            load(models[-1], config, draft)
+        modules = (module for model in models for module in model.modules())
         report["router_dtype"] = dtypes(module.weight for module in modules if isinstance(module, GateLinear))
         doing = "after which its parameters were compared"
-        _, tensors = stored(folder)
-        report |= compare(model, mtp, set(tensors), tensors if reference is None else stored(reference)[1])
+        report |= compare(models, stored(folder)[1] | (stored(reference)[1] if reference is not None else {}))
     # What vLLM raises has no common base class; whatever it is, vLLM cannot serve this folder.
     except Exception as failure:
         traceback.print_exc()

@@ -2,6 +2,7 @@
 
 A model is of its type's own classes, with the defaults of its config class but for the sizes below. What is special to
 a type makes every kind of its layers occur: windows of 16, linear and sparse attention, dense layers, indexers.
+Which of their outputs a real vLLM loads is in tests/eval/test_vllm_types.py, with the variable that tries all of them.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ FACTORS: Settings = {
     "embedding_multiplier": 3.0, "logits_scaling": 0.5, "residual_multiplier": 0.6, "attention_multiplier": 0.2,
 }  # fmt: skip
 BLOCKS: Settings = {  # every matrix of whole blocks of 128 × 128
-    "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "head_dim": 64,
+    "moe_intermediate_size": 128, "head_dim": 64,
     "linear_key_head_dim": 64, "linear_value_head_dim": 32,
 }  # fmt: skip
 STEP: Settings = FIRST_DENSE | _layers("fsfs") | {
@@ -87,9 +88,11 @@ STEP: Settings = FIRST_DENSE | _layers("fsfs") | {
 
 # Types that have a class for text alone and one with vision.
 WITH_VISION = ("aria", "gemma4", "inkling", "llama4", "minimax_m3_vl", "qwen3_5_moe", "qwen4_exp")
-# What is special to the text model of each type.
+# What is special to the text model of each type, with what published files say besides and servers read.
 TYPES: dict[str, Settings] = {
-    "afmoe": _layers("sfsf") | {"mup_enabled": True, "route_scale": 2.5},
+    "afmoe": _layers("sfsf") | {"mup_enabled": True, "route_scale": 2.5} | {
+        "score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1,
+    },
     "aria": {},
     "axk1": MLA,
     # With few heads, many scores of its indexer are 0, and which of these it takes depends on the batch.
@@ -117,7 +120,7 @@ TYPES: dict[str, Settings] = {
     },
     "glm4_moe": {"attention_bias": True},
     "glm4_moe_lite": MLA | FIRST_DENSE,
-    "glm4v_moe": _rope(partial_rotary_factor=0.5, mrope_section=[2, 3, 3]),
+    "glm4v_moe": _rope(partial_rotary_factor=0.5, mrope_section=[2, 3, 3]) | {"head_dim": 32, "use_qk_norm": False},
     "glm5_next": FIRST_DENSE | _layers("llld") | {
         "num_key_value_heads": 4, "head_dim": 0, "qk_rope_head_dim": 0, "indexer_types": ["full"] * 4, "index_kpool": 4,
     },
@@ -130,7 +133,7 @@ TYPES: dict[str, Settings] = {
     },
     "granitemoeshared": NARROW | FACTORS,
     "hunyuan_v1_moe": NARROW,
-    "hy_v3": FIRST_DENSE,
+    "hy_v3": FIRST_DENSE | {"first_k_dense_replace": 1, "expert_hidden_dim": 96, "route_norm": True, "qk_norm": True},
     "hy_v4": MLA | FIRST_DENSE | SHARED_INDEX | _layers("dddd"),
     "inkling": FIRST_DENSE | {
         "layer_types": ["hybrid_sliding", "hybrid"] * 2, "sliding_window_size": 16, "rel_extent": 64,
@@ -149,7 +152,11 @@ TYPES: dict[str, Settings] = {
     },
     "longcat_flash": MLA | {"num_layers": 2, "ffn_hidden_size": 256, "zero_expert_num": 4},
     "mellum": _layers("fsfs") | {"mlp_layer_types": ["sparse"] * 4},
-    "mimo_v2_flash": FIRST_DENSE | _layers("fssf") | {"head_dim": 48},
+    "mimo_v2_flash": FIRST_DENSE | _layers("fssf") | {
+        "head_dim": 48, "moe_layer_freq": [0, 1, 1, 1], "hybrid_layer_pattern": [0, 1, 1, 0],
+        "layernorm_epsilon": 1e-5, "sliding_window_size": 16, "add_swa_attention_sink_bias": True,
+        "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_head_dim": 48, "swa_v_head_dim": 32,
+    },
     "minimax": NARROW | _layers("lflf") | {
         "block_size": 16, "full_attn_alpha_factor": 3.55, "linear_attn_alpha_factor": 3.55, "mlp_alpha_factor": 3.55,
     },
@@ -168,12 +175,12 @@ TYPES: dict[str, Settings] = {
     "phimoe": NARROW | {"attention_bias": True, "lm_head_bias": True},
     "qwen2_moe": {},
     "qwen3_5_moe": _layers("lflf"),
-    "qwen3_5_moe as published": _layers("lflf") | BLOCKS,
+    "qwen3_5_moe as published": _layers("lflf") | BLOCKS | {"shared_expert_intermediate_size": 128},
     "qwen3_moe": {},
     "qwen3_next": _layers("lflf"),
     "qwen3_omni_moe": _rope(mrope_section=[6, 5, 5]),
-    "qwen3_vl_moe": _rope(mrope_section=[6, 5, 5]),
-    "qwen3_vl_moe as published": BLOCKS | _rope(mrope_section=[12, 10, 10]),
+    "qwen3_vl_moe": _rope(mrope_section=[6, 5, 5]) | {"norm_topk_prob": True},
+    "qwen3_vl_moe as published": BLOCKS | _rope(mrope_section=[12, 10, 10]) | {"norm_topk_prob": True},
     "qwen4_exp": _layers("lqlq") | {
         "hc_lowrank": 16, "ple_embed_dim": 32, "ngram_vocab_size_base": 500, "split_ngram_parts": 2,
         "heads_per_ngram": 2, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 32,
@@ -369,6 +376,7 @@ def opened(folder: Path, dtype: torch.dtype = torch.float32) -> StreamedModel:
 FP8: Settings = {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
 }  # fmt: skip
+MTP_NORMS = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
 # All linear modules of a layer but routers, gates and the two small ones of linear attention; of Step the experts.
 FP8_WEIGHT = re.compile(
     r".*(self_attn\.\w_proj|linear_attn\.(in_proj_qkv|in_proj_z|out_proj)|(shared_expert|experts\.\d+)\.\w+_proj)\.weight"
@@ -386,7 +394,8 @@ def _publish(folder: Path) -> None:
     if config["model_type"] == "qwen3_5_moe":
         last = {name: t for name, t in tensors.items() if ".language_model.layers.3." in name}
         tensors |= {"mtp.layers.0." + name.partition(".layers.3.")[2]: t.clone() for name, t in last.items()}
-        tensors |= {"mtp.fc.weight": torch.randn(128, 256).bfloat16(), "mtp.norm.weight": torch.zeros(128).bfloat16()}
+        tensors["mtp.fc.weight"] = torch.randn(128, 256).bfloat16()
+        tensors |= {f"mtp.{norm}.weight": torch.randn(128).bfloat16() for norm in MTP_NORMS}
     which = FP8_EXPERTS if config["model_type"] == "step3p7" else FP8_WEIGHT
     for name in [name for name in tensors if which.fullmatch(name)]:
         tensors[name], tensors[f"{name}_scale_inv"] = fp8(tensors[name])

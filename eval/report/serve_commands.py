@@ -31,7 +31,7 @@ def without_vllm(about: dict[str, Any]) -> str:
     """
     if about["servers"]:
         return "No release of vLLM that was known when this was made has a model of this family."
-    backend = "vLLM may take it with a model of its own or by its Transformers backend, which nobody has tried here"
+    backend = "vLLM may take it with a model of its own or by its Transformers backend, which nobody has served here"
     return "Nothing is known here of the servers of this model type, so none was checked" + (
         f"; {backend}." if about.get("transformers", True) else "."
     )

@@ -448,11 +448,8 @@ def _sizes(skeleton: Skeleton, roles: Roles, given: Mapping[str, Any]) -> dict[s
         "vocabulary": skeleton.model.get_input_embeddings().weight.shape[0],
         "heads": config.num_attention_heads,
     }
-    sizes |= {
-        name: size
-        for name in ("kv_heads", "head_dim")
-        if type(size := getattr(config, KEYS[name][0], 0)) is int and size
-    }
+    written = config.to_dict()  # some classes have no such attribute, but one for each layer
+    sizes |= {name: written[key] for name in ("kv_heads", "head_dim") if type(written.get(key := KEYS[name][0])) is int}
     if (getattr(config, "n_group", None) or 1) > 1:
         sizes |= {"groups": config.n_group, "chosen_groups": config.topk_group}
     given = given.get("text_config", given)

@@ -1,0 +1,130 @@
+"""A real vLLM loads the outputs of model types without a file of facts, each tensor into one place.
+
+What it loads, through which class, and what keeps it from the others is data here: a newer vLLM shows by what changes.
+`QUANTIZERS_TEST_VLLM_TYPES=all` tries every type, in about 8 minutes, instead of those in CI; names with commas between
+them, these alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+import zoo
+from conftest import needs_vllm
+from probed import probed
+from runs import change
+from whole_models import stored
+
+from quantizers.architectures.families import known
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
+from quantizers.planning.job import prepare
+
+BACKEND = "TransformersMoEForCausalLM"  # vLLM runs transformers' own modules, but for the experts
+# vLLM's class for each type that it loads.
+LOADED = {
+    "afmoe": "AfmoeForCausalLM",
+    "axk1": "AXK1ForCausalLM",
+    "cohere2_moe": "Cohere2MoeForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
+    "exaone_moe": "ExaoneMoeForCausalLM",
+    "gemma4": "Gemma4ForCausalLM",
+    "glm4v_moe": "Glm4vMoeForConditionalGeneration",
+    "granitemoe": "GraniteMoeForCausalLM",
+    "granitemoe_swa": "GraniteMoeSharedForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "granitemoeshared": "GraniteMoeSharedForCausalLM",
+    "hy_v3": "HYV3ForCausalLM",
+    "jamba": "JambaForCausalLM",
+    "laguna": "LagunaForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
+    "mimo_v2_flash": "MiMoV2FlashForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
+    "qwen3_5_moe as published": "Qwen3_5MoeForConditionalGeneration",
+    "qwen3_5_moe with vision": "Qwen3_5MoeForConditionalGeneration",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "qwen3_vl_moe as published": "Qwen3VLMoeForConditionalGeneration",
+    **dict.fromkeys(
+        (
+            "axk2", "dots1", "flex_olmo", "hunyuan_v1_moe", "mellum", "minimax_m3_vl", "mistral4", "phimoe",
+            "solar_open", "zaya",
+        ),
+        BACKEND,
+    ),
+}  # fmt: skip
+# The only problems of types that it loads: a norm of a dense layer that its class has and never reads; and the router's
+# correction, which laguna's class passes over without a word.
+PROBLEMS = {
+    "axk1": [r"model\.layers\.0\.post_mlp_layernorm\.weight: 128 of 128 elements were never written"],
+    "laguna": [
+        r"model\.layers\.[123]\.mlp\.experts\.e_score_correction_bias: found in 0 places of vLLM's model",
+        r"model\.layers\.[123]\.mlp\.experts\.routed_experts\.e_score_correction_bias: 8 of 8 elements were never",
+    ],
+}
+# What it says of the others.
+SPARSE = "Sparse Attention is not supported on CPU"
+REFUSED = {
+    "deepseek_ocr2": "Can't load image processor",  # its Transformers backend wants one in the folder
+    "deepseek_v32": SPARSE,
+    "ernie4_5_vl_moe": "'Ernie4_5_VLMoeVisionConfig' object has no attribute 'embed_dim'",  # no name of transformers'
+    "gemma4 with vision": "Unrecognized configuration class <class 'NoneType'>",  # its class wants a tower
+    "glm5_next": "'Glm5NextTextConfig' object has no attribute 'mhc'",
+    "glm_moe_dsa": SPARSE,
+    "hy_v4": "no valid sparse MLA backend is available",
+    "inkling": "failed to be inspected",  # it imports numba
+    "kimi_linear": "No module named 'cutlass'",
+    "minimax": "Layer 0 (linear_attention) does not dispatch through the Transformers attention interface",
+    "minimax_m3_vl with vision": "object has no attribute 'img_token_compression_config'",
+    "qwen3_omni_moe": "Invalid type of HuggingFace processor",
+    "step3p7": "'Step3p7VisionConfig' object has no attribute 'output_dim'",
+    "step3p7 as published": "'Step3p7VisionConfig' object has no attribute 'output_dim'",
+}
+# Together they have every naming of experts and every way in which vLLM holds what is kept; and one that it refuses.
+IN_CI = (
+    "afmoe", "deepseek_v2", "gemma4", "glm4v_moe", "granitemoehybrid", "hunyuan_v1_moe", "jamba", "laguna", "lfm2_moe",
+    "mimo_v2_flash", "minimax", "qwen3_5_moe as published", "qwen3_5_moe with vision", "qwen3_vl_moe", "zaya",
+)  # fmt: skip
+WANTED = os.environ.get("QUANTIZERS_TEST_VLLM_TYPES")  # environment variable
+TRIED = tuple(WANTED.split(",")) if WANTED else IN_CI
+TRIED = tuple(sorted(LOADED | REFUSED)) if TRIED == ("all",) else TRIED
+
+
+def test_every_type_is_loaded_or_has_a_reason() -> None:
+    derived = {name for name in zoo.TYPES if name not in zoo.REFUSED and name not in known()}
+    assert {*LOADED} | {*REFUSED} == derived
+    assert not {*LOADED} & {*REFUSED}
+
+
+@pytest.mark.slow
+@needs_vllm
+def test_vllm_has_each_tensor_in_one_place(tmp_path: Path) -> None:
+    """In one process: its class is the one above, and every tensor of the files lies in its model, byte for byte."""
+    folders = []
+    for name in TRIED:
+        folder = tmp_path / name.replace(" ", "-")
+        zoo.save(name, folder / "model")
+        recipe = tiny.write_recipe(folder, samples=2, bits=4, group_size=32)
+        change(recipe, lambda body: body.pop("verify"))
+        run(prepare(str(recipe)), Options(folder / "output", torch.device("cpu"), ignore_source_check=True))
+        folders.append(folder / "output")
+    _, report = probed(*folders)
+    for name, folder, one in zip(TRIED, folders, report["checked"], strict=True):
+        problems = one["problems"]
+        if name in REFUSED:
+            assert len(problems) == 1, (name, problems)
+            assert REFUSED[name] in problems[0], name
+            continue
+        expected = PROBLEMS.get(name, [])
+        assert [line for line in problems if not any(re.match(e, line) for e in expected)] == [], name
+        assert all(any(re.match(e, line) for line in problems) for e in expected), (name, problems)
+        missing = sum("found in 0 places" in line for line in problems)
+        assert (one["model_class"], one["tensors"]) == (LOADED[name], len(stored(folder)[1]) - missing)
