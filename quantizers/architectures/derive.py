@@ -448,8 +448,9 @@ def _sizes(skeleton: Skeleton, roles: Roles, given: Mapping[str, Any]) -> dict[s
         "vocabulary": skeleton.model.get_input_embeddings().weight.shape[0],
         "heads": config.num_attention_heads,
     }
-    written = config.to_dict()  # some classes have no such attribute, but one for each layer
-    sizes |= {name: written[key] for name in ("kv_heads", "head_dim") if type(written.get(key := KEYS[name][0])) is int}
+    kv_heads = config.to_dict().get(KEYS["kv_heads"][0])  # some classes have no such attribute, but one for each layer
+    if type(kv_heads) is int:
+        sizes["kv_heads"] = kv_heads
     if (getattr(config, "n_group", None) or 1) > 1:
         sizes |= {"groups": config.n_group, "chosen_groups": config.topk_group}
     given = given.get("text_config", given)
