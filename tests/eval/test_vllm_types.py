@@ -75,6 +75,7 @@ SPARSE = "Sparse Attention is not supported on CPU"
 REFUSED = {
     "deepseek_ocr2": "Can't load image processor",  # its Transformers backend wants one in the folder
     "deepseek_v32": SPARSE,
+    "deepseek_v4": "The `mlp_layer_types` entries must be in ('sparse', 'dense')",  # by its transformers 5.19
     "ernie4_5_vl_moe": "'Ernie4_5_VLMoeVisionConfig' object has no attribute 'embed_dim'",  # no name of transformers'
     "gemma4 with vision": "Unrecognized configuration class <class 'NoneType'>",  # its class wants a tower
     "glm5_next": "'Glm5NextTextConfig' object has no attribute 'mhc'",
@@ -85,6 +86,8 @@ REFUSED = {
     "minimax": "Layer 0 (linear_attention) does not dispatch through the Transformers attention interface",
     "minimax_m3_vl with vision": "object has no attribute 'img_token_compression_config'",
     "qwen3_omni_moe": "Invalid type of HuggingFace processor",
+    "qwen4_exp": "pin_memory=True requires a CUDA or other accelerator backend",
+    "qwen4_exp with vision": "'Qwen4ExpVisionConfig' object has no attribute 'deepstack_visual_indexes'",
     "step3p7": "'Step3p7VisionConfig' object has no attribute 'output_dim'",
     "step3p7 as published": "'Step3p7VisionConfig' object has no attribute 'output_dim'",
 }
