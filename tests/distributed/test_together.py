@@ -132,6 +132,7 @@ def test_the_folder_is_held_until_the_last_has_ended(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_an_evaluation_by_several(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The figures of one process, by two machines too; cut off in one of three, it goes on with two and then alone."""
     monkeypatch.setattr(expert_batches, "CPU_TOKENS", 256)  # everybody has texts

@@ -249,6 +249,7 @@ def test_wrong_questions(words: tuple[str, ...], said: str, finished: Finished, 
     assert said in command.err
 
 
+@pytest.mark.slow
 def test_compare_two_sets(
     finished: Finished, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,7 +55,13 @@ def of_the_tiny_model(name: str) -> tuple[Kind, dict[str, Any]]:
     return Kind("gptq", shuffled=True), {"chosen": chosen, "section": {"dynamic": rules, "lm_head": True}}
 
 
-@pytest.mark.parametrize("name", ["AWQ", "GPTQ in act-order, with exceptions and a quantized head"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "AWQ",
+        pytest.param("GPTQ in act-order, with exceptions and a quantized head", marks=pytest.mark.slow),
+    ],
+)
 def test_the_tiny_model_measures_as_the_whole_model_does(
     name: str, tiny_model: Path, whole_model: WholeModel, tmp_path: Path
 ) -> None:

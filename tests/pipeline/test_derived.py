@@ -21,11 +21,7 @@ from quantizers.checkpoint.reader import open_folder
 from quantizers.commands.verify import verify_folder
 
 CPU = torch.device("cpu")
-# One of each kind is quick: its scales are folded, or its weights are FP8.
-QUICK = {
-    "mimo_v2_flash": "a fold, layers of several kinds",
-    "qwen3_5_moe as published": "FP8, vision, a layer beyond the last",
-}
+QUICK = {"qwen3_5_moe as published"}  # FP8, vision, layers of several kinds, one beyond the last
 # The matrices of experts in decoder layers, each a tensor or all of a layer in two or three.
 ROUTED = re.compile(
     r"(language_model\.)?model\..*\.(experts\.(\d+\.\w+\.weight(_scale_inv)?|gate_up_proj|down_proj)"

@@ -131,6 +131,7 @@ def test_a_disk_that_fills_while_the_run_works(
         subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
+@pytest.mark.slow
 def test_writes_that_find_no_room(small: Small, tmp_path: Path, quantize: Callable[..., tuple[int, str]]) -> None:
     """Where nothing can be mounted: the second of one kind of write says that the disk is full, then of another."""
     command = ("run", small.recipe, "--output", tmp_path / "output")

@@ -62,6 +62,7 @@ def deepseek() -> Job:
     return prepare("deepseek-v3.1-fp8-int4", offline_facts=True)
 
 
+@pytest.mark.slow
 def test_a_whole_run_by_hand(deepseek: Job) -> None:
     """DeepSeek-V3: 58 layers with experts and 3 without, a second in each phase, and 200 of reading."""
     ratios = {"tokens": 10, "evaluation tokens": 4, "experts": 2, "Hessians": 1.5}
@@ -94,6 +95,7 @@ def test_a_random_checkpoint_has_the_published_layout(tmp_path: Path) -> None:
     assert float(weight.square().mean().sqrt()) == pytest.approx(128**-0.5, rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_published_models_layer_has_its_real_size_and_needs_no_files(deepseek: Job) -> None:
     """As deep as the first layer with experts, and without the layer that predicts further tokens."""
     with pytest.raises(InputError, match=r"^--experts 8: .*n_routed_experts 8 are not two or more in each"):

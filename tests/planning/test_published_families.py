@@ -146,6 +146,7 @@ def test_what_keeps_a_model_from_more_gpus(model: str, ranks: int, reason: str) 
     )
 
 
+@pytest.mark.slow
 def test_merged_modules_that_are_whole_end_within_a_block_only_in_the_last() -> None:
     """kv_a of 576 rows after q_a of 1536: 4.5 blocks. With 1600 rows of q_a, kv_a would begin within a block."""
     assert serving_memory.tensor_parallel_problem(served("deepseek-ai/DeepSeek-V3"), 1) is None

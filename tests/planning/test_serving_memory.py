@@ -154,6 +154,7 @@ def test_an_unknown_gpu_lists_the_known_ones(text: str, meant: str) -> None:
 SMALL = ("2xH100", "4x4090", "2x94GiB")
 
 
+@pytest.mark.slow
 def test_what_would_make_it_fit_fits(model: Model, published_job: Job) -> None:
     """Each remedy is given to the estimate as its words say it, with nothing else changed."""
     said = set()
