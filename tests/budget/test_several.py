@@ -40,6 +40,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_figures_of_one_process(recipe: Path, tmp_path: Path) -> None:
     """Two processes, on two machines."""
     job = prepare(str(recipe))

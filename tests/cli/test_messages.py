@@ -62,6 +62,7 @@ def unfinished(typed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return Path("cut")
 
 
+@pytest.mark.slow
 def test_an_unfinished_folder_and_the_command_that_finishes_it(
     unfinished: Path, finished: Finished, said: Said, typed: Path, command: Command
 ) -> None:

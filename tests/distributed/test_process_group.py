@@ -157,6 +157,7 @@ def test_a_signal_ends_a_wait() -> None:
     assert isinstance(ended[1], PeerFailed)
 
 
+@pytest.mark.slow
 def test_a_wait_ends_with_the_timeout() -> None:
     def work(dist: DistributedGroup) -> None:
         if dist.is_main:

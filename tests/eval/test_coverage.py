@@ -77,7 +77,7 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return rows_set(folder, rows, sequence_length=128)
 
 
-@pytest.mark.parametrize("which", ["FP8 source", "finished output"])
+@pytest.mark.parametrize("which", [pytest.param("FP8 source", marks=pytest.mark.slow), "finished output"])
 def test_counts_equal_the_whole_models(
     which: str, finished: Finished, uneven: Path, whole_model: WholeModel, tmp_path: Path
 ) -> None:

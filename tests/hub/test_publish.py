@@ -128,7 +128,9 @@ def test_nothing_that_is_published_names_the_machine(hub: HubStandIn, publish: P
     assert [(name, word) for name, raw in texts.items() for word in words if word.encode() in raw] == []
 
 
-@pytest.mark.parametrize("spoil", [break_a_byte, fail_a_gate, mislead_servers])
+@pytest.mark.parametrize(
+    "spoil", [break_a_byte, *(pytest.param(one, marks=pytest.mark.slow) for one in (fail_a_gate, mislead_servers))]
+)
 def test_a_failing_checkpoint_is_refused_unless_forced(
     hub: HubStandIn, publish: Publish, folder: Path, spoil: Any
 ) -> None:

@@ -62,6 +62,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return batches_cached(monkeypatch)
 
 
+@pytest.mark.slow
 def test_the_limit_decides_no_byte(
     job: Path, tmp_path: Path, held: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

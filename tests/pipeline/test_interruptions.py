@@ -156,6 +156,7 @@ def test_writes_that_find_no_room(small: Small, tmp_path: Path, quantize: Callab
 SHARD = "model-00001-of-00002.safetensors"
 
 
+@pytest.mark.slow
 def test_a_source_that_changes_between_two_parts(
     small: Small, tmp_path: Path, quantize: Callable[..., tuple[int, str]]
 ) -> None:

@@ -191,6 +191,7 @@ def test_a_byte_that_changed_in_memory_or_between_memory_and_file_is_found_at_on
     assert_same(options.output, small.whole)
 
 
+@pytest.mark.slow
 def test_a_shard_damaged_between_layer_and_end_is_found_and_made_again(
     small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -351,7 +352,12 @@ def make_bad(numbers: set[int], patched: pytest.MonkeyPatch) -> None:
     ("limit", "layer", "said"),
     [  # a router sees what the layer before it did
         ({"max_hidden_error": 0.5}, 0, r"hidden error \d\.\d+ > 0\.5 \(verify\.stop\.max_hidden_error\)"),
-        ({"min_router_agreement": 0.9}, 1, r"router agreement 0\.\d+ < 0\.9 \(verify\.stop\.min_router_agreement\)"),
+        pytest.param(
+            {"min_router_agreement": 0.9},
+            1,
+            r"router agreement 0\.\d+ < 0\.9 \(verify\.stop\.min_router_agreement\)",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_bad_layers_stop_the_run_at_the_first(

@@ -55,7 +55,7 @@ def data_of(folder: Path, file: Path) -> Path:
     return folder / f"data-{hashlib.sha256(file.read_bytes()).hexdigest()[:16]}.jsonl"
 
 
-@pytest.mark.parametrize("with_data", [True, False])
+@pytest.mark.parametrize("with_data", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_finished_folder_gives_the_same_bytes_again(with_data: bool, folder: Path, command: Command) -> None:
     """With the data beside it, or with shipped data, which is found by its content; every file but times and memory."""
     assert data_of(folder, SHIPPED).is_file()

@@ -160,9 +160,9 @@ def test_merged_modules_that_are_whole_end_within_a_block_only_in_the_last() -> 
     ("model", "one", "eight"),
     [
         ("deepseek-ai/DeepSeek-V3", 61 * 576 * 2, 61 * 576 * 2),  # every GPU needs what all heads are made of
-        ("moonshotai/Kimi-K2-Instruct", 61 * 576 * 2, 61 * 576 * 2),
+        pytest.param("moonshotai/Kimi-K2-Instruct", 61 * 576 * 2, 61 * 576 * 2, marks=pytest.mark.slow),
         ("zai-org/GLM-4.7-Flash", 47 * 576 * 2, 47 * 576 * 2),
-        ("zai-org/GLM-4.6-FP8", 92 * 2 * 8 * 128 * 2, 92 * 2 * 128 * 2),
+        pytest.param("zai-org/GLM-4.6-FP8", 92 * 2 * 8 * 128 * 2, 92 * 2 * 128 * 2, marks=pytest.mark.slow),
         ("zai-org/GLM-4.5-Air-FP8", 46 * 2 * 8 * 128 * 2, 46 * 2 * 128 * 2),
     ],
 )

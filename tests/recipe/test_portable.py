@@ -158,6 +158,7 @@ def test_sources_are_called_by_id_or_folder(model: str, name: str, tmp_path: Pat
     assert source_name(model.format(here=tmp_path), tmp_path) == name
 
 
+@pytest.mark.slow
 def test_the_recipe_says_what_and_source_says_where(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:

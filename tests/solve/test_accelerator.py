@@ -51,7 +51,10 @@ class WithoutNumbers(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("options", "factorizations", "resident"),
-    [({"rounding": "nearest", "scales": "minmax"}, 0, 2), ({"bits": 8, "scales": "minmax"}, 4, 1)],
+    [
+        ({"rounding": "nearest", "scales": "minmax"}, 0, 2),
+        pytest.param({"bits": 8, "scales": "minmax"}, 4, 1, marks=pytest.mark.slow),
+    ],
     ids=["nearest", "gptq"],
 )
 def test_a_gpu_is_waited_for_as_seldom_as_can_be(

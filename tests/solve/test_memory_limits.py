@@ -89,7 +89,14 @@ def places(layer: Layer) -> dict[str, tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize(("where", "share"), [("sweep", 0.7), ("search", 0.02), ("batches", 0.7)])
+@pytest.mark.parametrize(
+    ("where", "share"),
+    [
+        ("sweep", 0.7),
+        pytest.param("search", 0.02, marks=pytest.mark.slow),
+        pytest.param("batches", 0.7, marks=pytest.mark.slow),
+    ],
+)
 def test_a_full_device_in_the_middle_changes_no_bit(
     layer: Layer,
     wanted: LayerResult,
