@@ -47,9 +47,8 @@ def derived_architecture(config: dict[str, Any], tensors: Mapping[str, Stored], 
         raise ArchitectureError(f"{where}: {failure}") from None
 
 
-@cache
+@cache  # a command asks several times, and building and probing the model takes seconds
 def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...]) -> Architecture:
-    # A command asks several times, and building and probing the model takes seconds.
     parsed: dict[str, Any] = json.loads(config)
     skeleton = skeleton_of(parsed)
     handed = find_handed(skeleton)
@@ -449,8 +448,7 @@ def _sizes(skeleton: Skeleton, roles: Roles, given: Mapping[str, Any]) -> dict[s
         "heads": config.num_attention_heads,
     }
     kv_heads = config.to_dict().get(KEYS["kv_heads"][0])  # some classes have no such attribute, but one for each layer
-    if type(kv_heads) is int:
-        sizes["kv_heads"] = kv_heads
+    sizes |= {"kv_heads": kv_heads} if type(kv_heads) is int else {}
     if (getattr(config, "n_group", None) or 1) > 1:
         sizes |= {"groups": config.n_group, "chosen_groups": config.topk_group}
     given = given.get("text_config", given)

@@ -18,7 +18,7 @@ QUICK = ("gemma4 with vision", "glm_moe_dsa", "inkling", "mimo_v2_flash")
 # Types that are built, but whose layers have no module of experts.
 NO_EXPERTS = ("doge",)
 NAMES = [name for name in zoo.TYPES if name not in NO_EXPERTS]
-EVERY = [pytest.param(name, marks=() if name in QUICK else [pytest.mark.slow]) for name in NAMES]
+EVERY = [pytest.param(name, marks=() if name in QUICK else [pytest.mark.every]) for name in NAMES]
 
 # Arguments that come of earlier layers, and such as layers fill while they run.
 HANDED = {"zaya": "prev_router_hidden_states"} | dict.fromkeys(

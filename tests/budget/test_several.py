@@ -68,7 +68,7 @@ def test_figures_of_one_process(recipe: Path, tmp_path: Path) -> None:
     assert again[0] == got
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_torchrun_from_the_beginning(recipe: Path, tmp_path: Path) -> None:
     """By two processes, terminated while they measure, and resumed: the bytes of one process, which is this one."""
     run(prepare(str(recipe)), Options(tmp_path / "one", CPU))

@@ -40,8 +40,10 @@ main()
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "code"), [("SIGKILL", -9), ("SIGTERM", 143)])
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [pytest.param("SIGKILL", -9, marks=pytest.mark.slow), pytest.param("SIGTERM", 143, marks=pytest.mark.every)],
+)
 def test_killed_at_random_moments(name: str, code: int, tmp_path: Path) -> None:
     """At seeded moments spread over the whole run; each output is the unbroken run's, byte for byte."""
     recipe = write_job(tmp_path, layers=2, words=12, samples=2, awq={"grid": 5})

@@ -226,7 +226,7 @@ def test_what_is_alive_does_not_grow_with_the_number_of_tokens(
     assert living(1, 36, "memory").tensors - many.tensors == calibration_bytes(sizes, 36 * SEQUENCE, 4)
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_a_model_larger_than_the_memory_allowed(tmp_path: Path) -> None:
     """RLIMIT_DATA bounds all that is not a file's page, above the imports: the model is larger than that.
 

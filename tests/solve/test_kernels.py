@@ -88,7 +88,7 @@ def quantized(folder: Path, name: str, program: list[str], environment: dict[str
 def test_interpreted_and_wrong_kernels_write_the_same_shards(tmp_path: Path) -> None:
     """Kernels that are wrong, or cannot be launched, are found at the start, and replaced by torch's operations."""
     config = tiny.config(
-        num_hidden_layers=1, num_local_experts=4, hidden_size=128, intermediate_size=64, vocab_size=320
+        num_hidden_layers=1, num_local_experts=2, hidden_size=128, intermediate_size=64, vocab_size=320
     )
     write_tokenizer(tiny.write(tmp_path / "model", config, tiny.tensors(config)))
     rows = [("any", " ".join(f"text {i} word {j}" for j in range(30))) for i in range(4)]

@@ -133,7 +133,7 @@ def test_experts_that_were_not_smoothed(tmp_path: Path) -> None:
         assert output.tensors[name].dtype == source.tensors[name].dtype
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_the_repair_wins_the_divergence_back(finished: Finished, copy: Path, tmp_path: Path) -> None:
     """Experts by the library's own oneshot, whose AWQ has no router in its mapping."""
     data = load_set(finished.calibration, str(finished.source))
