@@ -2,38 +2,42 @@
 
 One sample is one sequence: nothing is packed, and samples longer than their source's sequence_length (the set's, if
 the source gives none) are truncated and counted. Equal digests over all token ids prove that two runs were calibrated
-on the same data. A loaded set is cached on disk, for resumed runs, other processes and runs without a network.
+on the same data.
+
+Every source is looked at before any is read whole: its repository and its first row; the faults of all sources are
+reported together. What was read of the Hub is kept (rows.py), and a run keeps the sets that it has loaded.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from pydantic import TypeAdapter
 
-from quantizers.system.errors import CalibrationError
+from quantizers.system.errors import CalibrationError, did_you_mean
 from quantizers.system.files import atomic
 
-from .lock import read_lock, version
+from .hub_repository import Hub, Repository
+from .lock import Pin, as_locked, local_version, read_lock
 from .render import Renderer
-from .rows import SourceError, Unreachable, for_each_source, quiet
-from .sampler import sample_source
-from .samples import CalibrationData, Dropped, Sample, digest_of, missing_languages, subsample
+from .row_files import Row
+from .rows import first_row, hub_rows, kept_file, kept_rows, local_rows, newest_kept, rows_cache
+from .sampler import Sampled, sample_source
+from .samples import CalibrationData, digest_of, missing_languages, subsample
 from .set import KINDS, CalibrationSet, DataSource, read_set
-
-if TYPE_CHECKING:
-    from rich.status import Status
+from .source_faults import SourceError, Unreachable, for_each_source
+from .substitutes import substitutes
 
 WORKERS = 8  # sources loaded at the same time
-FORMAT = 5  # of the cache: increase it when the same set gives other tokens or fields
-CACHED = TypeAdapter(CalibrationData)
+FORMAT = 6  # of the sets that a run keeps: increase it when the same set gives other tokens or fields
+LOADED = TypeAdapter(CalibrationData)
+
+Result = TypeVar("Result")
 
 
 def load_set(
@@ -44,7 +48,9 @@ def load_set(
     *,
     revision: str = "main",
     workers: int = WORKERS,
-    cache: Path | None = None,
+    without: Sequence[str] = (),
+    kept: Path | None = None,
+    run: Path | None = None,
     require_languages: bool = True,
 ) -> CalibrationData:
     """Load a calibration or held-out set.
@@ -56,8 +62,10 @@ def load_set(
         tokens: draw this many, see `subsample`; None takes the whole set.
         revision: of a tokenizer on the Hub.
         workers: how many sources to load at the same time; does not change the result.
-        cache: a folder for loaded sets; None for the user's own. A set is read from it while set, tokenizer and data
-            are unchanged, or while the Hub cannot be reached.
+        without: sources to leave out, by their `dataset`; other samples take their place.
+        kept: the folder of kept rows; None for the user's own.
+        run: a folder of the run that loads the set. The loaded set is kept there, and taken from there as long as
+            set and tokenizer are the same, whatever has become of the data.
         require_languages: whether the set's `languages.required` is enforced.
 
     Raises:
@@ -67,13 +75,19 @@ def load_set(
     import rich.console
 
     calibration = read_set(path)
-    local = all(source.is_local for source in calibration.sources)
-    with (
-        rich.console.Console(stderr=True).status("loading calibration data") as status,
-        contextlib.nullcontext() if local else quiet(),
-    ):
+    _refuse_unknown(calibration, without, path)
+    with rich.console.Console(stderr=True).status("loading calibration data"):
         renderer = Renderer(str(tokenizer), revision, trust_remote_code)
-        data = _cached_or_loaded(calibration, path, renderer, workers, cache or _default_cache(), status)
+        key = json.dumps([FORMAT, calibration.model_dump(mode="json"), list(without), renderer.fingerprint()])
+        own = run and run / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+        data = _read_loaded(own) if own else None
+        if data is None:
+            with Hub() as hub:
+                data = _Loading(calibration, path, renderer, workers, kept or rows_cache(), hub, without).load()
+            if own:
+                own.parent.mkdir(parents=True, exist_ok=True)
+                with atomic(own) as stream:
+                    stream.write(LOADED.dump_json(data))
     if require_languages:
         _require_languages(calibration, data, f"{path}: no sample shows", "add samples")
     if tokens is not None:
@@ -83,6 +97,15 @@ def load_set(
     return data
 
 
+def _refuse_unknown(calibration: CalibrationSet, without: Sequence[str], path: Path) -> None:
+    names = [source.dataset for source in calibration.sources]
+    for name in without:
+        if name not in names:
+            raise CalibrationError(f"{path}: has no source {name}{did_you_mean(name, names)}; correct --without")
+    if set(without) >= set(names):
+        raise CalibrationError(f"{path}: --without leaves no source; leave one in")
+
+
 def _require_languages(calibration: CalibrationSet, data: CalibrationData, problem: str, remedy: str) -> None:
     missing = missing_languages(calibration, data.samples)
     if calibration.languages.required and any(missing.values()):
@@ -90,81 +113,142 @@ def _require_languages(calibration: CalibrationSet, data: CalibrationData, probl
         raise CalibrationError(f"{problem} {names}; {remedy}, or drop languages.required")
 
 
-def _cached_or_loaded(
-    calibration: CalibrationSet, path: Path, renderer: Renderer, workers: int, cache: Path, status: Status
-) -> CalibrationData:
-    pins = read_lock(path, calibration)
-    notes = ["versions are those of the set's lock"] if pins else []
-
-    def current(index: int, source: DataSource) -> str | SourceError:
-        try:
-            return version(source, path.parent, pins[index] if pins else None)
-        except SourceError as failure:
-            return failure  # raised later with those of the other sources, unless the cache has the set
-
-    versions = for_each_source(calibration, path, current, workers)
-    failed = sum(isinstance(outcome, SourceError) for outcome in versions)
-    key = [FORMAT, calibration.model_dump(mode="json"), renderer.fingerprint()]
-    file = cache / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()}.json"
-    data = _read_cache(file, versions)
-    if data is None:
-        data = _load(calibration, path, renderer, versions, workers, status)
-        _write_cache(file, data)
-    elif failed:  # otherwise loading again would give the same data, so there is nothing to note
-        notes.append(f"from the cache; {failed} sources could not be reached")
-    return replace(data, lock=pins is not None, notes=tuple(notes))
-
-
-def _load(
-    calibration: CalibrationSet,
-    path: Path,
-    renderer: Renderer,
-    versions: Sequence[str | SourceError],
-    workers: int,
-    status: Status,
-) -> CalibrationData:
-    failed = any(isinstance(outcome, SourceError) for outcome in versions)
-
-    def sample(index: int, source: DataSource) -> tuple[list[Sample], list[Dropped]]:
-        outcome = versions[index]
-        if isinstance(outcome, SourceError):
-            raise outcome
-        if failed and not source.is_local:
-            return [], []  # loading fails anyway, so look for more faults only in local files, which is fast
-        status.update(f"calibration: {source.dataset}, source {index + 1} of {len(versions)}")
-        return sample_source(calibration, index, path.parent, renderer, outcome)
-
-    sampled = for_each_source(calibration, path, sample, workers)
-    samples = tuple(sample for samples, _ in sampled for sample in samples)
-    dropped = tuple(rows for _, dropped in sampled for rows in dropped)
-    if not samples:  # a source with nothing but unusable rows is an error already
-        first = dropped[0]
-        raise CalibrationError(f"{path}: no row is left ({first.first}: {first.reason}); list their languages")
-    name, length, lengths = calibration.name, calibration.sequence_length, calibration.lengths
-    read = tuple(map(str, versions))
-    return CalibrationData(name, length, lengths, samples, digest_of(samples), dropped, read)
-
-
-def _default_cache() -> Path:
-    """`moe-quantizers/calibration` in the user's cache folder."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "moe-quantizers" / "calibration"
-
-
-def _read_cache(file: Path, versions: Sequence[str | SourceError]) -> CalibrationData | None:
-    """The cached data of the same versions, or None; a source that cannot be reached now matches any version."""
+def _read_loaded(file: Path) -> CalibrationData | None:
+    """The set that a run has loaded; None if it has not, or the file is damaged."""
     try:
-        data = CACHED.validate_json(file.read_bytes())
-        pairs = list(zip(versions, data.versions, strict=True))
+        data = LOADED.validate_json(file.read_bytes())
     except (OSError, ValueError):
-        return None  # missing or damaged: load again
-    same = all(isinstance(now, Unreachable) or now == then for now, then in pairs)
-    return data if same and digest_of(data.samples) == data.digest else None
+        return None
+    return data if digest_of(data.samples) == data.digest else None
 
 
-def _write_cache(file: Path, data: CalibrationData) -> None:
-    """Write a loaded set as JSON. Failing to write is not an error."""
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with atomic(file) as stream:
-            stream.write(CACHED.dump_json(data))
+@dataclass(frozen=True)
+class _Version:
+    """What is read of a source: a commit, or the hash of a local file.
+
+    Attributes:
+        repository: of a Hub dataset, if it was asked for.
+        pin: of the set's lock, if it has one.
+    """
+
+    name: str
+    licence: str = ""
+    repository: Repository | None = None
+    pin: Pin | None = None
+
+
+class _Loading:
+    """One set while it is loaded: which of its sources are left out, and why."""
+
+    def __init__(
+        self,
+        calibration: CalibrationSet,
+        path: Path,
+        renderer: Renderer,
+        workers: int,
+        kept: Path,
+        hub: Hub,
+        without: Sequence[str],
+    ) -> None:
+        self.calibration, self.path, self.renderer, self.workers = calibration, path, renderer, workers
+        self.kept, self.hub = kept, hub
+        self.pins = read_lock(path, calibration)
+        named = (index for index, source in enumerate(calibration.sources) if source.dataset in without)
+        self.left_out = dict.fromkeys(named, "--without")  # the reasons, by the source's number
+        self.from_kept = 0  # sources that could not be reached
+
+    def load(self) -> CalibrationData:
+        """Look at every source, then read all of them."""
+        calibration, renderer = self.calibration, self.renderer
+        self.versions = self._each(self._version)
+        self._each(self._first_look)
+        sampled = self._each(self._sample)
+        samples = [sample for one in sampled if one for sample in one.samples]
+        dropped = tuple(rows for one in sampled if one for rows in one.dropped)
+        notes = ["versions are those of the set's lock"] if self.pins else []
+        if self.from_kept:
+            notes.append(f"from rows that were kept; {self.from_kept} sources could not be reached")
+        notes += [one.shortage for one in sampled if one and one.shortage]
+        if self.left_out:
+            more, said = substitutes(calibration, dict(sorted(self.left_out.items())), self._sample, samples, renderer)
+            samples, notes = samples + more, notes + said
+        if not samples:  # a source with nothing but unusable rows is an error already
+            raise CalibrationError(
+                f"{self.path}: no row is left ({dropped[0].first}: {dropped[0].reason}); list their languages"
+                if dropped
+                else f"{self.path}: no source is left ({'; '.join(notes)})"
+            )
+        return CalibrationData(
+            calibration.name,
+            calibration.sequence_length,
+            calibration.lengths,
+            tuple(samples),
+            digest_of(samples),
+            dropped,
+            tuple(version.name if version else "" for version in self.versions),
+            tuple(version.licence if version else "" for version in self.versions),
+            tuple(dict(one.rows) if one else {} for one in sampled),
+            lock=self.pins is not None,
+            notes=tuple(notes),
+        )
+
+    def _each(self, work: Callable[[int], Result]) -> list[Result | None]:
+        """`work(index)` for every source that is not left out; one that is not required is left out if it fails."""
+
+        def attempt(index: int, source: DataSource) -> Result | None:
+            if index in self.left_out:
+                return None
+            try:
+                return work(index)
+            except SourceError as failure:
+                if source.required:
+                    raise
+                self.left_out[index] = failure.reason
+                return None
+
+        return for_each_source(self.calibration, self.path, attempt, self.workers)
+
+    def _version(self, index: int) -> _Version:
+        source, pin = self.calibration.sources[index], self.pins[index] if self.pins else None
+        if not self.renderer.has_template and (source.shape != "text" or source.prompt):
+            reason = "the tokenizer has no chat template to render it with"
+            raise SourceError(source.dataset, reason, "take the tokenizer of a chat model")
+        if source.is_local:
+            return _Version(local_version(source, self.path.parent, pin), pin=pin)
+        if pin is not None:
+            return _Version(pin.version, pin.licence, pin=pin)
+        try:
+            repository = self.hub.look_up(source.dataset, source.revision)
+        except Unreachable:
+            commit = newest_kept(self.kept, source, self.calibration.order_of(index))
+            if commit is None:
+                raise
+            self.from_kept += 1
+            return _Version(commit)
+        return _Version(repository.commit, repository.licence, repository)
+
+    def _first_look(self, index: int) -> None:
+        source, version = self.calibration.sources[index], self.versions[index]
+        assert version is not None
+        file = kept_file(self.kept, source, self.calibration.order_of(index), version.name)
+        if not source.is_local and not file.exists():
+            first_row(source, self._repository(source, version), self.hub)
+
+    def _sample(self, index: int, more: int = 0) -> Sampled:
+        source, version = self.calibration.sources[index], self.versions[index]
+        assert version is not None
+        rows = as_locked(self._rows(index, source, version), version.pin)
+        return sample_source(self.calibration, index, rows, self.renderer, more)
+
+    def _rows(self, index: int, source: DataSource, version: _Version) -> Iterable[Row]:
+        seed = self.calibration.order_of(index)
+        if source.is_local:
+            return local_rows(source, self.path.parent, seed)
+
+        def fresh() -> Iterator[list[Row]]:
+            return hub_rows(source, self._repository(source, version), self.hub, seed)
+
+        return kept_rows(kept_file(self.kept, source, seed, version.name), fresh)
+
+    def _repository(self, source: DataSource, version: _Version) -> Repository:
+        return version.repository or self.hub.look_up(source.dataset, version.name)

@@ -1,13 +1,15 @@
 """Locks: the exact version of every source, in `NAME.lock.json` next to the set, which runs then use.
 
-A commit on the Hub pins the contents of its files; a local file is compared with the hash in the lock.
+A local file is pinned by its hash. A Hub dataset is pinned by its commit, and by place and hash of the rows that were
+tried first: other rows are refused by name, whatever reads or orders them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from itertools import zip_longest
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Literal
 
@@ -17,8 +19,11 @@ from quantizers.system.errors import CalibrationError
 from quantizers.system.files import write_text
 from quantizers.system.schema import Strict
 
-from .rows import SourceError, for_each_source, local_file, quiet, read_bytes, resolve
+from .hub_repository import Hub
+from .row_files import Row
+from .rows import hub_rows, kept_file, kept_rows, local_file, read_bytes, rows_cache
 from .set import CalibrationSet, DataSource, read_set
+from .source_faults import SourceError, for_each_source
 
 NAMED = {"dataset", "subset", "split", "revision"}  # keys of a source that say what it reads
 
@@ -29,7 +34,9 @@ class Pin(Strict):
     Attributes:
         dataset, subset, split, revision: as written in the set when it was locked; the set must still agree.
         commit: of a Hub dataset; None for a local file.
+        licence: of a Hub dataset, as its card named it; empty if it named none.
         files: of a local file, its name and content hash (`sha256:…`).
+        rows: of a Hub dataset, SHA-256 of the first rows in the order in which they are tried, by place.
     """
 
     dataset: str
@@ -37,13 +44,25 @@ class Pin(Strict):
     split: str
     revision: str | None
     commit: str | None
+    licence: str = ""
     files: dict[str, str]
+    rows: dict[str, str]
+
+    @property
+    def version(self) -> str:
+        """The commit, or the file's hash."""
+        return self.commit or next(iter(self.files.values()))
 
 
 class Lock(Strict):
-    """The lock file of a set."""
+    """The lock file of a set.
 
-    format: Literal[1]
+    Attributes:
+        digest: SHA-256 over all pins.
+    """
+
+    format: Literal[2]
+    digest: str
     sources: list[Pin]
 
 
@@ -52,23 +71,47 @@ def lock_path(path: Path) -> Path:
     return path.with_suffix(".lock.json")
 
 
-def lock_set(path: Path, workers: int = 8) -> Path:
-    """Write the lock of a set, with one request to the Hub for every source; returns the lock's path.
+def pin(source: DataSource, version: str, licence: str = "", rows: Mapping[str, str] | None = None) -> Pin:
+    """The pin of a source that was read at a version: a commit, or the hash of a local file."""
+    named = source.model_dump(include=NAMED)
+    if source.is_local:
+        return Pin(**named, commit=None, files={source.dataset: version}, rows={})
+    return Pin(**named, commit=version, licence=licence, files={}, rows=dict(rows or {}))
+
+
+def lock_text(pins: Sequence[Pin]) -> str:
+    """The text of a lock file."""
+    lock = Lock(format=2, digest=_digest(pins), sources=list(pins))
+    return json.dumps(lock.model_dump(), indent=1, ensure_ascii=False) + "\n"
+
+
+def _digest(pins: Sequence[Pin]) -> str:
+    return hashlib.sha256(json.dumps([one.model_dump() for one in pins], sort_keys=True).encode()).hexdigest()
+
+
+def lock_set(path: Path, workers: int = 8, kept: Path | None = None) -> Path:
+    """Read the first rows of every source, as many as it has samples, and write the set's lock; returns its path.
+
+    Args:
+        kept: the folder of kept rows; None for the user's own.
 
     Raises:
-        CalibrationError: the set is wrong, or sources cannot be reached; the message names all of them.
+        CalibrationError: the set is wrong, or sources cannot be read; the message names all of them.
     """
+    calibration, folder = read_set(path), kept or rows_cache()
+    with Hub() as hub:
 
-    def pin(_: int, source: DataSource) -> Pin:
-        commit = None if source.is_local else resolve(source)
-        files = {source.dataset: file_hash(local_file(source, path.parent))} if source.is_local else {}
-        return Pin(**source.model_dump(include=NAMED), commit=commit, files=files)
+        def pinned(index: int, source: DataSource) -> Pin:
+            if source.is_local:
+                return pin(source, file_hash(local_file(source, path.parent)))
+            repository, seed = hub.look_up(source.dataset, source.revision), calibration.order_of(index)
+            file = kept_file(folder, source, seed, repository.commit)
+            rows = kept_rows(file, lambda: hub_rows(source, repository, hub, seed))
+            first = islice(rows, None if source.samples == "all" else source.samples)
+            return pin(source, repository.commit, repository.licence, {row.place: row.sha256 for row in first})
 
-    calibration = read_set(path)
-    with quiet():
-        pins = for_each_source(calibration, path, pin, workers)
-    lock = Lock(format=1, sources=pins)
-    write_text(json.dumps(lock.model_dump(), indent=1, ensure_ascii=False) + "\n", lock_path(path))
+        pins = for_each_source(calibration, path, pinned, workers)
+    write_text(lock_text(pins), lock_path(path))
     return lock_path(path)
 
 
@@ -86,6 +129,8 @@ def read_lock(path: Path, calibration: CalibrationSet) -> list[Pin] | None:
         return None
     except (OSError, ValidationError) as failure:
         raise CalibrationError(f"{locked}: not a readable lock ({type(failure).__name__}); {again}") from None
+    if lock.digest != _digest(lock.sources):
+        raise CalibrationError(f"{locked}: was changed by hand, and is not what its digest says; {again}")
     pinned, named = ([one.model_dump(include=NAMED) for one in each.sources] for each in (lock, calibration))
     for pin, source in zip_longest(pinned, named):
         if pin != source:
@@ -93,19 +138,29 @@ def read_lock(path: Path, calibration: CalibrationSet) -> list[Pin] | None:
     return lock.sources
 
 
-def version(source: DataSource, folder: Path, pin: Pin | None) -> str:
-    """The version of a source's data: the hash of a local file, the commit of a Hub dataset.
+def local_version(source: DataSource, folder: Path, pin: Pin | None) -> str:
+    """The hash of a local source's file.
 
     Raises:
-        Unreachable: there is no lock, and the Hub cannot be reached.
-        SourceError: a local file is missing, or differs from the locked one.
+        SourceError: it is missing, or differs from the locked one.
     """
-    if source.is_local:
-        digest = file_hash(local_file(source, folder))
-        if pin is not None and pin.files.get(source.dataset) != digest:
-            raise SourceError(source.dataset, "changed since it was locked", "restore it, or lock the set again")
-        return digest
-    return pin.commit if pin is not None and pin.commit else resolve(source)
+    digest = file_hash(local_file(source, folder))
+    if pin is not None and pin.version != digest:
+        raise SourceError(source.dataset, "changed since it was locked", "restore it, or lock the set again")
+    return digest
+
+
+def as_locked(rows: Iterable[Row], pin: Pin | None) -> Iterator[Row]:
+    """The rows of a source, compared with its pin.
+
+    Raises:
+        SourceError: a row is another one than the lock's; it is named.
+    """
+    for row, locked in zip_longest(rows, (pin.rows if pin else {}).items()):
+        if locked and (row is None or (row.place, row.sha256) != locked):
+            where = "is missing" if row is None else f"is now {row.place}" if row.place != locked[0] else "has changed"
+            raise SourceError(locked[0], f"this row of the lock {where}", "restore the data, or lock the set again")
+        yield row
 
 
 def file_hash(path: Path) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Sequence
-from contextlib import nullcontext
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -17,7 +19,23 @@ from numpy.typing import NDArray
 from quantizers.system.errors import CalibrationError
 
 from .row_formats import Content, Rejected
-from .rows import quiet
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence progress bars, log lines and warnings of `huggingface_hub`; our own messages remain."""
+    import huggingface_hub
+
+    utils: Any = huggingface_hub.utils  # which exports them lazily
+    level = logging.root.manager.disable
+    with warnings.catch_warnings(), ExitStack() as restored:
+        warnings.simplefilter("ignore")
+        logging.disable()
+        restored.callback(logging.disable, level)
+        if not utils.are_progress_bars_disabled():
+            utils.disable_progress_bars()
+            restored.callback(utils.enable_progress_bars)
+        yield
 
 
 def load_tokenizer(source: str, revision: str = "main", trust_remote_code: bool = False) -> Any:

@@ -1,82 +1,67 @@
-"""Rows of a set's sources, local files and datasets of the Hub, and the errors of all sources at once."""
+"""Rows of a source in the order in which they are tried, which the data and the seed decide and nothing else.
+
+    local file        the file's order for `samples: all`, else all of its rows, shuffled
+    Hub               the same over the files of the split
+    Hub, streaming    the files shuffled; of these as much as is needed, shuffled in blocks of four rows for each
+                      sample asked for
+
+The rows of a Hub dataset that were read are kept in the user's cache, by dataset, commit and order. They depend neither
+on a tokenizer nor on other sources: what is kept is never asked for again.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
-import logging
-import re
-import warnings
+import os
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, TypeVar
 
-from quantizers.system.errors import CalibrationError
 from quantizers.system.files import file_sha256
 from quantizers.system.output_files import DATA
 from quantizers.system.package_data import shipped
 
-from .set import CalibrationSet, DataSource, FromColumn, seeded, source_lines
+from .hub_files import data_files
+from .hub_repository import Hub, Repository
+from .row_files import Row, file_rows
+from .set import DataSource, FromColumn, seeded
+from .source_faults import SourceError
 
-BUFFERED_ROWS = 8  # rows in the shuffle buffer of a streamed dataset, per sample asked for
-NAMED = 5  # unreachable sources that a message names at most
-TIMEOUT = 10.0  # seconds to wait for the Hub's answer about one dataset
-
-Result = TypeVar("Result")
-
-
-@dataclass
-class SourceError(Exception):
-    """A source cannot be used. Sources with equal reason and remedy are shown in one line.
-
-    Attributes:
-        subject: the dataset, or the data file and line.
-        reason: what is wrong with it.
-        remedy: what to do.
-    """
-
-    subject: str
-    reason: str
-    remedy: str
+BLOCK_ROWS = 4  # rows that are shuffled together in a streamed dataset, and kept together, per sample asked for
+BLOCK = 1 << 20  # bytes of a streamed file that are read at a time; of others eight times as many
+FORMAT = 1  # of kept rows: increase it when the same dataset, commit and order give other rows
+DAMAGED = "tell its maker, or leave it out with --without ID"
 
 
-class Unreachable(SourceError):
-    """The Hub cannot be reached now; the cache may have the data."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row and its place: `./texts.jsonl:12`, or the dataset and the row's number."""
-
-    place: str
-    values: dict[str, Any]
-
-
-def read_rows(source: DataSource, folder: Path, revision: str, seed: str) -> Iterator[Row]:
-    """The rows of a source: in file order for `samples: all`, else shuffled with the seed.
-
-    A streamed dataset is shuffled as `datasets` does it: the order of its files, and the rows within a buffer of eight
-    rows for each sample asked for.
+def local_rows(source: DataSource, folder: Path, seed: str) -> list[Row]:
+    """The rows of a local file, at least one.
 
     Args:
-        folder: the folder to which the path of a local file is relative.
-        revision: the commit of a Hub dataset; a local file has none.
-        seed: with the data, the only thing that decides the order.
+        folder: the folder to which the file's path is relative.
 
     Raises:
-        SourceError: the source cannot be read, or lacks a column.
+        SourceError: it cannot be read, has no rows, or no row has a column that is needed.
     """
-    if not source.is_local:
-        return _hub_rows(source, revision, seed)
-    rows = file_rows(local_file(source, folder), source.dataset)
-    _check_columns(source, {column for row in rows for column in row.values})
-    return (rows[index] for index in _order(len(rows), source, seed))
+    path = local_file(source, folder)
+    rows = read_local(path, source.dataset, needed_columns(source))
+    _check_columns(source, rows, lambda: read_local(path, source.dataset))
+    return _shuffled(rows, source, seed)
 
 
-def _needed_columns(source: DataSource) -> list[str]:
+def read_local(path: Path, place: str, columns: list[str] | None = None) -> list[Row]:
+    """All rows of a local file; see `file_rows`. Raises SourceError also if it has none, or cannot be opened."""
+    with io.BytesIO(read_bytes(path)) as stream:
+        rows = list(file_rows(stream, str(path), place, columns))
+    if not rows:
+        raise SourceError(str(path), "no rows", "add some")
+    return rows
+
+
+def needed_columns(source: DataSource) -> list[str]:
+    """The columns that the source's shape and category read."""
     columns = list(source.columns)
     if source.shape == "code-contests":
         columns += ["description", "solutions"]
@@ -85,28 +70,11 @@ def _needed_columns(source: DataSource) -> list[str]:
     return list(dict.fromkeys(columns))
 
 
-def _check_columns(source: DataSource, present: Iterable[str]) -> None:
-    for column in _needed_columns(source):
-        if column not in present:
-            reason = f"no column {column!r} (it has {', '.join(sorted(present))})"
-            raise SourceError(source.dataset, reason, "correct the source's columns or category")
-
-
-def _order(count: int, source: DataSource, seed: str) -> list[int]:
-    """The order in which to try `count` rows, as their indices."""
-    indices = list(range(count))
+def _shuffled(rows: list[Row], source: DataSource, seed: str) -> list[Row]:
+    order = list(range(len(rows)))
     if source.samples != "all":
-        seeded(seed).shuffle(indices)
-    return indices
-
-
-def _without_none(value: Any) -> Any:
-    """Remove the None values that Arrow fills in: a struct column gives every row the keys of all rows."""
-    if isinstance(value, dict):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_none(item) for item in value]
-    return value
+        seeded(seed).shuffle(order)
+    return [rows[index] for index in order]
 
 
 def local_file(source: DataSource, folder: Path) -> Path:
@@ -137,192 +105,113 @@ def read_bytes(path: Path) -> bytes:
         raise SourceError(str(path), f"cannot be read ({problem})", "give an existing file") from None
 
 
-def file_rows(path: Path, name: str) -> list[Row]:
-    """The rows of a local file, at least one, in its order; their places start with `name`.
+def hub_rows(source: DataSource, repository: Repository, hub: Hub, seed: str) -> Iterator[list[Row]]:
+    """The rows of a Hub dataset in blocks, each of which is read when it is asked for.
 
     Raises:
-        SourceError: it cannot be read, or has no rows.
+        SourceError: there is no such subset or split, a file cannot be read, or it lacks a column.
     """
-    rows = (_parquet_rows if path.suffix == ".parquet" else _json_rows)(path, name)
-    if not rows:
-        raise SourceError(str(path), "no rows", "add some")
-    return rows
-
-
-def _json_rows(path: Path, name: str) -> list[Row]:
-    """Rows of JSON lines, or, in a .json file, of one list of objects."""
-    raw = read_bytes(path).removeprefix(b"\xef\xbb\xbf")
-    if path.suffix == ".json" and raw.lstrip()[:1] == b"[":
-        rows = [Row(f"{name} item {number}", item) for number, item in enumerate(_parse_json(raw, path, 1), 1)]
-    else:
-        lines = enumerate(raw.split(b"\n"), 1)
-        rows = [Row(f"{name}:{line}", _parse_json(text, path, line)) for line, text in lines if text.strip()]
-    for row in rows:
-        if not isinstance(row.values, dict):
-            raise SourceError(row.place, "not a JSON object", "give one object for each sample")
-    return rows
-
-
-def _parse_json(raw: bytes, path: Path, line: int) -> Any:
-    """Parse JSON that begins in the given line of the file."""
     try:
-        return json.loads(raw.decode("utf-8"))
-    except UnicodeDecodeError as failure:
-        line += raw[: failure.start].count(b"\n")
-        raise SourceError(f"{path}:{line}", "not UTF-8", "save the file as UTF-8") from None
-    except json.JSONDecodeError as failure:
-        place = f"{path}:{line + failure.lineno - 1}"
-        reason = f"not valid JSON ({failure.msg}, column {failure.colno})"
-        raise SourceError(place, reason, "correct the line") from None
-    except RecursionError:
-        raise SourceError(f"{path}:{line}", "nested too deeply", "flatten it") from None
+        files = data_files(repository.files, repository.card, source.subset, source.split)
+    except ValueError as failure:
+        remedy = "correct the source's subset, split or revision"
+        raise SourceError(source.dataset, str(failure), remedy) from None
+    part = source.streaming and source.samples != "all"
+    if part:
+        seeded(f"{seed}:files").shuffle(files)
+    columns = needed_columns(source)
+    read = (row for file in files for row in _remote_rows(source, repository, hub, file, columns))
+    rows = read if part else iter(_shuffled(list(read), source, seed))
+    size = None if source.samples == "all" else BLOCK_ROWS * source.samples
+    number = 0
+    while block := list(islice(rows, size)):
+        number += 1
+        if number == 1:
+            _check_columns(source, block, lambda: _remote_rows(source, repository, hub, files[0], None))
+        yield _shuffled(block, source, f"{seed}:{number}") if part else block
+    if not number:
+        raise SourceError(source.dataset, "no rows", "correct the source's subset, split or revision")
 
 
-def _parquet_rows(path: Path, name: str) -> list[Row]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.read_table(pyarrow.BufferReader(read_bytes(path)))
-    except (pyarrow.ArrowInvalid, OSError) as failure:
-        reason = f"not a Parquet file ({str(failure).splitlines()[0]})"
-        raise SourceError(str(path), reason, "give another file") from None
-    return [Row(f"{name} row {number}", _without_none(row)) for number, row in enumerate(table.to_pylist(), 1)]
+def _remote_rows(
+    source: DataSource, repository: Repository, hub: Hub, file: str, columns: list[str] | None
+) -> Iterator[Row]:
+    raw, place = hub.open(repository, file), f"{source.dataset}/{file}"
+    # Parquet is read in pieces here and there, everything else from the beginning on.
+    buffered = io.BufferedReader(raw, BLOCK if source.streaming else 8 * BLOCK)
+    return file_rows(raw if file.endswith(".parquet") else buffered, place, place, columns, DAMAGED)
 
 
-def _hub_rows(source: DataSource, revision: str, seed: str) -> Iterator[Row]:
-    """The rows of a Hub dataset, streamed if the source says so."""
-    import datasets
+def _check_columns(source: DataSource, rows: list[Row], every: Callable[[], Iterable[Row]]) -> None:
+    """Refuse a source of which no row has a column that is needed.
 
-    columns = _needed_columns(source)
-    with explained(source):
-        data: Any = datasets.load_dataset(
-            source.dataset, source.subset, split=source.split, revision=revision, streaming=source.streaming
-        )
-        if not source.streaming:
-            _check_columns(source, data.column_names)
-            data = data.select_columns(columns)
-            for index in _order(len(data), source, seed):
-                yield Row(f"{source.dataset} row {index + 1}", _without_none(data[index]))
-            return
-        if source.samples != "all":
-            number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:4], "big")
-            data = data.shuffle(seed=number, buffer_size=BUFFERED_ROWS * source.samples)
-        for number, values in enumerate(data, 1):
-            _check_columns(source, values)
-            yield Row(f"{source.dataset} streamed row {number}", _without_none({c: values[c] for c in columns}))
+    Args:
+        every: rows with all of their columns, to name them.
+    """
+    present = {column for row in rows for column in row.values}
+    for column in needed_columns(source):
+        if column not in present:
+            names = {name for row in islice(every(), len(rows)) for name in row.values}
+            reason = f"no column {column!r} (it has {', '.join(sorted(names))})"
+            raise SourceError(source.dataset, reason, "correct the source's columns or category")
 
 
-def resolve(source: DataSource) -> str:
-    """The commit to which a Hub source's revision points now.
+def first_row(source: DataSource, repository: Repository, hub: Hub) -> Row:
+    """The first row of a Hub dataset's first file, read without the rest.
 
     Raises:
-        Unreachable: the Hub cannot be reached.
-        SourceError: the Hub has no such dataset or revision.
+        SourceError: as `hub_rows`; a column may only be missing from this row.
     """
-    import huggingface_hub
-
-    with explained(source):
-        hub = huggingface_hub.HfApi()
-        return str(hub.dataset_info(source.dataset, revision=source.revision, timeout=TIMEOUT).sha)
+    one = source.model_copy(update={"streaming": True, "samples": 1})
+    return next(hub_rows(one, repository, hub, ""))[0]
 
 
-@contextmanager
-def explained(source: DataSource) -> Iterator[None]:
-    """Turn exceptions of `datasets` and `huggingface_hub` into a SourceError with a reason and a remedy."""
-    try:
-        yield
-    except SourceError:
-        raise
-    except Exception as failure:
-        raise _explanation(failure, source) from failure
+def rows_cache() -> Path:
+    """The user's own folder of kept rows, `moe-quantizers/rows` in the cache folder."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "moe-quantizers" / "rows"
 
 
-def _explanation(failure: Exception, source: DataSource) -> SourceError:
-    import httpx
-    from datasets.exceptions import DatasetNotFoundError
-    from huggingface_hub import errors
-
-    name = source.dataset
-    if isinstance(failure, errors.GatedRepoError) or "gated dataset" in str(failure):
-        return SourceError(name, "gated", "accept its terms on the Hub, then `hf auth login`")
-    missing_revision = re.match(r"Revision '([^']+)' doesn't exist", str(failure))
-    if missing_revision or isinstance(failure, errors.RevisionNotFoundError):
-        remedy = "correct the source's revision, or lock the set again"
-        return SourceError(name, f"no revision {missing_revision[1] if missing_revision else source.revision}", remedy)
-    if isinstance(failure, (errors.RepositoryNotFoundError, DatasetNotFoundError)):
-        remedy = "correct the id, or `hf auth login` if it is private"
-        return SourceError(name, "no such dataset on the Hub", remedy)
-    overloaded = isinstance(failure, errors.HfHubHTTPError) and failure.response.status_code in (429, *range(500, 600))
-    if overloaded or isinstance(failure, (ConnectionError, TimeoutError, httpx.TransportError)):
-        remedy = "check the network, or take the shipped set embedded, which needs none (--calibration embedded)"
-        offline = isinstance(failure, errors.OfflineModeIsEnabled)
-        reason = "HF_HUB_OFFLINE is set" if offline else _short(failure)
-        return Unreachable(name, f"cannot be reached ({reason})", remedy)
-    reason = f"cannot be loaded ({_short(failure)})"
-    return SourceError(name, reason, "correct the source's subset, split or revision")
+def kept_file(folder: Path, source: DataSource, seed: str, commit: str) -> Path:
+    """Where the rows of a Hub dataset are kept at a commit."""
+    asked = source.model_dump(mode="json", include={"dataset", "subset", "split", "streaming", "samples"})
+    key = json.dumps([FORMAT, asked, needed_columns(source), seed], sort_keys=True)
+    return folder / hashlib.sha256(key.encode()).hexdigest()[:32] / f"{commit}.jsonl"
 
 
-def _short(failure: Exception) -> str:
-    """The failure as part of a line: without memory addresses and request ids, at most 160 characters."""
-    text = " ".join(f"{type(failure).__name__}: {failure}".split())
-    text = re.sub(r"\s*\(Request ID: [^)]*\)| at 0x[0-9a-f]+", "", text)
-    return text if len(text) <= 160 else text[:157] + "..."
+def newest_kept(folder: Path, source: DataSource, seed: str) -> str | None:
+    """The commit at which rows of a Hub dataset were kept last; None if there are none."""
+    files = kept_file(folder, source, seed, "any").parent.glob("*.jsonl")
+    return max(files, key=lambda file: file.stat().st_mtime, default=Path("")).stem or None
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence progress bars, log lines and warnings of `datasets` and `huggingface_hub`; our own messages remain."""
-    import datasets
-    import huggingface_hub.utils
+def kept_rows(file: Path, fresh: Callable[[], Iterator[list[Row]]]) -> Iterator[Row]:
+    """The rows that were kept in a file, and then fresh ones, each block of which is kept as soon as it was read.
 
-    level = logging.root.manager.disable
-    with warnings.catch_warnings(), ExitStack() as restored:
-        warnings.simplefilter("ignore")
-        logging.disable()
-        restored.callback(logging.disable, level)
-        for library in (datasets, huggingface_hub.utils):
-            if not library.are_progress_bars_disabled():
-                library.disable_progress_bars()
-                restored.callback(library.enable_progress_bars)
-        yield
-
-
-def for_each_source(
-    calibration: CalibrationSet, path: Path, work: Callable[[int, DataSource], Result], workers: int
-) -> list[Result]:
-    """Call `work(index, source)` for every source in threads; returns the results in the set's order.
-
-    Raises:
-        CalibrationError: one line for each reason, naming the set's file and line and the sources that failed so; and
-            one line for all sources on the Hub that cannot be reached.
+    Args:
+        fresh: all blocks from the first on; called only if those in the file are used up.
     """
-    failures: dict[int, SourceError] = {}
+    kept = 0
+    for block in _kept_blocks(file):
+        if not block:
+            return  # the end of the dataset
+        kept += 1
+        yield from block
+    for number, block in enumerate(chain(islice(fresh(), kept, None), [list[Row]()]), kept):
+        line = {"block": number, "rows": [[row.place, row.values] for row in block]}
+        with contextlib.suppress(OSError):  # a folder that cannot be written, or is full
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("a", encoding="utf-8") as stream:
+                stream.write(f"\n{json.dumps(line)}\n")  # what was cut off before stays in a line of its own
+        yield from block
 
-    def attempt(index: int) -> Result | None:
-        try:
-            return work(index, calibration.sources[index])
-        except SourceError as failure:
-            failures[index] = failure
-            return None
 
-    with ThreadPoolExecutor(max_workers=workers) as pool:
-        results = list(pool.map(attempt, range(len(calibration.sources))))
-    if failures:
-        raise _error(dict(sorted(failures.items())), path)
-    return [result for result in results if result is not None]
-
-
-def _error(failures: dict[int, SourceError], path: Path) -> CalibrationError:
-    lines, groups = source_lines(path), dict[object, list[int]]()
-    for index, failure in failures.items():
-        # Usually there is no network, and one source says so as well as fifty.
-        together = isinstance(failure, Unreachable)
-        groups.setdefault(Unreachable if together else (failure.reason, failure.remedy), []).append(index)
-    messages = []
-    for cause, (first, *others) in groups.items():
-        failure, shown = failures[first], others[: NAMED - 1] if cause is Unreachable else others
-        subjects = [failure.subject, *(f"{failures[index].subject} (line {lines[index]})" for index in shown)]
-        more = f" and {len(others) - len(shown)} more" if len(others) > len(shown) else ""
-        messages.append(f"{path}:{lines[first]}: {', '.join(subjects)}{more}: {failure.reason}; {failure.remedy}")
-    return CalibrationError("\n".join(messages))
+def _kept_blocks(file: Path) -> Iterator[list[Row]]:
+    with contextlib.suppress(OSError), file.open("rb") as stream:
+        wanted = 0
+        for text in stream:
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that was cut off
+                line = json.loads(text)
+                if line["block"] == wanted:
+                    wanted += 1
+                    yield [Row(place, values) for place, values in line["rows"]]

@@ -7,13 +7,15 @@ the seed decides, over all samples of the set that need one.
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from .render import Renderer
+from .row_files import Row
 from .row_formats import Rejected, instruct, read_row
-from .rows import Row, SourceError, read_rows
 from .samples import Dropped, Sample
 from .set import CalibrationSet, DataSource, FromColumn, Kind, fill, seeded, slug
+from .source_faults import SourceError
 
 # Stop reading a source after this many rows per sample, so that a chat template that refuses every row
 # does not read a streamed dataset to its end.
@@ -21,67 +23,90 @@ PATIENCE = 50
 PATIENCE_AT_LEAST = 1000
 
 
+@dataclass(frozen=True)
+class Sampled:
+    """What became of one source's rows.
+
+    Attributes:
+        samples: in the order in which they were tried.
+        dropped: the skipped rows: the unusable ones, then those left out.
+        rows: SHA-256 of each row that was tried, by place.
+        shortage: what is to be said if there are fewer samples than were asked for; empty if not.
+    """
+
+    samples: tuple[Sample, ...]
+    dropped: tuple[Dropped, ...]
+    rows: Mapping[str, str]
+    shortage: str = ""
+
+
 def sample_source(
-    calibration: CalibrationSet, index: int, folder: Path, renderer: Renderer, revision: str
-) -> tuple[list[Sample], list[Dropped]]:
-    """The samples of source number `index`, and its skipped rows: the unusable ones, then those left out.
+    calibration: CalibrationSet, index: int, rows: Iterable[Row], renderer: Renderer, more: int = 0
+) -> Sampled:
+    """The samples of source number `index`.
 
     Args:
-        folder: the folder to which paths of local files are relative.
-        revision: the commit of a Hub dataset; a local file has none.
+        rows: of the source, in the order in which they are to be tried.
+        more: samples beyond the number that the set asks for, in place of those of another source.
 
     Raises:
-        SourceError: it cannot be read, or has too few usable rows.
+        SourceError: it has no usable rows, or with `samples: all` one that is not.
     """
     source = calibration.sources[index]
-    if not renderer.has_template and (source.shape != "text" or source.prompt):
-        reason = "the tokenizer has no chat template to render it with"
-        raise SourceError(source.dataset, reason, "take the tokenizer of a chat model")
-    seed, assigned = calibration.order_of(index), _assigned(calibration, index)
-    wanted = source.samples
+    assigned = _assigned(calibration, index)
+    wanted = source.samples if source.samples == "all" else source.samples + more
     most_rows = float("inf") if wanted == "all" else max(PATIENCE_AT_LEAST, PATIENCE * wanted)
     samples: list[Sample] = []
     rejected: dict[str, list[str]] = {}  # reason -> places
     left_out: dict[str, list[str]] = {}
-    read = 0
-    for row in read_rows(source, folder, revision, seed):
-        if len(samples) == wanted or read == most_rows:
-            break
-        read += 1
+    tried: dict[str, str] = {}
+    for row in rows:
+        tried[row.place] = "" if source.is_local else row.sha256
         if unlisted := _unlisted(calibration, row, source):
             left_out.setdefault(unlisted, []).append(row.place)
-            continue
-        languages = {kind: names[len(samples) % len(names)] for kind, names in assigned.items()}
-        try:
-            content = read_row(row.values, source, seed)
-            if source.prompt:
-                content = instruct(content, fill(source.prompt, languages))
-            category, tokens = _category(source, row, languages), renderer.tokens(content)
-        except Rejected as failure:
-            rejected.setdefault(str(failure), []).append(row.place)
-            continue
-        length, named = calibration.length_of(source), calibration.languages.named_by(category)
-        sample = Sample(
-            tokens=tokens[:length],
-            category=category,
-            source=source.dataset,
-            truncated=max(0, len(tokens) - length),
-            long=calibration.is_long(source),
-            languages=tuple(dict.fromkeys((*languages.values(), *([named] if named else [])))),
-            assigned=bool(languages),
-            place=row.place,
-            text=content.text,
-        )
-        samples.append(sample)
-    dropped = [
+        else:
+            languages = {kind: names[len(samples) % len(names)] for kind, names in assigned.items()}
+            try:
+                samples.append(_sample(calibration, index, row, renderer, languages))
+            except Rejected as failure:
+                rejected.setdefault(str(failure), []).append(row.place)
+        if len(samples) == wanted or len(tried) == most_rows:
+            break
+    dropped = tuple(
         Dropped(source.dataset, why, len(at), at[0], left_out=places is left_out)
         for places in (rejected, left_out)
         for why, at in sorted(places.items())
-    ]
-    usable = read - sum(map(len, left_out.values()))
+    )
+    usable = len(tried) - sum(map(len, left_out.values()))
+    shortage = ""
     if len(samples) < (usable if wanted == "all" else wanted):
-        raise _shortfall(source, len(samples), read, dropped)
-    return samples, dropped
+        fault = _shortfall(source, len(samples), len(tried), dropped)
+        if wanted == "all" or not samples:
+            raise fault
+        shortage = f"{source.dataset}: {fault.reason}"
+    return Sampled(tuple(samples), dropped, {} if source.is_local else tried, shortage)
+
+
+def _sample(
+    calibration: CalibrationSet, index: int, row: Row, renderer: Renderer, languages: dict[Kind, str]
+) -> Sample:
+    source = calibration.sources[index]
+    content = read_row(row.values, source, calibration.order_of(index))
+    if source.prompt:
+        content = instruct(content, fill(source.prompt, languages))
+    category, tokens = _category(source, row, languages), renderer.tokens(content)
+    length, named = calibration.length_of(source), calibration.languages.named_by(category)
+    return Sample(
+        tokens=tokens[:length],
+        category=category,
+        source=source.dataset,
+        truncated=max(0, len(tokens) - length),
+        long=calibration.is_long(source),
+        languages=tuple(dict.fromkeys((*languages.values(), *([named] if named else [])))),
+        assigned=bool(languages),
+        place=row.place,
+        text=content.text,
+    )
 
 
 def _unlisted(calibration: CalibrationSet, row: Row, source: DataSource) -> str | None:
@@ -111,7 +136,7 @@ def _category(source: DataSource, row: Row, assigned: dict[Kind, str]) -> str:
     return fill(source.category, {kind: slug(name) for kind, name in assigned.items()})
 
 
-def _shortfall(source: DataSource, sampled: int, read: int, dropped: list[Dropped]) -> SourceError:
+def _shortfall(source: DataSource, sampled: int, read: int, dropped: Sequence[Dropped]) -> SourceError:
     left_out = sum(item.count for item in dropped if item.left_out)
     asked = f"all {read - left_out}" if source.samples == "all" else f"the {source.samples}"
     reasons = ", ".join(f"{item.reason} ({item.count}, first at {item.first})" for item in dropped)

@@ -93,7 +93,9 @@ class CalibrationData:
         samples: in the set's order of sources, and within a source in the order in which they were sampled.
         digest: see `digest_of`.
         dropped: all skipped rows, by source and reason.
-        versions: for each source, the commit or file hash that was read.
+        versions: for each source, the commit or file hash that was read; empty where it was left out.
+        licences: for each source, the licence that its card on the Hub names; empty where none is known.
+        rows: for each source on the Hub, the SHA-256 of each row that was tried, by place.
         lock: whether the versions come from the set's lock.
         notes: what a user should know, such as that the data comes from the cache because the Hub was unreachable.
         drawn: how the samples were drawn from the set; None if they are all of it.
@@ -106,6 +108,8 @@ class CalibrationData:
     digest: str
     dropped: tuple[Dropped, ...]
     versions: tuple[str, ...]
+    licences: tuple[str, ...] = ()
+    rows: tuple[dict[str, str], ...] = ()
     lock: bool = False
     notes: tuple[str, ...] = ()
     drawn: Drawn | None = None

@@ -154,6 +154,9 @@ class DataSource(Strict):
     prompt: str | None = None
     """An instruction put before the text. `{programming_language}` and `{spoken_language}` in it assign a language
     to each sample in turn."""
+    required: bool = True
+    """Whether the set cannot be loaded without this source. If `false` and it cannot be read, samples of the same
+    category take its place, or else texts of the set `embedded`, and report and card say so."""
     order: Annotated[str, Field(min_length=1)] | None = None
     """Seed of the order of a local file's rows. Default: the file's name, so a renamed copy needs it to keep its
     samples."""

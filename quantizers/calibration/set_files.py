@@ -14,9 +14,11 @@ from quantizers.system.package_data import shipped
 from quantizers.system.strict_yaml import dump
 
 from .lock import lock_path
+from .row_files import Row
 from .row_formats import Rejected, read_row
-from .rows import Row, SourceError, file_rows, local_file
+from .rows import local_file, read_local
 from .set import LOCAL_SUFFIXES, DataSource, Shape, read_set, slug
+from .source_faults import SourceError
 
 
 def rows() -> list[dict[str, str]]:
@@ -29,7 +31,7 @@ def _row(path: Path) -> dict[str, str]:
     local = sum(source.is_local for source in sources)
     places = [f"{local} local" if local else "", f"{len(sources) - local} on the Hub" if local < len(sources) else ""]
     counts = [
-        len(file_rows(local_file(source, path.parent), source.dataset)) if source.samples == "all" else source.samples
+        len(read_local(local_file(source, path.parent), source.dataset)) if source.samples == "all" else source.samples
         for source in sources
     ]
     return {
@@ -97,13 +99,13 @@ def new_set(path: Path, data: Path | None) -> tuple[dict[Path, bytes], list[str]
     contents: dict[Path, bytes] = {}
     if data is None:
         data = path.with_suffix(".jsonl")
-        contents[data], rows = EXAMPLE.read_bytes(), file_rows(EXAMPLE, str(data))
+        contents[data], rows = EXAMPLE.read_bytes(), read_local(EXAMPLE, str(data))
         notes = [f"replace the rows of {data} with your own"]
     else:
         if data.suffix not in LOCAL_SUFFIXES:
             raise InputError(f"{data}: not a file in {', '.join(LOCAL_SUFFIXES)}; convert it to one")
         try:
-            rows, notes = file_rows(data, str(data)), []
+            rows, notes = read_local(data, str(data)), []
         except SourceError as failure:
             raise CalibrationError(f"{failure.subject}: {failure.reason}; {failure.remedy}") from None
     source, unusable = _readable(rows, data)

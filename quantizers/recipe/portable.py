@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from quantizers.calibration.lock import file_hash, read_lock
-from quantizers.calibration.rows import for_each_source, local_file
+from quantizers.calibration.rows import local_file
 from quantizers.calibration.set import DataSource, read_set
+from quantizers.calibration.source_faults import for_each_source
 from quantizers.system.output_files import CALIBRATION, FACTS, HELD_OUT, LOCK, RECIPE
 from quantizers.system.strict_yaml import dump, parse
 

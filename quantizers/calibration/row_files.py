@@ -1,0 +1,136 @@
+"""Rows of one data file, local or on the Hub: JSON lines, a list of JSON objects, Parquet, or CSV.
+
+Only the columns that are asked for become values: what the others hold, and of what types, does not matter.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import sys
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .source_faults import SourceError
+
+BATCH = 64  # rows of a Parquet file that become Python values at a time
+WINDOW = 1 << 20  # bytes of a Parquet column that are read at a time
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row and its place: `./texts.jsonl:12`, or the dataset's id, its file, and the row's number or line."""
+
+    place: str
+    values: dict[str, Any]
+
+    @property
+    def sha256(self) -> str:
+        """Of the values as JSON with sorted keys, hexadecimal."""
+        return hashlib.sha256(json.dumps(self.values, sort_keys=True).encode()).hexdigest()
+
+
+def file_rows(
+    stream: Any, file: str, place: str, columns: Collection[str] | None = None, remedy: str = "correct the line"
+) -> Iterator[Row]:
+    """The rows of a data file in its order, read only as far as they are asked for.
+
+    Args:
+        stream: the binary file, seekable; a caller that reads a remote one gives it a buffer.
+        file: its path, for messages; the suffixes say what it is, such as .jsonl, .json.gz, .parquet, .csv.
+        place: what the rows' places begin with.
+        columns: the columns to keep; None for all of them. A row may lack some.
+        remedy: for a line that cannot be read.
+
+    Raises:
+        SourceError: the file is not what its suffix says.
+    """
+    suffixes = Path(file).suffixes
+    if suffixes[-1] in COMPRESSED:
+        import pyarrow
+
+        stream = io.BufferedReader(pyarrow.CompressedInputStream(stream, COMPRESSED[suffixes.pop()]))
+    if suffixes[-1] == ".parquet":
+        yield from _parquet_rows(stream, file, place, columns)
+    elif suffixes[-1] in (".csv", ".tsv"):
+        yield from _csv_rows(stream, file, place, columns, "\t" if suffixes[-1] == ".tsv" else ",")
+    else:
+        for number, values in _json_values(stream, file, suffixes[-1] == ".json", remedy):
+            if not isinstance(values, dict):
+                raise SourceError(f"{place}{number}", "not a JSON object", "give one object for each sample")
+            kept = values if columns is None else {name: values[name] for name in columns if name in values}
+            yield Row(f"{place}{number}", kept)
+
+
+def _json_values(stream: Any, file: str, may_be_list: bool, remedy: str) -> Iterator[tuple[str, Any]]:
+    """Each object with its line or item as the end of its place."""
+    for line, text in enumerate(stream, 1):
+        if line == 1:
+            text = text.removeprefix(BOM)  # noqa: PLW2901
+        if may_be_list and text.lstrip()[:1] == b"[":
+            items = _parse_json(text + stream.read(), file, line, remedy)
+            yield from ((f" item {number}", item) for number, item in enumerate(items, 1))
+            return
+        if text.strip():
+            may_be_list = False
+            yield f":{line}", _parse_json(text, file, line, remedy)
+
+
+def _parse_json(raw: bytes, file: str, line: int, remedy: str) -> Any:
+    """Parse JSON that begins in the given line of the file."""
+    try:
+        return json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as failure:
+        line += raw[: failure.start].count(b"\n")
+        raise SourceError(f"{file}:{line}", "not UTF-8", "save the file as UTF-8") from None
+    except json.JSONDecodeError as failure:
+        place = f"{file}:{line + failure.lineno - 1}"
+        raise SourceError(place, f"not valid JSON ({failure.msg}, column {failure.colno})", remedy) from None
+    except RecursionError:
+        raise SourceError(f"{file}:{line}", "nested too deeply", "flatten it") from None
+
+
+def _parquet_rows(stream: Any, file: str, place: str, columns: Collection[str] | None) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        opened = pyarrow.parquet.ParquetFile(stream, buffer_size=WINDOW)
+        wanted = None if columns is None else [name for name in columns if name in opened.schema_arrow.names]
+        for batch in opened.iter_batches(BATCH, columns=wanted):
+            for values in batch.to_pylist():
+                number += 1
+                yield Row(f"{place} row {number}", _plain(values))
+    except (pyarrow.ArrowException, ValueError, ArithmeticError, LookupError, OSError) as failure:
+        problem = f"cannot be read after row {number}" if number else "not a Parquet file that can be read"
+        remedy = "give another file, or convert it to .jsonl"
+        raise SourceError(file, f"{problem} ({str(failure).splitlines()[0]})", remedy) from None
+
+
+def _csv_rows(stream: Any, file: str, place: str, columns: Collection[str] | None, delimiter: str) -> Iterator[Row]:
+    csv.field_size_limit(sys.maxsize)  # texts are longer than the module expects
+    text = io.TextIOWrapper(stream, "utf-8-sig", newline="")
+    try:
+        reader = csv.DictReader(text, delimiter=delimiter)
+        for number, values in enumerate(reader, 1):
+            present = {name: value for name, value in values.items() if isinstance(name, str)}
+            wanted = present if columns is None else {name: present[name] for name in columns if name in present}
+            yield Row(f"{place} row {number}", _plain(wanted))
+    except (csv.Error, UnicodeDecodeError) as failure:
+        raise SourceError(file, f"cannot be read as CSV ({failure})", "give another file") from None
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it, without None in mappings: a column of structs gives every row the keys of all rows."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, (str, int, float, bool)) or value is None else str(value)
