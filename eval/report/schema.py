@@ -73,6 +73,7 @@ class Settings(Part):
 
     recipe: dict[str, Any] = key("The resolved recipe; see docs/recipe.md")
     hash: str = key("SHA-256 of the recipe and of the sets that it names, hexadecimal")
+    published_hash: str = key("The same of the recipe beside the checkpoint, whose sets have locks that the run added")
     file: str = key("File name of the recipe")
     machine: dict[str, Any] = key("Device, threads and versions on which the output's bytes depend")
 
@@ -121,6 +122,7 @@ class Calibration(Part):
     categories: dict[str, Tally] = key("By category")
     dropped: list[Dropped] = key("Rows that were skipped")
     versions: list[str] = key("Revision or SHA-256 of each data source, in the order of the set")
+    licences: list[str] = key("Licence of each data source as the set or its card names it; empty if neither does")
     lock: bool = key("Whether a lock file fixed the revisions")
     notes: list[str] = key("Remarks made while the set was read")
     datasets: list[str] = key("Hub data sets of which samples were used")

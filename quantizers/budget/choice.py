@@ -102,15 +102,13 @@ def apply_choice(job: Job, output: Path | None) -> tuple[Job, dict[str, Any] | N
 
 def read_choice(job: Job, output: Path) -> dict[str, Any] | None:
     """The choice of a finished or unfinished run in `output`; None if it has made none, or ran another recipe."""
-    from quantizers.recipe.portable import settings_hash
+    from quantizers.recipe.portable import is_made_by
 
     from .measure import read_measurements
 
     assert job.allocation is not None
     if (report := finished_report(output)) is not None:
-        settings = report.get("settings")
-        same = isinstance(settings, dict) and settings.get("hash") == settings_hash(job.recipe, job.path)
-        return report.get("schemes") if same else None
+        return report.get("schemes") if is_made_by(report, job.recipe, job.path) else None
     work = journal.work_folder(output)
     entries = read_measurements(work, job.sizes.moe_layers)
     try:

@@ -113,13 +113,14 @@ def check_set(
     revision: str = "main",
     trust_remote_code: bool = False,
     workers: int = WORKERS,
+    without: Sequence[str] = (),
 ) -> SetReport:
     """Load a set and check it.
 
     Args:
         tokenizer: a model's folder or Hub id.
         held_out: a set with which it must share no text; None for `held-out.yaml` beside it, if there is one.
-        revision, trust_remote_code, workers: see `load_set`.
+        revision, trust_remote_code, workers, without: see `load_set`.
 
     Raises:
         CalibrationError: as `load_set`, except that a missing language is a finding, not an error.
@@ -132,7 +133,7 @@ def check_set(
         workers=workers,
         require_languages=False,
     )
-    calibration, data = read_set(path), load(path)
+    calibration, data = read_set(path), load(path, without=without)
     if held_out is None and path.name != HELD_OUT and (path.parent / HELD_OUT).is_file():
         held_out = path.parent / HELD_OUT
     duplicates, shared = _duplicates(data.samples, load(held_out).samples if held_out else ())

@@ -23,7 +23,7 @@ from quantizers.system.errors import CalibrationError, did_you_mean
 from quantizers.system.files import atomic
 
 from .hub_repository import Hub, Repository
-from .lock import Pin, as_locked, local_version, read_lock
+from .lock import Pin, as_locked, local_version, pin, read_lock
 from .render import Renderer
 from .row_files import Row
 from .rows import first_row, hub_rows, kept_file, kept_rows, local_rows, newest_kept, rows_cache
@@ -95,6 +95,14 @@ def load_set(
         few = f"{path}: of {tokens:,} tokens drawn from it none shows"
         _require_languages(calibration, data, few, "raise calibration.tokens")
     return data
+
+
+def pins_of(calibration: CalibrationSet, data: CalibrationData) -> list[Pin]:
+    """What was read of each source of a loaded set; empty if all are local files, whose published names pin them."""
+    if all(source.is_local for source in calibration.sources):
+        return []
+    figures = zip(calibration.sources, data.versions, data.licences, data.rows, strict=True)
+    return [pin(*one) for one in figures]
 
 
 def _refuse_unknown(calibration: CalibrationSet, without: Sequence[str], path: Path) -> None:
@@ -213,6 +221,8 @@ class _Loading:
         if not self.renderer.has_template and (source.shape != "text" or source.prompt):
             reason = "the tokenizer has no chat template to render it with"
             raise SourceError(source.dataset, reason, "take the tokenizer of a chat model")
+        if pin is not None and not pin.version:
+            raise SourceError(source.dataset, "left out when the set was locked", "lock the set again")
         if source.is_local:
             return _Version(local_version(source, self.path.parent, pin), pin=pin)
         if pin is not None:

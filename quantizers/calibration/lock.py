@@ -33,7 +33,7 @@ class Pin(Strict):
 
     Attributes:
         dataset, subset, split, revision: as written in the set when it was locked; the set must still agree.
-        commit: of a Hub dataset; None for a local file.
+        commit: of a Hub dataset, empty if it was left out; None for a local file.
         licence: of a Hub dataset, as its card named it; empty if it named none.
         files: of a local file, its name and content hash (`sha256:…`).
         rows: of a Hub dataset, SHA-256 of the first rows in the order in which they are tried, by place.
@@ -50,8 +50,8 @@ class Pin(Strict):
 
     @property
     def version(self) -> str:
-        """The commit, or the file's hash."""
-        return self.commit or next(iter(self.files.values()))
+        """The commit, or the file's hash; empty if the source was left out."""
+        return self.commit or next(iter(self.files.values()), "")
 
 
 class Lock(Strict):
@@ -72,7 +72,7 @@ def lock_path(path: Path) -> Path:
 
 
 def pin(source: DataSource, version: str, licence: str = "", rows: Mapping[str, str] | None = None) -> Pin:
-    """The pin of a source that was read at a version: a commit, or the hash of a local file."""
+    """The pin of a source that was read at a version: a commit, or the hash of a local file; empty: left out."""
     named = source.model_dump(include=NAMED)
     if source.is_local:
         return Pin(**named, commit=None, files={source.dataset: version}, rows={})

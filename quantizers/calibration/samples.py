@@ -131,6 +131,7 @@ class CalibrationData:
             "categories": dict(sorted(Counter(sample.category for sample in self.samples).items())),
             "dropped": [asdict(dropped) for dropped in self.dropped],
             "versions": list(self.versions),
+            "licences": list(self.licences),
             "lock": self.lock,
             "notes": list(self.notes),
         } | ({"drawn": asdict(self.drawn)} if self.drawn else {})

@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 
 from quantizers.system.errors import InputError
 
-from .options import GATE_FAILED, DebugOption, JsonOption, TrustOption, emit, show_rich
+from .options import GATE_FAILED, DebugOption, JsonOption, TrustOption, WithoutOption, emit, show_rich
 
 if TYPE_CHECKING:
     from quantizers.recipe.schema import Recipe
@@ -75,6 +75,7 @@ def check(
     category: Annotated[
         str | None, typer.Option(help="with --show: only this category, and those below it (code includes code/rust)")
     ] = None,
+    without: WithoutOption = None,
     workers: WorkersOption = 8,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -95,7 +96,8 @@ def check(
     given = named(recipe)
     counting, about = counting_of(tokenizer, given, trust_remote_code)
     path, other = _sets(set_, held_out, given)
-    report = check_set(path, held_out=other, workers=workers, **counting)
+    left_out = without or (given[0].calibration_without if given and set_ is None else ())
+    report = check_set(path, held_out=other, workers=workers, without=left_out, **counting)
     data, shown = report.as_json(), render(report, about)
     if show:
         samples = show_samples(path, show, source=source, category=category, **counting)

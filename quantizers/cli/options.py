@@ -60,6 +60,15 @@ CalibrationOption = Annotated[
         autocompletion=_shipped("calibration"),
     ),
 ]
+WithoutOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--without",
+        metavar="SOURCE",
+        help="leave a source of the calibration set out, by its data set's id; samples of the same category take "
+        "their place; may be repeated",
+    ),
+]
 TrustOption = Annotated[
     bool,
     typer.Option("--trust-remote-code", help="allow custom tokenizer code (model code is never executed)"),

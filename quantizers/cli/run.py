@@ -20,6 +20,7 @@ from .options import (
     RecipeArgument,
     SetOption,
     SourceOption,
+    WithoutOption,
     asked,
     emit,
     typed,
@@ -42,6 +43,7 @@ def run(
     ] = None,
     source: SourceOption = None,
     calibration: CalibrationOption = None,
+    without: WithoutOption = None,
     settings: SetOption = None,
     device: DeviceOption = "auto",
     fresh: Annotated[
@@ -92,6 +94,7 @@ def run(
         output,
         source=source,
         calibration=calibration,
+        without=without or (),
         settings=settings or (),
         device=device,
         device_memory=parse_bytes(device_memory, "--device-memory") if device_memory else None,

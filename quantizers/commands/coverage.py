@@ -30,6 +30,7 @@ class Question:
 
     Attributes:
         tokens: how many to draw from the recipe's set; None to stream all of every set.
+        without: sources of the recipe's set that are left out.
     """
 
     model: str
@@ -40,6 +41,7 @@ class Question:
     where: str
     facts_file: Path | None = None
     tokens: int | None = None
+    without: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ def _with_recipe(question: Question, recipe: Recipe, path: Path) -> Question:
     file = set_location(recipe.calibration_set, path)
     if not file.is_file():
         raise InputError(f"{path}: {file}: no such calibration set; correct the path")
-    return replace(question, sets=(file,), tokens=recipe.calibration_tokens)
+    return replace(question, sets=(file,), tokens=recipe.calibration_tokens, without=recipe.calibration_without)
 
 
 def _with_source(question: Question, recipe: Recipe, path: Path, source: str | Path | None) -> Question:
@@ -206,7 +208,7 @@ def _stream(
     sizes = sizes_of(facts)
     named = published_names(checkpoint, facts)  # first, for reading the sets may take long
     arguments = (checkpoint.folder, question.trust_remote_code, question.tokens)
-    read = [load_set(file, *arguments) for file in question.sets] if dist.is_main else None
+    read = [load_set(file, *arguments, without=question.without) for file in question.sets] if dist.is_main else None
     loaded: list[CalibrationData] = dist.broadcast_object(read)
     for data in loaded:
         check_floors(question.rule, [sample.category for sample in data.samples], question.where)

@@ -50,6 +50,7 @@ def run(
     *,
     source: str | Path | None = None,
     calibration: str | Path | None = None,
+    without: Sequence[str] = (),
     settings: Mapping[str, Any] | Sequence[str] = (),
     device: str = "auto",
     device_memory: int | None = None,
@@ -72,6 +73,7 @@ def run(
             default.
         source: local folder of the source model, instead of the recipe's.
         calibration: calibration set instead of the recipe's: a file, or the name of a shipped set.
+        without: sources of the calibration set to leave out; samples of the same category take their place.
         settings: keys of the recipe to override, such as `{"experts.group_size": 64}`; None removes a key.
         device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
         device_memory: bytes of the device's memory to use at most; the output is the same.
@@ -99,7 +101,7 @@ def run(
     from quantizers.recipe.changes import changes_of
     from quantizers.recipe.read import find_recipe
 
-    changes = changes_of(settings, calibration)
+    changes = changes_of(settings, calibration, without)
     path = find_recipe(str(recipe))
     folder = Path("out") / _run_name(path) if output is None else Path(output)
 
@@ -107,7 +109,8 @@ def run(
         """Everything that may refuse or download; rank 0 does it first."""
         if dist.is_main:
             refuse_second_run(folder)
-        job = prepare(str(recipe), source_folder=Path(source) if source is not None else None, changes=changes)
+        folder_given = Path(source) if source is not None else None
+        job = prepare(str(recipe), source_folder=folder_given, changes=changes, sets_first=dist.is_main)
         if fresh and dist.is_main:
             _keep_own_recipe(job.path, folder)
             discard(folder)

@@ -4,6 +4,7 @@ The state of an unfinished run is in the folder DIR/.quantize/:
 
     run.json          the fingerprint: every setting that decides bytes
     command.txt       the command that resumes it
+    calibration/      the sets as they were loaded: a run that resumes does not ask for them again
     source.json       SHA-256 of the source's shards, with --paranoid
     schemes/          the measurements for a budget, see budget/measure.py
     choice.json       the schemes chosen within the budget

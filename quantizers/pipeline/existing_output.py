@@ -16,7 +16,7 @@ from quantizers.output import journal
 from quantizers.output.journal import differences, finished_report, refuse_changes, short_value
 from quantizers.output.manifest import add_files, seal_of, write_record
 from quantizers.planning.job import Job
-from quantizers.recipe.portable import Resolved, meaning, resolve_recipe, settings_hash
+from quantizers.recipe.portable import Resolved, is_made_by, meaning, resolve_recipe
 from quantizers.recipe.read import read_recipe
 from quantizers.system.errors import InputError, OutputError
 from quantizers.system.files import copy_file
@@ -34,8 +34,8 @@ def already_done(job: Job, options: Options, finished: dict[str, Any]) -> dict[s
     Raises:
         OutputError: the output was made from another recipe or source, or its report.json was changed.
     """
-    output, settings, source = options.output, finished.get("settings"), finished.get("source")
-    if not isinstance(settings, dict) or settings.get("hash") != settings_hash(job.recipe, job.path):
+    output, source = options.output, finished.get("source")
+    if not is_made_by(finished, job.recipe, job.path):
         changed = _changes(output, job)
         raise OutputError(
             f"{output}: holds the finished output of another recipe{f' ({changed})' if changed else ''}; choose "

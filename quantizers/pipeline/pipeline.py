@@ -20,8 +20,10 @@ from eval.fidelity.metrics import Text
 from eval.fidelity.scoring import HeldOut, held_out
 from quantizers.budget.choice import choose_schemes
 from quantizers.budget.measure import probe_bytes
-from quantizers.calibration.load_set import load_set
+from quantizers.calibration.load_set import load_set, pins_of
+from quantizers.calibration.lock import Pin
 from quantizers.calibration.samples import CalibrationData, token_tensors
+from quantizers.calibration.set import read_set
 from quantizers.checkpoint.reader import side_files
 from quantizers.checkpoint.source_identity import check_hashes, source_digest, source_stats
 from quantizers.device.devices import device_limit, fingerprint, forward_dtype, is_accelerator, versions
@@ -50,7 +52,7 @@ from quantizers.system.files import copy_file, sync_folder, write_text
 from quantizers.system.formatting import short_path, size
 from quantizers.system.host_memory import available
 from quantizers.system.interrupts import interruptible
-from quantizers.system.output_files import FACTS
+from quantizers.system.output_files import CALIBRATION, FACTS, HELD_OUT
 from stitch.write.config_files import write_config_files
 
 from .existing_output import already_done, find_damage, refuse_other_texts
@@ -78,17 +80,13 @@ def run(job: Job, options: Options) -> dict[str, Any]:
         InputError: exit 2; also if this process differs from rank 0 in something that the output's bytes depend on.
         QuantizeError: exit 1. Interrupted: 130 or 143.
     """
-    dist, resolved = options.dist, None
+    dist = options.dist
     work = journal.work_folder(options.output, dist.node)
     if dist.is_main:
         finished = finished_report(options.output)
         if finished is not None:
             dist.broadcast_object(False)
             return already_done(job, options, finished)
-        # Read the sets once, before anything slow: they may be edited during the run.
-        resolved = resolve_recipe(job.recipe, job.path)
-        if job.facts.probes:  # derived ones, for those who have the output alone
-            resolved = replace(resolved, sets={**resolved.sets, FACTS: job.facts.as_yaml()})
         refuse_strangers(options.output)
     with interruptible(RESUME) as interrupt:
         check = dist.watch(interrupt)
@@ -100,10 +98,10 @@ def run(job: Job, options: Options) -> dict[str, Any]:
             verify_kernels(options.device, {(scheme.bits, scheme.group_size) for scheme in schemes}, dist)
             _refuse_different_ranks(job, options)
         with journal.locked(options.output, dist):
-            if unfinished and resolved is None:
+            if unfinished and dist.is_main:
+                _make_output(job, options, work, check)
+            elif unfinished:
                 _quantize_share(job, options, work, check)
-            elif unfinished and resolved is not None:
-                _make_output(job, resolved, options, work, check)
             return move_into_place(work, options.output) if dist.is_main else {}
 
 
@@ -139,11 +137,13 @@ class _Inputs:
     Attributes:
         data, tokens: the calibration samples, and their token ids (T,) int64.
         evaluation: the held-out set; None if the recipe has nothing measured.
+        pins: what was read of the sets that have datasets of the Hub, by the file names of their copies.
     """
 
     data: CalibrationData
     tokens: Sequence[torch.Tensor]
     evaluation: HeldOut | None
+    pins: dict[str, list[Pin]]
 
     @property
     def texts(self) -> Sequence[Text]:
@@ -178,10 +178,14 @@ def _quantize_share(job: Job, options: Options, work: Path, check: Callable[[], 
             journal.leave(options.output, dist.node)
 
 
-def _make_output(job: Job, resolved: Resolved, options: Options, work: Path, check: Callable[[], None]) -> None:
+def _make_output(job: Job, options: Options, work: Path, check: Callable[[], None]) -> None:
     """All that rank 0 does: make work/output, up to the mark that lets it be moved into place."""
     started = time.monotonic()
-    inputs = _read_inputs(job, options.dist)
+    # Read the sets once, before anything slow: they may be edited during the run.
+    inputs = _read_inputs(job, options.dist, work)
+    resolved = resolve_recipe(job.recipe, job.path, inputs.pins)
+    if job.facts.probes:  # derived ones, for those who have the output alone
+        resolved = replace(resolved, sets={**resolved.sets, FACTS: job.facts.as_yaml()})
     kept, temporary = _share_memory(job, inputs, options)
     damaged = _open_work_folder(job, resolved, inputs, options, work, check)
     needed = _output_bytes(job, resolved.data.values() if options.with_data else ()) + temporary
@@ -206,7 +210,7 @@ def _make_output(job: Job, resolved: Resolved, options: Options, work: Path, che
     write_text("", work / "moving")
 
 
-def _read_inputs(job: Job, dist: ProcessGroup) -> _Inputs:
+def _read_inputs(job: Job, dist: ProcessGroup, work: Path) -> _Inputs:
     """Read and tokenize all sets before anything slow, so that a fault in one is found now."""
     engine = job.recipe.experts.engine
     if dist.is_distributed and engine != "gram":
@@ -214,19 +218,26 @@ def _read_inputs(job: Job, dist: ProcessGroup) -> _Inputs:
             f"{job.path}: experts.engine: {engine} works in one process; start quantize without torchrun, "
             "or choose gram"
         )
-    data = _samples(job, job.recipe.calibration_set, job.recipe.calibration_tokens)
-    if data.drawn and data.drawn.tokens < data.drawn.asked:
-        print(data.notes[-1], file=sys.stderr)  # of the subsample
+    recipe = job.recipe
+    data = _samples(job, recipe.calibration_set, work, recipe.calibration_tokens, recipe.calibration_without)
+    for note in data.notes:
+        print(f"calibration: {note}", file=sys.stderr)
     if job.recipe.verify and job.recipe.verify.coverage:
         check_floors(job.recipe.verify.coverage, [sample.category for sample in data.samples], str(job.path))
     gate, trusted = job.recipe.verify and job.recipe.verify.perplexity, job.recipe.source.trusts_tokenizer
-    texts = held_out(_samples(job, gate.data), job.opened, job.sizes, trusted) if gate else None
-    return _Inputs(data, token_tensors(data, job.sizes["vocabulary"]), texts)
+    measured = _samples(job, gate.data, work) if gate else None
+    texts = held_out(measured, job.opened, job.sizes, trusted) if measured else None
+    read = {CALIBRATION: (recipe.calibration_set, data)} | ({HELD_OUT: (gate.data, measured)} if gate else {})
+    pins = {target: pins_of(read_set(set_location(name, job.path)), one) for target, (name, one) in read.items() if one}
+    return _Inputs(data, token_tensors(data, job.sizes["vocabulary"]), texts, pins)
 
 
-def _samples(job: Job, name: str, tokens: int | None = None) -> CalibrationData:
-    """The samples of a set that the recipe names, or `tokens` tokens of them."""
-    return load_set(set_location(name, job.path), job.opened.folder, job.recipe.source.trusts_tokenizer, tokens)
+def _samples(
+    job: Job, name: str, work: Path, tokens: int | None = None, without: Sequence[str] = ()
+) -> CalibrationData:
+    """The samples of a set that the recipe names, or `tokens` tokens of them; the run keeps the set."""
+    file, folder, trusted = set_location(name, job.path), job.opened.folder, job.recipe.source.trusts_tokenizer
+    return load_set(file, folder, trusted, tokens, without=without, run=work / "calibration")
 
 
 def _share_memory(job: Job, inputs: _Inputs, options: Options) -> tuple[dict[str, Any], int]:

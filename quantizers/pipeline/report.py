@@ -99,6 +99,7 @@ def run_report(
         "settings": {
             "recipe": resolved.recipe.settings(),
             "hash": resolved.hash,
+            "published_hash": resolved.published_hash,
             "file": job.path.name,
             "machine": machine(context.device),
         },

@@ -70,6 +70,7 @@ def prepare(
     *,
     facts_file: Path | None = None,
     changes: Sequence[Change] = (),
+    sets_first: bool = False,
 ) -> Job:
     """Read a recipe, find and check its source, and make the plan.
 
@@ -81,6 +82,7 @@ def prepare(
         hub: with `offline_facts`, prefer the headers on the Hub to the built-in architecture spec.
         facts_file: of the user, instead of the one that the recipe may name.
         changes: settings that are given instead of those in the recipe.
+        sets_first: before a source is downloaded, load the recipe's sets, with its tokenizer alone.
 
     Raises:
         InputError: the recipe, a set or the source is wrong.
@@ -97,6 +99,8 @@ def prepare(
         basis = config_name = where
     else:
         _refuse_unknown_source(location, given_at(("source", "model"), path, changes))
+        if sets_first and not Path(location).is_dir() and not _in_cache(location, recipe.source.revision):
+            _load_sets(location, recipe, path)
         source = _open_source(location, recipe)
         config, where, config_name = source.config, str(source.folder), str(source.folder / CONFIG)
         basis = f"the headers of {where}"
@@ -126,6 +130,16 @@ def _open_source(location: str, recipe: Recipe) -> Checkpoint:
         raise CheckpointError(f"{folder}: has no config.json; give a checkpoint folder")
     refuse_four_bits(read_config(folder), str(folder / CONFIG))  # before the shards, whose dtypes may be unknown here
     return open_folder(folder, recipe.source.model, recipe.source.revision)
+
+
+def _load_sets(location: str, recipe: Recipe, path: Path) -> None:
+    """Load the sets of a recipe, so that their faults are known, and their rows kept, before a long download."""
+    from quantizers.calibration.load_set import load_set
+
+    perplexity, source = recipe.verify and recipe.verify.perplexity, recipe.source
+    sets = {recipe.calibration_set: recipe.calibration_without} | ({perplexity.data: ()} if perplexity else {})
+    for name, without in sets.items():
+        load_set(set_location(name, path), location, source.trusts_tokenizer, revision=source.revision, without=without)
 
 
 def _refuse_missing_sets(recipe: Recipe, path: Path) -> None:

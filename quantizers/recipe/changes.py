@@ -21,6 +21,7 @@ from quantizers.system.strict_yaml import Place, Refused, dotted, parse_value
 
 CALIBRATION = ("calibration",)
 SET = ("calibration", "set")
+WITHOUT = ("calibration", "without")
 SETS = (CALIBRATION, SET, ("verify", "perplexity", "data"))
 MODEL = ("source", "model")
 FACTS = ("source", "facts")
@@ -47,13 +48,16 @@ class Change:
 
 
 def changes_of(
-    settings: Mapping[str, Any] | Sequence[str] = (), calibration: str | Path | None = None
+    settings: Mapping[str, Any] | Sequence[str] = (),
+    calibration: str | Path | None = None,
+    without: Sequence[str] = (),
 ) -> tuple[Change, ...]:
     """Read the options.
 
     Args:
         settings: of `--set`, such as `experts.group_size=64`; or the same as a mapping, `{"experts.group_size": 64}`.
         calibration: of `--calibration`, a set's file or the name of a shipped one.
+        without: of `--without`, sources of the set.
 
     Raises:
         RecipeError: a text is not `key=value`, its value is no YAML, a path leads nowhere, or a key is given twice.
@@ -66,6 +70,8 @@ def changes_of(
         if whole := next((change for change in changes if change.place == CALIBRATION), None):
             raise RecipeError(f"{shown}: {whole.shown} names a set too; give one of them")
         changes.append(Change(SET, _from_here(SET, calibration, shown), shown))
+    if without:
+        changes.append(Change(WITHOUT, list(without), f"--without {' --without '.join(without)}"))
     given: dict[tuple[str, ...], Change] = {}
     for change in changes:
         if change.place in given:

@@ -1,12 +1,13 @@
 """The portable form of a recipe, published with a finished checkpoint: it contains no path of the machine.
 
     source       its Hub id, or the folder's own name
-    sets         copied next to the recipe as calibration.yaml and held-out.yaml, each with its lock if it has one
+    sets         copied next to the recipe as calibration.yaml and held-out.yaml, each with its lock
     own facts    about the model's family, copied as facts.yaml if the recipe names any
     local data   named by content, `data-<first 16 digits of the SHA-256>.jsonl`; copied with --with-data
 
-The copied sets give the same samples as the originals: the order of a local file's rows depends on the file's
-name, so the copy states the seed of that order. Comments are removed, because they could contain anything.
+The copied sets give the same samples as the originals: a run adds a lock for datasets of the Hub, and, as the order of a
+local file's rows depends on its name, the copy states the seed of that order. Comments are removed, because they could
+contain anything.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantizers.calibration.lock import file_hash, read_lock
+from quantizers.calibration.lock import Pin, file_hash, lock_text, read_lock
 from quantizers.calibration.rows import local_file
-from quantizers.calibration.set import DataSource, read_set
+from quantizers.calibration.set import LOCAL_SUFFIXES, DataSource, read_set
 from quantizers.calibration.source_faults import for_each_source
 from quantizers.system.output_files import CALIBRATION, FACTS, HELD_OUT, LOCK, RECIPE
 from quantizers.system.strict_yaml import dump, parse
@@ -32,6 +33,8 @@ from .schema import Calibration, Recipe
 
 # As huggingface_hub.utils.validate_repo_id has it, which takes long to import.
 _HUB_ID = re.compile(r"(?!.*(?:--|\.\.))(?=.{3,96}\Z)\w(?:[\w.-]*\w)?/\w(?:[\w.-]*\w)?(?<!\.git)")
+Pins = Mapping[str, list[Pin]]  # of each source of a set, by the file name of the set's copy
+NO_PINS: Pins = {}
 _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 
 
@@ -41,7 +44,7 @@ class Resolved:
 
     Attributes:
         recipe: the recipe, naming the copies.
-        hash: see `settings_hash`.
+        hash, published_hash: see `settings_hash`; the portable recipe may have locks that this one has not.
         sets: text of each copied set and lock, and of the user's own facts if there are any, by file name.
         data: path of each local data file on this machine, by its published name.
         renamed: published name of each local file of the calibration set, by its name in the set.
@@ -49,6 +52,7 @@ class Resolved:
 
     recipe: Recipe
     hash: str
+    published_hash: str
     sets: Mapping[str, str]
     data: Mapping[str, Path]
     renamed: Mapping[str, str]
@@ -90,11 +94,12 @@ def source_name(model: str, beside: Path) -> str:
     return folder.name
 
 
-def resolve_recipe(recipe: Recipe, path: Path) -> Resolved:
+def resolve_recipe(recipe: Recipe, path: Path, pins: Pins = NO_PINS) -> Resolved:
     """Make a recipe portable: read its sets, and hash the local files that they name.
 
     Args:
         path: the recipe's path; paths in the recipe are relative to its folder.
+        pins: of the copies that have datasets of the Hub, what was read of them; each gets a lock.
 
     Raises:
         CalibrationError: a set is wrong, or one of its local files is missing.
@@ -111,13 +116,14 @@ def resolve_recipe(recipe: Recipe, path: Path) -> Resolved:
             data[name], names[source.dataset] = data_file, name
             return name
 
-        sets |= _copies(file, target, published_name)
+        sets |= _copies(file, target, published_name, pins)
     sets |= facts_copy(facts_location(recipe, path))
-    portable = _with_copies(recipe, path)
-    return Resolved(portable, settings_hash(recipe, path), sets, data, renamed[CALIBRATION])
+    portable = _with_copies(recipe, path, lambda name: renamed[CALIBRATION].get(name, name))
+    own, published = settings_hash(recipe, path), settings_hash(recipe, path, pins)
+    return Resolved(portable, own, published, sets, data, renamed[CALIBRATION])
 
 
-def settings_hash(recipe: Recipe, path: Path) -> str:
+def settings_hash(recipe: Recipe, path: Path, pins: Pins = NO_PINS) -> str:
     """SHA-256, hexadecimal: equal for two recipes with the same meaning, wherever they and their data are.
 
     It covers the settings, the user's own facts, the sets and their locks, but not local data, which may be gone when
@@ -126,18 +132,19 @@ def settings_hash(recipe: Recipe, path: Path) -> str:
     Raises:
         CalibrationError: a set or its lock is wrong.
     """
-    return hashlib.sha256(json.dumps(meaning(recipe, path), sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(meaning(recipe, path, pins), sort_keys=True).encode()).hexdigest()
 
 
-def meaning(recipe: Recipe, path: Path) -> list[dict[str, Any]]:
+def meaning(recipe: Recipe, path: Path, pins: Pins = NO_PINS) -> list[dict[str, Any]]:
     """What `settings_hash` covers: the portable recipe's settings, and the text of each file beside it, by name."""
     texts = {
         name: text
         for target, set_name in _named_sets(recipe)
-        for name, text in _copies(set_location(set_name, path), target, lambda _: "data.jsonl").items()
+        for name, text in _copies(set_location(set_name, path), target, lambda _: "data.jsonl", pins).items()
     }
     texts |= facts_copy(facts_location(recipe, path))
-    return [_with_copies(recipe, path).settings(), texts]
+    unnamed = _with_copies(recipe, path, lambda name: "data.jsonl" if name.endswith(LOCAL_SUFFIXES) else name)
+    return [unnamed.settings(), texts]
 
 
 def _named_sets(recipe: Recipe) -> list[tuple[str, str]]:
@@ -146,14 +153,14 @@ def _named_sets(recipe: Recipe) -> list[tuple[str, str]]:
     return [(CALIBRATION, recipe.calibration_set), *([(HELD_OUT, perplexity.data)] if perplexity else [])]
 
 
-def _with_copies(recipe: Recipe, path: Path) -> Recipe:
-    """The recipe with the published name of its source and the names of the copied sets."""
+def _with_copies(recipe: Recipe, path: Path, published: Callable[[str], str]) -> Recipe:
+    """The recipe with the published names of its source, of the copied sets, and of the sources that it leaves out."""
     names = {"model": source_name(recipe.source.model, path.parent)}
     if recipe.source.facts is not None:
         names["facts"] = FACTS
     source = recipe.source.model_copy(update=names)
-    tokens = recipe.calibration_tokens
-    copied = CALIBRATION if tokens is None else Calibration(set=CALIBRATION, tokens=tokens)
+    without = tuple(map(published, recipe.calibration_without))
+    copied = Calibration(set=CALIBRATION, tokens=recipe.calibration_tokens, without=without)
     changes: dict[str, Any] = {"source": source, "calibration": copied}
     if recipe.verify and recipe.verify.perplexity:
         perplexity = recipe.verify.perplexity.model_copy(update={"data": HELD_OUT})
@@ -161,16 +168,25 @@ def _with_copies(recipe: Recipe, path: Path) -> Recipe:
     return recipe.model_copy(update=changes)
 
 
+def is_made_by(report: Mapping[str, Any], recipe: Recipe, path: Path) -> bool:
+    """Whether a report's output was made by this recipe, or has it beside it."""
+    settings, own = report.get("settings"), settings_hash(recipe, path)
+    return isinstance(settings, dict) and own in (settings.get("hash"), settings.get("published_hash"))
+
+
 def facts_copy(file: Path | None) -> dict[str, str]:
     """The text of facts.yaml for the user's own facts, by its name; empty if there are none."""
     return {} if file is None else {FACTS: dump(parse(file)[0], width=120, short_in_one_line=True)}
 
 
-def _copies(path: Path, target: str, published_name: Callable[[DataSource], str]) -> dict[str, str]:
-    """The text of a set's copy, and of its lock's copy if it has a lock, by file name.
+def _copies(
+    path: Path, target: str, published_name: Callable[[DataSource], str], given: Pins = NO_PINS
+) -> dict[str, str]:
+    """The text of a set's copy, and of its lock's copy if it has a lock or is given one, by file name.
 
     Args:
         published_name: returns the published name of a local source's file.
+        given: see `resolve_recipe`.
     """
     calibration = read_set(path)
 
@@ -184,12 +200,12 @@ def _copies(path: Path, target: str, published_name: Callable[[DataSource], str]
     sources = for_each_source(calibration, path, copied, 1)
     values = calibration.model_copy(update={"sources": tuple(sources)}).model_dump(mode="json", exclude_none=True)
     texts = {target: dump(values, width=120, short_in_one_line=True)}
-    pins = read_lock(path, calibration)
-    if pins is not None:
-        entries = []
-        for pin, source in zip(pins, sources, strict=True):
-            files = dict(zip([source.dataset], pin.files.values(), strict=True)) if source.is_local else pin.files
-            entries.append(pin.model_dump() | {"dataset": source.dataset, "files": files})
-        lock = {"format": 1, "sources": entries}
-        texts[Path(target).stem + LOCK] = json.dumps(lock, indent=1, ensure_ascii=False) + "\n"
+    if pins := read_lock(path, calibration) or given.get(target):
+        copies = [
+            pin.model_copy(update={"dataset": source.dataset, "files": {source.dataset: pin.version}})
+            if source.is_local
+            else pin
+            for pin, source in zip(pins, sources, strict=True)
+        ]
+        texts[Path(target).stem + LOCK] = lock_text(copies)
     return texts

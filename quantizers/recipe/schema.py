@@ -74,9 +74,9 @@ class Source(Strict):
 
 
 class Calibration(Strict):
-    """A calibration set, or a subsample of it.
+    """A calibration set, or a part of it.
 
-    Without `tokens` it means the same as the set's name alone, and that is how the settings have it.
+    With `set` alone it means the same as the set's name, and that is how the settings have it.
     """
 
     set: Annotated[str, Field(min_length=1)]
@@ -84,11 +84,14 @@ class Calibration(Strict):
     tokens: Annotated[int, Field(ge=1)] | None = None
     """Number of tokens to draw: the same from each category where it has enough, in an order that the set's seed
     decides. Default: the whole set."""
+    without: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Sources of the set to leave out, by their `dataset`. Samples of the same category take their place, or else
+    texts of the set `embedded`."""
 
     @model_serializer(mode="wrap")
     def _as_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any] | str:
-        settings: dict[str, Any] = handler(self)
-        return settings if self.tokens is not None else self.set
+        settings = {key: value for key, value in handler(self).items() if value}
+        return settings if len(settings) > 1 else self.set
 
 
 class Awq(Strict):
@@ -255,6 +258,11 @@ class Recipe(Strict):
     def calibration_tokens(self) -> int | None:
         """How many tokens are drawn from the set; None if it is taken whole."""
         return None if isinstance(self.calibration, str) else self.calibration.tokens
+
+    @property
+    def calibration_without(self) -> tuple[str, ...]:
+        """The sources of the set that are left out."""
+        return () if isinstance(self.calibration, str) else self.calibration.without
 
     def settings(self) -> dict[str, Any]:
         """Every key with its value, including defaults, as stored in recipe.yaml and report.json."""
