@@ -136,10 +136,11 @@ def hub_rows(source: DataSource, repository: Repository, hub: Hub, seed: str) ->
 def _remote_rows(
     source: DataSource, repository: Repository, hub: Hub, file: str, columns: list[str] | None
 ) -> Iterator[Row]:
-    raw, place = hub.open(repository, file), f"{source.dataset}/{file}"
-    # Parquet is read in pieces here and there, everything else from the beginning on.
+    place, raw = f"{source.dataset}/{file}", hub.open(repository, file)
+    if file.endswith(".parquet"):  # which is read in pieces here and there
+        return file_rows(raw, place, place, columns, DAMAGED)
     buffered = io.BufferedReader(raw, BLOCK if source.streaming else 8 * BLOCK)
-    return file_rows(raw if file.endswith(".parquet") else buffered, place, place, columns, DAMAGED)
+    return file_rows(buffered, place, place, columns, DAMAGED)
 
 
 def _check_columns(source: DataSource, rows: list[Row], every: Callable[[], Iterable[Row]]) -> None:

@@ -1,20 +1,12 @@
-"""Datasets of the Hub, served by a stand-in on the loopback interface to the real client libraries.
-
-The libraries read HF_ENDPOINT and HF_HOME when they are imported, so a machine with caches of its own is a process of
-its own. A quick test changes in this process what they have read.
-"""
+"""Datasets of the Hub, read from a stand-in on the loopback interface through the real client library."""
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
-import logging
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -23,117 +15,52 @@ import pyarrow.parquet
 import pytest
 from calibration_tokenizer import write_tokenizer
 from hub_stand_in import HubStandIn
-from huggingface_hub.errors import OfflineModeIsEnabled
 
-from quantizers.calibration.load_set import load_set
-from quantizers.calibration.rows import Unreachable, explained, quiet
+from quantizers.calibration import hub_repository, load_set, lock
+from quantizers.calibration.hub_repository import Hub
+from quantizers.calibration.render import quiet
+from quantizers.calibration.samples import CalibrationData, language_counts
 from quantizers.calibration.set import CalibrationSet, DataSource, read_set
 from quantizers.system.errors import CalibrationError
 from quantizers.system.package_data import shipped
 
-SETS = shipped("calibration")
-SOFTWARE = SETS / "software-engineer.yaml"
+SOFTWARE = shipped("calibration") / "software-engineer.yaml"
 LARGE = "HuggingFaceH4/ultrachat_200k"
-MACHINE = """
-import json, sys
-from pathlib import Path
-from tempfile import mkdtemp
-from quantizers.calibration.load_set import load_set
-from quantizers.calibration.lock import lock_set
-from quantizers.calibration.samples import language_counts
-from quantizers.calibration.set import read_set
-from quantizers.system.errors import CalibrationError
-
-for line in sys.stdin:
-    path, tokenizer, workers, cache, lock = json.loads(line)
-    try:
-        if lock:
-            lock_set(Path(path))
-        data = load_set(Path(path), tokenizer, workers=workers, cache=Path(cache or mkdtemp()))
-        counts = language_counts(read_set(Path(path)), data.samples)
-        answer = data.summary() | {"languages": counts}
-    except CalibrationError as failure:
-        answer = {"error": str(failure)}
-    print(json.dumps(answer), flush=True)
-"""
+Load = Callable[..., CalibrationData]
 
 
-@dataclass(frozen=True)
-class Machine:
-    """A computer with caches in `folder`, which answers a line for every line it gets."""
-
-    folder: Path
-    tokenizer: str
-    process: subprocess.Popen[str]
-
-    def load(self, path: Path, *, workers: int = 4, cache: bool = True, lock: bool = False) -> dict[str, Any]:
-        """The summary of a set as loaded there; `{"error": …}` where it is refused."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        kept = str(self.folder / "cache") if cache else ""
-        self.process.stdin.write(json.dumps([str(path), self.tokenizer, workers, kept, lock]) + "\n")
-        self.process.stdin.flush()
-        summary: dict[str, Any] = json.loads(self.process.stdout.readline())
-        return summary
-
-    def downloaded(self) -> set[str]:
-        """The ids of the datasets whose data files were downloaded rather than streamed."""
-        hub = self.folder / "hf" / "hub"
-        files = [file.relative_to(hub) for file in hub.glob("datasets--*/snapshots/*/**/part-*")]
-        return {file.parts[0].removeprefix("datasets--").replace("--", "/") for file in files}
-
-
-@contextmanager
-def switched_on(folder: Path, endpoint: str, seed: int) -> Iterator[Machine]:
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = str(write_tokenizer(folder / "tokenizer"))
-    home = {"HF_ENDPOINT": endpoint, "HF_HOME": str(folder / "hf"), "PYTHONHASHSEED": str(seed)}
-    with (
-        (folder / "stderr").open("w+") as errors,
-        subprocess.Popen(
-            [sys.executable, "-c", MACHINE],
-            env={"PATH": os.environ["PATH"], **home},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        ) as process,
-    ):
-        yield Machine(folder, tokenizer, process)
-        assert process.stdin is not None
-        process.stdin.close()
-        assert process.wait() == 0
-        errors.seek(0)
-        assert errors.read() == ""  # the libraries are silent
-
-
-@pytest.fixture(scope="module")
-def hub() -> Iterator[HubStandIn]:
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStandIn]:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub_repository, "RETRIES", 1)
     with HubStandIn() as stand_in:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", stand_in.endpoint)
         yield stand_in
 
 
-@pytest.fixture(scope="module")
-def machine(hub: HubStandIn, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    with switched_on(tmp_path_factory.mktemp("one"), hub.endpoint, seed=1) as one:
-        yield one
+@pytest.fixture
+def load(tmp_path: Path, tokenizer: str) -> Load:
+    """`load(path, …)`: a set, with the rows that are kept in a folder of the test."""
+
+    def call(path: Path, model: str = tokenizer, **options: Any) -> CalibrationData:
+        return load_set.load_set(path, model, **{"kept": tmp_path / "kept", **options})
+
+    return call
 
 
-@pytest.fixture(scope="module")
-def other_machine(hub: HubStandIn, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    with switched_on(tmp_path_factory.mktemp("two"), hub.endpoint, seed=2) as two:
-        yield two
+def refusal(load: Load, path: Path, **options: Any) -> list[str]:
+    """The lines with which a set is refused."""
+    with pytest.raises(CalibrationError) as failure:
+        load(path, **options)
+    return str(failure.value).splitlines()
 
 
-@pytest.fixture(scope="module")
-def offline(machine: Machine) -> Iterator[Machine]:
-    """The first machine after a restart, without a network."""
-    with switched_on(machine.folder, "http://127.0.0.1:9", seed=3) as same:
-        yield same
+def json_lines(rows: list[Any]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
 def rows(name: str, count: int = 12) -> bytes:
-    return "".join(json.dumps({"text": f"{name}, row {number}"}) + "\n" for number in range(count)).encode()
+    return json_lines([{"text": f"{name}, row {number}"} for number in range(count)])
 
 
 SMALL = """\
@@ -156,138 +83,269 @@ def small(tmp_path: Path, hub: HubStandIn) -> Path:
 
 
 @pytest.mark.slow
-def test_the_whole_software_engineer_set_loads_and_again_offline(
-    hub: HubStandIn, machine: Machine, offline: Machine
+def test_the_whole_software_engineer_set_is_read_once_and_with_few_requests(
+    hub: HubStandIn, load: Load, tmp_path: Path
 ) -> None:
     calibration = read_set(SOFTWARE)
+    on_hub = [source for source in calibration.sources if not source.is_local]
     hub.datasets = hub_datasets(calibration, LARGE)
-    loaded = machine.load(SOFTWARE)
-    assert loaded["samples"] == 590
-    assert loaded["categories"]["tool-use"] == 100
-    assert min(loaded["languages"]["programming"].values()) >= 2
-    assert min(loaded["languages"]["spoken"].values()) >= 2
-    assert [item["source"] for item in loaded["dropped"]] == ["interstellarninja/hermes_reasoning_tool_use"]
-    assert loaded["dropped"][0]["reason"] == "the chat template refuses it: a tool turn without a call"
-    assert machine.downloaded() == {source.dataset for source in calibration.sources if not source.streaming}
+    loaded = load(SOFTWARE)
+    assert len(loaded.samples) == 590
+    counts = language_counts(calibration, loaded.samples)
+    assert min(counts["programming"].values()) >= 2
+    assert min(counts["spoken"].values()) >= 2
     large = {path: raw for path, raw in hub.datasets[LARGE].items() if path.endswith(".jsonl")}
-    assert all(0 < hub.reached[f"{LARGE}/{path}"] < len(raw) for path, raw in large.items())
-    again = offline.load(SOFTWARE)
-    refused = offline.load(SOFTWARE, cache=False)["error"]
-    assert again["digest"] == loaded["digest"]
-    assert again["notes"] == ["from the cache; 50 sources could not be reached"]
+    assert 0 < sum(hub.sent.get(f"{LARGE}/{path}", 0) for path in large) < sum(map(len, large.values())) / 4
+    api = [asked for asked in hub.asked if "/api/datasets" in asked]
+    assert len(api) == len(on_hub)
+    assert len(hub.asked) < 6 * len(on_hub)
+    hub.asked.clear()
+    other = str(write_tokenizer(tmp_path / "other", "{% for m in messages %}{{ m.content }}|{% endfor %}"))
+    assert load(SOFTWARE).digest == loaded.digest != load(SOFTWARE, other).digest
+    assert len([asked for asked in hub.asked if "/api/datasets" in asked]) == 2 * len(on_hub)  # the commit of each, now
+    hub.dead = set(hub.datasets)
+    again = load(SOFTWARE)
+    assert again.digest == loaded.digest
+    assert again.notes[0] == f"from rows that were kept; {len(on_hub)} sources could not be reached"
+    (refused,) = refusal(load, SOFTWARE, kept=tmp_path / "none")
     assert refused.startswith(f"{SOFTWARE}:")
-    assert " and 45 more: cannot be reached (ConnectError: " in refused
-    assert "\n" not in refused
+    assert f" and {len(on_hub) - 5} more: cannot be reached (RemoteProtocolError: " in refused
 
 
-@pytest.mark.slow
-def test_order_of_files_workers_and_hash_seed_make_no_difference(
-    small: Path, hub: HubStandIn, machine: Machine, other_machine: Machine
-) -> None:
-    one = machine.load(small, workers=1)
+def test_order_of_files_workers_and_kept_rows_make_no_difference(small: Path, hub: HubStandIn, load: Load) -> None:
+    one = load(small, workers=1)
     hub.backwards = True
-    other = other_machine.load(small, workers=4)
-    hub.backwards = False
-    assert one["digest"] == other["digest"]
+    other = load(small, workers=4, kept=small.parent / "other")
+    assert one.digest == load(small).digest == other.digest
+    assert one.rows == other.rows
+    streamed = {sample.place.rpartition(":")[0] for sample in one.samples if "streamed" in sample.place}
+    assert len(streamed) > 1  # four blocks of rows that lie in several files
 
 
-@pytest.mark.slow
-def test_a_moved_revision_is_loaded_anew_unless_a_lock_holds_it(
-    small: Path, hub: HubStandIn, machine: Machine, other_machine: Machine
-) -> None:
-    before = machine.load(small)
+def test_a_moved_revision_is_loaded_anew_unless_a_lock_holds_it(small: Path, hub: HubStandIn, load: Load) -> None:
+    before = load(small)
     hub.datasets["org/plain"] = {"train.jsonl": rows("changed")}
-    after, locked = machine.load(small), machine.load(small, lock=True)
-    assert (after["notes"], locked["notes"]) == ([], ["versions are those of the set's lock"])
-    assert before["digest"] != after["digest"] == locked["digest"]
-    commits = [hub.commit("org/plain"), before["versions"][1]]
-    assert after["versions"] == locked["versions"] == commits
-    assert [pin["commit"] for pin in json.loads((small.parent / "small.lock.json").read_text())["sources"]] == commits
+    after = load(small)
+    written = lock.lock_set(small, kept=small.parent / "kept")
+    locked = load(small)
+    assert (after.notes, locked.notes) == ((), ("versions are those of the set's lock",))
+    assert before.digest != after.digest == locked.digest
+    assert locked.versions == (hub.commit("org/plain"), before.versions[1])
+    pins = json.loads(written.read_text())["sources"]
+    assert [pin["commit"] for pin in pins] == list(locked.versions)
+    assert [len(pin["rows"]) for pin in pins] == [8, 8]
+    hub.asked.clear()
+    assert load(small).digest == locked.digest
+    assert not hub.asked
     hub.datasets["org/streamed"] = {"train.jsonl": rows("changed")}
-    refused = other_machine.load(small, cache=False)["error"]
-    assert f"org/streamed: no revision {commits[1]}; correct the source's revision, or lock" in refused
+    (line,) = refusal(load, small, kept=small.parent / "other")
+    assert f"org/streamed: no revision {before.versions[1]}; correct the source's revision, or lock" in line
 
 
-def test_a_hub_that_was_switched_off_is_called_so() -> None:
-    """The library's own sentence is as long as the rest of the line."""
-    source = read_set(SOFTWARE).sources[0]
-    with pytest.raises(Unreachable) as refused, explained(source):
-        raise OfflineModeIsEnabled("Cannot reach https://huggingface.co: offline mode is enabled. To disable it, ...")
-    assert refused.value.reason == "cannot be reached (HF_HUB_OFFLINE is set)"
+def test_another_row_than_the_locks_is_refused_by_name(
+    small: Path, hub: HubStandIn, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock.lock_set(small, kept=small.parent / "kept")
+    place = next(iter(json.loads(lock.lock_path(small).read_text())["sources"][0]["rows"]))
+    file, _, number = place.removeprefix("org/plain/").rpartition(":")
+    lines = hub.datasets["org/plain"][file].splitlines(keepends=True)
+    lines[int(number) - 1] = b'{"text": "another row"}\n'
+    monkeypatch.setattr(hub, "commit", lambda *_: load_commit)
+    load_commit = json.loads(lock.lock_path(small).read_text())["sources"][0]["commit"]
+    hub.datasets["org/plain"][file] = b"".join(lines)
+    (line,) = refusal(load, small, kept=small.parent / "other")
+    assert line.startswith(f"{small}:4: {place}: this row of the lock has changed; restore the data, or lock")
+    lock.lock_path(small).write_text(lock.lock_path(small).read_text().replace(place, f"{place}0"))
+    assert "was changed by hand" in refusal(load, small)[0]
 
 
-@pytest.fixture
-def refused(
-    hub: HubStandIn, tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[Path], CalibrationError]:
-    """`refused(path)`: the error with which a set cannot be loaded from the stand-in."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.endpoint)
+@pytest.mark.parametrize("stage", ["changed", "deleted", "gated", "failing", "limited"])
+def test_a_run_goes_on_from_the_sets_that_it_has_loaded(stage: str, small: Path, hub: HubStandIn, load: Load) -> None:
+    run = small.parent / "run"
+    before = load(small, run=run)
+    hub.asked.clear()
+    if stage == "changed":
+        hub.datasets["org/plain"] = {"train.jsonl": rows("changed")}
+    elif stage == "deleted":
+        hub.datasets.clear()
+    elif stage == "limited":
+        hub.limited["/"] = inf
+    else:
+        getattr(hub, stage).update(hub.datasets)
+    assert load(small, run=run, kept=small.parent / "none").digest == before.digest
+    assert not hub.asked
+    (file,) = run.iterdir()
+    file.write_bytes(file.read_bytes()[:-9])  # a damaged one is not trusted
+    if stage == "changed":
+        assert load(small, run=run).digest != before.digest
+        assert json.loads(file.read_bytes())["name"] == "small"
 
-    def call(path: Path) -> CalibrationError:
-        with pytest.raises(CalibrationError) as failure:
-            load_set(path, tokenizer, cache=tmp_path / "cache")
-        return failure.value
 
-    return call
+def test_what_was_read_of_other_sources_is_kept_when_one_fails(small: Path, hub: HubStandIn, load: Load) -> None:
+    streamed = hub.datasets["org/streamed"].pop("train-0.jsonl")
+    hub.datasets["org/streamed"]["train-0.jsonl"] = streamed.replace(b"}", b"", 1)
+    small.write_text(SMALL.replace("samples: 8, category: x}\n", "samples: 30, category: x}\n"))
+    (line,) = refusal(load, small, workers=1)
+    assert ":5: org/streamed/train-0.jsonl:2: not valid JSON" in line
+    assert line.endswith("; tell its maker, or leave it out with --without ID")
+    hub.datasets["org/streamed"]["train-0.jsonl"] = streamed
+    hub.asked.clear()
+    assert len(load(small).samples) == 60
+    assert not [asked for asked in hub.asked if "org/plain/resolve" in asked]
 
 
 SOURCE = "columns: [text], shape: text, samples: 1, category: x}\n"
-NO_SUCH = "no such dataset on the Hub; correct the id, or `hf auth login` if it is private"
+NO_SUCH = "no such dataset on the Hub; correct the id, or `hf auth login` if it is private; or leave it out with --wi"
 
 
-@pytest.mark.parametrize("how", ["dead", "failing"])
+@pytest.mark.parametrize(
+    ("how", "reason"), [("dead", "cannot be reached ("), ("failing", "the Hub has an error of its own (503)")]
+)
 def test_unreachable_sources_are_one_line_that_hides_no_other_fault(
-    how: str, small: Path, hub: HubStandIn, refused: Callable[[Path], CalibrationError]
+    how: str, reason: str, small: Path, hub: HubStandIn, load: Load, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The Hub does not answer about some sources, or with a server's error."""
     starts = ("dataset: org/none", "dataset: missing.jsonl", "dataset: org/third, revision: v9")
     small.write_text(SMALL + "".join(f"  - {{{start}, {SOURCE}" for start in starts))
     hub.datasets["org/third"] = {}
-    silent = getattr(hub, how)
-    silent.update(("org/plain", "org/streamed"))
-    try:
-        unreachable, *others = str(refused(small)).splitlines()
-    finally:
-        silent.clear()
-    assert unreachable.startswith(f"{small}:4: org/plain, org/streamed (line 5): cannot be reached (")
-    assert unreachable.endswith(
-        "; check the network, or take the shipped set embedded, which needs none (--calibration embedded)"
-    )
-    assert others == [
+    getattr(hub, how).update(("org/plain", "org/streamed"))
+    unreachable, *others = refusal(load, small)
+    assert unreachable.startswith(f"{small}:4: org/plain, org/streamed (line 5): {reason}")
+    assert "org/plain: the Hub " in capsys.readouterr().err
+    assert [line[: len(f"{small}:6: org/none: {NO_SUCH}")] for line in others] == [
         f"{small}:6: org/none: {NO_SUCH}",
-        f"{small}:7: {small.parent}/missing.jsonl: cannot be read (No such file or directory); give an existing file",
+        f"{small}:7: {small.parent}/missing.jsonl: cannot be read (No such file or directory); give an existing file"[
+            : len(f"{small}:6: org/none: {NO_SUCH}")
+        ],
         f"{small}:8: org/third: no revision v9; correct the source's revision, or lock the set again",
     ]
 
 
-@pytest.mark.slow
-def test_faults_of_all_sources_are_reported_together(small: Path, machine: Machine) -> None:
-    extra = (f"  - {{dataset: org/plain, {key}, {SOURCE}" for key in ("revision: v9", "split: test", "subset: other"))
-    small.write_text(SMALL.replace("[text]", "[txt]") + "".join(extra))
-    assert machine.load(small)["error"].splitlines() == [
-        f"{small}:6: org/plain: no revision v9; correct the source's revision, or lock the set again"
-    ]
-    small.write_text(small.read_text().replace("revision: v9", "revision: main"))
-    assert machine.load(small)["error"].splitlines() == [
+def test_faults_of_all_sources_are_reported_together(small: Path, hub: HubStandIn, load: Load) -> None:
+    extra = (f"  - {{dataset: org/plain, {key}, {SOURCE}" for key in ("revision: main", "split: test", "subset: other"))
+    small.write_text(SMALL.replace("[text]", "[txt]") + "".join(extra) + f"  - {{dataset: org/closed, {SOURCE}")
+    hub.datasets["org/closed"] = {"train.jsonl": rows("closed")}
+    hub.gated.add("org/closed")
+    hub.asked.clear()
+    assert refusal(load, small) == [
         f"{small}:4: org/plain, org/streamed (line 5): no column 'txt' (it has text); "
         "correct the source's columns or category",
-        f"{small}:7: org/plain: cannot be loaded (ValueError: Unknown split \"test\". Should be one of ['train'].); "
+        f"{small}:7: org/plain: no split 'test'; it has train; correct the source's subset, split or revision",
+        f"{small}:8: org/plain: no configuration 'other'; it has default; "
         "correct the source's subset, split or revision",
-        f"{small}:8: org/plain: cannot be loaded (ValueError: BuilderConfig 'other' not found. "
-        "Available: ['default']); correct the source's subset, split or revision",
+        f"{small}:9: org/closed: gated; accept its terms on the Hub, then `hf auth login`; "
+        "or leave it out with --without ID",
     ]
+    assert sum(hub.sent.values()) <= 5 * len(
+        hub.datasets["org/plain"]["train-0.jsonl"]
+    )  # one file each time, not all of four
+
+
+def test_a_rate_limit_is_said_waited_for_and_given_up_by_name(
+    small: Path, hub: HubStandIn, load: Load, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.limited["/datasets/org/plain/resolve"] = 1
+    loaded = load(small)
+    assert "org/plain: the Hub answers 429; asking again in 2 s, given up after 10 min" in capsys.readouterr().err
+    hub.limited["/api/datasets/org/streamed"] = inf
+    monkeypatch.setattr(load_set, "Hub", lambda: Hub(give_up=3.0))
+    again = load(small)  # its rows were kept
+    assert again.digest == loaded.digest
+    assert again.notes == ("from rows that were kept; 1 sources could not be reached",)
+    (line,) = refusal(load, small, kept=small.parent / "other")
+    assert line.startswith(f"{small}:5: org/streamed: the Hub asks to wait too often (429); give the command again")
+
+
+def test_renamed_and_cut_off_datasets_are_read(small: Path, hub: HubStandIn, load: Load) -> None:
+    before = load(small)
+    hub.datasets["org/moved"] = hub.datasets.pop("org/plain")
+    hub.renamed["org/plain"] = "org/moved"
+    hub.cut["org/moved/train-0.jsonl"] = [40]
+    assert load(small, kept=small.parent / "other").digest == before.digest
+
+
+GONE = SMALL.replace("samples: 8, category: x}\n", "samples: 8, required: false, category: x}\n", 1)
+
+
+def test_a_source_that_is_not_required_is_replaced_and_named(small: Path, hub: HubStandIn, load: Load) -> None:
+    whole = load(small)
+    del hub.datasets["org/plain"]
+    small.write_text(GONE)
+    left = load(small)
+    chosen = load(small, without=["org/plain"])
+    reason = "without org/plain ({}): 8 samples are replaced by 8 of the same category"
+    assert left.notes == (reason.format("no such dataset on the Hub"),)
+    assert chosen.notes == (reason.format("--without"),)
+    assert left.digest == chosen.digest
+    assert {sample.source for sample in left.samples} == {"org/streamed"}
+    assert [s.place for s in left.samples[:8]] == [s.place for s in whole.samples[8:]]
+    assert len({sample.place for sample in left.samples}) == 16
+    assert left.versions[0] == ""
+    small.write_text(GONE.replace("category: x", "category: y", 1))
+    other = load(small)
+    assert other.notes == ("without org/plain (no such dataset on the Hub): 8 samples are replaced by 8 of embedded",)
+    assert [sample.source for sample in other.samples[8:11]] == [
+        f"./embedded/{n}.jsonl" for n in ("code", "spoken", "chat")
+    ]
+    (line,) = refusal(load, small, without=["org/plian"])
+    assert line == f"{small}: has no source org/plian (did you mean org/plain?); correct --without"
+
+
+def test_fewer_rows_than_asked_for_are_taken_and_said(small: Path, hub: HubStandIn, load: Load) -> None:
+    hub.datasets["org/plain"] = {"train.jsonl": rows("few", 5)}
+    data = load(small)
+    assert len(data.samples) == 13
+    assert data.notes == ("org/plain: 5 of the 8 samples; it has only 5 rows",)
+
+
+ROWS = [{"text": f"text {number}", "other": None if number < 3 else {"a": [number]}} for number in range(9)]
+MIXED = [{"text": "one", "x": []}, {"text": "two", "x": "s"}, {"text": "three", "y": {"z": None}, "x": 4}]
+
+
+def _parquet(rows: list[dict[str, Any]]) -> bytes:
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "count"),
+    [
+        ("mixed.jsonl", json_lines(MIXED), 3),
+        ("late.jsonl", json_lines(ROWS), 9),
+        ("lines.jsonl.gz", gzip.compress(json_lines(ROWS)), 9),
+        ("lines.jsonl.zst", pyarrow.compress(json_lines(ROWS), codec="zstd", asbytes=True), 9),
+        ("list.json", json.dumps(MIXED, indent=1).encode(), 3),
+        ("table.parquet", _parquet([{"text": row["text"]} for row in ROWS]), 9),
+        ("table.csv", b'text,other\n"line\nand ""line""",1\n' + b"x" * 200_000 + b",\n", 2),
+    ],
+)
+def test_types_of_columns_that_nobody_reads_do_not_matter(
+    name: str, content: bytes, count: int, small: Path, hub: HubStandIn, load: Load
+) -> None:
+    hub.datasets["org/plain"] = {name: content}
+    small.write_text(SMALL.replace("samples: 8", "samples: all", 1).rpartition("  - ")[0])
+    assert len(load(small).samples) == count
+
+
+def test_of_parquet_only_the_columns_that_are_read_come_over_the_network(
+    small: Path, hub: HubStandIn, load: Load
+) -> None:
+    noise = [{"text": f"row {n}"} | {f"column {c}": f"{n * c}" * 5_000 for c in range(9)} for n in range(400)]
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(noise), buffer, compression=None, use_dictionary=False)
+    hub.datasets["org/plain"] = {"train.parquet": buffer.getvalue()}
+    load(small)
+    assert hub.sent["org/plain/train.parquet"] < len(buffer.getvalue()) / 20
 
 
 def test_quiet_restores_what_was_shown() -> None:
-    import datasets
+    from huggingface_hub import utils
 
-    bars, log = datasets.are_progress_bars_disabled(), logging.getLogger("huggingface_hub")
+    bars = utils.are_progress_bars_disabled()  # type: ignore[attr-defined]
     with quiet():
-        assert datasets.are_progress_bars_disabled()
-        assert not log.isEnabledFor(logging.CRITICAL)
-    assert datasets.are_progress_bars_disabled() == bars
-    assert log.isEnabledFor(logging.CRITICAL)
+        assert utils.are_progress_bars_disabled()  # type: ignore[attr-defined]
+    assert utils.are_progress_bars_disabled() == bars  # type: ignore[attr-defined]
 
 
 SPARE = 14  # rows more than a set asks for
