@@ -164,12 +164,12 @@ class _Loading:
         named = (index for index, source in enumerate(calibration.sources) if source.dataset in without)
         self.left_out = dict.fromkeys(named, "--without")  # the reasons, by the source's number
         self.from_kept = 0  # sources that could not be reached
+        self.local: dict[int, list[Row]] = {}  # rows of local files
 
     def load(self) -> CalibrationData:
         """Look at every source, then read all of them."""
         calibration, renderer = self.calibration, self.renderer
-        self.versions = self._each(self._version)
-        self._each(self._first_look)
+        self.versions = self._each(self._look)
         sampled = self._each(self._sample)
         samples = [sample for one in sampled if one for sample in one.samples]
         dropped = tuple(rows for one in sampled if one for rows in one.dropped)
@@ -216,7 +216,8 @@ class _Loading:
 
         return for_each_source(self.calibration, self.path, attempt, self.workers)
 
-    def _version(self, index: int) -> _Version:
+    def _look(self, index: int) -> _Version:
+        """The version of a source, after a look at its first row, or at all rows of a local file."""
         source, pin = self.calibration.sources[index], self.pins[index] if self.pins else None
         if not self.renderer.has_template and (source.shape != "text" or source.prompt):
             reason = "the tokenizer has no chat template to render it with"
@@ -224,9 +225,16 @@ class _Loading:
         if pin is not None and not pin.version:
             raise SourceError(source.dataset, "left out when the set was locked", "lock the set again")
         if source.is_local:
-            return _Version(local_version(source, self.path.parent, pin), pin=pin)
-        if pin is not None:
-            return _Version(pin.version, pin.licence, pin=pin)
+            version = _Version(local_version(source, self.path.parent, pin), pin=pin)
+            self.local[index] = local_rows(source, self.path.parent, self.calibration.order_of(index))
+            return version
+        version = _Version(pin.version, pin.licence, pin=pin) if pin else self._current(index, source)
+        if not kept_file(self.kept, source, self.calibration.order_of(index), version.name).exists():
+            first_row(source, self._repository(source, version), self.hub)
+        return version
+
+    def _current(self, index: int, source: DataSource) -> _Version:
+        """The version of a Hub dataset now; the one that was kept last where the Hub cannot be reached."""
         try:
             repository = self.hub.look_up(source.dataset, source.revision)
         except Unreachable:
@@ -237,13 +245,6 @@ class _Loading:
             return _Version(commit)
         return _Version(repository.commit, repository.licence, repository)
 
-    def _first_look(self, index: int) -> None:
-        source, version = self.calibration.sources[index], self.versions[index]
-        assert version is not None
-        file = kept_file(self.kept, source, self.calibration.order_of(index), version.name)
-        if not source.is_local and not file.exists():
-            first_row(source, self._repository(source, version), self.hub)
-
     def _sample(self, index: int, more: int = 0) -> Sampled:
         source, version = self.calibration.sources[index], self.versions[index]
         assert version is not None
@@ -251,9 +252,9 @@ class _Loading:
         return sample_source(self.calibration, index, rows, self.renderer, more)
 
     def _rows(self, index: int, source: DataSource, version: _Version) -> Iterable[Row]:
-        seed = self.calibration.order_of(index)
         if source.is_local:
-            return local_rows(source, self.path.parent, seed)
+            return self.local[index]
+        seed = self.calibration.order_of(index)
 
         def fresh() -> Iterator[list[Row]]:
             return hub_rows(source, self._repository(source, version), self.hub, seed)

@@ -141,6 +141,6 @@ def _shortfall(source: DataSource, sampled: int, read: int, dropped: Sequence[Dr
     asked = f"all {read - left_out}" if source.samples == "all" else f"the {source.samples}"
     reasons = ", ".join(f"{item.reason} ({item.count}, first at {item.first})" for item in dropped)
     reason = f"{sampled} of {asked} samples; {reasons or f'it has only {read} rows'}"
-    remedy = f"correct the rows, or ask for at most {sampled}" if sampled else "correct the rows, columns or shape"
+    remedy = "correct the rows" if sampled else "correct the rows, columns or shape"
     remedy = f"list these languages, {remedy}" if left_out else remedy
     return SourceError(source.dataset, reason, remedy)

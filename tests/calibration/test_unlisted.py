@@ -55,8 +55,8 @@ def test_which_categories_claim_a_language(category: str, named: str | None, unl
 
 def test_rows_of_an_unlisted_language_are_left_out_and_counted(tmp_path: Path, tokenizer: str) -> None:
     rows = [("code/rust", "one"), ("code/cobol", "two"), ("code/cobol", ""), ("math", "four"), ("code/terminal", "5")]
-    for cache in (tmp_path / "cache", tmp_path / "cache"):  # the second time from the cache
-        data = load_set(write_set(tmp_path, rows), tokenizer, cache=cache)
+    for run in (tmp_path / "run", tmp_path / "run"):  # the second time from what the run has kept
+        data = load_set(write_set(tmp_path, rows), tokenizer, run=run)
         assert texts(data) == ["one", "four"]
         assert [(row["reason"], row["count"], row["first"], row["left_out"]) for row in data.summary()["dropped"]] == [
             ("code/cobol is not in languages.programming", 2, "a.jsonl:2", True),
@@ -70,13 +70,14 @@ TWENTY = [("code/rust" if number % 2 else "code/cobol", f"text {number}") for nu
 def test_the_next_row_is_taken_in_place_of_one_left_out(tmp_path: Path, tokenizer: str) -> None:
     data = load_set(write_set(tmp_path, TWENTY, samples=10), tokenizer)
     assert sorted(texts(data)) == sorted(text for category, text in TWENTY if category == "code/rust")
+    (note,) = load_set(write_set(tmp_path, TWENTY, samples=11), tokenizer).notes
+    assert note.startswith("a.jsonl: 10 of the 11 samples; code/cobol is not in languages.programming (10, first at ")
 
 
 @pytest.mark.parametrize(
     ("rows", "samples", "message"),
     [
-        (TWENTY, 11, r"10 of the 11 samples; code/cobol is not in languages.programming \(10, first at "),
-        (TWENTY, 11, "list these languages, correct the rows, or ask for at most 10"),
+        ([("code/cobol", "")] * 4 + [("code/rust", "")], 2, "list these languages, correct the rows, columns or shape"),
         ([("code/cobol", "two"), ("code/rust", "")], "all", r"0 of all 1 samples; an empty text \(1, first at a"),
         ([("code/cobol", "two")], "all", r"no row is left \(a.jsonl:1: code/cobol is not in languages"),
     ],
