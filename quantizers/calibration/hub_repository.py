@@ -130,12 +130,11 @@ class Hub:
                 if broken > RETRIES or waited + wait > self.give_up:
                     raise
                 why = f"answers {status}" if status else f"does not answer ({type(failure).__name__})"
-                print(
-                    f"calibration: {dataset}: the Hub {why}; asking again in {wait:.0f} s, "
-                    f"given up after {self.give_up / 60:.0f} min",
-                    file=sys.stderr,
-                    flush=True,
+                last = (
+                    f"given up after {self.give_up / 60:.0f} min" if status == 429 else f"{broken} of {RETRIES} times"
                 )
+                said = f"calibration: {dataset}: the Hub {why}; asking again in {wait:.0f} s, {last}"
+                print(said, file=sys.stderr, flush=True)
                 if self.stopped.wait(wait):
                     raise
 

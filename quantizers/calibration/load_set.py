@@ -163,7 +163,7 @@ class _Loading:
         self.pins = read_lock(path, calibration)
         named = (index for index, source in enumerate(calibration.sources) if source.dataset in without)
         self.left_out = dict.fromkeys(named, "--without")  # the reasons, by the source's number
-        self.from_kept = 0  # sources that could not be reached
+        self.unreached: set[int] = set()  # sources of which the rows that were kept last are taken
         self.local: dict[int, list[Row]] = {}  # rows of local files
 
     def load(self) -> CalibrationData:
@@ -174,8 +174,8 @@ class _Loading:
         samples = [sample for one in sampled if one for sample in one.samples]
         dropped = tuple(rows for one in sampled if one for rows in one.dropped)
         notes = ["versions are those of the set's lock"] if self.pins else []
-        if self.from_kept:
-            notes.append(f"from rows that were kept; {self.from_kept} sources could not be reached")
+        if self.unreached:
+            notes.append(f"from rows that were kept; {len(self.unreached)} sources could not be reached")
         notes += [one.shortage for one in sampled if one and one.shortage]
         if self.left_out:
             more, said = substitutes(calibration, dict(sorted(self.left_out.items())), self._sample, samples, renderer)
@@ -241,7 +241,7 @@ class _Loading:
             commit = newest_kept(self.kept, source, self.calibration.order_of(index))
             if commit is None:
                 raise
-            self.from_kept += 1
+            self.unreached.add(index)
             return _Version(commit)
         return _Version(repository.commit, repository.licence, repository)
 

@@ -241,6 +241,7 @@ def test_faults_of_all_sources_are_reported_together(small: Path, hub: HubStandI
     )  # one file each time, not all of four
 
 
+@pytest.mark.slow
 def test_a_rate_limit_is_said_waited_for_and_given_up_by_name(
     small: Path, hub: HubStandIn, load: Load, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
