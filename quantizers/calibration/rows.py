@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -71,8 +71,7 @@ def read_rows(source: DataSource, folder: Path, revision: str, seed: str) -> Ite
     """
     if not source.is_local:
         return _hub_rows(source, revision, seed)
-    rows = file_rows(local_file(source, folder), source.dataset)
-    _check_columns(source, {column for row in rows for column in row.values})
+    rows = local_rows(source, folder)
     return (rows[index] for index in _order(len(rows), source, seed))
 
 
@@ -85,11 +84,11 @@ def _needed_columns(source: DataSource) -> list[str]:
     return list(dict.fromkeys(columns))
 
 
-def _check_columns(source: DataSource, present: Iterable[str]) -> None:
-    for column in _needed_columns(source):
+def _check_columns(name: str, needed: Iterable[str], present: Iterable[str]) -> None:
+    for column in needed:
         if column not in present:
             reason = f"no column {column!r} (it has {', '.join(sorted(present))})"
-            raise SourceError(source.dataset, reason, "correct the source's columns or category")
+            raise SourceError(name, reason, "correct the source's columns or category")
 
 
 def _order(count: int, source: DataSource, seed: str) -> list[int]:
@@ -137,19 +136,27 @@ def read_bytes(path: Path) -> bytes:
         raise SourceError(str(path), f"cannot be read ({problem})", "give an existing file") from None
 
 
-def file_rows(path: Path, name: str) -> list[Row]:
+def local_rows(source: DataSource, folder: Path) -> list[Row]:
+    """The rows of a local source in the file's order, see `file_rows`."""
+    return file_rows(local_file(source, folder), source.dataset, _needed_columns(source))
+
+
+def file_rows(path: Path, name: str, columns: Sequence[str] | None = None) -> list[Row]:
     """The rows of a local file, at least one, in its order; their places start with `name`.
 
+    Args:
+        columns: those that are needed, the only ones that are read of a Parquet file; None for all.
+
     Raises:
-        SourceError: it cannot be read, or has no rows.
+        SourceError: it cannot be read, has no rows, or lacks a column.
     """
-    rows = (_parquet_rows if path.suffix == ".parquet" else _json_rows)(path, name)
+    rows = (_parquet_rows if path.suffix == ".parquet" else _json_rows)(path, name, columns)
     if not rows:
         raise SourceError(str(path), "no rows", "add some")
     return rows
 
 
-def _json_rows(path: Path, name: str) -> list[Row]:
+def _json_rows(path: Path, name: str, columns: Sequence[str] | None) -> list[Row]:
     """Rows of JSON lines, or, in a .json file, of one list of objects."""
     raw = read_bytes(path).removeprefix(b"\xef\xbb\xbf")
     if path.suffix == ".json" and raw.lstrip()[:1] == b"[":
@@ -160,6 +167,8 @@ def _json_rows(path: Path, name: str) -> list[Row]:
     for row in rows:
         if not isinstance(row.values, dict):
             raise SourceError(row.place, "not a JSON object", "give one object for each sample")
+    if rows:
+        _check_columns(name, columns or (), {column for row in rows for column in row.values})
     return rows
 
 
@@ -178,16 +187,31 @@ def _parse_json(raw: bytes, path: Path, line: int) -> Any:
         raise SourceError(f"{path}:{line}", "nested too deeply", "flatten it") from None
 
 
-def _parquet_rows(path: Path, name: str) -> list[Row]:
+def _parquet_rows(path: Path, name: str, columns: Sequence[str] | None) -> list[Row]:
+    """Rows of a Parquet file; None for all columns but dates and times, which no shape reads."""
     import pyarrow
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.read_table(pyarrow.BufferReader(read_bytes(path)))
+        file = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(read_bytes(path)))
+        schema = file.schema_arrow
     except (pyarrow.ArrowInvalid, OSError) as failure:
         reason = f"not a Parquet file ({str(failure).splitlines()[0]})"
         raise SourceError(str(path), reason, "give another file") from None
-    return [Row(f"{name} row {number}", _without_none(row)) for number, row in enumerate(table.to_pylist(), 1)]
+    if columns is None:
+        columns = [field.name for field in schema if not pyarrow.types.is_temporal(field.type)]
+    _check_columns(name, columns, schema.names)
+    rows = [Row(f"{name} row {number}", {}) for number in range(1, file.metadata.num_rows + 1)]
+    for column in columns:
+        try:
+            values = file.read([column]).column(column).to_pylist()
+        except (pyarrow.ArrowException, ValueError, ArithmeticError, LookupError, OSError) as failure:
+            reason = f"column {column!r} cannot be read ({_short(failure)})"
+            raise SourceError(str(path), reason, "correct it, or convert the file to .jsonl") from None
+        for row, value in zip(rows, values, strict=True):
+            if value is not None:
+                row.values[column] = _without_none(value)
+    return rows
 
 
 def _hub_rows(source: DataSource, revision: str, seed: str) -> Iterator[Row]:
@@ -200,7 +224,7 @@ def _hub_rows(source: DataSource, revision: str, seed: str) -> Iterator[Row]:
             source.dataset, source.subset, split=source.split, revision=revision, streaming=source.streaming
         )
         if not source.streaming:
-            _check_columns(source, data.column_names)
+            _check_columns(source.dataset, columns, data.column_names)
             data = data.select_columns(columns)
             for index in _order(len(data), source, seed):
                 yield Row(f"{source.dataset} row {index + 1}", _without_none(data[index]))
@@ -209,7 +233,7 @@ def _hub_rows(source: DataSource, revision: str, seed: str) -> Iterator[Row]:
             number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:4], "big")
             data = data.shuffle(seed=number, buffer_size=BUFFERED_ROWS * source.samples)
         for number, values in enumerate(data, 1):
-            _check_columns(source, values)
+            _check_columns(source.dataset, columns, values)
             yield Row(f"{source.dataset} streamed row {number}", _without_none({c: values[c] for c in columns}))
 
 

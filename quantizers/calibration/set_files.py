@@ -15,7 +15,7 @@ from quantizers.system.strict_yaml import dump
 
 from .lock import lock_path
 from .row_formats import Rejected, read_row
-from .rows import Row, SourceError, file_rows, local_file
+from .rows import Row, SourceError, file_rows, local_rows
 from .set import LOCAL_SUFFIXES, DataSource, Shape, read_set, slug
 
 
@@ -28,10 +28,7 @@ def _row(path: Path) -> dict[str, str]:
     sources = read_set(path).sources
     local = sum(source.is_local for source in sources)
     places = [f"{local} local" if local else "", f"{len(sources) - local} on the Hub" if local < len(sources) else ""]
-    counts = [
-        len(file_rows(local_file(source, path.parent), source.dataset)) if source.samples == "all" else source.samples
-        for source in sources
-    ]
+    counts = [len(local_rows(source, path.parent)) if source.samples == "all" else source.samples for source in sources]
     return {
         "name": path.stem,
         "samples": f"{sum(counts):,}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections import Counter
 from pathlib import Path
@@ -21,6 +20,7 @@ from quantizers.system.errors import CalibrationError
 from quantizers.system.package_data import shipped
 
 SETS = shipped("calibration")
+NOT_UTF8 = pyarrow.array([b"caf\xe9"] * 100, pyarrow.binary()).view(pyarrow.string())
 
 
 def jsonl(path: Path, rows: list[Any]) -> None:
@@ -109,12 +109,12 @@ def test_a_number_takes_a_choice_by_seed_and_source_alone(hundred: Path, tokeniz
     assert twice[:20] == first != twice[20:]
 
 
-def test_json_and_parquet_hold_the_same(hundred: Path, tokenizer: str) -> None:
+def test_json_and_parquet_hold_the_same_whatever_is_in_other_columns(hundred: Path, tokenizer: str) -> None:
     rows = [{"text": f"text number {i}"} for i in range(100)]
     (hundred / "a.json").write_text(json.dumps(rows, indent=1))
-    buffer = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), buffer)
-    (hundred / "a.parquet").write_bytes(buffer.getvalue())
+    after_9999 = pyarrow.array([10**15] * 100, pyarrow.timestamp("ms"))
+    table = pyarrow.Table.from_pylist(rows).append_column("when", after_9999)
+    pyarrow.parquet.write_table(table.append_column("name", NOT_UTF8), hundred / "a.parquet")
     digests = {
         load_set(write_set(hundred, source(f"a.{suffix}")), tokenizer).digest for suffix in ("jsonl", "json", "parquet")
     }
@@ -227,7 +227,8 @@ def test_a_template_that_refuses_everything(tmp_path: Path) -> None:
 def test_bad_sources_are_told_together(hundred: Path, tokenizer: str) -> None:
     (hundred / "broken.jsonl").write_text("{")
     (hundred / "not.parquet").write_text("PAR")
-    names = ("missing.jsonl", "broken.jsonl", "a.jsonl", "not.parquet", "also-missing.json")
+    pyarrow.parquet.write_table(pyarrow.table({"text": NOT_UTF8}), hundred / "latin1.parquet")
+    names = ("missing.jsonl", "broken.jsonl", "a.jsonl", "not.parquet", "also-missing.json", "latin1.parquet")
     path = write_set(hundred, "".join(map(source, names)))
     for workers in (1, 4):
         with pytest.raises(CalibrationError) as failure:
@@ -239,7 +240,8 @@ def test_bad_sources_are_told_together(hundred: Path, tokenizer: str) -> None:
         )
         assert lines[1].startswith(f"{path}:5: {hundred}/broken.jsonl:1: not valid JSON")
         assert lines[2].startswith(f"{path}:7: {hundred}/not.parquet: not a Parquet file")
-        assert len(lines) == 3
+        assert lines[3].startswith(f"{path}:9: {hundred}/latin1.parquet: column 'text' cannot be read (UnicodeDecode")
+        assert len(lines) == 4
 
 
 def test_a_wrong_tokenizer_is_one_line(hundred: Path) -> None:
