@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
+from quantizers.system.caches import user_cache
 from quantizers.system.errors import CalibrationError
 from quantizers.system.files import atomic
 
@@ -73,7 +73,7 @@ def load_set(
         contextlib.nullcontext() if local else quiet(),
     ):
         renderer = Renderer(str(tokenizer), revision, trust_remote_code)
-        data = _cached_or_loaded(calibration, path, renderer, workers, cache or _default_cache(), status)
+        data = _cached_or_loaded(calibration, path, renderer, workers, cache or _own_cache(), status)
     if require_languages:
         _require_languages(calibration, data, f"{path}: no sample shows", "add samples")
     if tokens is not None:
@@ -91,7 +91,7 @@ def _require_languages(calibration: CalibrationSet, data: CalibrationData, probl
 
 
 def _cached_or_loaded(
-    calibration: CalibrationSet, path: Path, renderer: Renderer, workers: int, cache: Path, status: Status
+    calibration: CalibrationSet, path: Path, renderer: Renderer, workers: int, cache: Path | None, status: Status
 ) -> CalibrationData:
     pins = read_lock(path, calibration)
     notes = ["versions are those of the set's lock"] if pins else []
@@ -105,11 +105,12 @@ def _cached_or_loaded(
     versions = for_each_source(calibration, path, current, workers)
     failed = sum(isinstance(outcome, SourceError) for outcome in versions)
     key = [FORMAT, calibration.model_dump(mode="json"), renderer.fingerprint()]
-    file = cache / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()}.json"
-    data = _read_cache(file, versions)
+    file = cache and cache / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()}.json"
+    data = _read_cache(file, versions) if file else None
     if data is None:
         data = _load(calibration, path, renderer, versions, workers, status)
-        _write_cache(file, data)
+        if file:
+            _write_cache(file, data)
     elif failed:  # otherwise loading again would give the same data, so there is nothing to note
         notes.append(f"from the cache; {failed} sources could not be reached")
     return replace(data, lock=pins is not None, notes=tuple(notes))
@@ -145,10 +146,10 @@ def _load(
     return CalibrationData(name, length, lengths, samples, digest_of(samples), dropped, read)
 
 
-def _default_cache() -> Path:
+def _own_cache() -> Path | None:
     """`moe-quantizers/calibration` in the user's cache folder."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "moe-quantizers" / "calibration"
+    folder = user_cache()
+    return folder and folder / "moe-quantizers" / "calibration"
 
 
 def _read_cache(file: Path, versions: Sequence[str | SourceError]) -> CalibrationData | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -284,6 +285,8 @@ def _explanation(failure: Exception, source: DataSource) -> SourceError:
         reason = "HF_HUB_OFFLINE is set" if offline else _short(failure)
         return Unreachable(name, f"cannot be reached ({reason})", remedy)
     reason = f"cannot be loaded ({_short(failure)})"
+    if isinstance(failure, OSError) and failure.errno in (errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT):
+        return SourceError(name, reason, "set HF_HOME to a folder that can be written and has room")
     return SourceError(name, reason, "correct the source's subset, split or revision")
 
 

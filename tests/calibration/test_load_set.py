@@ -259,9 +259,9 @@ def test_the_cache_serves_while_nothing_changed_and_is_whole(
     def plain(data: CalibrationData) -> list[dict[str, Any]]:
         return [vars(sample) | {"tokens": sample.tokens.tolist()} for sample in data.samples]
 
-    cache = tmp_path / "cache"
+    cache: Path | None = tmp_path / "cache"
     fresh = load()
-    (entry,) = cache.iterdir()
+    (entry,) = (tmp_path / "cache").iterdir()
     raw = entry.read_bytes()
     with monkeypatch.context() as patched:
         patched.setattr("quantizers.calibration.load_set.sample_source", None)
@@ -274,6 +274,11 @@ def test_the_cache_serves_while_nothing_changed_and_is_whole(
         entry.write_bytes(damage)
         assert plain(load()) == plain(fresh)
     assert {len(sample.tokens) for sample in load(length=9).samples} == {9}
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("quantizers.calibration.load_set.user_cache", lambda: None)
+    for cannot_be_made in (tmp_path / "file" / "cache", None):
+        cache = cannot_be_made
+        assert plain(load()) == plain(fresh)
     jsonl(hundred / "a.jsonl", [{"text": f"other {i}"} for i in range(10)])
     assert load().digest != fresh.digest
 
