@@ -78,7 +78,10 @@ def threads() -> Iterator[int]:
 
     before, count = torch.get_num_threads(), int(os.environ.get(THREADS, "1"))
     torch.set_num_threads(count)
-    yield count
+    with pytest.MonkeyPatch.context() as patched:
+        if "OMP_NUM_THREADS" in os.environ:  # of the caller, which a resumed run would compare with these
+            patched.setenv("OMP_NUM_THREADS", str(count))
+        yield count
     torch.set_num_threads(before)
 
 

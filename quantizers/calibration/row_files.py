@@ -45,7 +45,8 @@ def file_rows(
         stream: the binary file, seekable; a caller that reads a remote one gives it a buffer.
         file: its path, for messages; the suffixes say what it is, such as .jsonl, .json.gz, .parquet, .csv.
         place: what the rows' places begin with.
-        columns: the columns to keep; None for all of them. A row may lack some.
+        columns: the columns to keep; None for all of them, of Parquet without dates and times, which no shape reads.
+            A row may lack some.
         remedy: for a line that cannot be read.
 
     Raises:
@@ -103,7 +104,8 @@ def _parquet_rows(stream: Any, file: str, place: str, columns: Collection[str] |
     number = 0
     try:
         opened = pyarrow.parquet.ParquetFile(stream, buffer_size=WINDOW)
-        wanted = None if columns is None else [name for name in columns if name in opened.schema_arrow.names]
+        readable = [field.name for field in opened.schema_arrow if not pyarrow.types.is_temporal(field.type)]
+        wanted = [name for name in (readable if columns is None else columns) if name in readable]
         for batch in opened.iter_batches(BATCH, columns=wanted):
             for values in batch.to_pylist():
                 number += 1

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
 
+from quantizers.system.caches import user_cache
 from quantizers.system.files import file_sha256
 from quantizers.system.output_files import DATA
 from quantizers.system.package_data import shipped
@@ -168,9 +169,8 @@ def first_row(source: DataSource, repository: Repository, hub: Hub) -> Row:
 
 
 def rows_cache() -> Path:
-    """The user's own folder of kept rows, `moe-quantizers/rows` in the cache folder."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "moe-quantizers" / "rows"
+    """The user's own folder of kept rows; where there is no cache folder, one that cannot be made."""
+    return (user_cache() or Path(os.devnull)) / "moe-quantizers" / "rows"
 
 
 def kept_file(folder: Path, source: DataSource, seed: str, commit: str) -> Path:

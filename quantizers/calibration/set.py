@@ -143,7 +143,7 @@ class DataSource(Strict):
     """The columns that the shape reads, in its order."""
     shape: Shape
     """How a row becomes a sample, see [shapes](#shapes)."""
-    samples: Annotated[int, Field(ge=1)] | Literal["all"]
+    samples: Annotated[int, Field(ge=1, le=10_000_000)] | Literal["all"]
     """Number of samples, in an order that the seed decides, or `all` in the file's order. With a number, an unusable
     row is counted and the next one used; with `all` it is an error."""
     sequence_length: Annotated[int, Field(ge=2)] | None = None

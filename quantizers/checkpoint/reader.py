@@ -17,6 +17,7 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantizers.system.caches import downloads_are_lost
 from quantizers.system.errors import CheckpointError
 from quantizers.system.output_files import is_own
 
@@ -220,6 +221,10 @@ def resolve(model: str, revision: str = "main", patterns: Iterable[str] | None =
     refuse_gguf(model)
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise CheckpointError(f"{model}: no such folder, and not a Hub id (owner/name); correct it")
+    if patterns is None and downloads_are_lost():
+        raise CheckpointError(
+            f"{model}: there is no home folder to keep it in; set HF_HOME to a folder with room for it"
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -11,6 +11,7 @@ import typer
 
 from quantizers.device.determinism import ordered
 from quantizers.distributed.process_group import ProcessGroup, launched
+from quantizers.system.caches import settle_caches
 from quantizers.system.errors import InputError, QuantizeError
 from quantizers.system.interrupts import stoppable
 
@@ -74,6 +75,7 @@ def main() -> None:
     # No progress bars and notes of libraries between our output; their warnings and errors are still shown.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    settle_caches()
     dist = ProcessGroup()
     try:
         with stoppable(by_launcher=launched() is not None), ordered():

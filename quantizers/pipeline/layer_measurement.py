@@ -31,13 +31,13 @@ from quantizers.architectures.sizes import Sizes, is_of, sizes_of
 from quantizers.calibration.samples import CalibrationData, Sample, token_tensors
 from quantizers.checkpoint.reader import CONFIG, SINGLE, Checkpoint, open_folder, torch_dtype
 from quantizers.checkpoint.safetensors_header import FP8, Spec
-from quantizers.device.devices import device_limit, is_accelerator, machine
+from quantizers.device.devices import device_limit, forward_dtype, is_accelerator, machine
 from quantizers.device.timing import Clock, listening
 from quantizers.formats.fp8 import SCALE, SCALE_INV, declared_block
 from quantizers.layers.context import Context
 from quantizers.output import journal
 from quantizers.planning.assign_actions import expected_tensors, make_plan
-from quantizers.planning.device_memory import DeviceMemory, Residents, device_memory
+from quantizers.planning.device_memory import DeviceMemory, Residents, calibration_bytes, device_memory
 from quantizers.planning.estimate import calibration_lengths, cut_to, evaluation_lengths, layer_work
 from quantizers.planning.expert_batches import tokens_per_chunk
 from quantizers.planning.gpus import rates_of_cpu
@@ -250,10 +250,13 @@ def _largest_fitting(
             )
             files = 2 * sum(action.spec.bytes for action in small.plan.actions)
             host = files + PROGRAM + (0 if accelerator else memory.smallest)
+            host += calibration_bytes(small.sizes, sum(lengths), forward_dtype(device).itemsize)
             disk = f"disk space in {folder.parent}", files, shutil.disk_usage(folder).free
             for kind, needed, free in (("host memory", host, available()), disk):
                 if needed > free:
-                    raise InputError(f"{gib(needed)} of {kind} are needed, {gib(free)} are free; give fewer experts")
+                    raise InputError(
+                        f"{gib(needed)} of {kind} are needed, {gib(free)} are free; give fewer experts or tokens"
+                    )
         except ArchitectureError as impossible:  # fewer are impossible as well
             raise refused or InputError(f"--experts {count}: {impossible}") from None
         except InputError as failure:

@@ -155,6 +155,11 @@ class _Inputs:
         """Tokens of the calibration set, and of the held-out texts."""
         return sum(map(len, self.tokens)), sum(len(text.tokens) for text in self.texts)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(len(sequence) for sequence in (*self.tokens, *(text.tokens for text in self.texts)))
+
 
 def _memory(options: Options) -> tuple[int, int]:
     """Bytes that this process may use on its device, and bytes that are free in its machine's memory."""
@@ -249,7 +254,7 @@ def _share_memory(job: Job, inputs: _Inputs, options: Options) -> tuple[dict[str
     memory = device_memory(
         job.plan,
         job.sizes,
-        inputs.data.lengths[-1],
+        inputs.longest,
         is_accelerator(device),
         min(limits),
         tokens,

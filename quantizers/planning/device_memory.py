@@ -121,8 +121,8 @@ def device_memory(
         if smallest > limit:
             raise InputError(
                 f"{gib(limit)} of device memory is too little: a layer takes {gib(phases.layer + phases.forward)}, "
-                f"{gib(smallest)} with one batch of {phases.size} experts at a time; give --device-memory "
-                f"{math.ceil(smallest / 2**20)}MiB, or shorter sequences"
+                f"{gib(smallest)} with one batch of {phases.size} experts at a time and a text of {longest:,} tokens; "
+                f"give --device-memory {math.ceil(smallest / 2**20)}MiB, or shorter sequences"
             )
         inputs = inputs if smallest + inputs <= limit else 0
         states = states if smallest + inputs + states <= limit else 0

@@ -170,7 +170,8 @@ def _device_memory(
     job: Job, limit: int | None, accelerator: bool, lengths: Sequence[int] | None, texts: Sequence[int] | None
 ) -> DeviceMemory:
     tokens = None if lengths is None else sum(lengths)
-    return device_memory(job.plan, job.sizes, _longest(job), accelerator, limit, tokens, held_out=sum(texts or ()))
+    longest = max([*(lengths or [_longest(job, job.recipe.calibration_set)]), *(texts or ())])
+    return device_memory(job.plan, job.sizes, longest, accelerator, limit, tokens, held_out=sum(texts or ()))
 
 
 def memory_on_gpu(job: Job, limit: int) -> DeviceMemory:
@@ -187,10 +188,11 @@ def _assumptions(drawn: bool, processes: int, disk: float) -> list[str]:
         f"{', '.join(f'{share:.0%}' for share in shares.values())} on a {device}"
         for device, shares in (("GPU", GPU_SHARES), ("CPU", CPU_SHARES))
     )
+    allowed = "as long as its sequence_length and the model's max_position_embeddings allow"
     lines = [
-        "tokens: the recipe's calibration.tokens; every evaluation text as long as its sequence_length allows"
+        f"tokens: the recipe's calibration.tokens; every evaluation text {allowed}"
         if drawn
-        else "tokens: every sample as long as its sequence_length allows, which few are",
+        else f"tokens: every sample {allowed}, which few are",
         "time: an estimate in closed form, with evaluation and one last reading of the shards; without measuring for a "
         "budget and without the check of the source, which reads it once; --measure times a layer on this machine",
         "rates: nominal ones (quantizers/planning/gpus.yaml), of which bandwidth, matrix products, float32 and "
@@ -203,15 +205,25 @@ def _assumptions(drawn: bool, processes: int, disk: float) -> list[str]:
     return lines
 
 
-def longest_possible(path: Path) -> list[int] | None:
-    """Tokens of every sequence of a set if each is as long as its source allows; None if only reading the set tells."""
-    calibration = read_set(path)
+def _longest(job: Job, name: str) -> int:
+    """Tokens of a set's longest sequence at most: what the set allows, and the model's positions."""
+    longest = read_set(set_location(name, job.path)).lengths[-1]
+    return min(longest, job.sizes.positions or longest)
+
+
+def _longest_possible(job: Job, name: str) -> list[int] | None:
+    """Tokens of every sequence of a set, if each is as long as its source and the model's positions allow.
+
+    None if only reading the set tells.
+    """
+    path = set_location(name, job.path)
+    calibration, longest = read_set(path), _longest(job, name)
     lengths: list[int] = []
     for source in calibration.sources:
         samples = _most_samples(source, path.parent)
         if samples is None:
             return None
-        lengths += [calibration.length_of(source)] * samples
+        lengths += [min(calibration.length_of(source), longest)] * samples
     return lengths
 
 
@@ -237,21 +249,16 @@ def cut_to(lengths: list[int], tokens: int) -> list[int]:
     return part
 
 
-def _longest(job: Job) -> int:
-    return read_set(set_location(job.recipe.calibration_set, job.path)).lengths[-1]
-
-
 def calibration_lengths(job: Job) -> tuple[list[int] | None, bool]:
     """Tokens of each calibration sequence at most, None if unknown; and whether they are a part of the set."""
-    most = longest_possible(set_location(job.recipe.calibration_set, job.path))
-    asked = job.recipe.calibration_tokens
+    most, asked = _longest_possible(job, job.recipe.calibration_set), job.recipe.calibration_tokens
     if asked is None or (most is not None and asked >= sum(most)):
         return most, False
-    longest = _longest(job)
+    longest = _longest(job, job.recipe.calibration_set)
     return cut_to([longest] * -(-asked // longest) if most is None else most, asked), True
 
 
 def evaluation_lengths(job: Job) -> list[int] | None:
     """Tokens of each evaluation text at most; none where nothing is evaluated, and None if unknown."""
     perplexity = job.recipe.verify and job.recipe.verify.perplexity
-    return longest_possible(set_location(perplexity.data, job.path)) if perplexity else []
+    return _longest_possible(job, perplexity.data) if perplexity else []

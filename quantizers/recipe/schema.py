@@ -81,7 +81,7 @@ class Calibration(Strict):
 
     set: Annotated[str, Field(min_length=1)]
     """The name of a shipped set, or a path relative to the recipe."""
-    tokens: Annotated[int, Field(ge=1)] | None = None
+    tokens: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = None
     """Number of tokens to draw: the same from each category where it has enough, in an order that the set's seed
     decides. Default: the whole set."""
     without: Annotated[tuple[str, ...], Field(strict=False)] = ()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from commands import Command
 
@@ -126,11 +128,12 @@ def test_a_new_set_for_the_shipped_data_reads_it_as_the_shipped_set_does(
 
 
 def test_rows_that_cannot_be_used_are_said_and_the_set_loads_without_them(tmp_path: Path, tokenizer: str) -> None:
-    data = tmp_path / "a.jsonl"
-    data.write_text("\n".join(json.dumps({"prose": f"text {n}" if n % 3 else "", "id": n}) for n in range(9)))
+    data, after_9999 = tmp_path / "a.parquet", pyarrow.array([10**15] * 9, pyarrow.timestamp("ms"))
+    prose = [f"text {n}" if n % 3 else "" for n in range(9)]
+    pyarrow.parquet.write_table(pyarrow.table({"prose": prose, "id": range(9), "when": after_9999}), data)
     path = tmp_path / "new.yaml"
     contents, notes = new_set(path, data)
-    assert notes == [f"3 of 9 rows cannot be used as text; the first: {data}:1: an empty text"]
+    assert notes == [f"3 of 9 rows cannot be used as text; the first: {data} row 1: an empty text"]
     write_new(contents)
     assert len(load_set(path, tokenizer).samples) == 6
 

@@ -107,7 +107,10 @@ def test_the_pages_have_the_time_that_plan_prints(needs: Estimate, file: str) ->
 
 
 def test_needs_follow_each_source_s_own_length(tmp_path: Path) -> None:
-    """Tokens are counted by source; memory is that of a set whose every sequence is as long as the longest."""
+    """Tokens are counted by source; memory is that of a set whose every sequence is as long as the longest.
+
+    None is longer than the model's positions, here 2048.
+    """
     tiny.make(tmp_path / "model")
     (tmp_path / "recipe.yaml").write_text("source: {model: model}\ncalibration: set.yaml\n")
     source = "{dataset: a/b, columns: [t], shape: text, samples: 5, category: c%s}"
@@ -118,12 +121,13 @@ def test_needs_follow_each_source_s_own_length(tmp_path: Path) -> None:
         job = prepare(str(tmp_path / "recipe.yaml"))
         return estimate_run(job, 1000), memory_on_gpu(job, 2**30)
 
-    mixed, memory = planned(16, "", ", sequence_length: 3000", ", sequence_length: 7")
-    assert mixed.tokens == 5 * (16 + 3000 + 7)
-    longest, same = planned(3000, "")
+    mixed, memory = planned(16, "", ", sequence_length: 2000", ", sequence_length: 7")
+    assert mixed.tokens == 5 * (16 + 2000 + 7)
+    longest, same = planned(2000, "")
     assert mixed.memory["CPU"] == pytest.approx(longest.memory["CPU"], rel=1e-3)
     assert (memory.resident, memory.one_unit) == (same.resident, same.one_unit)
     assert mixed.memory != planned(16, "")[0].memory
+    assert planned(2048, "") == planned(10**12, "")
 
 
 def plan_in_a_process(hub: HubStandIn, home: Path, *words: object) -> subprocess.CompletedProcess[str]:

@@ -51,7 +51,7 @@ def test_many_tokens_stay_outside() -> None:
 
 
 def test_a_limit_too_small_for_one_expert_batch_is_refused_with_one_that_suffices() -> None:
-    with pytest.raises(InputError, match="one batch of 16 experts at a time; give --device-memory") as refused:
+    with pytest.raises(InputError, match="experts at a time and a text of 8,192 tokens; give") as refused:
         within(8 * GIB)
     enough = int(str(refused.value).partition("give --device-memory ")[2].partition("MiB")[0])
     assert within(enough * 2**20).resident >= 1
