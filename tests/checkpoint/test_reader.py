@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from quantizers.checkpoint.reader import as_tensor, open_checkpoint, open_folder, resolve, side_files
+from quantizers.checkpoint import reader
+from quantizers.checkpoint.reader import as_tensor, left_behind, open_checkpoint, open_folder, resolve, side_files
 from quantizers.checkpoint.safetensors_header import TensorInfo
 from quantizers.system.errors import CheckpointError
 
@@ -129,10 +130,12 @@ def test_one_tensor_in_two_shards(folder: Path) -> None:
         (INDEX, "../outside"),
         (SHARDS[0], "/etc/hostname"),
         ("tokenizer.json", "../outside"),
+        ("additional_chat_templates/a.jinja", "../../outside"),
     ],
 )
 def test_a_link_out_of_the_folder_is_refused(folder: Path, name: str, target: str) -> None:
     (folder.parent / "outside").write_text("private")
+    (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(target)
     with pytest.raises(CheckpointError, match=f"{name}: is a link that leads out of the checkpoint; put the file"):
@@ -146,15 +149,24 @@ def test_links_within_the_folder_and_to_it(folder: Path, tmp_path: Path) -> None
     assert set(open_folder(folder).tensors) == set(open_folder(tmp_path / "link").tensors) == set(TENSORS)
 
 
-def test_the_hubs_cache_links_into_its_blobs(tmp_path: Path, folder: Path) -> None:
-    cache = tmp_path / "models--a--b"
+@pytest.mark.parametrize("moved", ["", "blobs", "each"])
+def test_the_hubs_cache_links_into_its_blobs(tmp_path: Path, folder: Path, moved: str) -> None:
+    """Also where they lie on another disk, to which the cache links, as a folder or each."""
+    cache, disk = tmp_path / "models--a--b", tmp_path / "disk"
     snapshot, blobs = cache / "snapshots" / "0123", cache / "blobs"
-    snapshot.mkdir(parents=True)
-    blobs.mkdir()
-    for number, file in enumerate(sorted(folder.iterdir())):
-        shutil.copy(file, blobs / str(number))
-        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    (folder / "more").mkdir()
+    (folder / "more" / "a.jinja").touch()
+    (snapshot / "more").mkdir(parents=True)
+    disk.mkdir()
+    blobs.symlink_to(disk) if moved == "blobs" else blobs.mkdir()
+    for number, file in enumerate(sorted(path for path in folder.rglob("*") if path.is_file())):
+        within = file.relative_to(folder)
+        shutil.copy(file, (disk if moved else blobs) / f"{number:064x}")
+        if moved == "each":
+            (blobs / f"{number:064x}").symlink_to(disk / f"{number:064x}")
+        (snapshot / within).symlink_to(f"{'../' * (len(within.parts) + 1)}blobs/{number:064x}")
     assert set(open_folder(snapshot).tensors) == set(TENSORS)
+    assert [path.relative_to(snapshot) for path in side_files(snapshot)] == [Path("more/a.jinja")]
 
 
 def test_a_link_in_a_circle(folder: Path) -> None:
@@ -170,6 +182,12 @@ def test_a_link_in_a_circle(folder: Path) -> None:
         (lambda folder: (folder / "config.json").unlink(), "config.json: cannot be read (No such file or directory)"),
         (lambda folder: (folder / INDEX).unlink(), f"neither {INDEX} nor model.safetensors; give a safetensors"),
         (lambda folder: (folder / SHARDS[0]).unlink(), "names part-1.safetensors, which is not in the folder"),
+        (
+            lambda folder: shutil.copy(folder / SHARDS[0], folder / "model.safetensors"),
+            "holds two sets of weights: model.",
+        ),
+        (lambda folder: (folder / "adapter_config.json").touch(), "with it transformers reads an adapter"),
+        (lambda folder: (folder / "config.json").write_text('{"transformers_weights": "x"}'), "_weights is 'x', which"),
         (shutil.rmtree, "model: no such folder; give a checkpoint folder or a Hub id"),
         (lambda folder: (folder / INDEX).write_bytes(b"\xff"), f"{INDEX}:1: not valid JSON; download this file again"),
         (lambda folder: (folder / INDEX).write_text("{\n\n"), f"{INDEX}:3: not valid JSON"),
@@ -187,12 +205,80 @@ def test_a_wrong_folder(folder: Path, spoil: Callable[[Path], object], said: str
 
 
 @pytest.mark.altered_report
-def test_side_files(folder: Path) -> None:
-    wanted = ["LICENSE", "chat_template.jinja", "modeling.py", "tokenizer.json"]
-    for name in [*wanted, "README.md", "report.json", "recipe.yaml", "x.bin", "x.gguf", ".hidden", "y.index.json"]:
+def test_side_files_and_what_is_left_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All small files go along, in folders too, but no other weights, and no folder that holds some."""
+    monkeypatch.setattr(reader, "LARGEST_SIDE_FILE", 1000)
+    wanted = [
+        "1_Pooling/config.json", "LICENSE", "additional_chat_templates/tool_use.jinja", "chat_template.jinja",
+        "figures/deep/er.png", "modeling.py", "parsers/README.md", "tokenizer.json",
+    ]  # fmt: skip
+    left = ["audio/config.json", "audio/model.safetensors", "onnx/config.json", "x.bin", "x.gguf", "y.index.json"]
+    ours = ["README.md", "report.json", "recipe.yaml", ".hidden", ".cache/huggingface/x.json", "__pycache__/a.pyc"]
+    for name in [*wanted, *left, *ours]:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
-    (folder / "sub").mkdir()
-    assert [path.name for path in side_files(folder)] == wanted
+    (folder / "film.mp4").write_bytes(bytes(1001))
+    (folder / "linked").symlink_to("parsers")
+    assert [str(path.relative_to(folder)) for path in side_files(folder)] == wanted
+    assert left_behind(open_folder(folder)) == (
+        "left behind in the source: audio/, onnx/, x.bin and 2 more (weights that are not read); "
+        "film.mp4 (larger than 1,000 bytes); linked/ (a link to a folder)"
+    )
+
+
+def saved_by_transformers(folder: Path, **config: Any) -> Path:
+    """A tiny Mixtral of transformers' own saving, in one file; and a second one in shards, with an index, beside it."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8, "num_local_experts": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads))
+    model.save_pretrained(folder, max_shard_size="2KB")
+    torch.nn.init.zeros_(model.lm_head.weight)
+    model.save_pretrained(folder / "one")
+    shutil.move(folder / "one" / "model.safetensors", folder / "model.safetensors")
+    shutil.rmtree(folder / "one")
+    written = json.loads((folder / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps(written))
+    return folder
+
+
+@pytest.mark.slow
+def test_a_folder_of_which_transformers_reads_other_weights_is_refused(tmp_path: Path) -> None:
+    """`open_folder` reads the same head as transformers does, or nothing."""
+    from transformers import MixtralForCausalLM
+
+    def opens(folder: Path) -> bool:
+        read = open_folder(folder).tensor("lm_head.weight")
+        return torch.equal(read, MixtralForCausalLM.from_pretrained(folder).lm_head.weight)
+
+    folder = saved_by_transformers(tmp_path / "two")
+    with pytest.raises(CheckpointError, match=r"two sets of weights: model.safetensors, which transformers reads, and"):
+        open_folder(folder)
+    assert "lm_head.weight" in open_folder(folder, strays=True).tensors  # for an audit, which reports it
+    (folder / "model.safetensors").rename(tmp_path / "model.safetensors")
+    assert opens(folder)
+    (tmp_path / "model.safetensors").rename(folder / "other.safetensors")
+    assert opens(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": "other.safetensors"}))
+    with pytest.raises(CheckpointError, match=r"transformers_weights is 'other.safetensors', which transformers reads"):
+        open_folder(folder)
+    assert not MixtralForCausalLM.from_pretrained(folder).lm_head.weight.any()
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"adapter_config.json: with it transformers reads an adapter"):
+        open_folder(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", INDEX, SHARDS[1], "tokenizer.json", "tokenizer.model", "additional_chat_templates/a.jinja"]
+)
+def test_a_pointer_of_git_lfs_is_named(folder: Path, name: str) -> None:
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 123456\n")
+    with pytest.raises(CheckpointError, match=f"{name}: is a pointer of git-lfs, not the file itself; run `git lfs"):
+        open_folder(folder)
 
 
 # Where a checkpoint is found.
