@@ -186,7 +186,7 @@ def check_folder(folder: Path, own: Own = None) -> ServingCheck | None:
         own: its architecture, or a file of the user's with it; None for a kept one.
     """
     try:
-        candidate = open_folder(folder)
+        candidate = open_folder(folder, strays=True)
         facts = architecture_for(candidate.config, str(folder / CONFIG), own)
         sizes = sizes_of(facts)
     except InputError:

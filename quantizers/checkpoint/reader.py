@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import reprlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantizers.system.caches import downloads_are_lost
 from quantizers.system.errors import CheckpointError
+from quantizers.system.formatting import places
 from quantizers.system.output_files import is_own
 
 from .safetensors_header import TORCH_DTYPES, TensorInfo, printed, read_header
@@ -29,7 +31,13 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG = "config.json"
+ADAPTER = "adapter_config.json"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
+OTHER_FORMS = ("onnx", "original")  # folders with the model's weights in other formats
+LARGEST_SIDE_FILE = 100_000_000  # bytes
+UNREAD = "weights that are not read"
+POINTER = b"version https://git-lfs.github.com/spec/"  # what git-lfs leaves in place of a file
+BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # the name of a file in the Hub's cache, its hash
 GIVE_ORIGINAL = "here give the checkpoint that it was made from"
 EVALUATE_GGUF = f"evaluate it with llama.cpp's llama-perplexity --kl-divergence; {GIVE_ORIGINAL}"
 
@@ -95,9 +103,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a checkpoint folder.
 
     Raises:
-        CheckpointError: it cannot be read, or is a link that leads out of the folder.
+        CheckpointError: it cannot be read, or is not in the folder itself.
     """
-    _refuse_link_out(folder / CONFIG)
+    _refuse_elsewhere(folder / CONFIG, folder)
     return read_json(folder / CONFIG)
 
 
@@ -117,12 +125,15 @@ def refuse_gguf(model: str) -> None:
         raise CheckpointError(f"{model}: GGUF is not supported; {EVALUATE_GGUF}")
 
 
-def open_folder(folder: Path, name: str | None = None, revision: str | None = None) -> Checkpoint:
+def open_folder(
+    folder: Path, name: str | None = None, revision: str | None = None, *, strays: bool = False
+) -> Checkpoint:
     """Read config.json, the index and every shard's header.
 
     Args:
         folder: a checkpoint in the Hugging Face layout.
         name: the user's name for it; None for the folder's path.
+        strays: whether other weights may lie there, which some loaders read instead; an audit reports them.
 
     Raises:
         CheckpointError: one line naming the file or tensor at fault.
@@ -131,10 +142,12 @@ def open_folder(folder: Path, name: str | None = None, revision: str | None = No
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder}: no such folder; give a checkpoint folder or a Hub id")
     for path in (folder / INDEX, folder / SINGLE, *side_files(folder)):
-        _refuse_link_out(path)
+        _refuse_elsewhere(path, folder)
     config = read_config(folder)
     tensors: dict[str, TensorInfo] = {}
     index = folder / INDEX
+    if not strays:
+        _refuse_other_weights(folder, config, INDEX if os.path.isfile(index) else SINGLE)
     if not os.path.isfile(index):
         if not os.path.isfile(folder / SINGLE):
             raise CheckpointError(f"{folder}: neither {INDEX} nor {SINGLE}; give a safetensors checkpoint")
@@ -143,7 +156,13 @@ def open_folder(folder: Path, name: str | None = None, revision: str | None = No
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map is missing or empty; download this file again")
-    for file in sorted({_shard_name(index, shard) for shard in weight_map.values()}):
+    shards = sorted({_shard_name(index, shard) for shard in weight_map.values()})
+    if SINGLE not in shards and os.path.isfile(folder / SINGLE) and not strays:
+        raise CheckpointError(
+            f"{folder}: holds two sets of weights: {SINGLE}, which transformers reads, and those of {INDEX} "
+            f"({shards[0]}, …), which servers read; remove one of them"
+        )
+    for file in shards:
         if not os.path.isfile(folder / file):
             raise CheckpointError(f"{index}: names {file}, which is not in the folder; download it")
         for tensor, info in read_header(folder / file).items():
@@ -161,17 +180,38 @@ def _shard_name(index: Path, shard: object) -> str:
             f"{index}: names the shard {reprlib.repr(shard)}, which is not a plain file name, and is refused; "
             "download this file again"
         )
-    _refuse_link_out(index.parent / shard)
+    _refuse_elsewhere(index.parent / shard, index.parent)
     return shard
 
 
-def _refuse_link_out(path: Path) -> None:
-    # The Hub's cache links each file to the folder `blobs` next to `snapshots`; other links out are refused.
+def _refuse_elsewhere(path: Path, folder: Path) -> None:
+    """Refuse a link that leads out of a checkpoint's folder, other than into the Hub's cache, and a git-lfs pointer."""
     if os.path.islink(path):
-        target, home = Path(os.path.realpath(path)), path.parent.resolve()
-        cache = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
-        if target.parent not in (home, cache):
+        # The Hub's cache links each file to the folder `blobs` next to `snapshots`, which may be a link itself.
+        target, home = Path(os.path.realpath(path)), folder.resolve()
+        cache = (home.parent.parent / "blobs").resolve() if home.parent.name == "snapshots" else home
+        if target.parent != cache and not target.is_relative_to(home) and not BLOB.fullmatch(target.name):
             raise CheckpointError(f"{path}: is a link that leads out of the checkpoint; put the file itself there")
+    with contextlib.suppress(OSError), path.open("rb") as stream:
+        if stream.read(len(POINTER)) == POINTER:
+            raise CheckpointError(
+                f"{path}: is a pointer of git-lfs, not the file itself; run `git lfs pull` there, or download the file"
+            )
+
+
+def _refuse_other_weights(folder: Path, config: dict[str, Any], read: str) -> None:
+    """Refuse a folder of which transformers would read other weights than `read`."""
+    named = config.get("transformers_weights", read)
+    if named != read:
+        raise CheckpointError(
+            f"{folder / CONFIG}: transformers_weights is {reprlib.repr(named)}, which transformers reads, and servers "
+            f"{read}; remove the key, or the weights that are not meant"
+        )
+    if os.path.isfile(folder / ADAPTER):
+        raise CheckpointError(
+            f"{folder / ADAPTER}: with it transformers reads an adapter and the model that it names, not the weights "
+            "beside it; merge them (merge_and_unload of peft) into a folder of their own, or remove it"
+        )
 
 
 def _check_index(index: Path, weight_map: dict[str, Any], tensors: dict[str, TensorInfo]) -> None:
@@ -188,20 +228,45 @@ def _check_index(index: Path, weight_map: dict[str, Any], tensors: dict[str, Ten
 
 
 def side_files(folder: Path) -> list[Path]:
-    """The other files of a checkpoint, without weights and config.json: tokenizer, chat template, license, code.
+    """The other files of a checkpoint, in subfolders too: tokenizer, chat templates, license, code, parsers.
 
-    Files that a run of this program adds are left out.
+    Not among them are config.json, files that a run of this program adds, hidden ones, and what is left behind.
     """
-    return sorted(
-        path
-        for path in folder.iterdir()
-        if path.is_file()
-        and path.name not in (CONFIG, INDEX)
-        and not is_own(path.name)
-        and path.suffix not in WEIGHTS
-        and not path.name.endswith(".index.json")
-        and not path.name.startswith(".")
-    )
+    return [folder / name for name, reason in _others(folder) if not reason]
+
+
+def left_behind(checkpoint: Checkpoint) -> str:
+    """What lies in a checkpoint's folder but is neither read nor carried along, as a sentence; empty if nothing."""
+    read, found = {info.file.name for info in checkpoint.tensors.values()}, dict[str, list[str]]()
+    for name, reason in _others(checkpoint.folder):
+        if reason and name not in read:
+            found.setdefault(reason, []).append(name)
+    said = "; ".join(f"{places(names)} ({reason})" for reason, names in found.items())
+    return f"left behind in the source: {said}" if said else ""
+
+
+def _others(folder: Path, within: str = "") -> Iterator[tuple[str, str]]:
+    """The names of the other files and why each is left behind, if it is; of a folder left behind its own name and /.
+
+    A folder with weights is another model, or the same in another format: without them its other files mean nothing.
+    """
+    for path in sorted((folder / within).iterdir()):
+        name = within + path.name
+        ours = not within and (name in (CONFIG, INDEX) or is_own(name))
+        if ours or path.name.startswith(".") or path.name == "__pycache__":
+            continue
+        if path.is_file():
+            large = f"larger than {LARGEST_SIDE_FILE:,} bytes" if path.stat().st_size > LARGEST_SIDE_FILE else ""
+            weights = path.suffix in WEIGHTS or name.endswith(".index.json")
+            yield name, UNREAD if weights else large
+        elif not path.is_dir():
+            yield name, "no file"
+        elif path.is_symlink():
+            yield f"{name}/", "a link to a folder"
+        elif path.name in OTHER_FORMS or any(Path(file).suffix in WEIGHTS for file in os.listdir(path)):
+            yield f"{name}/", UNREAD
+        else:
+            yield from _others(folder, f"{name}/")
 
 
 def resolve(model: str, revision: str = "main", patterns: Iterable[str] | None = None) -> Path:
@@ -228,7 +293,7 @@ def resolve(model: str, revision: str = "main", patterns: Iterable[str] | None =
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    ignored = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "original/*"]
+    ignored = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", *(f"{name}/*" for name in OTHER_FORMS)]
     try:
         allowed = list(patterns) if patterns else None
         return Path(snapshot_download(model, revision=revision, ignore_patterns=ignored, allow_patterns=allowed))

@@ -85,6 +85,7 @@ def plan(
         InputError: the recipe or its source is wrong, or arguments do not go together.
     """
     from quantizers.budget.choice import apply_choice
+    from quantizers.checkpoint.reader import left_behind
     from quantizers.planning.job import prepare
     from quantizers.recipe.changes import changes_of
 
@@ -107,6 +108,8 @@ def plan(
     )
     job, schemes = apply_choice(job, Path(output) if output is not None else None)
     figures: dict[str, Any] = {"basis": job.basis, "recipe": str(job.path), "servers": sorted(job.facts.servers)}
+    if job.source and (left := left_behind(job.source)):
+        figures |= {"left_behind": left}
     if found := job.facts.found():
         figures |= {"architecture": found, "origin": job.facts.origin()}
     if measure:

@@ -14,7 +14,7 @@ from quantizers.output.manifest import output_facts, seal_of
 from quantizers.pipeline.manifest_check import check_manifest
 from quantizers.system.errors import OutputError
 from quantizers.system.formatting import gate_figures
-from quantizers.system.output_files import CARD, REPORT
+from quantizers.system.output_files import CARD, REPORT, is_within
 from quantizers.system.progress import Step
 from stitch.audit.folder import added, strays
 from stitch.write.digests import changes, recorded_digests
@@ -35,7 +35,7 @@ class LocalFile:
     """A file to upload.
 
     Attributes:
-        name: in the folder, and on the Hub.
+        name: in the folder, with those of subfolders, and on the Hub.
         size: bytes.
         sha256: the Hub's hash of a file stored as LFS or Xet.
         blob: git's blob id (SHA-1), the Hub's hash of any other file.
@@ -77,25 +77,26 @@ def local_files(folder: Path, report: dict[str, Any], step: Step = lambda _: Non
     """The files to upload, hashed: those of the run. Any other file in the folder is not uploaded."""
     files = []
     for name in sorted({*report["files"], REPORT}):
-        if Path(name).name == name and (folder / name).is_file():
-            files.append(_hashed(folder / name))
+        if is_within(name) and (folder / name).is_file():
+            files.append(_hashed(folder, name))
             step(name)
     return files
 
 
 def rehash(folder: Path, files: list[LocalFile], names: list[str]) -> list[LocalFile]:
     """The same files, with those hashed again that were rewritten."""
-    return [_hashed(folder / file.name) if file.name in names else file for file in files]
+    return [_hashed(folder, file.name) if file.name in names else file for file in files]
 
 
-def _hashed(path: Path) -> LocalFile:
+def _hashed(folder: Path, name: str) -> LocalFile:
+    path = folder / name
     length = path.stat().st_size
     sha256, blob = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % length, usedforsecurity=False)
     with path.open("rb") as stream:
         while block := stream.read(CHUNK):
             sha256.update(block)
             blob.update(block)
-    return LocalFile(path.name, length, sha256.hexdigest(), blob.hexdigest())
+    return LocalFile(name, length, sha256.hexdigest(), blob.hexdigest())
 
 
 def check_output(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quantizers.system.errors import CheckpointError, InputError
+from quantizers.system.output_files import files_below
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def publish(
             "private": private,
             "files": [vars(file) for file in files],
             "bytes": sum(file.size for file in files),
-            "not_sent": sorted(path.name for path in folder.iterdir() if path.name not in sent),
+            "not_sent": [name for name in files_below(folder) if name not in sent],
             "checklist": [vars(point) for point in (*card_points(after), *account_points(repo, private))],
         }
         return Publication(problems, False, figures)

@@ -32,14 +32,14 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from quantizers.checkpoint.reader import CONFIG, INDEX
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.system.errors import OutputError, QuantizeError
 from quantizers.system.files import disk_errors, file_sha256, sync_folder, write_json, write_text
-from quantizers.system.output_files import CARD, REPORT
+from quantizers.system.output_files import CARD, REPORT, is_within
 from quantizers.system.thread_map import thread_map
 
 WORK = ".quantize"
@@ -201,15 +201,17 @@ def discard(output: Path) -> None:
     if work.exists():
         with locked(output):
             remove(work)
-    report = output / "report.json"
+    report = output / REPORT
     if report.exists():
         try:
             files = json.loads(report.read_text())["files"]
         except (ValueError, KeyError):
             raise OutputError(f"{report}: cannot be read; empty {output} by hand") from None
-        for name in [*files, "report.json"]:
-            if Path(name).name == name:
-                (output / name).unlink(missing_ok=True)
+        for name in filter(is_within, [*files, REPORT]):
+            (output / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # other files are left there
+                for folder in PurePosixPath(name).parents[:-1]:
+                    (output / folder).rmdir()
 
 
 def remove(work: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quantizers.system.files import disk_errors, file_sha256, json_finite, write_json
-from quantizers.system.output_files import CARD, FACTS, PAGE, REPORT
+from quantizers.system.output_files import CARD, FACTS, PAGE, REPORT, files_below
 
 
 def seal_of(report: dict[str, Any]) -> str:
@@ -34,7 +34,7 @@ def describe_files(folder: Path, texts: Mapping[str, str], later: Iterable[str] 
     Raises:
         QuantizeError: a file cannot be read.
     """
-    names = {path.name for path in folder.iterdir()} - {REPORT, CARD, PAGE}
+    names = set(files_below(folder)) - {REPORT, CARD, PAGE}
     with disk_errors(folder):
         hashes = {name: file_sha256(folder / name) for name in names if not name.endswith(".safetensors")}
     hashes |= {name: text_sha256(text) for name, text in texts.items()}

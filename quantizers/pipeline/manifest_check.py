@@ -10,7 +10,7 @@ from typing import Any
 
 from quantizers.output.manifest import seal_of
 from quantizers.system.files import file_sha256
-from quantizers.system.output_files import CALIBRATION, CARD, FACTS, PAGE, RECIPE, REPORT, is_plain
+from quantizers.system.output_files import CALIBRATION, CARD, FACTS, PAGE, RECIPE, REPORT, is_within
 
 from .report_files import read_front_matter
 
@@ -57,15 +57,15 @@ def check_manifest(folder: Path) -> Record:
     if not isinstance(hashes, dict) or not isinstance(names, list) or not isinstance(card, dict):
         return Record((f"{REPORT}: holds no record of the files beside it; it was changed since the run wrote it",), ())
     lines = [line for name, before in hashes.items() if (line := _file_change(folder, str(name), before))]
-    missing = [name for name in names if name not in hashes and not (is_plain(name) and (folder / name).is_file())]
+    missing = [name for name in names if name not in hashes and not (is_within(name) and (folder / name).is_file())]
     lines += [f"{name}: named in {REPORT}, not in the folder" for name in missing]
     changed, notes = _card_changes(folder, card) if "card" in report else ([], [])
     return Record((*lines, *changed), tuple(notes))
 
 
 def _file_change(folder: Path, name: str, before: object) -> str | None:
-    if not is_plain(name):
-        return f"{REPORT}: records {name!r}, which is no file beside it"
+    if not is_within(name):
+        return f"{REPORT}: records {name!r}, which is no file of this folder"
     try:
         return None if file_sha256(folder / name) == before else f"{name}: changed since the run wrote it"
     except OSError as failure:

@@ -24,7 +24,7 @@ from quantizers.budget.measure import measuring_seconds, read_measurements
 from quantizers.calibration.render import custom_class
 from quantizers.calibration.samples import by_category, by_language, language_counts
 from quantizers.calibration.set import read_set
-from quantizers.checkpoint.reader import Checkpoint, read_json
+from quantizers.checkpoint.reader import Checkpoint, left_behind, read_json
 from quantizers.checkpoint.source_identity import source_digest
 from quantizers.device.devices import machine, versions
 from quantizers.formats.fp8 import block_size
@@ -41,7 +41,6 @@ from quantizers.system.errors import CheckpointError, QuantizeError
 from quantizers.system.output_files import CARD, RECIPE
 from quantizers.system.progress import checked, peak_memory, progress
 from stitch.audit.checkpoint import Audit, verify
-from stitch.audit.folder import folders_left_out
 from stitch.audit.layer import LayerAudit
 from stitch.mix import Mix
 from stitch.mix import describe as describe_mix
@@ -109,7 +108,7 @@ def run_report(
         "layers": [{key: value for key, value in entry.items() if key not in JOURNAL_ONLY} for entry in layers],
         "coverage": coverage,
         "audit": audit.as_dict() | {"digests": written},
-        "notes": [*filter(None, [job.facts.origin()]), NOT_SIMULATED, *folders_left_out(source.folder)],
+        "notes": [*filter(None, [job.facts.origin(), left_behind(source)]), NOT_SIMULATED],
         "gates": [
             *_own_gates(audit, engines),
             *coverage_checks,
@@ -161,7 +160,7 @@ def stitch_report(
         "plan": _plan(mix.plan, mix.sizes),
         "versions": versions(),
         "examined": examined,
-        "notes": [*examined, *folders_left_out(source.folder)],
+        "notes": [*examined, *filter(None, [left_behind(source)])],
         "layers": [asdict(layer) for layer in mix.found],
         "audit": audit.as_dict() | {"digests": written},
         "gates": _own_gates(audit, engines),

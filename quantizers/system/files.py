@@ -53,7 +53,9 @@ def write_new(contents: Mapping[Path, bytes]) -> None:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a file's bytes atomically."""
+    """Copy a file's bytes atomically, into a new folder if need be."""
+    with disk_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
     with disk_errors(target), atomic(target) as stream, source.open("rb") as read:
         shutil.copyfileobj(read, stream)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 REPORT, CARD, PAGE = "report.json", "README.md", "report.html"
 RECIPE, CALIBRATION, HELD_OUT, LOCK = "recipe.yaml", "calibration.yaml", "held-out.yaml", ".lock.json"
@@ -19,6 +19,17 @@ def is_own(name: str) -> bool:
     return name in OWN or DATA.fullmatch(name) is not None
 
 
-def is_plain(name: object) -> bool:
-    """Whether a name in a report is a plain file name, so that it cannot point outside the report's folder."""
-    return isinstance(name, str) and name not in ("", ".", "..") and Path(name).name == name
+def is_within(name: object) -> bool:
+    """Whether a name in a report is that of a file in the report's folder or below, so that it points to no other."""
+    return (
+        isinstance(name, str)
+        and name != ""
+        and str(PurePosixPath(name)) == name
+        and not {"/", ".", ".."} & set(PurePosixPath(name).parts)
+    )
+
+
+def files_below(folder: Path) -> list[str]:
+    """The names of all files in a folder and its subfolders, without hidden ones, with / between the parts."""
+    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(name for name in names if not name.startswith(".") and "/." not in name)

@@ -27,7 +27,7 @@ from quantizers.planning.assign_actions import make_plan
 from quantizers.planning.plan import Plan
 from quantizers.recipe.schema import BITS, GROUPS, Experts, Scheme
 from quantizers.system.errors import CheckpointError
-from quantizers.system.output_files import REPORT, is_plain
+from quantizers.system.output_files import REPORT, is_within
 from quantizers.system.thread_map import thread_map
 from stitch.write.config_files import output_config
 from stitch.write.digests import ShardDigest, changes, recorded_digests
@@ -125,7 +125,7 @@ def verify(
                 step(name)
     audit.differences += audit.changed
     try:
-        candidate = open_folder(folder)
+        candidate = open_folder(folder, strays=True)
         renamed = published_names(candidate, facts)
         schemes = stored_schemes(renamed, facts, sizes)
     except CheckpointError as failure:
@@ -184,7 +184,7 @@ def _recorded(folder: Path) -> Mapping[str, ShardDigest]:
         report = read_json(folder / REPORT)
     except CheckpointError:
         return {}  # there is no report, or it is damaged, which quantizers/pipeline/manifest_check.py reports
-    return {name: digest for name, digest in recorded_digests(report).items() if is_plain(name)}
+    return {name: digest for name, digest in recorded_digests(report).items() if is_within(name)}
 
 
 def _header_differences(plan: Plan, facts: Architecture, candidate: Checkpoint) -> list[str]:

@@ -57,45 +57,34 @@ def _shown(value: Any) -> str:
 def side_file_differences(folder: Path, source: Path) -> list[str]:
     """Side files that are missing, differ from the source's, or are not in the source."""
     lines = []
-    names = set()
-    for file in side_files(source):
-        names.add(file.name)
+    names = [str(file.relative_to(source)) for file in side_files(source)]
+    for name in names:
         try:
-            same = file_sha256(folder / file.name) == file_sha256(file)
+            same = file_sha256(folder / name) == file_sha256(source / name)
         except FileNotFoundError:
-            lines.append(f"{file.name}: missing; the source has it")
+            lines.append(f"{name}: missing; the source has it")
         except OSError as failure:
-            lines.append(f"{file.name}: cannot be read ({failure.strerror})")
+            lines.append(f"{name}: cannot be read ({failure.strerror})")
         else:
             if not same:
-                lines.append(f"{file.name}: differs from the source's")
+                lines.append(f"{name}: differs from the source's")
     return lines + [f"{name}: not in the source, but loaders read it; remove it" for name in added(folder, names)]
 
 
 def added(folder: Path, known: Collection[str]) -> list[str]:
     """Names of unknown side files that a loader reads or runs."""
     files = (file for file in side_files(folder) if file.suffix in LOADED or file.name in LOADED_NAMES)
-    return [file.name for file in files if file.name not in known]
+    return [name for file in files if (name := str(file.relative_to(folder))) not in known]
 
 
 def strays(folder: Path, shards: Collection[str]) -> list[str]:
-    """Weight files that are not in the index, and folders with templates or code: some loaders read or prefer them.
+    """Weight files that are not in the index: some loaders read or prefer them.
 
     Args:
         shards: the file names in the index.
     """
-    lines = []
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and path.suffix in WEIGHTS and path.name not in shards:
-            lines.append(f"{path.name}: weights file not in the index; some loaders load it anyway")
-        elif path.is_dir() and not path.name.startswith("."):
-            loadable = sorted(file for file in path.rglob("*") if file.is_file() and file.suffix in (".py", ".jinja"))
-            if loadable:
-                lines.append(f"{loadable[0].relative_to(folder)}: in a subfolder that loaders may read; remove it")
-    return lines
-
-
-def folders_left_out(source: Path) -> list[str]:
-    """A line for the report that names the source's subfolders, none of which is copied; empty if it has none."""
-    names = sorted(path.name for path in source.iterdir() if path.is_dir() and not path.name.startswith("."))
-    return [f"subfolders of the source that were not copied: {', '.join(names)}"] if names else []
+    return [
+        f"{path.name}: weights file not in the index; some loaders load it anyway"
+        for path in sorted(folder.iterdir())
+        if path.is_file() and path.suffix in WEIGHTS and path.name not in shards
+    ]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,10 +43,12 @@ def write_config_files(folder: Path, source: Checkpoint, plan: Plan, facts: Arch
     """
     shards = plan.shards()
     for path in folder.iterdir():
-        if path.name not in shards:
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name not in shards:
             path.unlink()
     for file in side_files(source.folder):
-        copy_file(file, folder / file.name)
+        copy_file(file, folder / file.relative_to(source.folder))
     write_text(index_json(plan), folder / INDEX)
     config = output_config(source.config, facts, plan, plan.fp8_form(block_size(source)))
     write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", folder / CONFIG)

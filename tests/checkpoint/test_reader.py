@@ -182,6 +182,12 @@ def test_a_link_in_a_circle(folder: Path) -> None:
         (lambda folder: (folder / "config.json").unlink(), "config.json: cannot be read (No such file or directory)"),
         (lambda folder: (folder / INDEX).unlink(), f"neither {INDEX} nor model.safetensors; give a safetensors"),
         (lambda folder: (folder / SHARDS[0]).unlink(), "names part-1.safetensors, which is not in the folder"),
+        (
+            lambda folder: shutil.copy(folder / SHARDS[0], folder / "model.safetensors"),
+            "holds two sets of weights: model.",
+        ),
+        (lambda folder: (folder / "adapter_config.json").touch(), "with it transformers reads an adapter"),
+        (lambda folder: (folder / "config.json").write_text('{"transformers_weights": "x"}'), "_weights is 'x', which"),
         (shutil.rmtree, "model: no such folder; give a checkpoint folder or a Hub id"),
         (lambda folder: (folder / INDEX).write_bytes(b"\xff"), f"{INDEX}:1: not valid JSON; download this file again"),
         (lambda folder: (folder / INDEX).write_text("{\n\n"), f"{INDEX}:3: not valid JSON"),
@@ -216,7 +222,7 @@ def test_side_files_and_what_is_left_behind(folder: Path, monkeypatch: pytest.Mo
     assert [str(path.relative_to(folder)) for path in side_files(folder)] == wanted
     assert left_behind(open_folder(folder)) == (
         "left behind in the source: audio/, onnx/, x.bin and 2 more (weights that are not read); "
-        "film.mp4 (larger than 0 MB); linked/ (a link to a folder)"
+        "film.mp4 (larger than 1,000 bytes); linked/ (a link to a folder)"
     )
 
 
@@ -237,6 +243,7 @@ def saved_by_transformers(folder: Path, **config: Any) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_folder_of_which_transformers_reads_other_weights_is_refused(tmp_path: Path) -> None:
     """`open_folder` reads the same head as transformers does, or nothing."""
     from transformers import MixtralForCausalLM

@@ -175,7 +175,7 @@ FILES: dict[str, tuple[Damage, list[str]]] = {
     ),
     "a template in a folder": (
         in_folder("additional_chat_templates/tool_use.jinja"),
-        ["additional_chat_templates/tool_use.jinja: in a subfolder that loaders may read; remove it"],
+        ["additional_chat_templates/tool_use.jinja: not in the source, but loaders read it; remove it"],
     ),
     "merges of a tokenizer": (
         lambda f: (f / "merges.txt").write_text("a b"),
@@ -221,7 +221,7 @@ RECORD: dict[str, tuple[Damage, list[str]]] = {
     ),
     "report.json that leads elsewhere": (
         resealed(lambda r: r["sha256"].update({"../../etc/hosts": "0" * 64})),
-        ["report.json: records '../../etc/hosts', which is no file beside it"],
+        ["report.json: records '../../etc/hosts', which is no file of this folder"],
     ),
     "report.json without its seal": (
         in_json("report.json", lambda r: r.pop("seal")),

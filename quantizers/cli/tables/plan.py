@@ -44,8 +44,8 @@ def dense_words(numbers: dict[str, Any]) -> str:
 
 
 def remarks(numbers: dict[str, Any]) -> list[str]:
-    """A line about each special thing: MTP layers, a family that vLLM lacks, and facts that --vram lacks."""
-    lines = [numbers["origin"]] if numbers.get("origin") else []
+    """A line about each special thing: files left behind, MTP layers, a family that vLLM or --vram does not know."""
+    lines = [numbers[key] for key in ("origin", "left_behind") if numbers.get(key)]
     if "mtp" in numbers:
         layers = numbers["mtp"]["layers"]
         which = f"layer{'s' if layers[1:] else ''} {', '.join(map(str, layers))}"
