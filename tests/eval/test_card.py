@@ -91,7 +91,7 @@ def test_names_of_categories_break_neither_card_nor_page(report: Report) -> None
     text = model_card(report)
     test_tables_are_whole(report)
     assert "| a&lt;b>&amp;\\$x\\$\\|`c` | " in text
-    page = html_report(report, draw(report))
+    page = html_report(report, draw(report)[0])
     assert "<b>&$" not in page
     assert "<td>a&lt;b&gt;&amp;$x$|`c`</td>" in page
 
@@ -186,7 +186,7 @@ def test_tables_are_whole(report: Report) -> None:
 
 
 def test_plots_have_the_same_bytes_twice(report: Report, finished: Finished) -> None:
-    drawn = draw(report)
+    drawn, _ = draw(report)
     for name, raw in ((CALIBRATION_PICTURE, drawn["calibration"]), (COVERAGE_PICTURE, drawn["coverage"])):
         assert raw.startswith(b"\x89PNG")
         assert raw == (finished.folder / name).read_bytes()
