@@ -46,8 +46,8 @@ def _environment() -> Environment:
 
 
 # What Markdown or the Hub's mathematics read within a line; an underscore between two letters is none.
-_MARKS = re.compile(r"[\\`*\[\]<>&$~]|(?<![^\W_])_|_(?![^\W_])")
-_OPENING = re.compile(r"[#+=-]|\d+(?=[.)](?: |$))")  # what makes more than a paragraph of a line that begins with it
+_MARKS = re.compile(r"[\\`*\[\]<>&$~]|(?<![^\W_])_|_(?![^\W_])|(?<!\S)#")
+_OPENING = re.compile(r"[+=-]|\d+(?=[.)](?: |$))")  # what makes more than a paragraph of a line that begins with it
 
 
 def md(text: object) -> str:
