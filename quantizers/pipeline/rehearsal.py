@@ -17,7 +17,11 @@ import numpy as np
 from eval.fidelity.metrics import Measured, Text
 from eval.fidelity.scoring import HeldOut
 from eval.serving.check import ServingCheck, check
+from quantizers.architectures.matrices import MATRICES
+from quantizers.budget.choice import describe_choice
 from quantizers.calibration.samples import CalibrationData, category_names
+from quantizers.checkpoint.reader import side_files
+from quantizers.planning.allocation import Allocation
 from quantizers.planning.job import Job
 from quantizers.system.errors import CheckpointError, InputError
 from stitch.audit.checkpoint import Audit
@@ -64,31 +68,25 @@ def rehearse(
     Raises:
         InputError: something that would end the run after its last layer. A picture that fails is only a note.
     """
+    layers = [_entry(number, job, len(category_names(data.samples))) for number in range(job.sizes["layers"])]
+    written = {job.plan.shard_file(part): ShardDigest(bytes=0, sha256="", tensors="") for part in job.plan.parts}
     try:
-        _rehearse(job, planned, data, evaluation, engines, texts)
+        figures = evaluation.figures(_measured(job, evaluation.texts), "the output") if evaluation else None
+        report = {**planned, **found_report(job, data, figures, layers, written, Audit(), engines)}
+        report |= {"seconds": {"this_process": 0.0, "layers": 0.0}, "peak_memory_bytes": 0}
+        if job.allocation:
+            measurements = [_measurement(number, job.allocation) for number in job.sizes.moe_layers]
+            report["schemes"] = describe_choice(job.allocation, measurements)
+        with TemporaryDirectory() as folder:
+            write_report(Path(folder), report, texts)
+        for file in side_files(job.opened.folder):  # which are copied at the end
+            file.open("rb").close()
     except Exception as failure:
         words = " ".join(str(failure).split())[:300]
         raise InputError(
-            f"{job.path}: the report of this run could not be written ({type(failure).__name__}: {words}), so it was "
-            "not begun; correct what is named there, or report it"
+            f"{job.path}: this run would fail after its last layer ({type(failure).__name__}: {words}), so it was not "
+            "begun; correct what is named there, or report it"
         ) from failure
-
-
-def _rehearse(
-    job: Job,
-    planned: Mapping[str, Any],
-    data: CalibrationData,
-    evaluation: HeldOut | None,
-    engines: ServingCheck,
-    texts: Mapping[str, str],
-) -> None:
-    layers = [_entry(number, job, len(category_names(data.samples))) for number in range(job.sizes["layers"])]
-    written = {job.plan.shard_file(part): ShardDigest(bytes=0, sha256="", tensors="") for part in job.plan.parts}
-    figures = evaluation.figures(_measured(job, evaluation.texts), "the output") if evaluation else None
-    report = {**planned, **found_report(job, data, figures, layers, written, Audit(), engines)}
-    report |= {"seconds": {"this_process": 0.0, "layers": 0.0}, "peak_memory_bytes": 0}
-    with TemporaryDirectory() as folder:
-        write_report(Path(folder), report, texts)
 
 
 def _entry(number: int, job: Job, categories: int) -> dict[str, Any]:
@@ -104,6 +102,14 @@ def _entry(number: int, job: Job, categories: int) -> dict[str, Any]:
         "closeness": None,
         "routed": [[1] * job.sizes["experts"]] * categories if routed else [],
     }
+
+
+def _measurement(number: int, allocation: Allocation) -> dict[str, Any]:
+    """The measurement for a budget of a layer in which every scheme loses the same."""
+    losses = dict.fromkeys(map(str, allocation.candidates), 0.1)
+    by_matrix = {scheme: dict.fromkeys(MATRICES, 0.1) for scheme in losses}
+    figures = {"kl": 0.1, "disturbance": 0.1, "loss": losses, "error": losses, "by_matrix": by_matrix}
+    return figures | {"layer": number, "experts": 1}
 
 
 def _measured(job: Job, texts: list[Text]) -> Measured:

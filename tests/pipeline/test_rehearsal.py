@@ -47,7 +47,7 @@ def test_what_would_fail_at_the_end_is_refused_before_the_work(
             run(small.job, options)
     with monkeypatch.context() as patched:
         patched.setattr(rehearsal, "write_report", unwritable)
-        with pytest.raises(InputError, match=r"recipe.yaml: the report .* \(UnicodeEncodeError: 'utf-8' codec .*begun"):
+        with pytest.raises(InputError, match=r"recipe.yaml: this run would .* \(UnicodeEncodeError: 'utf-8' .*begun"):
             run(small.job, options)
     assert not (work_folder(options.output) / "run.json").exists(), "nothing has begun that other settings would end"
 
@@ -55,8 +55,13 @@ def test_what_would_fail_at_the_end_is_refused_before_the_work(
 def test_what_is_gone_after_the_start_is_not_missed_at_the_end(
     small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The set, which is edited while the layers are made, and a library that draws no picture any more."""
+    """The set, which is edited while the layers are made, and a library that draws no picture any more.
+
+    Nor are values in a side file that no server would take.
+    """
     copy, real = small.copied(tmp_path / "copy"), pipeline.quantize_layers
+    sampling = {"temperature": "0.7", "top_k": None, "top_p": 0.9}
+    (copy.model / "generation_config.json").write_text(json.dumps(sampling))
 
     def then_gone(*words: Any, **named: Any) -> Any:
         made = real(*words, **named)
@@ -66,6 +71,7 @@ def test_what_is_gone_after_the_start_is_not_missed_at_the_end(
 
     monkeypatch.setattr(pipeline, "quantize_layers", then_gone)
     report = report_of(copy)
+    assert report["serving"]["sampling"] == {"top_p": 0.9}
     assert report["calibration"] == small.report["calibration"]
     assert report["notes"] == [*small.report["notes"], "the picture of coverage could not be drawn"]
     assert not list(copy.output.glob("*.png"))
