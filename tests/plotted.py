@@ -15,7 +15,7 @@ PLOTTED = (
     "weight_error",
 )
 PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg==")
-Draw = Callable[[dict[str, Any]], dict[str, bytes]]
+Draw = Callable[[dict[str, Any]], tuple[dict[str, bytes], list[str]]]
 
 
 def drawn_once(real: Draw) -> Draw:
@@ -23,9 +23,9 @@ def drawn_once(real: Draw) -> Draw:
 
     Those of the trained model and of models with dense layers are drawn, once for all equal reports.
     """
-    drawn: dict[str, dict[str, bytes]] = {}
+    drawn: dict[str, tuple[dict[str, bytes], list[str]]] = {}
 
-    def draw(report: dict[str, Any]) -> dict[str, bytes]:
+    def draw(report: dict[str, Any]) -> tuple[dict[str, bytes], list[str]]:
         layers = [{key: value for key, value in row.items() if key != "seconds"} for row in report.get("layers", ())]
         name = Path(report["source"]["model"]).name
         shown = {key: report.get(key) for key in PLOTTED} | {"name": name, "layers": layers}
@@ -35,6 +35,6 @@ def drawn_once(real: Draw) -> Draw:
                 drawn[checksum] = real(report)
             return drawn[checksum]
         plots_of = {"calibration": "calibration", "coverage": "coverage", "kl": "fidelity", "layers": "layers"}
-        return {plot: PIXEL + checksum.encode() for key, plot in plots_of.items() if report.get(key)}
+        return {plot: PIXEL + checksum.encode() for key, plot in plots_of.items() if report.get(key)}, []
 
     return draw

@@ -27,7 +27,7 @@ import torch
 
 from quantizers.architectures.sizes import Sizes
 from quantizers.calibration.render import load_tokenizer, scored_bytes
-from quantizers.calibration.samples import CalibrationData, token_tensors
+from quantizers.calibration.samples import CalibrationData, identity, token_tensors
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.model.activation_stream import ActivationStream
@@ -141,10 +141,12 @@ class HeldOut:
 
     Attributes:
         texts: to be scored, truncated at the model's positions.
+        identity: of the set, whatever its categories are called.
         about: for the report: name and digest of the set, and how much of it was cut at the model's positions.
     """
 
     texts: list[Text]
+    identity: str
     about: dict[str, Any]
 
     def figures(self, measured: Measured, name: str) -> dict[str, Any]:
@@ -176,5 +178,7 @@ def held_out(data: CalibrationData, source: Checkpoint, sizes: Sizes, trust_remo
         for sample, tokens in zip(data.samples, token_tensors(data, sizes["vocabulary"]), strict=True)
     ]
     lost = [len(sample.tokens) - limit for sample in data.samples if limit is not None and len(sample.tokens) > limit]
-    past_the_model = {"positions": limit, "texts": len(lost), "tokens": sum(lost)}
-    return HeldOut(texts, {"name": data.name, "digest": data.digest, "past_the_model": past_the_model})
+    past_the_model = {"texts": len(lost), "tokens": sum(lost)} | ({"positions": limit} if limit else {})
+    return HeldOut(
+        texts, identity(data.samples), {"name": data.name, "digest": data.digest, "past_the_model": past_the_model}
+    )

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from eval.fidelity.tables import by_part, past_the_model
@@ -117,7 +120,9 @@ def _of_stitch(report: dict[str, Any]) -> dict[str, Any]:
     flags = " --repair-router" if stitched["repair_router"] else ""
     flags += " --facts facts.yaml" if "facts.yaml" in stitched else ""
     models = (report["source"]["model"], report["experts"]["model"])
-    source, experts = (model if is_hub_id(model) else base_name(model) for model in models)
+    source, experts = (
+        shlex.quote(" ".join((model if is_hub_id(model) else base_name(model)).split())) for model in models
+    )
     return {
         "smoothed": smoothed,
         "left_out": sum(layer["router"] == "not compensated" for layer in smoothed),
@@ -139,15 +144,13 @@ def front_matter(report: dict[str, Any]) -> dict[str, Any]:
 
     calibration, given = report.get("calibration", {}), report.get("published", {})
     base = given.get("base_model") or report["source"]["model"]
-    known = report["source"]["license"]  # with the name and link of a licence that the Hub calls `other`
-    license = known if given.get("license") in (None, known.get("license")) else {"license": given["license"]}
     spoken = [name for name, samples in calibration.get("languages", {}).get("spoken", {}).items() if samples]
     codes = {CODES[name.title()] for name in spoken if name.title() in CODES}
     data = ModelCardData(
         **({"base_model": base, "base_model_relation": "quantized"} if is_hub_id(base) else {}),
         pipeline_tag="text-generation",
         library_name="transformers",
-        **license,
+        **_license(report["source"]["license"], given.get("license")),
         tags=_tags(report),
         datasets=calibration.get("datasets") or None,
         language=sorted({"en", *codes}) if calibration else None,
@@ -156,6 +159,38 @@ def front_matter(report: dict[str, Any]) -> dict[str, Any]:
     )
     front: dict[str, Any] = data.to_dict()
     return front if "model-index" in front else {key: value for key, value in front.items() if key != "model_name"}
+
+
+@cache
+def hub_licenses() -> frozenset[str]:
+    """The Hub's identifiers of licences, as its documentation lists them."""
+    return frozenset(files("eval.report").joinpath("licenses.txt").read_text().split())
+
+
+def strange_licenses(license: dict[str, Any]) -> list[str]:
+    """The licences of a source that have none of the Hub's names, which refuses a card with another."""
+    names = license.get("license", [])
+    return [name for name in ([names] if isinstance(names, str) else names) if name.lower() not in hub_licenses()]
+
+
+def _license(known: dict[str, Any], given: str | None) -> dict[str, Any]:
+    """The licence in the front matter: a name that the Hub does not have is the name of another, as it calls it.
+
+    Args:
+        known: of the source, with the name and link of a licence that the Hub calls `other`.
+        given: for the publication.
+    """
+    if given not in (None, known.get("license")):
+        return {"license": given}
+    names = known.get("license", [])
+    if strange_licenses(known):
+        words = names if isinstance(names, str) else " and ".join(names)
+        return {"license": "other", "license_name": re.sub(r"[^a-z0-9.]+", "-", words.lower()).strip("-")} | {
+            key: value for key, value in known.items() if key != "license"
+        }
+    return known | (
+        {"license": names.lower() if isinstance(names, str) else [n.lower() for n in names]} if names else {}
+    )
 
 
 def _results(report: dict[str, Any]) -> list[dict[str, Any]]:

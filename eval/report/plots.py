@@ -7,8 +7,13 @@ plots of two runs can be compared side by side.
 
 from __future__ import annotations
 
+import contextlib
 import io
-from collections.abc import Mapping, Sequence
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +24,7 @@ from quantizers.system.files import atomic, disk_errors
 
 LOW, HIGH = 1 / 8, 8.0
 MARKS = {1 / 8: "1/8", 1 / 4: "1/4", 1 / 2: "1/2", 1.0: "1", 2.0: "2", 4.0: "4", 8.0: "8"}
+WIDEST = 48  # letters of a name below a bar, at most
 TICKS = 16  # layers or experts that get a tick label, at most
 
 # For lines and bars: Okabe and Ito, "Color Universal Design" (2008), without the yellow, which is pale on white.
@@ -30,30 +36,53 @@ ERRORS = {"-": "hidden states", "--": "experts' weights"}
 LANGUAGES = {"programming": "programming languages", "spoken": "spoken languages"}
 
 
-def draw(report: dict[str, Any]) -> dict[str, bytes]:
-    """The plots of a report as PNG, by name; the same report gives the same bytes.
+@contextlib.contextmanager
+def own_style() -> Iterator[None]:
+    """Matplotlib's own defaults, whatever a matplotlibrc or MPLBACKEND says; no text is taken for mathematics."""
+    backend = os.environ.pop("MPLBACKEND", None) if "matplotlib" not in sys.modules else None
+    import matplotlib
+
+    if backend is not None:  # a notebook's: matplotlib cannot be imported with one that is not installed beside it
+        os.environ["MPLBACKEND"] = backend
+        with contextlib.suppress(ValueError):
+            matplotlib.rcParams["backend"] = backend
+    plain = {key: value for key, value in matplotlib.rcParamsDefault.items() if key != "backend"}
+    with matplotlib.rc_context(plain | {"text.parse_math": False}), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # such as of a letter that the font lacks, which is then a box
+        yield
+
+
+def draw(report: dict[str, Any]) -> tuple[dict[str, bytes], list[str]]:
+    """The plots of a report as PNG, by name, and a line for each that failed; the same report gives the same bytes.
 
     Args:
         report: of a run or a stitch; a plot without data is left out.
     """
-    name = Path(report["source"]["model"]).name
-    figures: dict[str, Any] = {}
+    name, panels = Path(report["source"]["model"]).name, _panels(report["layers"])
+    plots: dict[str, Callable[[], Any]] = {}
     if "calibration" in report:
-        figures["calibration"] = calibration_figure(report["calibration"], name)
+        plots["calibration"] = partial(calibration_figure, report["calibration"], name)
     if "coverage" in report:
         coverage, title = report["coverage"], f"{name} on {report['calibration']['name']}"
-        figures["coverage"] = coverage_figure(coverage["per_layer"], coverage["min_routed_tokens"], title)
+        plots["coverage"] = partial(coverage_figure, coverage["per_layer"], coverage["min_routed_tokens"], title)
     if "kl" in report:
-        figures["fidelity"] = fidelity_figure([("output", report)], stacked=True)
-    panels = _panels(report["layers"])
+        plots["fidelity"] = partial(fidelity_figure, [("output", report)], stacked=True)
     if panels:
-        figures["layers"] = layers_figure(panels)
-    return {key: png(figure) for key, figure in figures.items()}
+        plots["layers"] = partial(layers_figure, panels)
+    drawn, failed = {}, []
+    for key, figure in plots.items():
+        try:
+            drawn[key] = png(figure())
+        except Exception as failure:  # of a library that is no part of the result, which would be lost with it
+            first = (str(failure).splitlines() or [""])[0]
+            failed.append(f"the picture of {key} could not be drawn ({type(failure).__name__}: {first})")
+    return drawn, failed
 
 
 # Fidelity ----------------------------------------------------------------------------------------------------------
 
 
+@own_style()
 def fidelity_figure(results: Results, title: str = "", *, stacked: bool = False) -> Any:
     """Mean KL by category with intervals, and by position; by depth the errors of hidden states, weights and router.
 
@@ -115,7 +144,7 @@ def _categories(axes: Any, results: Results) -> None:
             ends[known] = spans[1]
         for y, mean, end in zip(at, means, ends, strict=True) if len(results) == 1 else ():
             axes.annotate(f"{mean:.4f}", (end, y), (4, 0), textcoords="offset points", va="center", fontsize=6.5)
-    axes.set_yticks(np.arange(len(categories)), [_plain(name) for name in categories], fontsize=7)
+    axes.set_yticks(np.arange(len(categories)), [short(name) for name in categories], fontsize=7)
     axes.set_ylim(len(categories) - 0.5, -0.5)
     axes.set_xlim(left=0)
     axes.margins(x=0.12)
@@ -178,12 +207,7 @@ def _finite(values: Sequence[float | None]) -> list[float]:
 
 
 def _title(axes: Any, words: str) -> None:
-    axes.set_title(_plain(words), loc="left", fontsize=10)
-
-
-def _plain(words: str) -> str:
-    """Text whose dollar signs matplotlib does not take for mathematics."""
-    return words.replace("$", r"\$")
+    axes.set_title(words, loc="left", fontsize=10)
 
 
 # By layer ----------------------------------------------------------------------------------------------------------
@@ -220,6 +244,7 @@ def _left(error: Mapping[str, float | None], searches: Sequence[str]) -> float |
     return None
 
 
+@own_style()
 def layers_figure(panels: Mapping[str, Mapping[str, Sequence[float | None]]]) -> Any:
     """Lines over the layers, a panel for each title and a line for each name in it; None interrupts a line."""
     from matplotlib.figure import Figure
@@ -240,6 +265,7 @@ def layers_figure(panels: Mapping[str, Mapping[str, Sequence[float | None]]]) ->
 # Coverage ----------------------------------------------------------------------------------------------------------
 
 
+@own_style()
 def coverage_figure(layers: Sequence[dict[str, Any]], minimum: int, title: str) -> Any:
     """A heat map of layers by experts, brighter with the load; red with a cross below the minimum.
 
@@ -265,6 +291,7 @@ def coverage_figure(layers: Sequence[dict[str, Any]], minimum: int, title: str) 
     return figure
 
 
+@own_style()
 def comparison_figure(found: dict[str, Any], title: str) -> Any:
     """A heat map of how each expert's share changes between two sets, marked where it becomes covered or uncovered.
 
@@ -274,7 +301,7 @@ def comparison_figure(found: dict[str, Any], title: str) -> Any:
     """
     layers, sides = found["per_layer"], ("before", "after")
     before, after = (np.array([loads(row[side]["routed_tokens"]) for row in layers]) for side in sides)  # (L, E)
-    names = [_plain(found[side]["label"]) for side in sides]
+    names = [found[side]["label"] for side in sides]
     with np.errstate(divide="ignore", invalid="ignore"):
         change = after / before  # infinite where only the second set sends any tokens, NaN where none
     shown = np.where(np.isinf(change), HIGH * 2, np.where(change == 0, LOW / 2, change))
@@ -287,7 +314,7 @@ def comparison_figure(found: dict[str, Any], title: str) -> Any:
             _crosses(axes, cells, marker=marker, c="black", label=f"{words}: {len(cells):,}")
     sets = zip(names, (sum(found[side]["tokens"].values()) for side in sides), strict=True)
     tokens = (f"{name} ({count:,} tokens)" for name, count in sets)
-    axes.set_title(f"{_plain(title)}: {' and '.join(tokens)}", loc="left", fontsize=10)
+    axes.set_title(f"{title}: {' and '.join(tokens)}", loc="left", fontsize=10)
     if found["won"] or found["lost"]:
         figure.legend(loc="outside lower right", frameon=False, fontsize=8, ncols=2)
     return figure
@@ -331,6 +358,7 @@ def _crosses(axes: Any, cells: np.ndarray, **how: Any) -> None:
 # Calibration -------------------------------------------------------------------------------------------------------
 
 
+@own_style()
 def calibration_figure(calibration: dict[str, Any], model: str) -> Any:
     """Tokens by programming language, by spoken language, and by field, and which share of them was cut off.
 
@@ -347,10 +375,12 @@ def calibration_figure(calibration: dict[str, Any], model: str) -> Any:
     groups = [(title, rows) for title, rows in [*groups, ("other fields", fields)] if rows]
     groups = groups or [("categories", calibration["categories"])]
     # Places in inches: matplotlib's own layouts measure every label, which takes longer than all the rest.
-    below = [0.3 + 0.065 * max(map(len, rows)) for _, rows in groups]  # for the names, which are turned
+    below = [
+        0.3 + 0.065 * max(len(short(name)) for name in rows) for _, rows in groups
+    ]  # for the names, which are turned
     height = 0.5 + sum(2.6 + under for under in below)
     figure = Figure(figsize=(12, height), dpi=100)
-    figure.suptitle(_plain(_heading(calibration, model)), fontsize=11, y=1 - 0.2 / height)
+    figure.suptitle(_heading(calibration, model), fontsize=11, y=1 - 0.2 / height)
     panels, top = [], height - 0.5
     for under in below:
         for gap, high in ((0.3, 1.4), (0.15, 0.75)):
@@ -369,7 +399,7 @@ def calibration_figure(calibration: dict[str, Any], model: str) -> Any:
         tokens.set_ylim(0, 1.15 * highest)  # one scale for all groups
         tokens.set_title(f"{title} ({len(names)}); above the bars: samples", loc="left", fontsize=10)
         cut.bar(at, [_lost(rows[name]) for name in names], color=SERIES[1], width=0.8)
-        cut.set_xticks(at, [_plain(name) for name in names], rotation=90, fontsize=8)
+        cut.set_xticks(at, [short(name) for name in names], rotation=90, fontsize=8)
         cut.set_ylabel("cut off")
         cut.set_ylim(0, 1)
         cut.yaxis.set_major_formatter(PercentFormatter(1))
@@ -398,6 +428,12 @@ def _heading(calibration: dict[str, Any], model: str) -> str:
 # Style -------------------------------------------------------------------------------------------------------------
 
 
+def short(name: str) -> str:
+    """A name in one line of at most WIDEST letters."""
+    line = " ".join(name.split())
+    return line if len(line) <= WIDEST else f"{line[: WIDEST - 1]}…"
+
+
 def ticks(count: int) -> range:
     """At most TICKS of `count` positions, evenly spaced."""
     return range(0, count, max(1, -(-count // TICKS)))
@@ -424,6 +460,7 @@ def bare(axes: Any) -> None:
     axes.grid(axis="y", color="#e4e7eb", linewidth=0.8)
 
 
+@own_style()
 def png(figure: Any) -> bytes:
     """A figure as PNG; the same figure gives the same bytes."""
     buffer = io.BytesIO()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any
 
@@ -12,8 +13,11 @@ from quantizers.system.formatting import gate_figures, gib, number, size
 
 
 def render(template: str, **context: Any) -> str:
-    """A template of this folder; in `.html.jinja` every value is escaped, in `.md.jinja` those with the filter md."""
-    return _environment().get_template(template).render(context)
+    """A template of this folder; in `.html.jinja` every value is escaped, in `.md.jinja` those with the filters below.
+
+    What is no character, such as half of a surrogate pair in a JSON file, becomes a question mark.
+    """
+    return _environment().get_template(template).render(context).encode(errors="replace").decode()
 
 
 @cache
@@ -41,25 +45,33 @@ def _environment() -> Environment:
     return environment
 
 
+# What Markdown or the Hub's mathematics read within a line; an underscore between two letters is none.
+_MARKS = re.compile(r"[\\`*\[\]<>&$~]|(?<![^\W_])_|_(?![^\W_])|(?<!\S)#")
+_OPENING = re.compile(r"[+=-]|\d+(?=[.)](?: |$))")  # what makes more than a paragraph of a line that begins with it
+
+
 def md(text: object) -> str:
-    """Plain text in Markdown: it opens no tag and is no formula."""
-    marks = {"&": "&amp;", "<": "&lt;", "$": r"\$", "\n": " ", "\r": " "}
-    return "".join(marks.get(char, char) for char in str(text))
-
-
-def cell(text: object) -> str:
-    """Plain text in a cell of a table in Markdown."""
-    return md(text).replace("|", r"\|")
+    """Plain text in a line of Markdown, of which nothing is a mark."""
+    line = _MARKS.sub(lambda mark: f"&#{ord(mark[0])};", " ".join(str(text).split()))
+    return f"&#{ord(line[0])};{line[1:]}" if _OPENING.match(line) else line
 
 
 def code(text: object) -> str:
-    """Text between backticks in Markdown, also in a cell of a table."""
-    return " ".join(str(text).replace("`", "'").replace("|", r"\|").split())
+    """Text as code in a line of Markdown, between more backticks than are in it."""
+    line = " ".join(str(text).split()) or " "
+    ticks = "`" * (1 + max(map(len, re.findall("`+", line)), default=0))
+    room = " " if line.startswith("`") or line.endswith("`") else ""
+    return f"{ticks}{room}{line}{room}{ticks}"
+
+
+def cell(markdown: str) -> str:
+    """A line of Markdown in a cell of a table."""
+    return markdown.replace("|", r"\|")
 
 
 def linked(model: str) -> str:
     """A model's name as Markdown: a link if it is a Hub id, else the name of its folder."""
-    return f"[{model}](https://huggingface.co/{model})" if is_hub_id(model) else f"`{code(base_name(model))}`"
+    return f"[{md(model)}](https://huggingface.co/{model})" if is_hub_id(model) else code(base_name(model))
 
 
 def base_name(model: object) -> str:

@@ -42,7 +42,9 @@ class Source(Part):
     model: str = key("Hub id of the source, or the name of its folder")
     revision: str | None = key("Revision on the Hub; None for a folder without one")
     digest: str = key("SHA-256 over the headers and sizes of the source's files, hexadecimal")
-    license: dict[str, str] = key("license, license_name and license_link of the source's own model card, where known")
+    license: dict[str, str | list[str]] = key(
+        "license (several in a list), license_name and license_link of the source's own model card, where known"
+    )
     made_from: list[str] | None = maybe("Base models that a folder's own model card names; absent for a Hub id")
 
 
@@ -406,7 +408,7 @@ class HeldOutSet(Part):
 
     name: str = key("Its name")
     digest: str = key("SHA-256 over its categories and token ids, hexadecimal")
-    past_the_model: dict[str, int] = key("Texts and tokens cut at the model's last position")
+    past_the_model: dict[str, int] = key("Texts and tokens cut at the model's last position, as far as that is known")
 
 
 class Fidelity(PartFigures):

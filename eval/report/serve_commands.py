@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from typing import Any
 
 # Options of a server whose need is not plain from their names.
@@ -73,7 +74,9 @@ def sglang_command(about: dict[str, Any], place: str) -> str | None:
 
 def _flags(options: dict[str, Any]) -> list[str]:
     """Options as they are typed; `true` stands for one without a value."""
-    return [f"--{option}" if value is True else f"--{option} {value}" for option, value in options.items()]
+    return [
+        f"--{option}" if value is True else f"--{option} {shlex.quote(str(value))}" for option, value in options.items()
+    ]
 
 
 def _best(about: dict[str, Any]) -> dict[str, Any] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -180,6 +180,17 @@ def row_of(samples: Iterable[Sample]) -> Row:
         "truncated": sum(sample.truncated > 0 for sample in chosen),
         "truncated_tokens": sum(sample.truncated for sample in chosen),
     }
+
+
+def category_names(samples: Iterable[Sample]) -> list[str]:
+    """The categories in the order in which they appear, which is the same whatever they are called."""
+    return list(dict.fromkeys(sample.category for sample in samples))
+
+
+def identity(samples: Sequence[Sample]) -> str:
+    """`digest_of` without the names of categories: which samples are in one, and all that a run's bytes depend on."""
+    numbers = {name: str(number) for number, name in enumerate(category_names(samples))}
+    return digest_of(replace(sample, category=numbers[sample.category]) for sample in samples)
 
 
 def grouped(samples: Iterable[Sample]) -> dict[str, list[Sample]]:

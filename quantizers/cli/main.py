@@ -13,6 +13,7 @@ from quantizers.device.determinism import ordered
 from quantizers.distributed.process_group import ProcessGroup, launched
 from quantizers.system.caches import settle_caches
 from quantizers.system.errors import InputError, QuantizeError
+from quantizers.system.formatting import printable
 from quantizers.system.interrupts import stoppable
 
 from . import calibration, coverage, evaluate, plan, publish, recipes, report, run, stitch, verify
@@ -114,7 +115,7 @@ def _end(dist: ProcessGroup, message: str, code: int) -> NoReturn:
     if process and not dist.is_distributed and process[0]:
         line = None  # before the processes knew each other: rank 0 says the same
     for one in line.split("\n") if line else ():  # a line for each mistake
-        print(f"quantize: {one}", file=sys.stderr)
+        print(f"quantize: {printable(one)}", file=sys.stderr)
     if dist.is_distributed:
         sys.stdout.flush()
         sys.stderr.flush()

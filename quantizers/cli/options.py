@@ -12,6 +12,7 @@ import typer
 
 from quantizers.system.errors import InputError
 from quantizers.system.files import json_finite
+from quantizers.system.formatting import printable
 from quantizers.system.package_data import shipped_names
 
 GATE_FAILED = 3
@@ -117,7 +118,11 @@ def asked(question: str, option: str) -> bool:
 
 def emit(data: dict[str, Any], as_json: bool, text: str) -> None:
     """Print a result: as JSON, or as the text made from it."""
-    print(json.dumps(json_finite(data), indent=1, sort_keys=True) if as_json else text)
+    print(
+        json.dumps(json_finite(data), indent=1, sort_keys=True)
+        if as_json
+        else "\n".join(map(printable, text.split("\n")))
+    )
 
 
 def show_rich(data: dict[str, Any], as_json: bool, renderable: Any) -> None:
@@ -127,4 +132,4 @@ def show_rich(data: dict[str, Any], as_json: bool, renderable: Any) -> None:
     if as_json:
         emit(data, True, "")
     else:
-        Console(width=None if sys.stdout.isatty() else 120).print(renderable)
+        Console(width=None if sys.stdout.isatty() else 120, markup=False).print(renderable)

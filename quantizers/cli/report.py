@@ -28,11 +28,11 @@ def report(
     from pydantic import ValidationError
 
     from eval.report.html_report import html_report
-    from eval.report.plots import draw
     from eval.report.schema import checked
     from quantizers.checkpoint.reader import read_json
     from quantizers.output.journal import refuse_unfinished
     from quantizers.output.manifest import add_files, seal_of, write_record
+    from quantizers.pipeline.report_files import pictures
     from quantizers.system.errors import InputError
     from quantizers.system.files import write_text
     from quantizers.system.output_files import PAGE, REPORT
@@ -44,7 +44,7 @@ def report(
     except ValidationError as failure:
         key, fault = ".".join(map(str, failure.errors()[0]["loc"])), failure.errors()[0]["msg"]
         raise InputError(f"{folder / REPORT}: {key}: {fault}; take the version of this program that wrote it") from None
-    write_text(html_report(contents, draw(contents)), target)
+    write_text(html_report(contents, pictures(contents)), target)
     if target.resolve() == (folder / PAGE).resolve() and contents.get("seal") == seal_of(contents):
         write_record(folder, add_files(folder, contents, [PAGE]))
     emit({"page": str(target)}, as_json, f"page: {target}")

@@ -25,7 +25,7 @@ from eval.fidelity.scoring import HeldOut, held_out, score
 from quantizers.architectures.families import Own, architecture_for
 from quantizers.architectures.sizes import is_of, sizes_of
 from quantizers.calibration.load_set import load_set
-from quantizers.calibration.samples import CalibrationData
+from quantizers.calibration.samples import CalibrationData, identity
 from quantizers.checkpoint.loaded_tensors import layer_names, load_tensors, outside_names
 from quantizers.checkpoint.reader import Checkpoint, open_checkpoint
 from quantizers.device.determinism import ordered
@@ -292,7 +292,7 @@ def _evaluate(
 def _same_evaluation(work: Path, opened: list[Checkpoint], data: CalibrationData, device: torch.device) -> None:
     """Write the settings that the figures depend on beside the states, or compare them with those already there."""
     settings = {
-        "data": data.digest,
+        "data": identity(data.samples),
         "checkpoints": [
             {f.name: [f.stat().st_size, f.stat().st_mtime_ns] for f in {info.file for info in c.tensors.values()}}
             | {"folder": str(c.folder)}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from eval.report.model_card import front_matter
+from eval.report.model_card import front_matter, strange_licenses
 from quantizers.output.journal import refuse_unfinished
 from quantizers.output.manifest import output_facts, seal_of
 from quantizers.pipeline.manifest_check import check_manifest
@@ -194,12 +194,19 @@ def card_points(report: dict[str, Any]) -> list[Point]:
         "license": f"the source names none{license_hint}; give --license NAME",
         "base_model": f"the source was a folder{model_hint}; give --base-model OWNER/NAME",
     }
+    strange = [] if "license" in report.get("published", {}) else strange_licenses(report["source"]["license"])
+    if strange:
+        missing["license"] = f"{', '.join(strange)}: no name of the Hub's, so the card says other; give --license NAME"
     return [
-        Point(key, "done", str(front.get(f"{key}_name", front[key])))
-        if front.get(key)
-        else Point(key, "missing", words)
+        Point(key, "missing", words)
+        if not front.get(key) or (key == "license" and strange)
+        else Point(key, "done", _said(front.get(f"{key}_name", front[key])))
         for key, words in missing.items()
     ]
+
+
+def _said(value: Any) -> str:
+    return ", ".join(value) if isinstance(value, list) else str(value)
 
 
 def account_points(repo: str, private: bool | None) -> list[Point]:

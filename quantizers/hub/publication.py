@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quantizers.output.manifest import add_files, write_record
-from quantizers.pipeline.report_files import read_front_matter, write_with_card
+from quantizers.pipeline.report_files import FRONT_MATTER, pictures, read_front_matter, write_with_card
 from quantizers.recipe.portable import is_hub_id
 from quantizers.system.errors import InputError
 from quantizers.system.files import write_text
@@ -29,7 +29,7 @@ def with_publication(report: dict[str, Any], repo: str, license: str | None, bas
     """
     if not is_hub_id(repo):
         raise InputError(f"--repo {repo}: write it as owner/name")
-    if license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", license):
+    if license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", license):
         raise InputError(f"--license {license}: use the Hub's identifier, such as apache-2.0, mit or other")
     if base_model is not None and not is_hub_id(base_model):
         raise InputError(f"--base-model {base_model}: write it as owner/name")
@@ -63,7 +63,6 @@ def _keep_edited(folder: Path, text: str, before: dict[str, Any], after: dict[st
     """Change only commands and front matter of a model card that was edited."""
     from eval.report.html_report import html_report
     from eval.report.model_card import front_matter
-    from eval.report.plots import draw
     from eval.report.serve_commands import repository
 
     old, new, written = repository(before), repository(after), before["card"]["front_matter"]
@@ -74,12 +73,13 @@ def _keep_edited(folder: Path, text: str, before: dict[str, Any], after: dict[st
         if front.get(key) != written.get(key):
             text = _with_key(text, key, front.get(key))
     write_text(text, folder / CARD)
-    write_text(html_report(after, draw(after)), folder / PAGE)
+    write_text(html_report(after, pictures(after)), folder / PAGE)
     write_record(folder, add_files(folder, after | {"card": before["card"] | {"front_matter": front}}, [PAGE]))
 
 
 def _with_key(text: str, key: str, value: Any) -> str:
     """A card with a key of its front matter set, or removed if the value is None."""
-    head, front, rest = text.split("---\n", 2)
-    front = re.sub(rf"(?m)^{key}:.*\n(?:[ -].*\n)*", "", front)
-    return f"{head}---\n{front}{'' if value is None else dump({key: value})}---\n{rest}"
+    found = FRONT_MATTER.match(text)
+    assert found is not None
+    front = re.sub(rf"(?m)^{key}:.*\n(?:[ -].*\n)*", "", found[2])
+    return f"{found[1]}{front}{'' if value is None else dump({key: value})}{text[found.end() :]}"

@@ -97,7 +97,7 @@ def refuse_other_texts(work: Path, layers: int, held: HeldOut, output: Path) -> 
             f"{output}: its finished layers were measured on no held-out set; leave verify.perplexity out as before, "
             "or start over with --fresh"
         )
-    refuse_changes(work, {"held_out": held.about["digest"]}, output, journal.HELD_OUT)
+    refuse_changes(work, {"held_out": held.identity}, output, journal.HELD_OUT)
 
 
 def find_damage(work: Path, layers: int, output: Path, check: Callable[[], None]) -> list[int]:

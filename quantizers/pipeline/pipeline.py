@@ -22,7 +22,7 @@ from quantizers.budget.choice import choose_schemes
 from quantizers.budget.measure import probe_bytes
 from quantizers.calibration.load_set import load_set, pins_of
 from quantizers.calibration.lock import Pin
-from quantizers.calibration.samples import CalibrationData, token_tensors
+from quantizers.calibration.samples import CalibrationData, identity, token_tensors
 from quantizers.calibration.set import read_set
 from quantizers.checkpoint.reader import side_files
 from quantizers.checkpoint.source_identity import check_hashes, source_digest, source_stats
@@ -58,7 +58,8 @@ from stitch.write.config_files import write_config_files
 from .existing_output import already_done, find_damage, refuse_other_texts
 from .options import Options
 from .quantize import quantize_layers
-from .report import run_report
+from .rehearsal import planned_engines, rehearse
+from .report import of_plan, planned_report, run_report
 from .report_files import write_report
 from .source_check import check_source
 
@@ -185,12 +186,14 @@ def _quantize_share(job: Job, options: Options, work: Path, check: Callable[[], 
 
 def _make_output(job: Job, options: Options, work: Path, check: Callable[[], None]) -> None:
     """All that rank 0 does: make work/output, up to the mark that lets it be moved into place."""
-    started = time.monotonic()
+    started, engines = time.monotonic(), planned_engines(job)
     # Read the sets once, before anything slow: they may be edited during the run.
     inputs = _read_inputs(job, options.dist, work)
     resolved = resolve_recipe(job.recipe, job.path, inputs.pins)
     if job.facts.probes:  # derived ones, for those who have the output alone
         resolved = replace(resolved, sets={**resolved.sets, FACTS: job.facts.as_yaml()})
+    planned = planned_report(job, resolved, inputs.data, options.device)
+    rehearse(job, planned, inputs.data, inputs.evaluation, engines, resolved.texts())
     kept, temporary = _share_memory(job, inputs, options)
     damaged = _open_work_folder(job, resolved, inputs, options, work, check)
     needed = _output_bytes(job, resolved.data.values() if options.with_data else ()) + temporary
@@ -203,6 +206,7 @@ def _make_output(job: Job, options: Options, work: Path, check: Callable[[], Non
         check_source(job, inputs.texts, context)
     if job.allocation:
         job = choose_schemes(job, inputs.tokens, context, options.output)
+        planned |= of_plan(job, resolved.recipe.source.model)
         check_room(work, needed)
     stop = job.recipe.verify.stop if job.recipe.verify and not options.ignore_stop else None
     measured = quantize_layers(job, inputs.data, inputs.tokens, context, inputs.texts, damaged=damaged, stop=stop)
@@ -210,7 +214,7 @@ def _make_output(job: Job, options: Options, work: Path, check: Callable[[], Non
     _add_recipe(resolved, work / "output", options.with_data)
     check()
     figures = inputs.evaluation.figures(measured, "the output") if inputs.evaluation and measured else None
-    report = run_report(job, resolved, inputs.data, figures, started, context)
+    report = run_report(planned, job, inputs.data, figures, started, context)
     write_report(work / "output", report, resolved.texts())
     write_text("", work / "moving")
 
@@ -349,7 +353,7 @@ def _fingerprint(job: Job, data: CalibrationData, device: torch.device) -> dict[
             "experts": job.recipe.settings()["experts"],
             "source": source_stats(job.opened),
             "source_config": job.config,
-            "calibration": data.digest,
+            "calibration": identity(data.samples),
             "machine": fingerprint(device),
             "batches": batch_sizes(is_accelerator(device), job.sizes),
         }

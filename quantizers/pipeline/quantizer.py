@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from quantizers.calibration.samples import CalibrationData
+from quantizers.calibration.samples import CalibrationData, category_names
 from quantizers.checkpoint.loaded_tensors import LoadedTensors, tensors_in_memory
 from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import PinnedBuffers, pin
@@ -195,14 +195,14 @@ class Quantizer:
         }
 
     def routed(self, data: CalibrationData, number: int) -> list[list[int]]:
-        """Tokens routed to each expert of the layer that was solved last: a row per category, in alphabetical order.
+        """Tokens routed to each expert of the layer that was solved last: a row per category, see `category_names`.
 
         Args:
             number: of the layer; one without experts has no rows.
         """
         if number in self.job.sizes.dense:
             return []
-        names = sorted({sample.category for sample in data.samples})
+        names = category_names(data.samples)
         counts = torch.zeros(len(names), self.job.sizes["experts"], dtype=torch.int64)
         chosen = self.moe_inputs.chosen.flat.cpu()
         for i, sample in enumerate(data.samples):

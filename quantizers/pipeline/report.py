@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from quantizers.architectures.sizes import Sizes
 from quantizers.budget.choice import describe_choice
 from quantizers.budget.measure import measuring_seconds, read_measurements
 from quantizers.calibration.render import custom_class
-from quantizers.calibration.samples import by_category, by_language, language_counts
+from quantizers.calibration.samples import by_category, by_language, category_names, language_counts
 from quantizers.calibration.set import read_set
 from quantizers.checkpoint.reader import Checkpoint, left_behind, read_json
 from quantizers.checkpoint.source_identity import source_digest
@@ -49,6 +49,8 @@ from stitch.write.digests import ShardDigest
 from .report_files import read_front_matter
 
 if TYPE_CHECKING:
+    import torch
+
     from eval.serving.check import ServingCheck
     from quantizers.calibration.samples import CalibrationData
     from quantizers.recipe.portable import Resolved
@@ -60,14 +62,48 @@ NOT_SIMULATED = (
     "these figures."
 )
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-LICENSE_KEYS = ("license", "license_name", "license_link")
+LICENSE_DETAILS = ("license_name", "license_link")
 SAID = ("base_model", "license", "license_name", "datasets")  # keys of a card's front matter
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # of a model, a data set or a licence on the Hub
 
 
+def planned_report(job: Job, resolved: Resolved, data: CalibrationData, device: torch.device) -> dict[str, Any]:
+    """What is known before the first layer. The source's side files and the set are read now, and not again later.
+
+    Args:
+        resolved: the recipe as it is published with the output.
+    """
+    recipe, source, model = job.recipe, job.opened, resolved.recipe.source.model
+    found = job.facts.found()
+    return {
+        "source": _source(model, recipe.source.revision, source) | _about_source(job.facts, model, source),
+        "settings": {
+            "recipe": resolved.recipe.settings(),
+            "hash": resolved.hash,
+            "published_hash": resolved.published_hash,
+            "file": job.path.name,
+            "machine": machine(device),
+        },
+        "versions": versions(),
+        "calibration": _calibration(job, data, resolved),
+        "notes": [*filter(None, [job.facts.origin(), left_behind(source)]), NOT_SIMULATED],
+        **of_plan(job, model),
+        **({"architecture": found} if found else {}),
+    }
+
+
+def of_plan(job: Job, model: str) -> dict[str, Any]:
+    """What of it depends on the bits and group sizes, which a budget decides later.
+
+    Args:
+        model: the source's published name.
+    """
+    return {"plan": _plan(job.plan, job.sizes), "serving": serving(job.plan, job.facts, job.sizes, job.opened, model)}
+
+
 def run_report(
+    planned: dict[str, Any],
     job: Job,
-    resolved: Resolved,
     data: CalibrationData,
     figures: dict[str, Any] | None,
     started: float,
@@ -76,7 +112,7 @@ def run_report(
     """Verify the files in work/output with a last reading, and report all that is known about them.
 
     Args:
-        resolved: the recipe as it is published with the output.
+        planned: of `planned_report`.
         figures: fidelity on the held-out texts, of `metrics.figures`; None without any.
         started: `time.monotonic()` when this process began.
         context: of rank 0.
@@ -84,50 +120,54 @@ def run_report(
     Returns:
         `RunReport` without the keys of the files.
     """
-    recipe, source, model = job.recipe, job.opened, resolved.recipe.source.model
     layers = journal.done_layers(context.work, job.sizes["layers"])
     written, audit = _last_reading(job, layers, context)
-    engines, gate = check_folder(context.work / "output", job.facts), recipe.verify and recipe.verify.perplexity
-    coverage, coverage_checks = _coverage(job, data, layers)
-    seconds = {
+    engines = check_folder(context.work / "output", job.facts)
+    report = planned | found_report(job, data, figures, layers, written, audit, engines)
+    report["seconds"] = seconds = {
         "this_process": time.monotonic() - started,
         "layers": sum(sum(entry["seconds"].values()) for entry in layers),
     }
-    report: dict[str, Any] = {
-        "source": _source(model, recipe.source.revision, source) | _about_source(job.facts, model, source),
-        "settings": {
-            "recipe": resolved.recipe.settings(),
-            "hash": resolved.hash,
-            "published_hash": resolved.published_hash,
-            "file": job.path.name,
-            "machine": machine(context.device),
-        },
-        "versions": versions(),
-        "plan": _plan(job.plan, job.sizes),
-        "calibration": _calibration(job, data, resolved),
-        "layers": [{key: value for key, value in entry.items() if key not in JOURNAL_ONLY} for entry in layers],
-        "coverage": coverage,
-        "audit": audit.as_dict() | {"digests": written},
-        "notes": [*filter(None, [job.facts.origin(), left_behind(source)]), NOT_SIMULATED],
-        "gates": [
-            *_own_gates(audit, engines),
-            *coverage_checks,
-            *(fidelity_gates(figures, gate) if figures and gate else []),
-        ],
-        "serving": serving(job.plan, job.facts, job.sizes, source, model),
-        "seconds": seconds,
-        "peak_memory_bytes": max([peak_memory(context.device), *(entry["peak_memory_bytes"] for entry in layers)]),
-    }
-    if found := job.facts.found():
-        report["architecture"] = found
-    if engines is not None:
-        report["consumers"] = engines.as_dict()
+    report["peak_memory_bytes"] = max([peak_memory(context.device), *(entry["peak_memory_bytes"] for entry in layers)])
     if job.allocation:
         entries = read_measurements(context.work, job.sizes.moe_layers)
         assert entries is not None
         report["schemes"] = describe_choice(job.allocation, entries)
         seconds["measuring"] = measuring_seconds(context.work, job.sizes["layers"])
-    return report | (figures or {})
+    return report
+
+
+def found_report(
+    job: Job,
+    data: CalibrationData,
+    figures: dict[str, Any] | None,
+    layers: Sequence[dict[str, Any]],
+    written: Mapping[str, ShardDigest],
+    audit: Audit,
+    engines: ServingCheck | None,
+) -> dict[str, Any]:
+    """What a run found out, but for its choice within a budget, times and memory.
+
+    Args:
+        figures: as `run_report` takes them.
+        layers: the journal's entries.
+        written, audit: digests of the shards, and the audit of the folder.
+        engines: None if the folder cannot be opened, which the audit reports.
+    """
+    gate = job.recipe.verify and job.recipe.verify.perplexity
+    coverage, coverage_checks = _coverage(job, data, layers)
+    return {
+        "layers": [{key: value for key, value in entry.items() if key not in JOURNAL_ONLY} for entry in layers],
+        "coverage": coverage,
+        "audit": audit.as_dict() | {"digests": written},
+        "gates": [
+            *_own_gates(audit, engines),
+            *coverage_checks,
+            *(fidelity_gates(figures, gate) if figures and gate else []),
+        ],
+        **({"consumers": engines.as_dict()} if engines is not None else {}),
+        **(figures or {}),
+    }
 
 
 def stitch_report(
@@ -255,10 +295,10 @@ def _calibration(job: Job, data: CalibrationData, resolved: Resolved) -> dict[st
 
 
 def _coverage(
-    job: Job, data: CalibrationData, layers: list[dict[str, Any]]
+    job: Job, data: CalibrationData, layers: Sequence[dict[str, Any]]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The tokens that the router sent to each expert, and the recipe's gates on them."""
-    names = sorted({sample.category for sample in data.samples})
+    names = category_names(data.samples)
     routed = {entry["layer"]: np.array(entry["routed"], dtype=np.int64) for entry in layers if entry["routed"]}
     counts, rule = list(routed.values()), job.recipe.verify.coverage if job.recipe.verify else None
     coverage = summarise(counts, names, rule.min_routed_tokens if rule else 1, list(routed))
@@ -279,7 +319,7 @@ def serving(plan: Plan, facts: Architecture, sizes: Sizes, source: Checkpoint, n
         "servers": sorted(facts.servers),
         "sglang": server_options(facts, "sglang", name, source) if "sglang" in facts.servers else None,
         "parsers": server_options(facts, "vllm", name, source) if "vllm" in facts.servers else {},
-        "sampling": {key: generation[key] for key in SAMPLING_KEYS if key in generation},
+        "sampling": {key: generation[key] for key in SAMPLING_KEYS if type(generation.get(key)) in (int, float)},
     } | ({} if _in_transformers(facts) else {"transformers": False})
     if problem := unsaid(facts):
         return about | {"longest": sizes.positions or 0, "fits": [], "assumptions": [], "cards_unknown": problem}
@@ -325,7 +365,10 @@ def _about_source(facts: Architecture, model: str, source: Checkpoint) -> dict[s
         made_from: the models that its own card names as its base, if it is no model of the Hub itself.
     """
     front = _front_matter(source)
-    fields = {key: str(front[key]) for key in LICENSE_KEYS if front.get(key)}
+    listed = front.get("license")
+    names = [name for name in (listed if isinstance(listed, list) else [listed]) if isinstance(name, str) and name]
+    fields: dict[str, Any] = {"license": names if len(names) > 1 else names[0]} if names else {}
+    fields |= {key: front[key] for key in LICENSE_DETAILS if isinstance(front.get(key), str) and front[key]}
     known = (one.license for one in facts.published if model in one.models)
     base = [] if is_hub_id(model) else _hub_names(front.get("base_model"))
     return {"license": fields or next(known, fields)} | ({"made_from": base} if base else {})

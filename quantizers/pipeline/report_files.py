@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from quantizers.output.manifest import as_read, describe_files, text_sha256, wri
 from quantizers.system.files import atomic, disk_errors, write_text
 from quantizers.system.output_files import CALIBRATION_PICTURE, CARD, COVERAGE_PICTURE, PAGE
 
+FRONT_MATTER = re.compile(r"(\ufeff?\s*---[ \t]*\n)(.*?)(?=^---[ \t]*$)", re.DOTALL | re.MULTILINE)
 PLOTS = {"calibration": CALIBRATION_PICTURE, "coverage": COVERAGE_PICTURE}  # that are files beside the model card
 
 
@@ -28,8 +31,8 @@ def write_report(folder: Path, report: dict[str, Any], texts: Mapping[str, str])
     from eval.report.plots import draw
     from eval.report.schema import checked
 
-    report = as_read(report)
-    drawn = draw(report)
+    drawn, failed = draw(as_read(report))
+    report = as_read(report | {"notes": [*report["notes"], *failed]})
     for name, file in PLOTS.items():
         if name in drawn:
             with disk_errors(folder / file), atomic(folder / file) as stream:
@@ -50,10 +53,9 @@ def write_with_card(folder: Path, report: dict[str, Any], drawn: Mapping[str, by
     """
     from eval.report.html_report import html_report
     from eval.report.model_card import front_matter, model_card
-    from eval.report.plots import draw
 
     report = as_read(report)  # so page and card come out the same from memory and from the file
-    texts = {PAGE: html_report(report, draw(report) if drawn is None else drawn), CARD: model_card(report)}
+    texts = {PAGE: html_report(report, pictures(report) if drawn is None else drawn), CARD: model_card(report)}
     hashes = {name: text_sha256(text) for name, text in texts.items()}
     for name, text in texts.items():
         write_text(text, folder / name)
@@ -61,15 +63,26 @@ def write_with_card(folder: Path, report: dict[str, Any], drawn: Mapping[str, by
     return write_record(folder, report | {"sha256": report["sha256"] | {PAGE: hashes[PAGE]}, "card": card})
 
 
+def pictures(report: dict[str, Any]) -> dict[str, bytes]:
+    """The pictures of a finished output's page; those that fail are named on standard error."""
+    from eval.report.plots import draw
+
+    drawn, failed = draw(report)
+    for line in failed:
+        print(line, file=sys.stderr)
+    return drawn
+
+
 def read_front_matter(text: str) -> dict[str, Any]:
-    """The YAML at the head of a card, with either line ending; empty if there is none or it cannot be parsed.
+    """The YAML at the head of a card, with either line ending and a byte order mark or without; empty if there is none
+    or it cannot be parsed.
 
     Every value stays a string: PyYAML's other loaders turn the language `no` into False, and fail on a date that
     does not exist.
     """
-    parts = text.replace("\r\n", "\n").split("---\n", 2)
+    found = FRONT_MATTER.match(text.replace("\r\n", "\n"))
     try:
-        front = yaml.load(parts[1], Loader=yaml.BaseLoader) if len(parts) == 3 and not parts[0].strip() else {}
+        front = yaml.load(found[2], Loader=yaml.BaseLoader) if found else {}
     except (yaml.YAMLError, RecursionError):
         return {}
     return front if isinstance(front, dict) else {}

@@ -284,9 +284,11 @@ def common_fits(model: Model) -> list[Fit]:
     """Estimates for common sets of GPUs, from small to large, without those that fit fewer than 8,192 tokens.
 
     The list ends with the second set that fits the model's maximum context with a 16-bit KV cache. An FP8 KV cache
-    is listed only if the maximum context does not fit in 16 bit.
+    is listed only if the maximum context does not fit in 16 bit. Without a known maximum there are none.
     """
     rows: list[Fit] = []
+    if not model.longest:
+        return rows
     for gpus in (parse_gpus(f"{text}GiB") for text in COMMON.split()):
         for kv in KV_BYTES:
             row = fit(model, gpus, kv=kv)

@@ -14,12 +14,21 @@ from .errors import InputError
 SHARES = ("perplexity", "coverage")  # gates whose values are shares
 
 
+# Line ends, characters that steer a terminal or turn its text around, and halves of surrogate pairs.
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Text in one line for a terminal: what would not be printed is written as an escape."""
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 def text_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A table whose columns are left-aligned with spaces, under a line of dashes.
 
     Not rich's Table, which wraps and cuts to the width of the terminal: a result is piped, pasted and compared.
     """
-    text = [[str(cell) for cell in row] for row in (header, *rows)]
+    text = [[printable(str(cell)) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[i]) for row in text) for i in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in text]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])

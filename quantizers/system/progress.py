@@ -76,7 +76,7 @@ def _bar(title: str, total: int, done: int) -> Iterator[tuple[Step, Step]]:
         rich.TimeElapsedColumn(),
         rich.TextColumn("left"),
         rich.TimeRemainingColumn(),
-        rich.TextColumn("{task.fields[phase]}{task.fields[note]}"),
+        rich.TextColumn("{task.fields[phase]}{task.fields[note]}", markup=False),
     )
     with rich.Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(title, total=total, completed=done, note="", phase="")

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,7 @@ def test_common_gpus(model: Model) -> None:
     rows = common_fits(model)
     assert {"2x96GiB", "4x80GiB"} <= {row.cards for row in rows if row.fits}
     assert "4x24GiB" not in {row.cards for row in rows}
+    assert common_fits(replace(model, longest=0)) == [], "config.json need not say for how long texts a model is made"
 
 
 @pytest.mark.parametrize("text", ["", "x", "0x24GiB", "2x", "2x24", "2x0GiB", "-1x24GiB", "2x24GiX"])

@@ -93,4 +93,4 @@ def test_a_loss_that_overflows_is_one_line(loss: float) -> None:
     with pytest.raises(OverflowError):
         figures(spoilt, texts(9, 9))
     with pytest.raises(QuantizeError, match=r"is not a number .*: logits overflow, and nothing can be compared"):
-        HeldOut(texts(9, 9), {}).figures(spoilt, "the output")
+        HeldOut(texts(9, 9), "", {}).figures(spoilt, "the output")
