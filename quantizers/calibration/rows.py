@@ -19,6 +19,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
+from typing import TypeVar
 
 from quantizers.system.caches import user_cache
 from quantizers.system.files import file_sha256
@@ -34,6 +35,7 @@ from .source_faults import SourceError
 BLOCK_ROWS = 4  # rows that are shuffled together in a streamed dataset, and kept together, per sample asked for
 BLOCK = 1 << 20  # bytes of a streamed file that are read at a time; of others eight times as many
 FORMAT = 1  # of kept rows: increase it when the same dataset, commit and order give other rows
+Item = TypeVar("Item")
 DAMAGED = "tell its maker, or leave it out with --without ID"
 
 
@@ -49,7 +51,7 @@ def local_rows(source: DataSource, folder: Path, seed: str) -> list[Row]:
     path = local_file(source, folder)
     rows = read_local(path, source.dataset, needed_columns(source))
     _check_columns(source, rows, lambda: read_local(path, source.dataset))
-    return _shuffled(rows, source, seed)
+    return shuffled(rows, source, seed)
 
 
 def read_local(path: Path, place: str, columns: list[str] | None = None) -> list[Row]:
@@ -71,11 +73,12 @@ def needed_columns(source: DataSource) -> list[str]:
     return list(dict.fromkeys(columns))
 
 
-def _shuffled(rows: list[Row], source: DataSource, seed: str) -> list[Row]:
-    order = list(range(len(rows)))
+def shuffled(items: list[Item], source: DataSource, seed: str) -> list[Item]:
+    """Items in the order in which a source's rows are tried; in their own for `samples: all`."""
+    order = list(range(len(items)))
     if source.samples != "all":
         seeded(seed).shuffle(order)
-    return [rows[index] for index in order]
+    return [items[index] for index in order]
 
 
 def local_file(source: DataSource, folder: Path) -> Path:
@@ -122,14 +125,14 @@ def hub_rows(source: DataSource, repository: Repository, hub: Hub, seed: str) ->
         seeded(f"{seed}:files").shuffle(files)
     columns = needed_columns(source)
     read = (row for file in files for row in _remote_rows(source, repository, hub, file, columns))
-    rows = read if part else iter(_shuffled(list(read), source, seed))
+    rows = read if part else iter(shuffled(list(read), source, seed))
     size = None if source.samples == "all" else BLOCK_ROWS * source.samples
     number = 0
     while block := list(islice(rows, size)):
         number += 1
         if number == 1:
             _check_columns(source, block, lambda: _remote_rows(source, repository, hub, files[0], None))
-        yield _shuffled(block, source, f"{seed}:{number}") if part else block
+        yield shuffled(block, source, f"{seed}:{number}") if part else block
     if not number:
         raise SourceError(source.dataset, "no rows", "correct the source's subset, split or revision")
 
@@ -166,6 +169,19 @@ def first_row(source: DataSource, repository: Repository, hub: Hub) -> Row:
     """
     one = source.model_copy(update={"streaming": True, "samples": 1})
     return next(hub_rows(one, repository, hub, ""))[0]
+
+
+def rows_at(source: DataSource, commit: str, seed: str, hub: Hub, kept: Path | None = None) -> Iterator[Row]:
+    """The rows of a Hub dataset at a commit, from those that were kept as far as they go.
+
+    Args:
+        kept: the folder of kept rows; None for the user's own.
+
+    Raises:
+        SourceError: as `hub_rows`.
+    """
+    file = kept_file(kept or rows_cache(), source, seed, commit)
+    return kept_rows(file, lambda: hub_rows(source, hub.look_up(source.dataset, commit), hub, seed))
 
 
 def rows_cache() -> Path:

@@ -39,7 +39,7 @@ WorkersOption = Annotated[int, typer.Option(min=1, help="number of sources loade
 
 @calibration.callback(invoke_without_command=True)
 def calibration_(context: typer.Context, as_json: JsonOption = False, debug: DebugOption = False) -> None:
-    """Check, list, copy, write, pin and compare calibration sets.
+    """Check, list, copy, write, pin, freeze and compare calibration sets.
 
     `quantize calibration SET` checks a set, as `check SET` does; without an argument, the shipped sets are listed.
 
@@ -183,6 +183,42 @@ def lock(
 
     written = lock_set(find_set(set_, "embedded"), workers=workers)
     emit({"lock": str(written)}, as_json, f"wrote {written}")
+
+
+@calibration.command()
+def freeze(
+    set_: SetArgument,
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="folder for the frozen set; created if needed, nothing is overwritten")
+    ],
+    *,
+    tokenizer: TokenizerOption = None,
+    recipe: RecipeOption = None,
+    trust_remote_code: TrustOption = False,
+    workers: WorkersOption = 8,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Write the rows that a set's samples are made of, and a set that reads them: without the Hub, the same samples.
+
+    The tokenizer's chat template decides which rows are usable, so name the model that is to be calibrated.
+
+    Example: quantize calibration freeze software-engineer frozen --recipe minimax-m2.1-fp8-int4
+    """
+    from quantizers.calibration.freeze import freeze_set
+    from quantizers.recipe.read import find_set
+
+    counting, _ = counting_of(tokenizer, named(recipe), trust_remote_code)
+    files, sources, digest = freeze_set(find_set(set_, "embedded"), folder, workers=workers, **counting)
+    rows = sum(len(source.rows) for source in sources)
+    restricted = [source.source.dataset for source in sources if source.is_non_commercial]
+    lines = [f"wrote {files[0]}: {rows:,} rows of {len(sources)} sources, digest {digest}"]
+    if restricted:
+        lines.append(f"not for commercial use: {', '.join(dict.fromkeys(restricted))}; all licences: {files[-1]}")
+    written = {"set": str(files[0]), "files": list(map(str, files)), "rows": rows, "digest": digest}
+    emit(
+        written | {"non_commercial": restricted}, as_json, "\n".join([*lines, f"next: quantize calibration {files[0]}"])
+    )
 
 
 @calibration.command()

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from calibration_tokenizer import write_tokenizer
+from hub_stand_in import HubStandIn
+
+from quantizers.calibration import hub_repository
 
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The folder of a tokenizer whose tokens are bytes."""
     return str(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStandIn]:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub_repository, "RETRIES", 1)
+    with HubStandIn() as stand_in:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", stand_in.endpoint)
+        yield stand_in

@@ -16,7 +16,7 @@ import pytest
 from calibration_tokenizer import write_tokenizer
 from hub_stand_in import HubStandIn
 
-from quantizers.calibration import hub_repository, load_set, lock
+from quantizers.calibration import load_set, lock
 from quantizers.calibration.hub_repository import Hub
 from quantizers.calibration.render import quiet
 from quantizers.calibration.samples import CalibrationData, language_counts
@@ -27,15 +27,6 @@ from quantizers.system.package_data import shipped
 SOFTWARE = shipped("calibration") / "software-engineer.yaml"
 LARGE = "HuggingFaceH4/ultrachat_200k"
 Load = Callable[..., CalibrationData]
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStandIn]:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub_repository, "RETRIES", 1)
-    with HubStandIn() as stand_in:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", stand_in.endpoint)
-        yield stand_in
 
 
 @pytest.fixture
