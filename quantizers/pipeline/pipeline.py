@@ -58,6 +58,7 @@ from .options import Options
 from .quantize import quantize_layers
 from .report import run_report
 from .report_files import write_report
+from .servable import refuse_misread
 from .source_check import check_source
 
 METHOD = 13  # increased whenever the same settings would give different bytes
@@ -85,6 +86,7 @@ def run(job: Job, options: Options) -> dict[str, Any]:
         if finished is not None:
             dist.broadcast_object(False)
             return already_done(job, options, finished)
+        refuse_misread(job)
         # Read the sets once, before anything slow: they may be edited during the run.
         resolved = resolve_recipe(job.recipe, job.path)
         if job.facts.probes:  # derived ones, for those who have the output alone
