@@ -205,6 +205,9 @@ def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Archi
     findings = _Findings()
     sizes = _without_absent_mtp(tensors, facts, sizes)
     stored, modules = by_module(tensors), model_modules(facts, sizes)
+    if not config.get("architectures"):
+        problem = "missing; servers look the model's class up by it"
+        findings.add("error", SERVER_NAMES, f"{CONFIG}: architectures", problem, "loading fails")
     _check_names(tensors, stored, modules, facts, sizes, findings)
     table = {STORED: _by_kind((m.kind, describe(stored[m.name], m.shape)) for m in modules if m.name in stored)}
     packed = any("weight_packed" in parts for parts in stored.values())

@@ -23,7 +23,17 @@ from .facts import HandedFacts, Stored
 from .matrices import MATRICES, PROJECTIONS, Matrix
 from .roles import EXACT, TOKENS, Roles, find_handed, kinds_of_layers, probe, require_usable
 from .sizes import KEYS
-from .skeleton import FAILURES, Place, Skeleton, can_be_made, config_of, differing_arguments, model_class
+from .skeleton import (
+    FACTOR,
+    FAILURES,
+    Place,
+    Skeleton,
+    can_be_made,
+    config_of,
+    differing_arguments,
+    model_class,
+    rotated_channels,
+)
 
 INTEGERS = ("I32", "I64")  # numbers of something, such as of a table's rows
 SCALES = ("_scale_inv", "_scale")  # what follows the name of an FP8 weight in that of its scale
@@ -148,13 +158,16 @@ def skeleton_of(config: dict[str, Any]) -> Skeleton:
         raise ArchitectureError(
             f"architectures: {names[0]} has no head that predicts tokens; give a model that has one"
         )
-    rotary = getattr(skeleton.config.get_text_config(), "rotary_dim", None)
-    given = [call.arguments.get("position_embeddings") for call in skeleton.calls(TOKENS) if rotary]
-    for rotated in {one[0].shape[-1] for one in given if isinstance(one, tuple)} - {rotary}:
-        raise ArchitectureError(
-            f"rotary_dim is {rotary}, but {names[0]} of transformers {transformers.__version__} rotates {rotated} "
-            "channels of each head; such a model would be computed wrongly and is refused; give another model"
-        )
+    text = skeleton.config.get_text_config()
+    given = [c.arguments.get("position_embeddings") for c in skeleton.calls(TOKENS)]
+    rotary, said = getattr(text, "rotary_dim", None), rotated_channels(text)
+    for rotated in {one[0].shape[-1] for one in given if isinstance(one, tuple)}:
+        if (rotary and rotated != rotary) or (said and rotated > said):
+            raise ArchitectureError(
+                f"{f'rotary_dim is {rotary}' if rotary else f'{FACTOR} means {said}'}, but {names[0]} of transformers "
+                f"{transformers.__version__} rotates {rotated} channels of each head; such a model would be computed "
+                "wrongly and is refused; give another model"
+            )
     return skeleton
 
 

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from quantizers.system.errors import ArchitectureError
 
 CPU = torch.device("cpu")
+FACTOR = "partial_rotary_factor"  # the part of each head's channels that is rotated
 MOST_ENTRIES = 3  # in the tuples that layers return
 ATTENTION = ("sdpa", "eager")  # in this order: some classes have eager attention alone
 # What transformers raises at a config.json with wrong values, and at tensors that do not go together.
@@ -356,7 +357,7 @@ def config_of(model_class: Any, config: Mapping[str, Any]) -> Any:
 
     Raises:
         FAILURES: the class takes no such values.
-        ArchitectureError: `rotary_dim` is out of range, or contradicts `rope_parameters`.
+        ArchitectureError: `rotary_dim` is out of range, or two keys contradict each other about rotary embeddings.
     """
     plain = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
 
@@ -365,18 +366,56 @@ def config_of(model_class: Any, config: Mapping[str, Any]) -> Any:
 
     made = model_class.config_class(**json.loads(json.dumps(plain), object_hook=number))
     text = made.get_text_config()
+    _refuse_two_meanings(config.get("text_config") or config)
     rotary = getattr(text, "rotary_dim", None)
     if rotary is not None:
-        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        head = _head_size(text)
         if type(rotary) is not int or not 0 < rotary <= head or rotary % 2:
             raise ArchitectureError(f"rotary_dim is {reprlib.repr(rotary)}; an even number up to {head} is needed")
-        stated = text.rope_parameters.setdefault("partial_rotary_factor", rotary / head)
+        stated = text.rope_parameters.setdefault(FACTOR, rotary / head)
         if stated != rotary / head:
             raise ArchitectureError(
-                f"rope_parameters.partial_rotary_factor is {reprlib.repr(stated)}, but rotary_dim means "
+                f"rope_parameters.{FACTOR} is {reprlib.repr(stated)}, but rotary_dim means "
                 f"{rotary / head}; correct one of the two"
             )
     return made
+
+
+def _refuse_two_meanings(config: Mapping[str, Any]) -> None:
+    """Refuse two spellings of one number about rotary embeddings that differ: programs differ in which they read.
+
+    Raises:
+        ArchitectureError: it names both keys.
+    """
+    said: dict[str, tuple[str, Any]] = {}
+    for place in ("", "rope_parameters", "rope_scaling"):
+        values: Any = config.get(place) if place else {key: config.get(key) for key in ("rope_theta", FACTOR)}
+        for key, value in values.items() if isinstance(values, Mapping) else ():
+            if value is None or (key == "type" and "rope_type" in values):
+                continue
+            name = f"{place}.{key}".lstrip(".")
+            first, before = said.setdefault("rope_type" if key == "type" else key, (name, value))
+            if before != value:
+                raise ArchitectureError(
+                    f"{first} is {reprlib.repr(before)}, but {name} is {reprlib.repr(value)}; correct one of the two"
+                )
+
+
+def rotated_channels(config: Any) -> int | None:
+    """How many channels of each head transformers' config says are rotated; None if it does not say it of all layers.
+
+    Some classes do not read what their config says, so this is compared with what they do.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    factor = rope.get(FACTOR)
+    if not isinstance(factor, float) or rope.get("rope_type") == "proportional":
+        return None
+    return int(_head_size(config) * factor)
+
+
+def _head_size(config: Any) -> int:
+    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return size
 
 
 def _beginnings(calls: Sequence[Call], length: int) -> list[Call]:

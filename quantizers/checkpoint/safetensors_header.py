@@ -18,7 +18,7 @@ from quantizers.system.errors import CheckpointError
 MAX_HEADER = 100_000_000  # the format's own limit
 # In the library's order of dtypes; it writes a file's tensors sorted by dtype in the reverse of this order.
 DTYPE_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8,
 }  # fmt: skip
 # Those that torch can hold, and torch's names for them.

@@ -86,6 +86,7 @@ def plan(
     """
     from quantizers.budget.choice import apply_choice
     from quantizers.checkpoint.reader import left_behind
+    from quantizers.pipeline.servable import planned_check
     from quantizers.planning.job import prepare
     from quantizers.recipe.changes import changes_of
 
@@ -106,6 +107,7 @@ def plan(
         facts_file=Path(facts) if facts is not None else None,
         changes=changes_of(settings, calibration),
     )
+    planned_check(job, one_expert=True)
     job, schemes = apply_choice(job, Path(output) if output is not None else None)
     figures: dict[str, Any] = {"basis": job.basis, "recipe": str(job.path), "servers": sorted(job.facts.servers)}
     if job.source and (left := left_behind(job.source)):

@@ -227,12 +227,9 @@ def _spread(checkpoint: Checkpoint, scale: TensorInfo, weight: TensorInfo, devic
         return values.view(rows, 1)
     if len(scale.shape) == 2 and scale.shape[0] == rows and columns % scale.shape[1] == 0:
         return values.repeat_interleave(columns // scale.shape[1], dim=1)
-    for declared in weight_schemes(checkpoint.config):
-        block = declared.get("block_structure")
-        if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
-            if scale.shape == blocks_of(weight.shape, (block[0], block[1])):
-                return values.repeat_interleave(block[0], dim=0)[:rows].repeat_interleave(block[1], dim=1)[:, :columns]
-            break
+    rows_of, columns_of = block = block_size(checkpoint)
+    if scale.shape == blocks_of(weight.shape, block):
+        return values.repeat_interleave(rows_of, dim=0)[:rows].repeat_interleave(columns_of, dim=1)[:, :columns]
     raise CheckpointError(
         f"{scale.file}: {scale.name} has shape {list(scale.shape)}; one number, or one per row, group or declared "
         f"block of {list(weight.shape)} is needed"

@@ -31,7 +31,8 @@ from quantizers.checkpoint.safetensors_header import printed
 from quantizers.system.errors import CheckpointError, InputError
 from quantizers.system.output_files import REPORT
 
-from .awq_gptq import METHODS, read_packing
+from .awq_gptq import METHODS, is_awq_or_gptq, read_packing
+from .fp8 import declared_form
 
 SECTION = "quantization_config"
 SUPPORTED = {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense"}
@@ -102,6 +103,23 @@ def refuse_four_bits(config: Mapping[str, Any], where: str) -> None:
             f"{where}: {sign}: this model already has 4-bit weights, so there is nothing to quantize; give the model's "
             "FP8 or BF16 release"
         )
+
+
+def refuse_unquantizable(config: Mapping[str, Any], where: str) -> None:
+    """Refuse a source whose weights are neither BF16 nor FP8, as far as its config.json, whose path is `where`, says.
+
+    Raises:
+        CheckpointError: one line that names the key.
+    """
+    refuse_four_bits(config, where)
+    if is_awq_or_gptq(config):
+        raise CheckpointError(
+            f"{where}: {SECTION}.quant_method is {config[SECTION]['quant_method']!r}: these weights are integers "
+            "already; give the model's FP8 or BF16 release"
+        )
+    refuse_unsupported(config, where)
+    if config.get(SECTION):
+        declared_form(config, where)
 
 
 def _four_bit_keys(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -58,9 +58,10 @@ from stitch.write.config_files import write_config_files
 from .existing_output import already_done, find_damage, refuse_other_texts
 from .options import Options
 from .quantize import quantize_layers
-from .rehearsal import planned_engines, rehearse
+from .rehearsal import rehearse
 from .report import of_plan, planned_report, run_report
 from .report_files import write_report
+from .servable import planned_check
 from .source_check import check_source
 
 METHOD = 13  # increased whenever the same settings would give different bytes
@@ -186,7 +187,7 @@ def _quantize_share(job: Job, options: Options, work: Path, check: Callable[[], 
 
 def _make_output(job: Job, options: Options, work: Path, check: Callable[[], None]) -> None:
     """All that rank 0 does: make work/output, up to the mark that lets it be moved into place."""
-    started, engines = time.monotonic(), planned_engines(job)
+    started, engines = time.monotonic(), planned_check(job)
     # Read the sets once, before anything slow: they may be edited during the run.
     inputs = _read_inputs(job, options.dist, work)
     resolved = resolve_recipe(job.recipe, job.path, inputs.pins)

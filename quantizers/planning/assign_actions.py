@@ -15,7 +15,17 @@ from quantizers.architectures.facts import TensorFacts
 from quantizers.architectures.matrices import MATRICES, Matrix
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.safetensors_header import FLOATING, FP8, TORCH_DTYPES, Spec
-from quantizers.formats.fp8 import ROWS, SCALE, SCALE_INV, Fp8, declared_form, scale_of, stored_form
+from quantizers.formats.fp8 import (
+    ROWS,
+    SCALE,
+    SCALE_INV,
+    Fp8,
+    declared_form,
+    declared_scale,
+    scale_shape,
+    stored_form,
+    unreadable_scale,
+)
 from quantizers.recipe.schema import Experts, Scheme
 from quantizers.system.errors import ArchitectureError, CheckpointError, RecipeError
 
@@ -68,13 +78,13 @@ def expected_tensors(facts: Architecture, sizes: Sizes, config: Mapping[str, Any
         CheckpointError: quantization_config declares a form of weights that cannot be read.
     """
     form = declared_form(config, where) if config.get("quantization_config") else None
+    suffix = declared_scale(config)
 
     @cache
     def linear(shape: tuple[int, ...]) -> list[tuple[str, Spec]]:
         if not form:
             return [("weight", Spec("BF16", shape))]
-        suffix, scale = scale_of(form, shape)
-        return [("weight", Spec(FP8, shape)), (suffix, Spec(facts.scale_dtype, scale))]
+        return [("weight", Spec(FP8, shape)), (suffix, Spec(facts.scale_dtype, scale_shape(form, shape)))]
 
     tensors: dict[str, Spec] = {}
     for module in _modules(facts, sizes, sizes.mtp):
@@ -120,7 +130,8 @@ def make_plan(
             )
     folded = folds(facts, experts, where)
     in_layers, _, _ = facts.layer_prefix.partition("{layer}")
-    form = stored_form((name for name in tensors if name.startswith(in_layers) and not facts.is_unread(name)), block)
+    within = {n: t for n, t in tensors.items() if n.startswith(in_layers) and not facts.is_unread(n)}
+    form = stored_form(within, block)
     mtp, remaining, scheme = mtp_layers(facts, sizes, tensors), dict(tensors), experts.scheme
     folding = set(sizes.moe_layers if folded else ())
     actions: list[Action] = []
@@ -169,14 +180,19 @@ def _linear_actions(
     yield Action(weight, spec, "quantize" if quantized else "keep", outputs, *of)
     if spec.dtype != FP8:
         return
-    suffix, shape = scale_of(form, spec.shape)
-    scale, other, written = (f"{module.name}.{name}" for name in (suffix, SCALE_INV, SCALE))
+    written, other = f"{module.name}.{SCALE}", f"{module.name}.{SCALE_INV}"
     if form == ROWS and other in remaining:
         raise CheckpointError(
             f"{where}: {other} is a scale per block of FP8, but other tensors have a scale per row (weight_scale); one "
             "config group cannot say both; give the published checkpoint"
         )
-    scale_spec = take(remaining, scale, shape, ("F32", "BF16"), where)
+    scale = written if form == ROWS or written in remaining else other
+    if scale in remaining and (known := unreadable_scale(form, remaining[scale], spec.shape)):
+        raise CheckpointError(
+            f"{where}: {scale} is a scale {known}; of FP8 only F32 or BF16 scales of rows or blocks can be read; give "
+            "the model's release with such scales, or in BF16"
+        )
+    scale_spec = take(remaining, scale, scale_shape(form, spec.shape), ("F32", "BF16"), where)
     if quantized:
         yield Action(scale, scale_spec, "drop", {}, *of)
     else:

@@ -7,7 +7,7 @@ from typing import Any
 
 from quantizers.checkpoint.reader import CONFIG, read_json
 from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, Spec
-from quantizers.formats.unsupported import refuse_four_bits
+from quantizers.formats.unsupported import refuse_unquantizable
 from quantizers.system.errors import CheckpointError
 
 
@@ -30,7 +30,7 @@ def read_hub(model: str, revision: str) -> tuple[dict[str, Any], dict[str, Spec]
         api = HfApi()
         commit = api.model_info(model, revision=revision).sha or revision
         config = read_json(Path(hf_hub_download(model, CONFIG, revision=commit)))
-        refuse_four_bits(config, f"{model}: {CONFIG}")  # before the headers, whose dtypes may be unknown here
+        refuse_unquantizable(config, f"{model}: {CONFIG}")  # before the headers, whose dtypes may be unknown here
         files = api.get_safetensors_metadata(model, revision=commit).files_metadata
     except failures as failure:
         reason = next(iter(str(failure).strip().splitlines()), type(failure).__name__)

@@ -17,7 +17,7 @@ from quantizers.checkpoint.reader import CONFIG, INDEX, SINGLE, Checkpoint, open
 from quantizers.checkpoint.safetensors_header import Spec, printed
 from quantizers.formats.fp8 import Fp8, declared_block
 from quantizers.formats.tensor_names import split_fused_experts, split_fused_specs
-from quantizers.formats.unsupported import refuse_four_bits
+from quantizers.formats.unsupported import refuse_unquantizable
 from quantizers.recipe.changes import Change
 from quantizers.recipe.read import facts_location, given_at, read_recipe, set_location, source_location
 from quantizers.recipe.schema import Recipe
@@ -128,7 +128,9 @@ def _open_source(location: str, recipe: Recipe) -> Checkpoint:
     folder = resolve(location, recipe.source.revision)
     if not (folder / CONFIG).is_file():
         raise CheckpointError(f"{folder}: has no config.json; give a checkpoint folder")
-    refuse_four_bits(read_config(folder), str(folder / CONFIG))  # before the shards, whose dtypes may be unknown here
+    refuse_unquantizable(
+        read_config(folder), str(folder / CONFIG)
+    )  # before the shards, whose dtypes may be unknown here
     return open_folder(folder, recipe.source.model, recipe.source.revision)
 
 
@@ -189,7 +191,7 @@ def _without_shards(
     config_file = folder / CONFIG
     if config_file.is_file() and not any(folder.glob("*.safetensors")):
         config = read_json(config_file)
-        refuse_four_bits(config, str(config_file))
+        refuse_unquantizable(config, str(config_file))
         return config, None, f"{config_file} alone, without shards"
     if folder.is_dir() or (_in_cache(location, revision) and not hub):
         return None

@@ -23,12 +23,13 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import pairwise
 from typing import Literal
 
 from quantizers.architectures.matrices import Matrix
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, Spec
-from quantizers.formats.fp8 import ROWS, SCALE, SCALE_INV, Fp8
+from quantizers.formats.fp8 import ROWS, SCALE, SCALE_INV, Fp8, is_per_row
 from quantizers.recipe.schema import Experts, Scheme
 
 Kind = Literal["keep", "rename", "quantize", "drop", "fold", "compensate", "carry"]
@@ -147,9 +148,10 @@ class Plan:
 
     def fp8_form(self, block: tuple[int, int]) -> Fp8 | None:
         """The form of the FP8 weights that pass through: ROWS, or `block` as it is given; None without any."""
-        if any(action.kind == "keep" and action.is_scale for action in self.actions):
+        kept = [(w, s) for w, s in pairwise(self.actions) if s.is_scale and s.kind in ("keep", "rename")]
+        if any(is_per_row(weight.spec.shape, scale.spec.shape, block) for weight, scale in kept):
             return ROWS
-        return block if any(action.kind == "rename" for action in self.actions) else None
+        return block if kept else None
 
     @property
     def mtp_in_fp8(self) -> bool:

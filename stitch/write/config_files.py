@@ -57,9 +57,12 @@ def write_config_files(folder: Path, source: Checkpoint, plan: Plan, facts: Arch
 def output_config(source: dict[str, Any], facts: Architecture, plan: Plan, fp8: Fp8 | None) -> dict[str, Any]:
     """config.json of the output: the source's, with a new quantization_config.
 
-    Of the source's section only the keys survive that servers read for any method.
+    Of the source's section only the keys survive that servers read for any method. The model's class is named even if
+    the source does not: servers look the model up by it.
     """
     passthrough = {key: value for key, value in source.items() if key != "quantization_config"}
+    if not passthrough.get("architectures"):
+        passthrough["architectures"] = [facts.model_class]
     section = source.get("quantization_config")
     own = {key: section[key] for key in facts.section_keys if key in section} if isinstance(section, dict) else {}
     return passthrough | {"quantization_config": quantization_config(facts, plan, fp8) | own}

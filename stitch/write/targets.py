@@ -40,7 +40,8 @@ class _Place(NamedTuple):
 def targets_of(plan: Plan, facts: Architecture) -> Targets:
     """The targets of an output: those that the facts give, or else made from the plan's names."""
     if facts.targets is not None:
-        return facts.targets
+        plain = _plain_among_fp8(plan, facts, facts.targets)
+        return facts.targets.model_copy(update={"ignore": [*facts.targets.ignore, *plain]}) if plain else facts.targets
     schemes = _schemes(plan, facts)
     schemes |= _fused(schemes) | dict.fromkeys(_routed(plan, facts), "experts")
     kinds: dict[_Place, list[str]] = {}
@@ -54,6 +55,20 @@ def targets_of(plan: Plan, facts: Architecture) -> Targets:
         unquantized=[],
         keys=facts.section_keys,
     )
+
+
+def _plain_among_fp8(plan: Plan, facts: Architecture, targets: Targets) -> list[str]:
+    """Expressions for modules that a source of FP8 keeps in another dtype in some layers, and for what they fuse to."""
+    kept = [a for a in plan.actions if a.is_passthrough_matrix and a.layer is not None]
+    if not any(action.spec.dtype == FP8 for action in kept):
+        return []
+    schemes: dict[str, Scheme] = {_module(a.source): "plain" for a in kept if a.spec.dtype != FP8}
+    layers: dict[str, list[str]] = {}
+    for name in [*schemes, *_fused(schemes)]:
+        layer = _layer(name, facts)
+        if layer is not None and any(re.match(pattern, name) for pattern in targets.fp8):
+            layers.setdefault(re.escape(name.removeprefix(facts.layer(layer, ""))), []).append(str(layer))
+    return [rf"re:.*\.{list_of_layers(facts)}\.({'|'.join(numbers)})\.{end}$" for end, numbers in layers.items()]
 
 
 def list_of_layers(facts: Architecture) -> str:

@@ -61,7 +61,7 @@ def made(config: dict[str, Any], experts: Experts | None = None, schemes: list[S
     fp8 = None if section is None else BLOCK if "weight_block_size" in section else ROWS
     facts = architecture_for(config, "x")
     sizes = sizes_of(facts)
-    plan = make_plan(facts, sizes, expected_tensors(facts, sizes, config, "x"), experts or Experts(), "x", fp8)
+    plan = make_plan(facts, sizes, expected_tensors(facts, sizes, config, "x"), experts or Experts(), "x", BLOCK)
     plan = plan.with_schemes(schemes) if schemes else plan
     tensors = {name: spec for action in plan.actions for name, spec in action.outputs.items()}
     return copy.deepcopy(output_config(config, facts, plan, fp8)), tensors

@@ -44,7 +44,7 @@ def section_of(family: str, schemes: list[Scheme]) -> tuple[dict[str, Any], dict
     facts = architecture_for(config, "x")
     sizes = sizes_of(facts)
     fp8 = FORMS[family]
-    plan = make_plan(facts, sizes, expected_tensors(facts, sizes, config, "x"), Experts(), "x", fp8)
+    plan = make_plan(facts, sizes, expected_tensors(facts, sizes, config, "x"), Experts(), "x", (128, 128))
     turns = {layer: schemes[layer % len(schemes)] for layer in plan.quantized_layers}
     plan = plan.with_schemes([turns.get(layer, schemes[0]) for layer in range(LAYERS)])
     return output_config(config, facts, plan, fp8)["quantization_config"], turns

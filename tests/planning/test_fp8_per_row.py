@@ -32,6 +32,19 @@ def test_a_config_alone_gives_the_tensors_with_a_scale_for_each_row() -> None:
     assert not [name for name in TENSORS if name.endswith("_inv")]
 
 
+def test_blocks_of_compressed_tensors_are_planned_as_those_of_fp8_but_for_the_scales_name() -> None:
+    section = copy.deepcopy(PER_ROW)
+    section["config_groups"]["group_0"]["weights"] |= {"strategy": "block", "block_structure": [128, 128]}
+    model = tiny_model(quantization_config=section)
+    assert model.tensors == {name.replace("_scale_inv", "_scale"): spec for name, spec in IN_BLOCKS.tensors.items()}
+    plan, other = model.plan(), IN_BLOCKS.plan()
+    assert plan.shards() == other.shards()
+    assert plan.fp8_form(BLOCK) == other.fp8_form(BLOCK) == BLOCK
+    assert output_config(model.config, model.facts, plan, BLOCK) == output_config(
+        IN_BLOCKS.config, IN_BLOCKS.facts, other, BLOCK
+    )
+
+
 def test_a_kept_scale_keeps_its_name_and_an_experts_is_dropped() -> None:
     plan = MODEL.plan()
     actions = {action.source: action for action in plan.actions}
@@ -54,10 +67,18 @@ def test_both_forms_in_one_checkpoint_are_refused_by_name(name: str) -> None:
         MODEL.plan(mixed)
 
 
-@pytest.mark.parametrize("shape", [(128,), (1, 1), (128, 2)])
-def test_a_scale_of_another_shape_is_refused_by_name(shape: tuple[int, ...]) -> None:
-    with pytest.raises(CheckpointError, match=rf"^here: {EXPERT_SCALE} has shape .*, config.json says \[128, 1\]"):
-        MODEL.plan(TENSORS | {EXPERT_SCALE: Spec("F32", shape)})
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (Spec("F32", (128,)), r"has shape .*, config.json says \[128, 1\]"),
+        (Spec("F32", (1, 1)), r"is a scale for the whole matrix; of FP8 only F32 or BF16 scales of rows or blocks"),
+        (Spec("F32", (128, 2)), r"is a scale for 32 columns of each row"),
+        (Spec("F8_E8M0", (128, 1)), r"is a scale in E8M0, powers of two in a byte"),
+    ],
+)
+def test_a_scale_of_another_form_is_refused_by_what_it_is(spec: Spec, said: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"^here: {EXPERT_SCALE} {said}"):
+        MODEL.plan(TENSORS | {EXPERT_SCALE: spec})
 
 
 @pytest.mark.parametrize("change", [{"strategy": "tensor"}, {"type": "int"}, {"num_bits": 4}])

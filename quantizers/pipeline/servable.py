@@ -1,0 +1,34 @@
+"""The check that servers can read the output, made of its plan before anything long begins."""
+
+from __future__ import annotations
+
+import copy
+
+from eval.serving.check import ServingCheck, check
+from quantizers.planning.job import Job
+from quantizers.system.errors import CheckpointError
+from stitch.write.config_files import output_config
+
+
+def planned_check(job: Job, one_expert: bool = False) -> ServingCheck:
+    """How serving engines would read what the plan writes, as far as headers say.
+
+    Args:
+        one_expert: the first of a layer's experts stands for all, which are stored alike; this is faster.
+
+    Raises:
+        CheckpointError: one of them would read other weights than are stored; one line that names the tensors.
+    """
+    actions = (action for action in job.plan.actions if not (one_expert and action.expert))
+    written = {name: spec for action in actions for name, spec in action.outputs.items()}
+    sizes = copy.copy(job.sizes)
+    if one_expert:
+        sizes["experts"] = 1
+    found = check(output_config(job.config, job.facts, job.plan, job.fp8), written, job.facts, sizes)
+    for error in found.errors:
+        where = job.source.folder if job.source else job.location
+        raise CheckpointError(
+            f"{where}: of this source no output can be made that servers read: {str(error).removeprefix('error: ')}; "
+            "give a source in which what servers fuse is stored alike"
+        )
+    return found
