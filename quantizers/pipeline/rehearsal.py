@@ -23,7 +23,7 @@ from quantizers.calibration.samples import CalibrationData, category_names
 from quantizers.checkpoint.reader import side_files
 from quantizers.planning.allocation import Allocation
 from quantizers.planning.job import Job
-from quantizers.system.errors import CheckpointError, InputError
+from quantizers.system.errors import CheckpointError, InputError, QuantizeError
 from stitch.audit.checkpoint import Audit
 from stitch.write.config_files import output_config
 from stitch.write.digests import ShardDigest
@@ -81,6 +81,8 @@ def rehearse(
             write_report(Path(folder), report, texts)
         for file in side_files(job.opened.folder):  # which are copied at the end
             file.open("rb").close()
+    except QuantizeError:  # which is a line of its own, such as of a full disk
+        raise
     except Exception as failure:
         words = " ".join(str(failure).split())[:300]
         raise InputError(

@@ -17,7 +17,7 @@ from quantizers.pipeline import pipeline, rehearsal
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import prepare
-from quantizers.system.errors import CheckpointError, InputError, OutputError
+from quantizers.system.errors import CheckpointError, InputError, OutputError, QuantizeError
 
 CPU = torch.device("cpu")
 
@@ -48,6 +48,10 @@ def test_what_would_fail_at_the_end_is_refused_before_the_work(
     with monkeypatch.context() as patched:
         patched.setattr(rehearsal, "write_report", unwritable)
         with pytest.raises(InputError, match=r"recipe.yaml: this run would .* \(UnicodeEncodeError: 'utf-8' .*begun"):
+            run(small.job, options)
+    with monkeypatch.context() as patched:
+        patched.setattr(rehearsal, "write_report", lambda *_: (_ for _ in ()).throw(QuantizeError("the disk is full")))
+        with pytest.raises(QuantizeError, match=r"^the disk is full$"):
             run(small.job, options)
     assert not (work_folder(options.output) / "run.json").exists(), "nothing has begun that other settings would end"
 
