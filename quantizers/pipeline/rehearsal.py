@@ -1,8 +1,7 @@
 """Rehearsal of a run's end, before its first layer: what a name, a side file or a library breaks is met now.
 
-The files that the run is going to write are held against the rules of serving engines, by their planned headers. Then
-report, card, page and pictures are made of them once, into a folder that is thrown away, with figures that stand for
-those that are not measured yet.
+Report, card, page and pictures are made once, into a folder that is thrown away, with figures that stand for those that
+are not measured yet.
 """
 
 from __future__ import annotations
@@ -16,37 +15,19 @@ import numpy as np
 
 from eval.fidelity.metrics import Measured, Text
 from eval.fidelity.scoring import HeldOut
-from eval.serving.check import ServingCheck, check
+from eval.serving.check import ServingCheck
 from quantizers.architectures.matrices import MATRICES
 from quantizers.budget.choice import describe_choice
 from quantizers.calibration.samples import CalibrationData, category_names
 from quantizers.checkpoint.reader import side_files
 from quantizers.planning.allocation import Allocation
 from quantizers.planning.job import Job
-from quantizers.system.errors import CheckpointError, InputError, QuantizeError
+from quantizers.system.errors import InputError, QuantizeError
 from stitch.audit.checkpoint import Audit
-from stitch.write.config_files import output_config
 from stitch.write.digests import ShardDigest
 
 from .report import found_report
 from .report_files import write_report
-
-
-def planned_engines(job: Job) -> ServingCheck:
-    """How serving engines would read what the plan writes.
-
-    Raises:
-        CheckpointError: one of them would misread it, so the run would end with a failed gate.
-    """
-    plan, config = job.plan, output_config(job.config, job.facts, job.plan, job.fp8)
-    tensors = {name: spec for part in plan.parts for name, spec in plan.shard(part).items()}
-    found = check(config, tensors, job.facts, job.sizes)
-    for fault in found.errors:
-        raise CheckpointError(
-            f"{job.opened.folder}: what would be made of it could not be served: {fault}; give a source in which "
-            "these modules are stored as their neighbours are"
-        )
-    return found
 
 
 def rehearse(
@@ -62,7 +43,7 @@ def rehearse(
     Args:
         planned: of `report.planned_report`.
         evaluation: the held-out texts; None if nothing is measured.
-        engines: of `planned_engines`.
+        engines: of `servable.planned_check`.
         texts: files that the run adds, see `Resolved.texts`.
 
     Raises:

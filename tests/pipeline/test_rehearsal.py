@@ -13,7 +13,7 @@ from runs import Small, assert_same, change, cut_in_layer, report_of
 
 from eval.report import plots
 from quantizers.output.journal import work_folder
-from quantizers.pipeline import pipeline, rehearsal
+from quantizers.pipeline import pipeline, rehearsal, servable
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import prepare
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def test_what_servers_read_is_known_from_the_plan(finished: Finished) -> None:
-    found = rehearsal.planned_engines(prepare(str(finished.recipe)))
+    found = servable.planned_check(prepare(str(finished.recipe)))
     assert json.loads(json.dumps(found.as_dict())) == finished.report["consumers"]
 
 
@@ -31,7 +31,7 @@ def test_what_would_fail_at_the_end_is_refused_before_the_work(
     small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint that servers would misread; and a report that cannot be written."""
-    options, real = Options(tmp_path / "output", CPU), rehearsal.output_config
+    options, real = Options(tmp_path / "output", CPU), servable.output_config
 
     def without_attention(*words: Any) -> dict[str, Any]:
         config = real(*words)
@@ -42,8 +42,10 @@ def test_what_would_fail_at_the_end_is_refused_before_the_work(
         "\ud800".encode()
 
     with monkeypatch.context() as patched:
-        patched.setattr(rehearsal, "output_config", without_attention)
-        with pytest.raises(CheckpointError, match=r"could not be served: .*self_attn.*; give a source"):
+        patched.setattr(servable, "output_config", without_attention)
+        with pytest.raises(
+            CheckpointError, match=r"no output can be made that servers read: .*self_attn.*; give a source"
+        ):
             run(small.job, options)
     with monkeypatch.context() as patched:
         patched.setattr(rehearsal, "write_report", unwritable)
