@@ -124,7 +124,7 @@ def plan(
 
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
-    """Look for no cycles: a plan is many objects without any, and would take a quarter longer."""
+    """Look for no cycles: a plan is many objects without any, and that of a large model would take a tenth longer."""
     gc.disable()
     try:
         yield

@@ -21,8 +21,8 @@ from quantizers.system.files import atomic, disk_errors, sync_folder
 from .row_partition import RowPartition
 
 
-class ActivationStore(Sequence[torch.Tensor]):
-    """A list of (T_i, width) tensors; assigning an item writes to the memory or file that stores them.
+class ActivationStore:
+    """(T_i, width) tensors by number; assigning an item writes to the memory or file that stores them.
 
     Args:
         path: the file; if it does not exist, it is created with all its blocks allocated. None for memory.
@@ -67,7 +67,7 @@ class ActivationStore(Sequence[torch.Tensor]):
     def __len__(self) -> int:
         return len(self.partition.sequences)
 
-    def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]  # no slices
+    def __getitem__(self, index: int) -> torch.Tensor:
         if not 0 <= index < len(self):
             raise IndexError(index)
         part, number = self.partition, self.partition.sequences[index]

@@ -112,7 +112,7 @@ class Quantizer:
             return
         settings = job.plan.settings(number)
         library = settings.engine == "llmcompressor"
-        entering = [states.clone() for states in self.states] if library else []
+        entering = [self.states[i].clone() for i in range(len(self.states))] if library else []
         observe(model, layer, self.states, self.moe_inputs, context.check)
         step.watch.lap("observe")
         weights = ExpertWeights(step.on_device, job.facts, job.sizes, number, model.device, model.dtype)
