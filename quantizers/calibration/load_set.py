@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rich.status import Status
 
 WORKERS = 8  # sources loaded at the same time
-FORMAT = 5  # of the cache: increase it when the same set gives other tokens or fields
+FORMAT = 6  # of the cache: increase it when the same set gives other tokens or fields
 CACHED = TypeAdapter(CalibrationData)
 
 
@@ -112,7 +112,7 @@ def _cached_or_loaded(
         _write_cache(file, data)
     elif failed:  # otherwise loading again would give the same data, so there is nothing to note
         notes.append(f"from the cache; {failed} sources could not be reached")
-    return replace(data, lock=pins is not None, notes=tuple(notes))
+    return replace(data, lock=pins is not None, notes=(*notes, *data.notes))
 
 
 def _load(
@@ -142,7 +142,7 @@ def _load(
         raise CalibrationError(f"{path}: no row is left ({first.first}: {first.reason}); list their languages")
     name, length, lengths = calibration.name, calibration.sequence_length, calibration.lengths
     read = tuple(map(str, versions))
-    return CalibrationData(name, length, lengths, samples, digest_of(samples), dropped, read)
+    return CalibrationData(name, length, lengths, samples, digest_of(samples), dropped, read, notes=renderer.notes)
 
 
 def _default_cache() -> Path:

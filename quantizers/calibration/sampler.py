@@ -34,9 +34,6 @@ def sample_source(
         SourceError: it cannot be read, or has too few usable rows.
     """
     source = calibration.sources[index]
-    if not renderer.has_template and (source.shape != "text" or source.prompt):
-        reason = "the tokenizer has no chat template to render it with"
-        raise SourceError(source.dataset, reason, "take the tokenizer of a chat model")
     seed, assigned = calibration.order_of(index), _assigned(calibration, index)
     wanted = source.samples
     most_rows = float("inf") if wanted == "all" else max(PATIENCE_AT_LEAST, PATIENCE * wanted)
@@ -56,21 +53,23 @@ def sample_source(
             content = read_row(row.values, source, seed)
             if source.prompt:
                 content = instruct(content, fill(source.prompt, languages))
-            category, tokens = _category(source, row, languages), renderer.tokens(content)
+            category = _category(source, row, languages)
+            rendered = renderer.render(content, calibration.length_of(source))
         except Rejected as failure:
             rejected.setdefault(str(failure), []).append(row.place)
             continue
-        length, named = calibration.length_of(source), calibration.languages.named_by(category)
+        named = calibration.languages.named_by(category)
         sample = Sample(
-            tokens=tokens[:length],
+            tokens=rendered.tokens,
             category=category,
             source=source.dataset,
-            truncated=max(0, len(tokens) - length),
+            truncated=rendered.truncated,
             long=calibration.is_long(source),
             languages=tuple(dict.fromkeys((*languages.values(), *([named] if named else [])))),
             assigned=bool(languages),
             place=row.place,
             text=content.text,
+            left_out=rendered.left_out,
         )
         samples.append(sample)
     dropped = [

@@ -39,6 +39,7 @@ class Sample:
         assigned: whether a language was assigned to it by a prompt; its text need not be in that language.
         place: where its row is, such as `./texts.jsonl:12`; paths are relative to the set's folder.
         text: its words without the chat template, not truncated.
+        left_out: the parts of its turns that the chat template does not show: `system turn`, `thoughts`, `call`, ...
     """
 
     tokens: Tokens
@@ -50,6 +51,7 @@ class Sample:
     assigned: bool = False
     place: str = ""
     text: str = ""
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -126,10 +128,17 @@ class CalibrationData:
             "truncated_tokens": whole["truncated_tokens"],
             "categories": dict(sorted(Counter(sample.category for sample in self.samples).items())),
             "dropped": [asdict(dropped) for dropped in self.dropped],
+            "not_rendered": not_rendered(self.samples),
             "versions": list(self.versions),
             "lock": self.lock,
             "notes": list(self.notes),
         } | ({"drawn": asdict(self.drawn)} if self.drawn else {})
+
+
+def not_rendered(samples: Iterable[Sample]) -> list[dict[str, Any]]:
+    """How many parts of turns the chat template does not show, by source and part, sorted."""
+    counts = Counter((sample.source, part) for sample in samples for part in sample.left_out)
+    return [{"source": source, "part": part, "count": count} for (source, part), count in sorted(counts.items())]
 
 
 def digest_of(samples: Iterable[Sample]) -> str:

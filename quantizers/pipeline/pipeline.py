@@ -215,8 +215,8 @@ def _read_inputs(job: Job, dist: ProcessGroup) -> _Inputs:
             "or choose gram"
         )
     data = _samples(job, job.recipe.calibration_set, job.recipe.calibration_tokens)
-    if data.drawn and data.drawn.tokens < data.drawn.asked:
-        print(data.notes[-1], file=sys.stderr)  # of the subsample
+    for note in data.notes:
+        print(note, file=sys.stderr)
     if job.recipe.verify and job.recipe.verify.coverage:
         check_floors(job.recipe.verify.coverage, [sample.category for sample in data.samples], str(job.path))
     gate, trusted = job.recipe.verify and job.recipe.verify.perplexity, job.recipe.source.trusts_tokenizer
