@@ -232,6 +232,7 @@ class Renderer:
             tools=list(tools) or None,
             chat_template=templates,
             tokenize=False,
+            add_generation_prompt=False,  # some tokenizers with own code add one by default
             strftime_now=self._date,
         )
         return text

@@ -33,7 +33,7 @@ class Sample:
         tokens: int32 (T,), 2 <= T <= its source's sequence_length; 1 <= T if it was cut by a subsample.
         category: such as `code/rust`, `spoken/hindi`, `math`.
         source: the dataset it comes from.
-        truncated: how many tokens were cut off.
+        truncated: how many tokens were cut off; an estimate where the text is very long.
         long: whether its source's sequence_length is larger than the set's.
         languages: which of the set's languages it shows: assigned to it, or named by its category.
         assigned: whether a language was assigned to it by a prompt; its text need not be in that language.
