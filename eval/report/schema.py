@@ -99,6 +99,14 @@ class Dropped(Part):
     left_out: bool = key("True where the row is usable but its language is not listed by the set", default=False)
 
 
+class NotRendered(Part):
+    """Parts of one data source's turns that the chat template does not show."""
+
+    source: str = key("The data set or file")
+    part: str = key("Which part, such as thoughts, call or system turn")
+    count: int = key("How many", "parts")
+
+
 class Drawn(Part):
     """How many tokens the recipe had drawn from the whole set."""
 
@@ -123,6 +131,7 @@ class Calibration(Part):
     truncated_tokens: int = key("Tokens that were cut off", "tokens")
     categories: dict[str, Tally] = key("By category")
     dropped: list[Dropped] = key("Rows that were skipped")
+    not_rendered: list[NotRendered] = key("Parts of turns that the chat template does not show", default=[])
     versions: list[str] = key("Revision or SHA-256 of each data source, in the order of the set")
     licences: list[str] = key("Licence of each data source as the set or its card names it; empty if neither does")
     lock: bool = key("Whether a lock file fixed the revisions")

@@ -34,7 +34,7 @@ from .source_faults import SourceError, Unreachable, for_each_source
 from .substitutes import substitutes
 
 WORKERS = 8  # sources loaded at the same time
-FORMAT = 6  # of the sets that a run keeps: increase it when the same set gives other tokens or fields
+FORMAT = 7  # of the sets that a run keeps: increase it when the same set gives other tokens or fields
 LOADED = TypeAdapter(CalibrationData)
 
 Result = TypeVar("Result")
@@ -174,6 +174,7 @@ class _Loading:
         samples = [sample for one in sampled if one for sample in one.samples]
         dropped = tuple(rows for one in sampled if one for rows in one.dropped)
         notes = ["versions are those of the set's lock"] if self.pins else []
+        notes += renderer.notes
         if self.unreached:
             notes.append(f"from rows that were kept; {len(self.unreached)} sources could not be reached")
         notes += [one.shortage for one in sampled if one and one.shortage]
@@ -219,9 +220,6 @@ class _Loading:
     def _look(self, index: int) -> _Version:
         """The version of a source, after a look at its first row, or at all rows of a local file."""
         source, pin = self.calibration.sources[index], self.pins[index] if self.pins else None
-        if not self.renderer.has_template and (source.shape != "text" or source.prompt):
-            reason = "the tokenizer has no chat template to render it with"
-            raise SourceError(source.dataset, reason, "take the tokenizer of a chat model")
         if pin is not None and not pin.version:
             raise SourceError(source.dataset, "left out when the set was locked", "lock the set again")
         if source.is_local:

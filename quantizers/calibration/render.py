@@ -7,8 +7,13 @@ import inspect
 import json
 import logging
 import warnings
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -18,7 +23,12 @@ from numpy.typing import NDArray
 
 from quantizers.system.errors import CalibrationError
 
-from .row_formats import Content, Rejected
+from .chat_template import PLAIN, Habits, habits_of, handed, left_out
+from .row_formats import Content, Rejected, Turn
+
+DATE = datetime(2026, 1, 1)  # which a chat template may write instead of today's
+READ_WHOLE = 200_000  # characters; of a longer text only as much is tokenized as needed
+WHOLE_TURNS = 1024  # tokens; a conversation that is cut at fewer may end within a turn
 
 
 @contextmanager
@@ -106,20 +116,39 @@ def custom_code(tokenizer: Any) -> list[str]:
     return [Path(name).read_text(encoding="utf-8") for name in (file, *sorted(get_relative_import_files(file)))]
 
 
+@dataclass(frozen=True)
+class Rendered:
+    """The content of a row as the model reads it.
+
+    Attributes:
+        tokens: int32 (T,), 2 <= T <= the length that was asked for.
+        truncated: how many tokens were cut off.
+        left_out: what the chat template does not show, see `chat_template.left_out`.
+    """
+
+    tokens: NDArray[np.int32]
+    truncated: int
+    left_out: tuple[str, ...] = ()
+
+
 class Renderer:
     """A tokenizer with its chat template, from the arguments of `load_tokenizer`; threads may share it."""
 
     def __init__(self, source: str, revision: str = "main", trust_remote_code: bool = False) -> None:
         self._tokenizer: Any = load_tokenizer(source, revision, trust_remote_code)
         self._lock = Lock()
+        self._notes: set[str] = set()
 
     @property
-    def has_template(self) -> bool:
-        """Whether the tokenizer has a chat template, so that it can render conversations."""
-        return bool(self._tokenizer.chat_template)
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know about the contents rendered so far."""
+        return tuple(sorted(self._notes))
 
-    def tokens(self, content: Content) -> NDArray[np.int32]:
-        """The whole content as token ids, int32 (T,), not truncated.
+    def render(self, content: Content, length: int) -> Rendered:
+        """The content as token ids, cut at `length`.
+
+        Plain text begins with the tokens that the tokenizer puts before every text, such as BOS, and special tokens
+        within it are text. A long conversation is cut at the end of a turn, if half of the length or more is left.
 
         Raises:
             Rejected: the chat template refuses the conversation, or the result has fewer than two tokens.
@@ -129,21 +158,107 @@ class Renderer:
         except UnicodeEncodeError:
             raise Rejected("half of a surrogate pair") from None
         with self._lock:
-            text = self._render(content) if content.turns else content.text
-            ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        if len(ids) < 2:
+            rendered = self._rendered(content, length)
+            if rendered.truncated and length >= WHOLE_TURNS:
+                rendered = self._at_a_turn(content, length, rendered)
+        if len(rendered.tokens) < 2:
             raise Rejected("fewer than 2 tokens")
-        return np.asarray(ids, dtype=np.int32)
+        return rendered
 
-    def _render(self, content: Content) -> str:
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                list(content.turns), tools=list(content.tools) or None, tokenize=False
-            )
-        except Exception as failure:  # a template is a program and can fail in any way
-            problem = str(failure).strip().splitlines() or [type(failure).__name__]
-            raise Rejected(f"the chat template refuses it: {problem[0]}") from None
+    def _rendered(self, content: Content, length: int) -> Rendered:
+        text, plain = content.text, True
+        if content.turns:
+            text, plain = self._conversation(content), not self._tokenizer.chat_template
+        ids, total = self._ids(text, length, plain)
+        lost = left_out(content.turns, content.tools, text)
+        return Rendered(np.asarray(ids[:length], np.int32), max(0, total - length), tuple(lost))
+
+    def _at_a_turn(self, content: Content, length: int, cut: Rendered) -> Rendered:
+        """The first turns that fit, if they have half of the length or more, else `cut`."""
+
+        def first(turns: int) -> Rendered:
+            try:
+                return self._rendered(replace(content, turns=content.turns[:turns]), length)
+            except Rejected:  # such as a system turn alone
+                return Rendered(cut.tokens[:0], 0)
+
+        def fits(turns: int) -> bool:
+            return not first(turns).truncated
+
+        turns = bisect_right(range(1, len(content.turns)), False, key=lambda turns: not fits(turns))
+        whole = first(turns)
+        lost = len(cut.tokens) + cut.truncated - len(whole.tokens)
+        return replace(whole, truncated=lost) if 2 * len(whole.tokens) >= length else cut
+
+    def _ids(self, text: str, length: int, plain: bool) -> tuple[list[int], int]:
+        """At least the first `length` token ids of a text, if it has as many, and how many it has, which is estimated
+        where a long text is read only as far as needed.
+        """
+        characters, special = READ_WHOLE, {"split_special_tokens": True} if plain else {}
+        before = self._before if plain else []
+        while True:
+            encoded = self._tokenizer(text[:characters], add_special_tokens=False, verbose=False, **special)
+            read: list[int] = encoded["input_ids"]
+            if characters >= len(text):
+                return before + read, len(before) + len(read)
+            if len(read) >= 2 * length:  # so that what is kept is far from the cut
+                self._notes.add(f"tokens cut off texts of more than {READ_WHOLE:,} characters are estimated")
+                return before + read, len(before) + round(len(read) * len(text) / characters)
+            characters *= 4
+
+    @cached_property
+    def _before(self) -> list[int]:
+        """The token ids that the tokenizer puts before every text."""
+        whole, text = (self._tokenizer("a", add_special_tokens=s)["input_ids"] for s in (True, False))
+        starts = range(len(whole) - len(text) + 1)
+        return list(whole[: next((start for start in starts if whole[start : start + len(text)] == text), 0)])
+
+    @cached_property
+    def _habits(self) -> Habits:
+        return habits_of(self._apply)
+
+    def _conversation(self, content: Content) -> str:
+        """A conversation as text, in the form that the template shows best, or else in another that it accepts."""
+        usual, problem = self._habits, ""
+        other = replace(usual, arguments="text" if usual.arguments == "mapping" else "mapping")
+        for habits in dict.fromkeys((usual, replace(usual, folds=True), other, replace(usual, thoughts=None))):
+            try:
+                text = self._apply(content.turns, content.tools, habits)
+            except Exception as failure:  # a template is a program and can fail in any way
+                problem = problem or (str(failure).strip().splitlines() or [type(failure).__name__])[0]
+            else:
+                self._note(content.turns, habits)
+                return text
+        raise Rejected(f"the chat template refuses it: {problem}")
+
+    def _note(self, turns: Sequence[Turn], habits: Habits) -> None:
+        if not self._tokenizer.chat_template:
+            self._notes.add("the tokenizer has no chat template: each turn begins with its role's name")
+        elif habits.tells and any(turn["role"] == "tool" or "tool_calls" in turn for turn in turns):
+            self._notes.add("the chat template knows no tool calls: they and their results are told in words")
+        if habits.folds and any(turn["role"] in ("system", "developer") for turn in turns):
+            self._notes.add("the chat template refuses system turns: their words stand in the user's turns")
+
+    def _apply(self, turns: Sequence[Turn], tools: Sequence[Any], habits: Habits) -> str:
+        templates: Any = self._tokenizer.chat_template or PLAIN
+        if isinstance(templates, dict):
+            calls = tools or any("tool_calls" in turn for turn in turns)
+            names = ["tool_use", "default", *templates] if calls else ["default", *templates]
+            templates = next(templates[name] for name in names if name in templates)
+        text: str = self._tokenizer.apply_chat_template(
+            handed(turns, habits),
+            tools=list(tools) or None,
+            chat_template=templates,
+            tokenize=False,
+            add_generation_prompt=False,  # some tokenizers with own code add one by default
+            strftime_now=self._date,
+        )
         return text
+
+    def _date(self, form: str) -> str:
+        """The date that a template writes: always the same, so that the tokens are."""
+        self._notes.add(f"the chat template writes the date: always {DATE:%d %B %Y}, not today's")
+        return DATE.strftime(form)
 
     def text(self, tokens: NDArray[np.int32]) -> str:
         """Token ids as text, special tokens included."""
@@ -151,12 +266,16 @@ class Renderer:
         return decoded
 
     def fingerprint(self) -> str:
-        """SHA-256 over all that decides the token ids: vocabulary, merges, normalization, chat template, own code."""
+        """SHA-256 over all that decides the token ids: vocabulary, merges, normalization, special tokens, template,
+        own code, and versions of the libraries.
+        """
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         rules = backend.to_str() if backend else json.dumps(self._tokenizer.get_vocab(), sort_keys=True)
-        template = json.dumps(self._tokenizer.chat_template, sort_keys=True)
+        special = {name: str(token) for name, token in self._tokenizer.special_tokens_map.items()}
+        versions = [version(library) for library in ("transformers", "tokenizers", "jinja2")]
+        settings = json.dumps([self._tokenizer.chat_template, special, self._before, versions], sort_keys=True)
         code = "".join(f"\0{text}" for text in custom_code(self._tokenizer))
-        return hashlib.sha256(f"{rules}\0{template}{code}".encode()).hexdigest()
+        return hashlib.sha256(f"{rules}\0{settings}{code}".encode()).hexdigest()
 
 
 def scored_bytes(tokenizer: Any, tokens: Sequence[int]) -> int:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from .set import DataSource, seeded
 
-Turn = dict[str, Any]  # role, content; reasoning_content, tool_calls
+Turn = dict[str, Any]  # role, content; reasoning_content, tool_calls, tool_call_id
 
 _ROLES = {
     "system": "system",
+    "developer": "developer",
     "user": "human user",
     "assistant": "gpt assistant chatgpt model bot bing bard",
     "call": "function_call",  # the whole turn is one call
-    "tool": "tool observation function_response",
+    "tool": "tool observation function_response function",
 }
-# The role that a chat template knows, by each role name in ShareGPT files on the Hub.
-SHAREGPT_ROLES = {name: role for role, names in _ROLES.items() for name in names.split()}
-CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
+# The role that a chat template knows, by each role name in data sets on the Hub.
+ROLES = {name: role for role, names in _ROLES.items() for name in names.split()}
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys under which data sets and templates have them
 # deepmind/code_contests numbers the languages of its solutions.
 CONTEST_LANGUAGES = {0: "", 1: "python", 2: "cpp", 3: "python", 4: "java"}
 
@@ -61,15 +64,15 @@ def read_row(row: dict[str, Any], source: DataSource, seed: str) -> Content:
         return Content((), (), _text(row, columns[0]))
     if source.shape == "prompt-answer":
         question, answer = (_text(row, column) for column in columns)
-        return _conversation([_turn("user", question), _turn("assistant", answer)], None)
+        return _conversation([_turn("user", question), _thinking(_turn("assistant", answer))], None)
     if source.shape == "code-contests":
         return _conversation(_contest(row, columns[0], seed), None)
-    read = _chat_turn if source.shape == "chat" else _sharegpt_turn
-    messages = _from_json(row.get(columns[0]))
+    read = _chat_turns if source.shape == "chat" else _sharegpt_turns
+    messages = _parsed(row.get(columns[0]))
     if not isinstance(messages, list) or not messages:
         raise Rejected(f"{columns[0]} is not a list of turns")
     tools = row.get(columns[1]) if len(columns) == 2 else None
-    return _conversation([read(message) for message in messages], tools)
+    return _conversation([turn for message in messages for turn in read(_parsed(message))], tools)
 
 
 def instruct(content: Content, instruction: str) -> Content:
@@ -99,25 +102,46 @@ def _text(row: dict[str, Any], column: str) -> str:
 
 
 def _conversation(turns: list[Turn], tools: Any) -> Content:
-    for turn in turns:
-        if not turn["content"].strip() and not turn.get("tool_calls"):
-            raise Rejected("an empty turn")
-    tools = _from_json(tools) or []
+    """A conversation without its empty system turns, which many data sets have; other empty turns are an error."""
+    turns = [turn for turn in turns if turn["content"].strip() or turn["role"] not in ("system", "developer")]
+    if not turns or not all(t["content"].strip() or t.get("tool_calls") or t.get("reasoning_content") for t in turns):
+        raise Rejected("an empty turn")
+    tools = _parsed(tools) or []
     if not isinstance(tools, list):
         raise Rejected("tools is not a list of tools")
     words = [part for turn in turns for part in (turn.get("reasoning_content"), turn["content"]) if part]
-    return Content(tuple(turns), tuple(tools), "\n\n".join(words))
+    return Content(tuple(turns), tuple(map(_tool, tools)), "\n\n".join(words))
 
 
-def _chat_turn(message: Any) -> Turn:
-    """A turn as chat templates expect it: {role, content, reasoning_content?, tool_calls?}."""
-    role = message.get("role") if isinstance(message, dict) else None
-    if role not in CHAT_ROLES:
-        raise Rejected(f"unknown role {role}")
-    turn: Turn = message | _turn(role, _content(message.get("content")))
-    if calls := message.get("tool_calls"):
-        turn["tool_calls"] = [_call(call) for call in calls] if isinstance(calls, list) else [_call(calls)]
-    return turn
+def _tool(tool: Any) -> Any:
+    """A tool as chat templates expect it; many data sets have the function alone."""
+    tool = _parsed(tool)
+    bare = isinstance(tool, dict) and "name" in tool and "function" not in tool
+    return {"type": "function", "function": tool} if bare else tool
+
+
+def _role(name: Any) -> str:
+    role = ROLES.get(name.lower()) if isinstance(name, str) else None
+    if role is None:
+        raise Rejected(f"unknown role {name}")
+    return role
+
+
+def _chat_turns(message: Any) -> list[Turn]:
+    """The turn of a message {role, content, reasoning_content?, tool_calls?}, in a list."""
+    if not isinstance(message, dict):
+        raise Rejected("unknown role None")
+    role, content = _role(message.get("role")), _content(message.get("content"))
+    if role == "call":
+        return [_turn("assistant", "") | {"tool_calls": _calls(content)}]
+    turn: Turn = {key: value for key, value in message.items() if value is not None and key not in THOUGHTS}
+    turn |= _turn(role, content)
+    if calls := turn.pop("tool_calls", None):
+        turn["tool_calls"] = _calls(calls)
+    thoughts = (message[key] for key in THOUGHTS if isinstance(message.get(key), str) and message[key].strip())
+    if thought := next(thoughts, None):
+        return [turn | {"reasoning_content": thought}]
+    return [_thinking(turn) if role == "assistant" else turn]
 
 
 def _content(content: Any) -> str:
@@ -127,48 +151,64 @@ def _content(content: Any) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
-        return "\n".join(str(part.get("text", "")) for part in content)
+        return "\n".join(str(part["text"]) for part in content if part.get("text") is not None)
     raise Rejected("a turn that is not text")
 
 
+def _calls(calls: Any) -> list[dict[str, Any]]:
+    calls = _parsed(calls)
+    return [_call(_parsed(call)) for call in (calls if isinstance(calls, list) else [calls])]
+
+
 def _call(call: Any) -> dict[str, Any]:
-    """One tool call with its arguments as a mapping, from any of the usual notations."""
-    function = call.get("function", call) if isinstance(call, dict) else None
+    """One tool call with its arguments as a mapping, and its id if it has one, from any of the usual notations."""
+    function = _parsed(call.get("function", call)) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise Rejected("a tool call without a name")
-    arguments = _from_json(function.get("arguments", {}))
+    arguments = _parsed(function.get("arguments", function.get("parameters"))) or {}
     if not isinstance(arguments, dict):
         raise Rejected("tool call arguments are not a JSON object")
-    return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    own_id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return own_id | {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _sharegpt_turn(message: Any) -> Turn:
-    """Convert a turn {from, value}, including the markup of Hermes-style tool calls in its text."""
+def _sharegpt_turns(message: Any) -> list[Turn]:
+    """The turns of a message {from, value}, with the markup of Hermes-style tool calls in its text converted."""
     if not isinstance(message, dict):
         raise Rejected("unknown role None")
-    given = message.get("from", message.get("role"))
-    role = SHAREGPT_ROLES.get(given.lower()) if isinstance(given, str) else None
-    if role is None:
-        raise Rejected(f"unknown role {given}")
+    role = _role(message.get("from", message.get("role")))
     text = _content(message.get("value", message.get("content")))
     if role == "call":
-        return _turn("assistant", "") | {"tool_calls": [_call(_from_json(text))]}
+        return [_turn("assistant", "") | {"tool_calls": _calls(text)}]
     if role == "tool":
-        return _turn("tool", re.sub(r"</?tool_response>", "", text).strip())
-    return _hermes(text) if role == "assistant" else _turn(role, text)
+        results, rest = _blocks("tool_response", text)
+        whole = re.sub(r"</?tool_response>", "", text).strip()
+        return [_turn("tool", result) for result in (results if results and not rest.strip() else [whole])]
+    return [_hermes(text) if role == "assistant" else _turn(role, text)]
+
+
+def _blocks(tag: str, text: str) -> tuple[list[str], str]:
+    """The contents of all blocks between tags, and the text around them."""
+    pattern = re.compile(f"<{tag}>(.*?)</{tag}>", re.DOTALL)
+    return [block.strip() for block in pattern.findall(text)], pattern.sub("", text)
 
 
 def _hermes(text: str) -> Turn:
     """Move `<think>` and `<tool_call>` blocks into fields, so that each chat template writes them in its own markup."""
-    turn = _turn("assistant", "")
-    if match := re.match(r"\s*<think>(.*?)</think>", text, re.DOTALL):
-        turn["reasoning_content"] = match[1].strip()
-        text = text[match.end() :]
-    calls = re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL)
+    turn = _thinking(_turn("assistant", text))
+    calls, text = _blocks("tool_call", turn["content"])
     if calls:
-        turn["tool_calls"] = [_call(_from_json(call)) for call in calls]
-        text = re.sub(r"<tool_call>.*?</tool_call>", "", text, flags=re.DOTALL)
+        turn["tool_calls"] = [call for block in calls for call in _calls(block)]
     return turn | {"content": text.strip()}
+
+
+def _thinking(turn: Turn) -> Turn:
+    """Move a `<think>` block at the beginning of an answer into its field."""
+    match = re.match(r"\s*<think>(.*?)</think>", turn["content"], re.DOTALL)
+    if match is None:
+        return turn
+    thought = {"reasoning_content": match[1].strip()} if match[1].strip() else {}
+    return turn | thought | {"content": turn["content"][match.end() :].strip()}
 
 
 def _contest(row: dict[str, Any], name_column: str, seed: str) -> list[Turn]:
@@ -183,11 +223,11 @@ def _contest(row: dict[str, Any], name_column: str, seed: str) -> list[Turn]:
     return [_turn("user", f"{name}\n\n{description}"), _turn("assistant", answer)]
 
 
-def _from_json(value: Any) -> Any:
-    """Parse JSON text: many datasets store structures as text, so that all rows have one Arrow type."""
+def _parsed(value: Any) -> Any:
+    """The value of JSON text or of a Python literal: many data sets store structures as text, for one Arrow type."""
     if not isinstance(value, str):
         return value
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
+    for parse in (json.loads, ast.literal_eval) if value.lstrip()[:1] in ("[", "{") else (json.loads,):
+        with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            return parse(value.strip())
+    return value

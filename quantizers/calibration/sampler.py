@@ -94,18 +94,19 @@ def _sample(
     content = read_row(row.values, source, calibration.order_of(index))
     if source.prompt:
         content = instruct(content, fill(source.prompt, languages))
-    category, tokens = _category(source, row, languages), renderer.tokens(content)
-    length, named = calibration.length_of(source), calibration.languages.named_by(category)
+    category, rendered = _category(source, row, languages), renderer.render(content, calibration.length_of(source))
+    named = calibration.languages.named_by(category)
     return Sample(
-        tokens=tokens[:length],
+        tokens=rendered.tokens,
         category=category,
         source=source.dataset,
-        truncated=max(0, len(tokens) - length),
+        truncated=rendered.truncated,
         long=calibration.is_long(source),
         languages=tuple(dict.fromkeys((*languages.values(), *([named] if named else [])))),
         assigned=bool(languages),
         place=row.place,
         text=content.text,
+        left_out=rendered.left_out,
     )
 
 

@@ -33,12 +33,13 @@ class Sample:
         tokens: int32 (T,), 2 <= T <= its source's sequence_length; 1 <= T if it was cut by a subsample.
         category: such as `code/rust`, `spoken/hindi`, `math`.
         source: the dataset it comes from.
-        truncated: how many tokens were cut off.
+        truncated: how many tokens were cut off; an estimate where the text is very long.
         long: whether its source's sequence_length is larger than the set's.
         languages: which of the set's languages it shows: assigned to it, or named by its category.
         assigned: whether a language was assigned to it by a prompt; its text need not be in that language.
         place: where its row is, such as `./texts.jsonl:12`; paths are relative to the set's folder.
         text: its words without the chat template, not truncated.
+        left_out: the parts of its turns that the chat template does not show: `system turn`, `thoughts`, `call`, ...
     """
 
     tokens: Tokens
@@ -50,6 +51,7 @@ class Sample:
     assigned: bool = False
     place: str = ""
     text: str = ""
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -130,11 +132,18 @@ class CalibrationData:
             "truncated_tokens": whole["truncated_tokens"],
             "categories": dict(sorted(Counter(sample.category for sample in self.samples).items())),
             "dropped": [asdict(dropped) for dropped in self.dropped],
+            "not_rendered": not_rendered(self.samples),
             "versions": list(self.versions),
             "licences": list(self.licences),
             "lock": self.lock,
             "notes": list(self.notes),
         } | ({"drawn": asdict(self.drawn)} if self.drawn else {})
+
+
+def not_rendered(samples: Iterable[Sample]) -> list[dict[str, Any]]:
+    """How many parts of turns the chat template does not show, by source and part, sorted."""
+    counts = Counter((sample.source, part) for sample in samples for part in sample.left_out)
+    return [{"source": source, "part": part, "count": count} for (source, part), count in sorted(counts.items())]
 
 
 def digest_of(samples: Iterable[Sample]) -> str:

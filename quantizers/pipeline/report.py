@@ -282,8 +282,8 @@ def _calibration(job: Job, data: CalibrationData, resolved: Resolved) -> dict[st
     """The calibration set in numbers; local data files have the names under which they are published."""
     calibration = read_set(set_location(job.recipe.calibration_set, job.path))
     found = data.summary()
-    for dropped in found["dropped"]:
-        dropped |= {key: resolved.published(dropped[key]) for key in ("source", "first")}
+    for row in (*found["dropped"], *found["not_rendered"]):
+        row |= {key: resolved.published(row[key]) for key in ("source", "first") if key in row}
     used = {sample.source for sample in data.samples}
     datasets = (s.dataset for s in calibration.sources if not s.is_local and s.dataset in used)
     return found | {

@@ -214,16 +214,17 @@ def test_wrong_data_is_refused_in_one_line(
     assert "\n" not in str(failure.value)
 
 
-def test_a_template_that_refuses_everything(tmp_path: Path) -> None:
+def test_a_template_that_refuses_everything_and_a_tokenizer_without_one(tmp_path: Path) -> None:
     refusing = str(write_tokenizer(tmp_path / "refusing", "{{ raise_exception('never') }}"))
     without = str(write_tokenizer(tmp_path / "without", None))
     jsonl(tmp_path / "a.jsonl", [{"text": "some text"}])
     path = write_set(tmp_path, source("a.jsonl", prompt="Read."))
     with pytest.raises(CalibrationError, match=r"0 of all 1 samples; the chat template refuses it: never \(1, first"):
         load_set(path, refusing)
-    with pytest.raises(CalibrationError, match=r"set.yaml:4: a.jsonl: the tokenizer has no chat template"):
-        load_set(path, without)
-    assert len(load_set(write_set(tmp_path, source("a.jsonl")), without).samples) == 1
+    told = load_set(path, without)
+    assert load_set(path, without).notes == told.notes  # from the cache
+    assert told.notes == ("the tokenizer has no chat template: each turn begins with its role's name",)
+    assert load_set(write_set(tmp_path, source("a.jsonl")), without).notes == ()
 
 
 def test_bad_sources_are_told_together(hundred: Path, tokenizer: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -94,6 +95,54 @@ def test_sharegpt_markup_becomes_fields() -> None:
     assert [c["function"]["arguments"] for c in assistant["tool_calls"]] == [{"x": 1}, {"x": 1}]
     assert tool == {"role": "tool", "content": "1"}
     assert called["tool_calls"][0]["function"] == {"name": "g", "arguments": {}}
+
+
+def test_structures_may_be_python_literals_and_lists_of_json_text() -> None:
+    turns = [{"role": "human", "content": "hi"}, {"role": "GPT", "content": "It's me.", "weight": None}]
+    whole = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "It's me."}]
+    assert read("chat", ("m",), {"m": str(turns)}).turns == tuple(whole)
+    assert chat(*map(json.dumps, turns)).turns == tuple(whole)
+    quoted = sharegpt({"from": "gpt", "value": "<tool_call>{'name': 'f', 'arguments': {'x': None}}</tool_call>"})
+    assert quoted.turns[0]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": None}}
+    assert sharegpt({"from": "function_call", "value": '[{"name": "f"}, {"name": "g"}]'}).turns[0]["tool_calls"] == [
+        {"type": "function", "function": {"name": name, "arguments": {}}} for name in "fg"
+    ]
+
+
+def test_ids_are_kept_and_bare_tools_wrapped() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {}}}
+    bare = {"name": "f", "parameters": {"type": "object"}}
+    content = chat({"role": "assistant", "tool_calls": [call]}, tools=[json.dumps(bare)])
+    assert content.turns[0]["tool_calls"] == [call]
+    assert content.tools == ({"type": "function", "function": bare},)
+
+
+@pytest.mark.parametrize("nothing", ["", None, " "])
+def test_an_empty_system_turn_is_left_out(nothing: str | None) -> None:
+    assert [
+        turn["role"] for turn in sharegpt({"from": "system", "value": nothing}, {"from": "human", "value": "hi"}).turns
+    ] == ["user"]
+    parts = [{"type": "text", "text": nothing}, {"type": "text", "text": "hi"}]
+    assert (
+        chat({"role": "system", "content": nothing}, {"role": "user", "content": parts}).turns[0]["content"].strip()
+        == "hi"
+    )
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning", "content"])
+def test_thoughts_have_one_name(key: str) -> None:
+    thinking = {"role": "assistant", "content": "4"} | {key: "<think>2 + 2</think> 4" if key == "content" else "2 + 2"}
+    assert chat(thinking).turns == ({"role": "assistant", "content": "4", "reasoning_content": "2 + 2"},)
+    asked = read("prompt-answer", ("q", "a"), {"q": "2 + 2?", "a": "<think>\n2 + 2\n</think>\n4"})
+    assert asked.turns[1] == {"role": "assistant", "content": "4", "reasoning_content": "2 + 2"}
+
+
+def test_several_results_are_several_turns() -> None:
+    response = "<tool_response>\n{}\n</tool_response>"
+    both = sharegpt({"from": "tool", "value": f"{response.format(1)}\n{response.format(2)}"}).turns
+    assert both == ({"role": "tool", "content": "1"}, {"role": "tool", "content": "2"})
+    mixed = sharegpt({"from": "tool", "value": f"Two: {response.format(1)} and {response.format(2)}"}).turns
+    assert [turn["content"] for turn in mixed] == ["Two: \n1\n and \n2"]
 
 
 def test_contests_take_one_solution_by_the_seed() -> None:
