@@ -21,18 +21,19 @@ from pydantic import TypeAdapter
 from quantizers.system.errors import CalibrationError
 from quantizers.system.files import atomic
 
+from .licences import licences_of
 from .lock import read_lock, version
 from .render import Renderer
 from .rows import SourceError, Unreachable, for_each_source, quiet
 from .sampler import sample_source
-from .samples import CalibrationData, Dropped, Sample, digest_of, missing_languages, subsample
+from .samples import CalibrationData, Dropped, Sample, asked_for, digest_of, missing_languages, subsample
 from .set import KINDS, CalibrationSet, DataSource, read_set
 
 if TYPE_CHECKING:
     from rich.status import Status
 
 WORKERS = 8  # sources loaded at the same time
-FORMAT = 5  # of the cache: increase it when the same set gives other tokens or fields
+FORMAT = 6  # of the cache: increase it when the same set gives other tokens or fields
 CACHED = TypeAdapter(CalibrationData)
 
 
@@ -75,10 +76,10 @@ def load_set(
         renderer = Renderer(str(tokenizer), revision, trust_remote_code)
         data = _cached_or_loaded(calibration, path, renderer, workers, cache or _default_cache(), status)
     if require_languages:
-        _require_languages(calibration, data, f"{path}: no sample shows", "add samples")
+        _require_languages(calibration, data, f"{path}: no text is in", "add some")
     if tokens is not None:
         data = subsample(data, tokens, calibration.seed)
-        few = f"{path}: of {tokens:,} tokens drawn from it none shows"
+        few = f"{path}: of {tokens:,} tokens drawn from it none is in"
         _require_languages(calibration, data, few, "raise calibration.tokens")
     return data
 
@@ -87,7 +88,10 @@ def _require_languages(calibration: CalibrationSet, data: CalibrationData, probl
     missing = missing_languages(calibration, data.samples)
     if calibration.languages.required and any(missing.values()):
         names = ", ".join(name for kind in KINDS for name in missing[kind])
-        raise CalibrationError(f"{problem} {names}; {remedy}, or drop languages.required")
+        asked = asked_for(calibration, data.samples)
+        dealt = any(name in asked[kind] for kind in KINDS for name in missing[kind])
+        prompts = " (a prompt that asks for one is no text in it)" if dealt else ""
+        raise CalibrationError(f"{problem} {names}{prompts}; {remedy}, or drop languages.required")
 
 
 def _cached_or_loaded(
@@ -142,7 +146,8 @@ def _load(
         raise CalibrationError(f"{path}: no row is left ({first.first}: {first.reason}); list their languages")
     name, length, lengths = calibration.name, calibration.sequence_length, calibration.lengths
     read = tuple(map(str, versions))
-    return CalibrationData(name, length, lengths, samples, digest_of(samples), dropped, read)
+    licences = licences_of(calibration)
+    return CalibrationData(name, length, lengths, samples, digest_of(samples), dropped, read, licences)
 
 
 def _default_cache() -> Path:

@@ -60,8 +60,10 @@ def read_row(row: dict[str, Any], source: DataSource, seed: str) -> Content:
     if source.shape == "text":
         return Content((), (), _text(row, columns[0]))
     if source.shape == "prompt-answer":
-        question, answer = (_text(row, column) for column in columns)
-        return _conversation([_turn("user", question), _turn("assistant", answer)], None)
+        turns, answer = row.get(columns[0]), _text(row, columns[1])
+        asked = list(map(_chat_turn, turns)) if isinstance(turns, list) else [_turn("user", _text(row, columns[0]))]
+        thinks = answer.lstrip().startswith("<think>")
+        return _conversation([*asked, _hermes(answer) if thinks else _turn("assistant", answer)], None)
     if source.shape == "code-contests":
         return _conversation(_contest(row, columns[0], seed), None)
     read = _chat_turn if source.shape == "chat" else _sharegpt_turn

@@ -13,7 +13,7 @@ from .render import Renderer
 from .row_formats import Rejected, instruct, read_row
 from .rows import Row, SourceError, read_rows
 from .samples import Dropped, Sample
-from .set import CalibrationSet, DataSource, FromColumn, Kind, fill, seeded, slug
+from .set import CalibrationSet, DataSource, FromColumn, Kind, fill, placeholders, seeded, slug
 
 # Stop reading a source after this many rows per sample, so that a chat template that refuses every row
 # does not read a streamed dataset to its end.
@@ -60,15 +60,16 @@ def sample_source(
         except Rejected as failure:
             rejected.setdefault(str(failure), []).append(row.place)
             continue
-        length, named = calibration.length_of(source), calibration.languages.named_by(category)
+        length = calibration.length_of(source)
+        named = None if placeholders(source.template) else calibration.languages.named_by(category)
         sample = Sample(
             tokens=tokens[:length],
             category=category,
             source=source.dataset,
             truncated=max(0, len(tokens) - length),
             long=calibration.is_long(source),
-            languages=tuple(dict.fromkeys((*languages.values(), *([named] if named else [])))),
-            assigned=bool(languages),
+            languages=(named,) if named else (),
+            asked=tuple(languages.values()),
             place=row.place,
             text=content.text,
         )
@@ -86,9 +87,11 @@ def sample_source(
 
 def _unlisted(calibration: CalibrationSet, row: Row, source: DataSource) -> str | None:
     """Why a row is left out: its own category names a language that the set's list of that kind does not have."""
-    category = row.values.get(source.category.column) if isinstance(source.category, FromColumn) else None
-    kind = calibration.languages.unlisted_kind(category) if isinstance(category, str) else None
-    return f"{category} is not in languages.{kind}" if kind else None
+    if not isinstance(source.category, FromColumn) or (category := source.category.of(row.values)) is None:
+        return None
+    kind = calibration.languages.unlisted_kind(category)
+    what = f"its {source.category.column}" if source.category.under else category
+    return f"{what} is not in languages.{kind}" if kind else None
 
 
 def _assigned(calibration: CalibrationSet, index: int) -> dict[Kind, list[str]]:
@@ -103,12 +106,11 @@ def _assigned(calibration: CalibrationSet, index: int) -> dict[Kind, list[str]]:
 
 
 def _category(source: DataSource, row: Row, assigned: dict[Kind, str]) -> str:
-    if isinstance(source.category, FromColumn):
-        category = row.values.get(source.category.column)
-        if not isinstance(category, str) or not category.strip() or not category.isprintable():
-            raise Rejected(f"no category in column {source.category.column}")
-        return category
-    return fill(source.category, {kind: slug(name) for kind, name in assigned.items()})
+    if not isinstance(source.category, FromColumn):
+        return fill(source.category, {kind: slug(name) for kind, name in assigned.items()})
+    if (category := source.category.of(row.values)) is None:
+        raise Rejected(f"no category in column {source.category.column}")
+    return category
 
 
 def _shortfall(source: DataSource, sampled: int, read: int, dropped: list[Dropped]) -> SourceError:

@@ -163,20 +163,22 @@ def test_the_whole_software_engineer_set_loads_and_again_offline(
     hub.datasets = hub_datasets(calibration, LARGE)
     loaded = machine.load(SOFTWARE)
     assert loaded["samples"] == 590
-    assert loaded["categories"]["tool-use"] == 100
-    assert min(loaded["languages"]["programming"].values()) >= 2
-    assert min(loaded["languages"]["spoken"].values()) >= 2
-    assert [item["source"] for item in loaded["dropped"]] == ["interstellarninja/hermes_reasoning_tool_use"]
+    assert loaded["categories"]["tool-use"] == 48
+    assert min(loaded["languages"]["programming"].values()) == 3
+    assert min(loaded["languages"]["spoken"].values()) == 4
+    agents = ["interstellarninja/hermes_reasoning_tool_use", "lambda/hermes-agent-reasoning-traces"]
+    assert [item["source"] for item in loaded["dropped"]] == agents
     assert loaded["dropped"][0]["reason"] == "the chat template refuses it: a tool turn without a call"
-    assert machine.downloaded() == {source.dataset for source in calibration.sources if not source.streaming}
+    on_hub = [source for source in calibration.sources if not source.is_local]
+    assert machine.downloaded() == {source.dataset for source in on_hub if not source.streaming}
     large = {path: raw for path, raw in hub.datasets[LARGE].items() if path.endswith(".jsonl")}
     assert all(0 < hub.reached[f"{LARGE}/{path}"] < len(raw) for path, raw in large.items())
     again = offline.load(SOFTWARE)
     refused = offline.load(SOFTWARE, cache=False)["error"]
     assert again["digest"] == loaded["digest"]
-    assert again["notes"] == ["from the cache; 50 sources could not be reached"]
+    assert again["notes"] == ["from the cache; 53 sources could not be reached"]
     assert refused.startswith(f"{SOFTWARE}:")
-    assert " and 45 more: cannot be reached (ConnectError: " in refused
+    assert " and 48 more: cannot be reached (ConnectError: " in refused
     assert "\n" not in refused
 
 
@@ -308,6 +310,8 @@ def hub_datasets(calibration: CalibrationSet, large: str) -> dict[str, dict[str,
     repositories: dict[str, dict[str, bytes]] = {}
     configurations: dict[str, dict[str, dict[str, str]]] = {}
     for source in calibration.sources:
+        if source.is_local:
+            continue
         assert isinstance(source.samples, int)
         files = repositories.setdefault(source.dataset, {})
         subset = source.subset or "default"
@@ -342,7 +346,7 @@ def _readme(subsets: dict[str, dict[str, str]]) -> str:
 def _rows(source: DataSource, count: int, padding: int) -> Iterator[Row]:
     for number in range(count):
         text = f"{source.dataset} {source.split}, number {number}. " + f"word{number} " * 20 + "x" * padding
-        yield _row(source, text, number) | {"unused": number}
+        yield _row(source, text, number) | {"unused": number, "language": ("Hindi", "Turkish")[number % 2]}
 
 
 def _row(source: DataSource, text: str, number: int) -> Row:
@@ -350,15 +354,16 @@ def _row(source: DataSource, text: str, number: int) -> Row:
     if source.shape == "text":
         return {first: text}
     if source.shape == "prompt-answer":
-        return {first: text, source.columns[1]: f"The answer to {text}"}
+        asked = [{"role": "user", "content": text}] if "Llama-Nemotron" in source.dataset else text
+        return {first: asked, source.columns[1]: f"<think>\nEasy.\n</think>\nThe answer to {text}"}
     if source.shape == "code-contests":
         solutions = {"language": [2, 3], "solution": ["int main() {}", f"print({number})"]}
         return {first: f"{number}_A. Task", "description": text, "solutions": solutions}
     roles, texts = ("user", "assistant"), (text, f"Answer {number}.")
     if source.shape == "chat":
         return {first: [{"role": role, "content": said} for role, said in zip(roles, texts, strict=True)]}
-    if "tool" in source.dataset:
-        return {first: _tool_dialogue(text, number)}
+    if source.category == "tool-use" or len(source.columns) == 2:
+        return {first: _tool_dialogue(text, number)} | dict.fromkeys(source.columns[1:], "[]")
     names = ("human", "gpt") if number % 2 else roles
     return {first: [{"from": name, "value": said} for name, said in zip(names, texts, strict=True)]}
 
