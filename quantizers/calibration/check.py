@@ -8,7 +8,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -197,10 +197,15 @@ def _identified(calibration: CalibrationSet, samples: Iterable[Sample]) -> list[
 
 def identify(text: str) -> str:
     """The language of a text, by its everyday name, of those in `CODES`."""
+    return _NAMES[_identifier().classify(text)[0]]
+
+
+@cache
+def _identifier() -> Any:
     import py3langid
 
     py3langid.set_languages(list(CODES.values()))
-    return _NAMES[py3langid.classify(text)[0]]
+    return py3langid
 
 
 def find_duplicates(texts: Sequence[str]) -> list[tuple[int, int, float]]:

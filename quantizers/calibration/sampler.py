@@ -61,7 +61,7 @@ def sample_source(
             rejected.setdefault(str(failure), []).append(row.place)
             continue
         length = calibration.length_of(source)
-        named = None if placeholders(source.template) else calibration.languages.named_by(category)
+        named = None if placeholders(source.fixed_category) else calibration.languages.named_by(category)
         sample = Sample(
             tokens=tokens[:length],
             category=category,

@@ -178,11 +178,11 @@ class DataSource(Strict):
     @property
     def assigns(self) -> list[Kind]:
         """The kinds of language that are assigned to this source's samples: the placeholders of prompt and category."""
-        return placeholders((self.prompt or "") + self.template)
+        return placeholders((self.prompt or "") + self.fixed_category)
 
     @property
-    def template(self) -> str:
-        """The category with its placeholders; empty if each row has its own."""
+    def fixed_category(self) -> str:
+        """The category of all samples, with its placeholders; empty if each row has its own."""
         return self.category if isinstance(self.category, str) else ""
 
     @field_validator("dataset")
