@@ -12,15 +12,6 @@ from .set import CalibrationSet
 _NON_COMMERCIAL = re.compile(r"\bnc\b|non-?commercial|research[- ]only", re.IGNORECASE)
 
 
-def licences_of(calibration: CalibrationSet, cards: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """The licence of each source, as the set says, or else its card on the Hub; empty where unknown.
-
-    Args:
-        cards: licences that the cards of data sets name, by the data sets' ids.
-    """
-    return tuple(source.licence or (cards or {}).get(source.dataset, "") for source in calibration.sources)
-
-
 def used_licences(calibration: CalibrationSet, data: CalibrationData) -> dict[str, str]:
     """The licence of each data set that samples were taken from, by its name."""
     used = {sample.source for sample in data.samples}

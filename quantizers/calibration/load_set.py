@@ -21,7 +21,6 @@ from pydantic import TypeAdapter
 from quantizers.system.errors import CalibrationError
 from quantizers.system.files import atomic
 
-from .licences import licences_of
 from .lock import read_lock, version
 from .render import Renderer
 from .rows import SourceError, Unreachable, for_each_source, quiet
@@ -146,7 +145,7 @@ def _load(
         raise CalibrationError(f"{path}: no row is left ({first.first}: {first.reason}); list their languages")
     name, length, lengths = calibration.name, calibration.sequence_length, calibration.lengths
     read = tuple(map(str, versions))
-    licences = licences_of(calibration)
+    licences = tuple(source.licence or "" for source in calibration.sources)
     return CalibrationData(name, length, lengths, samples, digest_of(samples), dropped, read, licences)
 
 
