@@ -13,6 +13,7 @@ from importlib.resources import files
 from typing import Any
 
 from eval.fidelity.tables import by_part, past_the_model
+from quantizers.calibration.licences import in_words
 from quantizers.calibration.set import CODES
 from quantizers.recipe.portable import is_hub_id
 from quantizers.system.output_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
@@ -104,6 +105,8 @@ def _of_run(report: dict[str, Any]) -> dict[str, Any]:
     return {
         "experts": report["settings"]["recipe"]["experts"],
         "shown": {kind: sum(map(bool, counts.values())) for kind, counts in calibration["languages"].items()},
+        "asked": sum(map(len, calibration.get("asked_for", {}).values())),
+        "licences": list(in_words(calibration["licences"])) if calibration.get("licences") else [],
         "cut": calibration["truncated_samples"] - (drawn["cut"] if drawn else 0),
         "unusable": sum(row["count"] for row in dropped if not row["left_out"]),
         "unlisted": sum(row["count"] for row in dropped if row["left_out"]),

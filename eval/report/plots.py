@@ -372,8 +372,10 @@ def calibration_figure(calibration: dict[str, Any], model: str) -> Any:
 
     fields = {n: row for n, row in calibration["categories"].items() if not n.startswith(("code/", "spoken/"))}
     groups = [(title, calibration["by_language"][kind]) for kind, title in LANGUAGES.items()]
-    groups = [(title, rows) for title, rows in [*groups, ("other fields", fields)] if rows]
+    groups += [("other fields", fields)]
+    groups = [(title, rows) for title, rows in groups if any(row["tokens"] for row in rows.values())]
     groups = groups or [("categories", calibration["categories"])]
+    asked = {LANGUAGES[kind]: sum(counts.values()) for kind, counts in calibration.get("asked_for", {}).items()}
     # Places in inches: matplotlib's own layouts measure every label, which takes longer than all the rest.
     below = [
         0.3 + 0.065 * max(len(short(name)) for name in rows) for _, rows in groups
@@ -397,7 +399,8 @@ def calibration_figure(calibration: dict[str, Any], model: str) -> Any:
         tokens.set_ylabel("tokens")
         tokens.yaxis.set_major_formatter("{x:,.0f}")
         tokens.set_ylim(0, 1.15 * highest)  # one scale for all groups
-        tokens.set_title(f"{title} ({len(names)}); above the bars: samples", loc="left", fontsize=10)
+        more = f"; {asked[title]:,} more only ask for one" if asked.get(title) else ""
+        tokens.set_title(f"{title} ({len(names)}); above the bars: samples{more}", loc="left", fontsize=10)
         cut.bar(at, [_lost(rows[name]) for name in names], color=SERIES[1], width=0.8)
         cut.set_xticks(at, [short(name) for name in names], rotation=90, fontsize=8)
         cut.set_ylabel("cut off")

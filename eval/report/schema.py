@@ -133,12 +133,15 @@ class Calibration(Part):
     dropped: list[Dropped] = key("Rows that were skipped")
     not_rendered: list[NotRendered] = key("Parts of turns that the chat template does not show", default=[])
     versions: list[str] = key("Revision or SHA-256 of each data source, in the order of the set")
-    licences: list[str] = key("Licence of each data source as the set or its card names it; empty if neither does")
     lock: bool = key("Whether a lock file fixed the revisions")
     notes: list[str] = key("Remarks made while the set was read")
     datasets: list[str] = key("Hub data sets of which samples were used")
-    languages: dict[str, dict[str, int]] = key("Samples by listed programming and spoken language", "samples")
-    by_language: dict[str, dict[str, Tally]] = key("The same with tokens and truncation")
+    licences: dict[str, str] = key("Licence of each data set and file of which samples were used; empty where unknown")
+    languages: dict[str, dict[str, int]] = key("Texts in each listed programming and spoken language", "samples")
+    asked_for: dict[str, dict[str, int]] = key(
+        "Samples whose prompt asks for a language, in whichever they are", "samples"
+    )
+    by_language: dict[str, dict[str, Tally]] = key("Texts in each language, with tokens and truncation")
     drawn: Drawn | None = maybe("What was drawn; absent where the recipe takes the whole set")
 
 

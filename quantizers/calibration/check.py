@@ -8,7 +8,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -16,8 +16,9 @@ from typing import Any
 
 from quantizers.system.output_files import HELD_OUT
 
+from .licences import used_licences
 from .load_set import WORKERS, load_set
-from .samples import Sample, grouped, language_counts, missing_languages, row_of
+from .samples import Sample, asked_for, grouped, language_counts, missing_languages, row_of
 from .set import CODES, KINDS, CalibrationSet, Kind, read_set
 
 SHINGLE = 5  # words
@@ -56,12 +57,14 @@ class SetReport:
         tokenizer: the folder or Hub id of the model whose tokenizer counted the tokens.
         summary: see `CalibrationData.summary`.
         categories: rows of the table: lengths in tokens; `truncated` samples lost a share `cut_share`.
-        languages: number of samples by language, in the order of the set's lists.
-        missing: the languages without a sample.
+        languages: number of texts by language, in the order of the set's lists.
+        asked_for: number of samples whose prompt asks for a language; they count as texts in none.
+        missing: the languages without a text.
+        licences: by data set, see `used_licences`.
         duplicates: pairs of samples within the set.
         held_out: path of the held-out set that it was compared with, or None.
         shared: pairs of a sample and a sample of the held-out set.
-        identified: how many local samples of spoken languages were checked by language identification.
+        identified: how many texts of spoken languages were checked by language identification.
         warnings: what contradicts nothing but is probably not intended, one line each.
     """
 
@@ -70,7 +73,9 @@ class SetReport:
     summary: dict[str, Any]
     categories: tuple[dict[str, Any], ...]
     languages: dict[Kind, dict[str, int]]
+    asked_for: dict[Kind, dict[str, int]]
     missing: dict[Kind, list[str]]
+    licences: dict[str, str]
     duplicates: tuple[Duplicate, ...]
     held_out: str | None
     shared: tuple[Duplicate, ...]
@@ -82,7 +87,7 @@ class SetReport:
     def findings(self) -> tuple[str, ...]:
         """Contradictions of the set's claims, one line each; the command ends with exit code 3 if there are any."""
         return (
-            *(f"no sample shows {', '.join(self.missing[kind])} ({kind})" for kind in KINDS if self.missing[kind]),
+            *(f"no text is in {', '.join(self.missing[kind])} ({kind})" for kind in KINDS if self.missing[kind]),
             *(f"{pair.second} repeats {pair.first} (similarity {pair.similarity})" for pair in self.duplicates),
             *(f"{pair.first} is also held out: {pair.second} ({pair.similarity})" for pair in self.shared),
             *(f"{text.place} claims {text.claimed}, but reads like {text.identified}" for text in self.mismatches),
@@ -144,7 +149,9 @@ def check_set(
         summary=data.summary(),
         categories=tuple(_category_row(name, members) for name, members in grouped(data.samples).items()),
         languages=language_counts(calibration, data.samples),
+        asked_for=asked_for(calibration, data.samples),
         missing=missing_languages(calibration, data.samples),
+        licences=used_licences(calibration, data),
         duplicates=duplicates,
         held_out=str(held_out) if held_out else None,
         shared=shared,
@@ -179,27 +186,27 @@ def _duplicates(
 
 
 def _identified(calibration: CalibrationSet, samples: Iterable[Sample]) -> list[Mismatch]:
-    """The claimed and the identified language of every local text of a spoken language.
-
-    Samples with an assigned language are left out: their prompt asks for that language, their text may be in another.
-    """
-    local = {source.dataset for source in calibration.sources if source.is_local}
+    """The claimed and the identified language of every text of a spoken language."""
     spoken = set(calibration.languages.spoken) & CODES.keys()
     return [
         Mismatch(sample.place, name, identify(sample.text))
         for sample in samples
-        if sample.source in local and not sample.assigned
         for name in sample.languages
         if name in spoken
     ]
 
 
 def identify(text: str) -> str:
-    """The language of a text, by its everyday name, or its ISO 639-1 code if the table has no name for it."""
+    """The language of a text, by its everyday name, of those in `CODES`."""
+    return _NAMES[_identifier().classify(text)[0]]
+
+
+@cache
+def _identifier() -> Any:
     import py3langid
 
-    code: str = py3langid.classify(text)[0]
-    return _NAMES.get(code, code)
+    py3langid.set_languages(list(CODES.values()))
+    return py3langid
 
 
 def find_duplicates(texts: Sequence[str]) -> list[tuple[int, int, float]]:

@@ -6,7 +6,6 @@ It needs neither the Hub nor what the data sets hold by then: with the same toke
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -18,6 +17,7 @@ from quantizers.system.files import write_new
 from quantizers.system.strict_yaml import dump
 
 from .hub_repository import Hub
+from .licences import is_non_commercial
 from .load_set import WORKERS, load_set
 from .row_files import Row
 from .rows import local_rows, needed_columns, rows_at, shuffled
@@ -26,7 +26,6 @@ from .set import CalibrationSet, DataSource, read_set
 from .source_faults import for_each_source
 
 LICENCES = "LICENCES.md"
-_NON_COMMERCIAL = re.compile(r"\bnc\b|non-?commercial", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class FrozenSource:
         file: its rows, relative to the frozen set.
         seed: of the order of its rows, see `CalibrationSet.order_of`.
         version: the commit or file hash that was read.
-        licence: that the card on the Hub names; empty if it names none, or the source is a local file.
+        licence: that the set or the card on the Hub names; empty if neither does.
         rows: the needed columns of those that became samples, in the samples' order.
     """
 
@@ -48,11 +47,6 @@ class FrozenSource:
     version: str
     licence: str
     rows: tuple[dict[str, Any], ...]
-
-    @property
-    def is_non_commercial(self) -> bool:
-        """Whether its licence forbids commercial use."""
-        return bool(_NON_COMMERCIAL.search(self.licence))
 
 
 def freeze_set(
@@ -127,7 +121,10 @@ def _set_text(calibration: CalibrationSet, frozen: Sequence[FrozenSource]) -> st
     """The set with files for sources. Each keeps its number of samples, on which the assigned languages depend."""
     of_hub = {"subset": None, "revision": None, "split": "train", "streaming": False, "required": True}
     sources = tuple(
-        one.source.model_copy(update={"dataset": f"./{one.file}", "order": one.seed, **of_hub}) for one in frozen
+        one.source.model_copy(
+            update={"dataset": f"./{one.file}", "licence": one.licence or None, "order": one.seed, **of_hub}
+        )
+        for one in frozen
     )
     values = calibration.model_copy(update={"sources": sources}).model_dump(mode="json", exclude_none=True)
     about = f"# The rows of {calibration.name}, by `quantize calibration freeze`. Their licences: {LICENCES}\n"
@@ -140,13 +137,13 @@ def _licences_text(calibration: CalibrationSet, frozen: Sequence[FrozenSource]) 
         name, licence = one.source.dataset, one.licence or "none named"
         origin = f"[{name}](https://huggingface.co/datasets/{name}/tree/{one.version})"
         if one.source.is_local:
-            origin, licence = f"`{name}`", "a local file"
-        restricted = ", **not for commercial use**" if one.is_non_commercial else ""
+            origin = f"`{name}`"
+        restricted = ", **not for commercial use**" if is_non_commercial(one.licence) else ""
         lines.append(f"| {one.file} | {len(one.rows)} | {origin} | {one.version} | {licence}{restricted} |\n")
     return f"""\
 # Where the rows of {calibration.name} come from
 
-Each licence is the one that the card of the data set named at this commit. It binds whoever passes these rows on.
+Each licence is the one that the set names, or the card of the data set at this commit. It binds whoever passes these rows on.
 
 | file | rows | from | version | licence |
 |---|---:|---|---|---|

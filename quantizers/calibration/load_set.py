@@ -28,7 +28,7 @@ from .render import Renderer
 from .row_files import Row
 from .rows import first_row, hub_rows, kept_file, kept_rows, local_rows, newest_kept, rows_cache
 from .sampler import Sampled, sample_source
-from .samples import CalibrationData, digest_of, missing_languages, subsample
+from .samples import CalibrationData, asked_for, digest_of, missing_languages, subsample
 from .set import KINDS, CalibrationSet, DataSource, read_set
 from .source_faults import SourceError, Unreachable, for_each_source
 from .substitutes import substitutes
@@ -89,10 +89,10 @@ def load_set(
                 with atomic(own) as stream:
                     stream.write(LOADED.dump_json(data))
     if require_languages:
-        _require_languages(calibration, data, f"{path}: no sample shows", "add samples")
+        _require_languages(calibration, data, f"{path}: no text is in", "add some")
     if tokens is not None:
         data = subsample(data, tokens, calibration.seed)
-        few = f"{path}: of {tokens:,} tokens drawn from it none shows"
+        few = f"{path}: of {tokens:,} tokens drawn from it none is in"
         _require_languages(calibration, data, few, "raise calibration.tokens")
     return data
 
@@ -118,7 +118,10 @@ def _require_languages(calibration: CalibrationSet, data: CalibrationData, probl
     missing = missing_languages(calibration, data.samples)
     if calibration.languages.required and any(missing.values()):
         names = ", ".join(name for kind in KINDS for name in missing[kind])
-        raise CalibrationError(f"{problem} {names}; {remedy}, or drop languages.required")
+        asked = asked_for(calibration, data.samples)
+        dealt = any(name in asked[kind] for kind in KINDS for name in missing[kind])
+        prompts = " (a prompt that asks for one is no text in it)" if dealt else ""
+        raise CalibrationError(f"{problem} {names}{prompts}; {remedy}, or drop languages.required")
 
 
 def _read_loaded(file: Path) -> CalibrationData | None:
@@ -223,10 +226,10 @@ class _Loading:
         if pin is not None and not pin.version:
             raise SourceError(source.dataset, "left out when the set was locked", "lock the set again")
         if source.is_local:
-            version = _Version(local_version(source, self.path.parent, pin), pin=pin)
+            version = _Version(local_version(source, self.path.parent, pin), source.licence or "", pin=pin)
             self.local[index] = local_rows(source, self.path.parent, self.calibration.order_of(index))
             return version
-        version = _Version(pin.version, pin.licence, pin=pin) if pin else self._current(index, source)
+        version = _Version(pin.version, source.licence or pin.licence, pin=pin) if pin else self._current(index, source)
         if not kept_file(self.kept, source, self.calibration.order_of(index), version.name).exists():
             first_row(source, self._repository(source, version), self.hub)
         return version
@@ -240,8 +243,8 @@ class _Loading:
             if commit is None:
                 raise
             self.unreached.add(index)
-            return _Version(commit)
-        return _Version(repository.commit, repository.licence, repository)
+            return _Version(commit, source.licence or "")
+        return _Version(repository.commit, source.licence or repository.licence, repository)
 
     def _sample(self, index: int, more: int = 0) -> Sampled:
         source, version = self.calibration.sources[index], self.versions[index]

@@ -63,8 +63,10 @@ def read_row(row: dict[str, Any], source: DataSource, seed: str) -> Content:
     if source.shape == "text":
         return Content((), (), _text(row, columns[0]))
     if source.shape == "prompt-answer":
-        question, answer = (_text(row, column) for column in columns)
-        return _conversation([_turn("user", question), _thinking(_turn("assistant", answer))], None)
+        turns, answer = _parsed(row.get(columns[0])), _thinking(_turn("assistant", _text(row, columns[1])))
+        if not isinstance(turns, list):
+            return _conversation([_turn("user", _text(row, columns[0])), answer], None)
+        return _conversation([*(turn for message in turns for turn in _chat_turns(message)), answer], None)
     if source.shape == "code-contests":
         return _conversation(_contest(row, columns[0], seed), None)
     read = _chat_turns if source.shape == "chat" else _sharegpt_turns

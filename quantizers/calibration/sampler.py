@@ -14,7 +14,7 @@ from .render import Renderer
 from .row_files import Row
 from .row_formats import Rejected, instruct, read_row
 from .samples import Dropped, Sample
-from .set import CalibrationSet, DataSource, FromColumn, Kind, fill, seeded, slug
+from .set import CalibrationSet, DataSource, FromColumn, Kind, fill, placeholders, seeded, slug
 from .source_faults import SourceError
 
 # Stop reading a source after this many rows per sample, so that a chat template that refuses every row
@@ -95,15 +95,15 @@ def _sample(
     if source.prompt:
         content = instruct(content, fill(source.prompt, languages))
     category, rendered = _category(source, row, languages), renderer.render(content, calibration.length_of(source))
-    named = calibration.languages.named_by(category)
+    named = None if placeholders(source.fixed_category) else calibration.languages.named_by(category)
     return Sample(
         tokens=rendered.tokens,
         category=category,
         source=source.dataset,
         truncated=rendered.truncated,
         long=calibration.is_long(source),
-        languages=tuple(dict.fromkeys((*languages.values(), *([named] if named else [])))),
-        assigned=bool(languages),
+        languages=(named,) if named else (),
+        asked=tuple(languages.values()),
         place=row.place,
         text=content.text,
         left_out=rendered.left_out,
@@ -112,9 +112,11 @@ def _sample(
 
 def _unlisted(calibration: CalibrationSet, row: Row, source: DataSource) -> str | None:
     """Why a row is left out: its own category names a language that the set's list of that kind does not have."""
-    category = row.values.get(source.category.column) if isinstance(source.category, FromColumn) else None
-    kind = calibration.languages.unlisted_kind(category) if isinstance(category, str) else None
-    return f"{category} is not in languages.{kind}" if kind else None
+    if not isinstance(source.category, FromColumn) or (category := source.category.of(row.values)) is None:
+        return None
+    kind = calibration.languages.unlisted_kind(category)
+    what = f"its {source.category.column}" if source.category.under else category
+    return f"{what} is not in languages.{kind}" if kind else None
 
 
 def _assigned(calibration: CalibrationSet, index: int) -> dict[Kind, list[str]]:
@@ -129,12 +131,11 @@ def _assigned(calibration: CalibrationSet, index: int) -> dict[Kind, list[str]]:
 
 
 def _category(source: DataSource, row: Row, assigned: dict[Kind, str]) -> str:
-    if isinstance(source.category, FromColumn):
-        category = row.values.get(source.category.column)
-        if not isinstance(category, str) or not category.strip() or not category.isprintable():
-            raise Rejected(f"no category in column {source.category.column}")
-        return category
-    return fill(source.category, {kind: slug(name) for kind, name in assigned.items()})
+    if not isinstance(source.category, FromColumn):
+        return fill(source.category, {kind: slug(name) for kind, name in assigned.items()})
+    if (category := source.category.of(row.values)) is None:
+        raise Rejected(f"no category in column {source.category.column}")
+    return category
 
 
 def _shortfall(source: DataSource, sampled: int, read: int, dropped: Sequence[Dropped]) -> SourceError:

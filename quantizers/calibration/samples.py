@@ -35,8 +35,8 @@ class Sample:
         source: the dataset it comes from.
         truncated: how many tokens were cut off; an estimate where the text is very long.
         long: whether its source's sequence_length is larger than the set's.
-        languages: which of the set's languages it shows: assigned to it, or named by its category.
-        assigned: whether a language was assigned to it by a prompt; its text need not be in that language.
+        languages: which of the set's languages its text is in, as its category says.
+        asked: the languages that a prompt asks for; the text need not be in them.
         place: where its row is, such as `./texts.jsonl:12`; paths are relative to the set's folder.
         text: its words without the chat template, not truncated.
         left_out: the parts of its turns that the chat template does not show: `system turn`, `thoughts`, `call`, ...
@@ -48,7 +48,7 @@ class Sample:
     truncated: int = 0
     long: bool = False
     languages: tuple[str, ...] = ()
-    assigned: bool = False
+    asked: tuple[str, ...] = ()
     place: str = ""
     text: str = ""
     left_out: tuple[str, ...] = ()
@@ -96,7 +96,7 @@ class CalibrationData:
         digest: see `digest_of`.
         dropped: all skipped rows, by source and reason.
         versions: for each source, the commit or file hash that was read; empty where it was left out.
-        licences: for each source, the licence that its card on the Hub names; empty where none is known.
+        licences: for each source, the licence of its texts; empty where unknown.
         rows: for each source on the Hub, the SHA-256 of each row that was tried, by place.
         lock: whether the versions come from the set's lock.
         notes: what a user should know, such as that the data comes from the cache because the Hub was unreachable.
@@ -216,7 +216,7 @@ def by_category(data: CalibrationData) -> dict[str, Row]:
 
 
 def by_language(calibration: CalibrationSet, data: CalibrationData) -> dict[Kind, dict[str, Row]]:
-    """The counts of each language of the set's lists, in the lists' order; a sample that shows two counts in both."""
+    """The counts of the texts in each language of the set's lists, in the lists' order."""
 
     def row(name: str) -> Row:
         return row_of(sample for sample in data.samples if name in sample.languages)
@@ -225,13 +225,19 @@ def by_language(calibration: CalibrationSet, data: CalibrationData) -> dict[Kind
 
 
 def language_counts(calibration: CalibrationSet, samples: Iterable[Sample]) -> dict[Kind, dict[str, int]]:
-    """Number of samples that show each language of the set's lists, in the lists' order."""
+    """Number of texts in each language of the set's lists, in the lists' order."""
     counts = Counter(name for sample in samples for name in sample.languages)
     return {kind: {name: counts[name] for name in calibration.languages.of(kind)} for kind in KINDS}
 
 
+def asked_for(calibration: CalibrationSet, samples: Iterable[Sample]) -> dict[Kind, dict[str, int]]:
+    """Number of samples whose prompt asks for a language, of those languages that are asked for."""
+    counts = Counter(name for sample in samples for name in sample.asked)
+    return {kind: {name: counts[name] for name in calibration.languages.of(kind) if counts[name]} for kind in KINDS}
+
+
 def missing_languages(calibration: CalibrationSet, samples: Iterable[Sample]) -> dict[Kind, list[str]]:
-    """The languages of the set's lists that no sample shows."""
+    """The languages of the set's lists that no text is in, whatever prompts ask for."""
     counts = language_counts(calibration, samples)
     return {kind: [name for name, count in counts[kind].items() if not count] for kind in KINDS}
 

@@ -20,6 +20,7 @@ from quantizers.system.strict_yaml import parse
 LOCAL_SUFFIXES = (".jsonl", ".json", ".parquet")
 Kind = Literal["programming", "spoken"]
 KINDS: tuple[Kind, ...] = ("programming", "spoken")
+Family = Literal["code", "spoken"]
 FAMILIES: dict[str, Kind] = {"code": "programming", "spoken": "spoken"}  # the first part of a category: code/rust
 Shape = Literal["text", "prompt-answer", "chat", "sharegpt", "code-contests"]
 
@@ -90,7 +91,7 @@ class Languages(Strict):
     spoken: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """The same for spoken languages: `spoken/hindi`."""
     required: bool = False
-    """Whether a run refuses a set in which a language of the lists has no sample."""
+    """Whether a run refuses a set with no text in a language of the lists. A prompt that names one is no text in it."""
 
     @field_validator("programming", "spoken")
     @classmethod
@@ -124,6 +125,15 @@ class FromColumn(Strict):
 
     column: Annotated[str, Field(min_length=1)]
     """The column's name."""
+    under: Family | None = None
+    """For a column of languages: under `spoken`, `Hindi` is the category `spoken/hindi`."""
+
+    def of(self, values: dict[str, Any]) -> str | None:
+        """The category of a row; None if the column has no printable text."""
+        value = values.get(self.column)
+        if not isinstance(value, str) or not value.strip() or not value.isprintable():
+            return None
+        return f"{self.under}/{slug(value)}" if self.under else value
 
 
 class DataSource(Strict):
@@ -157,6 +167,8 @@ class DataSource(Strict):
     required: bool = True
     """Whether the set cannot be loaded without this source. If `false` and it cannot be read, samples of the same
     category take its place, or else texts of the set `embedded`, and report and card say so."""
+    licence: Annotated[str, Field(min_length=1)] | None = None
+    """Of the texts, by the Hub's identifier: `apache-2.0`, `cc-by-nc-4.0`."""
     order: Annotated[str, Field(min_length=1)] | None = None
     """Seed of the order of a local file's rows. Default: the file's name, so a renamed copy needs it to keep its
     samples."""
@@ -169,8 +181,12 @@ class DataSource(Strict):
     @property
     def assigns(self) -> list[Kind]:
         """The kinds of language that are assigned to this source's samples: the placeholders of prompt and category."""
-        category = self.category if isinstance(self.category, str) else ""
-        return placeholders((self.prompt or "") + category)
+        return placeholders((self.prompt or "") + self.fixed_category)
+
+    @property
+    def fixed_category(self) -> str:
+        """The category of all samples, with its placeholders; empty if each row has its own."""
+        return self.category if isinstance(self.category, str) else ""
 
     @field_validator("dataset")
     @classmethod

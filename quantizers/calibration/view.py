@@ -15,10 +15,11 @@ from quantizers.system.errors import InputError
 
 from .check import SetReport
 from .diff import SetDiff, TextsDiff
+from .licences import in_words
 from .load_set import load_set
 from .render import Renderer
 from .samples import CalibrationData, Row, Sample
-from .set import KINDS
+from .set import KINDS, Kind
 
 MOST = 20  # findings, texts or names that are shown; JSON has all of them
 
@@ -34,9 +35,9 @@ def render(report: SetReport, about_tokens: str = "") -> RenderableType:
     parts: list[RenderableType] = [Text(f"{total['name']}: {report.verdict}", style=f"bold {style}")]
     parts += [Text(line, style="red") for line in _first(report.findings)]
     parts += [Text(f"warning: {warning}", style="yellow") for warning in report.warnings]
-    parts += [Text(""), _categories(report), Text(_totals(total))]
+    parts += [Text(""), _categories(report), Text(_totals(total)), *map(Text, in_words(report.licences))]
     parts.append(Text(f"tokens are counted with the tokenizer of {report.tokenizer}{about_tokens}"))
-    parts += [_languages(kind, report.languages[kind]) for kind in KINDS if report.languages[kind]]
+    parts += [_languages(kind, report) for kind in KINDS if report.languages[kind]]
     parts += [Text(_dropped(row), style="yellow") for row in total["dropped"]]
     parts += [Text(_not_rendered(row), style="yellow") for row in total["not_rendered"]]
     if report.identified:
@@ -86,10 +87,13 @@ def _categories(report: SetReport) -> Table:
     return table
 
 
-def _languages(kind: str, counts: Mapping[str, int]) -> Text:
-    line = Text(f"{kind} languages, {sum(map(bool, counts.values()))} of {len(counts)}: ")
+def _languages(kind: Kind, report: SetReport) -> Text:
+    counts, asked = report.languages[kind], report.asked_for[kind]
+    also = f", {len(asked)} asked for by prompts" if asked else ""
+    line = Text(f"{kind} languages, {sum(map(bool, counts.values()))} of {len(counts)} in it{also}: ")
     for name, count in counts.items():
-        line.append(f"{name} {count}  ", style="" if count else "bold red")
+        prompts = f" (asked for {asked[name]})" if name in asked else ""
+        line.append(f"{name} {count}{prompts}  ", style="" if count else "bold red")
     return line
 
 

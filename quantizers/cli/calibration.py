@@ -206,12 +206,13 @@ def freeze(
     Example: quantize calibration freeze software-engineer frozen --recipe minimax-m2.1-fp8-int4
     """
     from quantizers.calibration.freeze import freeze_set
+    from quantizers.calibration.licences import is_non_commercial
     from quantizers.recipe.read import find_set
 
     counting, _ = counting_of(tokenizer, named(recipe), trust_remote_code)
     files, sources, digest = freeze_set(find_set(set_, "embedded"), folder, workers=workers, **counting)
     rows = sum(len(source.rows) for source in sources)
-    restricted = [source.source.dataset for source in sources if source.is_non_commercial]
+    restricted = [source.source.dataset for source in sources if is_non_commercial(source.licence)]
     lines = [f"wrote {files[0]}: {rows:,} rows of {len(sources)} sources, digest {digest}"]
     if restricted:
         lines.append(f"not for commercial use: {', '.join(dict.fromkeys(restricted))}; all licences: {files[-1]}")

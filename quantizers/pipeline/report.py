@@ -21,8 +21,9 @@ from quantizers.architectures.facts import Options, ServerName
 from quantizers.architectures.sizes import Sizes
 from quantizers.budget.choice import describe_choice
 from quantizers.budget.measure import measuring_seconds, read_measurements
+from quantizers.calibration.licences import used_licences
 from quantizers.calibration.render import custom_class
-from quantizers.calibration.samples import by_category, by_language, category_names, language_counts
+from quantizers.calibration.samples import asked_for, by_category, by_language, category_names, language_counts
 from quantizers.calibration.set import read_set
 from quantizers.checkpoint.reader import Checkpoint, left_behind, read_json
 from quantizers.checkpoint.source_identity import source_digest
@@ -286,10 +287,13 @@ def _calibration(job: Job, data: CalibrationData, resolved: Resolved) -> dict[st
         row |= {key: resolved.published(row[key]) for key in ("source", "first") if key in row}
     used = {sample.source for sample in data.samples}
     datasets = (s.dataset for s in calibration.sources if not s.is_local and s.dataset in used)
+    licences = used_licences(calibration, data).items()
     return found | {
         "categories": by_category(data),
         "datasets": list(dict.fromkeys(datasets)),
+        "licences": {resolved.published(name): licence for name, licence in licences},
         "languages": language_counts(calibration, data.samples),
+        "asked_for": asked_for(calibration, data.samples),
         "by_language": by_language(calibration, data),
     }
 

@@ -13,9 +13,11 @@ from commands import Command, printed
 from sets import rows_set
 
 from quantizers.calibration.check import SetReport, check_set, find_duplicates, identify, truncation_warnings
+from quantizers.calibration.load_set import load_set
 from quantizers.calibration.samples import Sample
 from quantizers.calibration.set import CODES, read_set
 from quantizers.calibration.view import render, render_samples, show_samples
+from quantizers.system.errors import CalibrationError
 from quantizers.system.package_data import shipped
 
 SETS = shipped("calibration")
@@ -69,7 +71,7 @@ def test_the_verdict_counts_what_is_wrong(tmp_path: Path, tokenizer: str, comman
     assert code == 3
     assert said.startswith(
         "mine: contradicts what the set claims: 29 findings and 1 warning "
-        "no sample shows C, D (programming) a.jsonl:2 repeats a.jsonl:1"
+        "no text is in C, D (programming) a.jsonl:2 repeats a.jsonl:1"
     )
     assert "and 9 more; --json lists all of them" in said
     assert command("calibration", path, "--json", "--tokenizer", tokenizer) == 3
@@ -162,7 +164,8 @@ def test_the_embedded_set_holds_what_it_claims(embedded: SetReport) -> None:
     fields = {row["category"] for row in embedded.categories if "/" not in row["category"]}
     assert len(fields) == 16
     text = printed(render(embedded))
-    assert "programming languages, 60 of 60" in text
+    assert "programming languages, 60 of 60 in it: Zephyr 3" in text
+    assert "licences: apache-2.0 (3)\n" in text
     assert "language identification confirms 48 of 48 spoken texts" in text
     assert "nothing contradicts the set" in text
     data = json.loads(json.dumps(embedded.as_json()))
@@ -200,9 +203,41 @@ def test_faults_are_found_and_named(tmp_path: Path, tokenizer: str) -> None:
     assert [(m.place, m.claimed, m.identified) for m in report.mismatches] == [(places[3], "Hindi", "German")]
     assert [(twins.first, twins.second) for twins in report.shared] == [(places[3], "other.jsonl:1")]
     text = printed(render(report))
-    assert "no sample shows D (programming)" in text
+    assert "no text is in D (programming)" in text
     assert "reads like German" in text
     assert f"{places[1]} repeats {places[0]} (similarity 1.0)" in text
+
+
+def test_a_language_that_a_prompt_asks_for_is_not_in_the_set(tmp_path: Path, tokenizer: str) -> None:
+    """English texts to which all languages of a shipped set are dealt: none of the languages is in the set."""
+    numbers = {"programming": 60, "spoken": 12}
+    sources = [
+        {
+            "dataset": f"{kind}.jsonl",
+            "columns": ["text"],
+            "shape": "text",
+            "samples": number,
+            "category": f"{'code' if kind == 'programming' else kind}/{{{kind}_language}}",
+            "prompt": f"Answer in {{{kind}_language}}.",
+            "licence": f"cc-by{'-nc' if kind == 'spoken' else ''}-4.0",
+        }
+        for kind, number in numbers.items()
+    ]
+    for kind, number in numbers.items():
+        lines = [json.dumps({"text": f"Tell me about {kind} {n}: {str(n) * 9}"}) for n in range(number)]
+        (tmp_path / f"{kind}.jsonl").write_text("\n".join(lines))
+    path, claimed = tmp_path / "english.yaml", read_set(SETS / "software-engineer.yaml").languages.model_dump()
+    path.write_text(json.dumps({"name": "x", "sequence_length": 99, "languages": claimed, "sources": sources}))
+    report = check_set(path, tokenizer)
+    assert {kind: len(counts) for kind, counts in report.asked_for.items()} == numbers
+    assert {kind: sum(counts.values()) for kind, counts in report.languages.items()} == dict.fromkeys(numbers, 0)
+    assert {kind: len(names) for kind, names in report.missing.items()} == numbers
+    assert (len(report.findings), report.identified) == (2, 0)
+    text = " ".join(printed(render(report)).split())
+    assert "programming languages, 0 of 60 in it, 60 asked for by prompts: Zephyr 0 (asked for 1)" in text
+    assert "licences: cc-by-4.0 (1), cc-by-nc-4.0 (1) not for commercial use: spoken.jsonl (cc-by-nc-4.0)" in text
+    with pytest.raises(CalibrationError, match=r"no text is in Zephyr, .*Turkish \(a prompt that asks for one is no"):
+        load_set(path, tokenizer)
 
 
 def test_held_out_is_looked_for_beside_the_set(tmp_path: Path, tokenizer: str) -> None:
@@ -211,7 +246,7 @@ def test_held_out_is_looked_for_beside_the_set(tmp_path: Path, tokenizer: str) -
     path.write_text(path.read_text().replace('["Hindi", "German"]', '["Hindi"], "required": true'))
     report = check_set(path, tokenizer)
     assert report.held_out is None
-    assert report.findings == ("no sample shows D (programming)", "no sample shows Hindi (spoken)")
+    assert report.findings == ("no text is in D (programming)", "no text is in Hindi (spoken)")
     checked_set(tmp_path, [("code/c", "a text of its own")], "held-out")
     assert len(check_set(path, tokenizer).shared) == 1
 

@@ -91,7 +91,7 @@ def test_a_difference_names_every_change(tmp_path: Path) -> None:
     assert printed(render_diff(diff_sets(before, before))) == "no difference\n"
     after = tmp_path / "after.yaml"
     text = before.read_text(encoding="utf-8").replace("seed: 42", "seed: 7").replace("CUDA, Vulkan", "CUDA, Odin")
-    text = text.replace("fka/awesome-chatgpt-prompts", "fka/prompts").replace("samples: 50", "samples: 51")
+    text = text.replace("fka/awesome-chatgpt-prompts", "fka/prompts").replace("samples: 32", "samples: 33")
     after.write_text(text, encoding="utf-8")
     assert printed(render_diff(diff_sets(before, after))).splitlines() == [
         "+ programming Odin",
@@ -99,5 +99,5 @@ def test_a_difference_names_every_change(tmp_path: Path) -> None:
         "- programming Vulkan",
         "- fka/awesome-chatgpt-prompts train",
         "  set: seed: 42 -> 7",
-        "  deepmind/code_contests train: samples: 50 -> 51",
+        "  rombodawg/code_bagel_hermes-2.5 train: samples: 32 -> 33",
     ]

@@ -155,15 +155,17 @@ LANGUAGES = "languages: {programming: [C++, Rust, Zig], spoken: [Hindi, Hebrew],
 def test_languages_are_assigned_in_turn_over_the_whole_set(hundred: Path, tokenizer: str) -> None:
     one = source("a.jsonl", samples=4, prompt="In {programming_language}:", category="code/{programming_language}")
     two = source("a.jsonl", samples=5, prompt="{programming_language}, {spoken_language}", category="code")
-    data = load_set(write_set(hundred, one + source("a.jsonl", samples=3) + two, LANGUAGES), tokenizer)
-    assigned = [sample.languages for sample in data.samples if sample.assigned]
+    path = write_set(hundred, one + source("a.jsonl", samples=3) + two, LANGUAGES)
+    data = load_set(path, tokenizer, require_languages=False)
+    assert not any(sample.languages for sample in data.samples)
+    assigned = [sample.asked for sample in data.samples if sample.asked]
     assert len(assigned) == 9
     assert Counter(names[0] for names in assigned) == {"C++": 3, "Rust": 3, "Zig": 3}
     assert [names[0] for names in assigned[:6]] == [names[0] for names in assigned[3:]]
     assert sorted(Counter(names[1] for names in assigned if len(names) == 2).values()) == [2, 3]
     first = data.samples[0]
-    assert first.category == {"C++": "code/cpp", "Rust": "code/rust", "Zig": "code/zig"}[first.languages[0]]
-    assert first.text.startswith(f"In {first.languages[0]}:\n\n")
+    assert first.category == {"C++": "code/cpp", "Rust": "code/rust", "Zig": "code/zig"}[first.asked[0]]
+    assert first.text.startswith(f"In {first.asked[0]}:\n\n")
 
 
 def test_a_replaced_row_does_not_use_up_a_language(tmp_path: Path, tokenizer: str) -> None:
@@ -175,7 +177,7 @@ def test_a_replaced_row_does_not_use_up_a_language(tmp_path: Path, tokenizer: st
 
 def test_a_missing_language_is_an_error_where_required(hundred: Path, tokenizer: str) -> None:
     path = write_set(hundred, source("a.jsonl", category="spoken/hindi"), LANGUAGES)
-    with pytest.raises(CalibrationError, match=r"no sample shows C\+\+, Rust, Zig, Hebrew; add samples"):
+    with pytest.raises(CalibrationError, match=r"no text is in C\+\+, Rust, Zig, Hebrew; add some"):
         load_set(path, tokenizer)
     path.write_text(path.read_text().replace("required: true", "required: false"))
     assert load_set(path, tokenizer).samples[0].languages == ("Hindi",)

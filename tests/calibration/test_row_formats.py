@@ -36,6 +36,10 @@ def test_prompt_and_answer_are_two_turns() -> None:
     content = read("prompt-answer", ("q", "a"), {"q": "Why?", "a": "Because."})
     assert [(turn["role"], turn["content"]) for turn in content.turns] == [("user", "Why?"), ("assistant", "Because.")]
     assert content.text == "Why?\n\nBecause."
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+    content = read("prompt-answer", ("q", "a"), {"q": asked, "a": "<think>\nHm.\n</think>\n\nBecause."})
+    assert content.turns[:2] == tuple(asked)
+    assert content.turns[2] == {"role": "assistant", "content": "Because.", "reasoning_content": "Hm."}
 
 
 def test_chat_keeps_reasoning_calls_and_results() -> None:

@@ -31,7 +31,8 @@ def test_the_list_says_what_the_sets_hold(embedded: CalibrationData, command: Co
     assert command("calibration", "list", "--json") == 0
     listed = {row["name"]: row for row in json.loads(command.out)["sets"]}
     assert set(listed) == {path.stem for path in SETS.glob("*.yaml")}
-    assert (listed["software-engineer"]["samples"], listed["software-engineer"]["sources"]) == ("590", "50 on the Hub")
+    engineer = listed["software-engineer"]
+    assert (engineer["samples"], engineer["sources"]) == ("590", "2 local, 53 on the Hub")
     assert (listed["embedded"]["samples"], listed["embedded"]["sources"]) == (str(len(embedded.samples)), "3 local")
     assert all(row["about"] for row in rows())
     for words in ((), ("list",)):

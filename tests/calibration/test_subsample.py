@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 from conftest import REPOSITORY
 from hypothesis import given
 from hypothesis import strategies as st
+from sets import rows_set
 
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.samples import CalibrationData, Sample, digest_of, subsample
@@ -107,18 +107,13 @@ def test_the_embedded_set_gives_every_category_as_much(tiny_model: Path) -> None
 
 
 def test_required_languages_are_required_of_what_is_drawn(tmp_path: Path, tiny_model: Path) -> None:
-    """Two languages in one category: one token shows but one of them."""
-    rows = "".join(f'{{"text": "some words, row {number}"}}\n' for number in range(4))
-    (tmp_path / "a.jsonl").write_text(rows)
-    source = {"dataset": "a.jsonl", "columns": ["text"], "shape": "text", "samples": 4, "category": "code"}
-    source["prompt"] = "In {programming_language}:"
+    """One token is in one of two languages."""
+    rows = [(f"code/{name}", f"some words, row {number}") for number in range(2) for name in ("ada", "zig")]
     languages = {"programming": ["Ada", "Zig"], "required": True}
-    body = {"name": "two", "sequence_length": 64, "languages": languages, "sources": [source]}
-    path = tmp_path / "two.yaml"
-    path.write_text(yaml.safe_dump(body))
+    path = rows_set(tmp_path, rows, "two", languages=languages)
     held = sum(len(sample.tokens) for sample in load_set(path, tiny_model).samples)
     assert load_set(path, tiny_model, tokens=held - 1).drawn
     with pytest.raises(
-        CalibrationError, match=r"two.yaml: of 1 tokens drawn from it none shows (Ada|Zig); raise calibration\.tokens"
+        CalibrationError, match=r"two.yaml: of 1 tokens drawn from it none is in (Ada|Zig); raise calibration\.tokens"
     ):
         load_set(path, tiny_model, tokens=1)

@@ -64,6 +64,17 @@ def test_rows_of_an_unlisted_language_are_left_out_and_counted(tmp_path: Path, t
         ]
 
 
+def test_a_column_of_languages_names_them_under_a_family(tmp_path: Path, tokenizer: str) -> None:
+    """`Rust` in the column is `code/rust`; rows of all other languages are left out for one reason."""
+    path = write_set(tmp_path, [("Rust", "one"), ("Cobol", "two"), ("Basic", "three")])
+    path.write_text(path.read_text().replace('"column": "category"', '"column": "category", "under": "code"'))
+    data = load_set(path, tokenizer)
+    assert [(sample.category, sample.languages, sample.text) for sample in data.samples] == [
+        ("code/rust", ("Rust",), "one")
+    ]
+    assert [(row.reason, row.count) for row in data.dropped] == [("its category is not in languages.programming", 2)]
+
+
 TWENTY = [("code/rust" if number % 2 else "code/cobol", f"text {number}") for number in range(20)]
 
 

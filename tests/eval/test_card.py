@@ -142,6 +142,9 @@ LEFT_OUT = [{"source": "x", "reason": "code/c is not in languages", "count": 3, 
         ("calibration/tokens", 44_441, "44,441 tokens"),
         ("calibration/digest", "abc" * 20, "abcabcabcabcabca"),
         ("calibration/truncated_samples", 33_331, "33,331 samples were cut"),
+        ("calibration/asked_for", {"programming": {"Zig": 2}, "spoken": {}}, "Prompts ask for 1 language, which"),
+        ("calibration/licences", {"a/b": "cc-by-nc-4.0", "c": "mit"}, "Licences: cc-by-nc-4.0 (1), mit (1)."),
+        ("calibration/licences", {"a/b": "cc-by-nc-4.0"}, "Not for commercial use: a/b (cc-by-nc-4.0)."),
         ("calibration/dropped", LEFT_OUT, "3 were left out: the set does not list their language."),
         ("settings/recipe/experts/routed_weight", 0.37, "count for 37% of it"),
         ("settings/recipe/experts/group_size", 64, "one bfloat16 scale per 64 weights"),
@@ -218,7 +221,9 @@ def test_the_calibration_picture_shows_tokens_and_what_was_cut(published: Report
     fields = {"code/rust": rows, "math": whole}
     languages = {"programming": {"Rust": rows, "Zig": dict.fromkeys(rows, 0)}, "spoken": {}}
     totals = {"samples": 4, "tokens": 150, "truncated_samples": 2, "truncated_tokens": 140}
-    figure = calibration_figure(calibration | totals | {"categories": fields, "by_language": languages}, "tiny")
+    of_texts = {"categories": fields, "by_language": languages, "asked_for": {"programming": {"Zig": 3}}}
+    figure = calibration_figure(calibration | totals | of_texts, "tiny")
+    assert figure.axes[0].get_title("left").endswith("; 3 more only ask for one")
     heights = [[bar.get_height() for bar in axes.patches] for axes in figure.axes]
     assert heights == [[60, 0], [0.7, 0], [90], [0]]
     names = [[label.get_text() for label in axes.get_xticklabels()] for axes in figure.axes]
