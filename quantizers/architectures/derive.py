@@ -162,7 +162,7 @@ def skeleton_of(config: dict[str, Any]) -> Skeleton:
     given = [c.arguments.get("position_embeddings") for c in skeleton.calls(TOKENS)]
     rotary, said = getattr(text, "rotary_dim", None), rotated_channels(text)
     for rotated in {one[0].shape[-1] for one in given if isinstance(one, tuple)}:
-        if (rotary and rotated != rotary) or (said and rotated > said):
+        if (rotary and rotated != rotary) or (said and rotated > said + said % 2):  # in pairs
             raise ArchitectureError(
                 f"{f'rotary_dim is {rotary}' if rotary else f'{FACTOR} means {said}'}, but {names[0]} of transformers "
                 f"{transformers.__version__} rotates {rotated} channels of each head; such a model would be computed "

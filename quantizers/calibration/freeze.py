@@ -143,7 +143,8 @@ def _licences_text(calibration: CalibrationSet, frozen: Sequence[FrozenSource]) 
     return f"""\
 # Where the rows of {calibration.name} come from
 
-Each licence is the one that the set names, or the card of the data set at this commit. It binds whoever passes these rows on.
+Each licence is the one that the set names, or the card of the data set at this commit. It binds whoever passes these
+rows on.
 
 | file | rows | from | version | licence |
 |---|---:|---|---|---|

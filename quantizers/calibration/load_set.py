@@ -10,10 +10,11 @@ reported together. What was read of the Hub is kept (rows.py), and a run keeps t
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,7 +27,7 @@ from .hub_repository import Hub, Repository
 from .lock import Pin, as_locked, local_version, pin, read_lock
 from .render import Renderer
 from .row_files import Row
-from .rows import first_row, hub_rows, kept_file, kept_rows, local_rows, newest_kept, rows_cache
+from .rows import first_row, kept_file, local_rows, newest_kept, rows_at, rows_cache
 from .sampler import Sampled, sample_source
 from .samples import CalibrationData, asked_for, digest_of, missing_languages, subsample
 from .set import KINDS, CalibrationSet, DataSource, read_set
@@ -65,7 +66,7 @@ def load_set(
         without: sources to leave out, by their `dataset`; other samples take their place.
         kept: the folder of kept rows; None for the user's own.
         run: a folder of the run that loads the set. The loaded set is kept there, and taken from there as long as
-            set and tokenizer are the same, whatever has become of the data.
+            set, tokenizer and local files are the same, whatever has become of the datasets on the Hub.
         require_languages: whether the set's `languages.required` is enforced.
 
     Raises:
@@ -78,8 +79,7 @@ def load_set(
     _refuse_unknown(calibration, without, path)
     with rich.console.Console(stderr=True).status("loading calibration data"):
         renderer = Renderer(str(tokenizer), revision, trust_remote_code)
-        key = json.dumps([FORMAT, calibration.model_dump(mode="json"), list(without), renderer.fingerprint()])
-        own = run and run / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+        own = run and run / f"{_key(calibration, path, without, renderer)}.json"
         data = _read_loaded(own) if own else None
         if data is None:
             with Hub() as hub:
@@ -122,6 +122,16 @@ def _require_languages(calibration: CalibrationSet, data: CalibrationData, probl
         dealt = any(name in asked[kind] for kind in KINDS for name in missing[kind])
         prompts = " (a prompt that asks for one is no text in it)" if dealt else ""
         raise CalibrationError(f"{problem} {names}{prompts}; {remedy}, or drop languages.required")
+
+
+def _key(calibration: CalibrationSet, path: Path, without: Sequence[str], renderer: Renderer) -> str:
+    """SHA-256 of what decides a loaded set, but for what the Hub has now; another for a local file that is missing."""
+    files = []
+    for source in calibration.sources:
+        with contextlib.suppress(SourceError):  # which is said when the set is loaded anew
+            files += [local_version(source, path.parent, None)] if source.is_local else []
+    key = [FORMAT, calibration.model_dump(mode="json"), list(without), renderer.fingerprint(), files]
+    return hashlib.sha256(json.dumps(key).encode()).hexdigest()
 
 
 def _read_loaded(file: Path) -> CalibrationData | None:
@@ -231,7 +241,9 @@ class _Loading:
             return version
         version = _Version(pin.version, source.licence or pin.licence, pin=pin) if pin else self._current(index, source)
         if not kept_file(self.kept, source, self.calibration.order_of(index), version.name).exists():
-            first_row(source, self._repository(source, version), self.hub)
+            repository = version.repository or self.hub.look_up(source.dataset, version.name)
+            first_row(source, repository, self.hub)
+            version = replace(version, repository=repository)
         return version
 
     def _current(self, index: int, source: DataSource) -> _Version:
@@ -256,11 +268,4 @@ class _Loading:
         if source.is_local:
             return self.local[index]
         seed = self.calibration.order_of(index)
-
-        def fresh() -> Iterator[list[Row]]:
-            return hub_rows(source, self._repository(source, version), self.hub, seed)
-
-        return kept_rows(kept_file(self.kept, source, seed, version.name), fresh)
-
-    def _repository(self, source: DataSource, version: _Version) -> Repository:
-        return version.repository or self.hub.look_up(source.dataset, version.name)
+        return rows_at(source, version.name, seed, self.hub, self.kept, version.repository)

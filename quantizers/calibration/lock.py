@@ -21,7 +21,7 @@ from quantizers.system.schema import Strict
 
 from .hub_repository import Hub
 from .row_files import Row
-from .rows import hub_rows, kept_file, kept_rows, local_file, read_bytes, rows_cache
+from .rows import local_file, read_bytes, rows_at
 from .set import CalibrationSet, DataSource, read_set
 from .source_faults import SourceError, for_each_source
 
@@ -98,17 +98,17 @@ def lock_set(path: Path, workers: int = 8, kept: Path | None = None) -> Path:
     Raises:
         CalibrationError: the set is wrong, or sources cannot be read; the message names all of them.
     """
-    calibration, folder = read_set(path), kept or rows_cache()
+    calibration = read_set(path)
     with Hub() as hub:
 
         def pinned(index: int, source: DataSource) -> Pin:
             if source.is_local:
                 return pin(source, file_hash(local_file(source, path.parent)))
             repository, seed = hub.look_up(source.dataset, source.revision), calibration.order_of(index)
-            file = kept_file(folder, source, seed, repository.commit)
-            rows = kept_rows(file, lambda: hub_rows(source, repository, hub, seed))
+            rows = rows_at(source, repository.commit, seed, hub, kept, repository)
             first = islice(rows, None if source.samples == "all" else source.samples)
-            return pin(source, repository.commit, repository.licence, {row.place: row.sha256 for row in first})
+            licence = source.licence or repository.licence
+            return pin(source, repository.commit, licence, {row.place: row.sha256 for row in first})
 
         pins = for_each_source(calibration, path, pinned, workers)
     write_text(lock_text(pins), lock_path(path))

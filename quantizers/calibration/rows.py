@@ -171,17 +171,20 @@ def first_row(source: DataSource, repository: Repository, hub: Hub) -> Row:
     return next(hub_rows(one, repository, hub, ""))[0]
 
 
-def rows_at(source: DataSource, commit: str, seed: str, hub: Hub, kept: Path | None = None) -> Iterator[Row]:
+def rows_at(
+    source: DataSource, commit: str, seed: str, hub: Hub, kept: Path | None = None, found: Repository | None = None
+) -> Iterator[Row]:
     """The rows of a Hub dataset at a commit, from those that were kept as far as they go.
 
     Args:
         kept: the folder of kept rows; None for the user's own.
+        found: its repository at the commit, if the Hub was asked for it already.
 
     Raises:
         SourceError: as `hub_rows`.
     """
     file = kept_file(kept or rows_cache(), source, seed, commit)
-    return kept_rows(file, lambda: hub_rows(source, hub.look_up(source.dataset, commit), hub, seed))
+    return kept_rows(file, lambda: hub_rows(source, found or hub.look_up(source.dataset, commit), hub, seed))
 
 
 def rows_cache() -> Path:

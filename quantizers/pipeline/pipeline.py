@@ -89,6 +89,7 @@ def run(job: Job, options: Options) -> dict[str, Any]:
         if finished is not None:
             dist.broadcast_object(False)
             return already_done(job, options, finished)
+        resolve_recipe(job.recipe, job.path)  # what is missing is said before a folder is made
         refuse_strangers(options.output)
     with interruptible(RESUME) as interrupt:
         check = dist.watch(interrupt)

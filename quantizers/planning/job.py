@@ -29,6 +29,10 @@ from .assign_actions import expected_tensors, make_plan
 from .plan import Plan
 
 
+# The files of a checkpoint that its tokenizer needs.
+TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")
+
+
 @dataclass(frozen=True)
 class Job:
     """A recipe with its source and its plan.
@@ -139,9 +143,10 @@ def _load_sets(location: str, recipe: Recipe, path: Path) -> None:
     from quantizers.calibration.load_set import load_set
 
     perplexity, source = recipe.verify and recipe.verify.perplexity, recipe.source
+    tokenizer = resolve(location, source.revision, TOKENIZER_FILES)
     sets = {recipe.calibration_set: recipe.calibration_without} | ({perplexity.data: ()} if perplexity else {})
     for name, without in sets.items():
-        load_set(set_location(name, path), location, source.trusts_tokenizer, revision=source.revision, without=without)
+        load_set(set_location(name, path), tokenizer, source.trusts_tokenizer, without=without)
 
 
 def _refuse_missing_sets(recipe: Recipe, path: Path) -> None:

@@ -67,7 +67,7 @@ def test_more_tokens_than_the_set_holds_are_the_whole_set(tmp_path: Path, capsys
     whole = load_set(tmp_path / "job" / "calibration.yaml", tmp_path / "job" / "model")
     report = run(prepare(str(drawn(recipe, 10**6))), Options(tmp_path / "output", CPU))
     tokens = sum(len(sample.tokens) for sample in whole.samples)
-    note = f"calibration holds fewer than calibration.tokens, {tokens:,} of 1,000,000: all are"
+    note = f"calibration: calibration holds fewer than calibration.tokens, {tokens:,} of 1,000,000: all are"
     assert [line for line in capsys.readouterr().err.splitlines() if "calibration.tokens" in line] == [f"{note} used"]
     assert report["calibration"]["digest"] == whole.digest
     assert (
