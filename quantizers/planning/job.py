@@ -28,7 +28,6 @@ from .allocation import Allocation, allocation
 from .assign_actions import expected_tensors, make_plan
 from .plan import Plan
 
-
 # The files of a checkpoint that its tokenizer needs.
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")
 
