@@ -18,6 +18,7 @@ import torch
 from eval.coverage.summary import check_floors
 from eval.fidelity.metrics import Text
 from eval.fidelity.scoring import HeldOut, held_out
+from eval.serving.check import ServingCheck
 from quantizers.budget.choice import choose_schemes
 from quantizers.budget.measure import probe_bytes
 from quantizers.calibration.load_set import load_set, pins_of
@@ -82,14 +83,15 @@ def run(job: Job, options: Options) -> dict[str, Any]:
         InputError: exit 2; also if this process differs from rank 0 in something that the output's bytes depend on.
         QuantizeError: exit 1. Interrupted: 130 or 143.
     """
-    dist = options.dist
+    dist, engines = options.dist, None
     work = journal.work_folder(options.output, dist.node)
     if dist.is_main:
         finished = finished_report(options.output)
         if finished is not None:
             dist.broadcast_object(False)
             return already_done(job, options, finished)
-        resolve_recipe(job.recipe, job.path)  # what is missing is said before a folder is made
+        engines = planned_check(job)  # this and what is missing is said before a folder is made
+        resolve_recipe(job.recipe, job.path)
         refuse_strangers(options.output)
     with interruptible(RESUME) as interrupt:
         check = dist.watch(interrupt)
@@ -101,8 +103,8 @@ def run(job: Job, options: Options) -> dict[str, Any]:
             verify_kernels(options.device, {(scheme.bits, scheme.group_size) for scheme in schemes}, dist)
             _refuse_different_ranks(job, options)
         with journal.locked(options.output, dist):
-            if unfinished and dist.is_main:
-                _make_output(job, options, work, check)
+            if unfinished and engines is not None:
+                _make_output(job, options, work, check, engines)
             elif unfinished:
                 _quantize_share(job, options, work, check)
             return move_into_place(work, options.output) if dist.is_main else {}
@@ -186,9 +188,9 @@ def _quantize_share(job: Job, options: Options, work: Path, check: Callable[[], 
             journal.leave(options.output, dist.node)
 
 
-def _make_output(job: Job, options: Options, work: Path, check: Callable[[], None]) -> None:
+def _make_output(job: Job, options: Options, work: Path, check: Callable[[], None], engines: ServingCheck) -> None:
     """All that rank 0 does: make work/output, up to the mark that lets it be moved into place."""
-    started, engines = time.monotonic(), planned_check(job)
+    started = time.monotonic()
     # Read the sets once, before anything slow: they may be edited during the run.
     inputs = _read_inputs(job, options.dist, work)
     resolved = resolve_recipe(job.recipe, job.path, inputs.pins)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from calibration_tokenizer import write_tokenizer
-from hub_stand_in import HubStandIn
+from hub_stand_in import HubStandIn, reached
 
 from quantizers.calibration import hub_repository
 
@@ -18,9 +19,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStandIn]:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStandIn]:
     monkeypatch.setattr(hub_repository, "RETRIES", 1)
     with HubStandIn() as stand_in:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", stand_in.endpoint)
+        reached(stand_in, tmp_path / "home", monkeypatch)
         yield stand_in

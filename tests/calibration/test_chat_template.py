@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +170,9 @@ MARK = re.compile(r"(system|developer|user|assistant|tool|thought|call)-mark-\w+
 KINDS = {"thought": "thoughts", "call": "call"}  # else a turn of the role
 
 
+KINDS_OF = {"code": "programming", "spoken": "spoken"}
+
+
 @pytest.fixture(scope="module")
 def real_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The software-engineer set with files in place of its Hub data sets; their rows have the structures of real ones,
@@ -175,10 +180,16 @@ def real_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     folder = tmp_path_factory.mktemp("real")
     declared = yaml.safe_load((shipped("calibration") / "software-engineer.yaml").read_text())
+    shutil.copytree(shipped("calibration") / "embedded", folder / "embedded")
     for number, source in enumerate(declared["sources"]):
-        rows = _tool_rows if "tool" in source["dataset"] else _rows
-        lines = [json.dumps(row) for row in rows(source, f"{number}x", source["samples"] + 60)]
-        (folder / f"{number}.jsonl").write_text("\n".join(lines))
+        if source["samples"] == "all":  # a file already
+            continue
+        made = _tool_rows if source["category"] == "tool-use" or source["columns"][1:] == ["tools"] else _rows
+        rows = list(made(source, f"{number}x", source["samples"] + 60))
+        if isinstance(source["category"], dict):
+            languages = cycle(declared["languages"][KINDS_OF[source["category"]["under"]]])
+            rows = [row | {source["category"]["column"]: next(languages)} for row in rows]
+        (folder / f"{number}.jsonl").write_text("\n".join(map(json.dumps, rows)))
         for key in ("subset", "split", "revision", "streaming"):
             source.pop(key, None)
         source["dataset"] = f"./{number}.jsonl"
@@ -248,7 +259,7 @@ def _tool_rows(source: Row, name: str, count: int) -> Iterator[Row]:
         at_once = 2 if n % 10 == 2 else 1
         for _ in range((1, 2, 1, 1, 0)[n % 5]):
             turns += [answer(at_once, next(marks)), result(next(marks), at_once)]
-        yield {source["columns"][0]: [*turns, answer(0, next(marks))]}
+        yield dict(zip(source["columns"], ([*turns, answer(0, next(marks))], "[]"), strict=False))
 
 
 @pytest.mark.slow
@@ -272,12 +283,13 @@ def test_the_whole_software_engineer_set_under_each_templates_habits(
 ) -> None:
     """No row is lost that the model's format can hold, and all that is missing in the tokens is counted."""
     folder = write_tokenizer(tmp_path, TEMPLATES[name])
-    data = load_set(real_rows, folder, cache=tmp_path / "cache")
+    data = load_set(real_rows, folder, kept=tmp_path / "kept")
     assert len(data.samples) == 590
     refused = {"the chat template refuses it: single tool-calls at once!"} if name == "llama" else set()
     assert {row.reason for row in data.dropped} == refused
     tokenizer, missing = AutoTokenizer.from_pretrained(folder), Counter[tuple[str, str]]()
-    lines = {path.name: path.read_text().splitlines() for path in real_rows.parent.glob("*.jsonl")}
+    files = real_rows.parent.rglob("*.jsonl")
+    lines = {str(path.relative_to(real_rows.parent)): path.read_text().splitlines() for path in files}
     for sample in data.samples:
         file, _, line = sample.place.removeprefix("./").partition(":")
         shown = {match[0] for match in MARK.finditer(tokenizer.decode(sample.tokens))}

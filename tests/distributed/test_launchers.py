@@ -38,6 +38,7 @@ def whole(recipe: Path) -> Path:
     return recipe.parent / "by-1"
 
 
+@pytest.mark.every
 def test_a_killed_process_and_a_launcher_that_restarts(recipe: Path, whole: Path, tmp_path: Path) -> None:
     """The other process ends with one line, although its launcher's SIGTERM arrives first; a second attempt resumes."""
     launcher = ["-m", "torch.distributed.run", "--max-restarts", "1", "--nproc-per-node"]

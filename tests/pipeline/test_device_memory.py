@@ -14,14 +14,16 @@ from calibration_tokenizer import write_tokenizer
 from one_layer import batches_cached
 from runs import hashes
 
+from quantizers.calibration.load_set import load_set
 from quantizers.calibration.samples import token_tensors
-from quantizers.pipeline import pipeline, quantize
+from quantizers.pipeline import quantize
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
 from quantizers.pipeline.quantizer import _by_expert
 from quantizers.planning import expert_batches
 from quantizers.planning.device_memory import device_memory
 from quantizers.planning.job import prepare
+from quantizers.recipe.read import set_location
 from quantizers.solve import solver
 from quantizers.system.errors import Interrupted, OutputError
 
@@ -46,7 +48,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def limits(job: Path) -> dict[int, int]:
     """For every number of sums a limit with which so many are held."""
     prepared = prepare(str(job))
-    data = pipeline._samples(prepared, prepared.recipe.calibration_set)
+    data = load_set(set_location(prepared.recipe.calibration_set, job), prepared.opened.folder)
     lengths = [len(sequence) for sequence in token_tensors(data, prepared.sizes["vocabulary"])]
     assert max(lengths) <= 32  # what attention takes of longer ones would be most
     needs = partial(device_memory, prepared.plan, prepared.sizes, max(lengths), False, tokens=sum(lengths))

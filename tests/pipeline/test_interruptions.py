@@ -28,7 +28,7 @@ from quantizers.pipeline.options import Options
 MARGIN = 2**19  # for report.json, card, pictures and journal of a small job
 
 
-KILLS = 5
+KILLS = 3
 
 # `quantize` in a process that says at its end which of the slow imports it made.
 NAMES_IMPORTS = """
@@ -59,7 +59,7 @@ def test_killed_at_random_moments(name: str, code: int, tmp_path: Path) -> None:
     print(f"{name}: {result}")
     assert result["ended"] == [code] * KILLS
     assert result["last"] == 0
-    assert len(result["outputs"]) > 2  # killed when it was young and when it was nearly done
+    assert len(result["outputs"]) > 1  # killed when it was young and when it was nearly done
     for output in result["outputs"]:
         assert_same(tmp_path / output, tmp_path / "whole")
     logs = "".join(path.read_text() for path in tmp_path.glob("*.log"))

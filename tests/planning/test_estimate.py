@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
+from commands import Command
 from conftest import REPOSITORY
-from hub_stand_in import HubStandIn
+from hub_stand_in import HubStandIn, reached
 from planned import published
 
 from quantizers.planning.estimate import Estimate, Work, estimate_run, layer_work, memory_on_gpu
@@ -130,20 +128,8 @@ def test_needs_follow_each_source_s_own_length(tmp_path: Path) -> None:
     assert planned(2048, "") == planned(10**12, "")
 
 
-def plan_in_a_process(hub: HubStandIn, home: Path, *words: object) -> subprocess.CompletedProcess[str]:
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
-    return subprocess.run(
-        [sys.executable, "-m", "quantizers", "plan", *map(str, words), "--json"],
-        env=kept | {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-
-
 @pytest.mark.slow
-def test_headers_from_the_hub_without_shards(tmp_path: Path) -> None:
+def test_headers_from_the_hub_without_shards(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.make(tmp_path / "model", num_hidden_layers=3)
     (tmp_path / "set.yaml").write_text(
         "name: x\nsequence_length: 16\nsources: [{dataset: a/b, columns: [t], shape: text, samples: 5, category: c}]\n"
@@ -153,18 +139,18 @@ def test_headers_from_the_hub_without_shards(tmp_path: Path) -> None:
     remote.write_text(f"source: {{model: {REPO}}}\ncalibration: set.yaml\n")
     files = {path.name: path.read_bytes() for path in model.iterdir()}
     with HubStandIn("hf_x", {REPO: {"main": files}}) as hub:
-        here = json.loads(plan_in_a_process(hub, tmp_path / "home", local).stdout)
+        reached(hub, tmp_path / "home", monkeypatch)
+        assert command("plan", local, "--json") == 0
+        here = json.loads(command.out)
         assert hub.asked == []
         for _ in range(2):  # the second time the index is in the cache, the shards are not
-            there = plan_in_a_process(hub, tmp_path / "home", remote)
-            assert there.returncode == 0, there.stderr
-            numbers = json.loads(there.stdout)
+            assert command("plan", remote, "--json") == 0, command.err
+            numbers = json.loads(command.out)
             assert numbers["basis"] == f"the headers of {REPO} on the Hub, commit {hub.commit(REPO, 'main')}"
             assert numbers | {"basis": "", "recipe": ""} == here | {"basis": "", "recipe": ""}
         assert not list((tmp_path / "home").rglob("*.safetensors"))
         lost = tmp_path / "lost.yaml"
         lost.write_text("source: {model: me/lost}\ncalibration: set.yaml\n")
-        gone = plan_in_a_process(hub, tmp_path / "home", lost)
-    assert gone.returncode == 2
-    assert gone.stderr.startswith("quantize: me/lost: the Hub did not give its headers (")
-    assert len(gone.stderr.splitlines()) == 1
+        assert command("plan", lost) == 2
+    assert command.err.startswith("quantize: me/lost: the Hub did not give its headers (")
+    assert len(command.err.splitlines()) == 1
