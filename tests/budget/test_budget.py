@@ -275,6 +275,7 @@ def test_compressed_tensors_finds_each_layers_own_scheme(done: Any) -> None:
 # Resuming, and what is refused ----------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_cut_while_measuring_measures_again_and_another_choice_is_refused(tmp_path: Path) -> None:
     words = {"layers": 2, "words": 20, "samples": 3, "awq": {"grid": 3}}
     job = prepare(str(tiny.write_job(tmp_path / "job", bits_per_weight=MEAN_BITS, **words)))

@@ -80,6 +80,7 @@ def test_the_verdict_counts_what_is_wrong(tmp_path: Path, tokenizer: str, comman
     assert said.startswith(f"mine: {report['verdict']}")
 
 
+@pytest.mark.slow
 def test_it_says_whose_tokenizer_counted(tmp_path: Path, tokenizer: str, command: Command) -> None:
     """The one that is named; else the recipe's; else the tiny model's, which is said to make more tokens."""
     tiny = shipped("models") / "tiny-minimax-m2"
@@ -92,6 +93,7 @@ def test_it_says_whose_tokenizer_counted(tmp_path: Path, tokenizer: str, command
     assert f"the tokenizer of {tokenizer} compared with" in named
 
 
+@pytest.mark.slow
 def test_a_recipe_brings_its_set_and_its_held_out_set(tmp_path: Path, command: Command) -> None:
     code, said = words(command, "check", "--recipe", RECIPE)
     assert code == 0

@@ -35,6 +35,7 @@ def lines(rows: list[dict[str, Any]]) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
+@pytest.mark.slow
 def test_a_frozen_set_gives_the_same_samples_without_the_hub(
     tmp_path: Path, tokenizer: str, hub: HubStandIn, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,6 +40,7 @@ def test_the_list_says_what_the_sets_hold(embedded: CalibrationData, command: Co
         assert listed["embedded"]["about"] in command.out
 
 
+@pytest.mark.slow
 def test_a_copy_gives_the_same_samples_and_knows_its_held_out_set(
     tmp_path: Path, embedded: CalibrationData, command: Command, tokenizer: str
 ) -> None:

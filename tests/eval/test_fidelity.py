@@ -117,6 +117,7 @@ def materialised(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
     return counts
 
 
+@pytest.mark.slow
 def test_an_evaluation_resumes_where_it_was_interrupted(
     small: Small, materialised: Counter[tuple[str, int]], tmp_path: Path
 ) -> None:

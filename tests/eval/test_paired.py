@@ -100,6 +100,7 @@ def test_a_hundred_categories_are_paired_by_family() -> None:
     assert len(one["categories"]) == 100
 
 
+@pytest.mark.slow
 def test_the_command_compares_every_candidate_with_the_first(
     finished: Finished, tmp_path: Path, command: Command
 ) -> None:

@@ -110,6 +110,7 @@ def mislead_servers(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+@pytest.mark.slow
 def test_nothing_that_is_published_names_the_machine(hub: HubStandIn, publish: Publish, tmp_path: Path) -> None:
     """Every file but the shards, as the Hub holds it: no absolute path, no user's name, no token."""
     home = tmp_path / "somebody"
@@ -163,6 +164,7 @@ def test_no_reason_publishes_changed_figures(hub: HubStandIn, publish: Publish, 
     assert hub.repositories == {}
 
 
+@pytest.mark.slow
 def test_a_forced_card_is_taken_back(publish: Publish, folder: Path, finished: Finished) -> None:
     words = (folder, "--repo", REPO)
     assert publish(*words)[0] == 0

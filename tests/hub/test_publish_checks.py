@@ -30,6 +30,7 @@ def rewrite_report(folder: Path, change: Callable[[dict[str, Any]], object]) -> 
 
 
 @pytest.mark.usefixtures("no_source")
+@pytest.mark.slow
 def test_a_changed_byte_in_any_file_is_noticed_without_the_source(
     hub: HubStandIn, publish: Publish, folder: Path
 ) -> None:

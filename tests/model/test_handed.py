@@ -100,7 +100,7 @@ def test_a_row_keeps_it_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["glm_moe_dsa", "qwen4_exp"])
+@pytest.mark.parametrize("name", ["glm_moe_dsa", pytest.param("qwen4_exp", marks=pytest.mark.every)])
 def test_a_run_that_was_stopped_has_it_again(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     zoo.save(name, tmp_path / "model")
     job, write_json = prepare(str(tiny.write_recipe(tmp_path, samples=3, bits=4, group_size=32))), quantize.write_json

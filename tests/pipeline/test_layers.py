@@ -152,6 +152,7 @@ def flip(file: Path, tensor: str) -> None:
         stream.write(bytes([byte ^ 1]))
 
 
+@pytest.mark.slow
 def test_a_byte_that_changed_in_memory_or_between_memory_and_file_is_found_at_once(
     small: Small, tmp_path: Path
 ) -> None:
@@ -223,6 +224,7 @@ def test_a_shard_damaged_between_layer_and_end_is_found_and_made_again(
     assert_same(output, small.whole)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_makes_damaged_shards_again(
     small: Small, cut: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

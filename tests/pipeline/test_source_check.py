@@ -55,7 +55,7 @@ def damaged(source: Path, folder: Path, damage: Callable[[Tensors, dict[str, obj
 @pytest.mark.parametrize(
     ("damage", "perplexity"),
     [
-        (shuffled_vocabulary, 17_212),
+        pytest.param(shuffled_vocabulary, 17_212, marks=pytest.mark.slow),
         pytest.param(swapped_layers, 46.5, marks=pytest.mark.slow),
         pytest.param(no_rotary_correction, 71.0, marks=pytest.mark.slow),
     ],

@@ -112,6 +112,7 @@ def test_a_dtype_that_cannot_be_copied_is_refused_before_the_run() -> None:
         planned(with_unread(*PATTERNS), TENSORS | {INV_FREQ: Spec("U64", (16,))})
 
 
+@pytest.mark.slow
 def test_a_run_carries_them_along_and_verify_compares_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(families, "_of_family", lambda *_: with_unread(*PATTERNS))
     recipe = tiny.write_job(tmp_path, layers=2, words=12, samples=2)

@@ -39,6 +39,7 @@ def leaks(folder: Path, *words: str) -> list[str]:
     return [f"{path.name}: {word}" for path in files for word in words if word.encode() in path.read_bytes()]
 
 
+@pytest.mark.slow
 def test_no_path_of_the_machine_and_a_recipe_that_works_elsewhere(tmp_path: Path) -> None:
     """Before, report.json, recipe.yaml, report.html and the card held a user's home folder."""
     home = tmp_path / "somebody"

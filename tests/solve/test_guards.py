@@ -99,6 +99,7 @@ def assert_named(report: dict[str, Any], expert: int, said: list[str]) -> None:
     assert [words for words in said if not any(words in line for line in lines)] == [], lines
 
 
+@pytest.mark.slow
 def test_faulty_experts_are_named_and_harm_no_other(tmp_path: Path) -> None:
     """One that gives infinity is never routed, in the healthy model neither: else the layer's output is not finite."""
     number, infinite = INFINITE

@@ -35,6 +35,7 @@ def copy(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return bf16_copy(tiny_model, tmp_path_factory.mktemp("copy") / "bf16")
 
 
+@pytest.mark.slow
 def test_the_forgotten_router_is_named_and_repaired(
     finished: Finished, copy: Path, tmp_path: Path, command: Command
 ) -> None:
