@@ -44,8 +44,11 @@ class _Configuration(BaseModel, coerce_numbers_to_str=True):
     data_files: str | list[str] | list[_Files] | None = None
 
 
-def data_files(listing: Sequence[str], card: Mapping[str, Any], subset: str | None, split: str) -> list[str]:
-    """The paths of a split's files, in the order in which `datasets` reads them.
+def data_files(
+    listing: Sequence[str], card: Mapping[str, Any], subset: str | None, split: str
+) -> tuple[list[str], list[str]]:
+    """The paths of a split's files, in the order in which `datasets` reads them; and of its files in a rarer format,
+    which it does not read.
 
     Args:
         listing: the paths of all files of the repository.
@@ -77,7 +80,11 @@ def data_files(listing: Sequence[str], card: Mapping[str, Any], subset: str | No
     if not any(counts[suffix] for suffix in FORMATS):
         raise _unreadable(found)
     form = FORMATS[max(FORMATS, key=lambda suffix: counts[suffix])]
-    return [prefix + path for path in found if FORMATS.get(data_suffix(path) or "") == form]
+    files: tuple[list[str], list[str]] = ([], [])
+    for path in found:
+        if suffix := data_suffix(path):
+            files[FORMATS[suffix] != form].append(prefix + path)
+    return files
 
 
 def data_suffix(path: str) -> str | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -23,13 +23,14 @@ from pydantic import TypeAdapter
 from quantizers.system.errors import CalibrationError, did_you_mean
 from quantizers.system.files import atomic
 
+from .hub_files import data_files
 from .hub_repository import Hub, Repository
 from .lock import Pin, as_locked, local_version, pin, read_lock
 from .render import Renderer
 from .row_files import Row
 from .rows import first_row, kept_file, local_rows, newest_kept, rows_at, rows_cache
 from .sampler import Sampled, sample_source
-from .samples import CalibrationData, asked_for, digest_of, missing_languages, subsample
+from .samples import CalibrationData, asked_for, digest_of, missing_languages, subsample, within
 from .set import KINDS, CalibrationSet, DataSource, read_set
 from .source_faults import SourceError, Unreachable, for_each_source
 from .substitutes import substitutes
@@ -53,6 +54,7 @@ def load_set(
     kept: Path | None = None,
     run: Path | None = None,
     require_languages: bool = True,
+    positions: int | None = None,
 ) -> CalibrationData:
     """Load a calibration or held-out set.
 
@@ -68,6 +70,7 @@ def load_set(
         run: a folder of the run that loads the set. The loaded set is kept there, and taken from there as long as
             set, tokenizer and local files are the same, whatever has become of the datasets on the Hub.
         require_languages: whether the set's `languages.required` is enforced.
+        positions: of the model, at which every text is cut; None for the limits of the set alone.
 
     Raises:
         CalibrationError: the set, the tokenizer or a source is wrong or cannot be reached. The message has one
@@ -90,6 +93,7 @@ def load_set(
                     stream.write(LOADED.dump_json(data))
     if require_languages:
         _require_languages(calibration, data, f"{path}: no text is in", "add some")
+    data = data if positions is None else within(data, positions)
     if tokens is not None:
         data = subsample(data, tokens, calibration.seed)
         few = f"{path}: of {tokens:,} tokens drawn from it none is in"
@@ -178,6 +182,7 @@ class _Loading:
         self.left_out = dict.fromkeys(named, "--without")  # the reasons, by the source's number
         self.unreached: set[int] = set()  # sources of which the rows that were kept last are taken
         self.local: dict[int, list[Row]] = {}  # rows of local files
+        self.tried: dict[int, Mapping[str, str]] = {}  # SHA-256 of the rows that were tried, by place
 
     def load(self) -> CalibrationData:
         """Look at every source, then read all of them."""
@@ -190,6 +195,7 @@ class _Loading:
         notes += renderer.notes
         if self.unreached:
             notes.append(f"from rows that were kept; {len(self.unreached)} sources could not be reached")
+        notes += self._of_files()
         notes += [one.shortage for one in sampled if one and one.shortage]
         if self.left_out:
             more, said = substitutes(calibration, dict(sorted(self.left_out.items())), self._sample, samples, renderer)
@@ -209,7 +215,7 @@ class _Loading:
             dropped,
             tuple(version.name if version else "" for version in self.versions),
             tuple(version.licence if version else "" for version in self.versions),
-            tuple(dict(one.rows) if one else {} for one in sampled),
+            tuple(dict(self.tried.get(index, {})) for index in range(len(sampled))),
             lock=self.pins is not None,
             notes=tuple(notes),
         )
@@ -262,7 +268,23 @@ class _Loading:
         source, version = self.calibration.sources[index], self.versions[index]
         assert version is not None
         rows = as_locked(self._rows(index, source, version), version.pin)
-        return sample_source(self.calibration, index, rows, self.renderer, more)
+        sampled = sample_source(self.calibration, index, rows, self.renderer, more)
+        self.tried[index] = sampled.rows
+        return sampled
+
+    def _of_files(self) -> Iterator[str]:
+        """What is to be said of the files of the datasets on the Hub, and of those that keep their rows."""
+        kept = True
+        for index, (source, version) in enumerate(zip(self.calibration.sources, self.versions, strict=True)):
+            if version is None or source.is_local or index in self.left_out:
+                continue
+            kept = kept and kept_file(self.kept, source, self.calibration.order_of(index), version.name).exists()
+            if repository := version.repository:
+                _, unread = data_files(repository.files, repository.card, source.subset, source.split)
+                if unread:
+                    yield f"{source.dataset}: not read are {len(unread)} files in another format, such as {unread[0]}"
+        if not kept:
+            yield f"rows cannot be kept in {self.kept}: they will be asked for again"
 
     def _rows(self, index: int, source: DataSource, version: _Version) -> Iterable[Row]:
         if source.is_local:

@@ -116,7 +116,7 @@ def hub_rows(source: DataSource, repository: Repository, hub: Hub, seed: str) ->
         SourceError: there is no such subset or split, a file cannot be read, or it lacks a column.
     """
     try:
-        files = data_files(repository.files, repository.card, source.subset, source.split)
+        files, _ = data_files(repository.files, repository.card, source.subset, source.split)
     except ValueError as failure:
         remedy = "correct the source's subset, split or revision"
         raise SourceError(source.dataset, str(failure), remedy) from None

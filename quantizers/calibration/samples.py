@@ -288,6 +288,16 @@ def subsample(data: CalibrationData, tokens: int, seed: int) -> CalibrationData:
     return replace(data, samples=samples, digest=digest_of(samples), notes=notes, drawn=drawn)
 
 
+def within(data: CalibrationData, positions: int) -> CalibrationData:
+    """The set with every text cut at the positions that a model has; a note counts the texts."""
+    longer = sum(len(sample.tokens) > positions for sample in data.samples)
+    if not longer:
+        return data
+    samples = tuple(_truncated(sample, min(len(sample.tokens), positions)) for sample in data.samples)
+    note = f"texts longer than the {positions:,} positions of the model are cut there: {longer:,}"
+    return replace(data, samples=samples, digest=digest_of(samples), notes=(*data.notes, note))
+
+
 def _truncated(sample: Sample, length: int) -> Sample:
     lost = len(sample.tokens) - length
     return replace(sample, tokens=sample.tokens[:length], truncated=sample.truncated + lost) if lost else sample

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -207,8 +208,15 @@ def _stream(
     facts = architecture_for(checkpoint.config, where, question.facts_file, checkpoint.tensors)
     sizes = sizes_of(facts)
     named = published_names(checkpoint, facts)  # first, for reading the sets may take long
-    arguments = (checkpoint.folder, question.trust_remote_code, question.tokens)
-    read = [load_set(file, *arguments, without=question.without) for file in question.sets] if dist.is_main else None
+    load = partial(
+        load_set,
+        tokenizer=checkpoint.folder,
+        trust_remote_code=question.trust_remote_code,
+        tokens=question.tokens,
+        without=question.without,
+        positions=sizes.positions,
+    )
+    read = [load(file) for file in question.sets] if dist.is_main else None
     loaded: list[CalibrationData] = dist.broadcast_object(read)
     for data in loaded:
         check_floors(question.rule, [sample.category for sample in data.samples], question.where)

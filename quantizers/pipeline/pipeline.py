@@ -232,7 +232,8 @@ def _read_inputs(job: Job, dist: ProcessGroup, work: Path) -> _Inputs:
             "or choose gram"
         )
     recipe = job.recipe
-    data = _samples(job, recipe.calibration_set, work, recipe.calibration_tokens, recipe.calibration_without)
+    drawn = {"tokens": recipe.calibration_tokens, "without": recipe.calibration_without}
+    data = _samples(job, recipe.calibration_set, work, **drawn, positions=job.sizes.positions)
     for note in data.notes:
         print(f"calibration: {note}", file=sys.stderr)
     if job.recipe.verify and job.recipe.verify.coverage:
@@ -245,12 +246,10 @@ def _read_inputs(job: Job, dist: ProcessGroup, work: Path) -> _Inputs:
     return _Inputs(data, token_tensors(data, job.sizes["vocabulary"]), texts, pins)
 
 
-def _samples(
-    job: Job, name: str, work: Path, tokens: int | None = None, without: Sequence[str] = ()
-) -> CalibrationData:
-    """The samples of a set that the recipe names, or `tokens` tokens of them; the run keeps the set."""
+def _samples(job: Job, name: str, work: Path, **chosen: Any) -> CalibrationData:
+    """The samples of a set that the recipe names, chosen by arguments of `load_set`; the run keeps the set."""
     file, folder, trusted = set_location(name, job.path), job.opened.folder, job.recipe.source.trusts_tokenizer
-    return load_set(file, folder, trusted, tokens, without=without, run=work / "calibration")
+    return load_set(file, folder, trusted, run=work / "calibration", **chosen)
 
 
 def _share_memory(job: Job, inputs: _Inputs, options: Options) -> tuple[dict[str, Any], int]:

@@ -272,6 +272,7 @@ def test_a_source_that_is_not_required_is_replaced_and_named(small: Path, hub: H
     assert [s.place for s in left.samples[:8]] == [s.place for s in whole.samples[8:]]
     assert len({sample.place for sample in left.samples}) == 16
     assert left.versions[0] == ""
+    assert list(left.rows[1]) == [sample.place for sample in left.samples]
     small.write_text(GONE.replace("category: x", "category: y", 1))
     other = load(small)
     assert other.notes == ("without org/plain (no such dataset on the Hub): 8 samples are replaced by 8 of embedded",)
@@ -287,6 +288,15 @@ def test_fewer_rows_than_asked_for_are_taken_and_said(small: Path, hub: HubStand
     data = load(small)
     assert len(data.samples) == 13
     assert data.notes == ("org/plain: 5 of the 8 samples; it has only 5 rows",)
+
+
+def test_what_is_not_read_and_not_kept_is_said(small: Path, hub: HubStandIn, load: Load) -> None:
+    hub.datasets["org/plain"] |= {"train-9.csv": b"text\nno\n", "train-8.csv": b"text\nno\n"}
+    (small.parent / "file").touch()
+    assert load(small, kept=small.parent / "file" / "rows").notes == (
+        "org/plain: not read are 2 files in another format, such as train-8.csv",
+        f"rows cannot be kept in {small.parent}/file/rows: they will be asked for again",
+    )
 
 
 ROWS = [{"text": f"text {number}", "other": None if number < 3 else {"a": [number]}} for number in range(9)]

@@ -67,6 +67,20 @@ def test_what_is_drawn_is_what_one_token_after_the_other_gives(
     assert (drawn.drawn.asked, drawn.drawn.samples, drawn.drawn.tokens) == (tokens, len(members), held.total())
 
 
+@pytest.mark.parametrize("positions", [9, 50, 300])
+def test_texts_are_cut_at_the_positions_of_a_model(positions: int, tmp_path: Path, tokenizer: str) -> None:
+    """As a set does whose sequences are as long; and a note counts them."""
+    path = rows_set(tmp_path, [("a", "word " * count) for count in (4, 10, 19, 40)], sequence_length=300)
+    cut, whole = load_set(path, tokenizer, positions=positions), load_set(path, tokenizer)
+    path.write_text(path.read_text().replace("300", str(positions)))
+    same = load_set(path, tokenizer)
+    assert cut.digest == same.digest
+    assert [sample.truncated for sample in cut.samples] == [sample.truncated for sample in same.samples]
+    longer = sum(len(sample.tokens) > positions for sample in whole.samples)
+    note = f"texts longer than the {positions} positions of the model are cut there: {longer}"
+    assert cut.notes == ((note,) if positions < 300 else ())
+
+
 @given(members=MEMBERS, tokens=ASKED, more=st.integers(0, 50), seed=st.integers(0, 9))
 def test_a_larger_draw_holds_the_smaller_one(members: list[tuple[str, int]], tokens: int, more: int, seed: int) -> None:
     fewer = {token for sample in subsample(loaded(members), tokens, seed).samples for token in sample.tokens.tolist()}

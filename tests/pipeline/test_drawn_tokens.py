@@ -25,7 +25,7 @@ from quantizers.recipe.schema import Recipe
 from quantizers.system.errors import RecipeError
 
 CPU = torch.device("cpu")
-TOKENS = 301
+TOKENS, POSITIONS = 301, 150
 
 
 def drawn(recipe: Path, tokens: int | None) -> Path:
@@ -35,12 +35,20 @@ def drawn(recipe: Path, tokens: int | None) -> Path:
 
 
 def test_a_run_is_calibrated_on_what_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Layers see these tokens, report and card say so, and the finished folder makes the same bytes again."""
+    """Layers see these tokens, report and card say so, and the finished folder makes the same bytes again.
+
+    Of a model with fewer positions than its longest texts, whose ends are not calibrated on.
+    """
     recipe = drawn(write_job(tmp_path / "job", layers=1, samples=6), TOKENS)
+    config = tmp_path / "job" / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": POSITIONS}))
     output, again = tmp_path / "output", tmp_path / "again"
     report = run(prepare(str(recipe)), Options(output, CPU))
-    expected = load_set(tmp_path / "job" / "calibration.yaml", tmp_path / "job" / "model", tokens=TOKENS)
-    whole = load_set(tmp_path / "job" / "calibration.yaml", tmp_path / "job" / "model")
+    of_model = tmp_path / "job" / "calibration.yaml", tmp_path / "job" / "model"
+    expected, whole = (load_set(*of_model, tokens=tokens, positions=POSITIONS) for tokens in (TOKENS, None))
+    assert (max(len(sample.tokens) for sample in expected.samples)) == POSITIONS
+    assert report["calibration"]["notes"] == list(whole.notes)
+    assert "positions of the model are cut there" in whole.notes[0]
     assert report["calibration"]["digest"] == expected.digest != whole.digest
     assert report["calibration"]["tokens"] == report["coverage"]["forced"]["tokens"] == TOKENS
     total = sum(len(sample.tokens) for sample in whole.samples)
