@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -98,6 +99,13 @@ def load_set(
         data = subsample(data, tokens, calibration.seed)
         few = f"{path}: of {tokens:,} tokens drawn from it none is in"
         _require_languages(calibration, data, few, "raise calibration.tokens")
+    return data
+
+
+def said(data: CalibrationData, what: str = "calibration") -> CalibrationData:
+    """A set whose notes are now printed on standard error; `what` it is begins each line."""
+    for note in data.notes:
+        print(f"{what}: {note}", file=sys.stderr)
     return data
 
 

@@ -195,7 +195,7 @@ def _stream(
     from eval.coverage.summary import check_floors
     from quantizers.architectures.families import architecture_for
     from quantizers.architectures.sizes import sizes_of
-    from quantizers.calibration.load_set import load_set
+    from quantizers.calibration.load_set import load_set, said
     from quantizers.calibration.samples import token_tensors
     from quantizers.checkpoint.reader import open_checkpoint
     from quantizers.device.devices import forward_dtype, use_threads
@@ -216,7 +216,7 @@ def _stream(
         without=question.without,
         positions=sizes.positions,
     )
-    read = [load(file) for file in question.sets] if dist.is_main else None
+    read = [said(load(file)) for file in question.sets] if dist.is_main else None
     loaded: list[CalibrationData] = dist.broadcast_object(read)
     for data in loaded:
         check_floors(question.rule, [sample.category for sample in data.samples], question.where)

@@ -24,7 +24,7 @@ from eval.fidelity.paired import NOTE, paired
 from eval.fidelity.scoring import HeldOut, held_out, score
 from quantizers.architectures.families import Own, architecture_for
 from quantizers.architectures.sizes import is_of, sizes_of
-from quantizers.calibration.load_set import load_set
+from quantizers.calibration.load_set import load_set, said
 from quantizers.calibration.samples import CalibrationData, identity
 from quantizers.checkpoint.loaded_tensors import layer_names, load_tensors, outside_names
 from quantizers.checkpoint.reader import Checkpoint, open_checkpoint
@@ -201,7 +201,8 @@ def measure(
         config_path = str(candidate.folder / "config.json")
         if candidate.config.get("model_type") != facts.model_type or not is_of(facts, candidate.config):
             raise CheckpointError(f"{config_path}: is another model than {source.name}; give checkpoints of one model")
-    data = dist.broadcast_object(load_set(data_set, source.folder, trust_remote_code) if dist.is_main else None)
+    read = said(load_set(data_set, source.folder, trust_remote_code), "held out") if dist.is_main else None
+    data: CalibrationData = dist.broadcast_object(read)
     held = held_out(data, source, sizes, trust_remote_code)
     parts = [load_tensors(one, outside_names(one, facts)) for one in opened]
     models = [StreamedModel(part, facts, sizes, device, forward_dtype(device)) for part in parts]

@@ -21,7 +21,7 @@ from eval.fidelity.scoring import HeldOut, held_out
 from eval.serving.check import ServingCheck
 from quantizers.budget.choice import choose_schemes
 from quantizers.budget.measure import probe_bytes
-from quantizers.calibration.load_set import load_set, pins_of
+from quantizers.calibration.load_set import load_set, pins_of, said
 from quantizers.calibration.lock import Pin
 from quantizers.calibration.samples import CalibrationData, identity, token_tensors
 from quantizers.calibration.set import read_set
@@ -233,13 +233,11 @@ def _read_inputs(job: Job, dist: ProcessGroup, work: Path) -> _Inputs:
         )
     recipe = job.recipe
     drawn = {"tokens": recipe.calibration_tokens, "without": recipe.calibration_without}
-    data = _samples(job, recipe.calibration_set, work, **drawn, positions=job.sizes.positions)
-    for note in data.notes:
-        print(f"calibration: {note}", file=sys.stderr)
+    data = said(_samples(job, recipe.calibration_set, work, **drawn, positions=job.sizes.positions))
     if job.recipe.verify and job.recipe.verify.coverage:
         check_floors(job.recipe.verify.coverage, [sample.category for sample in data.samples], str(job.path))
     gate, trusted = job.recipe.verify and job.recipe.verify.perplexity, job.recipe.source.trusts_tokenizer
-    measured = _samples(job, gate.data, work) if gate else None
+    measured = said(_samples(job, gate.data, work), "held out") if gate else None
     texts = held_out(measured, job.opened, job.sizes, trusted) if measured else None
     read = {CALIBRATION: (recipe.calibration_set, data)} | ({HELD_OUT: (gate.data, measured)} if gate else {})
     pins = {target: pins_of(read_set(set_location(name, job.path)), one) for target, (name, one) in read.items() if one}

@@ -34,14 +34,19 @@ def drawn(recipe: Path, tokens: int | None) -> Path:
     return recipe
 
 
+def cut_positions(recipe: Path) -> None:
+    """Give the recipe's model fewer positions than its longest texts have tokens."""
+    config = recipe.parent / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": POSITIONS}))
+
+
 def test_a_run_is_calibrated_on_what_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Layers see these tokens, report and card say so, and the finished folder makes the same bytes again.
 
     Of a model with fewer positions than its longest texts, whose ends are not calibrated on.
     """
     recipe = drawn(write_job(tmp_path / "job", layers=1, samples=6), TOKENS)
-    config = tmp_path / "job" / "model" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": POSITIONS}))
+    cut_positions(recipe)
     output, again = tmp_path / "output", tmp_path / "again"
     report = run(prepare(str(recipe)), Options(output, CPU))
     of_model = tmp_path / "job" / "calibration.yaml", tmp_path / "job" / "model"
@@ -109,8 +114,10 @@ def test_a_set_of_unknown_size_is_bounded_by_the_tokens_drawn(tmp_path: Path) ->
 
 def test_coverage_of_a_recipe_counts_what_is_drawn(tmp_path: Path, command: Command) -> None:
     recipe = drawn(write_job(tmp_path / "job", layers=1, samples=6), TOKENS)
+    cut_positions(recipe)
     words = ("coverage", recipe, "--no-picture", "--device", "cpu")
     assert command(*words, "--json") == 0
+    assert f"calibration: texts longer than the {POSITIONS} positions of the model are cut there: " in command.err
     found = json.loads(command.out)
     assert sum(found["tokens"].values()) == TOKENS
     assert command(*words) == 0
