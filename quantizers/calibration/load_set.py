@@ -292,7 +292,7 @@ class _Loading:
                 if unread:
                     yield f"{source.dataset}: not read are {len(unread)} files in another format, such as {unread[0]}"
         if not kept:
-            yield f"rows cannot be kept in {self.kept}: they will be asked for again"
+            yield "rows of the Hub cannot be kept, and will be asked for again; set XDG_CACHE_HOME to a writable folder"
 
     def _rows(self, index: int, source: DataSource, version: _Version) -> Iterable[Row]:
         if source.is_local:

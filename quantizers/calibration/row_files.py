@@ -10,6 +10,7 @@ import hashlib
 import io
 import json
 import sys
+from codecs import iterdecode
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,9 +119,9 @@ def _parquet_rows(stream: Any, file: str, place: str, columns: Collection[str] |
 
 def _csv_rows(stream: Any, file: str, place: str, columns: Collection[str] | None, delimiter: str) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)  # texts are longer than the module expects
-    text = io.TextIOWrapper(stream, "utf-8-sig", newline="")
     try:
-        reader = csv.DictReader(text, delimiter=delimiter)
+        # Line by line: io.TextIOWrapper would pass the buffer by, with a request to the Hub for every 8 KiB.
+        reader = csv.DictReader(iterdecode(stream, "utf-8-sig"), delimiter=delimiter)
         for number, values in enumerate(reader, 1):
             present = {name: value for name, value in values.items() if isinstance(name, str)}
             wanted = present if columns is None else {name: present[name] for name in columns if name in present}
