@@ -18,6 +18,7 @@ from .source_faults import SourceError, Unreachable
 TIMEOUT = 20.0  # seconds to wait for an answer, or for the next bytes of one
 RETRIES = 3  # of a request whose connection broke, or that a server's error answered
 GIVE_UP = 600.0  # seconds after which a request that is told to wait is given up
+PIECE = 8 << 20  # bytes of a request where all of a file is read
 UNSAID = 60.0  # seconds to wait where the Hub does not say how long
 
 Answer = TypeVar("Answer")
@@ -168,6 +169,10 @@ class _RemoteFile(io.RawIOBase):
         buffer[: len(content)] = content
         self._position += len(content)
         return len(content)
+
+    def readall(self) -> bytes:
+        """The rest, in large pieces: the inherited method asks for 8 KiB at a time."""
+        return b"".join(iter(lambda: self.read(PIECE), b""))
 
     def _fetch(self, first: int, size: int) -> bytes:
         content, self._size = self._hub.read_range(self._repository, self._path, first, size)

@@ -142,7 +142,8 @@ def _key(calibration: CalibrationSet, path: Path, without: Sequence[str], render
     for source in calibration.sources:
         with contextlib.suppress(SourceError):  # which is said when the set is loaded anew
             files += [local_version(source, path.parent, None)] if source.is_local else []
-    key = [FORMAT, calibration.model_dump(mode="json"), list(without), renderer.fingerprint(), files]
+    lock = [one.model_dump() for one in read_lock(path, calibration) or ()]
+    key = [FORMAT, calibration.model_dump(mode="json"), list(without), renderer.fingerprint(), files, lock]
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()
 
 
@@ -237,7 +238,7 @@ class _Loading:
             try:
                 return work(index)
             except SourceError as failure:
-                if source.required:
+                if source.required or (self.pins and self.pins[index].version):
                     raise
                 self.left_out[index] = failure.reason
                 return None
@@ -248,7 +249,11 @@ class _Loading:
         """The version of a source, after a look at its first row, or at all rows of a local file."""
         source, pin = self.calibration.sources[index], self.pins[index] if self.pins else None
         if pin is not None and not pin.version:
-            raise SourceError(source.dataset, "left out when the set was locked", "lock the set again")
+            raise SourceError(
+                source.dataset,
+                "left out when the set was locked",
+                f"lock it again, or leave it out with --without {source.dataset}",
+            )
         if source.is_local:
             version = _Version(local_version(source, self.path.parent, pin), source.licence or "", pin=pin)
             self.local[index] = local_rows(source, self.path.parent, self.calibration.order_of(index))

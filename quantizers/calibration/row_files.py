@@ -12,6 +12,7 @@ import json
 import sys
 from codecs import iterdecode
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,14 @@ def file_rows(
     Raises:
         SourceError: the file is not what its suffix says.
     """
+    try:
+        yield from _rows(stream, file, place, columns, remedy)
+    except (OSError, EOFError) as failure:  # by the libraries that decompress
+        reason = " ".join(str(failure).split()) or type(failure).__name__
+        raise SourceError(file, f"cannot be read ({reason})", "give another file, or leave it out") from None
+
+
+def _rows(stream: Any, file: str, place: str, columns: Collection[str] | None, remedy: str) -> Iterator[Row]:
     suffixes = Path(file).suffixes
     if suffixes[-1] in COMPRESSED:
         import pyarrow
@@ -110,7 +119,7 @@ def _parquet_rows(stream: Any, file: str, place: str, columns: Collection[str] |
         for batch in opened.iter_batches(BATCH, columns=wanted):
             for values in batch.to_pylist():
                 number += 1
-                yield Row(f"{place} row {number}", _plain(values))
+                yield Row(f"{place} row {number}", _values(values))
     except (pyarrow.ArrowException, ValueError, ArithmeticError, LookupError, OSError) as failure:
         problem = f"cannot be read after row {number}" if number else "not a Parquet file that can be read"
         remedy = "give another file, or convert it to .jsonl"
@@ -121,13 +130,18 @@ def _csv_rows(stream: Any, file: str, place: str, columns: Collection[str] | Non
     csv.field_size_limit(sys.maxsize)  # texts are longer than the module expects
     try:
         # Line by line: io.TextIOWrapper would pass the buffer by, with a request to the Hub for every 8 KiB.
-        reader = csv.DictReader(iterdecode(stream, "utf-8-sig"), delimiter=delimiter)
+        reader = csv.DictReader(iterdecode(stream, "utf-8-sig"), delimiter=delimiter, strict=True)
         for number, values in enumerate(reader, 1):
             present = {name: value for name, value in values.items() if isinstance(name, str)}
             wanted = present if columns is None else {name: present[name] for name in columns if name in present}
-            yield Row(f"{place} row {number}", _plain(wanted))
+            yield Row(f"{place} row {number}", _values(wanted))
     except (csv.Error, UnicodeDecodeError) as failure:
         raise SourceError(file, f"cannot be read as CSV ({failure})", "give another file") from None
+
+
+def _values(row: dict[str, Any]) -> dict[str, Any]:
+    """A row as JSON has it; a column that is empty in it is still one of its columns."""
+    return {name: _plain(value) for name, value in row.items()}
 
 
 def _plain(value: Any) -> Any:
@@ -136,4 +150,8 @@ def _plain(value: Any) -> Any:
         return {key: _plain(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
         return [_plain(item) for item in value]
+    if isinstance(value, bytes):  # which old writers made of texts
+        with suppress(UnicodeDecodeError):
+            return value.decode()
+        return None
     return value if isinstance(value, (str, int, float, bool)) or value is None else str(value)

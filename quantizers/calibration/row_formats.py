@@ -138,7 +138,7 @@ def _chat_turns(message: Any) -> list[Turn]:
         return [_turn("assistant", "") | {"tool_calls": _calls(content)}]
     turn: Turn = {key: value for key, value in message.items() if value is not None and key not in THOUGHTS}
     turn |= _turn(role, content)
-    if calls := turn.pop("tool_calls", None):
+    if calls := turn.pop("tool_calls", None) or turn.pop("function_call", None):
         turn["tool_calls"] = _calls(calls)
     thoughts = (message[key] for key in THOUGHTS if isinstance(message.get(key), str) and message[key].strip())
     if thought := next(thoughts, None):

@@ -16,7 +16,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import TypeVar
@@ -34,7 +34,7 @@ from .source_faults import SourceError
 
 BLOCK_ROWS = 4  # rows that are shuffled together in a streamed dataset, and kept together, per sample asked for
 BLOCK = 1 << 20  # bytes of a streamed file that are read at a time; of others eight times as many
-FORMAT = 1  # of kept rows: increase it when the same dataset, commit and order give other rows
+FORMAT = 2  # of kept rows: increase it when the same dataset, commit and order give other rows
 Item = TypeVar("Item")
 DAMAGED = "tell its maker, or leave it out with --without ID"
 
@@ -50,7 +50,7 @@ def local_rows(source: DataSource, folder: Path, seed: str) -> list[Row]:
     """
     path = local_file(source, folder)
     rows = read_local(path, source.dataset, needed_columns(source))
-    _check_columns(source, rows, lambda: read_local(path, source.dataset))
+    _check_columns(source, rows, lambda: read_local(path, source.dataset), needed_columns(source))
     return shuffled(rows, source, seed)
 
 
@@ -109,8 +109,13 @@ def read_bytes(path: Path) -> bytes:
         raise SourceError(str(path), f"cannot be read ({problem})", "give an existing file") from None
 
 
-def hub_rows(source: DataSource, repository: Repository, hub: Hub, seed: str) -> Iterator[list[Row]]:
+def hub_rows(
+    source: DataSource, repository: Repository, hub: Hub, seed: str, first_only: bool = False
+) -> Iterator[list[Row]]:
     """The rows of a Hub dataset in blocks, each of which is read when it is asked for.
+
+    Args:
+        first_only: a first look at a few rows.
 
     Raises:
         SourceError: there is no such subset or split, a file cannot be read, or it lacks a column.
@@ -131,7 +136,8 @@ def hub_rows(source: DataSource, repository: Repository, hub: Hub, seed: str) ->
     while block := list(islice(rows, size)):
         number += 1
         if number == 1:
-            _check_columns(source, block, lambda: _remote_rows(source, repository, hub, files[0], None))
+            checked = columns[:1] if first_only else columns  # others may be missing from a few rows
+            _check_columns(source, block, lambda: _remote_rows(source, repository, hub, files[0], None), checked)
         yield shuffled(block, source, f"{seed}:{number}") if part else block
     if not number:
         raise SourceError(source.dataset, "no rows", "correct the source's subset, split or revision")
@@ -147,14 +153,16 @@ def _remote_rows(
     return file_rows(buffered, place, place, columns, DAMAGED)
 
 
-def _check_columns(source: DataSource, rows: list[Row], every: Callable[[], Iterable[Row]]) -> None:
-    """Refuse a source of which no row has a column that is needed.
+def _check_columns(
+    source: DataSource, rows: list[Row], every: Callable[[], Iterable[Row]], columns: Sequence[str]
+) -> None:
+    """Refuse a source of which no row has one of the columns.
 
     Args:
         every: rows with all of their columns, to name them.
     """
     present = {column for row in rows for column in row.values}
-    for column in needed_columns(source):
+    for column in columns:
         if column not in present:
             names = {name for row in islice(every(), len(rows)) for name in row.values}
             reason = f"no column {column!r} (it has {', '.join(sorted(names))})"
@@ -168,7 +176,7 @@ def first_row(source: DataSource, repository: Repository, hub: Hub) -> Row:
         SourceError: as `hub_rows`; a column may only be missing from this row.
     """
     one = source.model_copy(update={"streaming": True, "samples": 1})
-    return next(hub_rows(one, repository, hub, ""))[0]
+    return next(hub_rows(one, repository, hub, "", first_only=True))[0]
 
 
 def rows_at(
@@ -194,7 +202,7 @@ def rows_cache() -> Path:
 
 def kept_file(folder: Path, source: DataSource, seed: str, commit: str) -> Path:
     """Where the rows of a Hub dataset are kept at a commit."""
-    asked = source.model_dump(mode="json", include={"dataset", "subset", "split", "streaming", "samples"})
+    asked = source.model_dump(mode="json", include={"dataset", "subset", "split", "revision", "streaming", "samples"})
     key = json.dumps([FORMAT, asked, needed_columns(source), seed], sort_keys=True)
     return folder / hashlib.sha256(key.encode()).hexdigest()[:32] / f"{commit}.jsonl"
 

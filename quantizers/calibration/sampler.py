@@ -60,6 +60,7 @@ def sample_source(
     rejected: dict[str, list[str]] = {}  # reason -> places
     left_out: dict[str, list[str]] = {}
     tried: dict[str, str] = {}
+    read = 0
     for row in rows:
         tried[row.place] = "" if source.is_local else row.sha256
         if unlisted := _unlisted(calibration, row, source):
@@ -70,7 +71,8 @@ def sample_source(
                 samples.append(_sample(calibration, index, row, renderer, languages))
             except Rejected as failure:
                 rejected.setdefault(str(failure), []).append(row.place)
-        if len(samples) == wanted or len(tried) == most_rows:
+        read = len(tried) if source.streaming else len(tried) - sum(map(len, left_out.values()))
+        if len(samples) == wanted or read == most_rows:
             break
     dropped = tuple(
         Dropped(source.dataset, why, len(at), at[0], left_out=places is left_out)
@@ -80,7 +82,7 @@ def sample_source(
     usable = len(tried) - sum(map(len, left_out.values()))
     shortage = ""
     if len(samples) < (usable if wanted == "all" else wanted):
-        fault = _shortfall(source, len(samples), len(tried), dropped)
+        fault = _shortfall(source, len(samples), len(tried), dropped, stopped=read == most_rows)
         if wanted == "all" or not samples:
             raise fault
         shortage = f"{source.dataset}: {fault.reason}"
@@ -138,11 +140,12 @@ def _category(source: DataSource, row: Row, assigned: dict[Kind, str]) -> str:
     return category
 
 
-def _shortfall(source: DataSource, sampled: int, read: int, dropped: Sequence[Dropped]) -> SourceError:
+def _shortfall(source: DataSource, sampled: int, read: int, dropped: Sequence[Dropped], stopped: bool) -> SourceError:
     left_out = sum(item.count for item in dropped if item.left_out)
     asked = f"all {read - left_out}" if source.samples == "all" else f"the {source.samples}"
     reasons = ", ".join(f"{item.reason} ({item.count}, first at {item.first})" for item in dropped)
     reason = f"{sampled} of {asked} samples; {reasons or f'it has only {read} rows'}"
+    reason += f"; given up after {read:,} rows" if stopped else ""
     remedy = "correct the rows" if sampled else "correct the rows, columns or shape"
     remedy = f"list these languages, {remedy}" if left_out else remedy
     return SourceError(source.dataset, reason, remedy)

@@ -40,9 +40,10 @@ def substitutes(
             before = asked.get(donor, 0)
             number = calibration.sources[donor].samples
             assert number != "all"
-            more = sample_more(donor, before + missing - (len(found) - begin)).samples[number + before :]
-            asked[donor] = before + len(more)
-            found += more
+            with suppress(SourceError):  # it had enough rows for itself alone
+                more = sample_more(donor, before + missing - (len(found) - begin)).samples[number + before :]
+                asked[donor] = before + len(more)
+                found += more
             if len(found) - begin == missing:
                 break
         from_set = len(found) - begin

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,11 +150,13 @@ def show_samples(
     category: str | None = None,
     revision: str = "main",
     trust_remote_code: bool = False,
+    without: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """`count` samples of a set at evenly spaced positions, as the model reads them, special tokens included.
 
     Args:
         source: only those of sources whose name contains this.
+        without: sources that are left out, see `load_set`.
         category: only those of this category and the ones below it: `code` takes `code/rust` too.
 
     Returns:
@@ -164,7 +166,8 @@ def show_samples(
         CalibrationError: as `load_set`.
         InputError: the set has no such sample.
     """
-    data = load_set(path, tokenizer, trust_remote_code, revision=revision, require_languages=False)
+    options: dict[str, Any] = {"revision": revision, "without": without, "require_languages": False}
+    data = load_set(path, tokenizer, trust_remote_code, **options)
     chosen = _chosen(data, source, category)
     decoder = Renderer(tokenizer, revision, trust_remote_code)
     return [

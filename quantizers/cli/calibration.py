@@ -100,7 +100,7 @@ def check(
     report = check_set(path, held_out=other, workers=workers, without=left_out, **counting)
     data, shown = report.as_json(), render(report, about)
     if show:
-        samples = show_samples(path, show, source=source, category=category, **counting)
+        samples = show_samples(path, show, source=source, category=category, without=left_out, **counting)
         data |= {"samples": samples}
         shown = Group(shown, render_samples(samples))
     show_rich(data, as_json, shown)

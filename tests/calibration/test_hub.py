@@ -303,6 +303,63 @@ ROWS = [{"text": f"text {number}", "other": None if number < 3 else {"a": [numbe
 MIXED = [{"text": "one", "x": []}, {"text": "two", "x": "s"}, {"text": "three", "y": {"z": None}, "x": 4}]
 
 
+def test_a_column_that_is_empty_in_the_first_rows_is_no_missing_one(small: Path, hub: HubStandIn, load: Load) -> None:
+    talk = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "This."}]
+    sparse = [{"messages": talk} | ({"tools": "[]"} if number > 6 else {}) for number in range(9)]
+    null = [row | {"tools": row.get("tools")} for row in sparse]
+    small.write_text(SMALL.replace("columns: [text], shape: text", "columns: [messages, tools], shape: chat"))
+    hub.datasets = {"org/plain": {"a.jsonl": json_lines(sparse)}, "org/streamed": {"a.parquet": _parquet(null)}}
+    assert len(load(small).samples) == 16
+    small.write_text(small.read_text().replace("tools", "tolls"))
+    (line,) = refusal(load, small)
+    assert "org/plain, org/streamed (line 5): no column 'tolls' (it has messages, tools)" in line
+
+
+def test_rows_of_another_revision_do_not_stand_in(small: Path, hub: HubStandIn, load: Load) -> None:
+    load(small)
+    hub.dead = {"org/plain", "org/streamed"}
+    assert load(small).notes[0].startswith("from rows that were kept")
+    small.write_text(SMALL.replace("org/plain,", "org/plain, revision: v1,"))
+    (line,) = refusal(load, small)
+    assert line.startswith(f"{small}:4: org/plain: cannot be reached")
+
+
+def test_a_lock_is_kept_by_sources_that_are_not_required_too(small: Path, hub: HubStandIn, load: Load) -> None:
+    small.write_text(GONE)
+    before = load(small, run=small.parent / "run")
+    lock.lock_set(small, kept=small.parent / "kept")
+    assert load(small, run=small.parent / "run").lock
+    del hub.datasets["org/plain"]
+    assert load(small).digest == before.digest
+    (line,) = refusal(load, small, kept=small.parent / "other")
+    assert line.startswith(f"{small}:4: org/plain: no such dataset on the Hub")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl.gz", b"no gzip at all"),
+        ("a.jsonl.gz", gzip.compress(rows("cut", 9_999))[:-2_000]),
+        ("a.jsonl.zst", b"no zstd at all"),
+        ("a.csv", b'text\n"a quote that does not end\nmore\nlines\n'),
+    ],
+)
+def test_a_damaged_file_is_named(name: str, content: bytes, small: Path, hub: HubStandIn, load: Load) -> None:
+    hub.datasets["org/plain"] = {name: content}
+    small.write_text(SMALL.replace("samples: 8", "samples: all", 1))
+    (line,) = refusal(load, small)
+    assert line.startswith(f"{small}:4: org/plain/{name}: cannot be read")
+
+
+def test_a_source_that_cannot_give_more_is_no_substitute(small: Path, hub: HubStandIn, load: Load) -> None:
+    hub.datasets["org/streamed"] = {"train.jsonl": rows("enough", 32) + b"{\n" * 40}
+    (note,) = load(small, without=["org/plain"]).notes
+    assert note == "without org/plain (--without): 8 samples are replaced by 8 of the same category"
+    small.write_text(SMALL.replace("samples: 8", "samples: 80", 1))
+    (note,) = load(small, without=["org/plain"]).notes
+    assert note == "without org/plain (--without): 80 samples are replaced by 80 of embedded"
+
+
 def _parquet(rows: list[dict[str, Any]]) -> bytes:
     buffer = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), buffer)
@@ -318,6 +375,8 @@ def _parquet(rows: list[dict[str, Any]]) -> bytes:
         ("lines.jsonl.zst", pyarrow.compress(json_lines(ROWS), codec="zstd", asbytes=True), 9),
         ("list.json", json.dumps(MIXED, indent=1).encode(), 3),
         ("table.parquet", _parquet([{"text": row["text"]} for row in ROWS]), 9),
+        ("long.json", json.dumps([{"text": "x" * 9_000}] * 30, indent=1).encode(), 30),
+        ("bytes.parquet", _parquet([{"text": row["text"].encode()} for row in ROWS]), 9),
         ("table.csv", b'text,other\n"line\nand ""line""",1\nx y,' + b"x" * 200_000 + b"\n", 2),
     ],
 )

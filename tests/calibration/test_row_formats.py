@@ -119,6 +119,9 @@ def test_ids_are_kept_and_bare_tools_wrapped() -> None:
     content = chat({"role": "assistant", "tool_calls": [call]}, tools=[json.dumps(bare)])
     assert content.turns[0]["tool_calls"] == [call]
     assert content.tools == ({"type": "function", "function": bare},)
+    old = chat({"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}})
+    assert old.turns[0]["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
+    assert "function_call" not in old.turns[0]
 
 
 @pytest.mark.parametrize("nothing", ["", None, " "])

@@ -150,3 +150,11 @@ def test_a_held_out_set_has_lists_of_its_own(tmp_path: Path, tokenizer: str) -> 
     assert report.shared == (), "a text that is left out is not calibrated on, so it is not shared"
     path.write_text(path.read_text().replace('["Rust", "C"]', '["Rust", "Cobol"]'))
     assert len(check_set(path, tokenizer, other).shared) == 1
+
+
+def test_rows_that_are_left_out_do_not_end_the_search_in_a_file_that_was_read(tmp_path: Path, tokenizer: str) -> None:
+    rows = [("code/cobol", f"other {number}") for number in range(1_500)] + [("code/rust", f"fn {n}") for n in range(9)]
+    assert len(load_set(write_set(tmp_path, rows, 9), tokenizer).samples) == 9
+    unusable = [("code/rust", "")] * 3_000 + [("code/rust", f"fn {number}") for number in range(50)]
+    (note,) = load_set(write_set(tmp_path, unusable, 19), tokenizer).notes
+    assert note.endswith("given up after 1,000 rows")

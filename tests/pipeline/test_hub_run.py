@@ -66,7 +66,7 @@ def test_a_run_looks_at_its_data_first_keeps_it_and_publishes_what_it_was(
     assert json.loads(command.out)["already_done"]
     lock = json.loads((output / "calibration.lock.json").read_text())
     assert [pin["commit"] for pin in lock["sources"]] == calibration["versions"]
-    assert [len(pin["rows"]) for pin in lock["sources"]] == [6, 0]
+    assert [len(pin["rows"]) for pin in lock["sources"]] == [10, 0]
     shutil.rmtree(kept, ignore_errors=True)
     (tmp_path / "kept").rename(kept)
     assert command("calibration", "check", "--recipe", output / "recipe.yaml", "--tokenizer", "model", "--json") == 0, (
