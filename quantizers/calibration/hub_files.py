@@ -29,6 +29,8 @@ SPLITS = {
 _SEP = "[-._ 0-9]"
 _FOLDERS = ("**/{0}/**", f"**/{{0}}{_SEP}*/**", f"**/*{_SEP}{{0}}/**", f"**/*{_SEP}{{0}}{_SEP}*/**")
 _NAMES = (f"**/{{0}}{_SEP}*", f"**/*{_SEP}{{0}}{_SEP}*")
+CONVERSION = "refs/convert/parquet"  # the Hub's own, which has a folder for each split of each configuration
+_CONVERTED = re.compile(r"([^/]+)/(?:partial-)?([^/]+)/[0-9]+\.parquet")
 _NUMBERED = "-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9]*.*"
 
 
@@ -45,7 +47,7 @@ class _Configuration(BaseModel, coerce_numbers_to_str=True):
 
 
 def data_files(
-    listing: Sequence[str], card: Mapping[str, Any], subset: str | None, split: str
+    listing: Sequence[str], card: Mapping[str, Any], subset: str | None, split: str, revision: str | None = None
 ) -> tuple[list[str], list[str]]:
     """The paths of a split's files, in the order in which `datasets` reads them; and of its files in a rarer format,
     which it does not read.
@@ -54,11 +56,12 @@ def data_files(
         listing: the paths of all files of the repository.
         card: the front matter of its README.
         subset: a configuration's name; None for the default one.
+        revision: that the files are of, as it was asked for.
 
     Raises:
         ValueError: there is no such configuration, split or file, or none in a form that can be read; one line.
     """
-    configuration = _configuration(listing, card, subset)
+    configuration = _configuration(_converted(listing) if revision == CONVERSION else card.get("configs") or (), subset)
     prefix = f"{normpath(configuration.data_dir)}/" if configuration.data_dir else ""
     paths = sorted(path.removeprefix(prefix) for path in listing if path.startswith(prefix))
     data = [path for path in _matching(paths, "**") if data_suffix(path)]
@@ -94,15 +97,22 @@ def data_suffix(path: str) -> str | None:
     return suffix if suffix in FORMATS and not (suffix == ".parquet" and file.suffix in COMPRESSED) else None
 
 
-def _configuration(listing: Sequence[str], card: Mapping[str, Any], subset: str | None) -> _Configuration:
+def _converted(listing: Sequence[str]) -> list[dict[str, Any]]:
+    """The configurations of the Hub's own conversion, as a card would have them."""
+    files = dict[str, list[dict[str, str]]]()
+    for path in listing:
+        if found := _CONVERTED.fullmatch(path):
+            files.setdefault(found[1], []).append({"split": found[2], "path": path})
+    return [{"config_name": name, "data_files": each} for name, each in files.items()]
+
+
+def _configuration(configs: Sequence[Any], subset: str | None) -> _Configuration:
     try:
-        configurations = [_Configuration.model_validate(item) for item in card.get("configs") or ()]
+        configurations = [_Configuration.model_validate(item) for item in configs]
     except ValidationError as failure:
         problem = failure.errors()[0]
         place = ".".join(map(str, problem["loc"]))
         raise ValueError(f"a configuration of its card is wrong ({place}: {problem['msg']})") from None
-    if not configurations and subset and any(path.startswith(f"{subset}/") for path in listing):
-        return _Configuration(config_name=subset, data_dir=subset)  # in the Hub's own Parquet: a folder each
     configurations = configurations or [_Configuration()]
     names = ", ".join(one.config_name for one in configurations)
     if subset is not None:
@@ -158,6 +168,5 @@ def _unreadable(paths: Iterable[str]) -> ValueError:
     kinds = Counter(PurePosixPath(path).suffix for path in _matching(paths, "**")).most_common(3)
     has = ", ".join(f"{count} {suffix or 'without a suffix'}" for suffix, count in kinds) or "none"
     return ValueError(
-        f"no data files in a form that can be read ({has}); "
-        "try revision: refs/convert/parquet, the Hub's own conversion"
+        f"no data files in a form that can be read ({has}); try revision: {CONVERSION}, the Hub's own conversion"
     )

@@ -203,7 +203,7 @@ def _explanation(failure: Exception, dataset: str, revision: str | None) -> Sour
     import httpx
     from huggingface_hub import errors
 
-    without = "leave it out with --without ID"
+    without = "leave it out: --without ID, or remove it from the set"
     if isinstance(failure, errors.GatedRepoError):
         return SourceError(dataset, "gated", f"accept its terms on the Hub, then `hf auth login`; or {without}")
     if isinstance(failure, errors.RevisionNotFoundError):

@@ -21,15 +21,14 @@ from typing import TypeVar
 
 from pydantic import TypeAdapter
 
-from quantizers.system.errors import CalibrationError, did_you_mean
+from quantizers.system.errors import CalibrationError
 from quantizers.system.files import atomic
 
-from .hub_files import data_files
 from .hub_repository import Hub, Repository
-from .lock import Pin, as_locked, local_version, pin, read_lock
+from .lock import Pin, as_locked, local_version, pin, read_lock, refuse_unknown
 from .render import Renderer
 from .row_files import Row
-from .rows import first_row, kept_file, local_rows, newest_kept, rows_at, rows_cache
+from .rows import files_of, first_row, kept_file, local_rows, newest_kept, rows_at, rows_cache
 from .sampler import Sampled, sample_source
 from .samples import CalibrationData, asked_for, digest_of, missing_languages, subsample, within
 from .set import KINDS, CalibrationSet, DataSource, read_set
@@ -80,7 +79,7 @@ def load_set(
     import rich.console
 
     calibration = read_set(path)
-    _refuse_unknown(calibration, without, path)
+    refuse_unknown(calibration, without, path)
     with rich.console.Console(stderr=True).status("loading calibration data"):
         renderer = Renderer(str(tokenizer), revision, trust_remote_code)
         own = run and run / f"{_key(calibration, path, without, renderer)}.json"
@@ -115,15 +114,6 @@ def pins_of(calibration: CalibrationSet, data: CalibrationData) -> list[Pin]:
         return []
     figures = zip(calibration.sources, data.versions, data.licences, data.rows, strict=True)
     return [pin(*one) for one in figures]
-
-
-def _refuse_unknown(calibration: CalibrationSet, without: Sequence[str], path: Path) -> None:
-    names = [source.dataset for source in calibration.sources]
-    for name in without:
-        if name not in names:
-            raise CalibrationError(f"{path}: has no source {name}{did_you_mean(name, names)}; correct --without")
-    if set(without) >= set(names):
-        raise CalibrationError(f"{path}: --without leaves no source; leave one in")
 
 
 def _require_languages(calibration: CalibrationSet, data: CalibrationData, problem: str, remedy: str) -> None:
@@ -207,8 +197,9 @@ class _Loading:
         notes += self._of_files()
         notes += [one.shortage for one in sampled if one and one.shortage]
         if self.left_out:
-            more, said = substitutes(calibration, dict(sorted(self.left_out.items())), self._sample, samples, renderer)
-            samples, notes = samples + more, notes + said
+            reasons = dict(sorted(self.left_out.items()))
+            more, replaced = substitutes(calibration, reasons, self._sample, samples, renderer)
+            samples, notes = samples + more, notes + replaced
         if not samples:  # a source with nothing but unusable rows is an error already
             raise CalibrationError(
                 f"{self.path}: no row is left ({dropped[0].first}: {dropped[0].reason}); list their languages"
@@ -293,11 +284,14 @@ class _Loading:
                 continue
             kept = kept and kept_file(self.kept, source, self.calibration.order_of(index), version.name).exists()
             if repository := version.repository:
-                _, unread = data_files(repository.files, repository.card, source.subset, source.split)
+                _, unread = files_of(source, repository)
                 if unread:
                     yield f"{source.dataset}: not read are {len(unread)} files in another format, such as {unread[0]}"
         if not kept:
-            yield "rows of the Hub cannot be kept, and will be asked for again; set XDG_CACHE_HOME to a writable folder"
+            yield (
+                "rows of the Hub cannot be kept, and will be asked for again; "
+                "set XDG_CACHE_HOME to a writable folder with room"
+            )
 
     def _rows(self, index: int, source: DataSource, version: _Version) -> Iterable[Row]:
         if source.is_local:

@@ -15,7 +15,7 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from quantizers.system.errors import CalibrationError
+from quantizers.system.errors import CalibrationError, did_you_mean
 from quantizers.system.files import write_text
 from quantizers.system.schema import Strict
 
@@ -89,16 +89,23 @@ def _digest(pins: Sequence[Pin]) -> str:
     return hashlib.sha256(json.dumps([one.model_dump() for one in pins], sort_keys=True).encode()).hexdigest()
 
 
-def lock_set(path: Path, workers: int = 8, kept: Path | None = None) -> Path:
-    """Read the first rows of every source, as many as it has samples, and write the set's lock; returns its path.
+def lock_set(
+    path: Path, workers: int = 8, kept: Path | None = None, without: Sequence[str] = ()
+) -> tuple[Path, dict[str, str]]:
+    """Read the first rows of every source, as many as it has samples, and write the set's lock.
 
     Args:
         kept: the folder of kept rows; None for the user's own.
+        without: sources that the lock leaves out, by their `dataset`.
+
+    Returns:
+        The lock's path; and the sources that it leaves out, with the reasons.
 
     Raises:
-        CalibrationError: the set is wrong, or sources cannot be read; the message names all of them.
+        CalibrationError: the set is wrong, or sources that it requires cannot be read; the message names all of them.
     """
-    calibration = read_set(path)
+    calibration, left_out = read_set(path), dict.fromkeys(without, "--without")
+    refuse_unknown(calibration, without, path)
     with Hub() as hub:
 
         def pinned(index: int, source: DataSource) -> Pin:
@@ -110,9 +117,28 @@ def lock_set(path: Path, workers: int = 8, kept: Path | None = None) -> Path:
             licence = source.licence or repository.licence
             return pin(source, repository.commit, licence, {row.place: row.sha256 for row in first})
 
-        pins = for_each_source(calibration, path, pinned, workers)
+        def attempt(index: int, source: DataSource) -> Pin:
+            try:
+                return pin(source, "") if source.dataset in without else pinned(index, source)
+            except SourceError as failure:
+                if source.required:
+                    raise
+                left_out[source.dataset] = failure.reason
+                return pin(source, "")
+
+        pins = for_each_source(calibration, path, attempt, workers)
     write_text(lock_text(pins), lock_path(path))
-    return lock_path(path)
+    return lock_path(path), left_out
+
+
+def refuse_unknown(calibration: CalibrationSet, without: Sequence[str], path: Path) -> None:
+    """Refuse, with a CalibrationError, to leave out what a set does not have, or all of it."""
+    names = [source.dataset for source in calibration.sources]
+    for name in without:
+        if name not in names:
+            raise CalibrationError(f"{path}: has no source {name}{did_you_mean(name, names)}; correct --without")
+    if set(without) >= set(names):
+        raise CalibrationError(f"{path}: --without leaves no source; leave one in")
 
 
 def read_lock(path: Path, calibration: CalibrationSet) -> list[Pin] | None:

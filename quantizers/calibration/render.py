@@ -8,7 +8,7 @@ import json
 import logging
 import warnings
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -19,6 +19,7 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateSyntaxError
 from numpy.typing import NDArray
 
 from quantizers.system.errors import CalibrationError
@@ -29,6 +30,10 @@ from .row_formats import Content, Rejected, Turn
 DATE = datetime(2026, 1, 1)  # which a chat template may write instead of today's
 READ_WHOLE = 200_000  # characters; of a longer text only as much is tokenized as needed
 WHOLE_TURNS = 1024  # tokens; a conversation that is cut at fewer may end within a turn
+PROBE = (  # spaces, lines, digits, marks, an accent of its own, a ligature, other scripts
+    " Hello  world\n\n\tfor i in range(12345):  # don't, it's 3.14\r\n"
+    " gru\u0308n \ufb01n \u0645\u0631 \u4f60\u597d \u0434\u0430"
+)
 
 
 @contextmanager
@@ -48,21 +53,27 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def load_tokenizer(source: str, revision: str = "main", trust_remote_code: bool = False) -> Any:
+def load_tokenizer(
+    source: str, revision: str = "main", trust_remote_code: bool = False, note: Callable[[str], object] = str
+) -> Any:
     """The tokenizer of a checkpoint, loaded without questions on the terminal.
 
     A tokenizer with its own code, or of an unknown model type, is loaded without the model's config class, which
     transformers would otherwise look up: that may have code too, or be missing.
 
+    Since version 5 transformers builds a tokenizer by the rules of its class, and of tokenizer.json takes the
+    vocabulary alone. Where the two split a text in other ways, the file's rules hold: the model was trained with them.
+
     Args:
         source: a folder, or a Hub id.
         revision: of a Hub id.
         trust_remote_code: whether code of the tokenizer, from its repository, may run.
+        note: takes what a user should know about the tokenizer.
 
     Raises:
         CalibrationError: there is none, it cannot be read, or it has code that may not run.
     """
-    from transformers import AutoTokenizer, PreTrainedConfig
+    from transformers import AutoTokenizer, PreTrainedConfig, TokenizersBackend
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
     try:
@@ -74,7 +85,17 @@ def load_tokenizer(source: str, revision: str = "main", trust_remote_code: bool 
                     "source.trust_remote_code: tokenizer in the recipe, or without a recipe with --trust-remote-code"
                 )
             inert = {"config": PreTrainedConfig()} if own or not _knows_model(source, revision) else {}
-            return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=own is not None, **inert)
+            tokenizer = AutoTokenizer.from_pretrained(
+                source, revision=revision, trust_remote_code=own is not None, **inert
+            )
+            if own or not _departs_from_its_file(tokenizer, source, revision):
+                return tokenizer
+            note(
+                f"tokenizer.json splits texts in another way than transformers' {type(tokenizer).__name__}: the file's "
+                f"tokens are used; a server with transformers {version('transformers')} reads the others, unless "
+                'tokenizer_config.json says "tokenizer_class": "PreTrainedTokenizerFast"'
+            )
+            return TokenizersBackend.from_pretrained(source, revision=revision)
     except CalibrationError:
         raise
     except Exception as failure:  # the library does not document what it raises
@@ -93,6 +114,27 @@ def _knows_model(source: str, revision: str) -> bool:
     except OSError:  # a folder or repository of a tokenizer alone
         return True
     return model_type is None or model_type in CONFIG_MAPPING
+
+
+def _departs_from_its_file(tokenizer: Any, source: str, revision: str) -> bool:
+    """Whether a tokenizer makes other tokens of a text than its tokenizer.json, if it has one.
+
+    The text begins with a space, for whether one is put before a text is up to tokenizer_config.json.
+    """
+    from tokenizers import Tokenizer
+    from transformers import TokenizersBackend
+    from transformers.utils import cached_file
+
+    if type(tokenizer) is TokenizersBackend:  # which takes all from the file
+        return False
+    path = cached_file(source, "tokenizer.json", revision=revision, _raise_exceptions_for_missing_entries=False)
+    if path is None:
+        return False
+    written = Tokenizer.from_file(path)
+    written.no_truncation()
+    written.no_padding()
+    ids: list[int] = tokenizer(PROBE, add_special_tokens=False)["input_ids"]
+    return ids != list(written.encode(PROBE, add_special_tokens=False).ids)
 
 
 def custom_class(settings: dict[str, Any]) -> str | None:
@@ -135,9 +177,9 @@ class Renderer:
     """A tokenizer with its chat template, from the arguments of `load_tokenizer`; threads may share it."""
 
     def __init__(self, source: str, revision: str = "main", trust_remote_code: bool = False) -> None:
-        self._tokenizer: Any = load_tokenizer(source, revision, trust_remote_code)
-        self._lock = Lock()
         self._notes: set[str] = set()
+        self._tokenizer: Any = load_tokenizer(source, revision, trust_remote_code, self._notes.add)
+        self._lock = Lock()
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -224,6 +266,9 @@ class Renderer:
         for habits in dict.fromkeys((usual, replace(usual, folds=True), other, replace(usual, thoughts=None))):
             try:
                 text = self._apply(content.turns, content.tools, habits)
+            except TemplateSyntaxError as failure:
+                problem = f"line {failure.lineno}: {failure}"
+                raise CalibrationError(f"the chat template cannot be read ({problem}); correct it") from None
             except Exception as failure:  # a template is a program and can fail in any way
                 problem = problem or (str(failure).strip().splitlines() or [type(failure).__name__])[0]
             else:

@@ -14,6 +14,7 @@ from codecs import iterdecode
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ class Row:
 
 
 def file_rows(
-    stream: Any, file: str, place: str, columns: Collection[str] | None = None, remedy: str = "correct the line"
+    stream: Any, file: str, place: str, columns: Collection[str] | None = None, remedy: str = "correct the file"
 ) -> Iterator[Row]:
     """The rows of a data file in its order, read only as far as they are asked for.
 
@@ -49,7 +50,7 @@ def file_rows(
         place: what the rows' places begin with.
         columns: the columns to keep; None for all of them, of Parquet without dates and times, which no shape reads.
             A row may lack some.
-        remedy: for a line that cannot be read.
+        remedy: for a line or file that cannot be read.
 
     Raises:
         SourceError: the file is not what its suffix says.
@@ -70,20 +71,19 @@ def _rows(stream: Any, file: str, place: str, columns: Collection[str] | None, r
     if suffixes[-1] == ".parquet":
         yield from _parquet_rows(stream, file, place, columns)
     elif suffixes[-1] in (".csv", ".tsv"):
-        yield from _csv_rows(stream, file, place, columns, "\t" if suffixes[-1] == ".tsv" else ",")
+        yield from _csv_rows(stream, file, place, columns, "\t" if suffixes[-1] == ".tsv" else ",", remedy)
     else:
         for number, values in _json_values(stream, file, suffixes[-1] == ".json", remedy):
             if not isinstance(values, dict):
-                raise SourceError(f"{place}{number}", "not a JSON object", "give one object for each sample")
+                raise SourceError(f"{place}{number}", "not a JSON object", remedy)
             kept = values if columns is None else {name: values[name] for name in columns if name in values}
             yield Row(f"{place}{number}", kept)
 
 
 def _json_values(stream: Any, file: str, may_be_list: bool, remedy: str) -> Iterator[tuple[str, Any]]:
     """Each object with its line or item as the end of its place."""
-    for line, text in enumerate(stream, 1):
-        if line == 1:
-            text = text.removeprefix(BOM)  # noqa: PLW2901
+    first = stream.readline().removeprefix(BOM)
+    for line, text in enumerate(chain([first], stream), 1):
         if may_be_list and text.lstrip()[:1] == b"[":
             items = _parse_json(text + stream.read(), file, line, remedy)
             yield from ((f" item {number}", item) for number, item in enumerate(items, 1))
@@ -99,12 +99,12 @@ def _parse_json(raw: bytes, file: str, line: int, remedy: str) -> Any:
         return json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as failure:
         line += raw[: failure.start].count(b"\n")
-        raise SourceError(f"{file}:{line}", "not UTF-8", "save the file as UTF-8") from None
+        raise SourceError(f"{file}:{line}", "not UTF-8", remedy) from None
     except json.JSONDecodeError as failure:
         place = f"{file}:{line + failure.lineno - 1}"
         raise SourceError(place, f"not valid JSON ({failure.msg}, column {failure.colno})", remedy) from None
     except RecursionError:
-        raise SourceError(f"{file}:{line}", "nested too deeply", "flatten it") from None
+        raise SourceError(f"{file}:{line}", "nested too deeply", remedy) from None
 
 
 def _parquet_rows(stream: Any, file: str, place: str, columns: Collection[str] | None) -> Iterator[Row]:
@@ -126,7 +126,9 @@ def _parquet_rows(stream: Any, file: str, place: str, columns: Collection[str] |
         raise SourceError(file, f"{problem} ({str(failure).splitlines()[0]})", remedy) from None
 
 
-def _csv_rows(stream: Any, file: str, place: str, columns: Collection[str] | None, delimiter: str) -> Iterator[Row]:
+def _csv_rows(
+    stream: Any, file: str, place: str, columns: Collection[str] | None, delimiter: str, remedy: str
+) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)  # texts are longer than the module expects
     try:
         # Line by line: io.TextIOWrapper would pass the buffer by, with a request to the Hub for every 8 KiB.
@@ -136,7 +138,7 @@ def _csv_rows(stream: Any, file: str, place: str, columns: Collection[str] | Non
             wanted = present if columns is None else {name: present[name] for name in columns if name in present}
             yield Row(f"{place} row {number}", _values(wanted))
     except (csv.Error, UnicodeDecodeError) as failure:
-        raise SourceError(file, f"cannot be read as CSV ({failure})", "give another file") from None
+        raise SourceError(file, f"cannot be read as CSV ({failure})", remedy) from None
 
 
 def _values(row: dict[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ BLOCK_ROWS = 4  # rows that are shuffled together in a streamed dataset, and kep
 BLOCK = 1 << 20  # bytes of a streamed file that are read at a time; of others eight times as many
 FORMAT = 2  # of kept rows: increase it when the same dataset, commit and order give other rows
 Item = TypeVar("Item")
-DAMAGED = "tell its maker, or leave it out with --without ID"
+DAMAGED = "tell its maker, or leave it out: --without ID, or remove it from the set"
 
 
 def local_rows(source: DataSource, folder: Path, seed: str) -> list[Row]:
@@ -109,6 +109,11 @@ def read_bytes(path: Path) -> bytes:
         raise SourceError(str(path), f"cannot be read ({problem})", "give an existing file") from None
 
 
+def files_of(source: DataSource, repository: Repository) -> tuple[list[str], list[str]]:
+    """The files of a source on the Hub, and those in another format; see `data_files`."""
+    return data_files(repository.files, repository.card, source.subset, source.split, source.revision)
+
+
 def hub_rows(
     source: DataSource, repository: Repository, hub: Hub, seed: str, first_only: bool = False
 ) -> Iterator[list[Row]]:
@@ -121,7 +126,7 @@ def hub_rows(
         SourceError: there is no such subset or split, a file cannot be read, or it lacks a column.
     """
     try:
-        files, _ = data_files(repository.files, repository.card, source.subset, source.split)
+        files, _ = files_of(source, repository)
     except ValueError as failure:
         remedy = "correct the source's subset, split or revision"
         raise SourceError(source.dataset, str(failure), remedy) from None
@@ -219,7 +224,7 @@ def kept_rows(file: Path, fresh: Callable[[], Iterator[list[Row]]]) -> Iterator[
     Args:
         fresh: all blocks from the first on; called only if those in the file are used up.
     """
-    kept = 0
+    kept, writable = 0, True
     for block in _kept_blocks(file):
         if not block:
             return  # the end of the dataset
@@ -227,10 +232,15 @@ def kept_rows(file: Path, fresh: Callable[[], Iterator[list[Row]]]) -> Iterator[
         yield from block
     for number, block in enumerate(chain(islice(fresh(), kept, None), [list[Row]()]), kept):
         line = {"block": number, "rows": [[row.place, row.values] for row in block]}
-        with contextlib.suppress(OSError):  # a folder that cannot be written, or is full
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with file.open("a", encoding="utf-8") as stream:
-                stream.write(f"\n{json.dumps(line)}\n")  # what was cut off before stays in a line of its own
+        if writable:
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                with file.open("a", encoding="utf-8") as stream:
+                    stream.write(f"\n{json.dumps(line)}\n")  # what was cut off before stays in a line of its own
+            except OSError:  # the disk is full, or read-only; that the file is missing is said at the end
+                writable = False
+                with contextlib.suppress(OSError):
+                    file.unlink()
         yield from block
 
 

@@ -18,6 +18,7 @@ from quantizers.system.schema import Strict, load
 from quantizers.system.strict_yaml import parse
 
 LOCAL_SUFFIXES = (".jsonl", ".json", ".parquet")
+OTHER = (".csv", ".tsv", ".ndjson", ".txt", ".gz", ".zst")  # of files that are no id on the Hub either
 Kind = Literal["programming", "spoken"]
 KINDS: tuple[Kind, ...] = ("programming", "spoken")
 Family = Literal["code", "spoken"]
@@ -191,7 +192,7 @@ class DataSource(Strict):
     @field_validator("dataset")
     @classmethod
     def _file_or_id(cls, dataset: str) -> str:
-        if not dataset.endswith(LOCAL_SUFFIXES) and not _HUB_ID.fullmatch(dataset):
+        if not dataset.endswith(LOCAL_SUFFIXES) and (dataset.endswith(OTHER) or not _HUB_ID.fullmatch(dataset)):
             raise ValueError(f"neither a Hub id nor a file in {', '.join(LOCAL_SUFFIXES)}")
         return dataset
 

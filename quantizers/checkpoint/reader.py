@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from quantizers.system.caches import downloads_are_lost
 from quantizers.system.errors import CheckpointError
 from quantizers.system.formatting import places
-from quantizers.system.output_files import is_own
+from quantizers.system.output_files import CARD, is_own
 
 from .safetensors_header import TORCH_DTYPES, TensorInfo, printed, read_header
 
@@ -252,10 +252,12 @@ def _others(folder: Path, within: str = "") -> Iterator[tuple[str, str]]:
     """
     for path in sorted((folder / within).iterdir()):
         name = within + path.name
-        ours = not within and (name in (CONFIG, INDEX) or is_own(name))
-        if ours or path.name.startswith(".") or path.name == "__pycache__":
+        read = not within and name in (CONFIG, INDEX, CARD)
+        if read or path.name.startswith(".") or path.name == "__pycache__":
             continue
-        if path.is_file():
+        if path.is_file() and not within and is_own(name):
+            yield name, "names of a run's own files"
+        elif path.is_file():
             large = f"larger than {LARGEST_SIDE_FILE:,} bytes" if path.stat().st_size > LARGEST_SIDE_FILE else ""
             weights = path.suffix in WEIGHTS or name.endswith(".index.json")
             yield name, UNREAD if weights else large

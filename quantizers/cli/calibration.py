@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -140,7 +141,7 @@ def copy(
     copies = copy_set(name, folder)
     said = f"wrote {copies[0]}, and {len(copies) - 1} files that go with it" if copies[1:] else f"wrote {copies[0]}"
     files = {"set": str(copies[0]), "files": [str(copy) for copy in copies]}
-    emit(files, as_json, f"{said}\nnext: quantize calibration {copies[0]}")
+    emit(files, as_json, f"{said}\nnext: quantize calibration {quote(str(copies[0]))}")
 
 
 @calibration.command()
@@ -165,14 +166,18 @@ def new(
 
     contents, notes = new_set(file, data)
     write_new(contents)
-    lines = [f"wrote {' and '.join(map(str, contents))}", *notes, f"next: quantize calibration {file}"]
+    lines = [f"wrote {' and '.join(map(str, contents))}", *notes, f"next: quantize calibration {quote(str(file))}"]
     files = {"set": str(file), "files": list(map(str, contents)), "notes": notes}
     emit(files, as_json, "\n".join(lines))
 
 
 @calibration.command()
 def lock(
-    set_: SetArgument, workers: WorkersOption = 8, as_json: JsonOption = False, debug: DebugOption = False
+    set_: SetArgument,
+    without: WithoutOption = None,
+    workers: WorkersOption = 8,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
 ) -> None:
     """Pin the exact version of every source in a lock file beside the set, which runs then use.
 
@@ -181,8 +186,9 @@ def lock(
     from quantizers.calibration.lock import lock_set
     from quantizers.recipe.read import find_set
 
-    written = lock_set(find_set(set_, "embedded"), workers=workers)
-    emit({"lock": str(written)}, as_json, f"wrote {written}")
+    written, left_out = lock_set(find_set(set_, "embedded"), workers=workers, without=without or ())
+    lines = [f"wrote {written}", *(f"without {name} ({reason})" for name, reason in left_out.items())]
+    emit({"lock": str(written), "left_out": left_out}, as_json, "\n".join(lines))
 
 
 @calibration.command()
@@ -218,7 +224,9 @@ def freeze(
         lines.append(f"not for commercial use: {', '.join(dict.fromkeys(restricted))}; all licences: {files[-1]}")
     written = {"set": str(files[0]), "files": list(map(str, files)), "rows": rows, "digest": digest}
     emit(
-        written | {"non_commercial": restricted}, as_json, "\n".join([*lines, f"next: quantize calibration {files[0]}"])
+        written | {"non_commercial": restricted},
+        as_json,
+        "\n".join([*lines, f"next: quantize calibration {quote(str(files[0]))}"]),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -80,7 +81,7 @@ def copy(
 
     path = file or Path(shipped_recipe(name).name)
     write_new({path: copied(name).encode()})
-    emit({"recipe": str(path)}, as_json, f"wrote {path}; next: quantize plan {path}")
+    emit({"recipe": str(path)}, as_json, f"wrote {path}; next: quantize plan {quote(str(path))}")
 
 
 def new(
@@ -109,4 +110,4 @@ def new(
         architecture_for(config, where, tensors=stored)  # refuses a model that no recipe could quantize
     path = file or Path(f"{Path(model).name.lower()}-fp8-int4.yaml")
     write_new({path: new_recipe(model).encode()})
-    emit({"recipe": str(path)}, as_json, f"wrote {path}; next: quantize plan {path}")
+    emit({"recipe": str(path)}, as_json, f"wrote {path}; next: quantize plan {quote(str(path))}")

@@ -370,7 +370,8 @@ def _about_source(facts: Architecture, model: str, source: Checkpoint) -> dict[s
     """
     front = _front_matter(source)
     listed = front.get("license")
-    names = [name for name in (listed if isinstance(listed, list) else [listed]) if isinstance(name, str) and name]
+    names = [name for name in (listed if isinstance(listed, list) else [listed]) if isinstance(name, str)]
+    names = [name for name in names if name.lower() not in ("", "~", "null")]  # YAML's words for nothing
     fields: dict[str, Any] = {"license": names if len(names) > 1 else names[0]} if names else {}
     fields |= {key: front[key] for key in LICENSE_DETAILS if isinstance(front.get(key), str) and front[key]}
     known = (one.license for one in facts.published if model in one.models)
@@ -404,8 +405,8 @@ def _hub_names(value: object) -> list[str]:
 def _front_matter(source: Checkpoint) -> dict[str, Any]:
     """The YAML at the head of a checkpoint's README.md; empty if there is none or it cannot be read."""
     try:
-        return read_front_matter((source.folder / CARD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_front_matter((source.folder / CARD).read_text(encoding="utf-8", errors="replace"))
+    except OSError:
         return {}
 
 

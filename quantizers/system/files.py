@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
@@ -83,7 +84,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn the exceptions of a full or failing disk into a one-line message that says how to continue."""
+    """Turn the exceptions of a full, failing or read-only disk into a one-line message that says how to continue."""
     try:
         yield
     except Exception as failure:
@@ -91,6 +92,8 @@ def disk_errors(path: Path) -> Iterator[None]:
         if not isinstance(failure, OSError) and type(failure).__name__ != "SafetensorError":
             raise
         reason = getattr(failure, "strerror", None) or failure
+        if getattr(failure, "errno", None) in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise OutputError(f"{path}: cannot be written ({reason}); choose another folder, or allow it") from None
         raise QuantizeError(
             f"{path}: cannot be written ({reason}); make room or check the disk, then give the same command again"
         ) from None

@@ -6,6 +6,8 @@ import gzip
 import io
 import json
 from collections.abc import Callable, Iterator
+from errno import ENOSPC
+from functools import partialmethod
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -116,7 +118,7 @@ def test_a_moved_revision_is_loaded_anew_unless_a_lock_holds_it(small: Path, hub
     before = load(small)
     hub.datasets["org/plain"] = {"train.jsonl": rows("changed")}
     after = load(small)
-    written = lock.lock_set(small, kept=small.parent / "kept")
+    written, _ = lock.lock_set(small, kept=small.parent / "kept")
     locked = load(small)
     assert (after.notes, locked.notes) == ((), ("versions are those of the set's lock",))
     assert before.digest != after.digest == locked.digest
@@ -177,7 +179,7 @@ def test_what_was_read_of_other_sources_is_kept_when_one_fails(small: Path, hub:
     small.write_text(SMALL.replace("samples: 8, category: x}\n", "samples: 30, category: x}\n"))
     (line,) = refusal(load, small, workers=1)
     assert ":5: org/streamed/train-0.jsonl:2: not valid JSON" in line
-    assert line.endswith("; tell its maker, or leave it out with --without ID")
+    assert line.endswith("; tell its maker, or leave it out: --without ID, or remove it from the set")
     hub.datasets["org/streamed"]["train-0.jsonl"] = streamed
     hub.asked.clear()
     assert len(load(small).samples) == 60
@@ -224,7 +226,7 @@ def test_faults_of_all_sources_are_reported_together(small: Path, hub: HubStandI
         f"{small}:8: org/plain: no configuration 'other'; it has default; "
         "correct the source's subset, split or revision",
         f"{small}:9: org/closed: gated; accept its terms on the Hub, then `hf auth login`; "
-        "or leave it out with --without ID",
+        "or leave it out: --without ID, or remove it from the set",
     ]
     assert sum(hub.sent.values()) <= 5 * len(
         hub.datasets["org/plain"]["train-0.jsonl"]
@@ -290,13 +292,32 @@ def test_fewer_rows_than_asked_for_are_taken_and_said(small: Path, hub: HubStand
     assert data.notes == ("org/plain: 5 of the 8 samples; it has only 5 rows",)
 
 
-def test_what_is_not_read_and_not_kept_is_said(small: Path, hub: HubStandIn, load: Load) -> None:
+def test_what_is_not_read_and_not_kept_is_said(
+    small: Path, hub: HubStandIn, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub.datasets["org/plain"] |= {"train-9.csv": b"text\nno\n", "train-8.csv": b"text\nno\n"}
     (small.parent / "file").touch()
-    assert load(small, kept=small.parent / "file" / "rows").notes == (
-        "org/plain: not read are 2 files in another format, such as train-8.csv",
-        "rows of the Hub cannot be kept, and will be asked for again; set XDG_CACHE_HOME to a writable folder",
+    unread = "org/plain: not read are 2 files in another format, such as train-8.csv"
+    unkept = (
+        "rows of the Hub cannot be kept, and will be asked for again; set XDG_CACHE_HOME to a writable folder with room"
     )
+    assert load(small, kept=small.parent / "file" / "rows").notes == (unread, unkept)
+    with monkeypatch.context() as filled:
+        filled.setattr(Path, "open", partialmethod(_full, Path.open))
+        full = load(small, kept=small.parent / "full")
+    assert full.notes == (unread, unkept)
+    assert not list((small.parent / "full").rglob("*.jsonl"))
+    assert load(small, kept=small.parent / "full").digest == full.digest
+
+
+def _full(path: Path, real: Callable[..., Any], mode: str = "r", **options: Any) -> Any:
+    """`Path.open` where the disk is full: a file to append to takes half of a line."""
+    stream = real(path, mode, **options)
+    if mode == "a":
+        with stream:
+            stream.write('{"block": 0, "ro')
+        raise OSError(ENOSPC, "No space left on device", str(path))
+    return stream
 
 
 ROWS = [{"text": f"text {number}", "other": None if number < 3 else {"a": [number]}} for number in range(9)]
@@ -335,6 +356,28 @@ def test_a_lock_is_kept_by_sources_that_are_not_required_too(small: Path, hub: H
     assert line.startswith(f"{small}:4: org/plain: no such dataset on the Hub")
 
 
+def test_a_lock_without_a_source_gives_what_a_run_without_it_reads(small: Path, hub: HubStandIn, load: Load) -> None:
+    """Whether it was left out by name, or is not required and could not be read."""
+    small.write_text(GONE)
+    before, kept = load(small, without=["org/plain"]), small.parent / "kept"
+    with pytest.raises(CalibrationError, match=r"has no source org/plian \(did you mean org/plain\?\)"):
+        lock.lock_set(small, kept=kept, without=["org/plian"])
+    assert lock.lock_set(small, kept=kept, without=["org/plain"])[1] == {"org/plain": "--without"}
+    held = load(small)
+    del hub.datasets["org/plain"]
+    assert lock.lock_set(small, kept=small.parent / "new")[1] == {"org/plain": "no such dataset on the Hub"}
+    assert before.digest == held.digest == load(small).digest
+    small.write_text(SMALL)
+    with pytest.raises(CalibrationError, match="org/plain: no such dataset on the Hub"):
+        lock.lock_set(small, kept=kept)
+    lock.lock_set(small, kept=kept, without=["org/plain"])
+    (line,) = refusal(load, small)
+    assert line.endswith(
+        "org/plain: left out when the set was locked; lock it again, or leave it out: --without org/plain"
+    )
+    assert load(small, without=["org/plain"]).digest == before.digest
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -349,6 +392,9 @@ def test_a_damaged_file_is_named(name: str, content: bytes, small: Path, hub: Hu
     small.write_text(SMALL.replace("samples: 8", "samples: all", 1))
     (line,) = refusal(load, small)
     assert line.startswith(f"{small}:4: org/plain/{name}: cannot be read")
+    hub.datasets["org/plain"] = {"a.jsonl": json.dumps({"text": "some text"}).encode("utf-16")}
+    (line,) = refusal(load, small)
+    assert line.startswith(f"{small}:4: org/plain/a.jsonl:1: not UTF-8; tell its maker, or leave it out: --without ID")
 
 
 def test_a_source_that_cannot_give_more_is_no_substitute(small: Path, hub: HubStandIn, load: Load) -> None:

@@ -13,6 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from calibration_tokenizer import write_tokenizer
+from tokenizers import Tokenizer
 
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.lock import lock_path, lock_set
@@ -229,6 +230,37 @@ def test_a_template_that_refuses_everything_and_a_tokenizer_without_one(tmp_path
     assert load_set(write_set(tmp_path, source("a.jsonl")), without).notes == ()
 
 
+def test_a_template_with_a_fault_is_one_line_of_its_own(tmp_path: Path) -> None:
+    broken = str(write_tokenizer(tmp_path / "broken", "{% for m in messages %}\n{{ m.content }"))
+    jsonl(tmp_path / "a.jsonl", [{"text": "some text"}])
+    with pytest.raises(
+        CalibrationError, match=r"^the chat template cannot be read \(line 2: unexpected '}'\); correct it$"
+    ):
+        load_set(write_set(tmp_path, source("a.jsonl", prompt="Read.")), broken)
+    assert len(load_set(write_set(tmp_path, source("a.jsonl")), broken).samples) == 1  # it is not needed for plain text
+
+
+@pytest.mark.parametrize("named", ["LlamaTokenizerFast", None])
+def test_tokens_are_those_of_tokenizer_json_where_transformers_class_makes_others(
+    named: str | None, tmp_path: Path
+) -> None:
+    """LlamaTokenizer loses every space of a byte-level vocabulary, and Qwen2Tokenizer composes accents."""
+    folder = write_tokenizer(tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": named}))
+    text = "a  gru\u0308n b"
+    jsonl(tmp_path / "a.jsonl", [{"text": text}])
+    path = write_set(tmp_path, source("a.jsonl"))
+    data = load_set(path, str(folder))
+    written = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+    assert data.samples[0].tokens.tolist() == written
+    assert data.notes[0].startswith("tokenizer.json splits texts in another way than transformers' ")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))  # as the note says
+    plain = load_set(path, str(folder))
+    assert (plain.digest, plain.notes) == (data.digest, ())
+
+
 def test_bad_sources_are_told_together(hundred: Path, tokenizer: str) -> None:
     (hundred / "broken.jsonl").write_text("{")
     (hundred / "not.parquet").write_text("PAR")
@@ -255,7 +287,7 @@ def test_a_wrong_tokenizer_is_one_line(hundred: Path) -> None:
 
 def test_a_lock_holds_local_files(hundred: Path, tokenizer: str) -> None:
     path = write_set(hundred, source("a.jsonl"))
-    assert lock_set(path) == lock_path(path) == hundred / "set.lock.json"
+    assert lock_set(path) == (lock_path(path), {}) == (hundred / "set.lock.json", {})
     data = load_set(path, tokenizer)
     assert data.lock
     assert data.notes == ("versions are those of the set's lock",)

@@ -69,6 +69,7 @@ def test_prompts_are_filled() -> None:
         (SOURCE.replace("[text]", "text"), 4, "sources[0].columns: "),
         (SOURCE.replace("[text]", "[a, b]"), 4, "the shape text reads 1 columns, not 2"),
         (SOURCE.replace("a.jsonl", "no such id"), 4, "neither a Hub id nor a file"),
+        (SOURCE.replace("a.jsonl", "a.jsonl.gz"), 4, "neither a Hub id nor a file in .jsonl, .json, .parquet"),
         (SOURCE.replace("a.jsonl", "a.jsonl, revision: v1"), 4, "a local file has neither"),
         (SOURCE.replace("a.jsonl", "a.jsonl, split: test"), 4, "a local file is one split, train"),
         (SOURCE.replace("math}", 'math, prompt: "In {language}"}'), 4, "unknown placeholder {language}"),

@@ -222,7 +222,8 @@ def test_side_files_and_what_is_left_behind(folder: Path, monkeypatch: pytest.Mo
     assert [str(path.relative_to(folder)) for path in side_files(folder)] == wanted
     assert left_behind(open_folder(folder)) == (
         "left behind in the source: audio/, onnx/, x.bin and 2 more (weights that are not read); "
-        "film.mp4 (larger than 1,000 bytes); linked/ (a link to a folder)"
+        "film.mp4 (larger than 1,000 bytes); linked/ (a link to a folder); "
+        "recipe.yaml, report.json (names of a run's own files)"
     )
 
 

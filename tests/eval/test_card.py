@@ -48,6 +48,8 @@ LICENSES = [
         "My License 2: no name of the Hub's, so the card says other; give --license NAME",
     ),
     ("---\nlicense: {a: b}\n---\n", {}, "missing", "the source names none; give --license NAME"),
+    ("---\nlicense: null\n---\n", {}, "missing", "the source names none; give --license NAME"),
+    ("---\nlicense: mit\n---\n# caf\udce9 in Latin-1\n", {"license": "mit"}, "done", "mit"),
 ]
 
 
@@ -56,7 +58,7 @@ def test_a_licence_is_kept_as_the_hub_takes_it(
     report: Report, tiny_model: Path, tmp_path: Path, card: str, wanted: dict[str, Any], state: str, words: str
 ) -> None:
     """Several, one that the Hub calls `other`, one by no name of the Hub's; behind a byte order mark, with CRLF."""
-    (tmp_path / "README.md").write_text(card, encoding="utf-8", newline="")
+    (tmp_path / "README.md").write_text(card, encoding="utf-8", errors="surrogateescape", newline="")
     source = replace(open_folder(tiny_model), folder=tmp_path)
     report["source"] |= _about_source(architecture_for(source.config, CONFIG), "model", source)
     front = ModelCard(model_card(report)).data.to_dict()

@@ -106,7 +106,10 @@ def mounted(place: Path, size: int, *options: str) -> str | None:
 def test_a_disk_that_fills_while_the_run_works(
     small: Small, tmp_path: Path, quantize: Callable[..., tuple[int, str]]
 ) -> None:
-    """A file system of a share of what is needed, that grows, without the look at it before the start; then with it."""
+    """A file system of a share of what is needed, that grows, without the look at it before the start; then with it.
+
+    At last it is read-only.
+    """
     place = tmp_path / "disk"
 
     def share(part: float) -> int:
@@ -129,6 +132,10 @@ def test_a_disk_that_fills_while_the_run_works(
         code, errors = quantize(*command)
         assert code == 0, errors
         assert_same(place / "output", small.whole)
+        assert mounted(place, small.needed + MARGIN, "remount", "ro") is None
+        code, errors = quantize("run", small.recipe, "--output", place / "other")
+        assert code == 2
+        assert "cannot be written (Read-only file system); choose another folder" in errors
     finally:
         subprocess.run(["umount", "--lazy", str(place)], check=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +50,16 @@ def stitch_table(report: dict[str, Any], output: Path, source: str) -> str:
         f"output    {output}: {REPORT}, {PAGE} to look at, {CARD} (the model card)",
         "",
     ]
+    named, given = shlex.quote(str(output)), shlex.quote(source)
     if unfit:
         after = ["the same command with --repair-router and another --output, which writes compensated routers"]
     elif audit["differences"] or misread:
-        after = [f"repair what differs; quantize verify {output} --source {source} checks it again"]
+        after = [f"repair what differs; quantize verify {named} --source {given} checks it again"]
     else:
         after = [
-            f"quantize eval {source} {output} --data held-out",
-            f"quantize publish {output} --repo OWNER/NAME --dry-run",
-            f"vllm serve {output}",
+            f"quantize eval {given} {named} --data held-out",
+            f"quantize publish {named} --repo OWNER/NAME --dry-run",
+            f"vllm serve {named}",
         ]
     return "\n".join([*lines, "next: " + "\n      ".join(after)])
 
