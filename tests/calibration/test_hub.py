@@ -187,7 +187,7 @@ def test_what_was_read_of_other_sources_is_kept_when_one_fails(small: Path, hub:
 
 
 SOURCE = "columns: [text], shape: text, samples: 1, category: x}\n"
-NO_SUCH = "no such dataset on the Hub; correct the id, or `hf auth login` if it is private; or leave it out with --wi"
+NO_SUCH = "no such dataset on the Hub; correct the id, or `hf auth login` if it is private; or leave it out: --wi"
 
 
 @pytest.mark.parametrize(
@@ -373,7 +373,7 @@ def test_a_lock_without_a_source_gives_what_a_run_without_it_reads(small: Path, 
     lock.lock_set(small, kept=kept, without=["org/plain"])
     (line,) = refusal(load, small)
     assert line.endswith(
-        "org/plain: left out when the set was locked; lock it again, or leave it out: --without org/plain"
+        "org/plain: left out when the set was locked; lock it again, or leave it out with --without org/plain"
     )
     assert load(small, without=["org/plain"]).digest == before.digest
 
