@@ -9,10 +9,11 @@ import csv
 import hashlib
 import io
 import json
+import re
 import sys
-from codecs import iterdecode
+from codecs import iterdecode, utf_8_decode
 from collections.abc import Collection, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -24,6 +25,7 @@ BATCH = 64  # rows of a Parquet file that become Python values at a time
 WINDOW = 1 << 20  # bytes of a Parquet column that are read at a time
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 BOM = b"\xef\xbb\xbf"
+_BETWEEN = re.compile(r"[\s,]*")  # the items of a list
 
 
 @dataclass(frozen=True)
@@ -82,10 +84,12 @@ def _rows(stream: Any, file: str, place: str, columns: Collection[str] | None, r
 
 def _json_values(stream: Any, file: str, may_be_list: bool, remedy: str) -> Iterator[tuple[str, Any]]:
     """Each object with its line or item as the end of its place."""
-    first = stream.readline().removeprefix(BOM)
+    first = stream.readline(WINDOW).removeprefix(BOM)
+    if not (first.endswith(b"\n") or first.lstrip().startswith(b"[")):  # a list in one line is read bit by bit
+        first += stream.readline()
     for line, text in enumerate(chain([first], stream), 1):
         if may_be_list and text.lstrip()[:1] == b"[":
-            items = _parse_json(text + stream.read(), file, line, remedy)
+            items = _list_items(text, stream, file, line, remedy)
             yield from ((f" item {number}", item) for number, item in enumerate(items, 1))
             return
         if text.strip():
@@ -93,12 +97,40 @@ def _json_values(stream: Any, file: str, may_be_list: bool, remedy: str) -> Iter
             yield f":{line}", _parse_json(text, file, line, remedy)
 
 
+def _list_items(raw: bytes, stream: Any, file: str, line: int, remedy: str) -> Iterator[Any]:
+    """The items of a list that begins in the given line, read only as far as they are asked for."""
+    with _faults_named(file, line, remedy):
+        text, _ = utf_8_decode(raw)
+        at = text.index("[") + 1
+        while True:
+            at = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]
+            if text.startswith("]", at):
+                return
+            try:
+                item, at = json.JSONDecoder().raw_decode(text, at)
+            except json.JSONDecodeError:
+                more = stream.read(max(WINDOW, len(raw)))
+                if not more:
+                    raise
+                raw += more
+                text, _ = utf_8_decode(raw)  # without a letter that is not whole yet
+            else:
+                yield item
+
+
 def _parse_json(raw: bytes, file: str, line: int, remedy: str) -> Any:
     """Parse JSON that begins in the given line of the file."""
+    with _faults_named(file, line, remedy):
+        return json.loads(raw.decode())
+
+
+@contextmanager
+def _faults_named(file: str, line: int, remedy: str) -> Iterator[None]:
+    """Turn what is wrong with JSON that begins in the given line into a SourceError."""
     try:
-        return json.loads(raw.decode("utf-8"))
+        yield
     except UnicodeDecodeError as failure:
-        line += raw[: failure.start].count(b"\n")
+        line += failure.object[: failure.start].count(b"\n")
         raise SourceError(f"{file}:{line}", "not UTF-8", remedy) from None
     except json.JSONDecodeError as failure:
         place = f"{file}:{line + failure.lineno - 1}"

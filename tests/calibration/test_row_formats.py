@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 from typing import Any
 
 import pytest
 
+from quantizers.calibration import row_files
 from quantizers.calibration.row_formats import Content, Rejected, instruct, read_row
 from quantizers.calibration.set import DataSource
+from quantizers.calibration.source_faults import SourceError
 
 
 def source(shape: str, *columns: str) -> DataSource:
@@ -215,3 +218,26 @@ def test_a_row_that_cannot_be_used_says_why(
 ) -> None:
     with pytest.raises(Rejected, match=reason):
         read(shape, columns, row)
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_list_is_read_bit_by_bit_as_json_reads_it_whole(indent: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is cut between two reads; and a fault in it has its own line."""
+    monkeypatch.setattr(row_files, "WINDOW", 7)
+    items = [{"a": "ä漢" * number, "b": [1, {"c": "],"}]} for number in range(20)]
+    raw = json.dumps(items, indent=indent, ensure_ascii=False).encode()
+
+    def read(raw: bytes) -> list[Any]:
+        return [row.values for row in row_files.file_rows(io.BufferedReader(io.BytesIO(raw)), "a.json", "a.json")]
+
+    assert read(raw) == read(b"\xef\xbb\xbf \n" + raw) == items
+    at = raw.index("漢".encode(), 300)
+    line = raw[:at].count(b"\n") + 1
+    for spoilt, reason in (
+        (raw[:at] + b"\xff" + raw[at:], "not UTF-8"),
+        (raw[:at], "not valid JSON (Unterminated"),
+        (raw[:at] + b'"' + raw[at:], "not valid JSON (Expecting ',' delimiter"),
+    ):
+        with pytest.raises(SourceError) as failure:
+            read(spoilt)
+        assert (failure.value.subject, failure.value.reason[: len(reason)]) == (f"a.json:{line}", reason)
