@@ -17,7 +17,7 @@ import torch
 import yaml
 from commands import Command
 from compressed_tensors.utils.match import is_match
-from runs import cut_at, cut_in_layer, hashes
+from runs import cut_at
 from torch import Tensor
 from whole_models import load
 
@@ -131,6 +131,7 @@ def test_columns_are_scaled_by_their_inputs() -> None:
         assert torch.allclose(stored, rounded(weight * s, minmax_scales(weight * s, 32, 4), 4) / s, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_smaller_groups_make_the_error_smaller_and_more_bits_even_smaller(done: Any) -> None:
     job, _, report = done
     assert job.allocation.candidates == tuple(s for s in ALL if s.group_size <= 64)
@@ -203,6 +204,7 @@ def test_the_probe_is_the_whole_model_with_the_first_layer_rounded(
 # What is chosen and written -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_output_is_what_was_chosen_to_the_byte(done: Any) -> None:
     job, folder, report = done
     schemes, found = chosen_of(report), report["schemes"]
@@ -221,6 +223,7 @@ def test_the_output_is_what_was_chosen_to_the_byte(done: Any) -> None:
         assert found["chosen"] in text
 
 
+@pytest.mark.slow
 def test_servers_read_each_layer_as_it_is_stored(done: Any) -> None:
     _, folder, report = done
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
@@ -233,6 +236,7 @@ def test_servers_read_each_layer_as_it_is_stored(done: Any) -> None:
     assert consumers["schemes"][STORED]["experts"].count("(96)") == 2
 
 
+@pytest.mark.slow
 def test_verify_reads_the_schemes_from_the_files(done: Any, tmp_path: Path) -> None:
     job, folder, _ = done
     assert verify(folder, job.source, CPU).differences == []
@@ -250,6 +254,7 @@ def test_verify_reads_the_schemes_from_the_files(done: Any, tmp_path: Path) -> N
     assert line.startswith("config.json: quantization_config is missing, should be {")
 
 
+@pytest.mark.slow
 def test_stitch_keeps_each_layers_scheme(done: Any, tmp_path: Path) -> None:
     """The output taken as an experts' checkpoint: the same config, packed experts and routers."""
     job, folder, _ = done
@@ -259,6 +264,7 @@ def test_stitch_keeps_each_layers_scheme(done: Any, tmp_path: Path) -> None:
         assert (tmp_path / "output" / name).read_bytes() == (folder / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_compressed_tensors_finds_each_layers_own_scheme(done: Any) -> None:
     """transformers 5.17 has one scheme for all layers' experts, and says so."""
     _, folder, report = done
@@ -300,6 +306,7 @@ def test_a_cut_while_measuring_measures_again_and_another_choice_is_refused(tmp_
         run(job, options)
 
 
+@pytest.mark.slow
 def test_plan_shows_candidates_before_and_the_choice_after(
     done: Any, tmp_path: Path, write_recipe: Callable[..., Path], command: Command
 ) -> None:
@@ -344,10 +351,6 @@ def test_a_budget_where_some_layers_have_no_experts(tmp_path: Path) -> None:
     named = re.findall(r"\(layer (\d+)\)", "\n".join(choice_lines(schemes)))
     assert len(named) == 2
     assert {int(number) for number in named} <= {1, 2}
-    resumed = Options(tmp_path / "resumed", CPU)
-    cut_in_layer(1, job, resumed)
-    run(job, resumed)
-    assert hashes(tmp_path / "resumed") == hashes(tmp_path / "output")
 
 
 def test_one_scheme_for_all_layers_is_written_as_ever(tmp_path: Path, write_recipe: Callable[..., Path]) -> None:

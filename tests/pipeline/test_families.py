@@ -81,10 +81,12 @@ class Made(runs.Made):
 
 
 QUICK = ("deepseek_v3",)  # with each kind of layer; MiniMax-M2 is what the other tests are about
+ALIKE = ("kimi_k2",)  # DeepSeek-V3's class
 
 
 def slow_but(quick: Collection[str], models: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=() if name in quick else [pytest.mark.slow]) for name in models]
+    slow = {name: pytest.mark.every if name in ALIKE else pytest.mark.slow for name in models if name not in quick}
+    return [pytest.param(name, marks=[slow[name]] if name in slow else ()) for name in models]
 
 
 @pytest.fixture(scope="module", params=slow_but(QUICK, [name for name in families.MODELS if name != "qwen3_moe"]))

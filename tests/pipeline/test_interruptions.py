@@ -28,7 +28,7 @@ from quantizers.pipeline.options import Options
 MARGIN = 2**19  # for report.json, card, pictures and journal of a small job
 
 
-KILLS = 4
+KILLS = 3
 
 # `quantize` in a process that says at its end which of the slow imports it made.
 NAMES_IMPORTS = """

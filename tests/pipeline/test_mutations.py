@@ -129,7 +129,7 @@ def hurry() -> Iterator[Callable[[], None]]:
     signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize("seed", ["", pytest.param(" again", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", ["", pytest.param(" again", marks=pytest.mark.every)])
 @pytest.mark.parametrize("name", KINDS)
 def test_mutated_inputs(
     name: str, seed: str, case: JobFolder, begin: Callable[[], tuple[int, str]], hurry: Callable[[], None]

@@ -26,11 +26,15 @@ from sets import rows_set
 
 from quantizers.device import triton_support
 from quantizers.device.triton_support import OPTIONS
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
+from quantizers.planning.job import prepare
 from quantizers.solve import rounding
 from quantizers.solve.kernel_check import KERNELS, differences, verify_kernels
 from quantizers.solve.kernels import STRIP, SUMS, rows_of_program
 
 INTERPRETED = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+RECIPE = {"source": {"model": "model"}, "calibration": "set.yaml", "experts": {"awq": {"grid": 3}}}
 PROGRAM = str(REPOSITORY / "tests" / "interpreted_kernels.py")
 
 
@@ -93,8 +97,9 @@ def test_interpreted_and_wrong_kernels_write_the_same_shards(tmp_path: Path) -> 
     write_tokenizer(tiny.write(tmp_path / "model", config, tiny.tensors(config)))
     rows = [("any", " ".join(f"text {i} word {j}" for j in range(30))) for i in range(4)]
     rows_set(tmp_path, rows, sequence_length=192)
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"source": {"model": "model"}, "calibration": "set.yaml"}))
-    plain, _ = quantized(tmp_path, "plain", ["-m", "quantizers"], os.environ | {"OMP_NUM_THREADS": "1"})
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    run(prepare(str(tmp_path / "recipe.yaml")), Options(tmp_path / "plain", torch.device("cpu")))
+    plain = {path.name: path.read_bytes() for path in (tmp_path / "plain").glob("*.safetensors")}
     assert len(plain) == 2
     shards, said = quantized(tmp_path, "interpreted", ["-m", "quantizers"], INTERPRETED)
     assert shards == plain
