@@ -34,7 +34,7 @@ from quantizers.solve.kernel_check import KERNELS, differences, verify_kernels
 from quantizers.solve.kernels import STRIP, SUMS, rows_of_program
 
 INTERPRETED = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-RECIPE = {"source": {"model": "model"}, "calibration": "set.yaml", "experts": {"awq": {"grid": 3}}}
+RECIPE = {"source": {"model": "model"}, "calibration": "set.yaml", "experts": {"group_size": 32, "awq": {"grid": 3}}}
 PROGRAM = str(REPOSITORY / "tests" / "interpreted_kernels.py")
 
 
@@ -91,9 +91,7 @@ def quantized(folder: Path, name: str, program: list[str], environment: dict[str
 @pytest.mark.slow
 def test_interpreted_and_wrong_kernels_write_the_same_shards(tmp_path: Path) -> None:
     """Kernels that are wrong, or cannot be launched, are found at the start, and replaced by torch's operations."""
-    config = tiny.config(
-        num_hidden_layers=1, num_local_experts=2, hidden_size=128, intermediate_size=64, vocab_size=320
-    )
+    config = tiny.config(num_hidden_layers=1, num_local_experts=2, hidden_size=64, intermediate_size=32, vocab_size=320)
     write_tokenizer(tiny.write(tmp_path / "model", config, tiny.tensors(config)))
     rows = [("any", " ".join(f"text {i} word {j}" for j in range(30))) for i in range(4)]
     rows_set(tmp_path, rows, sequence_length=192)
