@@ -130,8 +130,9 @@ class FromColumn(Strict):
     """For a column of languages: under `spoken`, `Hindi` is the category `spoken/hindi`."""
 
     def of(self, values: dict[str, Any]) -> str | None:
-        """The category of a row; None if the column has no printable text."""
+        """The category of a row; None if the column has no whole number and no printable text."""
         value = values.get(self.column)
+        value = str(value) if type(value) is int else value  # of a class, as data sets for classifiers have them
         if not isinstance(value, str) or not value.strip() or not value.isprintable():
             return None
         return f"{self.under}/{slug(value)}" if self.under else value

@@ -284,6 +284,17 @@ def test_dropped_rows_are_shown(tmp_path: Path, tokenizer: str) -> None:
     assert re.search(r"dropped \d of set\.jsonl: an empty text \(first set\.jsonl:\d+\)", text)
 
 
+def test_what_is_left_out_is_not_shown(tmp_path: Path, tokenizer: str, command: Command) -> None:
+    path = rows_set(tmp_path, [("code/rust", "kept")])
+    (tmp_path / "b.jsonl").write_text('{"category": "code/rust", "text": "left out"}')
+    body = json.loads(path.read_text())
+    path.write_text(json.dumps(body | {"sources": [*body["sources"], body["sources"][0] | {"dataset": "b.jsonl"}]}))
+    given = (path, "--tokenizer", tokenizer, "--show", 9, "--json")
+    for without, shown in ((), {"kept", "left out"}), (("--without", "b.jsonl"), {"kept"}):
+        assert command("calibration", *given, *without) == 0
+        assert {one["text"] for one in json.loads(command.out)["samples"]} == shown
+
+
 def test_samples_are_shown_as_the_model_reads_them(tokenizer: str) -> None:
     samples = show_samples(SETS / "embedded.yaml", 3, tokenizer)
     assert [sample["position"] for sample in samples] == [0, 99, 199]

@@ -140,6 +140,13 @@ def test_a_refused_row_is_replaced_and_counted(tmp_path: Path, tokenizer: str) -
     assert "without a call (10, first at " in note
 
 
+def test_a_column_of_classes_is_one_of_categories(tmp_path: Path, tokenizer: str) -> None:
+    jsonl(tmp_path / "a.jsonl", [{"text": f"text {label}", "label": label} for label in (2, 0, True)])
+    given = {"category": {"column": "label"}, "samples": 3}
+    data = load_set(write_set(tmp_path, source("a.jsonl", **given)), tokenizer)
+    assert {sample.text: sample.category for sample in data.samples} == {"text 2": "2", "text 0": "0"}
+
+
 def test_prompts_render_in_the_users_turn(tmp_path: Path, tokenizer: str) -> None:
     jsonl(tmp_path / "a.jsonl", [{"text": "fn main() {}", "kind": "code/rust"}])
     path = write_set(tmp_path, source("a.jsonl", prompt="Explain.", category={"column": "kind"}))
