@@ -61,7 +61,10 @@ def data_files(
     Raises:
         ValueError: there is no such configuration, split or file, or none in a form that can be read; one line.
     """
-    configuration = _configuration(_converted(listing) if revision == CONVERSION else card.get("configs") or (), subset)
+    configs, converted = card.get("configs") or [], _converted(listing)
+    if revision == CONVERSION or (not configs and subset in converted):  # or a commit of it
+        configs = list(converted.values())
+    configuration = _configuration(configs, subset)
     prefix = f"{normpath(configuration.data_dir)}/" if configuration.data_dir else ""
     paths = sorted(path.removeprefix(prefix) for path in listing if path.startswith(prefix))
     data = [path for path in _matching(paths, "**") if data_suffix(path)]
@@ -97,13 +100,14 @@ def data_suffix(path: str) -> str | None:
     return suffix if suffix in FORMATS and not (suffix == ".parquet" and file.suffix in COMPRESSED) else None
 
 
-def _converted(listing: Sequence[str]) -> list[dict[str, Any]]:
-    """The configurations of the Hub's own conversion, as a card would have them."""
-    files = dict[str, list[dict[str, str]]]()
+def _converted(listing: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The configurations of the Hub's own conversion by name, as a card would have them."""
+    configs = dict[str, dict[str, Any]]()
     for path in listing:
         if found := _CONVERTED.fullmatch(path):
-            files.setdefault(found[1], []).append({"split": found[2], "path": path})
-    return [{"config_name": name, "data_files": each} for name, each in files.items()]
+            one = configs.setdefault(found[1], {"config_name": found[1], "data_files": []})
+            one["data_files"].append({"split": found[2], "path": path})
+    return configs
 
 
 def _configuration(configs: Sequence[Any], subset: str | None) -> _Configuration:

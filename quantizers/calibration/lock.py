@@ -23,7 +23,7 @@ from .hub_repository import Hub
 from .row_files import Row
 from .rows import local_file, read_bytes, rows_at
 from .set import CalibrationSet, DataSource, read_set
-from .source_faults import SourceError, for_each_source
+from .source_faults import SourceError, Unreachable, for_each_source
 
 NAMED = {"dataset", "subset", "split", "revision"}  # keys of a source that say what it reads
 
@@ -102,7 +102,8 @@ def lock_set(
         The lock's path; and the sources that it leaves out, with the reasons.
 
     Raises:
-        CalibrationError: the set is wrong, or sources that it requires cannot be read; the message names all of them.
+        CalibrationError: the set is wrong, the Hub cannot be reached, or sources that the set requires cannot be read;
+            the message names all of them.
     """
     calibration, left_out = read_set(path), dict.fromkeys(without, "--without")
     refuse_unknown(calibration, without, path)
@@ -121,7 +122,7 @@ def lock_set(
             try:
                 return pin(source, "") if source.dataset in without else pinned(index, source)
             except SourceError as failure:
-                if source.required:
+                if source.required or isinstance(failure, Unreachable):  # which it may be in an hour
                     raise
                 left_out[source.dataset] = failure.reason
                 return pin(source, "")

@@ -368,6 +368,10 @@ def test_a_lock_without_a_source_gives_what_a_run_without_it_reads(small: Path, 
     del hub.datasets["org/plain"]
     assert lock.lock_set(small, kept=small.parent / "new")[1] == {"org/plain": "no such dataset on the Hub"}
     assert before.digest == held.digest == load(small).digest
+    hub.dead = {"org/plain"}
+    with pytest.raises(CalibrationError, match="org/plain: cannot be reached"):
+        lock.lock_set(small, kept=kept)
+    hub.dead = set()
     small.write_text(SMALL)
     with pytest.raises(CalibrationError, match="org/plain: no such dataset on the Hub"):
         lock.lock_set(small, kept=kept)

@@ -124,10 +124,11 @@ def test_what_there_is_not_is_named(
 def test_the_hubs_own_conversion_has_a_folder_for_each_split_of_any_name() -> None:
     listing = ["en/easy/0000.parquet", "en/easy/0001.parquet", "en/partial-hard/0000.parquet", "fr/easy/0000.parquet"]
 
-    def read(subset: str | None, split: str) -> list[str]:
-        return data_files([".gitattributes", *listing], {}, subset, split, "refs/convert/parquet")[0]
+    def read(subset: str | None, split: str, revision: str = "refs/convert/parquet") -> list[str]:
+        return data_files([".gitattributes", *listing], {}, subset, split, revision)[0]
 
     assert [read("en", "easy"), read("en", "hard"), read("fr", "easy")] == [listing[:2], listing[2:3], listing[3:]]
+    assert read("en", "hard", revision="a commit of it") == listing[2:3]
     with pytest.raises(ValueError, match="no split 'train'; it has easy, hard"):
         read("en", "train")
     with pytest.raises(ValueError, match="several configurations and no default; give one as the subset: en, fr"):
