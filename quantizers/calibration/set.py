@@ -194,7 +194,7 @@ class DataSource(Strict):
     @classmethod
     def _file_or_id(cls, dataset: str) -> str:
         if not dataset.endswith(LOCAL_SUFFIXES) and (dataset.endswith(OTHER) or not _HUB_ID.fullmatch(dataset)):
-            raise ValueError(f"neither a Hub id nor a file in {', '.join(LOCAL_SUFFIXES)}")
+            raise ValueError(f"neither a Hub id nor a file in {', '.join(LOCAL_SUFFIXES)}; correct or convert it")
         return dataset
 
     @field_validator("prompt", "category")
