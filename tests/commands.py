@@ -5,13 +5,17 @@ from __future__ import annotations
 import io
 
 import pytest
+import typer
 from rich.console import Console, RenderableType
 
 from quantizers.cli import main as cli
 
+COMMANDS = typer.main.get_command(cli.app)  # made once: typer evaluates the annotations of every option of all of them
+
 
 def quantize(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
     monkeypatch.setattr("sys.argv", ["quantize", *map(str, words)])
+    monkeypatch.setattr(cli, "app", COMMANDS)
     with pytest.raises(SystemExit) as ended:
         cli.main()
     return int(ended.value.code or 0)

@@ -119,10 +119,8 @@ def test_a_layers_line(figures: Callable[..., tuple[int, str]]) -> None:
     assert figures("layer", measured) == (0, said + "copy 2500 GB/s, launch 6.0 us")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("device", "accelerator"), [("cpu", False), pytest.param("cuda:1", True, marks=pytest.mark.every)]
-)
+@pytest.mark.every
+@pytest.mark.parametrize(("device", "accelerator"), [("cpu", False), ("cuda:1", True)])
 def test_the_least_memory_with_which_the_tiny_model_is_made_again(device: str, accelerator: bool) -> None:
     """A byte less is refused; on a CPU one unit of two is held with it, on a GPU neither inputs nor states."""
     words = [sys.executable, str(FIGURES), "least", "tiny-minimax-m2-fp8-int4", device]

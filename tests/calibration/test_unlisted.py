@@ -124,7 +124,7 @@ def without(folder: Path, *languages: str) -> Path:
     return folder / "mine.yaml"
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_two_languages_taken_from_the_embedded_set_are_gone(tmp_path: Path, tokenizer: str) -> None:
     """The check agrees with what a run and a coverage would load; every other text stays, in its order."""
     path, whole = without(tmp_path, "Cobol", "Hindi"), load_set(shipped("calibration") / "embedded.yaml", tokenizer)

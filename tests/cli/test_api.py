@@ -41,7 +41,7 @@ def test_importing_is_quick_and_unknown_names_are_refused() -> None:
     assert not hasattr(quantizers, "quantise")
 
 
-@pytest.mark.slow
+@pytest.mark.every  # examples/python_api.py does the same in CI
 def test_a_finished_run_is_found_evaluated_and_verified(finished: Finished, tmp_path: Path) -> None:
     made = quantizers.run(finished.recipe, finished.folder)
     assert made.report["already_done"]

@@ -110,10 +110,11 @@ def free_port() -> int:
     raise AssertionError("no port is free")
 
 
-def test_two_machines_give_the_bytes_of_one_process(tmp_path: Path, whole: Path) -> None:
+@pytest.mark.parametrize("each", [1, pytest.param(2, marks=pytest.mark.every)])
+def test_two_machines_give_the_bytes_of_one_process(each: int, tmp_path: Path, whole: Path) -> None:
     """Without a shared disk; the second machine keeps nothing."""
     machines = Machines(tmp_path)
-    ended, said = machines.run(2)
+    ended, said = machines.run(each)
     assert ended == [0, 0], said
     assert_same(machines.folders[0] / "output", whole)
     assert not (machines.folders[1] / "output").exists()

@@ -81,7 +81,7 @@ class Made(runs.Made):
 
 
 QUICK = ("deepseek_v3",)  # with each kind of layer; MiniMax-M2 is what the other tests are about
-ALIKE = ("kimi_k2",)  # DeepSeek-V3's class
+ALIKE = ("kimi_k2", "glm4_moe_lite")  # latent attention and layers as DeepSeek-V3's
 
 
 def slow_but(quick: Collection[str], models: Iterable[str]) -> list[Any]:

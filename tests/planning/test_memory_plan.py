@@ -62,7 +62,7 @@ def test_a_limit_too_small_for_one_expert_batch_is_refused_with_one_that_suffice
 @pytest.mark.parametrize(
     ("hidden", "width", "experts", "method"),
     [
-        pytest.param(128, 256, 4, ("gptq", "mse", 8), marks=pytest.mark.slow),
+        pytest.param(128, 256, 4, ("gptq", "mse", 8), marks=pytest.mark.every),
         (256, 64, 4, ("nearest", "minmax", 4)),
         pytest.param(256, 64, 4, ("gptq", "minmax", 4), marks=pytest.mark.slow),
     ],
