@@ -103,8 +103,10 @@ def _list_items(raw: bytes, stream: Any, file: str, line: int, remedy: str) -> I
         text, _ = utf_8_decode(raw)
         at = text.index("[") + 1
         while True:
-            at = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]
+            if between := _BETWEEN.match(text, at):
+                at = between.end()
             if text.startswith("]", at):
+                json.loads((raw + stream.read()).decode())  # which refuses other commas, and more than one list
                 return
             try:
                 item, at = json.JSONDecoder().raw_decode(text, at)
