@@ -11,6 +11,15 @@ in another way:
 - Experts of MTP layers are not quantized. A server builds these layers for speculative decoding only, and looks them up
   like any other layer (vLLM) or under a separate name (SGLang).
 - transformers applies the first group that names experts to the routed ones, even if it targets shared experts.
+
+For a model type whose servers are not known here, nobody wrote `targets`: they are made from the names of all modules
+of a plan. A server looks a module up under its own name for it: often with another prefix, with other modules fused
+into it, or below another parent. So each expression is the shortest end of a name that matches modules of one scheme
+only: no module of another scheme, nor what servers fuse such modules to. Three kinds of names are told apart:
+
+    decoder layers      the end of the name; with the layers' numbers where a module is FP8 in some of them only
+    routed experts      by number, under the published names of their matrices and under those of every server
+    everything else     below one name, such as a vision tower: that name if all of it is plain, else as for layers
 """
 
 from __future__ import annotations
@@ -18,28 +27,28 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.facts import Targets
+from quantizers.architectures.fused import FUSED_IN_SOME
+from quantizers.architectures.matrices import PROJECTIONS
 from quantizers.checkpoint.reader import CONFIG, INDEX, Checkpoint, side_files
+from quantizers.checkpoint.safetensors_header import FP8
 from quantizers.formats.fp8 import ROWS, Fp8, block_size
 from quantizers.planning.plan import Plan, index_json
 from quantizers.system.files import copy_file, write_text
 
-from .targets import beside_routed, list_of_layers, targets_of
+Scheme = Literal["fp8", "plain", "experts"]
+ANYWHERE = r"(.*\.)?"
 
 
 def write_config_files(folder: Path, source: Checkpoint, plan: Plan, facts: Architecture) -> None:
     """Write index, config.json and the source's side files into a folder of finished shards.
 
     Any other file there is removed first: an earlier attempt may have had other options.
-
-    Args:
-        source: the checkpoint that the plan was made for.
-        facts: of its family.
     """
     shards = plan.shards()
     for path in folder.iterdir():
@@ -72,29 +81,21 @@ def quantization_config(facts: Architecture, plan: Plan, fp8: Fp8 | None) -> dic
     """The whole section, which replaces the source's.
 
     Args:
-        facts: of the family.
         plan: with each layer's scheme. If they differ, each gets a config group whose regex lists its layers.
         fp8: the format of passthrough FP8 weights; None if there are none.
     """
     targets = targets_of(plan, facts)
     mtp_experts = list(_mtp_experts(facts, plan, targets))
     patterns = [*targets.fp8, *(mtp_experts if plan.mtp_in_fp8 else [])]
-    routed = dict(_routed_groups(facts, plan, targets))
+    routed = _routed_groups(facts, plan, targets)
     attention: dict[str, Any] = {}
     if fp8 == ROWS:
-        attention["attention_fp8_channel"] = {
-            "targets": [f"re:{pattern}" for pattern in patterns],
-            "format": "float-quantized",
-            "weights": _scheme(8, "float", "channel"),
-            "input_activations": _scheme(8, "float", "token", dynamic=True),
-        }
+        inputs = _scheme(8, "float", "token", dynamic=True)
+        attention["attention_fp8_channel"] = _group(patterns, "float-quantized", _scheme(8, "float", "channel"), inputs)
     elif fp8 is not None:
-        attention["attention_fp8_block"] = {
-            "targets": [f"re:{pattern}" for pattern in patterns],
-            "format": "float-quantized",
-            "weights": _scheme(8, "float", "block", block_structure=list(fp8)),
-            "input_activations": _scheme(8, "float", "group", dynamic=True, group_size=fp8[1]),
-        }
+        inputs = _scheme(8, "float", "group", dynamic=True, group_size=fp8[1])
+        weights = _scheme(8, "float", "block", block_structure=list(fp8))
+        attention["attention_fp8_block"] = _group(patterns, "float-quantized", weights, inputs)
     plain = [] if plan.mtp_in_fp8 else [f"re:{pattern}" for pattern in mtp_experts]
     return {
         "quant_method": "compressed-tensors",
@@ -110,42 +111,217 @@ def quantization_config(facts: Architecture, plan: Plan, fp8: Fp8 | None) -> dic
     }
 
 
-def _routed_groups(facts: Architecture, plan: Plan, targets: Targets) -> Iterator[tuple[str, dict[str, Any]]]:
+def _routed_groups(facts: Architecture, plan: Plan, targets: Targets) -> dict[str, Any]:
     """One config group per scheme of the routed experts, by name."""
-    layers = plan.quantized_layers
-    schemes = [plan.schemes[layer] for layer in layers]
-    beside, numbered = beside_routed(plan, facts), list_of_layers(facts)
-    for scheme in sorted(set(schemes), key=schemes.index):
-        within = ""
-        if len(set(schemes)) > 1:
-            own = "|".join(str(layer) for layer in layers if plan.schemes[layer] == scheme)
-            within = rf"\.{numbered}\.({own})\..*"
+    layers, groups = plan.quantized_layers, {}
+    schemes = list(dict.fromkeys(plan.schemes[layer] for layer in layers))
+    for scheme in schemes:
+        name, within = "routed_experts", ""
+        if len(schemes) > 1:
+            name = f"routed_experts_int{scheme.bits}_group{scheme.group_size}"
+            numbers = _one_of(layer for layer in layers if plan.schemes[layer] == scheme)
+            within = rf"\.{_list_of_layers(facts)}\.{numbers}\..*"
         elif plan.mtp:
-            within = rf"\.{numbered}\.(?!({_numbers(plan)})\.)\d+\..*"
-        yield (
-            f"routed_experts_int{scheme.bits}_group{scheme.group_size}" if len(set(schemes)) > 1 else "routed_experts",
-            {
-                "targets": [f"re:{beside}.*{within}{targets.experts}"],
-                "format": "pack-quantized",
-                "weights": _scheme(scheme.bits, "int", "group", group_size=scheme.group_size),
-                "input_activations": None,
-            },
-        )
+            within = rf"\.{_list_of_layers(facts)}\.(?!{_one_of(plan.mtp)}\.)\d+\..*"
+        pattern = f"{_beside_carried(plan, facts)}.*{within}{targets.experts}"
+        weights = _scheme(scheme.bits, "int", "group", group_size=scheme.group_size)
+        groups[name] = _group([pattern], "pack-quantized", weights, None)
+    return groups
 
 
 def _mtp_experts(facts: Architecture, plan: Plan, targets: Targets) -> Iterator[str]:
     """Regular expressions for the experts of MTP layers, under the name of every server."""
     if plan.mtp:
-        yield rf".*\.{list_of_layers(facts)}\.({_numbers(plan)})\..*{targets.experts}"
+        yield rf".*\.{_list_of_layers(facts)}\.{_one_of(plan.mtp)}\..*{targets.experts}"
         for prefix in dict.fromkeys(server.mtp_prefix for server in facts.servers.values()):
             if prefix is not None:
                 yield rf".*{re.escape(prefix)}.*{targets.experts}"
 
 
-def _numbers(plan: Plan) -> str:
-    return "|".join(map(str, plan.mtp))
+def _group(
+    patterns: Iterable[str], form: str, weights: dict[str, Any], inputs: dict[str, Any] | None
+) -> dict[str, Any]:
+    targets = [f"re:{pattern}" for pattern in patterns]
+    return {"targets": targets, "format": form, "weights": weights, "input_activations": inputs}
 
 
 def _scheme(bits: int, kind: str, strategy: str, dynamic: bool = False, **extra: Any) -> dict[str, Any]:
     fixed = {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": dynamic}
     return fixed | extra
+
+
+# Targets -----------------------------------------------------------------------------------------------------------
+
+
+class _Place(NamedTuple):
+    """Where a module lies: in a decoder layer, or below a name outside of them (`root`); and the rest of its name.
+
+    Both are expressions: `root` is empty in a layer, and in `end` any number stands for a number.
+    """
+
+    root: str
+    end: str
+
+
+def targets_of(plan: Plan, facts: Architecture) -> Targets:
+    """The targets of an output: those that the facts give, or else made from the plan's names."""
+    if facts.targets is not None:
+        plain = _plain_among_fp8(plan, facts, facts.targets)
+        return facts.targets.model_copy(update={"ignore": [*facts.targets.ignore, *plain]})
+    schemes = _schemes(plan, facts)
+    schemes |= _fused(schemes)
+    for layer in plan.quantized_layers:  # the first expert stands for all
+        prefix = facts.layer(layer, facts.expert_prefix.format(expert=0))
+        schemes |= {prefix + name: "experts" for name in _spellings(facts)}
+    kinds: dict[_Place, list[str]] = {}
+    for name in schemes:
+        kinds.setdefault(_place(name, plan, facts), []).append(name)
+    made = _expressions(kinds, schemes, facts)
+    return Targets(
+        fp8=[expression for scheme, expression in made if scheme == "fp8"],
+        experts=_end_of_experts(facts),
+        ignore=[f"re:{expression}" for scheme, expression in made if scheme == "plain"],
+        unquantized=[],
+        keys=facts.section_keys,
+    )
+
+
+def _plain_among_fp8(plan: Plan, facts: Architecture, targets: Targets) -> list[str]:
+    """Expressions for modules that a source of FP8 keeps in another dtype in some layers, and for what they fuse to."""
+    kept = [a for a in plan.actions if a.is_passthrough_matrix and a.layer is not None]
+    if not any(action.spec.dtype == FP8 for action in kept):
+        return []
+    schemes: dict[str, Scheme] = {_module(a.source): "plain" for a in kept if a.spec.dtype != FP8}
+    layers: dict[str, list[int]] = {}
+    for name in [*schemes, *_fused(schemes)]:
+        layer = _layer(name, facts)
+        if layer is not None and any(re.match(pattern, name) for pattern in targets.fp8):
+            layers.setdefault(re.escape(name.removeprefix(facts.layer(layer, ""))), []).append(layer)
+    return [rf"re:.*\.{_list_of_layers(facts)}\.{_one_of(numbers)}\.{end}$" for end, numbers in layers.items()]
+
+
+def _one_of(expressions: Iterable[object]) -> str:
+    return f"({'|'.join(map(str, expressions))})"
+
+
+def _not_below(roots: Collection[str]) -> str:
+    """What an expression begins with that matches nothing below these names."""
+    return rf"(?!{ANYWHERE}{_one_of(roots)}\.)" if roots else ""
+
+
+def _list_of_layers(facts: Architecture) -> str:
+    """The name of the list of layers, which is before a layer's number: `layers` for the most part."""
+    return re.escape(facts.layer_prefix.partition(".{layer}")[0].rpartition(".")[2])
+
+
+def _beside_carried(plan: Plan, facts: Architecture) -> str:
+    """What the routed experts' expression begins with, where FP8 experts are carried along under other names."""
+    carried = (action for action in plan.actions if action.kind == "carry" and action.spec.dtype == FP8)
+    names = (_module(action.source) for action in carried)
+    return _not_below(dict.fromkeys(_place(name, plan, facts).root for name in names if _is_expert(name, facts)))
+
+
+def _spellings(facts: Architecture) -> list[str]:
+    """The names of an expert's matrices, as published and as every server knows them."""
+    return list(dict.fromkeys([*(one.name for one in facts.expert_linears.values()), *PROJECTIONS.values()]))
+
+
+def _end_of_experts(facts: Architecture) -> str:
+    parent = facts.expert_prefix.partition(".{expert}")[0].rpartition(".")[2]
+    return rf"\.{re.escape(parent)}\.\d+\.{_one_of(map(re.escape, _spellings(facts)))}$"
+
+
+def _is_expert(module: str, facts: Architecture) -> bool:
+    return re.search(_end_of_experts(facts), module) is not None
+
+
+def _schemes(plan: Plan, facts: Architecture) -> dict[str, Scheme]:
+    """The scheme of every module besides the routed experts and those of MTP layers, by its published name."""
+    schemes: dict[str, Scheme] = {}
+    for action in plan.actions:
+        if action.is_scale or action.expert is not None or len(action.spec.shape) < 2:
+            continue
+        parent, _, last = _module(action.source).rpartition(".")
+        names = [last]
+        if _is_expert(f"{parent}.{last}", facts):  # carried along: the first one stands for all
+            names = _spellings(facts) if parent.endswith(".0") else []
+        for name in names:
+            schemes[f"{parent}.{name}".strip(".")] = "fp8" if action.spec.dtype == FP8 else "plain"
+    return schemes
+
+
+def _module(tensor: str) -> str:
+    """The module of a weight; for a stack of several modules' weights, which has no suffix, that of the stack."""
+    return tensor.removesuffix(".weight") if tensor.endswith(".weight") else tensor.rpartition(".")[0]
+
+
+def _fused(schemes: Mapping[str, Scheme]) -> dict[str, Scheme]:
+    """What servers make of several modules of one scheme, by its name."""
+    made: dict[str, Scheme] = {}
+    for parent in dict.fromkeys(name.rpartition(".")[0] for name in schemes):
+        for whole, parts in FUSED_IN_SOME.items():
+            first, *others = {schemes.get(f"{parent}.{part}") for part in parts}
+            if first is not None and not others:
+                made[f"{parent}.{whole}"] = first
+    return made
+
+
+def _place(module: str, plan: Plan, facts: Architecture) -> _Place:
+    """Where a module lies, by its name."""
+    layer = _layer(module, facts)
+    if layer in plan.parts and layer is not None:
+        return _Place("", _any_number(module.removeprefix(facts.layer(layer, ""))))
+    parts, above = module.split("."), {"model", *facts.layer_prefix.partition(".{layer}")[0].split(".")}
+    first = next((index for index, part in enumerate(parts) if part not in above), len(parts) - 1)
+    start = first - 1 if first and parts[first].isdecimal() else first  # of a list, one of its members
+    return _Place(r"\.".join(map(re.escape, parts[start : first + 1])), _any_number(".".join(parts[first + 1 :])))
+
+
+def _layer(module: str, facts: Architecture) -> int | None:
+    numbers = (int(part) for part in module.split(".") if part.isdecimal())
+    return next((number for number in numbers if module.startswith(facts.layer(number, ""))), None)
+
+
+def _any_number(name: str) -> str:
+    return r"\.".join(r"\d+" if part.isdecimal() else re.escape(part) for part in name.split("."))
+
+
+def _expressions(
+    kinds: Mapping[_Place, Collection[str]], schemes: Mapping[str, Scheme], facts: Architecture
+) -> list[tuple[Scheme, str]]:
+    """The expressions for every module but the experts, each with its scheme."""
+    roots = list(dict.fromkeys(place.root for place in kinds if place.root))
+    in_fp8 = {place.root for place, names in kinds.items() for name in names if schemes[name] == "fp8"}
+    made: list[tuple[Scheme, str]] = []
+    for place, names in kinds.items():
+        for scheme in dict.fromkeys(schemes[name] for name in names):
+            own = [name for name in names if schemes[name] == scheme]
+            done = [re.compile(text) for other, text in made if other == scheme]
+            if scheme == "experts" or all(any(text.match(name) for text in done) for name in own):
+                continue
+            if place.root:
+                candidates = _below(place, all_plain=place.root not in in_fp8)
+            else:
+                candidates = _in_layers(place.end, [_layer(name, facts) for name in own], roots, facts)
+            in_full = f"{_one_of(map(re.escape, own))}$"
+            others = [name for name, other in schemes.items() if other != scheme]
+            fitting = (text for text in (*candidates, in_full) if not any(map(re.compile(text).match, others)))
+            made.append((scheme, next(fitting)))
+    return made
+
+
+def _below(place: _Place, all_plain: bool) -> Iterator[str]:
+    """Expressions for modules outside the layers, from the widest to the narrowest."""
+    if all_plain and place.end:
+        yield rf"{ANYWHERE}{place.root}\..*"
+    yield rf"{ANYWHERE}{place.root}\.{place.end}$" if place.end else f"{ANYWHERE}{place.root}$"
+
+
+def _in_layers(end: str, layers: Iterable[int | None], roots: Sequence[str], facts: Architecture) -> Iterator[str]:
+    """Expressions for modules in these layers, from the widest to the narrowest."""
+    dot = r"\."
+    parts, beside = end.split(dot), _not_below(roots)
+    yield from (f"{ANYWHERE}{dot.join(parts[-length:])}$" for length in range(1, len(parts) + 1))
+    yield f"{beside}{ANYWHERE}{end}$"
+    numbered = rf"{ANYWHERE}{_list_of_layers(facts)}\.{_one_of(layers)}\.{end}$"
+    yield from (numbered, f"{beside}{numbered}")
