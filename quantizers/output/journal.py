@@ -47,6 +47,7 @@ FINGERPRINT = "run.json"
 HELD_OUT = "held-out.json"
 COMMAND = "command.txt"
 LIBRARIES = ("torch", "transformers")  # of the fingerprint's part `machine`
+MISSING = object()  # in place of a value, for `differences` of what is nowhere null
 MOVED_LAST = (REPORT, CARD, INDEX, CONFIG)  # moved last, because these files mark a folder as finished
 
 
@@ -285,19 +286,20 @@ def begun_with(work: Path, name: str = FINGERPRINT) -> dict[str, Any]:
     return machine if isinstance(machine, dict) else {}
 
 
-def differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Every leaf that differs: its dotted key, the old and the new value."""
+def differences(old: Any, new: Any, path: str = "", missing: Any = None) -> Iterator[tuple[str, Any, Any]]:
+    """Every leaf of two JSON objects that differs: its dotted key, the old and the new value."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted(old.keys() | new.keys()):
-            yield from differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
-    elif old != new:
+            before, now = old.get(key, missing), new.get(key, missing)
+            yield from differences(before, now, f"{path}.{key}" if path else key, missing)
+    elif type(old) is not type(new) or old != new:
         yield path, old, new
 
 
-def short_value(value: Any) -> str:
-    """A value of a setting for a message, cut where it is long."""
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def short_value(value: Any, length: int = 60) -> str:
+    """A value of a setting for a message, cut where it is longer than that."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def finished_report(output: Path) -> dict[str, Any] | None:

@@ -2,13 +2,14 @@
 
 Every source tensor must be accounted for: passthrough and renamed ones byte for byte, by hash; quantized ones by shape,
 range and closeness; the folded norm by its exact ratio, whose inverse must appear in the router (closure). Config,
-index and side files are compared with the source's too. If report.json has the digests of the shards as they were
-written, every tensor that changed since is reported.
+index and side files are compared with the source's too: a tokenizer, a chat template or rope_theta changes a model's
+output as much as its weights do. If report.json has the digests of the shards as they were written, every tensor that
+changed since is reported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,24 +20,28 @@ import torch
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import Own, architecture_for
 from quantizers.architectures.sizes import Sizes, sizes_of
-from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_folder, read_json
+from quantizers.checkpoint.reader import CONFIG, WEIGHTS, Checkpoint, open_folder, read_json, side_files
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.formats.fp8 import block_size
 from quantizers.formats.tensor_names import published_names, split_fused_experts
+from quantizers.output.journal import MISSING, differences, short_value
 from quantizers.planning.assign_actions import make_plan
 from quantizers.planning.plan import Plan
 from quantizers.recipe.schema import BITS, GROUPS, Experts, Scheme
 from quantizers.system.errors import CheckpointError
+from quantizers.system.files import file_sha256
 from quantizers.system.output_files import REPORT, is_within
 from quantizers.system.thread_map import thread_map
 from stitch.write.config_files import output_config
 from stitch.write.digests import ShardDigest, changes, recorded_digests
 
-from .folder import config_differences, side_file_differences, strays
 from .layer import NOT_COMPENSATED, LayerAudit, audit_kept, audit_layer
 
 PARTS = ("weight_packed", "weight_scale", "weight_shape")  # of a matrix of packed symmetric integers
 UNSUPPORTED = ("weight_zero_point", "weight_g_idx")
+# Endings and names of other files that a loader reads or runs.
+LOADED = (".py", ".json", ".jinja", ".model", ".tiktoken")
+LOADED_NAMES = ("vocab.txt", "merges.txt")
 
 
 @dataclass
@@ -92,8 +97,6 @@ def verify(
     """Compare a finished checkpoint with its source.
 
     Args:
-        folder: the candidate.
-        source: the checkpoint it was made from.
         device: where weights are dequantized for the closeness check.
         digests: of the shards, from when they were written; None to read them from the candidate's report.json.
         step: called after each layer.
@@ -107,13 +110,12 @@ def verify(
     audit = Audit()
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; give a finished checkpoint")
-    where = str(source.folder / CONFIG)
-    facts = architecture_for(source.config, where, own, source.tensors)
+    facts = architecture_for(source.config, str(source.folder / CONFIG), own, source.tensors)
     sizes = sizes_of(facts)
     source = split_fused_experts(source, facts, sizes)
     recorded = _recorded(folder) if digests is None else digests
     audit.digests_checked = bool(recorded)
-    audit.differences += side_file_differences(folder, source.folder)
+    audit.differences += _side_file_differences(folder, source.folder)
 
     def changed(name: str) -> list[str]:
         return changes(folder / name, recorded[name], past_the_cache=audited is not None)
@@ -131,17 +133,17 @@ def verify(
     except CheckpointError as failure:
         audit.differences.append(str(failure))
         return _ordered(audit, folder)
-    plan = _plan(source, renamed, facts, sizes, schemes)
+    plan = stored_plan(source, facts, sizes, schemes)
+    plan = plan.with_norms_kept(list(_unfolded(plan, source, renamed, facts, sizes)))
     audit.differences += _header_differences(plan, facts, candidate)
     config = output_config(source.config, facts, plan, plan.fp8_form(block_size(source)))
-    audit.differences += config_differences(candidate.config, config, ours=bool(recorded))
+    audit.differences += _config_differences(candidate.config, config, ours=bool(recorded))
     audit.differences += strays(folder, {info.file.name for info in candidate.tensors.values()})
     for position, layer in enumerate(plan.parts):
         if audited is not None:
             audit.add(audited[position])
             continue
-        of_layer = LayerAudit()
-        audit_kept(plan.of_layer(layer), source, candidate, of_layer)
+        of_layer = audit_kept(plan.of_layer(layer), source, candidate)
         if layer is not None and layer not in plan.mtp:
             audit_layer(layer, facts, sizes, source, renamed, device=device, audit=of_layer)
             step(f"layer {layer}")
@@ -149,27 +151,28 @@ def verify(
     return _ordered(audit, folder)
 
 
-def _plan(
-    source: Checkpoint, candidate: Checkpoint, facts: Architecture, sizes: Sizes, schemes: Sequence[Scheme]
-) -> Plan:
-    """The plan that a candidate must have been made by, for any settings.
-
-    Where the family allows it, norms may have been folded. A norm with the source's bytes was not, so its router must
-    have the source's bytes too, unless that was written in another dtype, as a compensated router is: then it is
-    compared as one, with a scale of 1.
-    """
+def stored_plan(source: Checkpoint, facts: Architecture, sizes: Sizes, schemes: Sequence[Scheme]) -> Plan:
+    """The plan for a source and each layer's scheme, with the settings of the recipe that folds all it can."""
     specs = {name: Spec(info.dtype, info.shape) for name, info in source.tensors.items()}
-    plan = make_plan(facts, sizes, specs, Experts(), str(source.folder), block_size(source)).with_schemes(schemes)
-    if facts.norm is None:
-        return plan
-    unfolded = []
-    for layer in sizes.moe_layers if plan.folds else ():
+    return make_plan(facts, sizes, specs, Experts(), str(source.folder), block_size(source)).with_schemes(schemes)
+
+
+def _unfolded(
+    plan: Plan, source: Checkpoint, candidate: Checkpoint, facts: Architecture, sizes: Sizes
+) -> Iterator[int]:
+    """The layers whose norms a candidate did not fold, though its family allows it.
+
+    A norm with the source's bytes was not folded, so its router must have the source's bytes too, unless that was
+    written in another dtype, as a compensated router is: then it is compared as one, with a scale of 1.
+    """
+    if facts.norm is None or not plan.folds:
+        return
+    for layer in sizes.moe_layers:
         norm, router = facts.layer(layer, facts.norm.tensor), facts.layer(layer, facts.router.tensor)
         written = candidate.tensors.get(router)
         same_dtype = written is None or written.dtype == source.tensors[router].dtype
         if same_dtype and norm in candidate.tensors and source.sha256(norm) == candidate.sha256(norm):
-            unfolded.append(layer)
-    return plan.with_norms_kept(unfolded)
+            yield layer
 
 
 def _ordered(audit: Audit, folder: Path) -> Audit:
@@ -189,29 +192,70 @@ def _recorded(folder: Path) -> Mapping[str, ShardDigest]:
 
 def _header_differences(plan: Plan, facts: Architecture, candidate: Checkpoint) -> list[str]:
     """Missing and unexpected tensors, and those of another dtype or shape than planned."""
-    differences = []
-    expected: dict[str, Spec] = {}
-    absent = {layer for layer in plan.mtp if not plan.shard(layer).keys() & candidate.tensors.keys()}
-    for layer in sorted(absent):
-        # Most tools leave these layers out, since transformers does not build them.
-        differences.append(
-            f"{facts.layer(layer, '').rstrip('.')}: all {len(plan.shard(layer))} tensors of this MTP layer are "
-            "missing; speculative decoding needs it"
-        )
+    # Most tools leave these layers out, since transformers does not build them.
+    absent = [layer for layer in plan.mtp if not plan.shard(layer).keys() & candidate.tensors.keys()]
+    lines = [
+        f"{facts.layer(layer, '').rstrip('.')}: all {len(plan.shard(layer))} tensors of this MTP layer are missing; "
+        "speculative decoding needs it"
+        for layer in absent
+    ]
+    unknown = dict.fromkeys(candidate.tensors)
     for action in plan.actions:
         if action.layer in absent:
             continue
         for name, spec in action.outputs.items():
-            expected[name] = spec
+            unknown.pop(name, None)
             info = candidate.tensors.get(name)
             if info is None:
-                differences.append(f"{name}: missing ({action.kind} of {action.source})")
+                lines.append(f"{name}: missing ({action.kind} of {action.source})")
             elif info.dtype != spec.dtype or info.shape != spec.shape:
-                differences.append(
-                    f"{name}: is {info.dtype} {list(info.shape)}, should be {spec.dtype} {list(spec.shape)}"
-                )
-    unknown = [name for name in candidate.tensors if name not in expected]
-    return differences + [f"{name}: no tensor of the source accounts for it" for name in unknown]
+                lines.append(f"{name}: is {info.dtype} {list(info.shape)}, should be {spec.dtype} {list(spec.shape)}")
+    return lines + [f"{name}: no tensor of the source accounts for it" for name in unknown]
+
+
+# Config and side files ----------------------------------------------------------------------------------------------
+
+
+def _config_differences(found: Mapping[str, Any], expected: Mapping[str, Any], ours: bool) -> Iterator[str]:
+    """Keys of config.json with another value than this program would write, one line each.
+
+    Args:
+        ours: this program wrote the candidate. Other tools may write an equivalent quantization_config differently, so
+            theirs is not compared; eval/serving checks how engines read it.
+    """
+    for place, before, now in differences(expected, found, missing=MISSING):
+        if ours or place.partition(".")[0] != "quantization_config":
+            is_now, should_be = ("missing" if it is MISSING else short_value(it, 80) for it in (now, before))
+            yield f"{CONFIG}: {place} is {is_now}, should be {should_be}"
+
+
+def _side_file_differences(folder: Path, source: Path) -> Iterator[str]:
+    """Side files that are missing, differ from the source's, or are not in the source."""
+    names = [str(file.relative_to(source)) for file in side_files(source)]
+    for name in names:
+        try:
+            if file_sha256(folder / name) != file_sha256(source / name):
+                yield f"{name}: differs from the source's"
+        except FileNotFoundError:
+            yield f"{name}: missing; the source has it"
+        except OSError as failure:
+            yield f"{name}: cannot be read ({failure.strerror})"
+    yield from (f"{name}: not in the source, but loaders read it; remove it" for name in added(folder, names))
+
+
+def added(folder: Path, known: Collection[str]) -> list[str]:
+    """Names of unknown side files that a loader reads or runs."""
+    files = (file for file in side_files(folder) if file.suffix in LOADED or file.name in LOADED_NAMES)
+    return [name for file in files if (name := str(file.relative_to(folder))) not in known]
+
+
+def strays(folder: Path, shards: Collection[str]) -> list[str]:
+    """Weight files that are not in the index, whose shards these are: some loaders read or prefer them."""
+    return [
+        f"{path.name}: weights file not in the index; some loaders load it anyway"
+        for path in sorted(folder.iterdir())
+        if path.is_file() and path.suffix in WEIGHTS and path.name not in shards
+    ]
 
 
 # The experts' scheme -----------------------------------------------------------------------------------------------
@@ -227,17 +271,13 @@ def stored_schemes(experts: Checkpoint, facts: Architecture, sizes: Sizes) -> li
     return [schemes.get(layer, schemes[sizes.moe_layers[0]]) for layer in range(sizes["layers"])]
 
 
-def _is_whole(experts: Checkpoint, module: str) -> bool:
-    parts = {part for part in (*PARTS, *UNSUPPORTED) if f"{module}.{part}" in experts.tensors}
-    return parts == set(PARTS)
-
-
 def _stored_scheme(experts: Checkpoint, facts: Architecture, layer: int, count: int) -> Scheme:
     modules = [facts.expert(layer, expert, "gate") for expert in range(count)]
-    module = next((m for m in modules if _is_whole(experts, m)), modules[0])
+    stored = {m: {part for part in (*PARTS, *UNSUPPORTED) if f"{m}.{part}" in experts.tensors} for m in modules}
+    module = next((m for m in modules if stored[m] == set(PARTS)), modules[0])
     where = f"{experts.folder}: {module}"
     for part in UNSUPPORTED:
-        if f"{module}.{part}" in experts.tensors:
+        if part in stored[module]:
             raise CheckpointError(f"{where}.{part}: asymmetric or reordered integers are not supported")
     if f"{module}.qweight" in experts.tensors:
         raise CheckpointError(

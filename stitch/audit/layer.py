@@ -33,7 +33,7 @@ WITHOUT_A_FOLD = "quantize again without scales in this norm"
 
 @dataclass
 class LayerAudit:
-    """The result for one layer, or for the tensors outside the layers.
+    """The result for one layer, or for the tensors outside the layers; in the journal as a dict.
 
     Attributes:
         tensors: source tensors accounted for.
@@ -60,9 +60,9 @@ def written_from(actions: Sequence[Action]) -> LayerAudit:
     return LayerAudit(len(actions), sum(action.kind in PASSTHROUGH for action in actions))
 
 
-def audit_kept(actions: Sequence[Action], source: Checkpoint, candidate: Checkpoint, audit: LayerAudit) -> None:
-    """Count a layer's tensors, and compare the passthrough ones by SHA-256."""
-    audit.tensors += len(actions)
+def audit_kept(actions: Sequence[Action], source: Checkpoint, candidate: Checkpoint) -> LayerAudit:
+    """The audit of a layer's passthrough tensors, which are compared by SHA-256."""
+    audit = LayerAudit(len(actions))
     for action in actions:
         if action.kind in PASSTHROUGH:
             (name,) = action.outputs
@@ -71,6 +71,7 @@ def audit_kept(actions: Sequence[Action], source: Checkpoint, candidate: Checkpo
             audit.kept += 1
             if source.sha256(action.source) != candidate.sha256(name):
                 audit.differences.append(f"{name}: bytes differ from the source's {action.source}")
+    return audit
 
 
 def audit_layer(
@@ -95,9 +96,7 @@ def audit_layer(
     Raises:
         CheckpointError: the source is damaged. Damage to the candidate is a difference.
     """
-    if layer in sizes.dense:
-        return
-    if facts.layer(layer, facts.router.tensor) not in candidate.tensors:
+    if layer in sizes.dense or facts.layer(layer, facts.router.tensor) not in candidate.tensors:
         return
     smooth: torch.Tensor | None = torch.ones(1, device=device)
     if facts.norm is not None:
@@ -106,15 +105,13 @@ def audit_layer(
         return
     pair = _Pair(layer, facts, sizes, source, candidate, smooth)
     audit.differences += [*_router_differences(pair), *_other_readers(pair)]
-    found, unreadable = _errors(pair)
-    errors = dict(zip(found, torch.stack(list(found.values())).tolist() if found else [], strict=True))
-    for expert in range(sizes["experts"]):
-        if expert in unreadable:
-            audit.differences.append(unreadable[expert])
+    for expert, errors in enumerate(_errors(pair)):
+        if isinstance(errors, str):
+            audit.differences.append(errors)
             audit.by_expert.append(None)
             continue
-        audit.by_expert.append(max((error for error in errors[expert] if math.isfinite(error)), default=None))
-        for matrix, error in zip(MATRICES, errors[expert], strict=True):
+        audit.by_expert.append(max(filter(math.isfinite, errors), default=None))
+        for matrix, error in zip(MATRICES, errors, strict=True):
             if not error < CLOSE_ENOUGH:
                 audit.differences.append(
                     f"{facts.expert(layer, expert, matrix)}.weight_packed: {error:.0%} away from the source's matrix "
@@ -170,29 +167,35 @@ class _Pair:
         return f"{NOT_COMPENSATED} {self.facts.layer(self.layer, self.facts.norm.tensor)} was divided in {divided}"
 
 
-def _errors(pair: _Pair) -> tuple[dict[int, torch.Tensor], dict[int, str]]:
-    """Compare all experts in batches; one by one if any of the candidate's cannot be read.
+def _errors(pair: _Pair) -> Sequence[list[float] | str]:
+    """The three errors of each expert, see `matrix_errors`, or why it cannot be read.
 
-    Returns:
-        The errors (3,) of each expert on the device of `smooth`, see `matrix_errors`; and the problem of each that
-        cannot be read.
+    The experts are compared in batches; one by one if any of the candidate's cannot be read.
 
     Raises:
-        CheckpointError: the source is damaged.
+        BrokenSource: see there.
     """
     with _reading_the_source():
         old = pair.weights(pair.source)
+    found: list[torch.Tensor] = []
     try:
         new = pair.weights(pair.candidate)
-        found = _in_batches(old, new, pair)
+        size = experts_per_batch(is_accelerator(pair.smooth.device), old.hidden, old.width)
+        for first, last in expert_batches(old.experts, size):
+            # The previous batch is freed after this one is read, so that a CPU's memory is reused, not returned.
+            with _reading_the_source():
+                source = _matrices(*old.batch(range(first, last)))
+            candidate = _matrices(*new.batch(range(first, last)))
+            found.append(pair.errors(source, candidate))
         with _reading_the_source():
             old.require_finite()
         new.require_finite()
     except BrokenSource:
         raise
     except CheckpointError:
-        return _one_by_one(pair)
-    return found, {}
+        return list(_one_by_one(pair))
+    errors: list[list[float]] = torch.cat(found).tolist()
+    return errors
 
 
 class BrokenSource(CheckpointError):
@@ -207,25 +210,11 @@ def _reading_the_source() -> Iterator[None]:
         raise BrokenSource(f"the source is damaged: {failure}") from None
 
 
-def _in_batches(old: ExpertWeights, new: ExpertWeights, pair: _Pair) -> dict[int, torch.Tensor]:
-    found: dict[int, torch.Tensor] = {}
-    size = experts_per_batch(is_accelerator(pair.smooth.device), old.hidden, old.width)
-    for first, last in expert_batches(old.experts, size):
-        # The previous batch is freed after this one is read, so that a CPU's memory is reused, not returned.
-        with _reading_the_source():
-            source = _matrices(*old.batch(range(first, last)))
-        candidate = _matrices(*new.batch(range(first, last)))
-        found |= zip(range(first, last), pair.errors(source, candidate), strict=True)
-    return found
-
-
 def _matrices(gate_up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (*gate_up.chunk(2, dim=1), down)
 
 
-def _one_by_one(pair: _Pair) -> tuple[dict[int, torch.Tensor], dict[int, str]]:
-    found: dict[int, torch.Tensor] = {}
-    unreadable: dict[int, str] = {}
+def _one_by_one(pair: _Pair) -> Iterator[list[float] | str]:
     for expert in range(pair.sizes["experts"]):
         modules = [pair.facts.expert(pair.layer, expert, matrix) for matrix in MATRICES]
         with _reading_the_source():
@@ -233,10 +222,9 @@ def _one_by_one(pair: _Pair) -> tuple[dict[int, torch.Tensor], dict[int, str]]:
         try:
             new = [read_weight(pair.candidate, module, pair.smooth.device) for module in modules]
         except CheckpointError as failure:
-            unreadable[expert] = f"{modules[0].rpartition('.')[0]}: {failure}"
+            yield f"{modules[0].rpartition('.')[0]}: {failure}"
         else:
-            found[expert] = pair.errors(old, new)
-    return found, unreadable
+            yield pair.errors(old, new).tolist()
 
 
 def _router_differences(pair: _Pair) -> Iterator[str]:

@@ -11,9 +11,8 @@ import hashlib
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing
-from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import IO, TYPE_CHECKING, Any, TypedDict
 
 from quantizers.checkpoint.reader import as_bytes
 from quantizers.checkpoint.safetensors_header import read_header
@@ -41,18 +40,12 @@ def joined_digests(tensors: Mapping[str, torch.Tensor]) -> str:
         return "".join(found)
 
 
-def _short(raw: bytes | bytearray | memoryview) -> str:
+def _short(raw: bytes | memoryview) -> str:
     return hashlib.blake2b(raw, digest_size=TENSOR_BYTES).hexdigest()
 
 
 def read_back(file: Path, wanted: Collection[str] = ()) -> tuple[ShardDigest, dict[str, str]]:
-    """Read a shard once and compute its digests; the tensors' hashes are computed in other threads.
-
-    Args:
-        wanted: tensors whose SHA-256 is returned as well.
-
-    Returns:
-        The digests, and the SHA-256, hexadecimal, of the wanted tensors.
+    """The digests of a shard that is read once, and the SHA-256, hexadecimal, of the wanted tensors.
 
     Raises:
         CheckpointError: the file is not a whole safetensors file.
@@ -61,44 +54,31 @@ def read_back(file: Path, wanted: Collection[str] = ()) -> tuple[ShardDigest, di
     header, whole = read_header(file), hashlib.sha256()
     size = min((info.start for info in header.values()), default=file.stat().st_size)
 
-    def pieces(stream: FileIO) -> Iterator[tuple[str, bytearray]]:
-        whole.update(_exactly(stream, size, file))
+    def pieces(stream: IO[bytes]) -> Iterator[tuple[str, bytes]]:
+        whole.update(stream.read(size))
         for name, info in header.items():  # in the order of their bytes, without gaps
-            raw = _exactly(stream, info.size, file)
+            raw = stream.read(info.size)
             whole.update(raw)
             yield name, raw
 
-    def hashed(piece: tuple[str, bytearray]) -> tuple[str, str, str | None]:
+    def hashed(piece: tuple[str, bytes]) -> tuple[str, str, str]:
         name, raw = piece
-        return name, _short(raw), hashlib.sha256(raw).hexdigest() if name in wanted else None
+        return name, _short(raw), hashlib.sha256(raw).hexdigest() if name in wanted else ""
 
-    with file.open("rb", buffering=0) as stream, closing(thread_map(hashed, pieces(stream))) as found:
+    with file.open("rb") as stream, closing(thread_map(hashed, pieces(stream))) as found:
         hashes = {name: (short, full) for name, short, full in found}
-    tensors = "".join(hashes[name][0] for name in sorted(hashes))
     digest: ShardDigest = {
         "bytes": size + sum(info.size for info in header.values()),
         "sha256": whole.hexdigest(),
-        "tensors": tensors,
+        "tensors": "".join(hashes[name][0] for name in sorted(hashes)),
     }
-    return digest, {name: full for name, (_, full) in hashes.items() if full is not None}
+    return digest, {name: full for name, (_, full) in hashes.items() if full}
 
 
-def _exactly(stream: FileIO, size: int, file: Path) -> bytearray:
-    buffer = bytearray(size)
-    view, got = memoryview(buffer), 0
-    while got < size:
-        count = stream.readinto(view[got:])
-        if not count:
-            raise CheckpointError(f"{file}: the file is truncated")
-        got += count
-    return buffer
-
-
-def recorded_digests(report: Any) -> dict[str, ShardDigest]:
+def recorded_digests(report: dict[str, Any]) -> dict[str, ShardDigest]:
     """The digests in a report, by shard, without the malformed ones of a damaged report."""
-    audit = report.get("audit") if isinstance(report, dict) else None
+    audit, kinds = report.get("audit"), ShardDigest.__annotations__.keys()
     by_shard = audit.get("digests") if isinstance(audit, dict) else None
-    kinds = ShardDigest.__annotations__.keys()
     return {
         str(name): {"bytes": digest["bytes"], "sha256": digest["sha256"], "tensors": digest["tensors"]}
         for name, digest in (by_shard.items() if isinstance(by_shard, dict) else ())
@@ -117,7 +97,8 @@ def changes(file: Path, written: ShardDigest, *, past_the_cache: bool = False) -
     """
     try:
         if past_the_cache:
-            forget(file)
+            with file.open("rb") as stream:
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         if file_sha256(file) == written["sha256"]:
             return []
         found, names = read_back(file)[0], sorted(read_header(file))
@@ -132,13 +113,6 @@ def changes(file: Path, written: ShardDigest, *, past_the_cache: bool = False) -
     return [f"{name}: changed since the run wrote it" for name in changed] or [
         f"{file.name}: changed since the run wrote it, only in its header"
     ]
-
-
-def forget(file: Path) -> None:
-    """Ask the system to drop a file from its page cache, where it can."""
-    if hasattr(os, "posix_fadvise"):
-        with file.open("rb") as stream:
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def split(tensors: str) -> list[str]:

@@ -56,46 +56,38 @@ def layer_tensors(
     Args:
         layer: a decoder layer, or None for the tensors outside the layers.
         source: on the CPU.
-        solved: needed if the plan quantizes, folds or compensates in this layer.
+        solved: None if the plan neither quantizes nor folds in this layer.
         near: the source's tensors where the layer was solved, if they are there too.
         buffers: where what was made on a device is copied to on the host; None for new memory.
         written: False if this process does not write the shard: then solved tensors are not copied to the host.
     """
-    kept: dict[str, str] = {}
-    small: dict[str, torch.Tensor] = {}
-    quantized: list[Action] = []
-    for action in plan.of_layer(layer):
-        if action.kind in PASSTHROUGH:
-            (name,) = action.outputs
-            kept[name] = action.source
-        elif action.kind == "quantize":
-            quantized.append(action)
-        elif action.kind != "drop":
-            assert solved is not None
-            small[action.source] = _folded(action, source, solved)
+    actions = plan.of_layer(layer)
+    kept = {name: action.source for action in actions if action.kind in PASSTHROUGH for name in action.outputs}
     host = {name: source.tensor(own).contiguous() for name, own in kept.items()}
-    device = host if near is None else {name: near.tensor(own) for name, own in kept.items()}
-    made = LayerTensors(host, dict(device))
-    if solved is not None:
-        assert layer is not None
-        bits = plan.schemes[layer].bits if quantized else 0
-        arrays = _arrays(small, solved if quantized else None, bits)
-        places = [(made.device, arrays)]
-        if written:
-            copied = (
-                {key: tensor.cpu() for key, tensor in arrays.items()} if buffers is None else buffers.copied(arrays)
-            )
-            places.append((made.host, copied))
-        for found, values in places:
-            for action in quantized:
+    device = dict(host) if near is None else {name: near.tensor(own) for name, own in kept.items()}
+    made = [action for action in actions if action.kind in ("quantize", "fold", "compensate")]
+    if not made:
+        return LayerTensors(host, device)
+    assert layer is not None
+    assert solved is not None
+    small = {action.source: _folded(action, source, solved) for action in made if action.kind != "quantize"}
+    arrays = _arrays(small, solved, plan.schemes[layer].bits)
+    places = [(device, arrays)]
+    if written:
+        copied = buffers.copied(arrays) if buffers else {key: tensor.cpu() for key, tensor in arrays.items()}
+        places.append((host, copied))
+    for found, values in places:
+        for action in made:
+            if action.kind == "quantize":
                 assert action.matrix is not None
                 assert action.expert is not None
                 module = action.source.removesuffix(".weight")
                 found[f"{module}.weight_packed"] = values[action.matrix, "packed"][action.expert]
                 found[f"{module}.weight_scale"] = values[action.matrix, "scale"][action.expert]
                 found[f"{module}.weight_shape"] = torch.tensor(action.spec.shape, dtype=torch.int64)
-            found.update((name, values[name, ""]) for name in small)
-    return made
+            else:
+                found[action.source] = values[action.source, ""]
+    return LayerTensors(host, device)
 
 
 def _folded(action: Action, source: Checkpoint, solved: LayerResult) -> torch.Tensor:
@@ -108,11 +100,9 @@ def _folded(action: Action, source: Checkpoint, solved: LayerResult) -> torch.Te
     return router.to(torch_dtype(action.outputs[action.source].dtype))
 
 
-def _arrays(small: Mapping[str, torch.Tensor], solved: LayerResult | None, bits: int) -> dict[Key, torch.Tensor]:
+def _arrays(small: Mapping[str, torch.Tensor], solved: LayerResult, bits: int) -> dict[Key, torch.Tensor]:
     """The packed codes of each matrix, its scales and the small tensors, where they were made."""
     arrays: dict[Key, torch.Tensor] = {(name, ""): tensor.contiguous() for name, tensor in small.items()}
-    if solved is None:
-        return arrays
     arrays |= {(matrix, "scale"): scale.contiguous() for matrix, scale in solved.scales.items()}
     for matrix, codes in solved.codes.items():
         shape = (*codes.shape[:-1], codes.shape[-1] * bits // 32)
