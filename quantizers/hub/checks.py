@@ -36,7 +36,6 @@ class LocalFile:
 
     Attributes:
         name: in the folder, with those of subfolders, and on the Hub.
-        size: bytes.
         sha256: the Hub's hash of a file stored as LFS or Xet.
         blob: git's blob id (SHA-1), the Hub's hash of any other file.
     """
@@ -114,55 +113,45 @@ def check_output(
     Returns:
         The reasons not to publish, and remarks that are none, one line each.
     """
+    digests = recorded_digests(report)  # of shards, from when they were written; of the rest from the end
+    hashes = report.get("sha256", {}) | {name: digest["sha256"] for name, digest in digests.items()}
+    files = [file for file in files if file.name not in (REPORT, CARD)]
     if source is not None:
         from quantizers.commands.verify import verify_folder
 
         found = verify_folder(folder, source, device)
         problems = [*found.differences, *found.misread, *_failed_gates(report, ALWAYS)]
-        notes = list(found.record.notes)
+        notes = found.record.notes
     else:
-        problems, notes = _check_without_source(folder, report, files)
-    problems += _changes(folder, report, files)
-    return list(dict.fromkeys(problems)), notes
-
-
-def _recorded_hashes(report: dict[str, Any]) -> dict[str, str]:
-    """SHA-256 of each file in a report, by name: of shards from when they were written, of the rest from the end."""
-    shards = {name: digest["sha256"] for name, digest in recorded_digests(report).items()}
-    return dict(report.get("sha256", {})) | shards
-
-
-def _changes(folder: Path, report: dict[str, Any], files: list[LocalFile]) -> list[str]:
-    """The changes of the files since the report recorded their hashes, one line each."""
-    hashes, digests, lines = _recorded_hashes(report), recorded_digests(report), []
+        problems = [
+            f"{file.name}: {REPORT} has no hash of it; compare it with the source by --thorough"
+            for file in files
+            if file.name not in hashes
+        ]
+        record = check_manifest(folder)
+        problems += [*record.differences, *strays(folder, digests), *_check_without_source(folder, report)]
+        notes = record.notes
     for file in files:
-        if file.name not in (REPORT, CARD) and hashes.get(file.name, file.sha256) != file.sha256:
+        if hashes.get(file.name, file.sha256) != file.sha256:
             tensors = changes(folder / file.name, digests[file.name]) if file.name in digests else []
-            lines += tensors or [f"{file.name}: changed since the run wrote it"]
-    return lines
+            problems += tensors or [f"{file.name}: changed since the run wrote it"]
+    return list(dict.fromkeys(problems)), list(notes)
 
 
-def _check_without_source(folder: Path, report: dict[str, Any], files: list[LocalFile]) -> tuple[list[str], list[str]]:
-    """Problems and notes."""
+def _check_without_source(folder: Path, report: dict[str, Any]) -> list[str]:
+    """What is wrong beside what the report has hashes of: files that were added, serving, the audit, gates."""
     from eval.serving.check import check_folder
 
-    record, hashes = check_manifest(folder), _recorded_hashes(report)
     problems = [
-        f"{file.name}: {REPORT} has no hash of it; compare it with the source by --thorough"
-        for file in files
-        if file.name not in (REPORT, CARD, *hashes)
-    ]
-    problems += [*record.differences, *strays(folder, recorded_digests(report))]
-    problems += [
         f"{name}: not a file of this output, but loaders read it; remove it" for name in added(folder, report["files"])
     ]
     serving = check_folder(folder, output_facts(folder))
     if serving is None:
         problems.append(f"{folder.name}: cannot be opened as a checkpoint; `quantize verify` says why")
-    problems += [str(finding) for finding in serving.errors] if serving else []
+    else:
+        problems += map(str, serving.errors)
     audit = report["audit"]["differences"]
-    problems += [*audit, *_failed_gates(report, ("audit",) if audit else ())]
-    return problems, list(record.notes)
+    return [*problems, *audit, *_failed_gates(report, ("audit",) if audit else ())]
 
 
 def _failed_gates(report: dict[str, Any], rechecked: tuple[str, ...]) -> list[str]:

@@ -1,14 +1,40 @@
-"""A finished checkpoint checked and uploaded to the Hub: `quantizers.publish`."""
+"""A finished checkpoint checked and uploaded to the Hub: `quantizers.publish`.
+
+Report and card are rewritten for the publication: repository, licence, base model, and a forced publication. The upload
+can be resumed, and ends with a comparison of the Hub's hashes with the local ones. The Hub library takes the token from
+its own login or environment; it is masked in every message of the library.
+"""
 
 from __future__ import annotations
 
+import glob
+import hashlib
+import os
+import re
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from quantizers.system.errors import CheckpointError, InputError
-from quantizers.system.output_files import files_below
+from quantizers.device.devices import choose_device
+from quantizers.output.manifest import add_files, write_record
+from quantizers.pipeline.report_files import FRONT_MATTER, pictures, read_front_matter, write_with_card
+from quantizers.recipe.portable import is_hub_id
+from quantizers.system.errors import CheckpointError, InputError, QuantizeError
+from quantizers.system.files import write_text
+from quantizers.system.interrupts import handle_signals
+from quantizers.system.output_files import CARD, PAGE, REPORT, files_below
+from quantizers.system.progress import Step, progress
+from quantizers.system.strict_yaml import dump
+
+from .checks import LocalFile, account_points, card_points, check_output, local_files, read_report, rehash
+
+PUBLICATION_KEYS = ("license", "license_name", "license_link", "base_model", "base_model_relation")
+AGAIN = "give the same command again; it resumes the upload"
 
 
 @dataclass(frozen=True)
@@ -69,12 +95,6 @@ def publish(
         QuantizeError: the Hub cannot be reached, or its files differ afterwards.
     """
     from quantizers.commands.verify import source_of
-    from quantizers.device.devices import choose_device
-    from quantizers.system.progress import progress
-
-    from .checks import account_points, card_points, check_output, local_files, read_report, rehash
-    from .publication import rewrite, with_publication
-    from .upload import upload
 
     folder = Path(folder)
     if force is not None and not force.strip():
@@ -97,19 +117,167 @@ def publish(
         raise CheckpointError(f"{folder}: {problems[0]}{more}; repair it, or give --force with a reason")
     figures: dict[str, Any] = {"repo": repo, "revision": revision, "problems": problems, "forced": force}
     if dry_run:
-        sent = {file.name for file in files}
         figures |= {
             "private": private,
-            "files": [vars(file) for file in files],
-            "bytes": sum(file.size for file in files),
-            "not_sent": [name for name in files_below(folder) if name not in sent],
+            "not_sent": sorted(set(files_below(folder)) - {file.name for file in files}),
             "checklist": [vars(point) for point in (*card_points(after), *account_points(repo, private))],
         }
-        return Publication(problems, False, figures)
-    after.pop("forced", None)
-    if problems:  # the card then says that it was published all the same, and why
-        after["forced"] = {"reason": force, "problems": problems}
-    files = rehash(folder, files, rewrite(folder, report, after))
-    with progress("publishing", 2) as step:
-        published = upload(folder, files, repo, revision, private, step)
-    return Publication(problems, True, published | figures)
+    else:
+        after.pop("forced", None)
+        if problems:  # the card then says that it was published all the same, and why
+            after["forced"] = {"reason": force, "problems": problems}
+        files = rehash(folder, files, rewrite(folder, report, after))
+        with progress("publishing", 2) as step:
+            figures |= upload(folder, files, repo, revision, private, step)
+    figures |= {"files": [vars(file) for file in files], "bytes": sum(file.size for file in files)}
+    return Publication(problems, not dry_run, figures)
+
+
+# Report and card ----------------------------------------------------------------------------------------------------
+
+
+def with_publication(report: dict[str, Any], repo: str, license: str | None, base_model: str | None) -> dict[str, Any]:
+    """The report with repository, licence and base model; None for those of an earlier publication, or of the source.
+
+    Raises:
+        InputError: one of them is not in the Hub's format.
+    """
+    if not is_hub_id(repo):
+        raise InputError(f"--repo {repo}: write it as owner/name")
+    if license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", license):
+        raise InputError(f"--license {license}: use the Hub's identifier, such as apache-2.0, mit or other")
+    if base_model is not None and not is_hub_id(base_model):
+        raise InputError(f"--base-model {base_model}: write it as owner/name")
+    given = {"repo": repo, "license": license, "base_model": base_model}
+    return report | {"published": report.get("published", {}) | {key: v for key, v in given.items() if v is not None}}
+
+
+def rewrite(folder: Path, before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Write report, HTML report and card after a change of the report; an edited card keeps its text.
+
+    Returns:
+        The names of the written files; none if nothing changed.
+    """
+    if after == before:
+        return []
+    card = folder / CARD
+    raw = card.read_bytes() if card.is_file() else b""
+    text = raw.decode(errors="replace").replace("\r\n", "\n")
+    edited = "card" in before and hashlib.sha256(raw).hexdigest() != before["card"]["sha256"]
+    if edited and read_front_matter(text) and after.get("forced") == before.get("forced"):
+        _keep_edited(folder, text, before, after)
+    else:
+        write_with_card(folder, after)
+    return [REPORT, PAGE, CARD]
+
+
+def _keep_edited(folder: Path, text: str, before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Change only commands and front matter of a model card that was edited."""
+    from eval.report.html_report import html_report
+    from eval.report.model_card import front_matter
+    from eval.report.serve_commands import repository
+
+    old, new, written = repository(before), repository(after), before["card"]["front_matter"]
+    front = {key: value for key, value in front_matter(after).items() if key in written or key in PUBLICATION_KEYS}
+    for words in ("vllm serve {}", "--model-path {}", 'from_pretrained("{}"'):
+        text = text.replace(words.format(old), words.format(new))
+    for key in PUBLICATION_KEYS:
+        if front.get(key) != written.get(key):
+            text = _with_key(text, key, front.get(key))
+    write_text(text, folder / CARD)
+    write_text(html_report(after, pictures(after)), folder / PAGE)
+    write_record(folder, add_files(folder, after | {"card": before["card"] | {"front_matter": front}}, [PAGE]))
+
+
+def _with_key(text: str, key: str, value: Any) -> str:
+    """A card with a key of its front matter set, or removed if the value is None."""
+    found = FRONT_MATTER.match(text)
+    assert found is not None
+    front = re.sub(rf"(?m)^{key}:.*\n(?:[ -].*\n)*", "", found[2])
+    return f"{found[1]}{front}{'' if value is None else dump({key: value})}{text[found.end() :]}"
+
+
+# The upload ----------------------------------------------------------------------------------------------------
+
+
+def upload(
+    folder: Path, files: list[LocalFile], repo: str, revision: str, private: bool | None, step: Step
+) -> dict[str, Any]:
+    """Create the repository and the branch if they are missing, upload the files, and compare the Hub's hashes.
+
+    Returns:
+        The URL, the commit, and the `strangers`: files on the Hub that were not uploaded from this folder.
+
+    Raises:
+        InputError: no token, or one without write access.
+        QuantizeError: the Hub cannot be reached, or its files differ afterwards. The same command resumes the upload.
+    """
+    from huggingface_hub import HfApi, get_token
+
+    if get_token() is None:
+        raise InputError("no Hub token; log in with `hf auth login`, or set HF_TOKEN to one with write access")
+    api = HfApi()
+    with _hub_errors(repo):
+        url = str(api.create_repo(repo, private=private, exist_ok=True))
+        if revision != "main":
+            api.create_branch(repo, branch=revision, exist_ok=True)
+        step("uploading")
+        api.upload_folder(
+            repo_id=repo,
+            folder_path=folder,
+            revision=revision,
+            allow_patterns=[glob.escape(file.name) for file in files],
+            commit_message="Upload with moe-quantizers",
+        )
+        step("comparing")
+        commit = api.model_info(repo, revision=revision).sha or revision
+        on_hub = {entry.path: entry for entry in api.list_repo_tree(repo, recursive=True, revision=commit)}
+    different = [file.name for file in files if not _same(file, on_hub.get(file.name))]
+    if different:
+        raise QuantizeError(
+            f"{repo}: the Hub has other content in {', '.join(different[:5])}"
+            f"{f' and {len(different) - 5} more' if len(different) > 5 else ''}; publish again"
+        )
+    known = {file.name for file in files} | {".gitattributes"}
+    strangers = sorted(path for path, entry in on_hub.items() if path not in known and hasattr(entry, "blob_id"))
+    return {"url": url, "commit": commit, "strangers": strangers}
+
+
+def _same(file: LocalFile, entry: Any) -> bool:
+    """Whether the Hub's entry has this file's content: by SHA-256 if stored as LFS or Xet, else by git blob id.
+
+    `HfApi.verify_repo_checksums` compares the same hashes, but of the local files as they are after the upload; these
+    are the hashes of the files that were checked.
+    """
+    if entry is None or not hasattr(entry, "blob_id") or entry.size != file.size:
+        return False
+    stored = entry.lfs
+    return bool(stored.sha256 == file.sha256 if stored else entry.blob_id == file.blob)
+
+
+@contextmanager
+def _hub_errors(repo: str) -> Iterator[None]:
+    """Within the block the library's exceptions become ours, in one line without the token; signals end the process."""
+    from httpx import HTTPError
+    from huggingface_hub import get_token
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        os.write(2, f"quantize: {repo}: interrupted while uploading; {AGAIN}\n".encode())
+        os._exit(128 + number)  # the library's threads would finish their shards first; nothing is written to disk
+
+    restore = handle_signals(end, signal.SIGINT, signal.SIGTERM)
+    try:
+        yield
+    except (HTTPError, OSError, RuntimeError, ValueError) as failure:
+        status = getattr(getattr(failure, "response", None), "status_code", None)
+        if status in (401, 403):
+            raise InputError(
+                f"{repo}: the Hub refuses this token ({status}); log in with `hf auth login` to an account with write "
+                "access, or choose another --repo"
+            ) from None
+        reason = next(iter(str(failure).strip().splitlines()), type(failure).__name__)
+        if token := get_token():
+            reason = reason.replace(token, "***")
+        raise QuantizeError(f"{repo}: the upload stopped ({reason}); {AGAIN}") from None
+    finally:
+        restore()
