@@ -2,12 +2,18 @@
 
 A part answers as the checkpoint itself does, but for its own tensors only: reading any other is an error, so nothing
 is read from a file a second time unnoticed.
+
+Prefetch: while one part is in use, a thread reads the next. Two buffers alternate: fresh memory for a layer of 3.6 GB
+would cost a page fault for each 4 KiB, a million a layer. So a part's tensors are valid until the next part is asked
+for. Each of several processes reads all parts, on a machine mostly from the page cache, and compares their hashes with
+those of rank 0. A finished shard, which rank 0 alone has, it broadcasts.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -16,9 +22,11 @@ from threading import Event
 from typing import TYPE_CHECKING
 
 from quantizers.architectures.architecture import Architecture
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from quantizers.system.errors import CheckpointError
 from quantizers.system.thread_map import thread_map
 
-from .reader import Checkpoint, as_bytes, as_tensor, read_into
+from .reader import Checkpoint, as_bytes, as_tensor, read_into, torch_dtype
 from .safetensors_header import TORCH_DTYPES, TensorInfo
 
 if TYPE_CHECKING:
@@ -51,9 +59,7 @@ class LoadedTensors(Checkpoint):
 
     def sha256(self, name: str) -> str:
         """The hash on arrival; that of the memory where the tensor did not arrive from a file."""
-        if name in self.hashes:
-            return self.hashes[name]
-        return hashlib.sha256(as_bytes(self.stored[name].cpu())).hexdigest()
+        return self.hashes.get(name) or super().sha256(name)
 
     def digest(self) -> str:
         """SHA-256, hexadecimal, over all names and hashes."""
@@ -79,14 +85,12 @@ class LoadedTensors(Checkpoint):
         """
         if device.type == "cpu" and prefetched is None:
             return self
-        moved = self.buffer.to(device) if self.buffer is not None and prefetched is None else prefetched
-        stored = {}
+        if self.buffer is None:
+            return replace(self, stored={name: tensor.to(device) for name, tensor in self.stored.items()})
+        moved, stored = self.buffer.to(device) if prefetched is None else prefetched, {}
         for name, tensor in self.stored.items():
-            if moved is not None and self.holds(tensor):
-                start = tensor.storage_offset() * tensor.element_size()
-                stored[name] = as_tensor(self.tensors[name], moved[start : start + tensor.nbytes])
-            else:
-                stored[name] = tensor.to(device)
+            start = tensor.storage_offset() * tensor.element_size()
+            stored[name] = as_tensor(self.tensors[name], moved[start : start + tensor.nbytes])
         return replace(self, stored=stored, buffer=moved)
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -147,28 +151,21 @@ def load_tensors(
     size = bytes_needed(infos.values())
     if buffer is None or len(buffer) < size:
         buffer = torch.empty(size, dtype=torch.uint8)
-    used, stored, hashes = buffer[:size], dict[str, torch.Tensor](), dict[str, str]()
-    arriving = _arriving([replace(info, name=name) for name, info in infos.items()], used, stop or Event())
-    with closing(thread_map(_hashed, arriving)) as hashed:  # while the next tensors are read
-        for info, raw, digest in hashed:
-            hashes[info.name] = digest
-            stored[info.name] = as_tensor(info, raw)
+    wanted = [replace(info, name=name) for name, info in infos.items()]  # the checkpoint may have renamed them
+    wanted.sort(key=lambda info: (info.file, info.start, info.end))
+    starts = accumulate((_aligned(info.size) for info in wanted), initial=0)
+    places = [(info, buffer[start : start + info.size]) for info, start in zip(wanted, starts, strict=False)]
+    reading = read_into((info, as_bytes(raw)) for info, raw in places if not (stop and stop.is_set()))
+    arriving = (raw for _, (_, raw) in zip(reading, places, strict=False))
+    with closing(thread_map(_sha256, arriving)) as found:  # while the next tensors are read
+        hashes = {info.name: digest for digest, info in zip(found, wanted, strict=False)}
+    stored = {info.name: as_tensor(info, raw) for info, raw in places}
     like = checkpoint
-    return LoadedTensors(like.folder, like.name, like.config, infos, like.revision, stored, hashes, used)
+    return LoadedTensors(like.folder, like.name, like.config, infos, like.revision, stored, hashes, buffer[:size])
 
 
-def _hashed(arrived: tuple[TensorInfo, torch.Tensor]) -> tuple[TensorInfo, torch.Tensor, str]:
-    info, raw = arrived
-    return info, raw, hashlib.sha256(as_bytes(raw)).hexdigest()
-
-
-def _arriving(infos: list[TensorInfo], buffer: torch.Tensor, stop: Event) -> Iterator[tuple[TensorInfo, torch.Tensor]]:
-    """Each tensor's header entry and bytes as soon as it has been read to its place in the buffer."""
-    infos.sort(key=lambda info: (info.file, info.start, info.end))
-    places = accumulate((_aligned(info.size) for info in infos), initial=0)
-    views = [buffer[place : place + info.size] for info, place in zip(infos, places, strict=False)]
-    reading = read_into((info, as_bytes(view)) for info, view in zip(infos, views, strict=True) if not stop.is_set())
-    yield from zip(reading, views, strict=False)
+def _sha256(raw: torch.Tensor) -> str:
+    return hashlib.sha256(as_bytes(raw)).hexdigest()
 
 
 def tensors_in_memory(like: Checkpoint, tensors: Mapping[str, torch.Tensor], file: Path) -> LoadedTensors:
@@ -184,3 +181,81 @@ def tensors_in_memory(like: Checkpoint, tensors: Mapping[str, torch.Tensor], fil
         for name, tensor in tensors.items()
     }
     return LoadedTensors(like.folder, like.name, like.config, infos, like.revision, dict(tensors))
+
+
+def prefetched_tensors(
+    checkpoint: Checkpoint,
+    parts: Sequence[Sequence[str]],
+    dist: ProcessGroup = SINGLE_PROCESS,
+    prepare: Callable[[torch.Tensor], object] = lambda _: None,
+    arrived: Callable[[LoadedTensors], object] = lambda _: None,
+) -> Generator[LoadedTensors]:
+    """Each part in its turn, while a thread reads the one after it. Close the iterator to stop the thread early.
+
+    A part is emptied when the next one is asked for, since its memory gets the bytes of the part after that.
+
+    Args:
+        parts: the names of each part's tensors.
+        dist: the processes that ask for the same parts; each has the checkpoint on its machine.
+        prepare: called with each of the two buffers, once, before anything is read.
+        arrived: called by the thread with each part as it has been read.
+
+    Raises:
+        CheckpointError: as `load_tensors`, when the part's turn comes; or this process has read other bytes than
+            rank 0.
+    """
+    import torch
+
+    size = max((bytes_needed(checkpoint.tensors[name] for name in names) for names in parts), default=0)
+    buffers = [torch.empty(size, dtype=torch.uint8) for _ in parts[:2]]
+    for buffer in buffers:
+        prepare(buffer)
+    stop = Event()
+    with ThreadPoolExecutor(max_workers=1) as pool:
+
+        def read(position: int) -> LoadedTensors:
+            loaded = load_tensors(checkpoint, parts[position], stop, buffers[position % 2])
+            if not stop.is_set():
+                arrived(loaded)
+            return loaded
+
+        def begin(position: int) -> list[Future[LoadedTensors]]:
+            return [pool.submit(read, position)] if position < len(parts) else []
+
+        try:
+            reading = begin(0)
+            for position in range(len(parts)):
+                loaded = reading.pop().result()
+                reading = begin(position + 1)  # the part before this one is in use no more
+                _require_the_same_bytes(loaded, dist)
+                yield loaded
+                loaded.empty()
+        finally:
+            stop.set()
+
+
+def _require_the_same_bytes(loaded: LoadedTensors, dist: ProcessGroup) -> None:
+    """Compare a part's hashes with those of rank 0."""
+    if not dist.is_distributed:
+        return
+    first = dist.broadcast_object(loaded.hashes)
+    for name, digest in loaded.hashes.items():
+        if first[name] != digest:
+            raise CheckpointError(
+                f"{dist.name}: {loaded.tensors[name].file}: {name} has other bytes than on the machine of "
+                "rank 0; copy the source there again"
+            )
+
+
+def broadcast_tensors(loaded: LoadedTensors | None, dist: ProcessGroup) -> LoadedTensors:
+    """Rank 0's part in every process; the others, which call this with None, get it in memory of their own."""
+    import torch
+
+    specs = loaded and {tensor: (info.dtype, info.shape) for tensor, info in loaded.tensors.items()}
+    specs, folder, name, config = dist.broadcast_object(loaded and (specs, loaded.folder, loaded.name, loaded.config))
+    if loaded is None:
+        stored = {tensor: torch.empty(shape, dtype=torch_dtype(dtype)) for tensor, (dtype, shape) in specs.items()}
+        loaded = tensors_in_memory(LoadedTensors(folder, name, config, {}), stored, folder)
+    for tensor in specs:
+        dist.broadcast(loaded.stored[tensor])
+    return loaded

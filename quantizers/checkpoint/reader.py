@@ -23,7 +23,7 @@ from quantizers.system.errors import CheckpointError
 from quantizers.system.formatting import places
 from quantizers.system.output_files import CARD, is_own
 
-from .safetensors_header import TORCH_DTYPES, TensorInfo, printed, read_header
+from .safetensors_header import TORCH_DTYPES, TensorInfo, printed, read_errors, read_header
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,6 @@ class Checkpoint:
     """A checkpoint folder whose headers have been read and checked.
 
     Attributes:
-        folder: its path.
         name: the user's name for it: a Hub id or a folder.
         config: the content of config.json.
         tensors: every tensor of every shard, by name.
@@ -61,8 +60,11 @@ class Checkpoint:
     revision: str | None = None
 
     def raw(self, name: str) -> bytearray:
-        """The bytes of one tensor as stored in the file."""
-        return read_bytes(self.tensors[name])
+        """The bytes of one tensor as stored in the file; raises as `read_into`."""
+        buffer = bytearray(self.tensors[name].size)
+        for _ in read_into([(self.tensors[name], memoryview(buffer))]):
+            pass
+        return buffer
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor in its stored dtype, in newly allocated memory."""
@@ -88,9 +90,8 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: the file cannot be read, is not JSON, or does not contain an object.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as failure:
-        raise CheckpointError(f"{path}: cannot be read ({failure.strerror or failure}); check the folder") from None
+        with read_errors(path):
+            data = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as failure:
         line = getattr(failure, "lineno", 1)
         raise CheckpointError(f"{path}:{line}: not valid JSON; download this file again") from None
@@ -143,16 +144,18 @@ def open_folder(
         raise CheckpointError(f"{folder}: no such folder; give a checkpoint folder or a Hub id")
     for path in (folder / INDEX, folder / SINGLE, *side_files(folder)):
         _refuse_elsewhere(path, folder)
-    config = read_config(folder)
-    tensors: dict[str, TensorInfo] = {}
-    index = folder / INDEX
+    config, has_index = read_config(folder), os.path.isfile(folder / INDEX)
     if not strays:
-        _refuse_other_weights(folder, config, INDEX if os.path.isfile(index) else SINGLE)
-    if not os.path.isfile(index):
-        if not os.path.isfile(folder / SINGLE):
-            raise CheckpointError(f"{folder}: neither {INDEX} nor {SINGLE}; give a safetensors checkpoint")
-        tensors = read_header(folder / SINGLE)
-        return Checkpoint(folder, name or str(folder), config, tensors, revision)
+        _refuse_other_weights(folder, config, INDEX if has_index else SINGLE)
+    if not has_index and not os.path.isfile(folder / SINGLE):
+        raise CheckpointError(f"{folder}: neither {INDEX} nor {SINGLE}; give a safetensors checkpoint")
+    tensors = _indexed_tensors(folder / INDEX, strays) if has_index else read_header(folder / SINGLE)
+    return Checkpoint(folder, name or str(folder), config, tensors, revision)
+
+
+def _indexed_tensors(index: Path, strays: bool) -> dict[str, TensorInfo]:
+    """The tensors of all shards of an index, if it agrees with them."""
+    folder = index.parent
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map is missing or empty; download this file again")
@@ -162,6 +165,7 @@ def open_folder(
             f"{folder}: holds two sets of weights: {SINGLE}, which transformers reads, and those of {INDEX} "
             f"({shards[0]}, …), which servers read; remove one of them"
         )
+    tensors: dict[str, TensorInfo] = {}
     for file in shards:
         if not os.path.isfile(folder / file):
             raise CheckpointError(f"{index}: names {file}, which is not in the folder; download it")
@@ -169,8 +173,17 @@ def open_folder(
             if tensor in tensors:
                 raise CheckpointError(f"{folder / file}: {tensor} is also in {tensors[tensor].file.name}; keep one")
             tensors[tensor] = info
-    _check_index(index, weight_map, tensors)
-    return Checkpoint(folder, name or str(folder), config, tensors, revision)
+    for tensor, shard in weight_map.items():
+        if tensor not in tensors or tensors[tensor].file.name != shard:
+            raise CheckpointError(
+                f"{index}: {printed(tensor)} should be in {shard}, which has no such tensor; download it again"
+            )
+    for tensor, info in tensors.items():
+        if tensor not in weight_map:
+            raise CheckpointError(
+                f"{info.file}: {tensor} is not in {INDEX}; index and shards do not belong together, download both"
+            )
+    return tensors
 
 
 def _shard_name(index: Path, shard: object) -> str:
@@ -212,19 +225,6 @@ def _refuse_other_weights(folder: Path, config: dict[str, Any], read: str) -> No
             f"{folder / ADAPTER}: with it transformers reads an adapter and the model that it names, not the weights "
             "beside it; merge them (merge_and_unload of peft) into a folder of their own, or remove it"
         )
-
-
-def _check_index(index: Path, weight_map: dict[str, Any], tensors: dict[str, TensorInfo]) -> None:
-    for tensor, shard in weight_map.items():
-        if tensor not in tensors or tensors[tensor].file.name != shard:
-            raise CheckpointError(
-                f"{index}: {printed(tensor)} should be in {shard}, which has no such tensor; download it again"
-            )
-    for tensor, info in tensors.items():
-        if tensor not in weight_map:
-            raise CheckpointError(
-                f"{info.file}: {tensor} is not in {index.name}; index and shards do not belong together, download both"
-            )
 
 
 def side_files(folder: Path) -> list[Path]:
@@ -276,7 +276,6 @@ def resolve(model: str, revision: str = "main", patterns: Iterable[str] | None =
 
     Args:
         model: a folder, or a Hub id.
-        revision: branch, tag or commit on the Hub.
         patterns: glob patterns of the files to download; None for all files of the checkpoint.
 
     Raises:
@@ -300,7 +299,7 @@ def resolve(model: str, revision: str = "main", patterns: Iterable[str] | None =
         allowed = list(patterns) if patterns else None
         return Path(snapshot_download(model, revision=revision, ignore_patterns=ignored, allow_patterns=allowed))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as failure:
-        reason = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
+        reason = next(iter(str(failure).strip().splitlines()), type(failure).__name__)
         raise CheckpointError(
             f"{model}: not a folder, and the Hub did not give it ({reason}); download it and name the folder"
         ) from None
@@ -347,14 +346,6 @@ def _fill(stream: FileIO, info: TensorInfo, view: memoryview) -> None:
         filled += count
 
 
-def read_bytes(info: TensorInfo) -> bytearray:
-    """The bytes of one tensor; raises as `read_into`."""
-    buffer = bytearray(info.size)
-    for _ in read_into([(info, memoryview(buffer))]):
-        pass
-    return buffer
-
-
 def as_tensor(info: TensorInfo, raw: bytearray | torch.Tensor) -> torch.Tensor:
     """View bytes as a tensor with the dtype and shape from the header, without a copy.
 
@@ -365,12 +356,9 @@ def as_tensor(info: TensorInfo, raw: bytearray | torch.Tensor) -> torch.Tensor:
 
     if info.dtype not in TORCH_DTYPES:
         raise CheckpointError(f"{info.file}: {info.name}: dtype {info.dtype} cannot be read")
-    dtype = torch_dtype(info.dtype)
-    if info.size == 0:
-        return torch.empty(info.shape, dtype=dtype, device=raw.device if isinstance(raw, torch.Tensor) else None)
     if not isinstance(raw, torch.Tensor):
-        return torch.frombuffer(raw, dtype=dtype).view(info.shape)
-    return raw.view(dtype).view(info.shape)
+        raw = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+    return raw.view(torch_dtype(info.dtype)).view(info.shape)
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

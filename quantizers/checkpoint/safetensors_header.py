@@ -6,12 +6,15 @@ one layer need only byte ranges. Headers are user input, so everything in them i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import reprlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TypeGuard
 
 from quantizers.system.errors import CheckpointError
 
@@ -33,15 +36,7 @@ FLOATING = ("BF16", "F16", "F32")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor in a file.
-
-    Attributes:
-        name: full name.
-        dtype: as safetensors spells it, e.g. F8_E4M3.
-        shape: its dimensions.
-        file: the path of its file.
-        start, end: its byte range, counted from the start of the file.
-    """
+    """One tensor in a file: its dtype in safetensors' spelling, its byte range counted from the start of the file."""
 
     name: str
     dtype: str
@@ -61,6 +56,19 @@ def printed(name: str) -> str:
     return name if name.isprintable() else repr(name)
 
 
+@contextlib.contextmanager
+def read_errors(file: Path) -> Iterator[None]:
+    """Turn an OSError into a CheckpointError that names the file."""
+    try:
+        yield
+    except OSError as failure:
+        raise CheckpointError(f"{file}: cannot be read ({failure.strerror or failure}); check the folder") from None
+
+
+def _corrupt(where: object, what: str) -> CheckpointError:
+    return CheckpointError(f"{where}: {what}; download this shard again")
+
+
 def read_header(file: Path) -> dict[str, TensorInfo]:
     """Every tensor of a safetensors file, in the order of their bytes.
 
@@ -68,57 +76,52 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         CheckpointError: one line naming the file and, if possible, the tensor: it is truncated, overlaps
             another, has an unknown dtype, or its size contradicts its shape.
     """
-    try:
-        length = file.stat().st_size
-        with file.open("rb") as stream:
-            start = int.from_bytes(stream.read(8), "little")
-            if length < 8 or start > MAX_HEADER or 8 + start > length:
-                raise CheckpointError(f"{file}: the header is cut off or corrupt; download this shard again")
-            raw = stream.read(start)
-    except OSError as failure:
-        raise CheckpointError(f"{file}: cannot be read ({failure.strerror}); check the folder") from None
+    with read_errors(file), file.open("rb") as stream:
+        length, start = file.stat().st_size, int.from_bytes(stream.read(8), "little")
+        if length < 8 or start > MAX_HEADER or 8 + start > length:
+            raise _corrupt(file, "the header is cut off or corrupt")
+        raw = stream.read(start)
     try:
         header = json.loads(raw)
     except (ValueError, RecursionError):
-        raise CheckpointError(f"{file}: the header is not JSON; download this shard again") from None
+        raise _corrupt(file, "the header is not JSON") from None
     if not isinstance(header, dict):
-        raise CheckpointError(f"{file}: the header is not a table of tensors; download this shard again")
-    base = 8 + start
+        raise _corrupt(file, "the header is not a table of tensors")
+    end = base = 8 + start
     infos = [_entry(file, name, entry, base, length) for name, entry in header.items() if name != "__metadata__"]
     infos.sort(key=lambda info: (info.start, info.end))
-    expected_start = base
     for info in infos:
-        if info.start != expected_start:
-            what = "overlaps another" if info.start < expected_start else "leaves a gap before it"
-            raise CheckpointError(f"{file}: {info.name}: its byte range {what}; download this shard again")
-        expected_start = info.end
-    if expected_start != length:
-        raise CheckpointError(
-            f"{file}: has {length - expected_start:,} bytes after its last tensor; download this shard again"
-        )
+        if info.start != end:
+            what = "overlaps another" if info.start < end else "leaves a gap before it"
+            raise _corrupt(f"{file}: {info.name}", f"its byte range {what}")
+        end = info.end
+    if end != length:
+        raise _corrupt(file, f"has {length - end:,} bytes after its last tensor")
     return {info.name: info for info in infos}
 
 
 def _entry(file: Path, name: str, entry: object, base: int, length: int) -> TensorInfo:
-    def wrong(what: str) -> CheckpointError:
-        return CheckpointError(f"{file}: {printed(name)}: {what}; download this shard again")
-
+    where = f"{file}: {printed(name)}"
     if not name.isprintable():
-        raise wrong("a name with control characters")
+        raise _corrupt(where, "a name with control characters")
     if not isinstance(entry, dict):
-        raise wrong("its header entry is no table")
+        raise _corrupt(where, "its header entry is no table")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise wrong(f"unknown dtype {reprlib.repr(dtype)}")
-    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-        raise wrong(f"shape {reprlib.repr(shape)} is not a list of sizes")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int and n >= 0 for n in offsets):
-        raise wrong(f"byte range {reprlib.repr(offsets)} is not two offsets")
+        raise _corrupt(where, f"unknown dtype {reprlib.repr(dtype)}")
+    if not _is_list_of_sizes(shape):
+        raise _corrupt(where, f"shape {reprlib.repr(shape)} is not a list of sizes")
+    if not _is_list_of_sizes(offsets) or len(offsets) != 2:
+        raise _corrupt(where, f"byte range {reprlib.repr(offsets)} is not two offsets")
     if base + offsets[1] > length:
-        raise wrong(f"the file is truncated: it has {length:,} bytes and ends before this tensor does")
+        raise _corrupt(where, f"the file is truncated: it has {length:,} bytes and ends before this tensor does")
     if offsets[1] - offsets[0] != math.prod(shape) * DTYPE_BYTES[dtype]:
-        raise wrong(f"{offsets[1] - offsets[0]} bytes do not hold {dtype} {reprlib.repr(shape)}")
+        raise _corrupt(where, f"{offsets[1] - offsets[0]} bytes do not hold {dtype} {reprlib.repr(shape)}")
     return TensorInfo(name, dtype, tuple(shape), file, base + offsets[0], base + offsets[1])
+
+
+def _is_list_of_sizes(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
 
 
 @dataclass(frozen=True)

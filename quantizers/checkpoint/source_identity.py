@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from quantizers.system.errors import CheckpointError, OutputError
+from quantizers.system.errors import OutputError
 from quantizers.system.files import file_sha256, write_json
 from quantizers.system.progress import progress
 
 from .reader import Checkpoint
+from .safetensors_header import read_errors
 
 SPOTS, PIECE = 32, 4096  # number and bytes of the pieces of each shard that `source_digest` covers
 
@@ -24,19 +24,11 @@ def shard_files(source: Checkpoint) -> list[Path]:
     return sorted({info.file for info in source.tensors.values()})
 
 
-@contextlib.contextmanager
-def _read_errors(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as failure:
-        raise CheckpointError(f"{file}: cannot be read ({failure.strerror}); check the folder") from None
-
-
 def source_stats(source: Checkpoint) -> dict[str, Any]:
     """Size and modification time (in nanoseconds) of each shard."""
     stats: dict[str, Any] = {}
     for file in shard_files(source):
-        with _read_errors(file):
+        with read_errors(file):
             stat = file.stat()
         stats[file.name] = {"bytes": stat.st_size, "changed": stat.st_mtime_ns}
     return stats
@@ -53,7 +45,7 @@ def source_digest(source: Checkpoint) -> str:
     for name, info in sorted(source.tensors.items()):
         digest.update(f"{name}\0{info.dtype}\0{list(info.shape)}\0".encode())
     for file in shard_files(source):
-        with _read_errors(file), file.open("rb") as stream:
+        with read_errors(file), file.open("rb") as stream:
             size = file.stat().st_size
             digest.update(f"{size}\0".encode())
             for spot in range(SPOTS):
@@ -68,13 +60,11 @@ def check_hashes(source: Checkpoint, work: Path, output: Path, check: Callable[[
     Raises:
         OutputError: a shard has changed since the run began.
     """
-    hash_file = work / "source.json"
-    hashes = {}
-    files = shard_files(source)
+    hash_file, hashes, files = work / "source.json", dict[str, str](), shard_files(source)
     with progress("hashing", len(files), unit="shard") as step:
         for file in files:
             check()
-            with _read_errors(file):
+            with read_errors(file):
                 hashes[file.name] = file_sha256(file)
             step(file.name)
     if not hash_file.exists():

@@ -8,8 +8,13 @@ from pathlib import Path
 
 import torch
 
-from quantizers.checkpoint.loaded_tensors import LoadedTensors, layer_names, load_tensors
-from quantizers.checkpoint.prefetch import broadcast_tensors, prefetched_tensors
+from quantizers.checkpoint.loaded_tensors import (
+    LoadedTensors,
+    broadcast_tensors,
+    layer_names,
+    load_tensors,
+    prefetched_tensors,
+)
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.device.devices import is_accelerator, release_free_memory

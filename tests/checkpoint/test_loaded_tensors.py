@@ -23,9 +23,9 @@ from quantizers.checkpoint.loaded_tensors import (
     bytes_needed,
     layer_names,
     load_tensors,
+    prefetched_tensors,
     tensors_in_memory,
 )
-from quantizers.checkpoint.prefetch import prefetched_tensors
 from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.checkpoint.safetensors_header import TORCH_DTYPES, TensorInfo
 from quantizers.distributed.process_group import ProcessGroup

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save, save_file
 
-from quantizers.checkpoint.reader import as_tensor, read_bytes
+from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.system.errors import CheckpointError
 
@@ -58,14 +58,15 @@ def bits(tensor: torch.Tensor) -> bytes:
 def test_header_and_bytes_are_the_librarys(file: Path, body: dict[str, torch.Tensor]) -> None:
     save_file(body, file, metadata={"format": "pt"})
     infos = read_header(file)
+    checkpoint = Checkpoint(file.parent, "any", {}, infos)
     with safe_open(file, "pt") as library:
         assert set(infos) == set(library.keys())
         for name, info in infos.items():
             piece = library.get_slice(name)
             assert (info.dtype, list(info.shape)) == (piece.get_dtype(), piece.get_shape())
-            ours, theirs = as_tensor(info, read_bytes(info)), library.get_tensor(name)
+            ours, theirs = checkpoint.tensor(name), library.get_tensor(name)
             assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
-            assert bits(ours) == bits(theirs) == bytes(read_bytes(info)) == bits(body[name])
+            assert bits(ours) == bits(theirs) == bytes(checkpoint.raw(name)) == bits(body[name])
 
 
 @PROPERTY

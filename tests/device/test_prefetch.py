@@ -15,8 +15,7 @@ import torch
 from delayed_copies import AtOnce, Delayed, Hosts, delay
 from tiny import make
 
-from quantizers.checkpoint.loaded_tensors import LoadedTensors, load_tensors
-from quantizers.checkpoint.prefetch import prefetched_tensors
+from quantizers.checkpoint.loaded_tensors import LoadedTensors, load_tensors, prefetched_tensors
 from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.device import prefetch
 from quantizers.device.prefetch import BufferPrefetch, PinnedBuffers, pin, prefetched, start_copies
