@@ -1,4 +1,1 @@
-"""Publishing on the Hugging Face Hub: check a finished checkpoint, upload it, compare the Hub's hashes.
-
-Downloads are in `checkpoint/` and `calibration/`.
-"""
+"""Publishing on the Hugging Face Hub: check and upload; downloads are in `checkpoint/` and `calibration/`."""

@@ -1,4 +1,1 @@
-"""The output folder of a run: its journal while the run is unfinished, the final move, and the record at the end.
-
-Other rooms make the contents.
-"""
+"""The output folder of a run: its journal, the final move, and the record at the end; other rooms make the contents."""

@@ -32,6 +32,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import takewhile
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -63,37 +64,23 @@ def unfinished(output: Path) -> bool:
 
 
 def note_command(work: Path, words: Sequence[str]) -> None:
-    """Write down the command that resumes this run: what was typed, without the options that discard it.
-
-    Args:
-        words: from `quantize` on; empty if it was called in another way.
-    """
-    resuming = [word for word in words if word not in ("--fresh", "--yes")]
-    if resuming:
+    """Write down the command that resumes this run: the words from `quantize` on, but those that discard it."""
+    if resuming := [word for word in words if word not in ("--fresh", "--yes")]:
         write_text(f"`{shlex.join(resuming)}`, in {Path.cwd()}", work / COMMAND)
 
 
 def refuse_unfinished(folder: Path) -> None:
-    """Refuse the folder of an interrupted run where a finished checkpoint is needed.
-
-    Raises:
-        OutputError: it is unfinished; the message has the command that finishes it.
-    """
-    if not unfinished(folder):
-        return
-    try:
-        command = (work_folder(folder) / COMMAND).read_text()
-    except OSError:
-        command = "the one that began it"
-    raise OutputError(f"{folder}: unfinished; finish it with the same command: {command}")
+    """Raise an OutputError with the command that finishes it if a folder is that of an interrupted run."""
+    if unfinished(folder):
+        try:
+            command = (work_folder(folder) / COMMAND).read_text()
+        except OSError:
+            command = "the one that began it"
+        raise OutputError(f"{folder}: unfinished; finish it with the same command: {command}")
 
 
 def refuse_second_run(output: Path) -> None:
-    """Take and release the lock: fails early, before imports that take seconds, if the folder is in use.
-
-    Raises:
-        OutputError: another process works here.
-    """
+    """Take and release the lock: `locked` fails early, before imports that take seconds, if the folder is in use."""
     if (work_folder(output) / "lock").exists():
         with locked(output):
             pass
@@ -104,10 +91,7 @@ def locked(output: Path, dist: ProcessGroup = SINGLE_PROCESS) -> Iterator[None]:
     """Lock the output folder for this run. The kernel releases the lock of a process that dies.
 
     Local rank 0 of each machine takes an exclusive lock; then its processes hold a shared lock, so that no other run
-    gets the lock before the last of them has ended.
-
-    Raises:
-        OutputError: another process works here.
+    gets the lock before the last of them has ended. An OutputError says that another process works here.
     """
     work, takes = work_folder(output, dist.node), dist.local_rank == 0
     with disk_errors(work):
@@ -153,24 +137,14 @@ def passthrough_file(work: Path, part: int | None) -> Path:
 
 def done_layers(work: Path, layers: int) -> list[dict[str, Any]]:
     """The journal entries of all layers done so far, in order."""
-    entries = []
-    for layer in range(layers):
-        path = layer_file(work, layer)
-        if not path.exists():
-            break
-        entries.append(json.loads(path.read_text()))
-    return entries
+    done = takewhile(Path.exists, (layer_file(work, layer) for layer in range(layers)))
+    return [json.loads(file.read_text()) for file in done]
 
 
 def damaged_shards(
     work: Path, entries: Sequence[dict[str, Any]], step: Callable[[str], None] = lambda _: None
 ) -> dict[int, str]:
-    """The problem of each damaged finished shard, by its index in `entries`.
-
-    Args:
-        entries: of the journal, with `shard` and `digest`. Every shard is read.
-        step: called after each.
-    """
+    """The problem of each damaged finished shard, by its index in `entries` of the journal. Every shard is read."""
     damaged = {}
     with contextlib.closing(thread_map(partial(_damage, work / "output"), entries)) as problems:
         for index, problem in enumerate(problems):
@@ -198,21 +172,21 @@ def discard(output: Path) -> None:
     Raises:
         OutputError: another process works here, or report.json cannot be read, which lists the run's files.
     """
-    work = work_folder(output)
-    if work.exists():
+    if work_folder(output).exists():
         with locked(output):
-            remove(work)
+            remove(work_folder(output))
     report = output / REPORT
-    if report.exists():
-        try:
-            files = json.loads(report.read_text())["files"]
-        except (ValueError, KeyError):
-            raise OutputError(f"{report}: cannot be read; empty {output} by hand") from None
-        for name in filter(is_within, [*files, REPORT]):
-            (output / name).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # other files are left there
-                for folder in PurePosixPath(name).parents[:-1]:
-                    (output / folder).rmdir()
+    if not report.exists():
+        return
+    try:
+        files = json.loads(report.read_text())["files"]
+    except (ValueError, KeyError):
+        raise OutputError(f"{report}: cannot be read; empty {output} by hand") from None
+    for name in filter(is_within, [*files, REPORT]):
+        (output / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # other files are left there
+            for folder in PurePosixPath(name).parents[:-1]:
+                (output / folder).rmdir()
 
 
 def remove(work: Path) -> None:
@@ -267,14 +241,11 @@ def refuse_changes(work: Path, fingerprint: dict[str, Any], output: Path, name: 
 
 def _remedy(key: str, before: Any) -> str:
     """The way to give a setting the value that it had when the run began."""
-    last = key.rpartition(".")[2]
-    if not key.startswith("machine.") or before is None:
-        return "restore it"
-    if last == "threads":
-        return f"set OMP_NUM_THREADS={before}"
-    if last == "device":
-        return "give --device cpu" if before == "cpu" else f"resume on the device {before}"
-    return f"install {last} {before}" if last in LIBRARIES else "restore it"
+    remedies = {
+        "machine.threads": f"set OMP_NUM_THREADS={before}",
+        "machine.device": "give --device cpu" if before == "cpu" else f"resume on the device {before}",
+    } | {f"machine.{name}": f"install {name} {before}" for name in LIBRARIES}
+    return remedies.get(key, "restore it") if before is not None else "restore it"
 
 
 def begun_with(work: Path, name: str = FINGERPRINT) -> dict[str, Any]:
@@ -314,11 +285,7 @@ def finished_report(output: Path) -> dict[str, Any] | None:
 
 
 def refuse_strangers(output: Path) -> None:
-    """Refuse a folder that contains other files.
-
-    Raises:
-        OutputError: the path is a file, or a folder with other files in it.
-    """
+    """Raise an OutputError if the path is a file, or a folder with other files in it."""
     existing = next(path for path in (output.absolute(), *output.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise OutputError(f"{existing}: is a file; give a new or empty folder as --output")
@@ -327,30 +294,23 @@ def refuse_strangers(output: Path) -> None:
 
 
 def check_room(work: Path, needed: int) -> None:
-    """Refuse to start a run that would fill the disk.
+    """Raise a QuantizeError with both numbers if a run would fill the disk.
 
     Args:
         needed: bytes of the output and of all temporary files.
-
-    Raises:
-        QuantizeError: the disk has less free space; the message gives both numbers.
     """
     # Files of an interrupted run already have their space: count their allocated blocks, not their sizes.
-    written = sum(512 * file.stat().st_blocks for file in work.rglob("*") if file.is_file())
+    needed -= sum(512 * file.stat().st_blocks for file in work.rglob("*") if file.is_file())
     free = shutil.disk_usage(work).free
-    if needed - written > free:
+    if needed > free:
         raise QuantizeError(
-            f"{work.parent}: the output and its hidden states need {(needed - written) / 1e9:.3g} GB more, "
-            f"{free / 1e9:.3g} GB are free; make room or choose another --output"
+            f"{work.parent}: the output and its hidden states need {needed / 1e9:.3g} GB more, {free / 1e9:.3g} GB "
+            "are free; make room or choose another --output"
         )
 
 
 def move_into_place(work: Path, output: Path) -> dict[str, Any]:
-    """Move the finished files: shards first, config.json last. Continues an interrupted move.
-
-    Returns:
-        The report.
-    """
+    """Move the finished files, shards first, config.json last, and return the report. Continues an interrupted move."""
     folder = work / "output"
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     names.sort(key=lambda name: (name in MOVED_LAST and 1 + MOVED_LAST.index(name), not name.endswith(".safetensors")))

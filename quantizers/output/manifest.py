@@ -30,9 +30,6 @@ def describe_files(folder: Path, texts: Mapping[str, str], later: Iterable[str] 
     Args:
         texts: the original text of some files, by name; their hashes cover this text, not the file on disk.
         later: names of files that will be added later.
-
-    Raises:
-        QuantizeError: a file cannot be read.
     """
     names = set(files_below(folder)) - {REPORT, CARD, PAGE}
     with disk_errors(folder):

@@ -1,4 +1,1 @@
-"""Audit of a checkpoint against its source: a finished one from its files alone, a single layer also in memory.
-
-Nothing is written.
-"""
+"""Audit of a checkpoint against its source: a finished one from its files alone, a single layer also in memory."""

@@ -1,4 +1,1 @@
-"""Writes shards, config and side files, and hashes every written tensor.
-
-Nothing is computed except packed integers.
-"""
+"""Writes shards, config and side files, and hashes every written tensor; computes nothing but packed integers."""
