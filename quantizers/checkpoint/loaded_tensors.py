@@ -78,11 +78,7 @@ class LoadedTensors(Checkpoint):
         )
 
     def to(self, device: torch.device, prefetched: torch.Tensor | None = None) -> LoadedTensors:
-        """The same part on a device, its buffer copied as a whole; itself on a CPU.
-
-        Args:
-            prefetched: the buffer's bytes, if they are on the device already.
-        """
+        """The same part on a device, its buffer copied as a whole unless that is `prefetched`; itself on a CPU."""
         if device.type == "cpu" and prefetched is None:
             return self
         if self.buffer is None:
@@ -119,11 +115,7 @@ def layer_names(checkpoint: Checkpoint, facts: Architecture, number: int) -> lis
 
 
 def outside_names(checkpoint: Checkpoint, facts: Architecture) -> list[str]:
-    """The names of what a model needs outside its layers, the head in whichever format it is stored.
-
-    Raises:
-        CheckpointError: one is missing.
-    """
+    """The names of what a model needs outside its layers, the head in whichever format; none may be missing."""
     module = facts.head.removesuffix(".weight")
     head = [name for name in checkpoint.tensors if name.rpartition(".")[0] == module] or [facts.head]
     others = [name for name in facts.outside if name != facts.head]
@@ -169,11 +161,9 @@ def _sha256(raw: torch.Tensor) -> str:
 
 
 def tensors_in_memory(like: Checkpoint, tensors: Mapping[str, torch.Tensor], file: Path) -> LoadedTensors:
-    """Tensors that are about to be written to `file`, as a reader of the finished checkpoint will find them.
+    """Contiguous tensors that are about to be written to `file`, as a reader of the finished checkpoint finds them.
 
-    Args:
-        like: gives folder, name and config.
-        tensors: on the CPU, contiguous.
+    `like` gives folder, name and config.
     """
     spelled = {f"torch.{name}": dtype for dtype, name in TORCH_DTYPES.items()}
     infos = {
@@ -195,7 +185,6 @@ def prefetched_tensors(
     A part is emptied when the next one is asked for, since its memory gets the bytes of the part after that.
 
     Args:
-        parts: the names of each part's tensors.
         dist: the processes that ask for the same parts; each has the checkpoint on its machine.
         prepare: called with each of the two buffers, once, before anything is read.
         arrived: called by the thread with each part as it has been read.
@@ -236,8 +225,6 @@ def prefetched_tensors(
 
 def _require_the_same_bytes(loaded: LoadedTensors, dist: ProcessGroup) -> None:
     """Compare a part's hashes with those of rank 0."""
-    if not dist.is_distributed:
-        return
     first = dist.broadcast_object(loaded.hashes)
     for name, digest in loaded.hashes.items():
         if first[name] != digest:

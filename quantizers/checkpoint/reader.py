@@ -84,11 +84,7 @@ class Checkpoint:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file.
-
-    Raises:
-        CheckpointError: the file cannot be read, is not JSON, or does not contain an object.
-    """
+    """The JSON object in a file; a CheckpointError if it cannot be read, is not JSON, or contains no object."""
     try:
         with read_errors(path):
             data = json.loads(path.read_text(encoding="utf-8"))
@@ -101,21 +97,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a checkpoint folder.
-
-    Raises:
-        CheckpointError: it cannot be read, or is not in the folder itself.
-    """
+    """config.json of a checkpoint folder; a CheckpointError if it cannot be read, or is not in the folder itself."""
     _refuse_elsewhere(folder / CONFIG, folder)
     return read_json(folder / CONFIG)
 
 
 def refuse_gguf(model: str) -> None:
-    """Refuse a GGUF file, a folder with GGUF files and no safetensors, and a Hub id that ends in GGUF.
-
-    Raises:
-        CheckpointError: one line with the remedy.
-    """
+    """Raise a CheckpointError for a GGUF file, a folder with such files and no safetensors, and a Hub id in GGUF."""
     folder = os.path.expanduser(model)
     if os.path.isdir(folder):
         names = sorted(os.listdir(folder))
@@ -129,10 +117,9 @@ def refuse_gguf(model: str) -> None:
 def open_folder(
     folder: Path, name: str | None = None, revision: str | None = None, *, strays: bool = False
 ) -> Checkpoint:
-    """Read config.json, the index and every shard's header.
+    """Read config.json, the index and every shard's header of a folder in the Hugging Face layout.
 
     Args:
-        folder: a checkpoint in the Hugging Face layout.
         name: the user's name for it; None for the folder's path.
         strays: whether other weights may lie there, which some loaders read instead; an audit reports them.
 
@@ -272,10 +259,9 @@ def _others(folder: Path, within: str = "") -> Iterator[tuple[str, str]]:
 
 
 def resolve(model: str, revision: str = "main", patterns: Iterable[str] | None = None) -> Path:
-    """The folder of a checkpoint: the given one, or the one in the Hub's cache, after downloading missing files.
+    """The folder of a checkpoint: the given one, or that of a Hub id in the cache, after downloading missing files.
 
     Args:
-        model: a folder, or a Hub id.
         patterns: glob patterns of the files to download; None for all files of the checkpoint.
 
     Raises:
@@ -314,10 +300,8 @@ def read_into(wanted: Iterable[tuple[TensorInfo, memoryview]]) -> Iterator[Tenso
     """Fill memory with tensors' bytes, one after the other, and with not one byte more: nothing is read ahead.
 
     Args:
-        wanted: header entries, and writable bytes of their sizes; a file stays open while they are in it.
-
-    Yields:
-        Each entry once its bytes have been read.
+        wanted: header entries, and writable bytes of their sizes; a file stays open while they are in it. Each entry
+            is yielded once its bytes have been read.
 
     Raises:
         CheckpointError: the file is gone or has shrunk since its header was read.
@@ -338,20 +322,15 @@ def read_into(wanted: Iterable[tuple[TensorInfo, memoryview]]) -> Iterator[Tenso
 
 
 def _fill(stream: FileIO, info: TensorInfo, view: memoryview) -> None:
-    filled = 0
-    while filled < len(view):
-        count = stream.readinto(view[filled:])  # at most 2 GiB at a time
+    while view:
+        count = stream.readinto(view)  # at most 2 GiB at a time
         if not count:
             raise CheckpointError(f"{info.file}: {info.name}: the file is truncated; download this shard again")
-        filled += count
+        view = view[count:]
 
 
 def as_tensor(info: TensorInfo, raw: bytearray | torch.Tensor) -> torch.Tensor:
-    """View bytes as a tensor with the dtype and shape from the header, without a copy.
-
-    Args:
-        raw: its bytes, from Python or as a uint8 tensor (size,) on any device, aligned for the dtype.
-    """
+    """View bytes, of Python or uint8 (size,) on any device, with dtype and shape from the header, without a copy."""
     import torch
 
     if info.dtype not in TORCH_DTYPES:

@@ -55,11 +55,7 @@ def source_digest(source: Checkpoint) -> str:
 
 
 def check_hashes(source: Checkpoint, work: Path, output: Path, check: Callable[[], None]) -> None:
-    """Hash every shard. A new run stores the hashes; a resumed run compares them with the stored ones.
-
-    Raises:
-        OutputError: a shard has changed since the run began.
-    """
+    """Hash every shard. A new run stores the hashes; a resumed run raises an OutputError if one has changed."""
     hash_file, hashes, files = work / "source.json", dict[str, str](), shard_files(source)
     with progress("hashing", len(files), unit="shard") as step:
         for file in files:
@@ -69,10 +65,8 @@ def check_hashes(source: Checkpoint, work: Path, output: Path, check: Callable[[
             step(file.name)
     if not hash_file.exists():
         if any((work / "layers").glob("*.json")):
-            print(
-                f"{output}: the layers done so far were made without --paranoid; hashes are kept from now on",
-                file=sys.stderr,
-            )
+            made = "the layers done so far were made without --paranoid"
+            print(f"{output}: {made}; hashes are kept from now on", file=sys.stderr)
         write_json(hash_file, hashes)
         return
     for name, old in json.loads(hash_file.read_text()).items():

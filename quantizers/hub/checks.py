@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 State = Literal["done", "missing", "open"]
 PATIENCE = 10.0  # seconds to wait for the Hub's answer
 CHUNK = 1 << 24  # bytes read at a time
-ALWAYS = ("audit", "consumers")  # the gates of every output of this program
 
 
 @dataclass(frozen=True)
@@ -47,12 +46,7 @@ class LocalFile:
 
 
 def read_report(folder: Path) -> dict[str, Any]:
-    """The report of a finished run or stitch.
-
-    Raises:
-        OutputError: the folder is not a finished output of this program, or its report was modified, so that its
-            figures are not the measured ones.
-    """
+    """The report of a finished run or stitch; an OutputError without one, or if it was modified since."""
     refuse_unfinished(folder)
     try:
         report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
@@ -77,17 +71,13 @@ def local_files(folder: Path, report: dict[str, Any], step: Step = lambda _: Non
     files = []
     for name in sorted({*report["files"], REPORT}):
         if is_within(name) and (folder / name).is_file():
-            files.append(_hashed(folder, name))
+            files.append(hashed(folder, name))
             step(name)
     return files
 
 
-def rehash(folder: Path, files: list[LocalFile], names: list[str]) -> list[LocalFile]:
-    """The same files, with those hashed again that were rewritten."""
-    return [_hashed(folder, file.name) if file.name in names else file for file in files]
-
-
-def _hashed(folder: Path, name: str) -> LocalFile:
+def hashed(folder: Path, name: str) -> LocalFile:
+    """A file with its hashes."""
     path = folder / name
     length = path.stat().st_size
     sha256, blob = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % length, usedforsecurity=False)
@@ -120,7 +110,8 @@ def check_output(
         from quantizers.commands.verify import verify_folder
 
         found = verify_folder(folder, source, device)
-        problems = [*found.differences, *found.misread, *_failed_gates(report, ALWAYS)]
+        gates = _failed_gates(report, ("audit", "consumers"))  # those of every output of this program
+        problems = [*found.differences, *found.misread, *gates]
         notes = found.record.notes
     else:
         problems = [

@@ -31,7 +31,7 @@ from quantizers.system.output_files import CARD, PAGE, REPORT, files_below
 from quantizers.system.progress import Step, progress
 from quantizers.system.strict_yaml import dump
 
-from .checks import LocalFile, account_points, card_points, check_output, local_files, read_report, rehash
+from .checks import LocalFile, account_points, card_points, check_output, hashed, local_files, read_report
 
 PUBLICATION_KEYS = ("license", "license_name", "license_link", "base_model", "base_model_relation")
 AGAIN = "give the same command again; it resumes the upload"
@@ -126,7 +126,8 @@ def publish(
         after.pop("forced", None)
         if problems:  # the card then says that it was published all the same, and why
             after["forced"] = {"reason": force, "problems": problems}
-        files = rehash(folder, files, rewrite(folder, report, after))
+        rewritten = rewrite(folder, report, after)
+        files = [hashed(folder, file.name) if file.name in rewritten else file for file in files]
         with progress("publishing", 2) as step:
             figures |= upload(folder, files, repo, revision, private, step)
     figures |= {"files": [vars(file) for file in files], "bytes": sum(file.size for file in files)}

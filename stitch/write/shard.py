@@ -115,13 +115,9 @@ def _arrays(small: Mapping[str, torch.Tensor], solved: LayerResult, bits: int) -
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor], where: str, carried: Collection[str] = ()) -> None:
-    """Refuse to write a tensor that would break the model.
+    """Raise a QuantizeError for the first tensor with a NaN or infinity, which would break the model.
 
-    Args:
-        carried: the names of those that may hold anything: a mask may well be infinite.
-
-    Raises:
-        QuantizeError: the first tensor with a NaN or infinity.
+    Those named in `carried` may hold anything: a mask may well be infinite.
     """
     for name, tensor in tensors.items():
         if name in carried or not tensor.is_floating_point():
@@ -138,7 +134,7 @@ def write_shard(
     kept: Mapping[str, str] = MappingProxyType({}),
     carried: Collection[str] = (),
 ) -> ShardDigest:
-    """Write a safetensors file, and read it back before it gets its final name.
+    """Write a safetensors file, and read it back before it gets its final name; returns its digests.
 
     The tensors in memory prove nothing about the file, and passthrough ones are the source's own memory. So the file is
     compared with the digests of what was to be written, and its passthrough tensors with the hashes that the source
@@ -148,9 +144,6 @@ def write_shard(
         tensors: on the CPU, contiguous.
         kept: SHA-256, hexadecimal, of the source's bytes for each tensor that keeps them.
         carried: see `check_finite`.
-
-    Returns:
-        The digests of the file.
 
     Raises:
         QuantizeError: a tensor is not finite, the disk is full or cannot be written, or the file holds other bytes.
