@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from eval.report.model_card import front_matter, strange_licenses
 from quantizers.output.journal import refuse_unfinished
-from quantizers.output.manifest import output_facts, seal_of
+from quantizers.output.manifest import output_facts, read_record, seal_of
 from quantizers.pipeline.manifest_check import check_manifest
 from quantizers.system.errors import OutputError
 from quantizers.system.formatting import gate_figures
@@ -48,16 +47,11 @@ class LocalFile:
 def read_report(folder: Path) -> dict[str, Any]:
     """The report of a finished run or stitch; an OutputError without one, or if it was modified since."""
     refuse_unfinished(folder)
-    try:
-        report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
-        if not isinstance(report, dict) or not {"source", "gates", "files"} <= set(report):
-            raise ValueError("not a report")
-        if not {"settings", "stitched"} & set(report):
-            raise ValueError("of neither a run nor a stitch")
-    except (OSError, ValueError):
+    report = read_record(folder)
+    if not {"source", "gates", "files"} <= report.keys() or not {"settings", "stitched"} & report.keys():
         raise OutputError(
             f"{folder}: has no {REPORT} of a finished run; give the output of `quantize run` or `quantize stitch`"
-        ) from None
+        )
     if report.get("seal") != seal_of(report):
         raise OutputError(
             f"{folder / REPORT}: was modified after the run (checksum mismatch), so its figures are not published, "

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantizers.device.devices import choose_device
 from quantizers.output.manifest import add_files, write_record
@@ -32,6 +32,9 @@ from quantizers.system.progress import Step, progress
 from quantizers.system.strict_yaml import dump
 
 from .checks import LocalFile, account_points, card_points, check_output, hashed, local_files, read_report
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import RepoFile
 
 PUBLICATION_KEYS = ("license", "license_name", "license_link", "base_model", "base_model_relation")
 AGAIN = "give the same command again; it resumes the upload"
@@ -214,6 +217,7 @@ def upload(
         QuantizeError: the Hub cannot be reached, or its files differ afterwards. The same command resumes the upload.
     """
     from huggingface_hub import HfApi, get_token
+    from huggingface_hub.hf_api import RepoFile
 
     if get_token() is None:
         raise InputError("no Hub token; log in with `hf auth login`, or set HF_TOKEN to one with write access")
@@ -232,28 +236,27 @@ def upload(
         )
         step("comparing")
         commit = api.model_info(repo, revision=revision).sha or revision
-        on_hub = {entry.path: entry for entry in api.list_repo_tree(repo, recursive=True, revision=commit)}
+        entries = api.list_repo_tree(repo, recursive=True, revision=commit)
+        on_hub = {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
     different = [file.name for file in files if not _same(file, on_hub.get(file.name))]
     if different:
         raise QuantizeError(
             f"{repo}: the Hub has other content in {', '.join(different[:5])}"
             f"{f' and {len(different) - 5} more' if len(different) > 5 else ''}; publish again"
         )
-    known = {file.name for file in files} | {".gitattributes"}
-    strangers = sorted(path for path, entry in on_hub.items() if path not in known and hasattr(entry, "blob_id"))
+    strangers = sorted(on_hub.keys() - {file.name for file in files} - {".gitattributes"})
     return {"url": url, "commit": commit, "strangers": strangers}
 
 
-def _same(file: LocalFile, entry: Any) -> bool:
+def _same(file: LocalFile, entry: RepoFile | None) -> bool:
     """Whether the Hub's entry has this file's content: by SHA-256 if stored as LFS or Xet, else by git blob id.
 
     `HfApi.verify_repo_checksums` compares the same hashes, but of the local files as they are after the upload; these
     are the hashes of the files that were checked.
     """
-    if entry is None or not hasattr(entry, "blob_id") or entry.size != file.size:
+    if entry is None or entry.size != file.size:
         return False
-    stored = entry.lfs
-    return bool(stored.sha256 == file.sha256 if stored else entry.blob_id == file.blob)
+    return entry.lfs.sha256 == file.sha256 if entry.lfs else entry.blob_id == file.blob
 
 
 @contextmanager

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from quantizers.checkpoint.reader import read_json
+from quantizers.system.errors import CheckpointError
 from quantizers.system.files import disk_errors, file_sha256, json_finite, write_json
 from quantizers.system.output_files import CARD, FACTS, PAGE, REPORT, files_below
 
@@ -54,11 +56,16 @@ def output_facts(folder: Path) -> Path | None:
 
     A facts.yaml that is not listed is no part of the output and is not read. One that is listed may be gone.
     """
-    try:
-        files = json.loads((folder / REPORT).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
+    files = read_record(folder).get("files")
     return folder / FACTS if isinstance(files, list) and FACTS in files else None
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """report.json of a folder; empty without one, or if it cannot be read, as pipeline/manifest_check.py reports."""
+    try:
+        return read_json(folder / REPORT)
+    except CheckpointError:
+        return {}
 
 
 def write_record(folder: Path, report: dict[str, Any]) -> dict[str, Any]:

@@ -20,17 +20,17 @@ import torch
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import Own, architecture_for
 from quantizers.architectures.sizes import Sizes, sizes_of
-from quantizers.checkpoint.reader import CONFIG, WEIGHTS, Checkpoint, open_folder, read_json, side_files
+from quantizers.checkpoint.reader import CONFIG, WEIGHTS, Checkpoint, open_folder, side_files
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.formats.fp8 import block_size
 from quantizers.formats.tensor_names import published_names, split_fused_experts
 from quantizers.output.journal import MISSING, differences, short_value
+from quantizers.output.manifest import read_record
 from quantizers.planning.assign_actions import make_plan
 from quantizers.planning.plan import Plan
 from quantizers.recipe.schema import BITS, GROUPS, Experts, Scheme
 from quantizers.system.errors import CheckpointError
 from quantizers.system.files import file_sha256
-from quantizers.system.output_files import REPORT, is_within
 from quantizers.system.thread_map import thread_map
 from stitch.write.config_files import output_config
 from stitch.write.digests import ShardDigest, changes, recorded_digests
@@ -113,7 +113,7 @@ def verify(
     facts = architecture_for(source.config, str(source.folder / CONFIG), own, source.tensors)
     sizes = sizes_of(facts)
     source = split_fused_experts(source, facts, sizes)
-    recorded = _recorded(folder) if digests is None else digests
+    recorded = recorded_digests(read_record(folder)) if digests is None else digests
     audit.digests_checked = bool(recorded)
     audit.differences += _side_file_differences(folder, source.folder)
 
@@ -137,7 +137,7 @@ def verify(
     plan = plan.with_norms_kept(list(_unfolded(plan, source, renamed, facts, sizes)))
     audit.differences += _header_differences(plan, facts, candidate)
     config = output_config(source.config, facts, plan, plan.fp8_form(block_size(source)))
-    audit.differences += _config_differences(candidate.config, config, ours=bool(recorded))
+    audit.differences += _config_differences(candidate.config, config, ours=audit.digests_checked)
     audit.differences += strays(folder, {info.file.name for info in candidate.tensors.values()})
     for position, layer in enumerate(plan.parts):
         if audited is not None:
@@ -180,14 +180,6 @@ def _ordered(audit: Audit, folder: Path) -> Audit:
     lines = (line.replace(f"{folder}/", "").replace(f"{folder}: ", "") for line in audit.differences)
     audit.differences = sorted(dict.fromkeys(lines), key=lambda line: NOT_COMPENSATED not in line)
     return audit
-
-
-def _recorded(folder: Path) -> Mapping[str, ShardDigest]:
-    try:
-        report = read_json(folder / REPORT)
-    except CheckpointError:
-        return {}  # there is no report, or it is damaged, which quantizers/pipeline/manifest_check.py reports
-    return {name: digest for name, digest in recorded_digests(report).items() if is_within(name)}
 
 
 def _header_differences(plan: Plan, facts: Architecture, candidate: Checkpoint) -> list[str]:

@@ -152,10 +152,6 @@ class _Pair:
     candidate: Checkpoint
     smooth: torch.Tensor
 
-    def weights(self, checkpoint: Checkpoint) -> ExpertWeights:
-        """The experts' matrices in one of the two."""
-        return ExpertWeights(checkpoint, self.facts, self.sizes, self.layer, self.smooth.device, torch.float32)
-
     def errors(self, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> torch.Tensor:
         """`matrix_errors` of some experts."""
         return matrix_errors(old, new, self.smooth, inner=not self.facts.of_layer(self.layer).own_gate)
@@ -171,16 +167,14 @@ def _errors(pair: _Pair) -> Sequence[list[float] | str]:
     """The three errors of each expert, see `matrix_errors`, or why it cannot be read.
 
     The experts are compared in batches; one by one if any of the candidate's cannot be read.
-
-    Raises:
-        BrokenSource: see there.
     """
+    found, device = list[torch.Tensor](), pair.smooth.device
+    of_layer = (pair.facts, pair.sizes, pair.layer, device, torch.float32)
     with _reading_the_source():
-        old = pair.weights(pair.source)
-    found: list[torch.Tensor] = []
+        old = ExpertWeights(pair.source, *of_layer)
     try:
-        new = pair.weights(pair.candidate)
-        size = experts_per_batch(is_accelerator(pair.smooth.device), old.hidden, old.width)
+        new = ExpertWeights(pair.candidate, *of_layer)
+        size = experts_per_batch(is_accelerator(device), old.hidden, old.width)
         for first, last in expert_batches(old.experts, size):
             # The previous batch is freed after this one is read, so that a CPU's memory is reused, not returned.
             with _reading_the_source():

@@ -18,6 +18,7 @@ from quantizers.checkpoint.reader import as_bytes
 from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.system.errors import CheckpointError
 from quantizers.system.files import file_sha256
+from quantizers.system.output_files import is_within
 from quantizers.system.thread_map import thread_map
 
 if TYPE_CHECKING:
@@ -76,13 +77,16 @@ def read_back(file: Path, wanted: Collection[str] = ()) -> tuple[ShardDigest, di
 
 
 def recorded_digests(report: dict[str, Any]) -> dict[str, ShardDigest]:
-    """The digests in a report, by shard, without the malformed ones of a damaged report."""
+    """The digests in a report, by shard in its folder, without the malformed ones of a damaged report."""
     audit, kinds = report.get("audit"), ShardDigest.__annotations__.keys()
     by_shard = audit.get("digests") if isinstance(audit, dict) else None
     return {
-        str(name): {"bytes": digest["bytes"], "sha256": digest["sha256"], "tensors": digest["tensors"]}
+        name: {"bytes": digest["bytes"], "sha256": digest["sha256"], "tensors": digest["tensors"]}
         for name, digest in (by_shard.items() if isinstance(by_shard, dict) else ())
-        if isinstance(digest, dict) and kinds <= digest.keys() and isinstance(digest["tensors"], str)
+        if is_within(name)
+        and isinstance(digest, dict)
+        and kinds <= digest.keys()
+        and isinstance(digest["tensors"], str)
     }
 
 
