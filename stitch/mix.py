@@ -42,36 +42,21 @@ Router = Literal["not smoothed", "compensated", "not compensated", "unclear"]
 
 @dataclass(frozen=True)
 class Layer:
-    """What the experts' checkpoint did to one layer.
-
-    Attributes:
-        folded: channels of the norm that were divided.
-        router: the state of the experts' checkpoint's own router.
-        error: largest relative error of the probed experts against the source's times the ratio of the norms.
-        error_unscaled: the same against the source's unscaled experts.
-    """
+    """What the experts' checkpoint did to one layer."""
 
     layer: int
-    folded: int
-    router: Router
-    error: float
-    error_unscaled: float
+    folded: int  # channels of the norm that were divided
+    router: Router  # the state of the experts' checkpoint's own
+    error: float  # largest relative error of the probed experts against the source's times the ratio of the norms
+    error_unscaled: float  # the same against the source's unscaled experts
 
 
 @dataclass(frozen=True)
 class Mix:
-    """Two checkpoints that belong together, and how they become one.
+    """Two checkpoints that belong together, and how they become one."""
 
-    Attributes:
-        source: the FP8 checkpoint, with its experts apart.
-        experts: the experts-only checkpoint, under published names.
-        facts, sizes: of the source's family.
-        plan: what becomes of each of the source's tensors.
-        found: what the experts' checkpoint did to each layer.
-    """
-
-    source: Checkpoint
-    experts: Checkpoint
+    source: Checkpoint  # the FP8 one, with its experts apart
+    experts: Checkpoint  # the experts-only one, under published names
     facts: Architecture
     sizes: Sizes
     plan: Plan
@@ -108,9 +93,6 @@ def examine(
     layer: int, source: Checkpoint, experts: Checkpoint, facts: Architecture, sizes: Sizes, device: torch.device
 ) -> Layer:
     """Compare a layer's norms, and confirm their ratio on some of its experts.
-
-    Args:
-        experts: the experts-only checkpoint, under published names.
 
     Raises:
         CheckpointError: the experts differ too much from the source's times the ratio of the norms, or the norm was
@@ -170,11 +152,9 @@ def describe(found: list[Layer]) -> list[str]:
 
 
 def mixed_tensors(mix: Mix, layer: int, source: Checkpoint, *, repair_router: bool) -> dict[str, torch.Tensor]:
-    """One layer's shard: packed experts and folded norm from the experts' checkpoint, the rest from the source.
+    """One layer's shard: packed experts and folded norm from the experts' checkpoint, the rest from `source`.
 
-    Args:
-        source: the layer's tensors.
-        repair_router: write router * norm / norm'; otherwise the source's values. Both in the dtype that servers hold.
+    With `repair_router` the router is router * norm / norm', else the source's; both in the dtype that servers hold.
 
     Raises:
         CheckpointError: a tensor of the experts' checkpoint is missing or has another shape than planned.
@@ -206,14 +186,10 @@ def mixed_tensors(mix: Mix, layer: int, source: Checkpoint, *, repair_router: bo
 
 
 def write_mix(mix: Mix, work: Path, *, repair_router: bool, check: Callable[[], None]) -> dict[str, ShardDigest]:
-    """Write the checkpoint into `work`/output; finished and undamaged layers of an earlier call are not written again.
+    """Write the checkpoint into `work`/output, and return the digests of the shards, by file name.
 
-    Args:
-        repair_router: multiply the source's router by the ratio of the norms.
-        check: called between steps; may raise to interrupt.
-
-    Returns:
-        The digests of the shards, by file name.
+    Finished and undamaged layers of an earlier call are not written again. `repair_router` multiplies the source's
+    router by the ratio of the norms. `check` is called between steps, and may raise to interrupt.
     """
     layers, plan, folder = mix.sizes["layers"], mix.plan, work / "output"
     for layer in journal.damaged_shards(work, journal.done_layers(work, layers)):

@@ -190,8 +190,7 @@ def prefetched_tensors(
         arrived: called by the thread with each part as it has been read.
 
     Raises:
-        CheckpointError: as `load_tensors`, when the part's turn comes; or this process has read other bytes than
-            rank 0.
+        CheckpointError: as `load_tensors`, when the part's turn comes; or this process read other bytes than rank 0.
     """
     import torch
 

@@ -44,20 +44,13 @@ EVALUATE_GGUF = f"evaluate it with llama.cpp's llama-perplexity --kl-divergence;
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder whose headers have been read and checked.
-
-    Attributes:
-        name: the user's name for it: a Hub id or a folder.
-        config: the content of config.json.
-        tensors: every tensor of every shard, by name.
-        revision: its revision on the Hub; None for a local checkpoint.
-    """
+    """A checkpoint folder whose headers have been read and checked."""
 
     folder: Path
-    name: str
-    config: dict[str, Any]
-    tensors: dict[str, TensorInfo] = field(repr=False)
-    revision: str | None = None
+    name: str  # the user's name for it: a Hub id or a folder
+    config: dict[str, Any]  # the content of config.json
+    tensors: dict[str, TensorInfo] = field(repr=False)  # of every shard, by name
+    revision: str | None = None  # on the Hub; None for a local checkpoint
 
     def raw(self, name: str) -> bytearray:
         """The bytes of one tensor as stored in the file; raises as `read_into`."""

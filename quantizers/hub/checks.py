@@ -30,18 +30,12 @@ CHUNK = 1 << 24  # bytes read at a time
 
 @dataclass(frozen=True)
 class LocalFile:
-    """A file to upload.
+    """A file to upload."""
 
-    Attributes:
-        name: in the folder, with those of subfolders, and on the Hub.
-        sha256: the Hub's hash of a file stored as LFS or Xet.
-        blob: git's blob id (SHA-1), the Hub's hash of any other file.
-    """
-
-    name: str
-    size: int
-    sha256: str
-    blob: str
+    name: str  # in the folder, with those of subfolders, and on the Hub
+    size: int  # bytes
+    sha256: str  # the Hub's hash of a file stored as LFS or Xet
+    blob: str  # git's blob id (SHA-1), the Hub's hash of any other file
 
 
 def read_report(folder: Path) -> dict[str, Any]:
@@ -94,8 +88,7 @@ def check_output(
     Without it: the tensors were compared with the source when the output was made, according to the report with its
     checksum, and every file still has the hash that it had then.
 
-    Returns:
-        The reasons not to publish, and remarks that are none, one line each.
+    Returns the reasons not to publish, and remarks that are none, one line each.
     """
     digests = recorded_digests(report)  # of shards, from when they were written; of the rest from the end
     hashes = report.get("sha256", {}) | {name: digest["sha256"] for name, digest in digests.items()}

@@ -143,8 +143,7 @@ def publish(
 def with_publication(report: dict[str, Any], repo: str, license: str | None, base_model: str | None) -> dict[str, Any]:
     """The report with repository, licence and base model; None for those of an earlier publication, or of the source.
 
-    Raises:
-        InputError: one of them is not in the Hub's format.
+    An InputError says that one of them is not in the Hub's format.
     """
     if not is_hub_id(repo):
         raise InputError(f"--repo {repo}: write it as owner/name")
@@ -157,11 +156,7 @@ def with_publication(report: dict[str, Any], repo: str, license: str | None, bas
 
 
 def rewrite(folder: Path, before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Write report, HTML report and card after a change of the report; an edited card keeps its text.
-
-    Returns:
-        The names of the written files; none if nothing changed.
-    """
+    """Write report, HTML report and card if the report changed; an edited card keeps its text. Returns their names."""
     if after == before:
         return []
     card = folder / CARD

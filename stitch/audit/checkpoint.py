@@ -46,23 +46,14 @@ LOADED_NAMES = ("vocab.txt", "merges.txt")
 
 @dataclass
 class Audit:
-    """The result of `verify`.
+    """The result of `verify`; it passes without differences."""
 
-    Attributes:
-        tensors: source tensors accounted for.
-        kept: tensors compared byte for byte.
-        differences: one line each, starting with the tensor's name; empty if the audit passes.
-        weight_error: per layer, the largest relative error of an expert's matrix after folding.
-        digests_checked: whether there were digests from when the shards were written.
-        changed: the differences from those digests.
-    """
-
-    tensors: int = 0
-    kept: int = 0
-    differences: list[str] = field(default_factory=list)
-    weight_error: list[float] = field(default_factory=list)
-    digests_checked: bool = False
-    changed: list[str] = field(default_factory=list)
+    tensors: int = 0  # of the source, accounted for
+    kept: int = 0  # compared byte for byte
+    differences: list[str] = field(default_factory=list)  # one line each, starting with the tensor's name
+    weight_error: list[float] = field(default_factory=list)  # per layer, see `LayerAudit`
+    digests_checked: bool = False  # whether there were digests from when the shards were written
+    changed: list[str] = field(default_factory=list)  # the differences from those digests
 
     def add(self, part: LayerAudit) -> None:
         """Add the audit of a layer, or of the tensors outside the layers."""
@@ -256,8 +247,7 @@ def strays(folder: Path, shards: Collection[str]) -> list[str]:
 def stored_schemes(experts: Checkpoint, facts: Architecture, sizes: Sizes) -> list[Scheme]:
     """Each layer's scheme, from the shapes of its first whole expert's tensors (under published names).
 
-    Raises:
-        CheckpointError: they are not packed symmetric integers of a supported bit width and group size.
+    A CheckpointError says that they are no packed symmetric integers of a supported bit width and group size.
     """
     schemes = {layer: _stored_scheme(experts, facts, layer, sizes["experts"]) for layer in sizes.moe_layers}
     return [schemes.get(layer, schemes[sizes.moe_layers[0]]) for layer in range(sizes["layers"])]

@@ -33,20 +33,15 @@ WITHOUT_A_FOLD = "quantize again without scales in this norm"
 
 @dataclass
 class LayerAudit:
-    """The result for one layer, or for the tensors outside the layers; in the journal as a dict.
+    """The result for one layer, or for the tensors outside the layers.
 
-    Attributes:
-        tensors: source tensors accounted for.
-        kept: tensors compared byte for byte.
-        differences: one line each, starting with the tensor's name.
-        weight_error: the largest relative error of an expert's matrix after folding; None outside the layers, and
-            if the norms cannot be compared.
-        by_expert: the same for each expert; None if it cannot be read, or its weights have no finite norm.
+    `weight_error` is the largest relative error of an expert's matrix after folding; None outside the layers, and if
+    the norms cannot be compared. `by_expert` is the same of each; None if it cannot be read, or has no finite norm.
     """
 
-    tensors: int = 0
-    kept: int = 0
-    differences: list[str] = field(default_factory=list)
+    tensors: int = 0  # of the source, accounted for
+    kept: int = 0  # compared byte for byte
+    differences: list[str] = field(default_factory=list)  # one line each, starting with the tensor's name
     weight_error: float | None = None
     by_expert: list[float | None] = field(default_factory=list)
 
@@ -87,11 +82,7 @@ def audit_layer(
     """Closure: the router must carry the inverse of the norm's change, and every expert must match it.
 
     For a passthrough norm and router `audit_kept` compares the bytes, and the ratio is 1. A layer without experts has
-    no closure.
-
-    Args:
-        device: where weights are dequantized.
-        audit: added to.
+    no closure. Weights are dequantized on `device`; what is found is added to `audit`.
 
     Raises:
         CheckpointError: the source is damaged. Damage to the candidate is a difference.

@@ -173,10 +173,7 @@ def targets_of(plan: Plan, facts: Architecture) -> Targets:
     for layer in plan.quantized_layers:  # the first expert stands for all
         prefix = facts.layer(layer, facts.expert_prefix.format(expert=0))
         schemes |= {prefix + name: "experts" for name in _spellings(facts)}
-    kinds: dict[_Place, list[str]] = {}
-    for name in schemes:
-        kinds.setdefault(_place(name, plan, facts), []).append(name)
-    made = _expressions(kinds, schemes, facts)
+    made = _expressions(schemes, plan, facts)
     return Targets(
         fp8=[expression for scheme, expression in made if scheme == "fp8"],
         experts=_end_of_experts(facts),
@@ -286,10 +283,11 @@ def _any_number(name: str) -> str:
     return r"\.".join(r"\d+" if part.isdecimal() else re.escape(part) for part in name.split("."))
 
 
-def _expressions(
-    kinds: Mapping[_Place, Collection[str]], schemes: Mapping[str, Scheme], facts: Architecture
-) -> list[tuple[Scheme, str]]:
+def _expressions(schemes: Mapping[str, Scheme], plan: Plan, facts: Architecture) -> list[tuple[Scheme, str]]:
     """The expressions for every module but the experts, each with its scheme."""
+    kinds: dict[_Place, list[str]] = {}
+    for name in schemes:
+        kinds.setdefault(_place(name, plan, facts), []).append(name)
     roots = list(dict.fromkeys(place.root for place in kinds if place.root))
     in_fp8 = {place.root for place, names in kinds.items() for name in names if schemes[name] == "fp8"}
     made: list[tuple[Scheme, str]] = []

@@ -48,9 +48,7 @@ def _short(raw: bytes | memoryview) -> str:
 def read_back(file: Path, wanted: Collection[str] = ()) -> tuple[ShardDigest, dict[str, str]]:
     """The digests of a shard that is read once, and the SHA-256, hexadecimal, of the wanted tensors.
 
-    Raises:
-        CheckpointError: the file is not a whole safetensors file.
-        OSError: it cannot be read.
+    Raises a CheckpointError if it is not a whole safetensors file, an OSError if it cannot be read.
     """
     header, whole = read_header(file), hashlib.sha256()
     size = min((info.start for info in header.values()), default=file.stat().st_size)
@@ -94,10 +92,7 @@ def changes(file: Path, written: ShardDigest, *, past_the_cache: bool = False) -
     """The changes in a shard since it was written, one line each; none if its SHA-256 is equal.
 
     A line names the changed tensor; or the file, if that has another number of tensors, cannot be read, or changed only
-    in its header.
-
-    Args:
-        past_the_cache: drop the system's cached copy first, so that the disk is read.
+    in its header. With `past_the_cache` the system's cached copy is dropped first, so that the disk is read.
     """
     try:
         if past_the_cache:
