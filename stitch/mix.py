@@ -67,8 +67,7 @@ def belong_together(source: Checkpoint, experts: Checkpoint, device: torch.devic
     """Find out whether and how two checkpoints can be mixed; nothing is written.
 
     Args:
-        source: the FP8 checkpoint.
-        experts: an experts-only checkpoint made from a BF16 copy of it, by any tool.
+        experts: an experts-only checkpoint made from a BF16 copy of `source`, by any tool.
         own: a file with the user's own facts about the family.
 
     Raises:

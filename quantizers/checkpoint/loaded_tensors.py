@@ -39,10 +39,9 @@ ALIGNMENT = 16  # bytes, of each tensor in a buffer
 class LoadedTensors(Checkpoint):
     """Some tensors of a checkpoint; `tensors` lists no others.
 
-    Attributes:
-        stored: the tensors, contiguous. Every call of `tensor` returns the same memory, which must not be written to.
-        hashes: their SHA-256, hexadecimal, taken when they were read; empty if they were not read from a file.
-        buffer: the bytes uint8 (N,) of which the tensors are views; None if each has memory of its own.
+    `stored` has them contiguous: every call of `tensor` returns the same memory, which must not be written to. `hashes`
+    are their SHA-256, hexadecimal, from when they were read; empty if they were not read from a file. `buffer` has the
+    bytes uint8 (N,) of which they are views; None if each has memory of its own.
     """
 
     stored: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)

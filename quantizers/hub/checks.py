@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from quantizers.checkpoint.reader import Checkpoint
 
 State = Literal["done", "missing", "open"]
+LOGIN = "log in with `hf auth login`, or set HF_TOKEN to one with write access"
 PATIENCE = 10.0  # seconds to wait for the Hub's answer
 CHUNK = 1 << 24  # bytes read at a time
 
@@ -183,8 +184,7 @@ def account_points(repo: str, private: bool | None) -> list[Point]:
     from huggingface_hub.errors import RepositoryNotFoundError
 
     token = get_token()
-    login = "log in with `hf auth login`, or set HF_TOKEN to one with write access"
-    points = [Point("token", "done", "found") if token else Point("token", "missing", login)]
+    points = [Point("token", "done", "found") if token else Point("token", "missing", LOGIN)]
     as_new = {True: "as private", False: "as public", None: "with default visibility"}[private]
     try:
         info = HfApi().model_info(repo, timeout=PATIENCE)
@@ -193,7 +193,7 @@ def account_points(repo: str, private: bool | None) -> list[Point]:
     except (HTTPError, OSError) as failure:
         status = getattr(getattr(failure, "response", None), "status_code", None)
         if token and status in (401, 403):
-            return [Point("token", "missing", f"the Hub refuses it ({status}); {login}"), *points[1:]]
+            return [Point("token", "missing", f"the Hub refuses it ({status}); {LOGIN}")]
         return [*points, Point("repository", "open", f"{repo}: the Hub did not answer")]
     ignored = "; --private and --public have no effect" if private not in (None, info.private) else ""
     return [*points, Point("repository", "done", f"{repo} exists, {'private' if info.private else 'public'}{ignored}")]

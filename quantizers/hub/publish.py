@@ -31,7 +31,7 @@ from quantizers.system.output_files import CARD, PAGE, REPORT, files_below
 from quantizers.system.progress import Step, progress
 from quantizers.system.strict_yaml import dump
 
-from .checks import LocalFile, account_points, card_points, check_output, hashed, local_files, read_report
+from .checks import LOGIN, LocalFile, account_points, card_points, check_output, hashed, local_files, read_report
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoFile
@@ -215,7 +215,7 @@ def upload(
     from huggingface_hub.hf_api import RepoFile
 
     if get_token() is None:
-        raise InputError("no Hub token; log in with `hf auth login`, or set HF_TOKEN to one with write access")
+        raise InputError(f"no Hub token; {LOGIN}")
     api = HfApi()
     with _hub_errors(repo):
         url = str(api.create_repo(repo, private=private, exist_ok=True))

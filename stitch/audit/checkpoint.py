@@ -202,9 +202,8 @@ def _header_differences(plan: Plan, facts: Architecture, candidate: Checkpoint) 
 def _config_differences(found: Mapping[str, Any], expected: Mapping[str, Any], ours: bool) -> Iterator[str]:
     """Keys of config.json with another value than this program would write, one line each.
 
-    Args:
-        ours: this program wrote the candidate. Other tools may write an equivalent quantization_config differently, so
-            theirs is not compared; eval/serving checks how engines read it.
+    Other tools may write an equivalent quantization_config differently, so one that is not `ours` is not compared;
+    eval/serving checks how engines read it.
     """
     for place, before, now in differences(expected, found, missing=MISSING):
         if ours or place.partition(".")[0] != "quantization_config":

@@ -78,11 +78,9 @@ def output_config(source: dict[str, Any], facts: Architecture, plan: Plan, fp8: 
 
 
 def quantization_config(facts: Architecture, plan: Plan, fp8: Fp8 | None) -> dict[str, Any]:
-    """The whole section, which replaces the source's.
+    """The whole section, which replaces the source's; `fp8` is the format of passthrough FP8 weights, if there are any.
 
-    Args:
-        plan: with each layer's scheme. If they differ, each gets a config group whose regex lists its layers.
-        fp8: the format of passthrough FP8 weights; None if there are none.
+    If the layers' schemes differ, each gets a config group whose regex lists its layers.
     """
     targets = targets_of(plan, facts)
     mtp_experts = list(_mtp_experts(facts, plan, targets))

@@ -29,16 +29,10 @@ Key = tuple[str, str]  # a matrix and which of its arrays, or a tensor's name an
 
 
 class LayerTensors(NamedTuple):
-    """One output shard's tensors, by name.
+    """One output shard's tensors, by name. The shapes of packed weights, read as numbers, are on the CPU in both."""
 
-    Attributes:
-        host: for the file, on the CPU, contiguous.
-        device: for computing, where the layer was solved; on a CPU the same memory. The shapes of
-            packed weights are on the CPU in both, since they are read as numbers, and so is what was made there.
-    """
-
-    host: dict[str, torch.Tensor]
-    device: dict[str, torch.Tensor]
+    host: dict[str, torch.Tensor]  # for the file, on the CPU, contiguous
+    device: dict[str, torch.Tensor]  # for computing, where the layer was solved; on a CPU the same memory
 
 
 def layer_tensors(
