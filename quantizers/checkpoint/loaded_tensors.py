@@ -236,11 +236,10 @@ def broadcast_tensors(loaded: LoadedTensors | None, dist: ProcessGroup) -> Loade
     """Rank 0's part in every process; the others, which call this with None, get it in memory of their own."""
     import torch
 
-    specs = loaded and {tensor: (info.dtype, info.shape) for tensor, info in loaded.tensors.items()}
-    specs, folder, name, config = dist.broadcast_object(loaded and (specs, loaded.folder, loaded.name, loaded.config))
+    part: LoadedTensors = dist.broadcast_object(loaded and replace(loaded, stored={}, buffer=None))
     if loaded is None:
-        stored = {tensor: torch.empty(shape, dtype=torch_dtype(dtype)) for tensor, (dtype, shape) in specs.items()}
-        loaded = tensors_in_memory(LoadedTensors(folder, name, config, {}), stored, folder)
-    for tensor in specs:
-        dist.broadcast(loaded.stored[tensor])
+        empty = {name: torch.empty(info.shape, dtype=torch_dtype(info.dtype)) for name, info in part.tensors.items()}
+        loaded = replace(part, stored=empty)
+    for name in part.tensors:
+        dist.broadcast(loaded.stored[name])
     return loaded

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from quantizers.checkpoint.reader import Checkpoint
 
-State = Literal["done", "missing", "open"]
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN to one with write access"
 PATIENCE = 10.0  # seconds to wait for the Hub's answer
 CHUNK = 1 << 24  # bytes read at a time
@@ -147,7 +146,7 @@ class Point:
     """One step; `open` if its state is unknown, or decided later."""
 
     name: str
-    state: State
+    state: Literal["done", "missing", "open"]
     words: str
 
 

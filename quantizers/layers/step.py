@@ -46,7 +46,7 @@ class LayerStep:
 
 
 class Consumer:
-    """One use of the loop over the layers: quantizing, comparing, counting routes, measuring schemes, mixing.
+    """One use of the loop over the layers: quantizing, comparing, counting routes, measuring schemes.
 
     The loop (`loop.layer_steps`) reads the source's bytes of each layer once. At each layer every process calls every
     consumer, in the order in which they were given, at three fixed places:
