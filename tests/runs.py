@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.lock import lock_set
-from quantizers.pipeline import quantizer
+from quantizers.pipeline import quantize
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import Job, prepare
@@ -126,7 +126,7 @@ def cut_at(module: ModuleType, name: str, job: Job, options: Options, calls: int
 
 def cut_in_layer(number: int, job: Job, options: Options) -> None:
     """A run that fails where it would solve this layer."""
-    cut_at(quantizer, "solve_layer", job, options, number)
+    cut_at(quantize, "solve_layer", job, options, number)
 
 
 def timeless_card(folder: Path) -> list[str]:

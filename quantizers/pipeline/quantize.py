@@ -1,18 +1,26 @@
-"""Quantizes a checkpoint layer by layer: the loop over the layers with its journal, resumed where it was interrupted.
+"""Quantizes a checkpoint layer by layer: the loop over the layers, its journal, and what makes each layer.
+
+Calibration states go through the layers beside the held-out texts. Where a layer's first half ends, they are what the
+layer is solved from: attention runs once, since quantizing changes nothing before the norm that the experts read.
+Statistics come from a forced pass (every expert sees every token); the states that the next layer reads come from
+the router's own choice, through the quantized experts, as they will be read from the finished file.
 
 A layer is done once its shard and the held-out states after it are on disk: then its journal entry is written, and
 only after that are the states before it removed. A call that resumes first takes the calibration states through the
-finished layers, as stored in their shards; a shard that was damaged meanwhile is made again on the way, and must
-get the bytes that the journal has for it.
+finished layers, as stored in their shards, with about a twentieth of the operations that quantizing took: these states
+are in memory where they fit, else in files that are overwritten in place, and never durable. A shard that was damaged
+meanwhile is made again on the way, and must get the bytes that the journal has for it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
+import re
+import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import closing, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,44 +29,37 @@ import torch
 from eval.fidelity.comparison import Comparison
 from eval.fidelity.metrics import Measured, Text
 from eval.fidelity.scoring import score
-from quantizers.calibration.samples import CalibrationData
-from quantizers.checkpoint.loaded_tensors import LoadedTensors, layer_names, load_tensors
-from quantizers.checkpoint.reader import Checkpoint
+from quantizers.calibration.samples import CalibrationData, category_names
+from quantizers.checkpoint.loaded_tensors import LoadedTensors, layer_names, load_tensors, tensors_in_memory
 from quantizers.device.devices import forward_dtype, is_accelerator, use_one_arena
-from quantizers.distributed.process_group import rank_0_progress
+from quantizers.device.prefetch import PinnedBuffers, pin
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
 from quantizers.layers.context import Context
 from quantizers.layers.loop import all_tensors, device_memory_errors, finished_shard, layer_steps, resume_layers
 from quantizers.layers.step import LayerStep, run_step
 from quantizers.layers.writer import ShardWriter
-from quantizers.model.activation_stream import ActivationStream
-from quantizers.model.streamed_model import StreamedModel
+from quantizers.model.activation_store import ActivationStore
+from quantizers.model.activation_stream import ActivationStream, embed
+from quantizers.model.layer_forward import attend, finish, observe
+from quantizers.model.layer_weights import ExpertWeights
+from quantizers.model.moe_inputs import moe_input_store, route_counts
+from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 from quantizers.output import journal
+from quantizers.planning.device_memory import Place
+from quantizers.planning.expert_batches import tokens_per_chunk
 from quantizers.planning.job import Job
 from quantizers.recipe.schema import Stop
+from quantizers.solve.result import LayerResult
+from quantizers.solve.solver import solve_layer
 from quantizers.system.errors import QuantizeError, Stopped
 from quantizers.system.files import write_json
 from quantizers.system.progress import doing, forecast, peak_memory, progress
-from stitch.audit.layer import written_from
+from stitch.audit.layer import LayerAudit, audit_layer, written_from
+from stitch.write.digests import ShardDigest
 from stitch.write.shard import kept_hashes, layer_tensors, write_shard
 
-from .quantizer import Quantizer, Written, of_shard
-
-
-@dataclass(frozen=True)
-class _Start:
-    """What rank 0 tells the others before the first layer.
-
-    Attributes:
-        done: layers that an earlier call finished.
-        damaged: those of them whose shards must be made again.
-        lengths: tokens of each calibration sequence.
-        pending: shards that may be unfinished while the next layer is solved; None for the writer's own choice.
-    """
-
-    done: int
-    damaged: tuple[int, ...]
-    lengths: tuple[int, ...]
-    pending: int | None
+Written = tuple[ShardDigest, LayerAudit]
+Entry = dict[str, Any]  # of the journal
 
 
 def quantize_layers(
@@ -78,7 +79,6 @@ def quantize_layers(
     Args:
         data, tokens: the calibration samples, and their token ids (T,) int64; None in all ranks except 0.
         context: its `work` holds `layers/` and `output/`; layers that have a journal entry there are not made again.
-        texts: held-out texts; empty for none.
         damaged: finished layers whose shards must be made again.
         stop: the figures of a layer after which the run stops.
 
@@ -94,27 +94,39 @@ def quantize_layers(
     entries = journal.done_layers(context.work, job.sizes["layers"]) if dist.is_main else []
     for entry in entries:
         _refuse(entry, stop)
-    # With limits for each layer, a run that stops after one has not worked on the next.
-    lengths = tuple(len(sequence) for sequence in tokens or ())
-    start: _Start = dist.broadcast_object(_Start(len(entries), tuple(damaged), lengths, 0 if stop else None))
+    lengths = [len(sequence) for sequence in tokens or ()]
+    done, damaged, lengths, stops = dist.broadcast_object((len(entries), damaged, lengths, stop is not None))
     use_one_arena()
     with ThreadPoolExecutor(max_workers=1) as background:
-        run = _Run(job, context, start, texts, background)
-        run.begin(tokens)
-        run.resume(entries)
-        _work(run, data, entries, stop)
-        return run.measured([entry["held_out"] for entry in entries])
+        run = _Run(job, context, texts, lengths, background, stops=stops)
+        if done < job.sizes["layers"] or damaged:
+            run.quantizer.embed(tokens)
+        run.begin(done)
+        run.resume(done, damaged, entries)
+        run.quantize(done, data, entries, stop)
+        return run.measured(entries)
 
 
 class _Run:
     """The models, states and consumers of one process.
 
     Args:
+        lengths: tokens of each calibration sequence.
         background: one thread, which writes shards and held-out states.
+        stops: whether layers have limits: then a run that stops after one has not worked on the next.
     """
 
-    def __init__(self, job: Job, context: Context, start: _Start, texts: Sequence[Text], background: Executor) -> None:
-        self.job, self.context, self.start, self.texts, dist = job, context, start, texts, context.dist
+    def __init__(
+        self,
+        job: Job,
+        context: Context,
+        texts: Sequence[Text],
+        lengths: Sequence[int],
+        background: Executor,
+        *,
+        stops: bool,
+    ) -> None:
+        self.job, self.context, self.texts, dist = job, context, texts, context.dist
         outside = load_tensors(job.opened, [action.source for action in job.plan.of_layer(None)])
         self.model = StreamedModel(outside, job.facts, job.sizes, context.device, forward_dtype(context.device))
         self.model.head()  # only to check it: otherwise a NaN in it would be found after the last layer
@@ -123,47 +135,40 @@ class _Run:
             folder.mkdir(exist_ok=True)
         device = context.device if context.texts_on_device else None
         new = partial(ActivationStream, durable=True, check=context.check, dist=dist, device=device, writer=background)
-        lengths = [len(text.tokens) for text in texts]
+        of_texts = [len(text.tokens) for text in texts]
         self.streams = [
-            new(name, self.model, number, lengths, folder)
+            new(name, self.model, number, of_texts, folder)
             for number, name in enumerate((job.opened.name, "the output"))
         ]
-        self.writer: ShardWriter[Any, Any] = ShardWriter(
-            dist, background, background=dist.is_distributed or is_accelerator(context.device)
-        )
-        self.quantizer = Quantizer(job, self.model, self.streams[1], context, start.lengths, writer=self.writer)
+        behind = not stops and (dist.is_distributed or is_accelerator(context.device))
+        self.writer: ShardWriter[ShardDigest, LayerAudit] = ShardWriter(dist, background, background=behind)
+        self.quantizer = Quantizer(job, self.model, self.streams[1], context, lengths, writer=self.writer)
         self.comparison = Comparison(self.streams[0], [self.quantizer], texts, dist)
 
-    def begin(self, tokens: Sequence[torch.Tensor] | None) -> None:
-        """Embed the texts, those of the calibration set if they are needed, and write the passthrough shards.
+    def begin(self, done: int) -> None:
+        """Take up the texts after `done` layers, and write the passthrough shards.
 
         Of the tensors outside the layers only what the end needs stays in memory.
-
-        Args:
-            tokens: of the calibration set; None in all ranks except 0.
         """
-        done, job = self.start.done, self.job
         for stream in self.streams:
             if done == 0:
                 stream.embed([text.tokens for text in self.texts])
             else:
                 stream.resume(done)
                 stream.forget(done - 1)  # which a kill may have left
-        if done < job.sizes["layers"] or self.start.damaged:
-            self.quantizer.embed(tokens)
         outside = self.model.checkpoint
         assert isinstance(outside, LoadedTensors)
         if self.context.dist.is_main:
-            write_passthrough(job, outside, self.context)
-        self.model.checkpoint = outside.only([job.facts.head])
+            _write_passthrough(self.job, outside, self.context)
+        self.model.checkpoint = outside.only([self.job.facts.head])
 
-    def resume(self, entries: Sequence[dict[str, Any]]) -> None:
+    def resume(self, done: int, damaged: Sequence[int], entries: Sequence[Entry]) -> None:
         """Take the calibration states through the finished layers, and make damaged ones again."""
-        start, job, context = self.start, self.job, self.context
+        job, context = self.job, self.context
         output = context.work / "output"
         resume_layers(
-            start.done if start.done < job.sizes["layers"] else max(start.damaged, default=-1) + 1,
-            start.damaged,
+            done if done < job.sizes["layers"] else max(damaged, default=-1) + 1,
+            damaged,
             follow=lambda number: self.quantizer.follow(
                 number, finished_shard(job.opened, output / job.plan.shard_file(number), context.dist)
             ),
@@ -172,14 +177,14 @@ class _Run:
             dist=context.dist,
         )
 
-    def _make_again(self, entries: Sequence[dict[str, Any]], number: int) -> None:
+    def _make_again(self, entries: Sequence[Entry], number: int) -> None:
         source, dist = self.job.opened, self.context.dist
         loaded = load_tensors(source, layer_names(source, self.job.facts, number))
         step = LayerStep(number, loaded, loaded.to(self.model.device))
         run_step(step, self.model, [Comparison(self.streams[0], [self.quantizer], (), dist)])
         (shard,) = self.writer.finished(pending=0).values()
         if dist.is_main:
-            made = self.quantizer.entry(step) | of_shard(shard)
+            made = self.quantizer.entry(step) | _of_shard(shard)
             for key, what in (("source", "the source's tensors have"), ("digest", "it gets")):
                 if made[key] != entries[number][key]:
                     raise QuantizeError(
@@ -189,82 +194,64 @@ class _Run:
             print(f"layer {number}: its shard was made again, with the bytes that it had", file=sys.stderr)
         dist.barrier()
 
-    def steps(self) -> Any:
-        """The loop over the layers that are left; to be closed."""
-        context, source = self.context, self.job.opened
-        return closing(
-            layer_steps(
-                source,
-                all_tensors(self.model, source, self.start.done),
-                [self.comparison],
-                self.model,
-                check=context.check,
-                dist=context.dist,
-                early=context.prefetch_to_device,
-            )
+    def quantize(self, done: int, data: CalibrationData | None, entries: list[Entry], stop: Stop | None) -> None:
+        """The loop over the layers that are left; rank 0 adds the entry of each one that is done to `entries`."""
+        job, context, begun = self.job, self.context, dict[int, Entry]()  # begun: shards are not on disk yet
+        layers, dist = job.sizes["layers"], context.dist
+        say_forecast = forecast(layers)
+        steps = layer_steps(
+            job.opened,
+            all_tensors(self.model, job.opened, done),
+            [self.comparison],
+            self.model,
+            check=context.check,
+            dist=dist,
+            early=context.prefetch_to_device,
         )
+        shown = progress("quantizing", layers, done, "layer", trusted=1) if dist.is_main else None
 
-    def written(self, step: LayerStep | None) -> dict[int, Written]:
-        """The shards that are on disk since the last call; after the last step, with None, all the rest."""
-        if step is None:
+        def journal_them(shards: dict[int, Written]) -> None:
+            for number, shard in shards.items():
+                entry = begun.pop(number, None)  # which rank 0 alone has
+                if entry is not None:
+                    entry |= _of_shard(shard)
+                    for stream in self.streams:
+                        stream.on_disk(number + 1)  # from there a run resumes once the layer is journaled
+                    write_json(journal.layer_file(context.work, number), entry)
+                    entries.append(entry)
+                for stream in self.streams:
+                    stream.forget(number)
+                if entry is not None:
+                    show(_note(entry))
+                    say_forecast(entry)
+                    _refuse(entry, stop)
+
+        with shown or contextlib.nullcontext(lambda _: None) as show, contextlib.closing(steps):
+            for step in steps:
+                with device_memory_errors(step.number):  # of the audit, which ran beside the step
+                    doing("audit")
+                    shards = self.writer.finished()
+                    step.watch.lap("write")
+                if data is not None:
+                    begun[step.number] = self.quantizer.entry(step) | {
+                        "routed": self.quantizer.routed(data, step.number),
+                        "held_out": self.comparison.found[0] if self.comparison.found else None,
+                        "peak_memory_bytes": peak_memory(context.device),
+                    }
+                journal_them(shards)
             self.quantizer.remove()
-            return self.writer.finished(pending=0)
-        with device_memory_errors(step.number):  # of the audit, which ran beside the step
-            doing("audit")
-            shards = self.writer.finished(self.start.pending)
-            step.watch.lap("write")
-        return shards
+            journal_them(self.writer.finished(pending=0))
 
-    def forget(self, number: int) -> None:
-        """Remove the held-out states that entered a layer, which is in the journal."""
-        for stream in self.streams:
-            stream.forget(number)
-
-    def measured(self, compared: Sequence[dict[str, Any]]) -> Measured | None:
+    def measured(self, entries: Sequence[Entry]) -> Measured | None:
         """Score the texts, and put all figures together; None without texts, and of no use in other processes."""
         if not self.texts:
             return None
         stage = partial(rank_0_progress, check=self.context.check, dist=self.context.dist)
         source, output = score(self.streams, self.texts, stage, dist=self.context.dist)
-        return Measured(source[0], *output, compared)
+        return Measured(source[0], *output, [entry["held_out"] for entry in entries])
 
 
-def _work(run: _Run, data: CalibrationData | None, entries: list[dict[str, Any]], stop: Stop | None) -> None:
-    """The loop over the layers that are left; rank 0 adds the journal entry of each one that is done to `entries`."""
-    work, begun = run.context.work, dict[int, dict[str, Any]]()  # begun: layers whose shards are not on disk yet
-    layers, is_main = run.job.sizes["layers"], run.context.dist.is_main
-    say_forecast = forecast(layers)
-    shown = progress("quantizing", layers, len(entries), "layer", trusted=1) if is_main else nullcontext(lambda _: None)
-
-    def done(shards: dict[int, Written]) -> None:
-        for number, shard in shards.items():
-            if number not in begun:  # in the other ranks
-                run.forget(number)
-                continue
-            entry = begun.pop(number) | of_shard(shard)
-            for stream in run.streams:
-                stream.on_disk(number + 1)  # from there a run resumes once the layer is journaled
-            write_json(journal.layer_file(work, number), entry)
-            entries.append(entry)
-            run.forget(number)
-            show(_note(entry))
-            say_forecast(entry)
-            _refuse(entry, stop)
-
-    with shown as show, run.steps() as steps:
-        for step in steps:
-            shards = run.written(step)
-            if data is not None:
-                begun[step.number] = run.quantizer.entry(step) | {
-                    "routed": run.quantizer.routed(data, step.number),
-                    "held_out": run.comparison.found[0] if run.comparison.found else None,
-                    "peak_memory_bytes": peak_memory(run.context.device),
-                }
-            done(shards)
-        done(run.written(None))
-
-
-def write_passthrough(job: Job, outside: Checkpoint, context: Context) -> None:
+def _write_passthrough(job: Job, outside: LoadedTensors, context: Context) -> None:
     """Write every shard that nothing computes anew, and its journal entry, unless that is done.
 
     Args:
@@ -284,32 +271,227 @@ def write_passthrough(job: Job, outside: Checkpoint, context: Context) -> None:
         context.check()
 
 
-def _refuse(entry: dict[str, Any], stop: Stop | None) -> None:
+def _refuse(entry: Entry, stop: Stop | None) -> None:
     """Stop after a layer whose figures are beyond what the recipe allows."""
     figures = entry["held_out"]
     if stop is None or not figures:
         return
     error, agreement = figures["hidden_error"], figures["agreement"]
-    problem = ""
     if stop.max_hidden_error is not None and not error <= stop.max_hidden_error:
         problem = f"hidden error {error:.4g} > {stop.max_hidden_error:g} (verify.stop.max_hidden_error)"
     elif stop.min_router_agreement is not None and agreement is not None and not agreement >= stop.min_router_agreement:
         problem = f"router agreement {agreement:.4g} < {stop.min_router_agreement:g} (verify.stop.min_router_agreement)"
-    if problem:
-        raise Stopped(
-            f"stopped after layer {entry['layer']}: {problem}; give the same command with --ignore-stop to continue"
-        )
+    else:
+        return
+    raise Stopped(
+        f"stopped after layer {entry['layer']}: {problem}; give the same command with --ignore-stop to continue"
+    )
 
 
-def _note(entry: dict[str, Any]) -> str:
+def _note(entry: Entry) -> str:
     """What is shown of a layer when it is done."""
     parts = [f"{sum(entry['seconds'].values()):.1f} s"]
     if entry["routed"]:
         parts.append(f"rounding {entry['error'].get('down_rounding') or 0.0:.4f}")
     if entry["closeness"]:
         parts.append(f"experts within {entry['closeness']['worst']:.1%}")
-    if entry["held_out"]:
-        parts.append(f"hidden error {entry['held_out']['hidden_error']:.4f}")
-        if entry["held_out"]["agreement"] is not None:
-            parts.append(f"router agreement {entry['held_out']['agreement']:.2%}")
+    if figures := entry["held_out"]:
+        parts.append(f"hidden error {figures['hidden_error']:.4f}")
+        if figures["agreement"] is not None:
+            parts.append(f"router agreement {figures['agreement']:.2%}")
     return ", ".join(parts)
+
+
+class Quantizer:
+    """Makes, from each of the source's layers, the quantized one: a candidate of `eval.fidelity.comparison`.
+
+    Args:
+        stream: its held-out states.
+        lengths: calibration tokens of each sequence.
+        writer: writes and audits shards in the background.
+
+    Attributes:
+        states: the calibration states between the layers.
+        moe_inputs: what the experts of the last layer were called with.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        model: StreamedModel,
+        stream: ActivationStream,
+        context: Context,
+        lengths: Sequence[int],
+        *,
+        writer: ShardWriter[ShardDigest, LayerAudit],
+    ) -> None:
+        self.job, self.model, self.stream, self.context, self.writer = job, model, stream, context, writer
+        chunk = tokens_per_chunk(is_accelerator(model.device))
+
+        def rows(
+            place: Place, name: str, width: int, dtype: torch.dtype, dist: ProcessGroup = SINGLE_PROCESS
+        ) -> ActivationStore:
+            rank = "" if context.dist.is_main else f"-{context.dist.rank}"
+            path = context.work / f"{name}{rank}.bin" if place == "files" else None
+            device = model.device if place == "device" else None
+            made = ActivationStore(path, lengths, width, dtype, device, dist=dist, chunk=chunk)
+            if place == "memory":
+                pin(made.flat, model.device)
+            return made
+
+        self.states = rows(context.states, "states", model.row_width, model.dtype, context.dist)
+        self.moe_inputs = moe_input_store(partial(rows, context.inputs), job.sizes, model.dtype)
+        self._packed = PinnedBuffers(model.device)  # a process has two shards on their way at most
+        self._made: LoadedTensors | None = None
+        self._solved: Entry = {}
+
+    def embed(self, tokens: Sequence[torch.Tensor] | None) -> None:
+        """Fill the states that enter layer 0 from token ids (T,) int64, which rank 0 alone gives."""
+        lengths = self.states.partition.lengths
+        together = torch.cat(list(tokens)) if tokens else torch.empty(sum(lengths), dtype=torch.int64)
+        self.context.dist.broadcast(together)
+        embed(self.model, torch.split(together, lengths), self.states)
+
+    def prepare(self, step: LayerStep, layer: DecoderLayer) -> None:
+        """Observe and solve the layer, and begin to write it. A layer without experts is only written."""
+        job, model, context, number = self.job, self.model, self.context, step.number
+        doing("attention")
+        if number in job.sizes.dense:
+            attend(model, layer, self.states, self.states, context.check)
+            self._begin_writing(step, None)
+            return
+        settings = job.plan.settings(number)
+        library = settings.engine == "llmcompressor"
+        entering = [self.states[i].clone() for i in range(len(self.states))] if library else []
+        observe(model, layer, self.states, self.moe_inputs, context.check)
+        step.watch.lap("observe")
+        weights = ExpertWeights(step.on_device, job.facts, job.sizes, number, model.device, model.dtype)
+        norm = job.facts.norm if job.plan.folds else None
+        with model.layer(number, step.on_device) if library else contextlib.nullcontext(layer) as whole:
+            solved = solve_layer(
+                model,
+                whole,
+                step.on_device.tensor(job.facts.layer(number, norm.tensor)) if norm else None,
+                self.moe_inputs,
+                settings,
+                weights=weights.batch,
+                residents=context.residents,
+                entering=entering,
+                check=context.check,
+                dist=context.dist,
+            )
+        weights.require_finite()
+        del entering
+        step.watch.lap("solve")
+        self._begin_writing(step, solved)
+
+    def _begin_writing(self, step: LayerStep, solved: LayerResult | None) -> None:
+        """Pack a layer, without experts if nothing was solved; let its shard be audited and written in its turn."""
+        job, number, source, writes = self.job, step.number, step.source, self.writer.has_turn(step.number)
+        path = self.context.work / "output" / job.plan.shard_file(number)
+        doing("packing")
+        tensors = layer_tensors(
+            job.plan, number, source, solved, near=step.on_device, buffers=self._packed, written=writes
+        )
+        self._made = made = tensors_in_memory(source, tensors.device, path)
+        self._solved = _for_the_journal(solved)
+        if writes:
+            host = tensors.host
+            if self.writer.pending:  # the source's memory gets other bytes before the shard is on disk
+                host = {name: tensor.clone() if source.holds(tensor) else tensor for name, tensor in host.items()}
+            self.writer.begin(
+                number,
+                partial(_audit_shard, job, number, step.on_device, made, self.context.device),
+                partial(write_shard, host, path, kept_hashes(job.plan, number, source), job.plan.unread(number)),
+            )
+        else:
+            self.writer.skip(number)
+        step.watch.lap("pack")
+
+    @contextlib.contextmanager
+    def layer(self, step: LayerStep) -> Iterator[DecoderLayer]:
+        """The quantized layer, read from the tensors that are being written; calibration passes through it first."""
+        assert self._made is not None
+        with self.model.layer(step.number, self._made) as layer:
+            self._made = None
+            step.watch.lap("materialise")
+            doing("calibration pass")
+            self._finish(step.number, layer)
+            step.watch.lap("propagate")
+            yield layer
+
+    def _finish(self, number: int, layer: DecoderLayer) -> None:
+        finish(self.model, layer, self.states, f"layer {number}", self.context.check)
+
+    def follow(self, number: int, stored: LoadedTensors) -> None:
+        """Take the calibration states through a layer that is finished."""
+        with self.model.layer(number, stored) as layer:
+            attend(self.model, layer, self.states, self.states, self.context.check)
+            self._finish(number, layer)
+
+    def entry(self, step: LayerStep) -> Entry:
+        """The journal's entry of a layer after its step, as far as it is known before its shard is on disk."""
+        return {
+            "layer": step.number,
+            "shard": self.job.plan.shard_file(step.number),
+            "source": step.source.digest(),
+            "seconds": step.watch.seconds,
+            "proof": step.proof,
+            **self._solved,
+        }
+
+    def routed(self, data: CalibrationData, number: int) -> list[list[int]]:
+        """Tokens routed to each expert of the layer that was solved last: a row per category, see `category_names`.
+
+        A layer without experts has no rows.
+        """
+        if number in self.job.sizes.dense:
+            return []
+        names = category_names(data.samples)
+        counts = torch.zeros(len(names), self.job.sizes["experts"], dtype=torch.int64)
+        chosen = self.moe_inputs.chosen.flat.cpu()
+        for i, sample in enumerate(data.samples):
+            in_sample = chosen[self.moe_inputs.sequence(i)].long()
+            counts[names.index(sample.category)] += route_counts(in_sample, counts.shape[1])
+        rows: list[list[int]] = counts.tolist()
+        return rows
+
+    def remove(self) -> None:
+        """Remove the files of the states, if there are any."""
+        self.states.remove()
+        self.moe_inputs.remove()
+
+
+def _audit_shard(job: Job, number: int, source: LoadedTensors, made: LoadedTensors, device: torch.device) -> LayerAudit:
+    """Compare what is going to be in a layer's file with the source."""
+    audit = written_from(job.plan.of_layer(number))
+    audit_layer(number, job.facts, job.sizes, source, made, device=device, audit=audit)
+    return audit
+
+
+def _for_the_journal(solved: LayerResult | None) -> Entry:
+    if solved is None:
+        return {"error": {}, "fallbacks": [], "leaning": None}
+    return {
+        # JSON has no infinity. An infinite error means that an expert's weights or inputs overflow.
+        "error": {key: value if math.isfinite(value) else None for key, value in solved.error.items()},
+        "fallbacks": _by_expert(solved.fallbacks),
+        "leaning": solved.under_routed,
+    }
+
+
+def _by_expert(lines: Sequence[str]) -> list[str]:
+    """Sort lines by expert number, so that the report does not depend on how many experts were solved at a time."""
+    numbers = {line: re.match(r"expert (\d+)", line) for line in lines}
+    return sorted(lines, key=lambda line: int(match[1]) if (match := numbers[line]) else -1)
+
+
+def _of_shard(written: Written) -> Entry:
+    """What the entry says of a shard that is on disk; `closeness` is that of the experts' matrices to the source's."""
+    digest, audit = written
+    known = {expert: error for expert, error in enumerate(audit.by_expert) if error is not None}
+    closeness = None
+    if known:
+        worst = max(known, key=known.__getitem__)
+        closeness = {"median": statistics.median(known.values()), "worst": known[worst], "worst_expert": worst}
+    return {"digest": digest, "audit": audit.as_dict(), "closeness": closeness}

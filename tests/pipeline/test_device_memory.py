@@ -19,7 +19,7 @@ from quantizers.calibration.samples import token_tensors
 from quantizers.pipeline import quantize
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
-from quantizers.pipeline.quantizer import _by_expert
+from quantizers.pipeline.quantize import _by_expert
 from quantizers.planning import expert_batches
 from quantizers.planning.device_memory import device_memory
 from quantizers.planning.job import prepare

@@ -27,7 +27,7 @@ from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.layers import loop
 from quantizers.model.activation_store import ActivationStore
 from quantizers.output import journal
-from quantizers.pipeline import pipeline, quantize, quantizer
+from quantizers.pipeline import pipeline, quantize
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
 from quantizers.planning.device_memory import DeviceMemory, placement
@@ -157,7 +157,7 @@ def test_a_byte_that_changed_in_memory_or_between_memory_and_file_is_found_at_on
     small: Small, tmp_path: Path
 ) -> None:
     """In memory buffer and file agree: only the hash taken when the source was read can tell."""
-    options, real = Options(tmp_path / "output", CPU), quantizer.layer_tensors
+    options, real = Options(tmp_path / "output", CPU), quantize.layer_tensors
     work = journal.work_folder(options.output)
 
     def changed(plan: Any, layer: int, source: Any, solved: Any, **near: Any) -> LayerTensors:
@@ -178,7 +178,7 @@ def test_a_byte_that_changed_in_memory_or_between_memory_and_file_is_found_at_on
         "has other bytes in the file than it was written with.*; check disk and memory, then give the same command"
     )
     for module, name, fault, said in (
-        (quantizer, "layer_tensors", changed, f"{KEPT} has other bytes than the source's"),
+        (quantize, "layer_tensors", changed, f"{KEPT} has other bytes than the source's"),
         (writing, "save_file", flipped(KEPT), f"{KEPT} {in_file} again"),
         (writing, "save_file", flipped(PACKED), f"{PACKED} {in_file} again"),
     ):
@@ -240,7 +240,7 @@ def test_a_run_that_goes_on_makes_damaged_shards_again(
         damage()
         flip(outer, "lm_head.weight")  # which is written again too
         capsys.readouterr()
-        cut_at(quantizer, "solve_layer", small.job, options, 1)  # layer 1 again, and then layer 2
+        cut_at(quantize, "solve_layer", small.job, options, 1)  # layer 1 again, and then layer 2
         assert said in capsys.readouterr().err
         assert len(journal.done_layers(journal.work_folder(options.output), 3)) == 2
     run(small.job, options)
@@ -282,7 +282,7 @@ def test_what_is_copied_beside_the_work_has_the_same_bytes(
         hosts.add(self.flat)
 
     monkeypatch.setattr(ActivationStore, "__init__", make_there)
-    for module in (loop, quantize, quantizer, writing):
+    for module in (loop, quantize, writing):
         monkeypatch.setattr(module, "is_accelerator", lambda device: True)
     monkeypatch.setattr(
         quantize, "layer_steps", lambda *given, **named: loop.layer_steps(*given, **named | {"early": True})
@@ -339,7 +339,7 @@ def test_a_run_may_go_on_without_a_held_out_set_but_not_begin_with_one_half_way(
 
 def make_bad(numbers: set[int], patched: pytest.MonkeyPatch) -> None:
     """Let the experts of some layers come out with their first codes turned round."""
-    real, model_layers = quantizer.layer_tensors, numbers
+    real, model_layers = quantize.layer_tensors, numbers
 
     def bad(plan: Any, layer: int, source: Any, solved: Any, **near: Any) -> Any:
         if layer in model_layers:
@@ -347,7 +347,7 @@ def make_bad(numbers: set[int], patched: pytest.MonkeyPatch) -> None:
                 codes[:, :, ::2] = -codes[:, :, ::2].clamp(min=-7)
         return real(plan, layer, source, solved, **near)
 
-    patched.setattr(quantizer, "layer_tensors", bad)
+    patched.setattr(quantize, "layer_tensors", bad)
 
 
 @pytest.mark.parametrize(
