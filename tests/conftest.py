@@ -224,7 +224,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder, needed = tmp_path_factory.mktemp("small"), list[int]()
     recipe = write_job(folder, layers=3, words=20, samples=3, awq={"grid": 5})
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pipeline, "check_room", lambda _, asked: needed.append(asked))
+        patched.setattr(pipeline.journal, "check_room", lambda _, asked: needed.append(asked))
         report = pipeline.run(prepare(str(recipe)), Options(folder / "whole", torch.device("cpu")))
     return Small(folder, report, needed[0])
 

@@ -120,8 +120,8 @@ def run(
     if output is None and dist.is_main:
         print_default(folder)
     from quantizers.device.devices import choose_device, use_threads
-    from quantizers.pipeline.existing_output import of_another_source
     from quantizers.pipeline.options import Options
+    from quantizers.pipeline.pipeline import of_another_source
     from quantizers.pipeline.pipeline import run as run_job
 
     if dist.is_main and of_another_source(job):

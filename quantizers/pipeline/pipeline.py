@@ -1,4 +1,4 @@
-"""A run from start to finish: inputs, memory, the loop over the layers, report, and the final move into place.
+"""A run from start to finish: what an earlier call left, inputs, memory, the layers, report, and the move into place.
 
 An unfinished output never looks finished: everything is written under DIR/.quantize/ and renamed into
 place at the very end.
@@ -6,14 +6,16 @@ place at the very end.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from eval.coverage.summary import check_floors
 from eval.fidelity.metrics import Text
@@ -31,32 +33,22 @@ from quantizers.device.devices import device_limit, fingerprint, forward_dtype, 
 from quantizers.distributed.process_group import RESUME, ProcessGroup
 from quantizers.layers.context import Context
 from quantizers.output import journal
-from quantizers.output.journal import (
-    check_room,
-    differences,
-    finished_report,
-    move_into_place,
-    refuse_changes,
-    refuse_strangers,
-    short_value,
-)
-from quantizers.output.manifest import text_sha256
+from quantizers.output.manifest import add_files, seal_of, text_sha256, write_record
 from quantizers.planning.device_memory import Residents, device_memory, held_out_bytes, placement
 from quantizers.planning.expert_batches import batch_sizes
 from quantizers.planning.job import Job
-from quantizers.planning.plan import summary
-from quantizers.recipe.portable import Resolved, facts_copy, resolve_recipe, settings_hash
-from quantizers.recipe.read import set_location
+from quantizers.recipe.portable import Resolved, facts_copy, is_made_by, meaning, resolve_recipe, settings_hash
+from quantizers.recipe.read import read_recipe, set_location
 from quantizers.solve.kernel_check import verify_kernels
-from quantizers.system.errors import InputError
+from quantizers.system.errors import InputError, OutputError
 from quantizers.system.files import copy_file, sync_folder, write_text
 from quantizers.system.formatting import short_path, size
 from quantizers.system.host_memory import available
 from quantizers.system.interrupts import interruptible
-from quantizers.system.output_files import CALIBRATION, FACTS, HELD_OUT
+from quantizers.system.output_files import CALIBRATION, FACTS, HELD_OUT, RECIPE
+from quantizers.system.progress import checked, progress
 from stitch.write.config_files import write_config_files
 
-from .existing_output import already_done, find_damage, refuse_other_texts
 from .options import Options
 from .quantize import quantize_layers
 from .rehearsal import rehearse
@@ -65,6 +57,7 @@ from .report_files import write_report
 from .servable import planned_check
 from .source_check import check_source
 
+SHOWN = 3  # changed settings that a refusal names
 METHOD = 13  # increased whenever the same settings would give different bytes
 REMEDIES = {
     "source": "copy the source of rank 0 to this machine again",
@@ -86,13 +79,13 @@ def run(job: Job, options: Options) -> dict[str, Any]:
     dist, engines = options.dist, None
     work = journal.work_folder(options.output, dist.node)
     if dist.is_main:
-        finished = finished_report(options.output)
+        finished = journal.finished_report(options.output)
         if finished is not None:
             dist.broadcast_object(False)
-            return already_done(job, options, finished)
+            return _already_done(job, options, finished)
         engines = planned_check(job)  # this and what is missing is said before a folder is made
         resolve_recipe(job.recipe, job.path)
-        refuse_strangers(options.output)
+        journal.refuse_strangers(options.output)
     with interruptible(RESUME) as interrupt:
         check = dist.watch(interrupt)
         unfinished: bool = dist.broadcast_object(not (work / "moving").exists())
@@ -107,7 +100,65 @@ def run(job: Job, options: Options) -> dict[str, Any]:
                 _make_output(job, options, work, check, engines)
             elif unfinished:
                 _quantize_share(job, options, work, check)
-            return move_into_place(work, options.output) if dist.is_main else {}
+            return journal.move_into_place(work, options.output) if dist.is_main else {}
+
+
+def _already_done(job: Job, options: Options, finished: dict[str, Any]) -> dict[str, Any]:
+    """The report of a finished output, with `already_done` set; with `with_data`, data files are added first.
+
+    Raises:
+        OutputError: the output was made from another recipe or source, or its report.json was changed.
+    """
+    output, source, remedy = (
+        options.output,
+        finished.get("source"),
+        "choose another --output, or start over with --fresh",
+    )
+    if not is_made_by(finished, job.recipe, job.path):
+        changed = _changes(output, job)
+        raise OutputError(
+            f"{output}: holds the finished output of another recipe{f' ({changed})' if changed else ''}; {remedy}"
+        )
+    if not isinstance(source, dict) or source.get("digest") != source_digest(job.opened):
+        raise OutputError(f"{output}: holds the finished output of another source than {job.location}; {remedy}")
+    if options.with_data:
+        data = resolve_recipe(job.recipe, job.path).data
+        if not set(data) <= set(finished["files"]):
+            if finished.get("seal") != seal_of(finished):
+                raise OutputError(
+                    f"{output}: its report.json was changed since the run wrote it; nothing is added to it"
+                )
+            for name, file in data.items():
+                copy_file(file, output / name)
+            finished = write_record(output, add_files(output, finished, data))
+    work = journal.work_folder(output)
+    if work.exists():  # the run was killed while it removed its work folder
+        with journal.locked(output):
+            journal.remove(work)
+    return finished | {"already_done": True}
+
+
+def _changes(output: Path, job: Job) -> str:
+    """Where a finished output's own recipe differs from this one; empty if its recipe cannot be read."""
+    try:
+        before = meaning(*read_recipe(str(output / RECIPE)))
+    except InputError:
+        return ""
+    old, now = (
+        settings | {name: yaml.safe_load(text) for name, text in texts.items()}
+        for settings, texts in (before, meaning(job.recipe, job.path))
+    )
+    changes = [
+        f"{key}: {journal.short_value(was)}, now {journal.short_value(value)}"
+        for key, was, value in journal.differences(old, now)
+    ]
+    return ", ".join([*changes[:SHOWN], *([f"and {len(changes) - SHOWN} more"] if len(changes) > SHOWN else [])])
+
+
+def of_another_source(job: Job) -> bool:
+    """Whether a recipe lies in a finished checkpoint that was made from another source, so that its run differs."""
+    made = (journal.finished_report(job.path.parent) or {}).get("source")
+    return isinstance(made, dict) and made.get("digest") not in (None, source_digest(job.opened))
 
 
 def _refuse_different_ranks(job: Job, options: Options) -> None:
@@ -127,11 +178,12 @@ def _refuse_different_ranks(job: Job, options: Options) -> None:
         "states": options.states,
     }
     first = dist.broadcast_object(of_this_process)
-    for key, wanted, found in differences(first, of_this_process):
+    for key, wanted, found in journal.differences(first, of_this_process):
         remedy = REMEDIES.get(key, "give all processes the same")
         if key == "machine.threads":
             remedy = f"set OMP_NUM_THREADS={wanted} for all"
-        raise InputError(f"{dist.name} has {key} {short_value(found)}, but rank 0 has {short_value(wanted)}; {remedy}")
+        ours, theirs = journal.short_value(found), journal.short_value(wanted)
+        raise InputError(f"{dist.name} has {key} {ours}, but rank 0 has {theirs}; {remedy}")
     dist.barrier()  # so that a difference is known before anything is written
 
 
@@ -160,11 +212,6 @@ class _Inputs:
         """Tokens of the calibration set, and of the held-out texts."""
         return sum(map(len, self.tokens)), sum(len(text.tokens) for text in self.texts)
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        return max(len(sequence) for sequence in (*self.tokens, *(text.tokens for text in self.texts)))
-
 
 def _memory(options: Options) -> tuple[int, int]:
     """Bytes that this process may use on its device, and bytes that are free in its machine's memory."""
@@ -190,20 +237,22 @@ def _quantize_share(job: Job, options: Options, work: Path, check: Callable[[], 
 
 def _make_output(job: Job, options: Options, work: Path, check: Callable[[], None], engines: ServingCheck) -> None:
     """All that rank 0 does: make work/output, up to the mark that lets it be moved into place."""
-    started = time.monotonic()
+    started, output = time.monotonic(), work / "output"
     # Read the sets once, before anything slow: they may be edited during the run.
     inputs = _read_inputs(job, options.dist, work)
     resolved = resolve_recipe(job.recipe, job.path, inputs.pins)
     if job.facts.probes:  # derived ones, for those who have the output alone
         resolved = replace(resolved, sets={**resolved.sets, FACTS: job.facts.as_yaml()})
+    copied = resolved.data if options.with_data else {}
     planned = planned_report(job, resolved, inputs.data, options.device)
     rehearse(job, planned, inputs.data, inputs.evaluation, engines, resolved.texts())
     kept, temporary = _share_memory(job, inputs, options)
     damaged = _open_work_folder(job, resolved, inputs, options, work, check)
-    needed = _output_bytes(job, resolved.data.values() if options.with_data else ()) + temporary
+    files = (*side_files(job.opened.folder), *copied.values())
+    needed = planned["plan"]["output_bytes"] + sum(file.stat().st_size for file in files) + temporary
     itemsize = forward_dtype(options.device).itemsize
     probe = probe_bytes(job.sizes, [len(t) for t in inputs.tokens], itemsize) if job.allocation else 0
-    check_room(work, needed + probe)
+    journal.check_room(work, needed + probe)
     options.dist.broadcast_object((kept, inputs.texts))
     context = Context(work, options.device, check=check, dist=options.dist, **kept)
     if not options.ignore_source_check:
@@ -211,43 +260,51 @@ def _make_output(job: Job, options: Options, work: Path, check: Callable[[], Non
     if job.allocation:
         job = choose_schemes(job, inputs.tokens, context, options.output)
         planned |= of_plan(job, resolved.recipe.source.model)
-        check_room(work, needed)
+        journal.check_room(work, needed)
     stop = job.recipe.verify.stop if job.recipe.verify and not options.ignore_stop else None
     measured = quantize_layers(job, inputs.data, inputs.tokens, context, inputs.texts, damaged=damaged, stop=stop)
-    write_config_files(work / "output", job.opened, job.plan, job.facts)
-    _add_recipe(resolved, work / "output", options.with_data)
+    write_config_files(output, job.opened, job.plan, job.facts)
+    for name, text in resolved.texts().items():
+        write_text(text, output / name)
+    for name, file in copied.items():
+        copy_file(file, output / name)
     check()
     figures = inputs.evaluation.figures(measured, "the output") if inputs.evaluation and measured else None
     report = run_report(planned, job, inputs.data, figures, started, context)
-    write_report(work / "output", report, resolved.texts())
+    write_report(output, report, resolved.texts())
     write_text("", work / "moving")
 
 
 def _read_inputs(job: Job, dist: ProcessGroup, work: Path) -> _Inputs:
     """Read and tokenize all sets before anything slow, so that a fault in one is found now."""
-    engine = job.recipe.experts.engine
-    if dist.is_distributed and engine != "gram":
+    recipe, sizes, trusted = job.recipe, job.sizes, job.recipe.source.trusts_tokenizer
+    if dist.is_distributed and recipe.experts.engine != "gram":
         raise InputError(
-            f"{job.path}: experts.engine: {engine} works in one process; start quantize without torchrun, "
-            "or choose gram"
+            f"{job.path}: experts.engine: {recipe.experts.engine} works in one process; start quantize without "
+            "torchrun, or choose gram"
         )
-    recipe = job.recipe
-    drawn = {"tokens": recipe.calibration_tokens, "without": recipe.calibration_without}
-    data = said(_samples(job, recipe.calibration_set, work, **drawn, positions=job.sizes.positions))
-    if job.recipe.verify and job.recipe.verify.coverage:
-        check_floors(job.recipe.verify.coverage, [sample.category for sample in data.samples], str(job.path))
-    gate, trusted = job.recipe.verify and job.recipe.verify.perplexity, job.recipe.source.trusts_tokenizer
-    measured = said(_samples(job, gate.data, work), "held out") if gate else None
-    texts = held_out(measured, job.opened, job.sizes, trusted) if measured else None
-    read = {CALIBRATION: (recipe.calibration_set, data)} | ({HELD_OUT: (gate.data, measured)} if gate else {})
-    pins = {target: pins_of(read_set(set_location(name, job.path)), one) for target, (name, one) in read.items() if one}
-    return _Inputs(data, token_tensors(data, job.sizes["vocabulary"]), texts, pins)
+    pins: dict[str, list[Pin]] = {}
 
+    def read(name: str, target: str, title: str = "calibration", **chosen: Any) -> CalibrationData:
+        """The samples of a set, chosen by arguments of `load_set`; the run keeps the set."""
+        file = set_location(name, job.path)
+        data = said(load_set(file, job.opened.folder, trusted, run=work / "calibration", **chosen), title)
+        pins[target] = pins_of(read_set(file), data)
+        return data
 
-def _samples(job: Job, name: str, work: Path, **chosen: Any) -> CalibrationData:
-    """The samples of a set that the recipe names, chosen by arguments of `load_set`; the run keeps the set."""
-    file, folder, trusted = set_location(name, job.path), job.opened.folder, job.recipe.source.trusts_tokenizer
-    return load_set(file, folder, trusted, run=work / "calibration", **chosen)
+    data = read(
+        recipe.calibration_set,
+        CALIBRATION,
+        tokens=recipe.calibration_tokens,
+        without=recipe.calibration_without,
+        positions=sizes.positions,
+    )
+    if recipe.verify and recipe.verify.coverage:
+        check_floors(recipe.verify.coverage, [sample.category for sample in data.samples], str(job.path))
+    gate, texts = recipe.verify and recipe.verify.perplexity, None
+    if gate:
+        texts = held_out(read(gate.data, HELD_OUT, "held out"), job.opened, sizes, trusted)
+    return _Inputs(data, token_tensors(data, sizes["vocabulary"]), texts, pins)
 
 
 def _share_memory(job: Job, inputs: _Inputs, options: Options) -> tuple[dict[str, Any], int]:
@@ -255,16 +312,16 @@ def _share_memory(job: Job, inputs: _Inputs, options: Options) -> tuple[dict[str
     device, dist = options.device, options.dist
     itemsize, (rows, text_rows) = forward_dtype(device).itemsize, inputs.counts
     limits, frees = zip(*dist.all_gather_object(_memory(options)), strict=True)
-    tokens, held_out = (rows, text_rows) if options.states == "auto" else (0, 0)  # that may be kept on the device
     memory = device_memory(
         job.plan,
         job.sizes,
-        inputs.longest,
+        max(len(sequence) for sequence in (*inputs.tokens, *(text.tokens for text in inputs.texts))),
         is_accelerator(device),
         min(limits),
-        tokens,
+        # Only with "auto" may they be kept on the device.
+        rows if options.states == "auto" else 0,
         dist.world_size,
-        held_out,
+        text_rows if options.states == "auto" else 0,
     )
     if dist.is_distributed and memory.units < dist.world_size:
         batches = f"{memory.units} expert batch{'es' if memory.units > 1 else ''} of {memory.unit} experts"
@@ -296,23 +353,46 @@ def _open_work_folder(
 
     Returns:
         The finished layers whose shards must be made again.
+
+    Raises:
+        OutputError: the run was begun with other settings, or its finished layers were measured on other texts, or on
+            none. (It may resume without any.)
     """
-    layers = job.sizes["layers"]
-    refuse_changes(work, _fingerprint(job, inputs.data, options.device), options.output)
+    output = options.output
+    journal.refuse_changes(work, _fingerprint(job, inputs.data, options.device), output)
     journal.note_command(work, options.command)
-    done = len(journal.done_layers(work, layers))
-    said = _opening_line(job, options, resolved.recipe.source.model, inputs.counts, done)
-    print(said, file=sys.stderr, flush=True)
+    entries = journal.done_layers(work, job.sizes["layers"])
+    line = _opening_line(job, options, resolved.recipe.source.model, inputs.counts, len(entries))
+    print(line, file=sys.stderr, flush=True)
     if inputs.evaluation:
-        refuse_other_texts(work, layers, inputs.evaluation, options.output)
+        if entries and not (work / journal.HELD_OUT).exists():
+            raise OutputError(
+                f"{output}: its finished layers were measured on no held-out set; leave verify.perplexity out as "
+                "before, or start over with --fresh"
+            )
+        journal.refuse_changes(work, {"held_out": inputs.evaluation.identity}, output, journal.HELD_OUT)
     journal.remove_cut_files(work)
-    damaged = find_damage(work, layers, options.output, check)
+    damaged = _find_damage(work, entries, output, check)
     if options.paranoid:
-        check_hashes(job.opened, work, options.output, check)
+        check_hashes(job.opened, work, output, check)
     for folder in ("layers", "output"):
         (work / folder).mkdir(exist_ok=True)
     sync_folder(work)
     return damaged
+
+
+def _find_damage(work: Path, entries: Sequence[dict[str, Any]], output: Path, check: Callable[[], None]) -> list[int]:
+    """The finished layers of an earlier call whose shards are no longer as they were written; each is named."""
+    for passthrough in work.glob("passthrough-*.json"):
+        if journal.damaged_shards(work, [json.loads(passthrough.read_text())]):
+            passthrough.unlink()  # its shard is written at the beginning, so it will be written again
+    if not entries:
+        return []
+    with progress("checking", len(entries), unit="shard") as step:
+        damaged = journal.damaged_shards(work, entries, checked(step, check))
+    for layer, problem in damaged.items():
+        print(f"{output}: layer {layer}: {problem}; it is made again", file=sys.stderr)
+    return list(damaged)
 
 
 def _opening_line(job: Job, options: Options, model: str, counts: tuple[int, int], done: int) -> str:
@@ -359,18 +439,3 @@ def _fingerprint(job: Job, data: CalibrationData, device: torch.device) -> dict[
             "batches": batch_sizes(is_accelerator(device), job.sizes),
         }
     )
-
-
-def _output_bytes(job: Job, data: Collection[Path]) -> int:
-    """Bytes of the output with its side files, and with the data files that are copied into it."""
-    output = int(str(summary(job.plan, job.sizes)["output_bytes"]))
-    return output + sum(file.stat().st_size for file in (*side_files(job.opened.folder), *data))
-
-
-def _add_recipe(resolved: Resolved, folder: Path, with_data: bool) -> None:
-    """Write the recipe and its sets beside the checkpoint; with `with_data`, their local data files too."""
-    for name, text in resolved.texts().items():
-        write_text(text, folder / name)
-    if with_data:
-        for name, file in resolved.data.items():
-            copy_file(file, folder / name)

@@ -121,7 +121,7 @@ def test_a_disk_that_fills_while_the_run_works(
     command = ("run", small.recipe, "--output", place / "output")
     try:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(pipeline, "check_room", lambda *_: None)
+            patched.setattr(pipeline.journal, "check_room", lambda *_: None)
             for part in (0.01, 0.3, 0.3, 0.9):  # and again on the full disk
                 assert mounted(place, share(part), "remount") is None
                 is_full(*quantize(*command))
