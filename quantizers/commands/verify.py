@@ -14,7 +14,7 @@ from quantizers.formats.awq_gptq import is_awq_or_gptq
 from quantizers.formats.unsupported import refuse_swapped_arguments, refuse_unsupported
 from quantizers.output.journal import refuse_unfinished
 from quantizers.output.manifest import output_facts
-from quantizers.pipeline.manifest_check import Record, check_manifest
+from quantizers.pipeline.report_files import Record, check_manifest
 from quantizers.recipe.portable import is_hub_id
 from quantizers.system.errors import ArchitectureError, CheckpointError, DamagedRecord, InputError
 from quantizers.system.output_files import FACTS, REPORT

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from eval.report.model_card import front_matter, strange_licenses
 from quantizers.output.journal import refuse_unfinished
 from quantizers.output.manifest import output_facts, read_record, seal_of
-from quantizers.pipeline.manifest_check import check_manifest
+from quantizers.pipeline.report_files import check_manifest
 from quantizers.system.errors import OutputError
 from quantizers.system.formatting import gate_figures
 from quantizers.system.output_files import CARD, REPORT, is_within

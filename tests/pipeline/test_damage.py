@@ -21,8 +21,7 @@ from safetensors.torch import load_file, save_file
 from quantizers.checkpoint.reader import side_files
 from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.output.manifest import seal_of, write_record
-from quantizers.pipeline.manifest_check import check_manifest
-from quantizers.pipeline.report_files import read_front_matter
+from quantizers.pipeline.report_files import check_manifest, read_front_matter
 
 CPU = torch.device("cpu")
 SHARD = "model-00002-of-00005.safetensors"
