@@ -259,7 +259,7 @@ def _make_output(job: Job, options: Options, work: Path, check: Callable[[], Non
         check_source(job, inputs.texts, context)
     if job.allocation:
         job = choose_schemes(job, inputs.tokens, context, options.output)
-        planned |= of_plan(job, resolved.recipe.source.model)
+        planned |= of_plan(job.plan, job.facts, job.sizes, job.opened, resolved.recipe.source.model)
         journal.check_room(work, needed)
     stop = job.recipe.verify.stop if job.recipe.verify and not options.ignore_stop else None
     measured = quantize_layers(job, inputs.data, inputs.tokens, context, inputs.texts, damaged=damaged, stop=stop)

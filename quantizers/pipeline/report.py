@@ -8,14 +8,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 import yaml
 
 from eval.coverage.summary import gates as coverage_gates
 from eval.coverage.summary import summarise
-from eval.serving.check import check_folder
+from eval.serving.check import ServingCheck, check_folder
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.facts import Options, ServerName
 from quantizers.architectures.sizes import Sizes
@@ -23,7 +24,14 @@ from quantizers.budget.choice import describe_choice
 from quantizers.budget.measure import measuring_seconds, read_measurements
 from quantizers.calibration.licences import used_licences
 from quantizers.calibration.render import custom_class
-from quantizers.calibration.samples import asked_for, by_category, by_language, category_names, language_counts
+from quantizers.calibration.samples import (
+    CalibrationData,
+    asked_for,
+    by_category,
+    by_language,
+    category_names,
+    language_counts,
+)
 from quantizers.calibration.set import read_set
 from quantizers.checkpoint.reader import Checkpoint, left_behind, read_json
 from quantizers.checkpoint.source_identity import source_digest
@@ -35,7 +43,7 @@ from quantizers.planning.gpus import parse_gpus
 from quantizers.planning.job import Job
 from quantizers.planning.plan import Plan, summary
 from quantizers.planning.serving_memory import assumptions, common_fits, notes, serving_model, unsaid
-from quantizers.recipe.portable import is_hub_id
+from quantizers.recipe.portable import Resolved, is_hub_id
 from quantizers.recipe.read import set_location
 from quantizers.recipe.schema import PerplexityGate
 from quantizers.system.errors import CheckpointError, QuantizeError
@@ -48,13 +56,6 @@ from stitch.mix import describe as describe_mix
 from stitch.write.digests import ShardDigest
 
 from .report_files import read_front_matter
-
-if TYPE_CHECKING:
-    import torch
-
-    from eval.serving.check import ServingCheck
-    from quantizers.calibration.samples import CalibrationData
-    from quantizers.recipe.portable import Resolved
 
 # Keys of the journal's entries that are elsewhere in the report, or of no use in it.
 JOURNAL_ONLY = ("routed", "peak_memory_bytes", "shard", "digest", "source", "audit", "held_out")
@@ -88,18 +89,15 @@ def planned_report(job: Job, resolved: Resolved, data: CalibrationData, device: 
         "versions": versions(),
         "calibration": _calibration(job, data, resolved),
         "notes": [*filter(None, [job.facts.origin(), left_behind(source)]), NOT_SIMULATED],
-        **of_plan(job, model),
+        **of_plan(job.plan, job.facts, job.sizes, source, model),
         **({"architecture": found} if found else {}),
     }
 
 
-def of_plan(job: Job, model: str) -> dict[str, Any]:
-    """What of it depends on the bits and group sizes, which a budget decides later.
-
-    Args:
-        model: the source's published name.
-    """
-    return {"plan": _plan(job.plan, job.sizes), "serving": serving(job.plan, job.facts, job.sizes, job.opened, model)}
+def of_plan(plan: Plan, facts: Architecture, sizes: Sizes, source: Checkpoint, model: str) -> dict[str, Any]:
+    """What of a report depends on bits and group sizes, which a budget decides last; `model` is the published name."""
+    numbers = {key: value for key, value in summary(plan, sizes).items() if key != "shards"}
+    return {"plan": numbers, "serving": _serving(plan, facts, sizes, source, model)}
 
 
 def run_report(
@@ -116,7 +114,6 @@ def run_report(
         planned: of `planned_report`.
         figures: fidelity on the held-out texts, of `metrics.figures`; None without any.
         started: `time.monotonic()` when this process began.
-        context: of rank 0.
 
     Returns:
         `RunReport` without the keys of the files.
@@ -152,68 +149,43 @@ def found_report(
     Args:
         figures: as `run_report` takes them.
         layers: the journal's entries.
-        written, audit: digests of the shards, and the audit of the folder.
-        engines: None if the folder cannot be opened, which the audit reports.
+        written: digests of the shards.
+        engines: None if the folder cannot be opened.
     """
     gate = job.recipe.verify and job.recipe.verify.perplexity
     coverage, coverage_checks = _coverage(job, data, layers)
-    return {
-        "layers": [{key: value for key, value in entry.items() if key not in JOURNAL_ONLY} for entry in layers],
-        "coverage": coverage,
-        "audit": audit.as_dict() | {"digests": written},
-        "gates": [
-            *_own_gates(audit, engines),
-            *coverage_checks,
-            *(fidelity_gates(figures, gate) if figures and gate else []),
-        ],
-        **({"consumers": engines.as_dict()} if engines is not None else {}),
-        **(figures or {}),
-    }
+    report = _verified(written, audit, engines) | (figures or {})
+    report["gates"] += [*coverage_checks, *(_fidelity_gates(figures, gate) if figures and gate else [])]
+    report["layers"] = [{key: value for key, value in entry.items() if key not in JOURNAL_ONLY} for entry in layers]
+    return report | {"coverage": coverage}
 
 
 def stitch_report(
-    mix: Mix,
-    settings: dict[str, Any],
-    folder: Path,
-    audit: Audit,
-    written: dict[str, ShardDigest],
+    mix: Mix, settings: dict[str, Any], folder: Path, audit: Audit, written: dict[str, ShardDigest]
 ) -> dict[str, Any]:
-    """Report all that is known about a stitched checkpoint; nothing is known of its experts' calibration.
+    """`StitchReport`, without the keys of the files, of a stitched checkpoint.
 
     Args:
         settings: by which a later call recognizes the output.
-        folder: where the files are.
         written: digests of the shards, from when they were written.
-
-    Returns:
-        `StitchReport` without the keys of the files.
     """
-    source, model = mix.source, settings["source"]
-    engines = check_folder(folder, mix.facts)
+    source, model, theirs, examined = mix.source, settings["source"], mix.experts, describe_mix(mix.found)
     schemes = [asdict(scheme) for scheme in dict.fromkeys(mix.plan.schemes)]
-    examined = describe_mix(mix.found)
     return {
         "stitched": settings,
         "source": _source(model, source.revision, source) | _about_source(mix.facts, model, source),
-        "experts": _source(settings["experts"], mix.experts.revision, mix.experts)
-        | {"schemes": schemes}
-        | _told_by(mix.experts),
-        "plan": _plan(mix.plan, mix.sizes),
+        "experts": _source(settings["experts"], theirs.revision, theirs) | {"schemes": schemes} | _told_by(theirs),
         "versions": versions(),
         "examined": examined,
         "notes": [*examined, *filter(None, [left_behind(source)])],
         "layers": [asdict(layer) for layer in mix.found],
-        "audit": audit.as_dict() | {"digests": written},
-        "gates": _own_gates(audit, engines),
-        "serving": serving(mix.plan, mix.facts, mix.sizes, source, model),
-    } | ({"consumers": engines.as_dict()} if engines else {})
+        **of_plan(mix.plan, mix.facts, mix.sizes, source, model),
+        **_verified(written, audit, check_folder(folder, mix.facts)),
+    }
 
 
 def _last_reading(job: Job, layers: Sequence[dict[str, Any]], context: Context) -> tuple[dict[str, ShardDigest], Audit]:
-    """Read every shard once more, from the disk, and put together what was found when they were written.
-
-    Returns:
-        The digests of the shards, by file name, and the audit of the whole folder.
+    """Read every shard once more, from the disk: their digests, by file name, and the audit of the whole folder.
 
     Raises:
         QuantizeError: a shard has changed since it was written; the same command makes it again.
@@ -241,42 +213,36 @@ def _last_reading(job: Job, layers: Sequence[dict[str, Any]], context: Context) 
     return written, audit
 
 
-def _own_gates(audit: Audit, engines: ServingCheck | None) -> list[dict[str, Any]]:
-    """The gates of every output: its files are as planned, and serving engines read them as meant.
+def _verified(written: Mapping[str, ShardDigest], audit: Audit, engines: ServingCheck | None) -> dict[str, Any]:
+    """What holds of every output: its files are as planned, and serving engines read them as meant.
 
     Args:
         engines: None if the folder cannot be opened, which the audit reports.
     """
-    found: list[tuple[str, Sequence[object], str]] = [
-        ("audit", audit.differences, "differences from what the plan promises"),
-    ]
+    gates = [_gate("audit", len(audit.differences), 0, "differences from what the plan promises")]
+    report = {"audit": audit.as_dict() | {"digests": written}, "gates": gates}
     if engines is not None:
-        found.append(("consumers", engines.errors, "ways in which vLLM, SGLang or transformers would misread it"))
-    return [
-        {"name": name, "passed": not faults, "value": len(faults), "limit": 0, "meaning": meaning}
-        for name, faults, meaning in found
-    ]
+        misread = "ways in which vLLM, SGLang or transformers would misread it"
+        gates.append(_gate("consumers", len(engines.errors), 0, misread))
+        report["consumers"] = engines.as_dict()
+    return report
 
 
-def fidelity_gates(result: dict[str, Any], asked: PerplexityGate) -> list[dict[str, Any]]:
+def _fidelity_gates(result: dict[str, Any], asked: PerplexityGate) -> list[dict[str, Any]]:
     """The recipe's gates on perplexity and KL."""
     limits = (
         ("perplexity", result["perplexity"]["increase"], asked.max_increase, "relative increase of perplexity"),
         ("kl", result["kl"]["mean"], asked.max_kl, "mean KL(source || output), nats"),
     )
-    return [
-        {"name": name, "passed": value <= limit, "value": value, "limit": limit, "meaning": meaning}
-        for name, value, limit, meaning in limits
-        if limit is not None
-    ]
+    return [_gate(name, value, limit, meaning) for name, value, limit, meaning in limits if limit is not None]
+
+
+def _gate(name: str, value: float, limit: float, meaning: str) -> dict[str, Any]:
+    return {"name": name, "passed": value <= limit, "value": value, "limit": limit, "meaning": meaning}
 
 
 def _source(model: str, revision: str | None, checkpoint: Checkpoint) -> dict[str, Any]:
     return {"model": model, "revision": revision, "digest": source_digest(checkpoint)}
-
-
-def _plan(plan: Plan, sizes: Sizes) -> dict[str, Any]:
-    return {key: value for key, value in summary(plan, sizes).items() if key != "shards"}
 
 
 def _calibration(job: Job, data: CalibrationData, resolved: Resolved) -> dict[str, Any]:
@@ -312,19 +278,22 @@ def _coverage(
     return coverage, coverage_gates(coverage, counts, names, rule) if rule else []
 
 
-def serving(plan: Plan, facts: Architecture, sizes: Sizes, source: Checkpoint, name: str) -> dict[str, Any]:
+def _serving(plan: Plan, facts: Architecture, sizes: Sizes, source: Checkpoint, name: str) -> dict[str, Any]:
     """The servers' options, sampling defaults, and how the model fits into the memory of common GPUs; see `Serving`.
 
     Args:
         name: of the source, for options that only some models of the family have.
     """
+    # transformers finds the class, and fuses the experts, by the model type in config.json.
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
     generation = _json(source, "generation_config.json")
     about = {
         "servers": sorted(facts.servers),
         "sglang": server_options(facts, "sglang", name, source) if "sglang" in facts.servers else None,
         "parsers": server_options(facts, "vllm", name, source) if "vllm" in facts.servers else {},
         "sampling": {key: generation[key] for key in SAMPLING_KEYS if type(generation.get(key)) in (int, float)},
-    } | ({} if _in_transformers(facts) else {"transformers": False})
+    } | ({} if facts.model_type in CONFIG_MAPPING_NAMES else {"transformers": False})
     if problem := unsaid(facts):
         return about | {"longest": sizes.positions or 0, "fits": [], "assumptions": [], "cards_unknown": problem}
     model = serving_model(plan, facts, sizes, source.config, plan.fp8_form(block_size(source)))
@@ -351,18 +320,8 @@ def _json(source: Checkpoint, name: str) -> dict[str, Any]:
         return {}
 
 
-def _in_transformers(facts: Architecture) -> bool:
-    """Whether transformers knows the model type in config.json, by which it finds the class and fuses the experts."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-    return facts.model_type in CONFIG_MAPPING_NAMES
-
-
 def _about_source(facts: Architecture, model: str, source: Checkpoint) -> dict[str, Any]:
-    """What the model card needs to know of the source.
-
-    Args:
-        model: the source's name, by which it is looked up among the facts' published models.
+    """What the model card needs to know of the source called `model`.
 
     Returns:
         license: the licence fields of the source's own card, or those kept with the architecture's facts.
@@ -403,7 +362,7 @@ def _hub_names(value: object) -> list[str]:
 
 
 def _front_matter(source: Checkpoint) -> dict[str, Any]:
-    """The YAML at the head of a checkpoint's README.md; empty if there is none or it cannot be read."""
+    """As `read_front_matter` reads it from a checkpoint's README.md."""
     try:
         return read_front_matter((source.folder / CARD).read_text(encoding="utf-8", errors="replace"))
     except OSError:
