@@ -74,16 +74,13 @@ def measure_layer(
     tokens: int | None = None,
     experts: int | None = None,
     limit: int | None = None,
-    work: Path | None = None,
 ) -> dict[str, Any]:
-    """Quantize one random layer of the job's model, and extrapolate to the whole run.
+    """Quantize one random layer of the job's model, whose shards are not needed, and extrapolate to the whole run.
 
     Args:
-        job: of a recipe; the source's shards are not needed.
         tokens: calibration tokens, and evaluation tokens at most; one token chunk of the device by default.
         experts: fewer than the model has; by default as many as fit into memory.
         limit: bytes of device memory that may be used; None for the device's own limit.
-        work: folder for temporary files; the system's by default.
 
     Returns:
         `phases` (seconds measured, what they grow with, seconds of a layer of the run), `layer`, `dense_layer` and
@@ -97,9 +94,9 @@ def measure_layer(
     verify_kernels(device, {(scheme.bits, scheme.group_size) for scheme in schemes})
     tokens = min(tokens or tokens_per_chunk(is_accelerator(device)), sum(run_lengths))
     lengths, texts = cut_to(run_lengths, tokens), cut_to(run_texts, tokens)
-    with tempfile.TemporaryDirectory(dir=work, prefix="quantize-measure-") as name:
+    with tempfile.TemporaryDirectory(prefix="quantize-measure-") as name:
         folder = Path(name)
-        small, memory = _largest_fitting(job, lengths, sum(texts), device, experts, limit, folder)
+        small, memory = _largest_fitting(job, lengths, sum(texts), device, experts, limit)
         _announce(small, lengths, texts, device)
         smallest = _smallest(job, is_accelerator(device))
         _quantize_random(smallest, memory, [WARM_UP], [WARM_UP] if texts else [], device, folder / "warm-up")
@@ -130,7 +127,7 @@ def measure_layer(
 def _quantize_random(
     job: Job, memory: DeviceMemory, lengths: list[int], texts: list[int], device: torch.device, folder: Path
 ) -> list[dict[str, Any]]:
-    """Quantize a random model of the job's sizes with random tokens; the journal's entries of its layers."""
+    """The journal's entries of the layers of a random model of the job's sizes, quantized with random tokens."""
     job = replace(job, source=write_random(folder / "model", job.config, job.facts, device))
     for file in {info.file for info in job.opened.tensors.values()}:
         with file.open("rb") as stream:  # out of the page cache, as far as the system complies: the disk is to be read
@@ -157,7 +154,7 @@ def _quantize_random(
 
 
 def _announce(job: Job, lengths: list[int], texts: list[int], device: torch.device) -> None:
-    """One line about the measurement, with its time where that can be estimated and is long: on a CPU."""
+    """Say what is measured, and how long it takes where that can be estimated and is long: on a CPU."""
     line = f"measuring one layer: {job.sizes['experts']} experts, {sum(lengths):,} tokens"
     seconds = layer_work(job, job.sizes.moe_layers[0], lengths, texts).seconds(rates_of_cpu())
     if device.type == "cpu" and seconds > 60:
@@ -225,13 +222,7 @@ def _run_lengths(job: Job) -> tuple[list[int], list[int]]:
 
 
 def _largest_fitting(
-    job: Job,
-    lengths: list[int],
-    held_out: int,
-    device: torch.device,
-    experts: int | None,
-    limit: int | None,
-    folder: Path,
+    job: Job, lengths: list[int], held_out: int, device: torch.device, experts: int | None, limit: int | None
 ) -> tuple[Job, DeviceMemory]:
     """The job of a random model with as many experts as fit, or as were asked for, and its device memory.
 
@@ -240,7 +231,7 @@ def _largest_fitting(
     """
     if experts and experts > job.sizes["experts"]:
         raise InputError(f"--experts {experts}: the model has {job.sizes['experts']}; give as many, or fewer")
-    accelerator, limit = is_accelerator(device), limit or device_limit(device)
+    accelerator, limit, folder = is_accelerator(device), limit or device_limit(device), Path(tempfile.gettempdir())
     refused: InputError | None = None
     for count in [experts] if experts else halved(job.sizes["experts"]):
         try:
@@ -251,7 +242,7 @@ def _largest_fitting(
             files = 2 * sum(action.spec.bytes for action in small.plan.actions)
             host = files + PROGRAM + (0 if accelerator else memory.smallest)
             host += calibration_bytes(small.sizes, sum(lengths), forward_dtype(device).itemsize)
-            disk = f"disk space in {folder.parent}", files, shutil.disk_usage(folder).free
+            disk = f"disk space in {folder}", files, shutil.disk_usage(folder).free
             for kind, needed, free in (("host memory", host, available()), disk):
                 if needed > free:
                     raise InputError(
@@ -316,16 +307,14 @@ def resized(config: dict[str, Any], facts: Architecture | None = None, **sizes: 
     return config | {facts.sizes[word].key: size for word, size in sizes.items() if word in facts.sizes}
 
 
-def write_random(
-    folder: Path, config: dict[str, Any], facts: Architecture, device: torch.device, seed: int = 0
-) -> Checkpoint:
+def write_random(folder: Path, config: dict[str, Any], facts: Architecture, device: torch.device) -> Checkpoint:
     """Write the checkpoint that a config.json describes into a new folder, with random weights, and open it.
 
     Norms have outlier channels; linear weights are scaled by 1/√columns, which preserves the length of a vector.
     Random numbers differ between devices.
     """
     sizes = sizes_of(facts)
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(0)
     specs = expected_tensors(facts, sizes, config, CONFIG)
     tensors = {name: _draw(name, spec, facts, specs, generator) for name, spec in specs.items()}
     folder.mkdir(parents=True)

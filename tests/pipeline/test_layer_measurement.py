@@ -78,7 +78,7 @@ def test_a_whole_run_by_hand(deepseek: Job) -> None:
 
 def test_layers_without_experts_are_measured_too(tmp_path: Path) -> None:
     job = prepare(str(families.write_job(tmp_path, "glm4_moe")))
-    found = measure_layer(job, CPU, tokens=64, work=tmp_path)
+    found = measure_layer(job, CPU, tokens=64)
     assert found["dense_layers"] == len(job.sizes.dense) > 0
     assert 0 < found["dense_layer"] < found["layer"]
     assert found["sizes"]["experts"] == job.sizes["experts"]  # all fit
