@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
 from quantizers.output.journal import refuse_unfinished
 from quantizers.planning.job import given_folder
-from quantizers.recipe.changes import changes_of
+from quantizers.recipe.changes import Change, changes_of
 from quantizers.recipe.read import facts_location, find_set, read_recipe, set_location, source_location
-from quantizers.recipe.schema import CoverageGate, Recipe
+from quantizers.recipe.schema import CoverageGate
 from quantizers.system.errors import InputError
 
 if TYPE_CHECKING:
     import torch
 
-    from eval.coverage.routing import Routed
     from quantizers.calibration.samples import CalibrationData
 
 
 @dataclass(frozen=True)
 class Question:
-    """A model, the sets to stream over it, the gates, and the file with the user's own facts if there is one.
+    """A model, the sets to stream over it, the gates, and what names them in messages.
 
     Attributes:
         tokens: how many to draw from the recipe's set; None to stream all of every set.
@@ -80,18 +78,7 @@ def coverage(
 ) -> Coverage:
     """Count the tokens routed to each expert, without quantizing.
 
-    Args:
-        recipe: recipe whose source, calibration set and gates are used.
-        source, calibration, settings: of the recipe, as in `quantizers.run`.
-        facts: the user's own architecture spec.
-        model: without a recipe, or instead of its source: a checkpoint's folder or Hub id.
-        data: without a recipe, or instead of its set: a calibration set.
-        compare: two sets: experts whose share of tokens grows or shrinks, newly covered or no longer covered.
-        min_routed_tokens, max_uncovered: without a recipe, the gate: 1 token, and 0.01 of the experts by default.
-        device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
-        work: scratch folder for activations; a temporary one by default.
-        trust_remote_code: allow custom tokenizer code.
-        dist: the processes that share the work; each of them calls this.
+    The arguments are the options of `quantize coverage`, see `quantizers.commands`.
 
     Raises:
         InputError: something is missing, given twice, or wrong.
@@ -112,19 +99,15 @@ def coverage(
     given = {"min_routed_tokens": min_routed_tokens, "max_uncovered": max_uncovered}
     gates = {key: value for key, value in given.items() if value is not None}
     sets = tuple(find_set(str(name)) for name in compare or ([data] if data else []))
-    question = Question(
-        str(model), "main", trust_remote_code, sets, CoverageGate(), str(model), Path(facts) if facts else None
-    )
+    own = Path(facts) if facts is not None else None
+    question = Question(str(model), "main", trust_remote_code, sets, CoverageGate(), str(model), own)
     if recipe is not None:
-        parsed, path = read_recipe(str(recipe), changes)
+        question = _with_recipe(question, str(recipe), changes, source, of_its_source=model is None)
         if gates:
             raise InputError(
-                f"{path}: holds the gates; leave out --min-routed-tokens and --max-uncovered, or change it with --set "
-                "verify.coverage.min_routed_tokens=N"
+                f"{question.where}: holds the gates; leave out --min-routed-tokens and --max-uncovered, or change it "
+                "with --set verify.coverage.min_routed_tokens=N"
             )
-        question = _with_recipe(question, parsed, path)
-        if model is None:
-            question = _with_source(question, parsed, path, source)
     elif changes:
         raise InputError(f"{changes[0].shown}: changes a recipe; give one, or leave it out")
     elif model is None:
@@ -140,31 +123,33 @@ def coverage(
     return Coverage(figures if dist.is_main else {})
 
 
-def _with_recipe(question: Question, recipe: Recipe, path: Path) -> Question:
-    """The recipe's gates, and its set where none is given.
+def _with_recipe(
+    question: Question, name: str, changes: Sequence[Change], source: str | Path | None, *, of_its_source: bool
+) -> Question:
+    """The question with a recipe's gates, with its set where none is given, and perhaps of its source.
+
+    Args:
+        of_its_source: whether no other model is given. What the recipe says of its source holds for that alone: the
+            revision, trust and facts.
 
     Raises:
         InputError: there is no such set.
     """
-    rule = (recipe.verify and recipe.verify.coverage) or question.rule
-    question = replace(question, rule=rule, where=str(path))
-    if question.sets:
-        return question
-    file = set_location(recipe.calibration_set, path)
-    if not file.is_file():
-        raise InputError(f"{path}: {file}: no such calibration set; correct the path")
-    return replace(question, sets=(file,), tokens=recipe.calibration_tokens, without=recipe.calibration_without)
-
-
-def _with_source(question: Question, recipe: Recipe, path: Path, source: str | Path | None) -> Question:
-    """The recipe's source, with what the recipe says of that model alone: its revision, trust and facts."""
-    return replace(
-        question,
-        model=source_location(recipe, path) if source is None else given_folder(Path(source)),
-        revision=recipe.source.revision,
-        trust_remote_code=question.trust_remote_code or recipe.source.trusts_tokenizer,
-        facts_file=question.facts_file or facts_location(recipe, path),
-    )
+    recipe, path = read_recipe(name, changes)
+    told: dict[str, Any] = {"where": str(path), "rule": (recipe.verify and recipe.verify.coverage) or question.rule}
+    if not question.sets:
+        file = set_location(recipe.calibration_set, path)
+        if not file.is_file():
+            raise InputError(f"{path}: {file}: no such calibration set; correct the path")
+        told |= {"sets": (file,), "tokens": recipe.calibration_tokens, "without": recipe.calibration_without}
+    if of_its_source:
+        told |= {
+            "model": source_location(recipe, path) if source is None else given_folder(Path(source)),
+            "revision": recipe.source.revision,
+            "trust_remote_code": question.trust_remote_code or recipe.source.trusts_tokenizer,
+            "facts_file": question.facts_file or facts_location(recipe, path),
+        }
+    return replace(question, **told)
 
 
 def measure_coverage(
@@ -174,25 +159,8 @@ def measure_coverage(
     with the first, see `eval.coverage.compare.compare_counts`.
     """
     from eval.coverage.compare import SIDES, compare_counts, labels
-    from eval.coverage.summary import report
-
-    routed, sets = _stream(question, device, work, dist)
-    names = [data.name for data in sets]
-    if len(sets) == 1:
-        found = {"model": question.model, "set": names[0]} | report(routed.part("0:"), question.rule)
-        return found | ({"drawn": asdict(sets[0].drawn)} if sets[0].drawn else {})
-    comparison = compare_counts(routed.part("0:"), routed.part("1:"), question.rule)
-    for side, name, file, label in zip(SIDES, names, question.sets, labels(names, question.sets), strict=True):
-        comparison[side] |= {"name": name, "file": str(file), "label": label}
-    return {"model": question.model} | comparison
-
-
-def _stream(
-    question: Question, device: torch.device, work: Path, dist: ProcessGroup
-) -> tuple[Routed, list[CalibrationData]]:
-    """Stream all sets in one pass; the categories of set n get the prefix `n:`."""
     from eval.coverage.routing import count_routes
-    from eval.coverage.summary import check_floors
+    from eval.coverage.summary import check_floors, report
     from quantizers.architectures.families import architecture_for
     from quantizers.architectures.sizes import sizes_of
     from quantizers.calibration.load_set import load_set, said
@@ -201,7 +169,6 @@ def _stream(
     from quantizers.device.devices import forward_dtype, use_threads
     from quantizers.formats.tensor_names import published_names
     from quantizers.model.streamed_model import StreamedModel
-    from quantizers.system.progress import progress
 
     checkpoint = dist.in_turn(lambda: open_checkpoint(question.model, question.revision))
     where = str(checkpoint.folder / "config.json")
@@ -221,9 +188,17 @@ def _stream(
     for data in loaded:
         check_floors(question.rule, [sample.category for sample in data.samples], question.where)
     sequences = [tokens for data in loaded for tokens in token_tensors(data, sizes["vocabulary"])]
+    # All sets in one pass: the categories of set n get the prefix `n:`.
     categories = [f"{n}:{sample.category}" for n, data in enumerate(loaded) for sample in data.samples]
     use_threads(sizes)
     model = StreamedModel(named, facts, sizes, device, forward_dtype(device))
-    shown = progress("streaming", sizes["layers"]) if dist.is_main else nullcontext(lambda _: None)
-    with shown as step:
-        return count_routes(model, sequences, categories, work, step, dist), loaded
+    with rank_0_progress("streaming", sizes["layers"], 0, lambda: None, dist) as step:
+        routed = count_routes(model, sequences, categories, work, step, dist)
+    names = [data.name for data in loaded]
+    if len(loaded) == 1:
+        found = {"model": question.model, "set": names[0]} | report(routed.part("0:"), question.rule)
+        return found | ({"drawn": asdict(loaded[0].drawn)} if loaded[0].drawn else {})
+    comparison = compare_counts(routed.part("0:"), routed.part("1:"), question.rule)
+    for side, name, file, label in zip(SIDES, names, question.sets, labels(names, question.sets), strict=True):
+        comparison[side] |= {"name": name, "file": str(file), "label": label}
+    return {"model": question.model} | comparison

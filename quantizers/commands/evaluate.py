@@ -75,7 +75,6 @@ class Evaluation:
     """The result of `evaluate`.
 
     Attributes:
-        source: as it was named.
         candidates: in the order given; none in ranks except 0.
         paired: with several candidates, the differences of each further one to the first, with confidence intervals.
     """
@@ -108,16 +107,8 @@ def evaluate(
 ) -> Evaluation:
     """Measure perplexity, KL and more of candidates against a source; one layer of each is in memory at a time.
 
-    Args:
-        source: a folder or Hub id.
-        candidates: one or more checkpoints of the same model, in any format that `quantize eval --help` names.
-        data: evaluation set: a file, or the name of a shipped set such as held-out.
-        facts: the user's own architecture spec; the one that a candidate carries by default.
-        device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
-        work: folder for activations and a journal, from which an interrupted evaluation resumes; a temporary one by
-            default.
-        trust_remote_code: allow custom tokenizer code.
-        dist: the processes that share the work; each of them calls this.
+    The arguments are those of `quantize eval`, see `quantizers.commands`. With `work`, the folder of activations and a
+    journal, an interrupted evaluation resumes.
 
     Raises:
         InputError: a set or checkpoint is wrong, or `work` holds another evaluation.
@@ -128,15 +119,15 @@ def evaluate(
         refuse_unfinished(Path(name))
     data_set = find_set(str(data), "held-out")
     opened = dist.in_turn(lambda: [open_checkpoint(name) for name in names])
-    carried = next(filter(None, (output_facts(c.folder) for c in opened[1:])), None)
-    own = carried if facts is None else Path(facts)
-    if own is not None and facts is None and dist.is_main:
-        print(f"facts: {own}", file=sys.stderr, flush=True)
+    own = Path(facts) if facts is not None else None
+    if own is None:
+        own = next(filter(None, (output_facts(candidate.folder) for candidate in opened[1:])), None)
+        if own is not None and dist.is_main:
+            print(f"facts: {own}", file=sys.stderr, flush=True)
     where = str(opened[0].folder / "config.json")
     architecture = architecture_for(opened[0].config, where, own, opened[0].tensors)
-    sizes = sizes_of(architecture)
-    settings = begun_with(Path(work) / "evaluation", EVALUATION) if work else {}
-    use_threads(sizes, dist.broadcast_object(settings.get("threads")), dist)
+    begun = begun_with(Path(work) / "evaluation", EVALUATION) if work else {}
+    use_threads(sizes_of(architecture), dist.broadcast_object(begun.get("threads")), dist)
     advice = "give the same command again" + (" to resume" if work else "; with --work DIR it would resume")
     scratch = tempfile.TemporaryDirectory() if work is None else contextlib.nullcontext(work)
     with scratch as folder, interruptible(advice) as interrupt, ordered():
@@ -178,9 +169,6 @@ def measure(
         work: a folder for hidden states and the journal on the first machine, from which an interrupted call resumes;
             created here, and removed at the end.
         check: called between steps; may raise to interrupt.
-        trust_remote_code: whether the tokenizer may run code of its own.
-        dist: the processes that share the work; each of them calls this.
-        own: a file with the user's own facts about the family.
 
     Returns:
         Figures of each candidate, see `HeldOut.figures`. An empty list in all ranks except 0.
@@ -210,11 +198,10 @@ def measure(
         work.mkdir(parents=True, exist_ok=True)
         _same_evaluation(work, opened, data, device)
     dist.barrier()
-    results = _evaluate(models, opened, held, work, check, dist)
-    if not dist.is_main:
-        return []
-    shutil.rmtree(work, ignore_errors=True)
-    return [held.figures(one, candidate.name) for one, candidate in zip(results, candidates, strict=True)]
+    results = _compare(models, opened, held, work, check, dist)
+    if dist.is_main:
+        shutil.rmtree(work, ignore_errors=True)
+    return [held.figures(one, candidate.name) for one, candidate in zip(results, candidates, strict=dist.is_main)]
 
 
 class _FromFiles:
@@ -238,7 +225,7 @@ class _FromFiles:
             yield layer
 
 
-def _evaluate(
+def _compare(
     models: Sequence[StreamedModel],
     opened: Sequence[Checkpoint],
     held: HeldOut,
@@ -246,7 +233,7 @@ def _evaluate(
     check: Callable[[], None],
     dist: ProcessGroup,
 ) -> list[Measured]:
-    """Run all models over the texts, journaled layer by layer."""
+    """Run all models over the texts, journaled layer by layer; an empty list in all ranks except 0."""
     layers = models[0].sizes["layers"]
 
     def journal(number: int) -> Path:

@@ -5,12 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from quantizers.budget.choice import apply_choice
+from quantizers.checkpoint.reader import left_behind
+from quantizers.pipeline.servable import planned_check
+from quantizers.planning.estimate import DISK, estimate_run, memory_on_gpu
+from quantizers.planning.gpus import parse_gpus
+from quantizers.planning.job import Job, prepare
+from quantizers.planning.plan import listing, summary
+from quantizers.planning.serving_memory import (
+    assumptions,
+    fit,
+    kv_bytes_per_token,
+    notes,
+    remedies,
+    serving_model,
+    unsaid,
+    weights_alone,
+)
+from quantizers.recipe.changes import changes_of
 from quantizers.system.errors import InputError
-
-if TYPE_CHECKING:
-    from quantizers.planning.job import Job
 
 
 @dataclass(frozen=True)
@@ -63,33 +78,11 @@ def plan(
 ) -> PlannedRun:
     """Show what a run would do and need; with `vram`, where its output fits. Reads headers only.
 
-    Args:
-        recipe, source, calibration, settings: as in `quantizers.run`.
-        facts: the user's own architecture spec, instead of the one that the recipe may name.
-        output: with a budget: the folder of a run, to show the schemes that it chose.
-        hub: read the headers from the Hub even if the architecture spec is built in.
-        device_memory: bytes of the device's memory that the run may use at most.
-        nodes, gpus: machines, and GPUs of each, for which a run is estimated as well.
-        disk: bandwidth of a machine's disk in bytes per second; 1 GB by default.
-        tensors: list every tensor with its action.
-        vram: GPUs to serve the output on, such as 2x96GiB or 2xH100.
-        context: with `vram`, context length in tokens; the model's maximum by default.
-        kv: with `vram`, 16-bit keys and values (auto), or fp8.
-        tp: with `vram`, tensor-parallel size; the largest that vLLM allows by default.
-        measure: instead, quantize one layer of the model's size with random weights on this machine, and give seconds
-            by phase, and hours for all layers.
-        tokens, experts, device: with `measure`, calibration tokens, experts of the layer, and where; one token chunk,
-            as many as fit into memory, and the first GPU if there is one by default.
+    The arguments are the options of `quantize plan`, see `quantizers.commands`; `disk` is in bytes per second.
 
     Raises:
         InputError: the recipe or its source is wrong, or arguments do not go together.
     """
-    from quantizers.budget.choice import apply_choice
-    from quantizers.checkpoint.reader import left_behind
-    from quantizers.pipeline.servable import planned_check
-    from quantizers.planning.job import prepare
-    from quantizers.recipe.changes import changes_of
-
     if not vram and (context is not None or tp is not None or kv != "auto"):
         raise InputError("--context, --kv and --tp go with --vram; say which GPUs, as --vram 2x96GiB")
     if vram and (nodes, gpus, disk) != (1, 1, None):
@@ -124,49 +117,29 @@ def plan(
         return PlannedRun(figures | {"measured": measured})
     if vram:
         return PlannedRun(figures | _serving(job, vram, context, kv, tp))
-    figures |= _needs(job, nodes, gpus, disk, device_memory) | ({"schemes": schemes} if schemes else {})
+    # Actions and bytes of a run, and an estimate of its memory and time.
+    figures |= summary(job.plan, job.sizes) | {"cards_unknown": unsaid(job.facts)}
+    needs = estimate_run(job, int(figures["output_bytes"]), nodes * gpus, disk or DISK)
+    figures |= {"needs": asdict(needs), "asked": {"machines": nodes, "gpus": gpus}}
+    if device_memory:
+        figures |= {"device_memory": memory_on_gpu(job, device_memory).as_dict()}
+    if schemes:
+        figures |= {"schemes": schemes}
     if tensors:
-        from quantizers.planning.plan import listing
-
         figures |= {"tensors": listing(job.plan)}
     return PlannedRun(figures)
-
-
-def _needs(job: Job, nodes: int, gpus: int, disk: int | None, device_memory: int | None) -> dict[str, Any]:
-    """Actions and bytes of a run, and an estimate of its memory and time."""
-    from quantizers.planning.estimate import DISK, estimate_run, memory_on_gpu
-    from quantizers.planning.plan import summary
-    from quantizers.planning.serving_memory import unsaid
-
-    figures = summary(job.plan, job.sizes) | {"cards_unknown": unsaid(job.facts)}
-    needs = estimate_run(job, int(str(figures["output_bytes"])), nodes * gpus, disk or DISK)
-    figures |= {"needs": asdict(needs), "asked": {"machines": nodes, "gpus": gpus}}
-    return figures | ({"device_memory": memory_on_gpu(job, device_memory).as_dict()} if device_memory else {})
 
 
 def _serving(
     job: Job, vram: Sequence[str], context: int | None, kv: Literal["auto", "fp8"], tp: int | None
 ) -> dict[str, Any]:
     """Whether the output fits on each of the GPUs, and ways to make it fit."""
-    from quantizers.planning.gpus import parse_gpus
-    from quantizers.planning.serving_memory import (
-        assumptions,
-        fit,
-        kv_bytes_per_token,
-        notes,
-        remedies,
-        serving_model,
-        unsaid,
-        weights_alone,
-    )
-
+    gpus = [parse_gpus(text) for text in vram]
     if problem := unsaid(job.facts):
         if (context, kv, tp) != (None, "auto", None):
             raise InputError(f"--context, --kv and --tp: {problem}; leave them out")
-        rooms = weights_alone(job.plan, [parse_gpus(text) for text in vram])
-        return {"cards_unknown": problem, "weights": [asdict(room) for room in rooms]}
+        return {"cards_unknown": problem, "weights": [asdict(room) for room in weights_alone(job.plan, gpus)]}
     model = serving_model(job.plan, job.facts, job.sizes, job.config, job.fp8)
-    gpus = [parse_gpus(text) for text in vram]
     fits = [fit(model, one, context, kv, tp) for one in gpus]
     suggested = remedies(job, model, list(zip(gpus, fits, strict=True)), tp)
     return {

@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from quantizers.device.determinism import ordered
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from quantizers.output import journal
+from quantizers.planning.job import Job, prepare
+from quantizers.recipe.changes import changes_of
+from quantizers.recipe.portable import source_name
+from quantizers.recipe.read import find_recipe
 from quantizers.system.errors import InputError
 from quantizers.system.output_files import RECIPE, REPORT
 
@@ -65,27 +71,8 @@ def run(
 ) -> FinishedCheckpoint:
     """Quantize a checkpoint, stitch it, verify and measure it. An interrupted run resumes when it is called again.
 
-    Progress is printed on standard error. Ctrl-C and SIGTERM end it between two steps.
-
-    Args:
-        recipe: a recipe file, the name of a shipped recipe, or the Hub id of a model that has one.
-        output: folder for the finished checkpoint: new, empty, or an unfinished run; out/<name of the recipe> by
-            default.
-        source: local folder of the source model, instead of the recipe's.
-        calibration: calibration set instead of the recipe's: a file, or the name of a shipped set.
-        without: sources of the calibration set to leave out; samples of the same category take their place.
-        settings: keys of the recipe to override, such as `{"experts.group_size": 64}`; None removes a key.
-        device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
-        device_memory: bytes of the device's memory to use at most; the output is the same.
-        fresh: discard an earlier run in `output`, without asking.
-        paranoid: hash the source's shards, and check them again on resume.
-        states: where calibration activations are kept; auto: on the device or in memory if they fit, else in files.
-        ignore_stop: continue after a layer whose figures are beyond the recipe's `verify.stop`.
-        ignore_source_check: quantize a source that makes no sense of text, such as random weights; see the recipe's
-            `verify.perplexity.max_source`.
-        with_data: copy the sets' local data files into the output, for publishing.
-        command: what the user typed, named where the run is found unfinished.
-        dist: the processes that share the run; each of them calls this.
+    Progress is printed on standard error. Ctrl-C and SIGTERM end it between two steps. The arguments are the options of
+    `quantize run`, see `quantizers.commands`; `fresh` does not ask.
 
     Returns:
         The checkpoint. Gates that failed do not raise: see `passed`.
@@ -95,12 +82,6 @@ def run(
         Stopped: the recipe's `verify.stop` ended the run after a layer.
         QuantizeError: the run failed. Interrupted: by a signal. What was finished stays on disk in both cases.
     """
-    from quantizers.device.determinism import ordered
-    from quantizers.output.journal import begun_with, discard, refuse_second_run, work_folder
-    from quantizers.planning.job import Job, prepare
-    from quantizers.recipe.changes import changes_of
-    from quantizers.recipe.read import find_recipe
-
     changes = changes_of(settings, calibration, without)
     path = find_recipe(str(recipe))
     folder = Path("out") / _run_name(path) if output is None else Path(output)
@@ -108,29 +89,26 @@ def run(
     def begin() -> Job:
         """Everything that may refuse or download; rank 0 does it first."""
         if dist.is_main:
-            refuse_second_run(folder)
+            journal.refuse_second_run(folder)
         folder_given = Path(source) if source is not None else None
         job = prepare(str(recipe), source_folder=folder_given, changes=changes, sets_first=dist.is_main)
         if fresh and dist.is_main:
-            _keep_own_recipe(job.path, folder)
-            discard(folder)
+            if Path(os.path.abspath(job.path)).parent.resolve() == folder.resolve():
+                raise InputError(
+                    f"{job.path}: --fresh would discard it with the rest of {folder}; give --output another folder"
+                )
+            journal.discard(folder)
         return job
 
     job = dist.in_turn(begin)
     if output is None and dist.is_main:
         print_default(folder)
-    from quantizers.device.devices import choose_device, use_threads
+    from quantizers.device.devices import choose_device, use_threads  # which take seconds, as what refuses does not
     from quantizers.pipeline.options import Options
-    from quantizers.pipeline.pipeline import of_another_source
     from quantizers.pipeline.pipeline import run as run_job
 
-    if dist.is_main and of_another_source(job):
-        print(
-            f"{job.path}: the checkpoint beside it was made from another source than {job.location}, so this will "
-            "not give the same bytes",
-            file=sys.stderr,
-        )
-    use_threads(job.sizes, dist.broadcast_object(begun_with(work_folder(folder)).get("threads")), dist)
+    begun = journal.begun_with(journal.work_folder(folder))
+    use_threads(job.sizes, dist.broadcast_object(begun.get("threads")), dist)
     options = Options(
         folder,
         choose_device(device, dist),
@@ -161,8 +139,6 @@ def _run_name(recipe: Path) -> str:
     Raises:
         InputError: the current folder is inside that checkpoint, where loaders would find the second one.
     """
-    from quantizers.recipe.portable import source_name
-
     folder = Path(os.path.abspath(recipe)).parent  # of a link, as in the Hub's cache, and not of its target
     if recipe.name != RECIPE or not (folder / REPORT).is_file():
         return recipe.stem
@@ -171,13 +147,3 @@ def _run_name(recipe: Path) -> str:
             f"{recipe}: the current folder is inside this finished checkpoint; give --output a folder outside of it"
         )
     return f"{Path(source_name(str(folder), folder)).name}-again"
-
-
-def _keep_own_recipe(recipe: Path, output: Path) -> None:
-    """Refuse to discard a finished checkpoint for a run of its own recipe.
-
-    Raises:
-        InputError: the recipe is one of the files that would be discarded.
-    """
-    if Path(os.path.abspath(recipe)).parent.resolve() == output.resolve():
-        raise InputError(f"{recipe}: --fresh would discard it with the rest of {output}; give --output another folder")

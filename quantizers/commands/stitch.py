@@ -16,13 +16,6 @@ from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device
 from quantizers.distributed.process_group import RESUME
 from quantizers.output import journal
-from quantizers.output.journal import (
-    finished_report,
-    move_into_place,
-    refuse_changes,
-    refuse_strangers,
-    refuse_unfinished,
-)
 from quantizers.output.manifest import text_sha256
 from quantizers.pipeline.report import stitch_report
 from quantizers.pipeline.report_files import write_report
@@ -50,17 +43,8 @@ def stitch(
 ) -> FinishedCheckpoint:
     """Build a mixed checkpoint: experts from one checkpoint, everything else from the FP8 source.
 
-    Progress is printed on standard error. An interrupted call resumes when it is made again.
-
-    Args:
-        source: the FP8 model, a folder or Hub id.
-        experts: a checkpoint with packed experts, quantized by any tool from a BF16 copy of the source.
-        output: a new or empty folder, or that of the same call that was interrupted; out/<name of experts>-stitched by
-            default.
-        repair_router: compensate the router for the smoothed norms of the experts' checkpoint.
-        facts: the user's own architecture spec.
-        device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
-        command: what the user typed, named where the folder is found unfinished.
+    Progress is printed on standard error. An interrupted call resumes when it is made again. The arguments are the
+    options of `quantize stitch`, see `quantizers.commands`.
 
     Returns:
         The checkpoint. Gates that failed, such as an uncompensated router, do not raise: see `passed`.
@@ -69,8 +53,8 @@ def stitch(
         CheckpointError: the two do not belong together, or have a format that cannot be stitched.
         OutputError: the folder holds something else.
     """
-    refuse_unfinished(Path(source))
-    refuse_unfinished(Path(experts))
+    journal.refuse_unfinished(Path(source))
+    journal.refuse_unfinished(Path(experts))
     if output is None:
         output = Path("out") / f"{Path(source_name(str(experts), Path.cwd())).name}-stitched"
         print_default(output)
@@ -84,7 +68,7 @@ def stitch(
         "digests": {"source": source_digest(opened), "experts": source_digest(theirs)},
         "repair_router": repair_router,
     } | {name: text_sha256(text) for name, text in copied.items()}
-    finished = finished_report(output)
+    finished = journal.finished_report(output)
     if finished is not None:
         if finished.get("stitched") != settings:
             raise OutputError(f"{output}: holds another finished output; choose another --output")
@@ -92,11 +76,11 @@ def stitch(
     on = choose_device(device)
     with interruptible(RESUME) as check, ordered():
         mix = belong_together(opened, theirs, on, own)
-        refuse_strangers(output)
+        journal.refuse_strangers(output)
         with journal.locked(output):
             work = journal.work_folder(output)
             if not (work / "moving").exists():
-                refuse_changes(work, settings, output)
+                journal.refuse_changes(work, settings, output)
                 journal.note_command(work, command)
                 written = write_mix(mix, work, repair_router=repair_router, check=check)
                 folder = work / "output"
@@ -107,4 +91,4 @@ def stitch(
                     audit = verify(folder, opened, on, written, checked(step, check), own=mix.facts)
                 write_report(folder, stitch_report(mix, settings, folder, audit, written), copied)
                 write_text("", work / "moving")
-            return FinishedCheckpoint(output, move_into_place(work, output), location)
+            return FinishedCheckpoint(output, journal.move_into_place(work, output), location)

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     import torch
 
     from eval.serving.check import ServingCheck
-    from quantizers.architectures.architecture import Architecture
     from stitch.audit.checkpoint import Audit
 
 
@@ -80,13 +79,7 @@ def verify(
 ) -> Verification:
     """Compare a finished checkpoint with its source, with its own report, and with the rules of serving engines.
 
-    Args:
-        folder: a finished checkpoint of compressed-tensors' formats, made by this program or another.
-        source: the source model, a folder or Hub id; the one in report.json by default.
-        revision: of the source on the Hub; the one in report.json by default.
-        with_vllm: also ask the installed vLLM for the scheme of every layer.
-        facts: the user's own architecture spec, instead of one that the folder carries.
-        device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
+    The arguments are the options of `quantize verify`, see `quantizers.commands`.
 
     Raises:
         InputError: the folder or the source cannot be opened, or the source is unknown.
@@ -96,8 +89,9 @@ def verify(
     from quantizers.device.devices import choose_device
 
     folder, own = Path(folder), Path(facts) if facts is not None else None
-    for name in (folder, *([source] if source is not None else [])):
-        refuse_unfinished(Path(name))
+    refuse_unfinished(folder)
+    if source is not None:
+        refuse_unfinished(Path(source))
     opened = source_of(folder, str(source) if source is not None else None, revision)
     with ordered():
         found = verify_folder(folder, opened, choose_device(device), own)
@@ -105,13 +99,13 @@ def verify(
         return found
     from eval.serving.ask_vllm import ask_vllm
 
-    own_or_carried = own or output_facts(folder)
-    architecture = architecture_for(opened.config, str(opened.folder / CONFIG), own_or_carried, opened.tensors)
+    own = own or output_facts(folder)
+    architecture = architecture_for(opened.config, str(opened.folder / CONFIG), own, opened.tensors)
     return replace(found, vllm=ask_vllm(folder, architecture))
 
 
 def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: Own = None) -> Verification:
-    """Compare a finished checkpoint with its source, with its own record, and with the serving engines' rules.
+    """As `verify`, with the source opened.
 
     Args:
         own: a file with the user's own facts about the family, instead of those that the folder may carry.
@@ -125,21 +119,24 @@ def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: O
     from stitch.audit.checkpoint import Audit, verify
 
     _refuse(folder, source)
-    record, found = check_manifest(folder), _recorded_architecture(folder)
-    carried = output_facts(folder) if found is None else None  # what was derived is derived again
-    if own is None and carried is not None:
+    record, found, where = check_manifest(folder), _recorded_architecture(folder), str(source.folder / CONFIG)
+    carried = output_facts(folder) if own is None and found is None else None  # what was derived is derived again
+    if carried is not None:
         try:
-            architecture_for(source.config, str(source.folder / CONFIG), carried)
+            architecture_for(source.config, where, carried)
         except ArchitectureError as failure:
             told = any(line.startswith(f"{FACTS}:") for line in record.differences)
             fault = str(failure).replace(f"{folder}/", "")
             return Verification(Audit(differences=[] if told else [fault]), record, None)
-    if own is None and carried is not None:
         own, record = carried, replace(record, notes=(*record.notes, f"read with the facts that it carries, {FACTS}"))
-    facts = architecture_for(source.config, str(source.folder / CONFIG), own, source.tensors)
+    facts = architecture_for(source.config, where, own, source.tensors)
     with progress("verifying", sizes_of(facts)["layers"]) as step:
         audit = verify(folder, source, device, step=step, own=facts)
-    record = replace(record, differences=(*record.differences, *_architecture_differences(found, facts)))
+    if found is not None:  # but for the probes' numbers
+        now = json.loads(json.dumps(facts.found()))
+        keys = [key for key in now if key != "probes" and now[key] != found.get(key)]
+        lines = [f"{REPORT}: architecture.{key} is {found.get(key)}, probing now finds {now[key]}" for key in keys]
+        record = replace(record, differences=(*record.differences, *lines))
     return Verification(audit, record, check_folder(folder, facts))
 
 
@@ -150,15 +147,6 @@ def _recorded_architecture(folder: Path) -> dict[str, Any] | None:
     except CheckpointError:
         return None  # which the record reports
     return recorded if isinstance(recorded, dict) else None
-
-
-def _architecture_differences(recorded: dict[str, Any] | None, facts: Architecture) -> list[str]:
-    """What the probes find otherwise now, but for their numbers."""
-    if recorded is None:
-        return []
-    found = json.loads(json.dumps(facts.found()))
-    keys = [key for key in found if key != "probes" and found[key] != recorded.get(key)]
-    return [f"{REPORT}: architecture.{key} is {recorded.get(key)}, probing now finds {found[key]}" for key in keys]
 
 
 def _refuse(folder: Path, source: Checkpoint) -> None:
@@ -194,28 +182,21 @@ def source_of(folder: Path, given: str | None, revision: str | None) -> Checkpoi
     refuse_gguf(str(folder))
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; give a finished checkpoint")
-    model, made_at = _named_source(folder, needed=given is None)
-    if given is not None:
-        return open_checkpoint(given, revision or made_at)
-    if is_hub_id(model):
-        return open_checkpoint(model, revision or made_at)
+    model, made_at = "", "main"
+    try:
+        source = read_json(folder / REPORT)["source"]
+        model, made_at = str(source["model"]), str(source["revision"] or "main")
+    except (CheckpointError, KeyError, TypeError) as failure:
+        if given is None:
+            damaged = check_manifest(folder).differences
+            if damaged:
+                raise DamagedRecord(f"{damaged[0]}; with --source the rest can be verified") from None
+            raise InputError(
+                f"{folder}: has no {REPORT} that names its source; say where that is with --source"
+            ) from failure
+    if given is not None or is_hub_id(model):
+        return open_checkpoint(model if given is None else given, revision or made_at)
     for kept in sorted(shipped("models").iterdir()):
         if kept.name == model:
             return open_checkpoint(str(kept))
     raise InputError(f"{folder}: was made from a folder called {model}; say where that is with --source")
-
-
-def _named_source(folder: Path, needed: bool) -> tuple[str, str]:
-    """The source's name and revision in report.json; if it has none and none is needed, an empty name and main."""
-    try:
-        source = read_json(folder / REPORT)["source"]
-        return str(source["model"]), str(source["revision"] or "main")
-    except (CheckpointError, KeyError, TypeError) as failure:
-        if not needed:
-            return "", "main"
-        damaged = check_manifest(folder).differences
-        if damaged:
-            raise DamagedRecord(f"{damaged[0]}; with --source the rest can be verified") from None
-        raise InputError(
-            f"{folder}: has no {REPORT} that names its source; say where that is with --source"
-        ) from failure

@@ -79,6 +79,7 @@ def run(job: Job, options: Options) -> dict[str, Any]:
     dist, engines = options.dist, None
     work = journal.work_folder(options.output, dist.node)
     if dist.is_main:
+        _warn_of_another_source(job)
         finished = journal.finished_report(options.output)
         if finished is not None:
             dist.broadcast_object(False)
@@ -155,10 +156,15 @@ def _changes(output: Path, job: Job) -> str:
     return ", ".join([*changes[:SHOWN], *([f"and {len(changes) - SHOWN} more"] if len(changes) > SHOWN else [])])
 
 
-def of_another_source(job: Job) -> bool:
-    """Whether a recipe lies in a finished checkpoint that was made from another source, so that its run differs."""
+def _warn_of_another_source(job: Job) -> None:
+    """Say it if the recipe lies in a finished checkpoint that was made from another source, so that its run differs."""
     made = (journal.finished_report(job.path.parent) or {}).get("source")
-    return isinstance(made, dict) and made.get("digest") not in (None, source_digest(job.opened))
+    if isinstance(made, dict) and made.get("digest") not in (None, source_digest(job.opened)):
+        print(
+            f"{job.path}: the checkpoint beside it was made from another source than {job.location}, so this will "
+            "not give the same bytes",
+            file=sys.stderr,
+        )
 
 
 def _refuse_different_ranks(job: Job, options: Options) -> None:
