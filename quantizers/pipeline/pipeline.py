@@ -110,11 +110,8 @@ def _already_done(job: Job, options: Options, finished: dict[str, Any]) -> dict[
     Raises:
         OutputError: the output was made from another recipe or source, or its report.json was changed.
     """
-    output, source, remedy = (
-        options.output,
-        finished.get("source"),
-        "choose another --output, or start over with --fresh",
-    )
+    output, source = options.output, finished.get("source")
+    remedy = "choose another --output, or start over with --fresh"
     if not is_made_by(finished, job.recipe, job.path):
         changed = _changes(output, job)
         raise OutputError(

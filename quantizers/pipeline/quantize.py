@@ -239,7 +239,8 @@ class _Run:
                         "peak_memory_bytes": peak_memory(context.device),
                     }
                 journal_them(shards)
-            self.quantizer.remove()
+            for states in (self.quantizer.states, self.quantizer.moe_inputs):
+                states.remove()  # their files, if there are any
             journal_them(self.writer.finished(pending=0))
 
     def measured(self, entries: Sequence[Entry]) -> Measured | None:
@@ -455,11 +456,6 @@ class Quantizer:
             counts[names.index(sample.category)] += route_counts(in_sample, counts.shape[1])
         rows: list[list[int]] = counts.tolist()
         return rows
-
-    def remove(self) -> None:
-        """Remove the files of the states, if there are any."""
-        self.states.remove()
-        self.moe_inputs.remove()
 
 
 def _audit_shard(job: Job, number: int, source: LoadedTensors, made: LoadedTensors, device: torch.device) -> LayerAudit:

@@ -42,18 +42,19 @@ def rehearse(
 
     Args:
         planned: of `report.planned_report`.
-        evaluation: the held-out texts; None if nothing is measured.
+        evaluation: None if nothing is measured.
         engines: of `servable.planned_check`.
         texts: files that the run adds, see `Resolved.texts`.
 
     Raises:
         InputError: something that would end the run after its last layer. A picture that fails is only a note.
     """
-    layers = [_entry(number, job, len(category_names(data.samples))) for number in range(job.sizes["layers"])]
+    categories = len(category_names(data.samples))
+    layers = [_entry(number, job, categories) for number in range(job.sizes["layers"])]
     written = {job.plan.shard_file(part): ShardDigest(bytes=0, sha256="", tensors="") for part in job.plan.parts}
     try:
         figures = evaluation.figures(_measured(job, evaluation.texts), "the output") if evaluation else None
-        report = {**planned, **found_report(job, data, figures, layers, written, Audit(), engines)}
+        report = dict(planned) | found_report(job, data, figures, layers, written, Audit(), engines)
         report |= {"seconds": {"this_process": 0.0, "layers": 0.0}, "peak_memory_bytes": 0}
         if job.allocation:
             measurements = [_measurement(number, job.allocation) for number in job.sizes.moe_layers]
@@ -97,9 +98,9 @@ def _measurement(number: int, allocation: Allocation) -> dict[str, Any]:
 
 def _measured(job: Job, texts: list[Text]) -> Measured:
     """An output as close to its source in every token."""
-    tokens = sum(len(text.tokens) - 1 for text in texts)
-    loss, layers = np.ones(tokens), []
-    for number in range(job.sizes["layers"]):
-        part = {"agreement": None if number in job.sizes.dense else 1.0, "hidden_error": 0.1}
-        layers.append(part | {"long": part})
-    return Measured(loss, loss, loss / 100, loss.astype(bool), layers)
+    loss = np.ones(sum(len(text.tokens) - 1 for text in texts))
+    parts = [
+        {"agreement": None if number in job.sizes.dense else 1.0, "hidden_error": 0.1}
+        for number in range(job.sizes["layers"])
+    ]
+    return Measured(loss, loss, loss / 100, loss.astype(bool), [part | {"long": part} for part in parts])
