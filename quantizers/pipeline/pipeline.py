@@ -51,8 +51,7 @@ from stitch.write.config_files import write_config_files
 
 from .options import Options
 from .quantize import quantize_layers
-from .rehearsal import rehearse
-from .report import of_plan, planned_report, run_report
+from .report import of_plan, planned_report, rehearse, run_report
 from .report_files import write_report
 from .servable import planned_check
 from .source_check import check_source

@@ -1,4 +1,9 @@
-"""The contents of report.json, all put together here; the schema is in eval/report/schema.py."""
+"""The contents of report.json, all put together here; the schema is in eval/report/schema.py.
+
+Before its first layer a run rehearses its end: report, card, page and pictures are made once, into a folder that is
+thrown away, with figures that stand for those that are not measured yet. What a name, a side file or a library breaks
+is met then.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -16,9 +22,12 @@ import yaml
 
 from eval.coverage.summary import gates as coverage_gates
 from eval.coverage.summary import summarise
+from eval.fidelity.metrics import Measured, Text
+from eval.fidelity.scoring import HeldOut
 from eval.serving.check import ServingCheck, check_folder
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.facts import Options, ServerName
+from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes
 from quantizers.budget.choice import describe_choice
 from quantizers.budget.measure import measuring_seconds, read_measurements
@@ -33,12 +42,13 @@ from quantizers.calibration.samples import (
     language_counts,
 )
 from quantizers.calibration.set import read_set
-from quantizers.checkpoint.reader import Checkpoint, left_behind, read_json
+from quantizers.checkpoint.reader import Checkpoint, left_behind, read_json, side_files
 from quantizers.checkpoint.source_identity import source_digest
 from quantizers.device.devices import machine, versions
 from quantizers.formats.fp8 import block_size
 from quantizers.layers.context import Context
 from quantizers.output import journal
+from quantizers.planning.allocation import Allocation
 from quantizers.planning.gpus import parse_gpus
 from quantizers.planning.job import Job
 from quantizers.planning.plan import Plan, summary
@@ -46,7 +56,7 @@ from quantizers.planning.serving_memory import assumptions, common_fits, notes, 
 from quantizers.recipe.portable import Resolved, is_hub_id
 from quantizers.recipe.read import set_location
 from quantizers.recipe.schema import PerplexityGate
-from quantizers.system.errors import CheckpointError, QuantizeError
+from quantizers.system.errors import CheckpointError, InputError, QuantizeError
 from quantizers.system.output_files import CARD, RECIPE
 from quantizers.system.progress import checked, peak_memory, progress
 from stitch.audit.checkpoint import Audit, verify
@@ -55,7 +65,7 @@ from stitch.mix import Mix
 from stitch.mix import describe as describe_mix
 from stitch.write.digests import ShardDigest
 
-from .report_files import read_front_matter
+from .report_files import read_front_matter, write_report
 
 # Keys of the journal's entries that are elsewhere in the report, or of no use in it.
 JOURNAL_ONLY = ("routed", "peak_memory_bytes", "shard", "digest", "source", "audit", "held_out")
@@ -121,7 +131,7 @@ def run_report(
     layers = journal.done_layers(context.work, job.sizes["layers"])
     written, audit = _last_reading(job, layers, context)
     engines = check_folder(context.work / "output", job.facts)
-    report = planned | found_report(job, data, figures, layers, written, audit, engines)
+    report = planned | _found_report(job, data, figures, layers, written, audit, engines)
     report["seconds"] = seconds = {
         "this_process": time.monotonic() - started,
         "layers": sum(sum(entry["seconds"].values()) for entry in layers),
@@ -135,7 +145,7 @@ def run_report(
     return report
 
 
-def found_report(
+def _found_report(
     job: Job,
     data: CalibrationData,
     figures: dict[str, Any] | None,
@@ -158,6 +168,82 @@ def found_report(
     report["gates"] += [*coverage_checks, *(_fidelity_gates(figures, gate) if figures and gate else [])]
     report["layers"] = [{key: value for key, value in entry.items() if key not in JOURNAL_ONLY} for entry in layers]
     return report | {"coverage": coverage}
+
+
+def rehearse(
+    job: Job,
+    planned: Mapping[str, Any],
+    data: CalibrationData,
+    evaluation: HeldOut | None,
+    engines: ServingCheck,
+    texts: Mapping[str, str],
+) -> None:
+    """Make report, card, page and pictures of stand-in figures.
+
+    Args:
+        planned: of `planned_report`.
+        evaluation: None if nothing is measured.
+        engines: of `servable.planned_check`.
+        texts: files that the run adds, see `Resolved.texts`.
+
+    Raises:
+        InputError: something that would end the run after its last layer. A picture that fails is only a note.
+    """
+    categories = len(category_names(data.samples))
+    layers = [_entry(number, job, categories) for number in range(job.sizes["layers"])]
+    written = {job.plan.shard_file(part): ShardDigest(bytes=0, sha256="", tensors="") for part in job.plan.parts}
+    try:
+        figures = evaluation.figures(_measured(job, evaluation.texts), "the output") if evaluation else None
+        report = dict(planned) | _found_report(job, data, figures, layers, written, Audit(), engines)
+        report |= {"seconds": {"this_process": 0.0, "layers": 0.0}, "peak_memory_bytes": 0}
+        if job.allocation:
+            measurements = [_measurement(number, job.allocation) for number in job.sizes.moe_layers]
+            report["schemes"] = describe_choice(job.allocation, measurements)
+        with TemporaryDirectory() as folder:
+            write_report(Path(folder), report, texts)
+        for file in side_files(job.opened.folder):  # which are copied at the end
+            file.open("rb").close()
+    except QuantizeError:  # which is a line of its own, such as of a full disk
+        raise
+    except Exception as failure:
+        words = " ".join(str(failure).split())[:300]
+        raise InputError(
+            f"{job.path}: this run would fail after its last layer ({type(failure).__name__}: {words}), so it was not "
+            "begun; correct what is named there, or report it"
+        ) from failure
+
+
+def _entry(number: int, job: Job, categories: int) -> dict[str, Any]:
+    """The journal's entry of a layer in which every expert got the same."""
+    routed = number not in job.sizes.dense
+    return {
+        "layer": number,
+        "proof": 0.0,
+        "seconds": {},
+        "error": {"gate_up_rounding": 0.1, "down_rounding": 0.1} if routed else {},
+        "fallbacks": [],
+        "leaning": None,
+        "closeness": None,
+        "routed": [[1] * job.sizes["experts"]] * categories if routed else [],
+    }
+
+
+def _measurement(number: int, allocation: Allocation) -> dict[str, Any]:
+    """The measurement for a budget of a layer in which every scheme loses the same."""
+    losses = dict.fromkeys(map(str, allocation.candidates), 0.1)
+    by_matrix = {scheme: dict.fromkeys(MATRICES, 0.1) for scheme in losses}
+    figures = {"kl": 0.1, "disturbance": 0.1, "loss": losses, "error": losses, "by_matrix": by_matrix}
+    return figures | {"layer": number, "experts": 1}
+
+
+def _measured(job: Job, texts: list[Text]) -> Measured:
+    """An output as close to its source in every token."""
+    loss = np.ones(sum(len(text.tokens) - 1 for text in texts))
+    parts = [
+        {"agreement": None if number in job.sizes.dense else 1.0, "hidden_error": 0.1}
+        for number in range(job.sizes["layers"])
+    ]
+    return Measured(loss, loss, loss / 100, loss.astype(bool), [part | {"long": part} for part in parts])
 
 
 def stitch_report(

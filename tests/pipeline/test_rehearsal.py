@@ -13,7 +13,7 @@ from runs import Small, assert_same, change, cut_in_layer, report_of
 
 from eval.report import plots
 from quantizers.output.journal import work_folder
-from quantizers.pipeline import pipeline, rehearsal, servable
+from quantizers.pipeline import pipeline, report, servable
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import prepare
@@ -48,11 +48,11 @@ def test_what_would_fail_at_the_end_is_refused_before_the_work(
         ):
             run(small.job, options)
     with monkeypatch.context() as patched:
-        patched.setattr(rehearsal, "write_report", unwritable)
+        patched.setattr(report, "write_report", unwritable)
         with pytest.raises(InputError, match=r"recipe.yaml: this run would .* \(UnicodeEncodeError: 'utf-8' .*begun"):
             run(small.job, options)
     with monkeypatch.context() as patched:
-        patched.setattr(rehearsal, "write_report", lambda *_: (_ for _ in ()).throw(QuantizeError("the disk is full")))
+        patched.setattr(report, "write_report", lambda *_: (_ for _ in ()).throw(QuantizeError("the disk is full")))
         with pytest.raises(QuantizeError, match=r"^the disk is full$"):
             run(small.job, options)
     assert not (work_folder(options.output) / "run.json").exists(), "nothing has begun that other settings would end"
