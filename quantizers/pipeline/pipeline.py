@@ -7,10 +7,14 @@ place at the very end.
 from __future__ import annotations
 
 import json
+import math
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +22,25 @@ import torch
 import yaml
 
 from eval.coverage.summary import check_floors
+from eval.fidelity.comparison import Comparison
 from eval.fidelity.metrics import Text
-from eval.fidelity.scoring import HeldOut, held_out
+from eval.fidelity.scoring import HeldOut, held_out, score
 from eval.serving.check import ServingCheck
 from quantizers.budget.choice import choose_schemes
-from quantizers.budget.measure import probe_bytes
+from quantizers.budget.measure import probe_bytes, probes_of
 from quantizers.calibration.load_set import load_set, pins_of, said
 from quantizers.calibration.lock import Pin
 from quantizers.calibration.samples import CalibrationData, identity, token_tensors
 from quantizers.calibration.set import read_set
+from quantizers.checkpoint.loaded_tensors import load_tensors, outside_names
 from quantizers.checkpoint.reader import side_files
 from quantizers.checkpoint.source_identity import check_hashes, source_digest, source_stats
 from quantizers.device.devices import device_limit, fingerprint, forward_dtype, is_accelerator, versions
-from quantizers.distributed.process_group import RESUME, ProcessGroup
+from quantizers.distributed.process_group import RESUME, ProcessGroup, rank_0_progress
 from quantizers.layers.context import Context
+from quantizers.layers.loop import all_tensors, layer_steps
+from quantizers.model.activation_stream import ActivationStream
+from quantizers.model.streamed_model import StreamedModel
 from quantizers.output import journal
 from quantizers.output.manifest import add_files, seal_of, text_sha256, write_record
 from quantizers.planning.device_memory import Residents, device_memory, held_out_bytes, placement
@@ -40,8 +49,8 @@ from quantizers.planning.job import Job
 from quantizers.recipe.portable import Resolved, facts_copy, is_made_by, meaning, resolve_recipe, settings_hash
 from quantizers.recipe.read import read_recipe, set_location
 from quantizers.solve.kernel_check import verify_kernels
-from quantizers.system.errors import InputError, OutputError
-from quantizers.system.files import copy_file, sync_folder, write_text
+from quantizers.system.errors import CheckpointError, InputError, OutputError
+from quantizers.system.files import copy_file, sync_folder, write_json, write_text
 from quantizers.system.formatting import short_path, size
 from quantizers.system.host_memory import available
 from quantizers.system.interrupts import interruptible
@@ -54,9 +63,9 @@ from .quantize import quantize_layers
 from .report import of_plan, planned_report, rehearse, run_report
 from .report_files import write_report
 from .servable import planned_check
-from .source_check import check_source
 
 SHOWN = 3  # changed settings that a refusal names
+CHECKED_TOKENS, CHECKED_LENGTH = 2048, 256  # of texts, all together and the beginning of one, to check the source on
 METHOD = 13  # increased whenever the same settings would give different bytes
 REMEDIES = {
     "source": "copy the source of rank 0 to this machine again",
@@ -228,8 +237,7 @@ def _quantize_share(job: Job, options: Options, work: Path, check: Callable[[], 
         dist.all_gather_object(_memory(options))
         kept, texts = dist.broadcast_object()
         context = Context(work, options.device, check=check, dist=dist, **kept)
-        if not options.ignore_source_check:
-            check_source(job, texts, context)
+        _check_source(job, texts, context, options)
         job = choose_schemes(job, None, context, options.output) if job.allocation else job
         quantize_layers(job, None, None, context, texts)
     finally:
@@ -257,8 +265,7 @@ def _make_output(job: Job, options: Options, work: Path, check: Callable[[], Non
     journal.check_room(work, needed + probe)
     options.dist.broadcast_object((kept, inputs.texts))
     context = Context(work, options.device, check=check, dist=options.dist, **kept)
-    if not options.ignore_source_check:
-        check_source(job, inputs.texts, context)
+    _check_source(job, inputs.texts, context, options)
     if job.allocation:
         job = choose_schemes(job, inputs.tokens, context, options.output)
         planned |= of_plan(job.plan, job.facts, job.sizes, job.opened, resolved.recipe.source.model)
@@ -441,3 +448,54 @@ def _fingerprint(job: Job, data: CalibrationData, device: torch.device) -> dict[
             "batches": batch_sizes(is_accelerator(device), job.sizes),
         }
     )
+
+
+def _check_source(job: Job, texts: Sequence[Text], context: Context, options: Options) -> None:
+    """Measure the source's perplexity on the beginnings of some held-out texts, once in a run; all processes call this.
+
+    A checkpoint whose tensors are mixed up, or one that transformers computes otherwise than its makers, runs as fast
+    as any, and its output agrees with it. Only texts tell: their perplexity is then that of noise.
+
+    Raises:
+        CheckpointError: it is above the recipe's `verify.perplexity.max_source`.
+    """
+    gate, record = job.recipe.verify.perplexity if job.recipe.verify else None, context.work / "source-check.json"
+    if options.ignore_source_check or gate is None or gate.max_source == "any" or not texts:
+        return
+    if context.dist.broadcast_object(record.exists()):
+        return
+    chosen = probes_of([len(text.tokens) for text in texts], CHECKED_TOKENS, CHECKED_LENGTH)
+    beginnings = [Text(texts[i].tokens[:length], "source", 1) for i, length in chosen.items()]
+    perplexity = _perplexity(job, beginnings, context)
+    if not perplexity <= gate.max_source:
+        raise CheckpointError(
+            f"{job.opened.folder}: makes no sense of text: on the beginnings of {len(beginnings)} texts of {gate.data} "
+            f"its perplexity is {perplexity:,.1f}, above {gate.max_source:g} (verify.perplexity.max_source); check its "
+            "files and its config.json, or give --ignore-source-check if its weights are random"
+        )
+    if context.dist.is_main:
+        write_json(record, {"perplexity": perplexity, "texts": len(beginnings)})
+
+
+def _perplexity(job: Job, texts: Sequence[Text], context: Context) -> float:
+    """The source's perplexity, layer by layer in one pass over its files."""
+    dist, check, folder = context.dist, context.check, context.work / "source-check"
+    if dist.local_rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)  # of an interrupted check
+    dist.in_turn(partial(folder.mkdir, parents=True, exist_ok=True))
+    outside = load_tensors(job.opened, outside_names(job.opened, job.facts))
+    model = StreamedModel(outside, job.facts, job.sizes, context.device, forward_dtype(context.device))
+    lengths = [len(text.tokens) for text in texts]
+    stream = ActivationStream(job.opened.name, model, 0, lengths, folder, durable=False, check=check, dist=dist)
+    stream.embed([text.tokens for text in texts])
+    comparison, tensors = Comparison(stream, [], texts, dist), all_tensors(model, job.opened)
+    steps = layer_steps(job.opened, tensors, [comparison], model, check=check, dist=dist)
+    with rank_0_progress("checking the source", job.sizes["layers"], 0, check, dist) as step, closing(steps):
+        for one in steps:
+            stream.forget(one.number)
+            step(f"layer {one.number}")
+    ((nll, _, _),) = score([stream], texts, partial(rank_0_progress, check=check, dist=dist), dist=dist)
+    if dist.local_rank == 0:
+        shutil.rmtree(folder)
+    mean = float(nll.mean())
+    return math.exp(mean) if mean < 700 else math.inf  # NaN stays
