@@ -192,8 +192,7 @@ def finished(
     """The pipeline run once, in this process, on a small set."""
     import torch
 
-    from quantizers.pipeline.options import Options
-    from quantizers.pipeline.pipeline import run
+    from quantizers.pipeline.pipeline import Options, run
     from quantizers.planning.job import prepare
 
     folder = tmp_path_factory.mktemp("finished")
@@ -218,7 +217,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from tiny import write_job
 
     from quantizers.pipeline import pipeline
-    from quantizers.pipeline.options import Options
+    from quantizers.pipeline.pipeline import Options
     from quantizers.planning.job import prepare
 
     folder, needed = tmp_path_factory.mktemp("small"), list[int]()

@@ -104,7 +104,7 @@ def run(
     if output is None and dist.is_main:
         print_default(folder)
     from quantizers.device.devices import choose_device, use_threads  # which take seconds, as what refuses does not
-    from quantizers.pipeline.options import Options
+    from quantizers.pipeline.pipeline import Options
     from quantizers.pipeline.pipeline import run as run_job
 
     begun = journal.begun_with(journal.work_folder(folder))

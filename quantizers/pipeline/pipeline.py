@@ -16,7 +16,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import yaml
@@ -36,7 +36,7 @@ from quantizers.checkpoint.loaded_tensors import load_tensors, outside_names
 from quantizers.checkpoint.reader import side_files
 from quantizers.checkpoint.source_identity import check_hashes, source_digest, source_stats
 from quantizers.device.devices import device_limit, fingerprint, forward_dtype, is_accelerator, versions
-from quantizers.distributed.process_group import RESUME, ProcessGroup, rank_0_progress
+from quantizers.distributed.process_group import RESUME, SINGLE_PROCESS, ProcessGroup, rank_0_progress
 from quantizers.layers.context import Context
 from quantizers.layers.loop import all_tensors, layer_steps
 from quantizers.model.activation_stream import ActivationStream
@@ -58,7 +58,6 @@ from quantizers.system.output_files import CALIBRATION, FACTS, HELD_OUT, RECIPE
 from quantizers.system.progress import checked, progress
 from stitch.write.config_files import write_config_files
 
-from .options import Options
 from .quantize import quantize_layers
 from .report import of_plan, planned_report, rehearse, run_report
 from .report_files import write_report
@@ -72,6 +71,36 @@ REMEDIES = {
     "recipe": "start the same command with the same recipe and sets on all machines",
     "states": "give all processes the same --states",
 }
+
+
+@dataclass(frozen=True)
+class Options:
+    """Where and how a run works; nothing here changes the meaning of a recipe.
+
+    Attributes:
+        output: the folder to write.
+        device: where layers are computed.
+        device_memory: bytes that may be used there, which decides how much is held there, and no byte of the output;
+            None for what is free.
+        paranoid: record the source's hashes; when the run resumes, compare them.
+        with_data: copy the calibration sets' local data files into the output folder.
+        states: where calibration states lie; `auto` for the device or memory where they fit, else files.
+        ignore_source_check: quantize a source that makes no sense of text, such as random weights.
+        ignore_stop: continue after a layer whose figures are beyond the recipe's `verify.stop`.
+        dist: the processes that share the run.
+        command: what the user typed, from `quantize` on, to be named where the run is found unfinished.
+    """
+
+    output: Path
+    device: torch.device
+    device_memory: int | None = None
+    paranoid: bool = False
+    with_data: bool = False
+    states: Literal["auto", "memory", "files"] = "auto"
+    ignore_stop: bool = False
+    ignore_source_check: bool = False
+    dist: ProcessGroup = SINGLE_PROCESS
+    command: tuple[str, ...] = ()
 
 
 def run(job: Job, options: Options) -> dict[str, Any]:

@@ -34,8 +34,7 @@ from quantizers.layers.context import Context
 from quantizers.model.moe_inputs import capture_moe_inputs as seen_by
 from quantizers.output import journal
 from quantizers.pipeline import pipeline
-from quantizers.pipeline.options import Options
-from quantizers.pipeline.pipeline import run
+from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.job import Job, prepare
 from quantizers.planning.plan import file_size
 from quantizers.recipe.schema import ALL, Scheme

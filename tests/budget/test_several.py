@@ -20,8 +20,7 @@ from quantizers.calibration.load_set import load_set
 from quantizers.distributed.process_group import ProcessGroup
 from quantizers.layers.context import Context
 from quantizers.output import journal
-from quantizers.pipeline.options import Options
-from quantizers.pipeline.pipeline import run
+from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.job import prepare
 
 CPU = torch.device("cpu")

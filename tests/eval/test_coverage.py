@@ -27,8 +27,7 @@ from eval.report.plots import HIGH, LOW, comparison_figure
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.commands.coverage import Question, measure_coverage
-from quantizers.pipeline.options import Options
-from quantizers.pipeline.pipeline import run
+from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.job import prepare
 from quantizers.recipe.schema import CoverageGate
 from quantizers.system.errors import InputError

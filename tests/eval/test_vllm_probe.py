@@ -24,8 +24,7 @@ from eval.serving.check import check_folder
 from eval.serving.engines import VLLM
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for, known
-from quantizers.pipeline.options import Options
-from quantizers.pipeline.pipeline import run
+from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.job import prepare
 
 EXPERTS = "model.layers.1.block_sparse_moe.experts"

@@ -21,8 +21,7 @@ from runs import change
 from whole_models import stored
 
 from quantizers.architectures.families import known
-from quantizers.pipeline.options import Options
-from quantizers.pipeline.pipeline import run
+from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.job import prepare
 
 BACKEND = "TransformersMoEForCausalLM"  # vLLM runs transformers' own modules, but for the experts

@@ -29,8 +29,7 @@ from quantizers.architectures.families import known
 from quantizers.checkpoint.reader import open_folder
 from quantizers.commands.stitch import stitch
 from quantizers.model.streamed_model import StreamedModel
-from quantizers.pipeline.options import Options
-from quantizers.pipeline.pipeline import run
+from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.job import prepare
 from quantizers.planning.plan import file_size, index_json
 from quantizers.system.errors import CheckpointError

@@ -27,8 +27,7 @@ from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.checkpoint.source_identity import source_digest
 from quantizers.formats.tensor_names import published_names, split_fused_experts, split_fused_specs
-from quantizers.pipeline.options import Options
-from quantizers.pipeline.pipeline import run
+from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.assign_actions import expected_tensors
 from quantizers.planning.job import prepare
 from quantizers.system.errors import CheckpointError, OutputError

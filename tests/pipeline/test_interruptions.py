@@ -24,7 +24,7 @@ from tiny import write_job
 from quantizers.output import journal
 from quantizers.pipeline import pipeline
 from quantizers.pipeline import quantize as quantizing
-from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import Options
 
 MARGIN = 2**19  # for report.json, card, pictures and journal of a small job
 

@@ -28,8 +28,7 @@ from quantizers.layers import loop
 from quantizers.model.activation_store import ActivationStore
 from quantizers.output import journal
 from quantizers.pipeline import pipeline, quantize
-from quantizers.pipeline.options import Options
-from quantizers.pipeline.pipeline import run
+from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.device_memory import DeviceMemory, placement
 from quantizers.planning.job import prepare
 from quantizers.system.errors import QuantizeError

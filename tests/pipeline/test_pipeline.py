@@ -19,8 +19,7 @@ from runs import Small, assert_same, change, cut_at, cut_in_layer, hashes
 from quantizers.model import activation_stream
 from quantizers.output import journal
 from quantizers.pipeline import pipeline, quantize
-from quantizers.pipeline.options import Options
-from quantizers.pipeline.pipeline import run
+from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.job import prepare
 from quantizers.system.errors import Interrupted, OutputError, QuantizeError
 

@@ -14,8 +14,7 @@ from runs import Small, assert_same, change, cut_in_layer, report_of
 from eval.report import plots
 from quantizers.output.journal import work_folder
 from quantizers.pipeline import pipeline, report, servable
-from quantizers.pipeline.options import Options
-from quantizers.pipeline.pipeline import run
+from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.job import prepare
 from quantizers.system.errors import CheckpointError, InputError, OutputError, QuantizeError
 

@@ -16,8 +16,7 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.pipeline.options import Options
-from quantizers.pipeline.pipeline import run
+from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.assign_actions import expected_tensors, make_plan
 from quantizers.planning.device_memory import device_memory
 from quantizers.planning.job import prepare

@@ -18,8 +18,7 @@ from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.commands.evaluate import measure
 from quantizers.commands.stitch import stitch
-from quantizers.pipeline.options import Options
-from quantizers.pipeline.pipeline import run
+from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.job import prepare
 from quantizers.system.errors import CheckpointError
 from quantizers.system.files import file_sha256 as sha256
