@@ -126,14 +126,9 @@ def coverage(
 def _with_recipe(
     question: Question, name: str, changes: Sequence[Change], source: str | Path | None, *, of_its_source: bool
 ) -> Question:
-    """The question with a recipe's gates, with its set where none is given, and perhaps of its source.
+    """The question with a recipe's gates, and with its set and source where no others are given.
 
-    Args:
-        of_its_source: whether no other model is given. What the recipe says of its source holds for that alone: the
-            revision, trust and facts.
-
-    Raises:
-        InputError: there is no such set.
+    What the recipe says of its source, the revision, trust and facts, holds for that alone.
     """
     recipe, path = read_recipe(name, changes)
     told: dict[str, Any] = {"where": str(path), "rule": (recipe.verify and recipe.verify.coverage) or question.rule}

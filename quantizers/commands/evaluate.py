@@ -161,17 +161,13 @@ def measure(
     dist: ProcessGroup = SINGLE_PROCESS,
     own: Own = None,
 ) -> list[dict[str, Any]]:
-    """Perplexity, KL and routing of candidates against their source on a held-out set.
+    """Figures of each candidate, see `HeldOut.figures`; an empty list in all ranks except 0.
 
     Args:
-        source, candidates: in any format that `quantize eval --help` names.
         data_set: a calibration set file; tokenized with the source's tokenizer.
         work: a folder for hidden states and the journal on the first machine, from which an interrupted call resumes;
             created here, and removed at the end.
         check: called between steps; may raise to interrupt.
-
-    Returns:
-        Figures of each candidate, see `HeldOut.figures`. An empty list in all ranks except 0.
 
     Raises:
         CheckpointError: a candidate is a different model, in a format that cannot be read, or what the source was

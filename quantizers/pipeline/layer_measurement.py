@@ -224,11 +224,7 @@ def _run_lengths(job: Job) -> tuple[list[int], list[int]]:
 def _largest_fitting(
     job: Job, lengths: list[int], held_out: int, device: torch.device, experts: int | None, limit: int | None
 ) -> tuple[Job, DeviceMemory]:
-    """The job of a random model with as many experts as fit, or as were asked for, and its device memory.
-
-    Raises:
-        InputError: the number that was asked for is impossible or does not fit, or none fits.
-    """
+    """The job of a random model with as many experts as fit, or as were asked for, and its device memory."""
     if experts and experts > job.sizes["experts"]:
         raise InputError(f"--experts {experts}: the model has {job.sizes['experts']}; give as many, or fewer")
     accelerator, limit, folder = is_accelerator(device), limit or device_limit(device), Path(tempfile.gettempdir())

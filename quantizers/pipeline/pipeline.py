@@ -142,11 +142,7 @@ def run(job: Job, options: Options) -> dict[str, Any]:
 
 
 def _already_done(job: Job, options: Options, finished: dict[str, Any]) -> dict[str, Any]:
-    """The report of a finished output, with `already_done` set; with `with_data`, data files are added first.
-
-    Raises:
-        OutputError: the output was made from another recipe or source, or its report.json was changed.
-    """
+    """The report of an output that this recipe and source made; with `with_data`, data files are added first."""
     output, source = options.output, finished.get("source")
     remedy = "choose another --output, or start over with --fresh"
     if not is_made_by(finished, job.recipe, job.path):
@@ -202,11 +198,7 @@ def _warn_of_another_source(job: Job) -> None:
 
 
 def _refuse_different_ranks(job: Job, options: Options) -> None:
-    """Compare settings, machine and source with rank 0; a layer's bytes are compared when they are read.
-
-    Raises:
-        InputError: this process differs from rank 0; the message names it, and the first difference.
-    """
+    """Compare settings, machine and source with rank 0's; a layer's bytes are compared when they are read."""
     dist = options.dist
     if not dist.is_distributed:
         return
@@ -387,14 +379,10 @@ def _share_memory(job: Job, inputs: _Inputs, options: Options) -> tuple[dict[str
 def _open_work_folder(
     job: Job, resolved: Resolved, inputs: _Inputs, options: Options, work: Path, check: Callable[[], None]
 ) -> list[int]:
-    """Begin or resume in the work folder, and say so on standard error.
+    """Begin or resume in the work folder, and say so on standard error; the layers whose shards must be made again.
 
-    Returns:
-        The finished layers whose shards must be made again.
-
-    Raises:
-        OutputError: the run was begun with other settings, or its finished layers were measured on other texts, or on
-            none. (It may resume without any.)
+    What the run was begun with must be the same, and the texts that its finished layers were measured on; but it may
+    resume without any.
     """
     output = options.output
     journal.refuse_changes(work, _fingerprint(job, inputs.data, options.device), output)
@@ -434,14 +422,9 @@ def _find_damage(work: Path, entries: Sequence[dict[str, Any]], output: Path, ch
 
 
 def _opening_line(job: Job, options: Options, model: str, counts: tuple[int, int], done: int) -> str:
-    """The line with which a run begins: source, size, output, device, tokens.
+    """The line with which a run begins: the source's published name, its size, output, device, tokens, layers done.
 
     It gives no time: the rates of `plan` are not this machine's. After the first layer the progress has a measured one.
-
-    Args:
-        model: the source's published name.
-        counts: tokens of the calibration set, and of the held-out texts.
-        done: layers that earlier calls finished.
     """
     tokens, held_out = counts
     layers, dense, threads = job.sizes["layers"], len(job.sizes.dense), torch.get_num_threads()
@@ -464,19 +447,17 @@ def _fingerprint(job: Job, data: CalibrationData, device: torch.device) -> dict[
     """Every setting that the output's bytes depend on; gates and logging are not among them."""
     facts = {name: text_sha256(text) for name, text in facts_copy(job.facts_file).items()}
     drawn = {"calibration.tokens": data.drawn.asked} if data.drawn else {}
-    return (
-        facts
-        | drawn
-        | {
-            "method": METHOD,
-            "experts": job.recipe.settings()["experts"],
-            "source": source_stats(job.opened),
-            "source_config": job.config,
-            "calibration": identity(data.samples),
-            "machine": fingerprint(device),
-            "batches": batch_sizes(is_accelerator(device), job.sizes),
-        }
-    )
+    return {
+        **facts,
+        **drawn,
+        "method": METHOD,
+        "experts": job.recipe.settings()["experts"],
+        "source": source_stats(job.opened),
+        "source_config": job.config,
+        "calibration": identity(data.samples),
+        "machine": fingerprint(device),
+        "batches": batch_sizes(is_accelerator(device), job.sizes),
+    }
 
 
 def _check_source(job: Job, texts: Sequence[Text], context: Context, options: Options) -> None:

@@ -255,9 +255,7 @@ class _Run:
 def _write_passthrough(job: Job, outside: LoadedTensors, context: Context) -> None:
     """Write every shard that nothing computes anew, and its journal entry, unless that is done.
 
-    Args:
-        outside: the tensors outside the layers. Those of a layer that predicts further tokens are read here, one layer
-            at a time.
+    Tensors of a layer that predicts further tokens are read here, one layer at a time; those `outside` are given.
     """
     plan, source = job.plan, job.opened
     for part in plan.passthrough_parts:

@@ -409,9 +409,8 @@ def _json(source: Checkpoint, name: str) -> dict[str, Any]:
 def _about_source(facts: Architecture, model: str, source: Checkpoint) -> dict[str, Any]:
     """What the model card needs to know of the source called `model`.
 
-    Returns:
-        license: the licence fields of the source's own card, or those kept with the architecture's facts.
-        made_from: the models that its own card names as its base, if it is no model of the Hub itself.
+    That is `license`, the fields of its own card or those kept with the architecture's facts; and `made_from`, the
+    models that its card names as its base if it is no model of the Hub itself.
     """
     front = _front_matter(source)
     listed = front.get("license")
@@ -425,12 +424,10 @@ def _about_source(facts: Architecture, model: str, source: Checkpoint) -> dict[s
 
 
 def _told_by(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What a checkpoint of another tool says of how it was made; each key only if the checkpoint has it.
+    """What a checkpoint of another tool says of how it was made, as far as it says it.
 
-    Returns:
-        format: quantization method and the version of its library, from config.json.
-        modifiers: the steps of llm-compressor that its recipe.yaml names.
-        card: of its card's front matter, each key's values.
+    That is its `format`, method and version of the library, from config.json; the `modifiers` of llm-compressor in its
+    recipe.yaml; and of its card's front matter the values of SAID.
     """
     config = checkpoint.config.get("quantization_config")
     config = config if isinstance(config, dict) else {}
