@@ -61,7 +61,7 @@ def output_facts(folder: Path) -> Path | None:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """report.json of a folder; empty without one, or if it cannot be read, as pipeline/manifest_check.py reports."""
+    """report.json of a folder; empty without one, or if it cannot be read, as pipeline/report_files.py reports."""
     try:
         return read_json(folder / REPORT)
     except CheckpointError:
