@@ -145,7 +145,7 @@ def compare(
     all_of_them = by_text(source, candidate, routed=routed, dist=dist)
 
     def choices(part: Sequence[int]) -> int:
-        return sum(source.chosen.partition.lengths[i] for i in part) * source.chosen.width if routed else 0
+        return sum(source.chosen.lengths[i] for i in part) * source.chosen.width if routed else 0
 
     compared = [_together([all_of_them[i] for i in part], choices(part)) for part in parts(texts) if part]
     return compared[0] | ({"long": compared[1]} if len(compared) > 1 else {})
@@ -155,9 +155,7 @@ def by_text(
     source: ActivationStream, candidate: ActivationStream, *, routed: bool, dist: ProcessGroup = SINGLE_PROCESS
 ) -> dict[int, OfText]:
     """How each text compares after the layer that both streams have just passed through, by its number."""
-    found = to_host(
-        {str(b.start): _of_batch(source, candidate, b, routed) for b in source.left.partition.owned_batches}
-    )
+    found = to_host({str(b.start): _of_batch(source, candidate, b, routed) for b in source.left.owned_batches})
     own = {int(first) + i: OfText(*row) for first, rows in found.items() for i, row in enumerate(rows.tolist())}
     return {i: one for part in dist.all_gather_object(own) for i, one in part.items()}
 

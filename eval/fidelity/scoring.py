@@ -66,7 +66,7 @@ def score(
     states = [stream.states(layers) for stream in streams]
     heads: dict[int, torch.Tensor] = {}
     tables: dict[str, torch.Tensor] = {}
-    own = {i: math.ceil((len(texts[i].tokens) - 1) / CHUNK) for i in states[0].partition.owned}
+    own = {i: math.ceil((len(texts[i].tokens) - 1) / CHUNK) for i in states[0].owned}
     paths = {i: work / f"scores-{i:05d}.npy" for i in own} if work else {}
     done = {i for i, path in paths.items() if path.exists()}
     with stage("scoring", sum(own.values()), sum(own[i] for i in done)) as step:
@@ -78,7 +78,7 @@ def score(
                 if id(stream.model) not in heads:
                     heads[id(stream.model)] = stream.model.head()
             models = [(stream.model, heads[id(stream.model)]) for stream in streams]
-            table = score_text(models, texts[i].tokens, [rows.of(i) for rows in states])
+            table = score_text(models, texts[i].tokens, [rows[i] for rows in states])
             if work:
                 with disk_errors(paths[i]), atomic(paths[i]) as file:
                     np.save(file, table)

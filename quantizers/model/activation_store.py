@@ -1,15 +1,19 @@
-"""Activations of many sequences: on the device, in memory, or in one memory-mapped file.
+"""Activations of many sequences: on the device, in memory, or in one memory-mapped file; shared among processes.
 
 The sequences are stored one after the other, each (T, width). In a file, the page cache holds the parts in use; the
 process itself allocates no memory for them, and other processes can map the same file.
 
-Each of several processes keeps a part of them, see row_partition.py.
+Of several processes each computes some of the rows, in whole chunks, consecutive ones in the order of ranks. Attention
+needs whole batches of sequences, and a batch may reach across the border of two ranks' rows: then both keep all of it,
+and take it through attention both, which gives both the same bits. What follows attention is computed chunk by chunk,
+by the chunk's process alone; afterwards the rows of the batches at the borders are exchanged (`complete`).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -18,24 +22,25 @@ from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.system.errors import QuantizeError
 from quantizers.system.files import atomic, disk_errors, sync_folder
 
-from .row_partition import RowPartition
+MOST_PADDING = 1 / 4  # of the rows of a batch
 
 
 class ActivationStore:
-    """(T_i, width) tensors by number; assigning an item writes to the memory or file that stores them.
+    """The sequences (T_i, width) that this process keeps, by their numbers; an assignment copies into the store.
 
     Args:
         path: the file; if it does not exist, it is created with all its blocks allocated. None for memory.
         lengths: T_i of each sequence, of all of them.
-        width: number of columns.
-        dtype: dtype of the elements.
         device: where they are if not in a file.
-        dist: the processes that share them, of which each keeps a part.
-        chunk: see `RowPartition`.
+        chunk: rows that go through a layer together, see planning/expert_batches.py; None: one chunk of all.
 
     Attributes:
-        partition: which of the sequences are kept here.
-        flat: (Σ T_i, width), all rows that are kept here.
+        offsets: where each sequence begins among all rows, and where the last one ends.
+        batches: the sequences that go through attention together, of all of them.
+        rows: first and last (exclusive) row that this process computes, among all.
+        sequences: those that it keeps: of each batch that has a row among these.
+        start: the first row that it keeps, among all.
+        flat: (N, width), all rows that it keeps.
     """
 
     def __init__(
@@ -49,9 +54,15 @@ class ActivationStore:
         dist: ProcessGroup = SINGLE_PROCESS,
         chunk: int | None = None,
     ) -> None:
-        self.path, self.width, self.partition = path, width, RowPartition(lengths, dist, chunk)
-        kept = self.partition.kept_by(dist.rank)
-        count = (kept.stop - kept.start) * width
+        self.path, self.lengths, self.width, self.dist = path, list(lengths), width, dist
+        self._chunk = chunk or max(1, sum(lengths))
+        self.offsets = [0, *accumulate(lengths)]
+        self.batches = batches(lengths, self._chunk)
+        self.rows = first, last = self.rows_of(dist.rank)
+        kept = [b for b in self.batches if self.offsets[b.start] < last and first < self.offsets[b.stop]]
+        self.sequences = range(kept[0].start, kept[-1].stop) if first < last else range(0)
+        self.start = self.offsets[self.sequences.start]
+        count = (self.offsets[self.sequences.stop] - self.start) * width
         size = count * dtype.itemsize
         if path is None or not count:  # an empty file cannot be mapped
             self.flat = torch.empty(count, dtype=dtype, device=device).view(-1, width)
@@ -65,30 +76,94 @@ class ActivationStore:
         self.flat = torch.from_file(str(path), shared=True, size=count, dtype=dtype).view(-1, width)
 
     def __len__(self) -> int:
-        return len(self.partition.sequences)
+        return len(self.sequences)
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        part, number = self.partition, self.partition.sequences[index]
-        return self.flat[part.offsets[number] - part.start : part.offsets[number + 1] - part.start]
+    def __getitem__(self, sequence: int) -> torch.Tensor:
+        if sequence not in self.sequences:
+            raise IndexError(sequence)
+        return self.flat[self.of_batch(range(sequence, sequence + 1))[0]]
 
-    def __setitem__(self, index: int, value: torch.Tensor) -> None:
-        self[index].copy_(value)
-
-    def batches(self) -> list[tuple[slice, list[int]]]:
-        """`of_batch` of all batches that are kept here."""
-        return [self.of_batch(batch) for batch in self.partition.batches if batch.start in self.partition.sequences]
-
-    def of(self, sequence: int) -> torch.Tensor:
-        """One of the sequences that are kept here, by its number among all."""
-        return self[self.partition.sequences.index(sequence)]
+    def __setitem__(self, sequence: int, value: torch.Tensor) -> None:
+        self[sequence].copy_(value)
 
     def of_batch(self, batch: range) -> tuple[slice, list[int]]:
         """The rows in `flat` of a batch that is kept here, and tokens of each of its sequences."""
-        start, offsets = self.partition.start, self.partition.offsets
-        rows = slice(offsets[batch.start] - start, offsets[batch.stop] - start)
-        return rows, self.partition.lengths[batch.start : batch.stop]
+        rows = slice(self.offsets[batch.start] - self.start, self.offsets[batch.stop] - self.start)
+        return rows, self.lengths[batch.start : batch.stop]
+
+    @property
+    def owned_batches(self) -> list[range]:
+        """The batches whose first row this process computes: each is one process's."""
+        first, last = self.rows
+        return [batch for batch in self.batches if first <= self.offsets[batch.start] < last]
+
+    @property
+    def owned(self) -> range:
+        """Their sequences."""
+        owned = self.owned_batches
+        return range(owned[0].start, owned[-1].stop) if owned else range(0)
+
+    def rows_of(self, rank: int) -> tuple[int, int]:
+        """First and last (exclusive) row that a process computes chunk by chunk, among all."""
+        total = self.offsets[-1]
+        chunks = self.dist.partition(-(-total // self._chunk), rank)
+        return min(chunks.start * self._chunk, total), min(chunks.stop * self._chunk, total)
+
+    def chunks(self) -> list[slice]:
+        """Rows in `flat`: the chunks that this process computes, the same for any number of processes."""
+        first, last = self.rows
+        starts = range(first, last, self._chunk)
+        return [slice(start - self.start, min(start + self._chunk, last) - self.start) for start in starts]
+
+    def complete(self) -> None:
+        """Get the rows at the borders that others have computed."""
+        ranks = range(self.dist.world_size)
+        borders = [self.rows_of(rank)[1] for rank in ranks[:-1]]
+        for batch in self.batches:  # in all processes the same ones are exchanged
+            first, last = self.offsets[batch.start], self.offsets[batch.stop]
+            if not any(first < border < last for border in borders):
+                continue
+            kept = batch.start in self.sequences
+            for owner in ranks:
+                begin, end = self.rows_of(owner)
+                begin, end = max(begin, first), min(end, last)
+                if begin < end:
+                    self.dist.broadcast(self._among_all(begin, end) if kept else self._unused(end - begin), owner)
+
+    def collect(self, whole: torch.Tensor | None) -> None:
+        """Put together in rank 0 what the processes have computed.
+
+        Args:
+            whole: (all rows, width) on the CPU, filled here; None in the other ranks.
+        """
+        computed = self._among_all(*self.rows)
+        if whole is not None:
+            whole[slice(*self.rows)].copy_(computed)
+        for owner in range(self.dist.world_size):
+            first, last = self.rows_of(owner)
+            if whole is not None:
+                rows = whole[first:last]
+            else:
+                rows = computed if owner == self.dist.rank else self._unused(last - first)
+            self.dist.broadcast(rows, owner)
+
+    def deal(self, whole: torch.Tensor | None) -> None:
+        """Fill the store of each process from (all rows, width) in rank 0, None in the others; the reverse."""
+        for rank in range(self.dist.world_size):
+            first, last = self.rows_of(rank)
+            rows = self._unused(last - first) if whole is None else whole[first:last]
+            self.dist.broadcast(rows)
+            begin, end = max(first, self.start), min(last, self.start + len(self.flat))
+            if begin < end:
+                self._among_all(begin, end).copy_(rows[begin - first : end - first])
+
+    def _among_all(self, first: int, last: int) -> torch.Tensor:
+        """Rows that are kept here, by their numbers among all."""
+        return self.flat[first - self.start : last - self.start]
+
+    def _unused(self, rows: int) -> torch.Tensor:
+        """A buffer for rows that this process does not keep: a broadcast needs all processes."""
+        return self.flat.new_empty(rows, self.width)
 
     def remove(self) -> None:
         """Remove the file; its space is freed once no process maps it."""
@@ -103,3 +178,20 @@ class ActivationStore:
             with self.path.open("r+b") as stream:
                 os.fsync(stream.fileno())  # on Linux this also writes back dirty shared mappings of the file
             sync_folder(self.path.parent)
+
+
+def batches(lengths: Sequence[int], most: int) -> list[range]:
+    """Consecutive sequences that go through attention together, since a short one alone would give it few tokens.
+
+    A batch has at most `most` rows with its padding, or is one longer sequence. What is computed together follows from
+    the lengths alone.
+    """
+    result: list[range] = []
+    first = tokens = longest = 0
+    for number, length in enumerate(lengths):
+        tokens, longest = tokens + length, max(longest, length)
+        rows = longest * (number + 1 - first)
+        if number > first and (rows > most or rows - tokens > MOST_PADDING * rows):
+            result.append(range(first, number))
+            first, tokens, longest = number, length, length
+    return [*result, range(first, len(lengths))] if lengths else []

@@ -28,7 +28,6 @@ class ActivationStream:
 
     Args:
         name: of the model, for messages.
-        model: its structure and device.
         number: 0 for the source.
         lengths: tokens of each text.
         folder: an existing folder for the files, the same for all streams.
@@ -66,7 +65,7 @@ class ActivationStream:
         self._writer = writer
         self._flushed: dict[int, Future[None]] = {}
         self._states: dict[int, ActivationStore] = {}
-        self.chosen = self._rows(f"chosen-{number}.bin", model.sizes["chosen"], torch.int32)
+        self.chosen = self._rows(folder / f"chosen-{number}.bin", model.sizes["chosen"], torch.int32)
 
     def states(self, layer: int) -> ActivationStore:
         """The states that enter a layer; the number of layers stands for those that leave the last."""
@@ -80,23 +79,21 @@ class ActivationStream:
         Raises:
             QuantizeError: there is no such file.
         """
-        path = self._folder / self._file(layer)
+        path = self._file(layer)
         if self._dist.is_main and self._lengths and not path.exists():
             raise QuantizeError(f"{path}: is missing, so the run cannot be resumed; start over with --fresh")
         if not self._in_files:
-            states = self.states(layer)
-            states.partition.deal(states.flat, self._whole(layer).flat if self._dist.is_main else None)
+            self.states(layer).deal(self._whole(layer).flat if self._dist.is_main else None)
 
     def _whole(self, layer: int) -> ActivationStore:
         """The file of the states that enter a layer, with the rows of all processes."""
-        path = self._folder / self._file(layer)
-        return ActivationStore(path, self._lengths, self.model.row_width, self.model.dtype)
+        return ActivationStore(self._file(layer), self._lengths, self.model.row_width, self.model.dtype)
 
-    def _file(self, layer: int) -> str:
-        return f"states-{self.number}-{layer:05d}.bin"
+    def _file(self, layer: int) -> Path:
+        return self._folder / f"states-{self.number}-{layer:05d}.bin"
 
-    def _rows(self, name: str, width: int, dtype: torch.dtype) -> ActivationStore:
-        path = self._folder / name if self._in_files else None
+    def _rows(self, file: Path, width: int, dtype: torch.dtype) -> ActivationStore:
+        path = file if self._in_files else None
         chunk = tokens_per_chunk(is_accelerator(self.model.device))
         return ActivationStore(path, self._lengths, width, dtype, self._device, dist=self._dist, chunk=chunk)
 
@@ -129,10 +126,9 @@ class ActivationStream:
 
     def _keep(self, layer: int) -> None:
         """Write the states that enter a layer to their file, and flush it."""
-        whole = self.left
+        whole = self._whole(layer) if self._dist.is_main and not self._in_files else self.left
         if not self._in_files:
-            whole = self._whole(layer) if self._dist.is_main else whole
-            self.left.partition.collect(self.left.flat, whole.flat if self._dist.is_main else None)
+            self.left.collect(whole.flat if self._dist.is_main else None)
         if self._dist.is_main and self._writer is not None:
             self._flushed[layer] = self._writer.submit(whole.flush)
         elif self._dist.is_main:
@@ -151,7 +147,7 @@ class ActivationStream:
         """Remove the states that entered a layer, once those that left it are kept."""
         self._states.pop(number, None)
         if self._dist.is_main:
-            (self._folder / self._file(number)).unlink(missing_ok=True)
+            self._file(number).unlink(missing_ok=True)
 
 
 def embed(model: StreamedModel, texts: Sequence[torch.Tensor], states: ActivationStore) -> None:
@@ -159,5 +155,5 @@ def embed(model: StreamedModel, texts: Sequence[torch.Tensor], states: Activatio
     if not len(states):
         return
     table = model.embedding()
-    for i, number in enumerate(states.partition.sequences):
-        states[i] = model.begin(texts[number], table)
+    for number in states.sequences:
+        states[number] = model.begin(texts[number], table)

@@ -28,21 +28,16 @@ def attend(
     after: ActivationStore,
     check: Check = lambda: None,
 ) -> None:
-    """The first half: from the states that enter the layer to the residual stream after attention.
+    """The first half: from the states `before` it to the residual stream `after` attention; both may be the same store.
 
-    Args:
-        before, after: may be the same.
-        check: called between batches; may raise to interrupt.
+    `check` is called between batches, as in all functions here, and may raise to interrupt.
     """
     if not layer.halves:
         if after is not before:
             after.flat.copy_(before.flat)
         return
-    batches, device = batches_of(layer, before), model.device
-    entering = prefetched([(before.flat[rows],) for rows, _ in batches], device)
-    for (rows, lengths), (states,) in zip(batches, entering, strict=True):
-        batch = model.attend(layer, padded(states, lengths))
-        after.flat[rows].copy_(unpadded(batch, lengths))
+    for rows, lengths, entering in on_device(model, layer, before, in_chunks=False):
+        after.flat[rows].copy_(unpadded(model.attend(layer, entering), lengths))
         check()
 
 
@@ -53,19 +48,17 @@ def observe(
     moe_inputs: MoeInputStore,
     check: Check = lambda: None,
 ) -> None:
-    """The first half in place, and a capture of the experts' inputs. The experts do not run.
+    """The first half in place, and a capture of the experts' inputs, which do not run.
 
     Args:
         states: those that enter the layer; afterwards the residual stream.
         moe_inputs: filled here, with the rows of all processes.
-        check: as for `attend`.
     """
     attend(model, layer, states, states, check)
-    start = states.partition.start
     for rows, routed in routes(model, layer, states):
-        moe_inputs.put(slice(start + rows.start, start + rows.stop), routed)
+        moe_inputs.put(slice(states.start + rows.start, states.start + rows.stop), routed)
         check()
-    moe_inputs.complete(states.partition.dist, states.partition.rows_of)
+    moe_inputs.complete(states)
 
 
 def finish(
@@ -82,66 +75,57 @@ def finish(
     Args:
         where: names the model and the layer in an error.
         chosen: gets the experts that the router chose, int32; left as it is by a layer without experts.
-        check: as for `attend`.
 
     Raises:
         QuantizeError: an output is not finite.
     """
-    finite: torch.Tensor | None = None
-    for rows, lengths, entering in second_half(model, layer, residual):
+    finite: list[torch.Tensor] = []
+    for rows, lengths, entering in on_device(model, layer, residual, in_chunks=layer.halves):
         output, choices = model.finish(layer, entering)
         if lengths:
             output = unpadded(output, lengths)
             choices = None if choices is None else unpadded(choices.view(*entering.shape[:2], -1), lengths)
-        so_far = torch.isfinite(output[..., : model.hidden]).all()
-        finite = so_far if finite is None else finite & so_far
+        finite.append(torch.isfinite(output[..., : model.hidden]).all())
         residual.flat[rows].copy_(output)
         if chosen is not None and choices is not None:
             chosen.flat[rows].copy_(choices)
         check()
     # Checked once: on an accelerator every check is a synchronisation.
-    if finite is not None and not bool(finite):
+    if finite and not bool(torch.stack(finite).all()):
         raise QuantizeError(
             f"{where}: its output is not finite and would spoil the layers after it; nothing can be computed here"
         )
     for kept in (residual, chosen):
         if kept is not None:
-            kept.partition.complete(kept.flat)
+            kept.complete()
 
 
 def routes(model: StreamedModel, layer: DecoderLayer, states: ActivationStore) -> Iterator[tuple[slice, MoeInputs]]:
-    """What the experts of a layer are called with; they do not run.
-
-    Args:
-        states: what the first half left.
-
-    Yields:
-        Some rows of `states`, and their routing.
-    """
-    for rows, lengths, entering in second_half(model, layer, states):
+    """Some rows of the `states` that the first half left, and what the experts are called with for them, each time."""
+    for rows, lengths, entering in on_device(model, layer, states, in_chunks=layer.halves):
         routed = model.route(layer, entering)
         yield rows, routed.of_sequences(lengths) if lengths else routed
 
 
-def second_half(
-    model: StreamedModel, layer: DecoderLayer, states: ActivationStore
+def on_device(
+    model: StreamedModel, layer: DecoderLayer, states: ActivationStore, *, in_chunks: bool
 ) -> Iterator[tuple[slice, list[int], torch.Tensor]]:
-    """What goes through the second half of a layer together.
+    """What goes through half a layer together: chunks of rows, or batches of sequences.
 
     Yields:
-        Its rows in `states`; the tokens of each sequence if it is a batch, else nothing; and the rows on the device:
-        a chunk (N, H), or a batch (B, T, H).
+        The rows in `states`; the tokens of each sequence of a batch, nothing for a chunk; and on the device the chunk
+        (N, H), or the padded batch (B, T, H).
     """
-    chunks: list[tuple[slice, list[int]]] = [(rows, []) for rows in states.partition.chunks()]
-    parts = chunks if layer.halves else batches_of(layer, states)
-    on_device = prefetched([(states.flat[rows],) for rows, _ in parts], model.device)
-    for (rows, lengths), (entering,) in zip(parts, on_device, strict=True):
+    parts: list[tuple[slice, list[int]]]
+    if in_chunks:
+        parts = [(rows, []) for rows in states.chunks()]
+    elif layer.alone:
+        parts = [states.of_batch(range(i, i + 1)) for i in states.sequences]
+    else:
+        parts = [states.of_batch(batch) for batch in states.batches if batch.start in states.sequences]
+    prefetching = prefetched([(states.flat[rows],) for rows, _ in parts], model.device)
+    for (rows, lengths), (entering,) in zip(parts, prefetching, strict=True):
         yield rows, lengths, padded(entering, lengths) if lengths else entering
-
-
-def batches_of(layer: DecoderLayer, states: ActivationStore) -> list[tuple[slice, list[int]]]:
-    """The rows of the sequences that go through a layer together, and the tokens of each."""
-    return [states.of_batch(range(i, i + 1)) for i in states.partition.sequences] if layer.alone else states.batches()
 
 
 def padded(rows: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:

@@ -52,7 +52,7 @@ class ExpertWeights:
         stored: where the layer's tensors are read, on the CPU or on `device`. They must stay valid until
             `require_finite` has been called.
         layer: one with experts.
-        device, dtype: of the result. The product of integers and scales is float32, rounded to `dtype` once.
+        dtype: of the result. The product of integers and scales is float32, rounded to `dtype` once.
         checks: gets whether all of it is finite, for one check of this and other things.
 
     Raises:
@@ -82,10 +82,7 @@ class ExpertWeights:
                 refuse_bias(stored, module)
 
     def batch(self, experts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Some experts, by their numbers: gate_up (c, 2I, H), w1 above w3, and down (c, H, I).
-
-        Whether they are finite is checked later, see `require_finite`.
-        """
+        """Some experts, by their numbers: gate_up (c, 2I, H), w1 above w3, and down (c, H, I); not checked yet."""
         shapes = ((len(experts), 2 * self.width, self.hidden), (len(experts), self.hidden, self.width))
         gate_up, down = (torch.empty(shape, device=self.device, dtype=self.dtype) for shape in shapes)
         slots = (gate_up[:, : self.width], gate_up[:, self.width :], down)
@@ -142,9 +139,6 @@ def layer_weights(
 ) -> dict[str, torch.Tensor]:
     """Read one decoder layer's parameters, with fused experts, by transformers' names within the layer.
 
-    Args:
-        experts: False leaves the routed experts out.
-
     Returns:
         Norms, attention, router, `….gate_up_proj` (E, 2I, H) and `….down_proj` (E, H, I), in `dtype`, except what the
         family publishes in float32 (a router and its bias) or as integers, which stays so. A dense layer has its MLP
@@ -154,25 +148,6 @@ def layer_weights(
         CheckpointError: as `read_weight`.
     """
     checks: Checks = []
-    weights = _outside_experts(checkpoint, facts, layer, device, dtype, checks)
-    if experts and layer not in sizes.dense:
-        routed = ExpertWeights(checkpoint, facts, sizes, layer, device, dtype, checks)
-        gate_up, down = routed.batch(range(sizes["experts"]))
-        weights[f"{facts.modules.experts}.gate_up_proj"] = gate_up
-        weights[f"{facts.modules.experts}.down_proj"] = down
-    require_finite(checks)
-    return weights
-
-
-def _outside_experts(
-    checkpoint: Checkpoint,
-    facts: Architecture,
-    layer: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    checks: Checks,
-) -> dict[str, torch.Tensor]:
-    """All of a layer but its routed experts; see `layer_weights`."""
     weights: dict[str, torch.Tensor] = {}
     here = facts.of_layer(layer)
     for name, tensor in here.tensors.items():
@@ -191,6 +166,11 @@ def _outside_experts(
         weights[facts.in_transformers(f"{name}.weight")] = weight.to(dtype)
         if f"{name}.bias" not in here.tensors:
             refuse_bias(checkpoint, full)
+    if experts and layer not in sizes.dense:
+        routed = ExpertWeights(checkpoint, facts, sizes, layer, device, dtype, checks)
+        at = facts.modules.experts
+        weights[f"{at}.gate_up_proj"], weights[f"{at}.down_proj"] = routed.batch(range(routed.experts))
+    require_finite(checks)
     return weights
 
 

@@ -5,7 +5,7 @@ Legend: T rows (tokens), H hidden, E experts, K experts chosen per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 from quantizers.architectures.sizes import Sizes
 from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import prefetched
-from quantizers.distributed.process_group import ProcessGroup
 
 from .activation_store import ActivationStore
 
@@ -26,10 +25,11 @@ class MoeInputs:
     """The input and routing of some rows at a layer's MoE block, as `capture_moe_inputs` makes it.
 
     Attributes:
-        x: (T, H), the block's input; zeros in rows that are not usable.
+        x: (T, H), the block's input.
         chosen: (T, K) int32 or int64, the experts that the router chose.
-        weight: (T, K) float32, their routing weights; zeros in rows that are not usable.
-        usable: (T,) bool; False where the input or a routing weight is not finite, or so large that its square is not.
+        weight: (T, K) float32, their routing weights.
+        usable: (T,) bool; False where the input or a routing weight is not finite, or so large that its square is not:
+            both are zero there.
     """
 
     x: torch.Tensor
@@ -44,10 +44,7 @@ class MoeInputs:
 
 
 def capture_moe_inputs(x: torch.Tensor, chosen: torch.Tensor, weight: torch.Tensor) -> MoeInputs:
-    """The routing of x (T, H), with zeros in rows that no Hessian can use; the arguments are left as they are.
-
-    They are validated once, here, and not in each pass over them.
-    """
+    """The routing of x (T, H), with zeros in rows that no Hessian can use: validated once, not in each pass."""
     weight = weight.float()
     usable = usable_rows(x) & usable_rows(weight)
     # A check first is quicker on a CPU; on a GPU it would be a synchronisation.
@@ -77,49 +74,36 @@ class MoeInputStore:
 
     def put(self, rows: slice, captured: MoeInputs) -> None:
         """Store the inputs of these rows, counted through all sequences."""
-        for stored, field in zip(self._parts(rows), fields(captured), strict=True):
+        for stored, field in zip(self.at(rows), fields(captured), strict=True):
             stored.copy_(getattr(captured, field.name).view_as(stored))
 
-    def complete(self, dist: ProcessGroup, rows_of: Callable[[int], tuple[int, int]]) -> None:
-        """Get the rows that the other processes have captured.
-
-        Args:
-            rows_of: first and last (exclusive) row that a rank has captured, in the order of ranks.
-        """
-        if not dist.is_distributed:
+    def complete(self, states: ActivationStore) -> None:
+        """Get the rows that the other processes have captured: each those of `states` that it computes."""
+        if not states.dist.is_distributed:
             return
-        for src in range(dist.world_size):
-            for part in self._parts(slice(*rows_of(src))):
-                dist.broadcast(part, src)
+        for src in range(states.dist.world_size):
+            for part in self.at(slice(*states.rows_of(src))):
+                states.dist.broadcast(part, src)
 
-    def at(self, rows: slice, device: torch.device) -> MoeInputs:
-        """These rows on a device: views if they are there already."""
-        return _moe_inputs(tensor.to(device) for tensor in self._parts(rows))
-
-    def _parts(self, rows: slice) -> tuple[torch.Tensor, ...]:
-        return tuple(part.flat[rows] for part in (self.x, self.chosen, self.weight, self.usable))
-
-    def sequence(self, number: int) -> slice:
-        """The rows of one sequence."""
-        return slice(self.x.partition.offsets[number], self.x.partition.offsets[number + 1])
+    def at(self, rows: slice) -> tuple[torch.Tensor, ...]:
+        """Views of these rows, of each of the four."""
+        return tuple(getattr(self, field.name).flat[rows] for field in fields(self))
 
     def chunks(
         self, device: torch.device, length: int, check: Callable[[], None] = lambda: None
     ) -> Sequence[MoeInputs]:
         """All rows in their order, `length` at a time, on the device.
 
-        Each is valid until the next one is asked for, which is copied meanwhile, see `prefetched`.
-
-        Args:
-            check: called before each.
+        Each is valid until the next one is asked for, which is copied meanwhile, see `prefetched`; `check` is called
+        before each.
         """
-        rows = [slice(start, start + length) for start in range(0, len(self.x.flat), length)]
-        return _Chunks(self, rows, device, check)
+        starts = range(0, len(self.x.flat), length)
+        return _Chunks([self.at(slice(start, start + length)) for start in starts], device, check)
 
     def remove(self) -> None:
         """Remove the files, if there are any."""
-        for rows in (self.x, self.chosen, self.weight, self.usable):
-            rows.remove()
+        for field in fields(self):
+            getattr(self, field.name).remove()
 
 
 def moe_input_store(
@@ -141,33 +125,25 @@ def moe_input_store(
 
 @dataclass(frozen=True)
 class _Chunks(Sequence[MoeInputs]):
-    rows: MoeInputStore
-    slices: Sequence[slice]
+    parts: Sequence[tuple[torch.Tensor, ...]]
     device: torch.device
     check: Callable[[], None]
 
     def __len__(self) -> int:
-        return len(self.slices)
+        return len(self.parts)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return _Chunks(self.rows, self.slices[index], self.device, self.check)
-        self.check()
-        return self.rows.at(self.slices[index], self.device)
+            return _Chunks(self.parts[index], self.device, self.check)
+        return next(iter(_Chunks([self.parts[index]], self.device, self.check)))
 
     def __iter__(self) -> Iterator[MoeInputs]:
-        for part in prefetched([self.rows._parts(rows) for rows in self.slices], self.device):
+        for x, chosen, weight, usable in prefetched(self.parts, self.device):
             self.check()
-            yield _moe_inputs(part)
-
-
-def _moe_inputs(part: Iterable[torch.Tensor]) -> MoeInputs:
-    x, chosen, weight, usable = part
-    return MoeInputs(x, chosen, weight, usable.squeeze(-1))
+            yield MoeInputs(x, chosen, weight, usable.squeeze(-1))
 
 
 def route_counts(chosen: torch.Tensor, experts: int) -> torch.Tensor:
     """(E,) int64: number of tokens routed to each expert, from the chosen experts (T, K) int64."""
-    return torch.zeros(experts, dtype=torch.int64, device=chosen.device).scatter_add_(
-        0, chosen.flatten(), torch.ones_like(chosen.flatten())
-    )
+    each = chosen.flatten()
+    return torch.zeros(experts, dtype=torch.int64, device=chosen.device).scatter_add_(0, each, torch.ones_like(each))

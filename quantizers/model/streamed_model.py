@@ -39,19 +39,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """A decoder layer with its weights.
-
-    Attributes:
-        number: among the model's layers.
-        module: transformers' own.
-        halves: whether it runs in two halves.
-        alone: whether each sequence must go through it alone.
-    """
+    """A decoder layer of transformers' with its weights."""
 
     number: int
     module: torch.nn.Module
-    halves: bool
-    alone: bool
+    halves: bool  # whether it runs in two halves
+    alone: bool  # whether each sequence must go through it alone
 
 
 class StreamedModel:
@@ -60,9 +53,7 @@ class StreamedModel:
     Args:
         checkpoint: source or candidate, in any format that formats/dequantization.py reads; the tensors outside the
             layers suffice if the layers' own are given to `layer`.
-        facts, sizes: its architecture.
-        device: the device on which layers run.
-        dtype: dtype of the forward pass: float32 on a CPU, bfloat16 on an accelerator.
+        dtype: of the forward pass: float32 on a CPU, bfloat16 on an accelerator.
     """
 
     def __init__(
@@ -179,7 +170,7 @@ class StreamedModel:
         """A decoder layer with its weights, which are freed when the block ends.
 
         Args:
-            stored: where its tensors are read; None for the model's own checkpoint.
+            stored: where its tensors are read, if not in the model's own checkpoint.
             experts: False leaves the routed experts' parameters on the meta device: the layer is then good for
                 `attend` and `route`.
         """
@@ -222,8 +213,7 @@ class StreamedModel:
     def attend(self, layer: DecoderLayer, states: torch.Tensor) -> torch.Tensor:
         """The first half of a layer: the residual stream after attention; the states themselves if it has no halves.
 
-        Args:
-            states: of one sequence (T, H), or of several of one length (B, T, H); the result has the same shape.
+        They are of one sequence (T, H), or of several of one length (B, T, H); the result has the same shape.
         """
         if not layer.halves:
             return states.to(device=self.device, dtype=self.dtype)
@@ -232,11 +222,7 @@ class StreamedModel:
 
     @torch.no_grad()
     def route(self, layer: DecoderLayer, entering: torch.Tensor) -> MoeInputs:
-        """What the experts of a layer are called with; they do not run.
-
-        Args:
-            entering: what enters the second half, as for `finish`.
-        """
+        """What the experts of a layer are called with; they do not run. `entering` as for `finish`."""
         with self.experts_called(layer) as calls, replaced_forward(self._experts(layer), _zeros):
             self._second_half(layer, entering)
         return capture_moe_inputs(*calls[0])
@@ -250,8 +236,7 @@ class StreamedModel:
                 sequence, or (B, T, H) of several of one length.
 
         Returns:
-            The layer's output in the same shape, and the chosen experts (rows, K) int64; None in a layer without
-            experts.
+            The output in the same shape; and the chosen experts (rows, K) int64, None in a layer without experts.
         """
         if layer.number in self.sizes.dense:
             return self._second_half(layer, entering), None
@@ -312,11 +297,7 @@ def load_layer(
     facts: Architecture,
     left_out: Collection[str] = (),
 ) -> None:
-    """Give a decoder layer its weights, every one of them and no other.
-
-    Args:
-        weights: by transformers' names, see layer_weights.py.
-        left_out: those that the layer has and is not to be given now.
+    """Give a decoder layer its weights by transformers' names, all but those `left_out` and no other.
 
     Raises:
         ArchitectureError: the layer does not have one, needs another, or has another shape for it.

@@ -346,7 +346,7 @@ class Quantizer:
 
     def embed(self, tokens: Sequence[torch.Tensor] | None) -> None:
         """Fill the states that enter layer 0 from token ids (T,) int64, which rank 0 alone gives."""
-        lengths = self.states.partition.lengths
+        lengths = self.states.lengths
         together = torch.cat(list(tokens)) if tokens else torch.empty(sum(lengths), dtype=torch.int64)
         self.context.dist.broadcast(together)
         embed(self.model, torch.split(together, lengths), self.states)
@@ -448,10 +448,9 @@ class Quantizer:
             return []
         names = category_names(data.samples)
         counts = torch.zeros(len(names), self.job.sizes["experts"], dtype=torch.int64)
-        chosen = self.moe_inputs.chosen.flat.cpu()
-        for i, sample in enumerate(data.samples):
-            in_sample = chosen[self.moe_inputs.sequence(i)].long()
-            counts[names.index(sample.category)] += route_counts(in_sample, counts.shape[1])
+        chosen = self.moe_inputs.chosen.flat.cpu().split(self.states.lengths)
+        for sample, experts in zip(data.samples, chosen, strict=True):
+            counts[names.index(sample.category)] += route_counts(experts.long(), counts.shape[1])
         rows: list[list[int]] = counts.tolist()
         return rows
 

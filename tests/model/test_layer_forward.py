@@ -63,8 +63,8 @@ def test_blocks_of_rows_give_what_each_sequence_gives_alone(
     hook.remove()
     after, chosen = filled(model), rows(model.sizes["chosen"], torch.int32)
     attend(model, layer, states, after)
-    assert len(after.partition.chunks()) == 5
-    assert [len(lengths) for _, lengths in after.batches()] == [1, 1, 1, 1, 2, 3]
+    assert len(after.chunks()) == 5
+    assert [len(batch) for batch in after.batches] == [1, 1, 1, 1, 2, 3]
     finish(model, layer, after, "here", chosen=chosen)
     for i, (expected, choices) in enumerate(zip(wanted, experts, strict=True)):
         closeness = 1e-5 if i < SINGLE_PROCESS else 1e-4  # attention of a batch has other roundings
@@ -101,7 +101,7 @@ def test_an_output_that_is_not_finite_is_named(model: StreamedModel, layer: Deco
 def test_rows_of_nothing_are_rows(tmp_path: Path) -> None:
     """A set without texts has files without bytes, which cannot be mapped."""
     empty = ActivationStore(tmp_path / "states.bin", [], 4, torch.float32)
-    assert (len(empty), empty.partition.chunks()) == (0, [])
+    assert (len(empty), empty.chunks()) == (0, [])
     empty.flush()
     empty.remove()
 

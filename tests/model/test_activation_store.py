@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from rank_threads import together
 
 from quantizers.distributed.process_group import ProcessGroup
-from quantizers.model.activation_store import ActivationStore
+from quantizers.model.activation_store import MOST_PADDING, ActivationStore, batches
 from quantizers.model.moe_inputs import MoeInputs, moe_input_store
-from quantizers.model.row_partition import MOST_PADDING, RowPartition, batches
 
 CHUNK = 8
 # Sequences within a block, across some, and across the shares of three processes; the last ones in batches of two.
@@ -19,11 +18,11 @@ LENGTHS = [3, 30, 1, 7, 9, 2, 25, 6, 2, 2, 3, 1, 1]
 LENGTH = st.integers(1, 40)
 
 
-def shares(lengths: list[int], count: int) -> list[RowPartition]:
+def shares(lengths: list[int], count: int) -> list[ActivationStore]:
     teams = [ProcessGroup() for _ in range(count)]
     for rank, dist in enumerate(teams):
         dist.rank, dist.world_size = rank, count
-    return [RowPartition(lengths, dist, CHUNK) for dist in teams]
+    return [ActivationStore(None, lengths, 1, torch.float32, dist=dist, chunk=CHUNK) for dist in teams]
 
 
 @settings(deadline=None, max_examples=100)
@@ -36,9 +35,8 @@ def test_every_row_is_computed_once_in_the_blocks_of_one_process(lengths: list[i
     assert [i for one in parts for i in one.owned] == list(range(len(lengths)))
     assert [batch for one in parts for batch in one.owned_batches] == alone.batches
     for one in parts:
-        kept = one.kept_by(one.dist.rank)
-        assert kept.start == one.start == alone.offsets[one.sequences.start]
-        assert kept.stop == alone.offsets[one.sequences.stop]
+        assert one.start == alone.offsets[one.sequences.start]
+        assert one.start + len(one.flat) == alone.offsets[one.sequences.stop]
         first, last = one.rows
         touched = [b for b in alone.batches if alone.offsets[b.start] < last and alone.offsets[b.stop] > first]
         assert list(one.sequences) == ([n for batch in touched for n in batch] if first < last else [])
@@ -53,14 +51,13 @@ def test_rows_at_the_borders_are_passed_on(count: int) -> None:
     def work(dist: ProcessGroup) -> None:
         rows = ActivationStore(None, LENGTHS, 3, torch.float32, dist=dist, chunk=CHUNK)
         rows.flat.fill_(-1)
-        for block in rows.partition.chunks():
-            first = rows.partition.start
-            rows.flat[block] = whole[first + block.start : first + block.stop]
-        rows.partition.complete(rows.flat)
-        for i, number in enumerate(rows.partition.sequences):
-            first = rows.partition.offsets[number]
-            assert torch.equal(rows[i], whole[first : first + LENGTHS[number]])
-            assert torch.equal(rows.of(number), rows[i])
+        for block in rows.chunks():
+            rows.flat[block] = whole[rows.start + block.start : rows.start + block.stop]
+        rows.complete()
+        assert len(rows) == len(rows.sequences)
+        for number in rows.sequences:
+            first = rows.offsets[number]
+            assert torch.equal(rows[number], whole[first : first + LENGTHS[number]])
 
     assert together(count, work) == count * [None]
 
@@ -70,12 +67,12 @@ def test_rank_0_collects_and_deals_all_rows(count: int) -> None:
     whole = torch.arange(2.0 * sum(LENGTHS)).view(-1, 2)
 
     def work(dist: ProcessGroup) -> None:
-        share = RowPartition(LENGTHS, dist, CHUNK)
-        own = torch.full((share.kept_by(dist.rank).stop - share.start, 2), -1.0)
-        share.deal(own, whole if dist.is_main else None)
-        assert torch.equal(own, whole[share.kept_by(dist.rank)])
+        share = ActivationStore(None, LENGTHS, 2, torch.float32, dist=dist, chunk=CHUNK)
+        share.flat.fill_(-1)
+        share.deal(whole if dist.is_main else None)
+        assert torch.equal(share.flat, whole[share.start : share.offsets[share.sequences.stop]])
         back = torch.zeros_like(whole) if dist.is_main else None
-        share.collect(own, back)
+        share.collect(back)
         assert back is None or torch.equal(back, whole)
 
     assert together(count, work) == count * [None]
@@ -93,12 +90,12 @@ def test_every_process_gets_what_the_experts_are_called_with() -> None:
         recorded = moe_input_store(
             lambda _, width, dtype: ActivationStore(None, LENGTHS, width, dtype), sizes, torch.bfloat16
         )
-        share = RowPartition(LENGTHS, dist, CHUNK)
+        share = ActivationStore(None, LENGTHS, 1, torch.float32, dist=dist, chunk=CHUNK)
         for block in share.chunks():
             rows = slice(share.start + block.start, share.start + block.stop)
             recorded.put(rows, MoeInputs(x[rows], chosen[rows], weight[rows], usable[rows]))
-        recorded.complete(dist, share.rows_of)
-        found = recorded.at(slice(None), torch.device("cpu"))
+        recorded.complete(share)
+        (found,) = recorded.chunks(torch.device("cpu"), total)
         assert torch.equal(found.x, x)
         assert torch.equal(found.chosen, chosen.int())
         assert torch.equal(found.weight, weight)
