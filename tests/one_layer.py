@@ -12,7 +12,7 @@ from quantizers.architectures.gates import plain_gate
 from quantizers.architectures.matrices import MATRICES
 from quantizers.model.moe_inputs import MoeInputs
 from quantizers.model.moe_inputs import capture_moe_inputs as seen
-from quantizers.solve import input_hessian
+from quantizers.solve import hessians
 from quantizers.solve.result import LayerResult
 from quantizers.solve.solver import Weights
 
@@ -61,13 +61,13 @@ def sliced(gate_up: torch.Tensor, down: torch.Tensor) -> Weights:
 def batches_cached(patched: pytest.MonkeyPatch) -> list[int]:
     """The number of expert batches of each sweep from now on."""
     counted: list[int] = []
-    real = input_hessian.sweep
+    real = hessians.sweep
 
     def sweep(blocks: Any, found: Any, waiting: Any, *arguments: Any, **named: Any) -> Any:
         counted.append(len(waiting))
         return real(blocks, found, waiting, *arguments, **named)
 
-    patched.setattr(input_hessian, "sweep", sweep)
+    patched.setattr(hessians, "sweep", sweep)
     return counted
 
 

@@ -1,7 +1,7 @@
 """AWQ's scale search and folding, from Hessians instead of replayed forward passes.
 
-Legend: E experts, R rows (outputs), C columns (inputs), G (C, C) = Σ x xᵀ, P grid points; B = E for a scale per expert,
-B = 1 for one scale that all experts share.
+Legend: E experts, c experts of a batch, R rows (outputs), C columns (inputs), H hidden, I expert width,
+G (C, C) = Σ x xᵀ, P grid points; B = E for a scale per expert, B = 1 for one scale that all experts share.
 
 AWQ (Lin et al., https://arxiv.org/abs/2306.00978) looks for a scale s per column that makes
 ‖(Q(W s) / s − W) X‖² small. With D = Q(W s) / s − W this is tr(D G Dᵀ), so the search needs G only and never runs the
@@ -15,15 +15,21 @@ from functools import partial
 
 import torch
 
+from quantizers.device.timing import phase
 from quantizers.distributed.process_group import ProcessGroup
 from quantizers.formats.packed_integers import code_range, grouped
 from quantizers.recipe.schema import Awq, Experts
 
-from .input_hessian import ExpertBatch, InputHessian
+from .hessians import DownHessian, InputHessian
 from .rounding import column_parts, in_groups, minmax_steps
+from .routing_weights import ExpertBatch
 from .symmetric import row_losses
 
-SEARCH_ROWS, LARGEST_STEP = 2048, 8  # rows of all experts that are read for the norm's scale; see `row_step`
+NORM_ROWS, WIDTH_ROWS = (
+    2048,
+    768,
+)  # rows read for the norm's scale, of all experts, and for w2's, of each; see `row_step`
+LARGEST_STEP = 8
 
 
 def row_step(rows: int, enough: int) -> int:
@@ -90,7 +96,7 @@ def scale_losses(
         _fill_errors(errors, weight, s.unsqueeze(-1), group, bits)
         table.append(row_losses(errors.mT, hessian).sum(-1))
     losses = torch.stack(table, 1).T
-    return torch.where(torch.isfinite(losses), losses, torch.full_like(losses, torch.inf))
+    return torch.where(torch.isfinite(losses), losses, torch.inf)
 
 
 def _fill_errors(errors: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, group: int, bits: int) -> None:
@@ -124,23 +130,17 @@ def fold_norm(norm: torch.Tensor, s: torch.Tensor, offset: int = 0) -> tuple[tor
     divided = offset + folded.float()
     exact = effective / divided
     usable = torch.isfinite(exact) & (exact != 0) & (divided != 0)
-    return torch.where(usable, folded, norm), torch.where(usable, exact, torch.ones_like(exact))
+    return torch.where(usable, folded, norm), torch.where(usable, exact, 1.0)
 
 
 def divided(scale: torch.Tensor, codes: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-    """Group scales of rows that are divided by s, codes unchanged.
+    """Group scales (E, R, n) bfloat16 of rows that are divided by s (E, R) float32, whose codes (E, R, C) stay.
 
-    Args:
-        scale: (E, R, n) bfloat16.
-        codes: (E, R, C), whole numbers.
-        s: (E, R) float32, positive.
-
-    Returns:
-        (E, R, n) bfloat16; 1 where a group's codes are all zero, or the quotient is.
+    They are 1 where a group's codes are all zero, or the quotient is.
     """
     quotient = (scale.float() / s.unsqueeze(-1)).bfloat16()
     unread = ~grouped(codes, codes.shape[-1] // scale.shape[-1]).any(-1)
-    return torch.where(unread | (quotient == 0), torch.ones_like(quotient), quotient)
+    return quotient.masked_fill_(unread | (quotient == 0), 1)
 
 
 def fold_hessian(hessian: torch.Tensor, s: torch.Tensor) -> None:
@@ -179,7 +179,7 @@ def norm_scale(
 
     def losses(points: torch.Tensor, batch: ExpertBatch) -> torch.Tensor:
         rows = gate_up(batch)
-        step = row_step(experts * rows.shape[1], SEARCH_ROWS)
+        step = row_step(experts * rows.shape[1], NORM_ROWS)
         table = scale_losses(rows[:, ::step].float(), inputs.hessian.unsqueeze(0), points, group, bits)
         return table.T * step  # (c, P)
 
@@ -193,3 +193,20 @@ def norm_scale(
     best = total.argmin().view(1)
     before, after = total[0], total.index_select(0, best)[0]
     return grid.index_select(0, best)[0, 0], {"norm_search_before": before, "norm_search_after": after}
+
+
+def width_scale(
+    down: torch.Tensor, inputs: DownHessian, settings: Experts
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A scale (c, I) for each expert between w3 and w2 (c, H, I) float32, and its objective (c,) before and after."""
+    assert isinstance(settings.awq, Awq)
+    with phase("search"):
+        means = weight_means(down, settings.group_size)
+        grid = grid_scales(inputs.mean, means, settings.awq.grid, settings.awq.duo_scaling)
+        step = row_step(down.shape[1], WIDTH_ROWS)
+        losses = scale_losses(down[:, ::step], inputs.hessian, grid, settings.group_size, settings.bits)  # (P, c)
+        losses *= step
+        best = losses.argmin(0)
+        chosen = grid[best, torch.arange(len(best), device=best.device)]
+        after = losses.gather(0, best.unsqueeze(0))[0].double()
+        return chosen, {"down_search_before": losses[0].double(), "down_search_after": after}

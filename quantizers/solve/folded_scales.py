@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+from torch.linalg import matrix_norm
 
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.system.errors import CheckpointError
@@ -67,14 +68,9 @@ def matrix_errors(
     expected = (gate, up.mul_(rows.unsqueeze(-1)), down / rows.unsqueeze(-2))
     errors = []
     for found, wanted in zip(new, expected, strict=True):
-        size = _norm(wanted)
-        errors.append(torch.where(size > 0, _norm(wanted.sub_(found)) / size, _norm(found)))
+        size = matrix_norm(wanted)
+        errors.append(torch.where(size > 0, matrix_norm(wanted.sub_(found)) / size, matrix_norm(found)))
     return torch.stack(errors, -1)
-
-
-def _norm(matrices: torch.Tensor) -> torch.Tensor:
-    norm: torch.Tensor = torch.linalg.vector_norm(matrices, dim=(-2, -1))
-    return norm
 
 
 def is_uncompensated(before: torch.Tensor, after: torch.Tensor, smooth: torch.Tensor) -> bool:

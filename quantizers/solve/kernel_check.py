@@ -16,9 +16,8 @@ from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.formats.packed_integers import grouped
 
 from . import kernels
-from .coordinate_descent import refine_group
-from .down_hessian import weigh_rows
-from .rounding import BLOCK, in_groups, mse_steps, round_block
+from .hessians import weigh_rows
+from .rounding import BLOCK, in_groups, mse_steps, refine_group, round_block
 
 Arguments = list[Any]
 

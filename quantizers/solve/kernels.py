@@ -1,8 +1,8 @@
 """Launches of the Triton kernels in triton_code.py for the inner loops of the solver.
 
 Each has an eager twin, which says in torch's operations what is computed, and computes it without the kernel:
-`rounding.round_block`, `coordinate_descent.refine_group`, `rounding.mse_steps` and `down_hessian.weigh_rows`. A kernel
-gives its twin's bits, by a rule that both keep:
+`round_block`, `refine_group` and `mse_steps` in rounding.py, and `weigh_rows` in hessians.py. A kernel gives its twin's
+bits, by a rule that both keep:
 
     every operation rounds by itself: a product and the sum after it are two roundings, never one
     division is IEEE's
@@ -19,6 +19,7 @@ I expert width, T tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,14 +41,22 @@ def rows_of_program(columns: int) -> int:
 
 
 def _launch(
-    kernel: str, on: torch.Tensor, more: tuple[int, ...], columns: int, *arguments: Any, **options: Any
+    kernel: str, tensors: Sequence[torch.Tensor], *strides: int, bits: int, columns: int, groups: int = 1, **sizes: Any
 ) -> None:
-    """Launch a kernel: a program for some rows of each expert of `on` (E, …, R); `more` are the grid's other axes."""
+    """Launch a kernel: a program for some rows of each expert of its last tensor (E, …, R), and each of its groups.
+
+    Its arguments are the tensors, R, the steps in memory from one expert of each to the next, and other strides.
+    """
     from . import triton_code
 
+    on, (low, high) = tensors[-1], code_range(bits)
     rows = rows_of_program(columns) if on.is_cuda else INTERPRETED
-    grid = (on.shape[0], -(-on.shape[-1] // rows), *more)
-    triton_support.launch(getattr(triton_code, kernel), grid, on, *arguments, ROWS=rows, **options)
+    grid = (on.shape[0], -(-on.shape[-1] // rows), groups)
+    steps = [tensor.stride(0) for tensor in tensors]
+    triton_support.launch(
+        getattr(triton_code, kernel), grid, on, *tensors, on.shape[-1], *steps, *strides, LOW=low, HIGH=high, ROWS=rows,
+        **sizes,
+    )  # fmt: skip
 
 
 def gptq_block(
@@ -69,14 +78,8 @@ def gptq_block(
         errors: (E, W, R) float32, filled.
         codes: (E, W, R) int8, filled.
     """
-    low, high = code_range(bits)
-    _launch(
-        "gptq_block", work, (), work.shape[1],
-        work, factor, scale, group_of, errors, codes,
-        work.shape[2], work.stride(0), factor.stride(0), factor.stride(1), factor.stride(2), scale.stride(0),
-        group_of.stride(0), errors.stride(0), codes.stride(0),
-        W=work.shape[1], LOW=low, HIGH=high,
-    )  # fmt: skip
+    width, tensors = work.shape[1], (work, factor, scale, group_of, errors, codes)
+    _launch("gptq_block", tensors, factor.stride(1), factor.stride(2), bits=bits, columns=width, W=width)
 
 
 def refine_group(
@@ -93,19 +96,13 @@ def refine_group(
     Args:
         block: (E, g, g) float32, the group's own part of the Hessian G.
         scale: (E, R) bfloat16, set.
-        near: (E, g, R) float32, the group's columns of Pᵀ, see coordinate_descent.py. Worthless afterwards.
+        near: (E, g, R) float32, the group's columns of Pᵀ, see rounding.py. Worthless afterwards.
         image: (E, g, R) float32, block @ codes. Worthless afterwards.
         codes: (E, g, R) int8, set.
         change: (E, g, R) float32, filled: Ŵᵀ before less Ŵᵀ after.
     """
-    low, high = code_range(bits)
-    _launch(
-        "refine_group", codes, (), codes.shape[1],
-        block, scale, near, image, codes, change,
-        codes.shape[2], block.stride(0), block.stride(1), scale.stride(0), near.stride(0), image.stride(0),
-        codes.stride(0), change.stride(0),
-        G=codes.shape[1], LOW=low, HIGH=high,
-    )  # fmt: skip
+    group, tensors = codes.shape[1], (block, scale, near, image, codes, change)
+    _launch("refine_group", tensors, block.stride(1), bits=bits, columns=group, G=group)
 
 
 def mse_scales(weight: torch.Tensor, importance: torch.Tensor, group: int, bits: int) -> torch.Tensor:
@@ -115,15 +112,11 @@ def mse_scales(weight: torch.Tensor, importance: torch.Tensor, group: int, bits:
         weight: (E, C, R) float32, transposed.
         importance: (E, C) float32, what a squared error in each column counts.
     """
-    low, high = code_range(bits)
     experts, columns, rows = weight.shape
     chosen = torch.empty(experts, columns // group, rows, dtype=torch.bfloat16, device=weight.device)
-    _launch(
-        "mse_scales", weight, (weight.shape[1] // group,), LANES,
-        weight, importance, chosen,
-        weight.shape[2], weight.stride(0), importance.stride(0), chosen.stride(0),
-        G=group, COUNT=MSE_COUNT, FIRST=MSE_FIRST, LESS=MSE_LESS, LOW=low, HIGH=high,
-    )  # fmt: skip
+    tensors, groups = (weight, importance, chosen), columns // group
+    multiples = {"COUNT": MSE_COUNT, "FIRST": MSE_FIRST, "LESS": MSE_LESS}
+    _launch("mse_scales", tensors, bits=bits, columns=LANES, groups=groups, G=group, **multiples)
     return chosen
 
 

@@ -1,13 +1,20 @@
-"""Group scales and integer codes: min-max or weighted-MSE scales, nearest or GPTQ rounding.
+"""Group scales and integer codes: min-max or weighted-MSE scales, nearest or GPTQ rounding, coordinate descent.
 
-Legend: E experts, R rows (outputs), C columns (inputs), g group size, n = C / g groups.
+Legend: E experts, R rows (outputs), C columns (inputs), g group size, n = C / g groups, G the columns' Hessian.
 All functions are pure, and batched over experts. Scales are bfloat16 as the file stores them and a server reads them: a
 code rounded against a finer scale would be a different weight there.
 
 GPTQ: Frantar et al., https://arxiv.org/abs/2210.17323. Columns in the order of falling diagonal:
 its "act-order", here with the groups' scales fixed beforehand, so that no g_idx is needed.
 
-The inner loops, `round_block` and `mse_steps`, keep the rule of kernels.py: a kernel takes their place on a GPU.
+GPTQ decides each column once. After it, `refine` sets every group's scale and codes once more, given all the others.
+With P = (W − Ŵ) G at hand, the loss tr((W − Ŵ) G (W − Ŵ)ᵀ) is a parabola in a single group's scale, and in a single
+code, so each can be set to its best value in turn: block coordinate descent, by which the loss never rises. A panel of
+columns gets its part of P by one matmul, and each of its groups by another the changes of the groups before it, so that
+a sweep multiplies by G once.
+
+The inner loops, `round_block`, `mse_steps` and `refine_group`, keep the rule of kernels.py: a kernel takes their place
+on a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +26,7 @@ import torch
 from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import tensor_to_host
 from quantizers.device.triton_support import use_kernel
-from quantizers.formats.packed_integers import code_range, grouped
+from quantizers.formats.packed_integers import code_range, dequantize, grouped
 
 from . import kernels
 from .symmetric import ordered_sum
@@ -27,7 +34,7 @@ from .symmetric import ordered_sum
 DAMPING = 0.01  # of Hessians, as a share of their mean diagonal
 MSE_FACTORS = tuple(kernels.MSE_FIRST - kernels.MSE_LESS * k for k in range(kernels.MSE_COUNT))
 BLOCK = 32  # GPTQ columns of one kernel; one matmul adds the errors of their panel before it
-PANEL = 256  # GPTQ columns that get the errors of all panels before them by one matmul
+PANEL = 256  # columns that get the errors of all panels before them, or their part of P, by one matmul
 ATTEMPTS = 4  # dampings tried, each ten times the one before
 PART = 2**19  # numbers of a part that stays in a CPU's cache: 2 MiB of float32
 
@@ -47,7 +54,7 @@ def minmax_steps(by_group: torch.Tensor, bits: int) -> torch.Tensor:
     largest = torch.maximum(by_group.amax(-2), by_group.amin(-2).neg_())
     # Not by a number of Python: torch would multiply by its reciprocal on a GPU.
     scale = largest.div_(torch.full_like(largest[..., :1], (high - low) / 2)).bfloat16()
-    return torch.where(scale == 0, torch.ones_like(scale), scale)
+    return torch.where(scale == 0, 1, scale)
 
 
 def nearest(weight: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
@@ -98,17 +105,14 @@ def mse_steps(by_group: torch.Tensor, column: torch.Tensor, bits: int) -> torch.
 def damped(hessian: torch.Tensor, damping: torch.Tensor) -> torch.Tensor:
     """hessian (E, C, C) + damping (E,) times its mean diagonal on the diagonal; 1 where that is not finite or zero."""
     added = damping * hessian.diagonal(dim1=-2, dim2=-1).mean(-1)
-    added = torch.where(torch.isfinite(added) & (added > 0), added, torch.ones_like(added))
+    added = torch.where(torch.isfinite(added) & (added > 0), added, 1)
     result = hessian.clone()
     result.diagonal(dim1=-2, dim2=-1).add_(added.unsqueeze(-1))
     return result
 
 
 def gptq(
-    weight: torch.Tensor,
-    hessian: torch.Tensor,
-    scale: torch.Tensor,
-    bits: int,
+    weight: torch.Tensor, hessian: torch.Tensor, scale: torch.Tensor, bits: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Round column by column, each column's error spread over those not yet rounded.
 
@@ -118,8 +122,8 @@ def gptq(
         scale: (E, R, n) bfloat16, fixed beforehand.
 
     Returns:
-        Codes (E, R, C) int8, and the damping used (E,), see `cholesky_inverse`.
-        Where that is infinite the codes are those of `nearest`.
+        Codes (E, R, C) int8, and the damping used (E,), see `cholesky_inverse`. Where that is infinite the codes are
+        those of `nearest`.
     """
     experts, rows, columns = weight.shape
     order = hessian.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)  # (E, C)
@@ -177,28 +181,6 @@ def _in_order(matrices: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     return matrices.gather(1, order.unsqueeze(-1).expand(-1, -1, matrices.shape[-1]))
 
 
-def column_parts(columns_first: torch.Tensor, group: int) -> Iterator[tuple[slice, slice]]:
-    """Experts and columns of each part of (E, C, R): whole groups of columns of one expert, or whole experts.
-
-    A CPU does all passes over a part before it starts the next, so that the part stays in the cache. The columns of a
-    part follow from C, R and the group alone, not from E. On an accelerator everything is one part.
-    """
-    experts, columns, rows = columns_first.shape
-    if is_accelerator(columns_first.device):
-        yield slice(0, experts), slice(0, columns)
-        return
-    width = min(columns, max(1, PART // (group * rows)) * group)
-    together = max(1, PART // (rows * columns)) if width == columns else 1
-    for expert in range(0, experts, together):
-        for column in range(0, columns, width):
-            yield slice(expert, min(expert + together, experts)), slice(column, min(column + width, columns))
-
-
-def in_groups(part: torch.Tensor, group: int) -> torch.Tensor:
-    """View (e, C, R) as (e, n, g, R)."""
-    return part.view(part.shape[0], -1, group, part.shape[2])
-
-
 def cholesky_inverse(hessian: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """U, upper triangular, with inverse(H) = Uᵀ U for the damped H = hessian (E, C, C) + d I: for GPTQ.
 
@@ -207,8 +189,8 @@ def cholesky_inverse(hessian: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     three.
 
     Returns:
-        U (E, C, C) and the damping used (E,): ten times as much, again and again, for an expert
-        whose H is not positive definite; infinity where nothing helped, and U is the identity.
+        U (E, C, C) and the damping used (E,): ten times as much, again and again, for an expert whose H is not
+        positive definite; infinity where nothing helped, and U is the identity.
     """
     work = hessian.flip(-1, -2)
     diagonal = work.diagonal(dim1=-2, dim2=-1)
@@ -236,3 +218,109 @@ def _set_identity(matrices: torch.Tensor, where: torch.Tensor) -> None:
     """Set those of (E, C, C) to the identity where the mask (E,) is true."""
     matrices.masked_fill_(where[:, None, None], 0)
     matrices.diagonal(dim1=-2, dim2=-1).masked_fill_(where.unsqueeze(-1), 1)
+
+
+def refine(
+    weight: torch.Tensor, hessian: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bits: int, *, sweeps: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Coordinate descent: codes (E, R, C) int8 and positive scales (E, R, n) bfloat16 after sweeps over all groups.
+
+    The hessian (E, C, C) of weight (E, R, C) is damped, so that its diagonal is positive; both are float32.
+    """
+    group = codes.shape[2] // scale.shape[2]
+    # Everything is transposed, (E, C, R) and (E, n, R): a column is contiguous.
+    difference = dequantize(codes, scale)
+    difference = torch.sub(weight, difference, out=difference).mT.contiguous()
+    codes, scale = (tensor.mT.clone(memory_format=torch.contiguous_format) for tensor in (codes, scale))
+    by_group = hessian.view(len(hessian), -1, group, hessian.shape[2] // group, group)
+    blocks = by_group.diagonal(dim1=1, dim2=3).movedim(-1, 1).contiguous()  # (E, n, g, g)
+    for _ in range(sweeps):
+        _sweep(hessian, blocks, codes, scale, difference, bits=bits)
+    return codes.mT.contiguous(), scale.mT.contiguous()
+
+
+def _sweep(
+    hessian: torch.Tensor,
+    blocks: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    difference: torch.Tensor,
+    *,
+    bits: int,
+) -> None:
+    """Set all codes (E, C, R) and scales (E, n, R), and with them (W − Ŵ)ᵀ (E, C, R); blocks (E, n, g, g) of G."""
+    experts, columns, rows = codes.shape
+    group = columns // scale.shape[1]
+    panel = max(1, PANEL // group) * group
+    refine_one = kernels.refine_group if use_kernel("refine_group", codes.device) else refine_group
+    for first in range(0, columns, panel):
+        chosen = slice(first, min(first + panel, columns))
+        near = torch.bmm(hessian[:, chosen], difference)  # Pᵀ
+        change = codes[:, chosen].float()
+        groups = slice(first // group, chosen.stop // group)
+        image = blocks[:, groups] @ change.view(experts, -1, group, rows)
+        for at in range(groups.start, groups.stop):
+            whole = slice(at * group, (at + 1) * group)
+            part = slice(whole.start - first, whole.stop - first)
+            if part.start:
+                near[:, part].baddbmm_(hessian[:, whole, first : whole.start], change[:, : part.start])
+            refine_one(
+                blocks[:, at], scale[:, at], near[:, part],
+                image[:, at - groups.start], codes[:, whole], change[:, part], bits,
+            )  # fmt: skip
+        difference[:, chosen].add_(change)
+
+
+def refine_group(
+    block: torch.Tensor,
+    scale: torch.Tensor,
+    near: torch.Tensor,
+    image: torch.Tensor,
+    codes: torch.Tensor,
+    change: torch.Tensor,
+    bits: int,
+) -> None:
+    """Set one group's scale, and then its codes; arguments are those of `kernels.refine_group`."""
+    old, before = scale.float(), codes.float()
+    curvature, gradient = ordered_sum(torch.stack((image, near)).mul_(before))
+    rounded = (old + gradient / curvature.clamp(min=torch.finfo(torch.float32).tiny)).bfloat16()
+    step = rounded.float() - old
+    # Rounded to bfloat16 the step may overshoot: take it only where the parabola is lower there.
+    better = (2 * gradient - step * curvature) * step > 0
+    better &= (rounded > 0) & torch.isfinite(rounded)
+    scale.copy_(torch.where(better, rounded, scale))
+    near.sub_(image.mul_(torch.where(better, step, 0).unsqueeze(1)))
+    now = scale.float()
+    inverse = (1 / block.diagonal(dim1=-2, dim2=-1)).unsqueeze(-1)  # (E, g, 1)
+    after = torch.empty_like(before)
+    columns = (tensor.unbind(1) for tensor in (near, inverse, before, after))
+    for j, (slope, inverted, code, best) in enumerate(zip(*columns, strict=True)):
+        torch.mul(slope, inverted, out=best).div_(now).add_(code).round_().clamp_(*code_range(bits))
+        moved = torch.sub(best, code).mul_(now)
+        later = torch.mul(block[:, j + 1 :, j, None], moved.unsqueeze(1), out=image[:, j + 1 :])
+        near[:, j + 1 :].sub_(later)
+    codes.copy_(after)
+    torch.mul(before, old.unsqueeze(1), out=change)
+    change.sub_(torch.mul(codes, now.unsqueeze(1), out=image))
+
+
+def column_parts(columns_first: torch.Tensor, group: int) -> Iterator[tuple[slice, slice]]:
+    """Experts and columns of each part of (E, C, R): whole groups of columns of one expert, or whole experts.
+
+    A CPU does all passes over a part before it starts the next, so that the part stays in the cache. The columns of a
+    part follow from C, R and the group alone, not from E. On an accelerator everything is one part.
+    """
+    experts, columns, rows = columns_first.shape
+    if is_accelerator(columns_first.device):
+        yield slice(0, experts), slice(0, columns)
+        return
+    width = min(columns, max(1, PART // (group * rows)) * group)
+    together = max(1, PART // (rows * columns)) if width == columns else 1
+    for expert in range(0, experts, together):
+        for column in range(0, columns, width):
+            yield slice(expert, min(expert + together, experts)), slice(column, min(column + width, columns))
+
+
+def in_groups(part: torch.Tensor, group: int) -> torch.Tensor:
+    """View (e, C, R) as (e, n, g, R)."""
+    return part.view(part.shape[0], -1, group, part.shape[2])

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -26,38 +25,8 @@ from quantizers.device.prefetch import tensor_to_host
 from quantizers.model.moe_inputs import MoeInputs, route_counts
 from quantizers.planning.expert_batches import ALIGNED, ROUTED_ROWS, by_load
 
+ExpertBatch = tuple[int, int]  # first and last (exclusive) of its experts, in the order in which they are solved
 Routed = tuple[torch.Tensor, torch.Tensor]  # rows of a chunk (c, m) int32, and their routing weights (c, m) float32
-
-
-@dataclass(frozen=True)
-class Blend:
-    """Weights of the tokens for each expert, in the order in which experts are solved.
-
-    Attributes:
-        experts: (E,) int64, their numbers.
-        routed_tokens: (E,) int64, n_e.
-        routed_mass: (E,) float64, Σ_routed r².
-        share: (E,) float32, a_e.
-        tokens: number of all usable tokens.
-        full_share_at: n0, the number of routed tokens from which an expert gets the full share a.
-    """
-
-    experts: torch.Tensor
-    routed_tokens: torch.Tensor
-    routed_mass: torch.Tensor
-    share: torch.Tensor
-    tokens: int
-    full_share_at: int
-
-    def factors(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(c,) float32 each: the factors of a routed token's r², and of any token, in the blend."""
-        routed, every = self._factors
-        return routed[first:last], every[first:last]
-
-    @cached_property
-    def _factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        mass = self.routed_mass.clamp(min=torch.finfo(torch.float64).tiny)
-        return (self.share / mass).float(), (1 - self.share) / self.tokens
 
 
 @dataclass(frozen=True)
@@ -98,19 +67,35 @@ class Table:
 
 @dataclass(frozen=True)
 class RoutingStatistics:
-    """Result of one pass over a layer's routing.
+    """Result of one pass over a layer's routing, experts in the order in which they are solved.
 
     Attributes:
         tables: of each token chunk.
-        blend: token weights.
-        experts: their numbers in the order in which they are solved; as in `Blend`, but on the host.
+        experts, numbers: their numbers on the host, and (E,) int64.
+        routed_tokens: (E,) int64, n_e.
+        share: (E,) float32, a_e.
+        of_routed, of_all: (E,) float32, the factors of a routed token's r², and of any token, in the blend.
+        tokens: number of all usable tokens.
         rows: number of all rows, usable or not.
     """
 
     tables: list[Table]
-    blend: Blend
     experts: list[int]
+    numbers: torch.Tensor
+    routed_tokens: torch.Tensor
+    share: torch.Tensor
+    of_routed: torch.Tensor
+    of_all: torch.Tensor
+    tokens: int
     rows: int
+
+    def roots(self, chunk: MoeInputs, batch: ExpertBatch, good: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """(c, T): the square root of each row's weight in the blend for a batch's experts, 0 where not `good`."""
+        experts = slice(*batch)
+        chosen = chunk.chosen == self.numbers[experts, None, None]  # (c, T, K), of which at most one of K is true
+        squares = torch.where(chosen, chunk.weight.square(), 0).sum(-1)
+        squares.mul_(self.of_routed[experts, None]).add_(self.of_all[experts, None])
+        return squares.mul_(good).sqrt_().to(dtype)
 
 
 def routing_statistics(
@@ -145,8 +130,10 @@ def routing_statistics(
         Table(rows, weight, start, count, [row[expert] for expert in order])
         for ((rows, weight, _, _), _), start, count, row in zip(parts, starts, listed, known, strict=True)
     ]
-    blend = Blend(index, counts, mass, share, total[-1], full_share_at)
-    return RoutingStatistics(tables, blend, order, sum(rows for _, rows in parts))
+    of_routed = (share / mass.clamp(min=torch.finfo(torch.float64).tiny)).float()
+    of_all = (1 - share) / total[-1]
+    rows = sum(rows for _, rows in parts)
+    return RoutingStatistics(tables, order, index, counts, share, of_routed, of_all, total[-1], rows)
 
 
 def _of_chunk(chunk: MoeInputs, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -171,13 +158,3 @@ def _of_chunk(chunk: MoeInputs, experts: int) -> tuple[torch.Tensor, torch.Tenso
 def rows_of(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """The rows (c, m) of x (T, H), (c, m, H)."""
     return x.index_select(0, rows.flatten()).view(*rows.shape, -1)
-
-
-def token_roots(
-    chunk: MoeInputs, blend: Blend, first: int, last: int, good: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """(c, T): the square root of each row's weight in the blend for a batch's experts, 0 where not `good` (c, T)."""
-    routed, every = blend.factors(first, last)
-    chosen = chunk.chosen == blend.experts[first:last, None, None]  # (c, T, K), of which at most one of K is true
-    squares = torch.where(chosen, chunk.weight.square(), 0).sum(-1)
-    return squares.mul_(routed.unsqueeze(-1)).add_(every.unsqueeze(-1)).mul_(good).sqrt_().to(dtype)

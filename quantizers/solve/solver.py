@@ -1,13 +1,21 @@
 """The native solver (`engine: gram`): one layer's captured MoE inputs and weights ─► its quantized experts.
 
 Order: one pass over the routing ─► one over the token chunks, for the Hessians of x ─► one scale for the norm and all
-its readers, where it is folded ─► expert batch by expert batch, see expert_batch.py. The other engine, llm-compressor's
-own, is llmcompressor_engine.py.
+its readers, where it is folded ─► expert batch by expert batch (`solve_batch`). The other engine, llm-compressor's own,
+is llmcompressor_engine.py.
+
+Of an expert batch w1 and w3 are rounded first, and w2's Hessian is that of the inputs which the rounded ones give it.
+w2 is corrected for the difference (`corrected`), a scale s per expert between w3 and w2 is searched, and w2 is rounded.
+
+With 8 bits s comes first. Found afterwards, it would divide w3's stored group scales, which bfloat16 then rounds a
+second time. That is far below the codes' error at 4 bits, but 4 to 39 % of it at 8. So s is searched from what the
+source's w1 and w3 give w2 (the rounded ones differ by half a percent), on a part of large sets, and w3 / s is rounded
+as it is stored: a median KL of 4.22e-6 on the tiny model instead of 4.58e-6.
 
 Every matmul works on one token chunk or one expert batch, see planning/expert_batches.py. Memory decides no byte, see
 planning/device_memory.py.
 
-Legend: E experts, c experts of an expert batch, H hidden, I expert width.
+Legend: E experts, c experts of an expert batch, H hidden, I expert width, R rows, C columns.
 """
 
 from __future__ import annotations
@@ -26,22 +34,23 @@ from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import to_host
 from quantizers.device.timing import phase
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
-from quantizers.formats.packed_integers import grouped
+from quantizers.formats.packed_integers import dequantize, grouped
 from quantizers.model.moe_inputs import MoeInputs, MoeInputStore
 from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 from quantizers.planning.device_memory import Residents
 from quantizers.planning.expert_batches import expert_batches, experts_per_batch, tokens_per_chunk
 from quantizers.recipe.schema import Experts
 
-from .awq import fold_hessian, fold_norm, norm_scale
-from .down_hessian import DownHessian, collect_down_hessian
-from .expert_batch import solve_batch
-from .input_hessian import ExpertBatch, HessianCache, blended_hessian
+from .awq import divided, fold_hessian, fold_norm, norm_scale, row_step, width_scale
+from .hessians import HessianCache, blended_hessian, collect_down_hessian
 from .result import LayerResult
-from .rounding import DAMPING
-from .routing_weights import RoutingStatistics, routing_statistics
+from .rounding import DAMPING, damped, gptq, minmax_scales, mse_scales, nearest, refine
+from .routing_weights import ExpertBatch, RoutingStatistics, routing_statistics
+from .symmetric import row_losses
 
 SEARCH_TOKENS = 16  # with 8 bits, tokens for each column of w2: with more, s is searched over every n-th chunk only
+REPORTED_ROWS = 512  # of a matrix read for the report, see `row_step`
+SWEEPS = 2  # of `refine` after GPTQ; a third would lower the loss by less than 1 %
 SEARCHED = ("norm_search_before", "norm_search_after")
 
 Weights = Callable[[Sequence[int]], tuple[torch.Tensor, torch.Tensor]]
@@ -111,19 +120,20 @@ def solve(
             )
             folded, smooth = fold_norm(norm, scale, offset)
     within = settings if inner else settings.model_copy(update={"awq": False})
-    one = partial(_solve_batch, cache, weights, inputs.hessian, smooth, gate, within)
+    one = partial(solve_batch, cache, weights, inputs.hessian, smooth, gate, within)
     parts = [cache.within_memory(partial(one, batches[first:])) for first in range(len(batches))]
-    blend = routing.blend
-    order = blend.experts.argsort()  # of each expert, its place among those that were solved
-    solved = _gathered(parts, order, dist)
+    order = routing.numbers.argsort()  # of each expert, its place among those that were solved
+    # Emptied on the way, so that nothing is in memory twice.
+    rows = {name: torch.cat([part.pop(name) for part in parts]) for name in list(parts[0] if parts else ())}
+    rows = dist.all_gather(rows, order.device)
+    solved = {name: rows.pop(name).index_select(0, order) for name in list(rows)}
     codes = {matrix: solved.pop(f"codes.{matrix}") for matrix in MATRICES}
     scales = {matrix: solved.pop(f"scales.{matrix}") for matrix in MATRICES}
-    numbers = to_host(
-        solved | {"routed_tokens": blend.routed_tokens[order], "share": blend.share[order]} | searched
-    )  # only now, when all batches are under way
+    solved |= {"routed_tokens": routing.routed_tokens[order], "share": routing.share[order]}
+    numbers = to_host(solved | searched)  # only now, when all batches are under way
     under_routed = {
-        "full_share_at": blend.full_share_at,
-        "experts": int((numbers["routed_tokens"] < blend.full_share_at).sum()),
+        "full_share_at": hidden,
+        "experts": int((numbers["routed_tokens"] < hidden).sum()),
         "smallest_share": float(numbers["share"].min()),
     }
     return LayerResult(
@@ -132,13 +142,13 @@ def solve(
         router.float() * smooth if router is not None and norm is not None and settings.awq else None,
         codes,
         scales,
-        _errors(numbers, blend.tokens),
+        _errors(numbers, routing.tokens),
         _fallbacks(numbers, routing, settings, scales),
         under_routed if settings.routed_weight else None,
     )
 
 
-def _solve_batch(
+def solve_batch(
     cache: HessianCache,
     weights: Weights,
     all_hessian: torch.Tensor,
@@ -147,43 +157,122 @@ def _solve_batch(
     settings: Experts,
     waiting: Sequence[ExpertBatch],
 ) -> dict[str, torch.Tensor]:
-    """Solve the first of the waiting expert batches, see `solve_batch`."""
+    """Scale and round the first of the waiting expert batches.
+
+    Returns:
+        For each matrix `codes.…` and `scales.…` as in `LayerResult`. For each expert (c,): `damping.gate_up` and
+        `damping.down`, see `rounding.gptq`; losses `…_lost`, and the squares that they are relative to `…_whole`; the
+        w2 search's objective `down_search_before` and `…_after`; rows `seen` and `dropped`, see `DownHessian`; and
+        `…_zero` of each matrix, see `_zero_groups`.
+    """
     batch, routing = waiting[0], cache.routing
     hessian = cache.take(waiting)
     with phase("dequantize"):
-        gate_up, down = weights(routing.experts[slice(*batch)])
+        source, down = weights(routing.experts[slice(*batch)])
     with phase("Hessians"):
-        hessian = blended_hessian(hessian, all_hessian, routing.blend, batch)
+        hessian = blended_hessian(hessian, all_hessian, routing, batch)
         fold_hessian(hessian, smooth)
     collect = partial(collect_down_hessian, cache.chunks, routing, gate=gate, batch=batch)
-    every = max(1, routing.rows // (SEARCH_TOKENS * down.shape[-1]))
-    zero = _zero_groups(gate_up, down, settings.group_size)
+    numbers = _zero_groups(source, down, settings.group_size)
+    gate_up, down = source * smooth, down.float()
+    # w2's columns are multiplied by s (c, I), and w3's rows divided by it.
+    s, rows = torch.ones_like(down[:, 0]), None
+    early = bool(settings.awq) and settings.bits == 8  # else w3's stored scales are divided after rounding
+    if early:
+        every = max(1, routing.rows // (SEARCH_TOKENS * down.shape[-1]))
+        s, searched = width_scale(down, collect(source, every=every), settings)
+        numbers |= searched
+        rows = torch.cat([torch.ones_like(s), s], 1).unsqueeze(-1)
+        gate_up.div_(rows)
+    # gate and up read the same inputs, so they share one factorization.
+    with phase("rounding"):
+        codes, scales = _round(gate_up, hessian, settings, "gate_up", numbers, rows)
+    rounded = dequantize(codes, scales)
+    if rows is not None:
+        rounded.mul_(rows)
+    # One rounding of the weights to the dtype of the forward pass, as a server does it.
+    served = rounded if rounded.dtype == source.dtype else torch.empty_like(source)
+    inputs = collect(torch.div(rounded, smooth, out=served), source=source if settings.rounding == "gptq" else None)
+    del rounded, served
+    if inputs.changes is not None:
+        with phase("rounding"):
+            down = corrected(down, inputs.hessian, inputs.changes)
+    gate_codes, up_codes = codes.chunk(2, dim=1)
+    gate_scales, up_scales = scales.chunk(2, dim=1)
+    if settings.awq and not early:
+        s, searched = width_scale(down, inputs, settings)
+        numbers |= searched
+        # w3's codes stay as they are. (Its scales are rounded to bfloat16 once more, by far less than the codes were.)
+        up_scales = divided(up_scales, up_codes, s)
+    if settings.awq:
+        down.mul_(s.unsqueeze(1))
+        fold_hessian(inputs.hessian, s)
+    with phase("rounding"):
+        down_codes, down_scales = _round(down, inputs.hessian, settings, "down", numbers)
+    for name, found in (
+        ("codes", (gate_codes, up_codes, down_codes)),
+        ("scales", (gate_scales, up_scales, down_scales)),
+    ):
+        numbers |= {f"{name}.{matrix}": values for matrix, values in zip(MATRICES, found, strict=True)}
+    return numbers | {"seen": inputs.seen, "dropped": inputs.dropped}
 
-    def when_rounded(rounded: torch.Tensor, compare: bool) -> DownHessian:
-        # One rounding of the weights to the dtype of the forward pass, as a server does it.
-        served = rounded if rounded.dtype == gate_up.dtype else torch.empty_like(gate_up)
-        return collect(torch.div(rounded, smooth, out=served), source=gate_up if compare else None)
 
-    solved = solve_batch(
-        gate_up * smooth, down.float(), hessian, partial(collect, gate_up, every=every), when_rounded, settings
-    )
-    return solved | zero
+def _round(
+    weight: torch.Tensor,
+    hessian: torch.Tensor,
+    settings: Experts,
+    name: str,
+    numbers: dict[str, torch.Tensor],
+    rows: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes int8 and scales bfloat16 of (c, R, C) matrices whose inputs have Hessian (c, C, C).
 
-
-def _gathered(
-    parts: Sequence[dict[str, torch.Tensor]], order: torch.Tensor, dist: ProcessGroup
-) -> dict[str, torch.Tensor]:
-    """Results of all experts in the order of their numbers; order (E,) is their places among those of all batches.
-
-    The parts of this process's expert batches are emptied, so that nothing is in memory twice.
+    The numbers of `solve_batch` under `name` are added to `numbers`. Losses are those of the rows before they were
+    divided by `rows` (c, R, 1).
     """
-    rows = {name: torch.cat([part.pop(name) for part in parts]) for name in list(parts[0] if parts else ())}
-    rows = dist.all_gather(rows, order.device)
-    return {name: rows.pop(name).index_select(0, order) for name in list(rows)}
+    weight = weight.mT.contiguous().mT  # columns are contiguous from here on
+    if settings.scales == "mse":
+        scale = mse_scales(weight, hessian.diagonal(dim1=-2, dim2=-1), settings.group_size, settings.bits)
+    else:
+        scale = minmax_scales(weight, settings.group_size, settings.bits)
+    if settings.rounding == "gptq":
+        codes, used = gptq(weight, hessian, scale, settings.bits)
+        numbers[f"damping.{name}"] = used
+        solvable = torch.isfinite(used)[:, None, None]  # the others were rounded to nearest, and stay so
+        refined = refine(weight, damped(hessian, used), codes, scale, settings.bits, sweeps=SWEEPS)
+        codes, scale = torch.where(solvable, refined[0], codes), torch.where(solvable, refined[1], scale)
+    else:
+        codes = nearest(weight, scale, settings.bits)
+    step = row_step(weight.shape[1], REPORTED_ROWS)
+    whole = weight[:, ::step]
+    lost = dequantize(codes[:, ::step], scale[:, ::step]).sub_(whole)
+    if rows is not None:
+        lost, whole = lost.mul_(rows[:, ::step]), whole * rows[:, ::step]
+    numbers[f"{name}_lost"] = row_losses(lost, hessian).sum(-1).double() * step
+    numbers[f"{name}_whole"] = row_losses(whole, hessian).sum(-1).double() * step
+    return codes, scale
+
+
+def corrected(down: torch.Tensor, hessian: torch.Tensor, changes: torch.Tensor) -> torch.Tensor:
+    """w2 corrected for the inputs that the rounded w1 and w3 give it, (c, H, I) float32; w2 where there is no solution.
+
+    Rounding w1 and w3 changes w2's input from h + d to h. The matrix that comes closest to w2 (h + d) when it reads h
+    instead is a ridge regression towards w2,
+
+        w2* = w2 + w2 (Σ d hᵀ) (Σ h hᵀ + λ I)⁻¹.
+
+    λ is DAMPING times the Hessian's mean diagonal. Tokens are weighted as in all Hessians, but Σ d hᵀ runs only over
+    those that the router sends to the expert: only their error reaches the model's output. Both are (c, I, I) float32,
+    see `DownHessian`.
+    """
+    lower, info = torch.linalg.cholesky_ex(damped(hessian, torch.full_like(hessian[:, 0, 0], DAMPING)))
+    step = torch.cholesky_solve((down @ changes).mT, lower).mT
+    solved = (info == 0) & torch.isfinite(torch.linalg.vector_norm(step, torch.inf, dim=(-2, -1)))
+    return step.masked_fill_(~solved[:, None, None], 0).add_(down)
 
 
 # The report's figures of a layer. Numbers are in float64 on the CPU: results of `solve_batch` but for codes and scales,
-# `routed_tokens` and `share` of `Blend`, and SEARCHED.
+# `routed_tokens` and `share` of `RoutingStatistics`, and SEARCHED.
 
 Numbers = Mapping[str, torch.Tensor]
 
@@ -222,7 +311,7 @@ def _fallbacks(
 ) -> list[str]:
     """One line for every expert that did not get the method of the recipe; a smaller share is part of the method."""
     lines = []
-    if left := routing.rows - routing.blend.tokens:
+    if left := routing.rows - routing.tokens:
         lines.append(f"{left} rows of the block's input left out: not finite, or too large")
     columns = (numbers[name].tolist() for name in ("seen", "dropped", "routed_tokens", "share"))
     for expert, (rows, left_out, count, share) in enumerate(zip(*columns, strict=True)):

@@ -55,7 +55,7 @@ def _lanes_added(x, ROWS: tl.constexpr):
 @triton.jit
 def gptq_block(
     work, factor, scale, group_of, errors, codes,
-    R, work_e, factor_e, factor_row, factor_column, scale_e, group_e, errors_e, codes_e,
+    R, work_e, factor_e, scale_e, group_e, errors_e, codes_e, factor_row, factor_column,
     W: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """See kernels.gptq_block. Grid (E, R / ROWS)."""
@@ -84,7 +84,7 @@ def gptq_block(
 @triton.jit
 def refine_group(
     block, scale, near, image, codes, change,
-    R, block_e, block_row, scale_e, near_e, image_e, codes_e, change_e,
+    R, block_e, scale_e, near_e, image_e, codes_e, change_e, block_row,
     G: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """See kernels.refine_group. Grid (E, R / ROWS)."""

@@ -20,8 +20,7 @@ from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.device_memory import Residents
 from quantizers.planning.job import prepare
 from quantizers.recipe.schema import Awq, Experts
-from quantizers.solve.down_hessian import collect_down_hessian
-from quantizers.solve.input_hessian import sweep
+from quantizers.solve.hessians import collect_down_hessian, sweep
 from quantizers.solve.routing_weights import routing_statistics
 from quantizers.solve.solver import solve
 

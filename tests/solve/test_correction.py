@@ -9,11 +9,11 @@ from torch.nn.functional import silu
 from quantizers.architectures.gates import plain_gate
 from quantizers.formats.packed_integers import dequantize
 from quantizers.model.moe_inputs import MoeInputs, capture_moe_inputs
-from quantizers.solve import down_hessian
-from quantizers.solve.down_hessian import DownHessian, collect_down_hessian
-from quantizers.solve.expert_batch import corrected
+from quantizers.solve import hessians
+from quantizers.solve.hessians import DownHessian, collect_down_hessian
 from quantizers.solve.rounding import minmax_scales, nearest
 from quantizers.solve.routing_weights import routing_statistics
+from quantizers.solve.solver import corrected
 
 EXPERTS, HIDDEN, WIDTH = 3, 64, 32
 Case = tuple[list[MoeInputs], torch.Tensor, torch.Tensor]
@@ -79,7 +79,7 @@ def test_the_sums_are_those_of_the_tokens(share: float) -> None:
 
 def test_of_many_tokens_every_nth_block_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its mean stands for all: the sums of the blocks that were read, with their own total weight."""
-    monkeypatch.setattr(down_hessian, "ROUTED_PER_COLUMN", 1)
+    monkeypatch.setattr(hessians, "ROUTED_PER_COLUMN", 1)
     sequences, source, served = case(5, (40, 44, 48, 52))  # 122 routed tokens an expert, 32 are enough: every third
     sums = sums_of(sequences, source, served, 0.9)
     assert sums.changes is not None

@@ -13,13 +13,11 @@ from quantizers.architectures.matrices import MATRICES
 from quantizers.formats.packed_integers import dequantize
 from quantizers.planning.device_memory import Residents
 from quantizers.recipe.schema import Awq, Experts
-from quantizers.solve import expert_batch
+from quantizers.solve import solver
 from quantizers.solve.awq import grid_scales, weight_means
-from quantizers.solve.coordinate_descent import refine
-from quantizers.solve.expert_batch import corrected
 from quantizers.solve.result import LayerResult
-from quantizers.solve.rounding import damped, gptq, mse_scales
-from quantizers.solve.solver import solve
+from quantizers.solve.rounding import damped, gptq, mse_scales, refine
+from quantizers.solve.solver import corrected, solve
 
 BATCH = 8
 
@@ -302,13 +300,13 @@ def test_with_8_bits_a_part_of_a_large_set_is_searched_and_all_of_it_solved_from
     """Every second batch of a set with 32 tokens for each column of w2; the sums that w2 is rounded by are of all."""
     layer = make_layer(15, tokens=17 * WIDTH)
     layer.normed = [n[: 8 * WIDTH] for n in (layer.normed * 2)[:4]]  # four blocks
-    seen, real = list[int](), expert_batch._width_scale
+    seen, real = list[int](), solver.width_scale
 
     def search(down: torch.Tensor, sums: Any, settings: Experts) -> Any:
         seen.extend(sums.seen.tolist())
         return real(down, sums, settings)
 
-    monkeypatch.setattr(expert_batch, "_width_scale", search)
+    monkeypatch.setattr(solver, "width_scale", search)
     solved = solve_layer(layer, bits=8)
     assert seen == [2 * 8 * WIDTH] * EXPERTS
     assert solved.error["expert_tokens"] == 4 * 8 * WIDTH

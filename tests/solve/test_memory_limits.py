@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantizers.planning.device_memory import Residents
 from quantizers.recipe.schema import Awq, Experts
-from quantizers.solve import input_hessian, solver
+from quantizers.solve import hessians, solver
 from quantizers.solve.result import LayerResult
 from quantizers.solve.solver import solve
 from quantizers.system.errors import QuantizeError
@@ -71,7 +71,7 @@ class Full(TorchDispatchMode):
 @pytest.fixture(scope="module")
 def places(layer: Layer) -> dict[str, tuple[int, int]]:
     """The numbers of the first and last operation of a sweep, of the norm's search, and of the expert batches."""
-    named = ("sweep", input_hessian, "sweep"), ("search", solver, "norm_scale"), ("batches", solver, "_solve_batch")
+    named = ("sweep", hessians, "sweep"), ("search", solver, "norm_scale"), ("batches", solver, "solve_batch")
     found: dict[str, tuple[int, int]] = {}
     with Full() as counter, pytest.MonkeyPatch.context() as patched:
         for name, module, function in named:

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantizers.formats.packed_integers import code_range, dequantize
-from quantizers.solve.coordinate_descent import refine
-from quantizers.solve.rounding import damped, gptq, mse_scales, nearest
+from quantizers.solve.rounding import damped, gptq, mse_scales, nearest, refine
 
 
 def case(experts: int, rows: int, groups: int, bits: int, seed: int) -> tuple[torch.Tensor, ...]:

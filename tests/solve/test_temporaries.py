@@ -12,9 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from quantizers.solve import rounding
 from quantizers.solve.awq import scale_losses, weight_means
-from quantizers.solve.coordinate_descent import refine
-from quantizers.solve.expert_batch import corrected
-from quantizers.solve.rounding import gptq, minmax_scales, mse_scales, nearest
+from quantizers.solve.rounding import gptq, minmax_scales, mse_scales, nearest, refine
+from quantizers.solve.solver import corrected
 
 EXPERTS, ROWS, COLUMNS, GROUP = 2, 48, 320, 32
 WIDE = (torch.int64, torch.float64)

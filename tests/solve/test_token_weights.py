@@ -21,9 +21,8 @@ from quantizers.model.moe_inputs import capture_moe_inputs as seen_by
 from quantizers.model.streamed_model import StreamedModel
 from quantizers.planning.expert_batches import ALIGNED, by_load, expert_batches
 from quantizers.solve import routing_weights
-from quantizers.solve.down_hessian import collect_down_hessian
-from quantizers.solve.input_hessian import InputHessian, blended_hessian, sweep
-from quantizers.solve.routing_weights import Blend, RoutingStatistics, routing_statistics
+from quantizers.solve.hessians import InputHessian, blended_hessian, collect_down_hessian, sweep
+from quantizers.solve.routing_weights import RoutingStatistics, routing_statistics
 from quantizers.solve.symmetric import transposed_product
 
 FEW = settings(max_examples=15, deadline=None, database=None, derandomize=True)
@@ -104,7 +103,7 @@ def all_hessians(
     inputs, routed = sweep(recorded, found, batches, gate_up.shape[-1], with_all=True)
     parts = []
     for batch in batches:
-        hessians = blended_hessian(routed[batch], inputs.hessian, found.blend, batch)
+        hessians = blended_hessian(routed[batch], inputs.hessian, found, batch)
         sums = collect_down_hessian(recorded, found, gate_up[slice(*batch)], gate=plain_gate(silu), batch=batch)
         assert sums.changes is None
         parts.append((hessians, sums.hessian, sums.mean, sums.seen, sums.dropped))
@@ -117,10 +116,6 @@ def inputs_of(recorded: Sequence[MoeInputs]) -> tuple[InputHessian, RoutingStati
     inputs, routed = sweep(recorded, found, [], HIDDEN, with_all=True)
     assert not routed
     return inputs, found
-
-
-def blend(recorded: Sequence[MoeInputs], experts: int, routed_weight: float, full_share_at: int) -> Blend:
-    return routing_statistics(recorded, experts, routed_weight, full_share_at).blend
 
 
 Read = Callable[[torch.Tensor, int], torch.Tensor]
@@ -169,7 +164,7 @@ def test_input_hessians_are_float64_sums_of_the_usable_rows(observed: Observed, 
     x = torch.cat(read)
     good = torch.ones(len(x), dtype=torch.bool)
     good[[5, LENGTHS[0] + LENGTHS[1]]] = poison is None
-    assert (found.blend.tokens, found.rows) == (int(good.sum()), sum(LENGTHS))
+    assert (found.tokens, found.rows) == (int(good.sum()), sum(LENGTHS))
     assert_hessians_close(sums.hessian, x[good].double().mT @ x[good].double())
     torch.testing.assert_close(sums.mean.double(), x[good].double().abs().mean(0), rtol=1e-6, atol=0)
 
@@ -241,7 +236,7 @@ def test_an_expert_without_routed_tokens_is_solved_from_all_tokens() -> None:
     recorded = random_routing(3, 4, 2, [20, 9], 8)
     recorded = [seen_by(s.x, s.chosen, s.weight.where(s.chosen != 1, torch.zeros(()))) for s in recorded]
     gate_up = torch.randn(4, 10, 8, generator=torch.Generator().manual_seed(3))
-    blended = blend(recorded, 4, 0.9, 4)
+    blended = routing_statistics(recorded, 4, 0.9, 4)
     assert int(blended.routed_tokens[3]) == 0
     assert int(blended.routed_tokens[1]) > 0
     assert blended.share[[1, 3]].tolist() == [0, 0]
@@ -325,14 +320,14 @@ def test_experts_of_a_batch_have_about_as_many_tokens_so_that_little_is_padded()
         seen_by(s.x, share.multinomial(len(s.x), True, generator=generator).unsqueeze(1), s.weight) for s in recorded
     ]
     plain, found = (routing_statistics(recorded, 12, 0.9, 90, batch_size=batch) for batch in (None, 4))
-    counts = plain.blend.routed_tokens.tolist()
-    assert plain.experts == plain.blend.experts.tolist() == list(range(12))
-    assert found.experts == by_load(counts, 4) == found.blend.experts.tolist()
-    for field in ("routed_tokens", "routed_mass", "share"):
-        assert torch.equal(getattr(found.blend, field), getattr(plain.blend, field)[found.blend.experts])
+    counts = plain.routed_tokens.tolist()
+    assert plain.experts == plain.numbers.tolist() == list(range(12))
+    assert found.experts == by_load(counts, 4) == found.numbers.tolist()
+    for field in ("routed_tokens", "share", "of_routed", "of_all"):
+        assert torch.equal(getattr(found, field), getattr(plain, field)[found.numbers])
     for mine, theirs in zip(found.tables, plain.tables, strict=True):
         assert mine.known == [theirs.known[expert] for expert in found.experts]
-        assert torch.equal(mine.starts, theirs.starts[found.blend.experts])
+        assert torch.equal(mine.starts, theirs.starts[found.numbers])
     padded = [sum(t.most(*batch) for t in s.tables for batch in expert_batches(12, 4)) for s in (plain, found)]
     assert padded[1] < 0.6 * padded[0]
 

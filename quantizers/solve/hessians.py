@@ -1,33 +1,127 @@
-"""Hessians of the inputs of w2, Σ h hᵀ: every token through every expert of an expert batch.
+"""Hessians of the inputs of w1 and w3, Σ x xᵀ, and of w2, Σ h hᵀ.
 
 Legend: T rows of a token chunk, H hidden, I expert width, c experts of an expert batch, m rows routed to an expert
 (padded); x (T, H) is what w1 and w3 read, h (T, I) what w2 reads: the gate of x w1ᵀ and x w3ᵀ, see gates.py. h is
 transposed, (c, I, T): one matmul then gives it for all experts of the batch, and each half of the result is contiguous.
 
 Hessians are float32 and added token chunk by token chunk, in order, one chunk a matmul: torch does not promise the same
-bits for other shapes.
+bits for other shapes. Those of x come from sweeps over all chunks for several expert batches, as many as memory has
+room for; where the device's memory is full, they are dropped and the step repeated with half as many. Those of h come
+from a forced pass: every token through every expert of an expert batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 
 from quantizers.architectures.gates import Gate
-from quantizers.device.devices import is_accelerator
+from quantizers.device.devices import is_accelerator, release_free_memory
 from quantizers.device.timing import phase, timed_items
 from quantizers.device.triton_support import use_kernel
 from quantizers.model.moe_inputs import MoeInputs, usable_rows
+from quantizers.planning.device_memory import Residents
 
 from . import kernels
-from .input_hessian import ExpertBatch
-from .routing_weights import Routed, RoutingStatistics, rows_of, token_roots
+from .routing_weights import ExpertBatch, Routed, RoutingStatistics, rows_of
 from .symmetric import add_hessian, add_product, mirror
 
 ROUTED_PER_COLUMN = 32  # routed tokens for each column of w2: with more, only every n-th chunk goes into `changes`
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class InputHessian:
+    """Hessian Σ x xᵀ (H, H) of all usable rows and mean |x| (H,), float32."""
+
+    hessian: torch.Tensor
+    mean: torch.Tensor
+
+
+def sweep(
+    chunks: Sequence[MoeInputs],
+    routing: RoutingStatistics,
+    batches: Sequence[ExpertBatch],
+    hidden: int,
+    *,
+    with_all: bool,
+) -> tuple[InputHessian, dict[ExpertBatch, torch.Tensor]]:
+    """One pass over all token chunks for the Hessians of some expert batches, which are in memory together.
+
+    Returns:
+        The Hessian of all rows, zero without `with_all`; of each expert batch Σ r² x xᵀ (c, H, H) over its routed rows.
+    """
+    device = routing.share.device
+    total, size = torch.zeros(hidden, hidden, device=device), torch.zeros(hidden, device=device)
+    hessians = {batch: torch.zeros(batch[1] - batch[0], hidden, hidden, device=device) for batch in batches}
+    for chunk, table in zip(chunks, routing.tables, strict=True):
+        if with_all:
+            add_hessian(total, chunk.x)
+            size += torch.linalg.vector_norm(chunk.x, 1, dim=0, dtype=torch.float32)
+        for batch, hessian in hessians.items():
+            for rows, weight in table.routed(*batch):
+                picked = rows_of(chunk.x, rows).mul_(weight.unsqueeze(-1).to(chunk.x.dtype))  # (c, m, H)
+                add_hessian(hessian, picked)
+    for hessian in hessians.values():
+        mirror(hessian)
+    return InputHessian(mirror(total), size / max(routing.tokens, 1)), hessians
+
+
+def blended_hessian(
+    routed: torch.Tensor, all_hessian: torch.Tensor, routing: RoutingStatistics, batch: ExpertBatch
+) -> torch.Tensor:
+    """Blended Σ x xᵀ (c, H, H) of an expert batch, each of total weight 1, in `routed`'s memory; all_hessian (H, H)."""
+    of_routed, of_all = (factors[slice(*batch), None, None] for factors in (routing.of_routed, routing.of_all))
+    return routed.mul_(of_routed).addcmul_(all_hessian, of_all)
+
+
+class HessianCache:
+    """Hessians of x of the next expert batches of one layer, as many as there is memory for."""
+
+    def __init__(
+        self, chunks: Sequence[MoeInputs], routing: RoutingStatistics, hidden: int, residents: Residents
+    ) -> None:
+        self.chunks, self.routing, self._hidden, self._residents = chunks, routing, hidden, residents
+        self._cached: dict[ExpertBatch, torch.Tensor] = {}
+
+    def of_all(self, batches: Sequence[ExpertBatch]) -> InputHessian:
+        """The Hessian of all rows, from a sweep that caches those of the first expert batches as well."""
+        return self._sweep(batches, with_all=True)
+
+    def take(self, waiting: Sequence[ExpertBatch]) -> torch.Tensor:
+        """The Hessians (c, H, H) of the first of these expert batches, removed from the cache."""
+        if waiting[0] not in self._cached:
+            release_free_memory()  # otherwise memory that was freed sometimes adds to the peak of what comes next
+            self._sweep(waiting, with_all=False)
+        return self._cached.pop(waiting[0])
+
+    def _sweep(self, waiting: Sequence[ExpertBatch], *, with_all: bool) -> InputHessian:
+        def compute() -> InputHessian:
+            batches = waiting[: self._residents.share(len(waiting))]
+            inputs, self._cached = sweep(self.chunks, self.routing, batches, self._hidden, with_all=with_all)
+            return inputs
+
+        with phase("Hessians"):
+            return self.within_memory(compute)
+
+    def within_memory(self, step: Callable[[], Result]) -> Result:
+        """The result of a step, repeated with an empty cache of half the size where the device's memory is full.
+
+        Raises:
+            QuantizeError: the memory is too small even for one expert batch at a time.
+        """
+        while True:
+            try:
+                return step()
+            except torch.OutOfMemoryError:
+                pass  # the step's tensors are freed only when this block ends
+            self._cached = {}
+            self._residents.shrink()
+            release_free_memory()
 
 
 @dataclass
@@ -64,7 +158,6 @@ def collect_down_hessian(
 
     Args:
         gate_up: (c, 2I, H), w1 above w3, in the dtype of x; rounded or not.
-        gate: of the experts.
         source: (c, 2I, H) of the same dtype: the weights that `gate_up` was rounded from, for `changes`.
         every: read every n-th token chunk only.
     """
@@ -90,7 +183,7 @@ def collect_down_hessian(
             good = usable_rows(h, 1) & chunk.usable  # (c, T); in the other rows h is meaningless
         with phase("Hessians"):
             # √w in the dtype of h, so that one operand serves both sides of the sum; and w is its square.
-            root = token_roots(chunk, routing.blend, *batch, good, h.dtype)
+            root = routing.roots(chunk, batch, good, h.dtype)
             mass += root.float().square().sum(1, keepdim=True)
             seen += good.sum(1)
         if source is not None and changes is not None:
@@ -101,15 +194,11 @@ def collect_down_hessian(
             add_weighed(h, root, total, magnitude)
         del h, good, root  # before there is memory for the next ones
     mass.clamp_(min=torch.finfo(torch.float32).tiny)
-    share = routing.blend.share[batch[0] : batch[1]] / routed_mass
-    share = torch.where(routed_mass > 0, share, torch.zeros_like(share)).float()
-    return DownHessian(
-        mirror(total).div_(mass.unsqueeze(-1)),
-        magnitude.sum(-1) / mass,
-        None if changes is None else changes.mul_(share[:, None, None]),
-        seen,
-        rows - seen,
-    )
+    if changes is not None:
+        share = routing.share[slice(*batch)] / routed_mass
+        changes.mul_(torch.where(routed_mass > 0, share, torch.zeros_like(share)).float()[:, None, None])
+    hessian = mirror(total).div_(mass.unsqueeze(-1))
+    return DownHessian(hessian, magnitude.sum(-1) / mass, changes, seen, rows - seen)
 
 
 def add_weighed(h: torch.Tensor, root: torch.Tensor, total: torch.Tensor, magnitude: torch.Tensor) -> None:
@@ -151,12 +240,9 @@ def _add_changes(
     source: torch.Tensor,
     gate: Gate,
 ) -> torch.Tensor:
-    """Add Σ r² d hᵀ over rows of a chunk to `changes`; returns their Σ r² (c,) in float64.
+    """Add Σ r² d hᵀ over one part of a chunk's routed rows to `changes`; returns their Σ r² (c,) in float64.
 
-    Args:
-        h: (c, I, T), from the rounded weights.
-        good: (c, T), the rows that are not left out.
-        routed: one part of `Table.routed`.
+    h (c, I, T) is from the rounded weights; `good` (c, T) are the rows that are not left out.
     """
     rows, weight = routed
     wanted = gate(torch.bmm(source, rows_of(x, rows).mT))  # (c, I, m)
