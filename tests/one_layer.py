@@ -13,8 +13,8 @@ from quantizers.architectures.matrices import MATRICES
 from quantizers.model.moe_inputs import MoeInputs
 from quantizers.model.moe_inputs import capture_moe_inputs as seen
 from quantizers.solve import hessians
+from quantizers.solve.awq import Weights
 from quantizers.solve.result import LayerResult
-from quantizers.solve.solver import Weights
 
 EXPERTS, HIDDEN, WIDTH, GROUP = 5, 96, 64, 32
 

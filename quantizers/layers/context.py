@@ -21,13 +21,7 @@ class Context:
     Attributes:
         work: see `journal.work_folder`. That of the first machine holds the run; of other machines it holds files
             that are of no use once the processes have ended.
-        residents: expert batches whose Hessians are kept at a time.
         check: called between steps; may raise to interrupt.
-        dist: which process this is, of how many.
-        inputs: where the captured MoE inputs are kept.
-        states: where the calibration activations between layers are kept.
-        texts_on_device: whether the held-out activations are kept on the device, or only in their files.
-        prefetch_to_device: whether the next layer's bytes are prefetched to the device.
     """
 
     work: Path
@@ -35,7 +29,7 @@ class Context:
     residents: Residents
     check: Callable[[], None] = lambda: None
     dist: ProcessGroup = SINGLE_PROCESS
-    inputs: Place = "memory"
-    states: Place = "memory"
-    texts_on_device: bool = False
-    prefetch_to_device: bool = False
+    inputs: Place = "memory"  # captured MoE inputs
+    states: Place = "memory"  # calibration activations between layers
+    texts_on_device: bool = False  # held-out activations; else only in their files
+    prefetch_to_device: bool = False  # the next layer's bytes

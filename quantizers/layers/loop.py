@@ -41,12 +41,10 @@ def layer_steps(
     """Call the consumers layer by layer.
 
     Args:
-        tensors: the names of the tensors to read, by the layer's number, in the order of the layers; see
-            `all_tensors`.
+        tensors: the names of the tensors to read, by the layer's number, in the order of the layers.
         consumers: called in this order at each place of a step, see `Consumer`.
         model: the source's structure and device; None if the consumers need bytes alone, on the CPU.
         check: called between layers; may raise to interrupt.
-        dist: the processes that share the work.
         early: whether there is room on the device for the next layer's bytes, which are then prefetched.
 
     Yields:
@@ -123,10 +121,7 @@ def resume_layers(
 ) -> None:
     """Go through the first `layers` layers in their order, which an earlier call finished.
 
-    Args:
-        damaged: those whose shards must be made again.
-        follow: takes the states through a finished layer.
-        make_again: solves a damaged layer once more, and takes the states through it.
+    `follow` takes the states through a layer; `make_again` first solves one whose shard is damaged once more.
     """
     if not layers:
         return

@@ -30,19 +30,13 @@ class Watch:
 
 @dataclass
 class LayerStep:
-    """The work on one layer.
-
-    Attributes:
-        source: its tensors on the host, as read from the source.
-        on_device: the same tensors on the device; on a CPU the same memory.
-        proof: how far the layer's output is from transformers' own, see model/proof.py; None if it is not computed.
-    """
+    """The work on one layer."""
 
     number: int
-    source: LoadedTensors
-    on_device: LoadedTensors
+    source: LoadedTensors  # on the host, as read from the source
+    on_device: LoadedTensors  # the same tensors; on a CPU the same memory
     watch: Watch = field(default_factory=Watch)
-    proof: float | None = None
+    proof: float | None = None  # how far the layer's output is from transformers' own, if it is computed, see `Proof`
 
 
 class Consumer:
@@ -82,14 +76,9 @@ class Consumer:
 def run_step(
     step: LayerStep, model: StreamedModel | None, consumers: Sequence[Consumer], proof: Proof | None = None
 ) -> None:
-    """Call the consumers at their places.
+    """Call the consumers at their places, with the source's model unless they need bytes alone.
 
-    Args:
-        model: the source's; None if they need bytes alone.
-        proof: of this model, before they compute anything; None if the layer is proven.
-
-    Raises:
-        ArchitectureError: the layer is not computed as transformers computes it.
+    Before they compute anything the layer is proven, unless it is already; an ArchitectureError if it cannot be.
     """
     with_experts = [consumer for consumer in consumers if consumer.needs == "experts"]
     with_attention = [consumer for consumer in consumers if consumer.needs != "bytes"]

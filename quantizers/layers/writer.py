@@ -53,10 +53,8 @@ class ShardWriter(Generic[Digest, Audit]):
     def finished(self, pending: int | None = None) -> dict[int, tuple[Digest, Audit]]:
         """The layers whose shards are on disk since the last call, in their order; all processes call this.
 
-        As many as `pending`, by default `self.pending`, may still be unfinished.
-
-        Raises:
-            QuantizeError: a shard could not be written, or holds other bytes than it was written with.
+        As many as `pending`, by default `self.pending`, may still be unfinished. A QuantizeError says that a shard
+        could not be written, or holds other bytes than it was written with.
         """
         pending = self.pending if pending is None else pending
         due = self._begun[: max(len(self._begun) - pending, 0)]

@@ -131,11 +131,7 @@ class ActivationStore:
                     self.dist.broadcast(self._among_all(begin, end) if kept else self._unused(end - begin), owner)
 
     def collect(self, whole: torch.Tensor | None) -> None:
-        """Put together in rank 0 what the processes have computed.
-
-        Args:
-            whole: (all rows, width) on the CPU, filled here; None in the other ranks.
-        """
+        """Put together in rank 0's `whole`, (all rows, width) on the CPU, what the processes have computed."""
         computed = self._among_all(*self.rows)
         if whole is not None:
             whole[slice(*self.rows)].copy_(computed)
@@ -148,7 +144,7 @@ class ActivationStore:
             self.dist.broadcast(rows, owner)
 
     def deal(self, whole: torch.Tensor | None) -> None:
-        """Fill the store of each process from (all rows, width) in rank 0, None in the others; the reverse."""
+        """Fill the stores of all processes from rank 0's `whole`: the reverse of `collect`."""
         for rank in range(self.dist.world_size):
             first, last = self.rows_of(rank)
             rows = self._unused(last - first) if whole is None else whole[first:last]

@@ -32,8 +32,7 @@ class ActivationStream:
         lengths: tokens of each text.
         folder: an existing folder for the files, the same for all streams.
         durable: whether states must be on disk before a layer counts as done.
-        check: called between sequences; may raise to interrupt.
-        dist: the processes that share the texts.
+        check: called between batches; may raise to interrupt.
         device: where the states are kept; None for the files themselves, or for memory in one of several processes.
         writer: a thread that flushes durable states while the next layer is worked on, see `on_disk`; None for this
             one, which then waits for the disk.
@@ -74,11 +73,7 @@ class ActivationStream:
         return self._states[layer]
 
     def resume(self, layer: int) -> None:
-        """Take the states that enter a layer from their file, of which rank 0 gives each process its part.
-
-        Raises:
-            QuantizeError: there is no such file.
-        """
+        """Take the states that enter a layer from their file, of which rank 0 gives each process its part."""
         path = self._file(layer)
         if self._dist.is_main and self._lengths and not path.exists():
             raise QuantizeError(f"{path}: is missing, so the run cannot be resumed; start over with --fresh")
@@ -114,11 +109,7 @@ class ActivationStream:
         self._states.pop(number, None)
 
     def finish(self, number: int, layer: DecoderLayer) -> None:
-        """Take them through the second half.
-
-        Raises:
-            QuantizeError: an output is not finite.
-        """
+        """Take them through the second half; a QuantizeError if an output is not finite."""
         where = f"{self.name}: layer {number}"
         finish(self.model, layer, self.left, where, self._check, chosen=self.chosen)
         if self._durable:
@@ -135,11 +126,7 @@ class ActivationStream:
             whole.flush()
 
     def on_disk(self, layer: int) -> None:
-        """Wait until the states that enter a layer, if this process writes them, are on the disk.
-
-        Raises:
-            QuantizeError: they could not be written.
-        """
+        """Wait for the states that enter a layer to be on the disk; a QuantizeError if they could not be written."""
         if layer in self._flushed:
             self._flushed.pop(layer).result()
 

@@ -51,7 +51,6 @@ class ExpertWeights:
     Args:
         stored: where the layer's tensors are read, on the CPU or on `device`. They must stay valid until
             `require_finite` has been called.
-        layer: one with experts.
         dtype: of the result. The product of integers and scales is float32, rounded to `dtype` once.
         checks: gets whether all of it is finite, for one check of this and other things.
 
@@ -111,11 +110,7 @@ class ExpertWeights:
             self._checks.append((is_finite(numbers), again))
 
     def require_finite(self) -> None:
-        """Check all batches so far, with one synchronisation.
-
-        Raises:
-            CheckpointError: a weight or its scale holds a NaN or infinity.
-        """
+        """Check all batches so far; a CheckpointError if a weight or its scale holds a NaN or infinity."""
         require_finite(self._checks)
 
     def _require_shape(self, module: str, matrix: Matrix, shape: tuple[int, ...]) -> None:

@@ -109,11 +109,9 @@ class MoeInputStore:
 def moe_input_store(
     make: Callable[[str, int, torch.dtype], ActivationStore], sizes: Sizes, dtype: torch.dtype
 ) -> MoeInputStore:
-    """Room for what a layer's experts are called with.
+    """Room for what a layer's experts are called with, in the dtype of the forward pass.
 
-    Args:
-        make: from a name, a width and a dtype to rows of all sequences.
-        dtype: of the forward pass.
+    `make` gets a name, a width and a dtype, and returns rows of all sequences.
     """
     return MoeInputStore(
         make("x", sizes["hidden"], dtype),

@@ -31,14 +31,7 @@ BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
 class Proof:
-    """The proof of one model.
-
-    Args:
-        model: whose layers are proven.
-
-    Raises:
-        ArchitectureError: the model's forward passes arguments to a layer that depend on the tokens.
-    """
+    """The proof of one model; an ArchitectureError if its forward passes arguments that depend on the tokens."""
 
     def __init__(self, model: StreamedModel) -> None:
         self.model, generator = model, torch.Generator().manual_seed(1)
@@ -59,19 +52,11 @@ class Proof:
                     "another model"
                 )
 
-    def _together(self, layer: DecoderLayer) -> torch.Tensor:
-        """The rows that leave the layer, of both sequences as a padded batch."""
-        entering = self.model.attend(layer, padded(torch.cat(self._rows), LENGTHS))
-        if layer.halves:
-            return self.model.finish(layer, unpadded(entering, LENGTHS))[0]
-        return unpadded(self.model.finish(layer, entering)[0], LENGTHS)
-
     @torch.no_grad()
     def of_layer(self, layer: DecoderLayer) -> float:
         """The largest difference of the two ways through a layer, as a part of the largest change of a state by it.
 
-        Args:
-            layer: with its weights; those of its experts are not needed.
+        Of its weights those of its experts are not needed.
 
         Raises:
             ArchitectureError: it is beyond `BOUND`, or not a number.
@@ -87,7 +72,9 @@ class Proof:
             if layer.alone:
                 left = torch.cat([model.run(layer, rows)[0] for rows in self._rows])
             else:
-                left = self._together(layer)
+                left = model.attend(layer, padded(torch.cat(self._rows), LENGTHS))
+                left = model.finish(layer, unpadded(left, LENGTHS) if layer.halves else left)[0]
+                left = left if layer.halves else unpadded(left, LENGTHS)
         ours = left[:, : model.hidden]
         difference = float((ours - expected).abs().max() / (expected - self._states).abs().max())
         if not difference <= bound:

@@ -57,18 +57,12 @@ class StreamedModel:
     """
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        facts: Architecture,
-        sizes: Sizes,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, checkpoint: Checkpoint, facts: Architecture, sizes: Sizes, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.checkpoint, self.facts, self.sizes = checkpoint, facts, sizes
         self.device, self.dtype, self.hidden = device, dtype, sizes.state
         whole = model_class(facts.model_class, f"the facts of {facts.model_type}: model_class")
-        config = config_of(whole, checkpoint.config)
-        self.skeleton = Skeleton(whole, config, device, dtype)
+        self.skeleton = Skeleton(whole, config_of(whole, checkpoint.config), device, dtype)
         self._keeps_products: bool | None = None
         outside = [name for name in facts.outside if name not in (facts.embedding, facts.head)]
         # Clones: a view would keep the buffer of all of them.
@@ -104,11 +98,8 @@ class StreamedModel:
         the bits of int32: how many numbers are handed on, these, or those of float32, and the token's id.
 
         Args:
-            handed: what a layer hands on, (…, at most the facts' width).
+            handed: what a layer hands on, (…, at most the facts' width); an ArchitectureError if it is more.
             tokens: ids (…); None for 0.
-
-        Raises:
-            ArchitectureError: more is handed on than the facts say.
         """
         facts, states = self.facts.handed, states.to(self.dtype)
         if not self.sizes.beside:
@@ -134,8 +125,7 @@ class StreamedModel:
         if facts is None:
             return None
         columns = self._beside(rows)
-        count = int(columns[0, 0, 0])
-        if not count:
+        if not (count := int(columns[0, 0, 0])):
             return None
         values = columns[..., 1 : 1 + count]
         if facts.dtype == "float":
@@ -182,7 +172,11 @@ class StreamedModel:
         weights = layer_weights(
             stored or self.checkpoint, self.facts, self.sizes, number, self.device, self.dtype, experts=experts
         )
-        self._convert(number, weights)
+        # What transformers makes of some of a layer's tensors takes their place.
+        parts = {name for names in self.facts.modules.converted.values() for name in names if name in weights}
+        converted = self.skeleton.convert({self.facts.layer(number, name): weights.pop(name) for name in parts})
+        prefix = f"{self.skeleton.path}.{number}."
+        weights |= {name.removeprefix(prefix): weight for name, weight in converted.items()}
         load_layer(module, weights, self.facts, left_out)
         del weights  # otherwise what `release_experts` releases would live here until the block ends
         module.requires_grad_(False)
@@ -191,13 +185,6 @@ class StreamedModel:
             yield DecoderLayer(number, module, kind.halves, kind.alone)
         finally:
             module.to("meta")  # frees the weights even if someone still references the module
-
-    def _convert(self, number: int, weights: dict[str, torch.Tensor]) -> None:
-        """Put the parameters that transformers makes of some of a layer's tensors in place of these."""
-        parts = {name for names in self.facts.modules.converted.values() for name in names if name in weights}
-        tensors = {self.facts.layer(number, name): weights.pop(name) for name in parts}
-        prefix = f"{self.skeleton.path}.{number}."
-        weights |= {name.removeprefix(prefix): weight for name, weight in self.skeleton.convert(tensors).items()}
 
     def release_experts(self, layer: DecoderLayer) -> None:
         """Free the weights of a layer's routed experts; it has to be one with experts."""
@@ -223,7 +210,7 @@ class StreamedModel:
     @torch.no_grad()
     def route(self, layer: DecoderLayer, entering: torch.Tensor) -> MoeInputs:
         """What the experts of a layer are called with; they do not run. `entering` as for `finish`."""
-        with self.experts_called(layer) as calls, replaced_forward(self._experts(layer), _zeros):
+        with self._experts_called(layer) as calls, replaced_forward(self._experts(layer), _zeros):
             self._second_half(layer, entering)
         return capture_moe_inputs(*calls[0])
 
@@ -240,7 +227,7 @@ class StreamedModel:
         """
         if layer.number in self.sizes.dense:
             return self._second_half(layer, entering), None
-        with self.experts_called(layer) as calls:
+        with self._experts_called(layer) as calls:
             return self._second_half(layer, entering), calls[0][1]
 
     def run(self, layer: DecoderLayer, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -248,8 +235,8 @@ class StreamedModel:
         return self.finish(layer, self.attend(layer, states))
 
     @contextlib.contextmanager
-    def experts_called(self, layer: DecoderLayer) -> Iterator[list[tuple[torch.Tensor, ...]]]:
-        """Collects the arguments of each call of a layer's experts within the block."""
+    def _experts_called(self, layer: DecoderLayer) -> Iterator[list[tuple[torch.Tensor, ...]]]:
+        """The arguments of each call of a layer's experts within the block."""
         calls: list[tuple[torch.Tensor, ...]] = []
 
         def called(_: torch.nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
@@ -292,10 +279,7 @@ def _zeros(states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 
 
 def load_layer(
-    layer: torch.nn.Module,
-    weights: Mapping[str, torch.Tensor],
-    facts: Architecture,
-    left_out: Collection[str] = (),
+    layer: torch.nn.Module, weights: Mapping[str, torch.Tensor], facts: Architecture, left_out: Collection[str] = ()
 ) -> None:
     """Give a decoder layer its weights by transformers' names, all but those `left_out` and no other.
 
@@ -321,12 +305,9 @@ def load_layer(
 
 
 def require_gate(experts: torch.nn.Module, facts: Architecture, number: int) -> None:
-    """Refuse experts that compute another product than act(gate) * up, unless the facts say so of their layer.
+    """An ArchitectureError if experts compute another product than act(gate) * up, and the facts do not say so.
 
     The Hessian of w2 is computed from that product, and the scale between w3 and w2 is exact for it alone.
-
-    Raises:
-        ArchitectureError: transformers' class has a gate of its own.
     """
     if facts.of_layer(number).own_gate or not hasattr(experts, "_apply_gate"):
         return

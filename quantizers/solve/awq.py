@@ -20,7 +20,7 @@ from quantizers.distributed.process_group import ProcessGroup
 from quantizers.formats.packed_integers import code_range, grouped
 from quantizers.recipe.schema import Awq, Experts
 
-from .hessians import DownHessian, InputHessian
+from .hessians import DownHessian, HessianCache
 from .rounding import column_parts, in_groups, minmax_steps
 from .routing_weights import ExpertBatch
 from .symmetric import row_losses
@@ -30,6 +30,10 @@ NORM_ROWS, WIDTH_ROWS = (
     768,
 )  # rows read for the norm's scale, of all experts, and for w2's, of each; see `row_step`
 LARGEST_STEP = 8
+
+# From the numbers of some experts to their w1 above w3 (c, 2I, H) and w2 (c, H, I) in the dtype of the forward pass, in
+# new memory. Called more than once.
+Weights = Callable[[Sequence[int]], tuple[torch.Tensor, torch.Tensor]]
 
 
 def row_step(rows: int, enough: int) -> int:
@@ -52,17 +56,11 @@ def weight_means(weight: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def grid_scales(x_mean: torch.Tensor, w_mean: torch.Tensor, grid: int, duo_scaling: bool) -> torch.Tensor:
-    """The candidates of the search.
+    """The candidates of the search (P, B, C) float32, P = grid, all finite and positive.
 
     Duo scaling: the identity, then x̄^r / (w̄^(1−r) + 1e-4) for r = 0 … 1 in `grid - 1` steps; without
-    it x̄^r in `grid` steps (r = 0 is the identity). Each is normalised so that max s · min s = 1.
-
-    Args:
-        x_mean: (B, C) float32, mean |x| of each column's input.
-        w_mean: (B, C) float32, see `weight_means`.
-
-    Returns:
-        (P, B, C) float32, P = grid, all finite and positive.
+    it x̄^r in `grid` steps (r = 0 is the identity). Each is normalised so that max s · min s = 1. x̄ (B, C) float32 is
+    the mean |x| of each column's input, w̄ (B, C) that of `weight_means`.
     """
     identity, count = torch.ones_like(x_mean).unsqueeze(0), grid - 1
     steps = torch.arange(grid, dtype=x_mean.dtype, device=x_mean.device)[:, None, None]
@@ -79,35 +77,24 @@ def grid_scales(x_mean: torch.Tensor, w_mean: torch.Tensor, grid: int, duo_scali
 def scale_losses(
     weight: torch.Tensor, hessian: torch.Tensor, scales: torch.Tensor, group: int, bits: int
 ) -> torch.Tensor:
-    """The loss of every candidate for every expert, Q with min-max scales as they would be stored.
+    """The loss (P, E) of every candidate for every expert, Q with min-max scales as they would be stored.
 
-    Args:
-        weight: (E, R, C) float32.
-        hessian: (B, C, C) float32.
-        scales: (P, B, C) float32.
-
-    Returns:
-        (P, E) float32; infinity where a loss is not finite.
+    All are float32: weight (E, R, C), hessian (B, C, C), scales (P, B, C). Infinity where a loss is not finite.
     """
     weight = weight.mT.contiguous()  # (E, C, R): a column is contiguous
     errors = torch.empty_like(weight)
     table = []
-    for s in scales:
-        _fill_errors(errors, weight, s.unsqueeze(-1), group, bits)
+    for s in scales.unsqueeze(-1):  # (B, C, 1)
+        for experts, columns in column_parts(weight, group):
+            factor, part = s[experts if len(s) > 1 else slice(None), columns], weight[experts, columns]
+            scaled = torch.mul(part, factor, out=errors[experts, columns])
+            by_group = in_groups(scaled, group)
+            step = minmax_steps(by_group, bits).float().unsqueeze(2)
+            by_group.div_(step).round_().clamp_(*code_range(bits)).mul_(step)
+            scaled.div_(factor).sub_(part)  # Q(W s) / s − W
         table.append(row_losses(errors.mT, hessian).sum(-1))
     losses = torch.stack(table, 1).T
     return torch.where(torch.isfinite(losses), losses, torch.inf)
-
-
-def _fill_errors(errors: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, group: int, bits: int) -> None:
-    """Fill `errors` (E, C, R) with Q(W s) / s − W of weight (E, C, R) and scale (B, C, 1)."""
-    for experts, columns in column_parts(weight, group):
-        s, part = scale[experts if len(scale) > 1 else slice(None), columns], weight[experts, columns]
-        scaled = torch.mul(part, s, out=errors[experts, columns])
-        by_group = in_groups(scaled, group)
-        step = minmax_steps(by_group, bits).float().unsqueeze(2)
-        by_group.div_(step).round_().clamp_(*code_range(bits)).mul_(step)
-        scaled.div_(s).sub_(part)
 
 
 def fold_norm(norm: torch.Tensor, s: torch.Tensor, offset: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,8 +109,7 @@ def fold_norm(norm: torch.Tensor, s: torch.Tensor, offset: int = 0) -> tuple[tor
         offset: added to the stored norm by the model: where it is 1, norm means 1 + the stored one everywhere here.
 
     Returns:
-        norm' (H,) in the same dtype and s (H,) float32; 1 where the norm, or its quotient, is zero or
-        not finite (there the norm is left as it is).
+        norm' and s; 1 where the norm, or its quotient, is zero or not finite (there the norm is left as it is).
     """
     effective = offset + norm.float()
     folded = (effective / s - offset).to(norm.dtype)
@@ -148,44 +134,31 @@ def fold_hessian(hessian: torch.Tensor, s: torch.Tensor) -> None:
     hessian.div_(s.unsqueeze(-1) * s.unsqueeze(-2))
 
 
-Rows = Callable[[ExpertBatch], torch.Tensor]
-
-
 def norm_scale(
-    gate_up: Rows,
-    inputs: InputHessian,
-    settings: Experts,
-    batches: Sequence[ExpertBatch],
-    experts: int,
-    *,
-    within_memory: Callable[[Callable[[], torch.Tensor]], torch.Tensor],
-    dist: ProcessGroup,
+    weights: Weights, cache: HessianCache, settings: Experts, batches: Sequence[ExpertBatch], dist: ProcessGroup
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The scale (H,) that the norm, the router and every w1 and w3 share, before the norm is rounded.
 
-    Args:
-        gate_up: returns w1 above w3 of an expert batch, (c, 2I, H).
-        batches: this process's.
-        within_memory: calls a function again where memory was full, see `HessianCache`.
-
-    Returns:
-        The scale; and the objective before and after, two scalars on the device.
+    Each process searches with its own `batches`, and gets the scale; and the objective before and after, two scalars
+    on the device.
     """
     assert isinstance(settings.awq, Awq)
-    group, bits, device = settings.group_size, settings.bits, inputs.hessian.device
+    group, bits, inputs, order = settings.group_size, settings.bits, cache.of_all, cache.routing.experts
 
-    def means(batch: ExpertBatch) -> torch.Tensor:
-        return weight_means(gate_up(batch).float(), group)
+    def means(gate_up: torch.Tensor) -> torch.Tensor:
+        return weight_means(gate_up.float(), group)
 
-    def losses(points: torch.Tensor, batch: ExpertBatch) -> torch.Tensor:
-        rows = gate_up(batch)
-        step = row_step(experts * rows.shape[1], NORM_ROWS)
-        table = scale_losses(rows[:, ::step].float(), inputs.hessian.unsqueeze(0), points, group, bits)
+    def losses(points: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+        step = row_step(len(order) * gate_up.shape[1], NORM_ROWS)
+        table = scale_losses(gate_up[:, ::step].float(), inputs.hessian.unsqueeze(0), points, group, bits)
         return table.T * step  # (c, P)
 
-    def of_all(rows: Rows) -> torch.Tensor:
-        parts = [within_memory(partial(rows, batch)) for batch in batches]
-        return dist.all_gather({"rows": torch.cat(parts)} if parts else {}, device)["rows"]
+    def of_all(figures: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        def of_batch(batch: ExpertBatch) -> torch.Tensor:
+            return figures(weights(order[slice(*batch)])[0])
+
+        parts = [cache.within_memory(partial(of_batch, batch)) for batch in batches]
+        return dist.all_gather({"rows": torch.cat(parts)} if parts else {}, inputs.hessian.device)["rows"]
 
     mean = of_all(means).mean(0, keepdim=True)
     grid = grid_scales(inputs.mean.unsqueeze(0), mean, settings.awq.grid, settings.awq.duo_scaling)

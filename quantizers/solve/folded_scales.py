@@ -18,20 +18,16 @@ SAME_FACTOR = 2**-6
 
 
 def norm_ratio(before: torch.Tensor, after: torch.Tensor, offset: int) -> torch.Tensor:
-    """The scale (H,) by which a norm was divided, float32; 1 where the divided one is 0.
+    """The scale (H,) float32 by which a norm was divided, and its readers multiplied; 1 where it is 0 now.
 
-    The matrices that read the norm must have been multiplied by it. To both stored norms the model adds `offset`.
+    To both stored norms the model adds `offset`.
     """
     source, divided = offset + before.float(), offset + after.float()
-    return torch.where(divided != 0, source / divided, torch.ones_like(source))
+    return torch.where(divided != 0, source / divided, 1)
 
 
 def stored_norm_ratio(source: Checkpoint, candidate: Checkpoint, name: str, offset: int) -> torch.Tensor:
-    """`norm_ratio` of a norm in two checkpoints.
-
-    Raises:
-        CheckpointError: the candidate's norm is missing, has another shape, or is not finite.
-    """
+    """`norm_ratio` of a norm in two checkpoints; a CheckpointError if the candidate's is missing, or unfit."""
     before = source.tensor(name)
     info = candidate.require(name, "a norm")
     after = candidate.tensor(info.name)
@@ -44,7 +40,7 @@ def row_scale(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """(…, R) the scale s that minimizes ‖found − s · wanted‖ for each row of (…, R, C); 1 where 0 or undefined."""
     power = wanted.square().sum(-1)
     scale = (found * wanted).sum(-1) / power.clamp(min=torch.finfo(torch.float32).tiny)
-    return torch.where((power > 0) & (scale.abs() > 1e-12), scale, torch.ones_like(scale))
+    return torch.where((power > 0) & (scale.abs() > 1e-12), scale, 1)
 
 
 def matrix_errors(
@@ -57,7 +53,7 @@ def matrix_errors(
 
     Args:
         old, new: gate and up (…, I, H) and down (…, H, I), of one expert or of several, float32.
-        smooth: (H,).
+        smooth: the norm's ratio (H,).
         inner: whether there may be a scale between up and down.
 
     Returns:

@@ -52,8 +52,7 @@ def sweep(
 ) -> tuple[InputHessian, dict[ExpertBatch, torch.Tensor]]:
     """One pass over all token chunks for the Hessians of some expert batches, which are in memory together.
 
-    Returns:
-        The Hessian of all rows, zero without `with_all`; of each expert batch Σ r² x xᵀ (c, H, H) over its routed rows.
+    Of each expert batch Σ r² x xᵀ (c, H, H) over its routed rows; the Hessian of all rows is zero without `with_all`.
     """
     device = routing.share.device
     total, size = torch.zeros(hidden, hidden, device=device), torch.zeros(hidden, device=device)
@@ -80,17 +79,23 @@ def blended_hessian(
 
 
 class HessianCache:
-    """Hessians of x of the next expert batches of one layer, as many as there is memory for."""
+    """Hessians of x of one layer: of all rows, and of the next expert batches, as many as there is memory for.
+
+    Attributes:
+        of_all: from the first sweep, which caches those of the first expert batches as well.
+    """
 
     def __init__(
-        self, chunks: Sequence[MoeInputs], routing: RoutingStatistics, hidden: int, residents: Residents
+        self,
+        chunks: Sequence[MoeInputs],
+        routing: RoutingStatistics,
+        hidden: int,
+        residents: Residents,
+        batches: Sequence[ExpertBatch],
     ) -> None:
         self.chunks, self.routing, self._hidden, self._residents = chunks, routing, hidden, residents
         self._cached: dict[ExpertBatch, torch.Tensor] = {}
-
-    def of_all(self, batches: Sequence[ExpertBatch]) -> InputHessian:
-        """The Hessian of all rows, from a sweep that caches those of the first expert batches as well."""
-        return self._sweep(batches, with_all=True)
+        self.of_all = self._sweep(batches, with_all=True)
 
     def take(self, waiting: Sequence[ExpertBatch]) -> torch.Tensor:
         """The Hessians (c, H, H) of the first of these expert batches, removed from the cache."""
@@ -111,8 +116,7 @@ class HessianCache:
     def within_memory(self, step: Callable[[], Result]) -> Result:
         """The result of a step, repeated with an empty cache of half the size where the device's memory is full.
 
-        Raises:
-            QuantizeError: the memory is too small even for one expert batch at a time.
+        A QuantizeError says that it is too small even for one expert batch at a time.
         """
         while True:
             try:
@@ -126,19 +130,17 @@ class HessianCache:
 
 @dataclass
 class DownHessian:
-    """Blended Hessians of h for the experts of a batch, each of total weight 1.
+    """Blended Hessians of h for the experts of a batch, each of total weight 1, in float32.
 
     Attributes:
-        hessian: Σ h hᵀ (c, I, I) float32.
-        mean: mean |h| (c, I) float32.
-        changes: Σ d hᵀ (c, I, I) float32, where h + d is the source's; over routed tokens only, weighted as in the
-            blend. None unless asked for.
-        seen: (c,) int64, rows of h that went into the Hessian.
-        dropped: (c,) int64, rows left out: not usable themselves, or in the layer's input.
+        changes: Σ d hᵀ (c, I, I), where h + d is the source's; over routed tokens only, weighted as in the blend. None
+            unless asked for.
+        seen, dropped: (c,) int64, rows of h that went into the Hessian, and rows left out: not usable themselves, or in
+            the layer's input.
     """
 
-    hessian: torch.Tensor
-    mean: torch.Tensor
+    hessian: torch.Tensor  # Σ h hᵀ (c, I, I)
+    mean: torch.Tensor  # of |h|, (c, I)
     changes: torch.Tensor | None
     seen: torch.Tensor
     dropped: torch.Tensor

@@ -23,18 +23,12 @@ Arguments = list[Any]
 
 
 class Case(NamedTuple):
-    """A kernel's twin in torch's operations, and a small input of both.
+    """A kernel's twin in torch's operations, and a small input of both."""
 
-    Attributes:
-        arguments: from device, E, R, C and bits to the arguments; the same numbers every time.
-        results: positions of the arguments that must have the same bits; none if the kernel returns its result.
-        sums: position of the argument that the twin adds up in another order.
-    """
-
-    arguments: Callable[..., Arguments]
-    twin: Callable[..., Any]
-    results: dict[str, int]
-    sums: int | None = None
+    arguments: Callable[..., Arguments]  # of device, E, R, C and bits; the same numbers every time
+    twin: Callable[..., None]
+    results: dict[str, int]  # places of the arguments that must have the same bits
+    sums: int | None = None  # place of the argument that the twin adds up in another order
 
 
 def verify_kernels(
@@ -70,9 +64,9 @@ def differences(kernel: str, device: torch.device, shape: tuple[int, int, int, i
     """The results of a kernel that do not have its eager twin's bits; `shape` is E, R, C and bits."""
     case = KERNELS[kernel]
     by_kernel, by_twin = case.arguments(device, *shape), case.arguments(device, *shape)
-    returned = getattr(kernels, kernel)(*by_kernel), case.twin(*by_twin)
-    pairs = {name: (by_kernel[at], by_twin[at]) for name, at in case.results.items()} or {"scales": returned}
-    differing = [name for name, pair in pairs.items() if not same_bits(*pair)]
+    getattr(kernels, kernel)(*by_kernel)
+    case.twin(*by_twin)
+    differing = [name for name, at in case.results.items() if not same_bits(by_kernel[at], by_twin[at])]
     if case.sums is not None:
         first, second = (arguments[case.sums].sum(-1) for arguments in (by_kernel, by_twin))
         differing += [] if torch.allclose(first, second, rtol=1e-4) else ["sums"]
@@ -88,11 +82,6 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 def _drawn(device: torch.device, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(device)
-
-
-def _codes(device: torch.device, bits: int, *shape: int) -> torch.Tensor:
-    limit, generator = 2 ** (bits - 1), torch.Generator().manual_seed(2)
-    return torch.randint(-limit, limit, shape, generator=generator, dtype=torch.int8).to(device)
 
 
 def _scales(device: torch.device, *shape: int) -> torch.Tensor:
@@ -122,7 +111,9 @@ def _gptq_block(device: torch.device, experts: int, rows: int, _: int, bits: int
 
 def _refine_group(device: torch.device, experts: int, rows: int, columns: int, bits: int) -> Arguments:
     x = _drawn(device, experts, 3 * columns, columns)
-    block, codes = x.mT @ x / columns, _codes(device, bits, experts, columns, rows)
+    block, limit = x.mT @ x / columns, 2 ** (bits - 1)
+    generator = torch.Generator().manual_seed(2)
+    codes = torch.randint(-limit, limit, (experts, columns, rows), generator=generator, dtype=torch.int8).to(device)
     codes[:, ::4] = 0
     return [
         block, _scales(device, experts, 3, rows)[:, 1], _within(_drawn(device, experts, columns, rows) * 3, 3),
@@ -134,11 +125,12 @@ def _mse_scales(device: torch.device, experts: int, rows: int, columns: int, bit
     weight = _drawn(device, experts, 2 * columns, rows)
     weight[0, :columns, 0] = 0
     importance = _drawn(device, experts, 2 * columns).square()
-    return [weight, importance, columns, bits]
+    return [weight, importance, _scales(device, experts, 2, rows), bits]
 
 
-def _mse_twin(weight: torch.Tensor, importance: torch.Tensor, group: int, bits: int) -> torch.Tensor:
-    return mse_steps(in_groups(weight, group), grouped(importance, group).unsqueeze(-1), bits)
+def _mse_twin(weight: torch.Tensor, importance: torch.Tensor, chosen: torch.Tensor, bits: int) -> None:
+    group = weight.shape[1] // chosen.shape[1]
+    chosen.copy_(mse_steps(in_groups(weight, group), grouped(importance, group).unsqueeze(-1), bits))
 
 
 def _weigh_rows(device: torch.device, experts: int, rows: int, columns: int, _: int) -> Arguments:
@@ -158,6 +150,6 @@ def _weigh_twin(h: torch.Tensor, root: torch.Tensor, magnitude: torch.Tensor) ->
 KERNELS = {
     "gptq_block": Case(_gptq_block, round_block, {"errors": 4, "codes": 5}),
     "refine_group": Case(_refine_group, refine_group, {"scales": 1, "codes": 4, "changes": 5}),
-    "mse_scales": Case(_mse_scales, _mse_twin, {}),
+    "mse_scales": Case(_mse_scales, _mse_twin, {"scales": 2}),
     "weigh_rows": Case(_weigh_rows, _weigh_twin, {"rows": 0}, sums=2),
 }

@@ -105,19 +105,17 @@ def refine_group(
     _launch("refine_group", tensors, block.stride(1), bits=bits, columns=group, G=group)
 
 
-def mse_scales(weight: torch.Tensor, importance: torch.Tensor, group: int, bits: int) -> torch.Tensor:
-    """The best (E, n, R) bfloat16 of each group's min-max scale and some multiples of it.
+def mse_scales(weight: torch.Tensor, importance: torch.Tensor, chosen: torch.Tensor, bits: int) -> None:
+    """Choose the best of each group's min-max scale and some multiples of it.
 
     Args:
         weight: (E, C, R) float32, transposed.
         importance: (E, C) float32, what a squared error in each column counts.
+        chosen: (E, n, R) bfloat16, filled.
     """
-    experts, columns, rows = weight.shape
-    chosen = torch.empty(experts, columns // group, rows, dtype=torch.bfloat16, device=weight.device)
-    tensors, groups = (weight, importance, chosen), columns // group
+    groups, tensors = chosen.shape[1], (weight, importance, chosen)
     multiples = {"COUNT": MSE_COUNT, "FIRST": MSE_FIRST, "LESS": MSE_LESS}
-    _launch("mse_scales", tensors, bits=bits, columns=LANES, groups=groups, G=group, **multiples)
-    return chosen
+    _launch("mse_scales", tensors, bits=bits, columns=LANES, groups=groups, G=weight.shape[1] // groups, **multiples)
 
 
 def weigh_rows(rows: torch.Tensor, root: torch.Tensor, magnitude: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ Three things differ on purpose:
 
 The only file that replaces code of another project while it runs, see `quiet_library`.
 
-Legend: E experts, H hidden, I expert width, g group size, T tokens of a sequence.
+Legend: E experts, H hidden, g group size.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import torch
 
 from quantizers.architectures.facts import Modules
 from quantizers.architectures.matrices import MATRICES, PROJECTIONS, Matrix
-from quantizers.recipe.schema import Experts
+from quantizers.recipe.schema import Awq, Experts
 from quantizers.system.errors import QuantizeError
 
 from .result import LayerResult
@@ -83,31 +83,27 @@ def solve_with_llmcompressor(
 ) -> LayerResult:
     """Smooth and quantize one layer's routed experts as llm-compressor does.
 
-    The layer is used up: its fused experts are replaced by three nn.Linear each, and weights are changed in place.
-    While they are replaced, the experts' weights are in memory twice.
-
     Args:
         layer: a materialised transformers decoder layer whose experts carry `use_experts_implementation`. Its
-            attention must be causal by itself where the mask is None (sdpa is, eager is not).
+            attention must be causal by itself where the mask is None (sdpa is, eager is not). It is used up: its fused
+            experts are replaced by three nn.Linear each, during which they are in memory twice, and weights change.
         inputs: the keyword arguments of `layer(**kwargs)`, one mapping a calibration sequence, on the layer's device.
             Not used where `settings.awq` is False: min-max scales need no data.
         settings: `bits`, `group_size` and `awq` are used; the library has nothing like the others.
-        modules: paths within the layer.
-        norm: (H,) in the source's dtype, if scales are to be folded into it; else None. The library divides the stored
-            weight, so it must not be one that the model adds 1 to.
+        norm: (H,) in the source's dtype, if scales are to be folded into it. The library divides the stored weight, so
+            it must not be one that the model adds 1 to.
         compensate_router: False leaves the router as it is although the norm is folded: it does not read the norm, or
             the defect of the published recipe is wanted, for the benchmark.
 
     Returns:
-        The solved layer, on the layer's device. `norm` is None where none was given. `router` is None where nothing was
-        folded, or `compensate_router` is False. `error` holds mean squared errors of an output element as the library
+        The solved layer, on the layer's device. `error` holds mean squared errors of an output element as the library
         measures them, `search_before` and `search_after` of the MoE block for the shared scale, `search_down_before`
         and `search_down_after` of w2 averaged over the experts; and `expert_tokens`, the tokens that each expert saw.
 
     Raises:
         QuantizeError: an expert did not see every token, or a group scale is not finite.
     """
-    assert inputs or settings.awq is False, "AWQ needs calibration data"
+    assert inputs or not settings.awq, "AWQ needs calibration data"
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from llmcompressor.core import create_session
     from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -122,16 +118,16 @@ def solve_with_llmcompressor(
     every = rf"re:layer\.{re.escape(modules.experts)}\.\d+\."
     scheme = QuantizationScheme(targets=[f"{every}(gate|up|down)_proj$"], weights=args)
     modifiers: list[Any] = [QuantizationModifier(config_groups={"experts": scheme})]
-    if settings.awq is not False:
+    if settings.awq:
         router = modules.router if compensate_router else None
-        modifiers.insert(0, _awq_modifier(settings, divided, router, every))
+        modifiers.insert(0, _awq_modifier(settings.awq, divided, router, every))
 
     error: dict[str, float] = {}
     fallbacks: list[str] = []
     with create_session() as session, torch.no_grad():
         session.initialize(model=torch.nn.ModuleDict({"layer": layer}), recipe=modifiers, start=-1)
-        tokens = _calibrate(layer, linear, inputs if settings.awq is not False else ())
-        if settings.awq is not False:
+        tokens = _calibrate(layer, linear, inputs if settings.awq else ())
+        if settings.awq:
             error, fallbacks = _report(modifiers[0]._error_metrics, divided, modules.experts, linear.num_experts)
             error["expert_tokens"] = float(tokens)
         session.finalize()
@@ -140,7 +136,7 @@ def solve_with_llmcompressor(
     if norm is not None and modules.norm is not None:
         folded = _weight(layer.get_submodule(modules.norm)).to(norm.dtype)  # (H,)
         smooth = torch.where(folded == 0, 1.0, norm.float() / folded.float())
-    compensated = norm is not None and settings.awq is not False and compensate_router
+    compensated = norm is not None and settings.awq and compensate_router
     codes, scales = _codes(linear, args)
     return LayerResult(folded, smooth, source_router * smooth if compensated else None, codes, scales, error, fallbacks)
 
@@ -163,16 +159,13 @@ def _linearize(layer: torch.nn.Module, experts: str) -> Any:
     return linear
 
 
-def _awq_modifier(settings: Experts, norm: str | None, router: str | None, every: str) -> Any:
+def _awq_modifier(awq: Awq, norm: str | None, router: str | None, every: str) -> Any:
     """The library's AWQ with the readers of the norm, of which the library's own table of mappings leaves some out.
 
-    Args:
-        norm, router: paths within the layer; no scale is folded without a norm, and none compensated without a router.
-        every: pattern of the experts.
+    No scale is folded without a norm, and none compensated without a router; `every` is the pattern of the experts.
     """
     from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
 
-    assert settings.awq is not False
     mappings = [AWQMapping(f"{every}up_proj$", [f"{every}down_proj$"])]
     if norm is not None:
         readers = [f"layer.{router}"] * (router is not None) + [f"{every}gate_proj$", f"{every}up_proj$"]
@@ -180,17 +173,13 @@ def _awq_modifier(settings: Experts, norm: str | None, router: str | None, every
     return AWQModifier(
         mappings=mappings,
         offload_device=torch.device("cpu"),  # the library's default for a mixture of experts
-        n_grid=settings.awq.grid,
-        duo_scaling=settings.awq.duo_scaling,
+        n_grid=awq.grid,
+        duo_scaling=awq.duo_scaling,
     )
 
 
 def _calibrate(layer: torch.nn.Module, linear: Any, inputs: Sequence[Mapping[str, Any]]) -> int:
-    """Send the calibration's events, with one forward pass a sequence; returns the tokens that every expert saw.
-
-    Raises:
-        QuantizeError: not every expert saw every token.
-    """
+    """Send the calibration's events, with one forward pass a sequence; returns the tokens that every expert saw."""
     from llmcompressor.core import LifecycleCallbacks
     from llmcompressor.modeling.moe.context import moe_calibration_context
     from llmcompressor.utils.helpers import DisableQuantization, eval_context
@@ -235,26 +224,16 @@ def _report(
         else:
             fallbacks.append(f"all experts: no scale for {norm}, the MoE block's output is not finite")
     entries = [searched.get(f"layer.{experts}.{expert}.up_proj") for expert in range(count)]
-    fallbacks += [
-        f"expert {expert}: no scale for w2, its output is not finite"
-        for expert, entry in enumerate(entries)
-        if entry is None
-    ]
+    without = [expert for expert, entry in enumerate(entries) if entry is None]
+    fallbacks += [f"expert {expert}: no scale for w2, its output is not finite" for expert in without]
     if down := [entry for entry in entries if entry is not None]:
-        error["search_down_before"] = sum(entry["initial_error"] for entry in down) / len(down)
-        error["search_down_after"] = sum(entry["best_error"] for entry in down) / len(down)
+        for key, found in (("search_down_before", "initial_error"), ("search_down_after", "best_error")):
+            error[key] = sum(entry[found] for entry in down) / len(down)
     return error, fallbacks
 
 
 def _codes(linear: Any, args: Any) -> tuple[dict[Matrix, torch.Tensor], dict[Matrix, torch.Tensor]]:
-    """The library's group scales in bfloat16, and the smoothed weights rounded with those scales.
-
-    Returns:
-        codes int8 (E, rows, columns), scales bfloat16 (E, rows, columns / g), for each matrix.
-
-    Raises:
-        QuantizeError: a scale is not finite.
-    """
+    """The smoothed weights' codes and group scales as in `LayerResult`: the library's scales, rounded to bfloat16."""
     from compressed_tensors.quantization import quantize
 
     codes: dict[Matrix, torch.Tensor] = {}

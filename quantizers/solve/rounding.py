@@ -66,15 +66,14 @@ def nearest(weight: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tenso
 def mse_scales(weight: torch.Tensor, importance: torch.Tensor, group: int, bits: int) -> torch.Tensor:
     """The best of the min-max scale and 20 multiples of it, (E, R, n) bfloat16, by squared error weighted per column.
 
-    Args:
-        weight: (E, R, C) float32.
-        importance: (E, C) float32, not negative: the diagonal of the columns' Hessian. Where all of it is zero, the
-            min-max scale is the best.
+    Both are float32: weight (E, R, C), and importance (E, C), not negative: the diagonal of the columns' Hessian. Where
+    all of it is zero, the min-max scale is the best.
     """
     experts, rows, columns = weight.shape
-    if use_kernel("mse_scales", weight.device):
-        return kernels.mse_scales(weight.mT.contiguous(), importance.contiguous(), group, bits).mT.contiguous()
     chosen = torch.empty(experts, columns // group, rows, dtype=torch.bfloat16, device=weight.device)
+    if use_kernel("mse_scales", weight.device):
+        kernels.mse_scales(weight.mT.contiguous(), importance.contiguous(), chosen, bits)
+        return chosen.mT.contiguous()
     for some, part in column_parts(weight.mT, group):
         by_group = in_groups(weight.mT[some, part].contiguous(), group)
         column = grouped(importance[some, part], group).unsqueeze(-1)  # (e, n, g, 1)
@@ -114,16 +113,10 @@ def damped(hessian: torch.Tensor, damping: torch.Tensor) -> torch.Tensor:
 def gptq(
     weight: torch.Tensor, hessian: torch.Tensor, scale: torch.Tensor, bits: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round column by column, each column's error spread over those not yet rounded.
+    """Codes (E, R, C) int8 column by column, each column's error spread over those not yet rounded; the damping (E,).
 
-    Args:
-        weight: (E, R, C) float32.
-        hessian: (E, C, C) float32: Σ x xᵀ of what multiplies the columns.
-        scale: (E, R, n) bfloat16, fixed beforehand.
-
-    Returns:
-        Codes (E, R, C) int8, and the damping used (E,), see `cholesky_inverse`. Where that is infinite the codes are
-        those of `nearest`.
+    The hessian (E, C, C) float32 is Σ x xᵀ of what multiplies the columns of weight (E, R, C) float32; scales (E, R, n)
+    bfloat16 are fixed beforehand. Damping is that of `cholesky_inverse`; where it is infinite, the codes are `nearest`.
     """
     experts, rows, columns = weight.shape
     order = hessian.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)  # (E, C)
@@ -161,10 +154,7 @@ def round_block(
     codes: torch.Tensor,
     bits: int,
 ) -> None:
-    """Round the columns of a block, each column's error spread over those after it in the block.
-
-    Arguments are those of `kernels.gptq_block`; `work` is changed.
-    """
+    """The twin of `kernels.gptq_block`, with the same arguments; `work` is changed."""
     steps, rounded, shares = _in_order(scale, group_of.long()).float(), *(torch.empty_like(work) for _ in range(2))
     columns = (tensor.unbind(1) for tensor in (work, steps, rounded, errors))
     for j, (column, step, code, error) in enumerate(zip(*columns, strict=True)):
@@ -182,15 +172,12 @@ def _in_order(matrices: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 def cholesky_inverse(hessian: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """U, upper triangular, with inverse(H) = Uᵀ U for the damped H = hessian (E, C, C) + d I: for GPTQ.
+    """U (E, C, C), upper triangular, with inverse(H) = Uᵀ U for H = hessian (E, C, C) + d I; and the damping (E,).
 
     With A upper triangular and H = A Aᵀ, U is A's inverse; A comes from the Cholesky factor of H with rows and columns
     reversed. One factorization and one triangular solve, where inverting H first and factoring the inverse would need
-    three.
-
-    Returns:
-        U (E, C, C) and the damping used (E,): ten times as much, again and again, for an expert whose H is not
-        positive definite; infinity where nothing helped, and U is the identity.
+    three. The damping is ten times as much, again and again, for an expert whose H is not positive definite; infinity
+    where nothing helped, and U is the identity.
     """
     work = hessian.flip(-1, -2)
     diagonal = work.diagonal(dim1=-2, dim2=-1)
@@ -280,7 +267,7 @@ def refine_group(
     change: torch.Tensor,
     bits: int,
 ) -> None:
-    """Set one group's scale, and then its codes; arguments are those of `kernels.refine_group`."""
+    """The twin of `kernels.refine_group`, with the same arguments."""
     old, before = scale.float(), codes.float()
     curvature, gradient = ordered_sum(torch.stack((image, near)).mul_(before))
     rounded = (old + gradient / curvature.clamp(min=torch.finfo(torch.float32).tiny)).bfloat16()

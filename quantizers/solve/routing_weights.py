@@ -53,8 +53,7 @@ class Table:
     def routed(self, first: int, last: int) -> Iterator[Routed]:
         """The rows of the experts of a batch, padded to `most`, in parts of ROUTED_ROWS, which bound the memory.
 
-        Yields:
-            Row numbers (c, m) int32, arbitrary where padded, and routing weights (c, m) float32, 0 there.
+        Where padded, row numbers are arbitrary, and routing weights 0.
         """
         most = self.most(first, last)
         for start in range(0, most, ROUTED_ROWS):

@@ -41,7 +41,7 @@ from quantizers.planning.device_memory import Residents
 from quantizers.planning.expert_batches import expert_batches, experts_per_batch, tokens_per_chunk
 from quantizers.recipe.schema import Experts
 
-from .awq import divided, fold_hessian, fold_norm, norm_scale, row_step, width_scale
+from .awq import Weights, divided, fold_hessian, fold_norm, norm_scale, row_step, width_scale
 from .hessians import HessianCache, blended_hessian, collect_down_hessian
 from .result import LayerResult
 from .rounding import DAMPING, damped, gptq, minmax_scales, mse_scales, nearest, refine
@@ -52,8 +52,6 @@ SEARCH_TOKENS = 16  # with 8 bits, tokens for each column of w2: with more, s is
 REPORTED_ROWS = 512  # of a matrix read for the report, see `row_step`
 SWEEPS = 2  # of `refine` after GPTQ; a third would lower the loss by less than 1 %
 SEARCHED = ("norm_search_before", "norm_search_after")
-
-Weights = Callable[[Sequence[int]], tuple[torch.Tensor, torch.Tensor]]
 
 
 def solve(
@@ -75,16 +73,12 @@ def solve(
 
     Args:
         chunks: captured MoE inputs in token chunks, on the device. Read several times, always in order.
-        weights: from the numbers of some experts to their w1 above w3 (c, 2I, H) and w2 (c, H, I) in the dtype of the
-            forward pass, in new memory. Called more than once.
         norm: (H,) as stored, in the source's dtype; None if no scale is to be folded into it.
         offset: added to the stored norm by the model, 0 or 1.
         router: (E, H), or with more rows, if it reads the norm; else None.
         shape: E and H.
-        gate: of the experts.
         inner: whether AWQ's scale between w3 and w2 passes through the gate.
-        batch_size: experts of an expert batch, see planning/expert_batches.py.
-        residents: expert batches whose Hessians are cached at a time.
+        batch_size: experts of an expert batch.
         dist: each process solves its share of the expert batches, which are those of one process, so that not even the
             shape of a matmul differs; all of them get the whole result.
 
@@ -100,27 +94,17 @@ def solve(
     batches = expert_batches(experts, batch_size)
     batches = [batches[i] for i in dist.partition(len(batches))]
     with phase("Hessians"):
-        routing = routing_statistics(
-            chunks, experts, settings.routed_weight, full_share_at=hidden, batch_size=batch_size
-        )
-    cache = HessianCache(chunks, routing, hidden, residents)
-    inputs = cache.of_all(batches)
+        routing = routing_statistics(chunks, experts, settings.routed_weight, hidden, batch_size=batch_size)
+    cache = HessianCache(chunks, routing, hidden, residents, batches)
     searched: dict[str, torch.Tensor] = {}
-    folded, smooth = norm, torch.ones(hidden, device=inputs.hessian.device)
+    folded, smooth, router_weight = norm, torch.ones(hidden, device=routing.share.device), None
     if norm is not None and settings.awq:
         with phase("search"):
-            scale, searched = norm_scale(
-                lambda batch: weights(routing.experts[slice(*batch)])[0],
-                inputs,
-                settings,
-                batches,
-                experts,
-                within_memory=cache.within_memory,
-                dist=dist,
-            )
+            scale, searched = norm_scale(weights, cache, settings, batches, dist)
             folded, smooth = fold_norm(norm, scale, offset)
+        router_weight = router.float() * smooth if router is not None else None
     within = settings if inner else settings.model_copy(update={"awq": False})
-    one = partial(solve_batch, cache, weights, inputs.hessian, smooth, gate, within)
+    one = partial(solve_batch, cache, weights, smooth, gate, within)
     parts = [cache.within_memory(partial(one, batches[first:])) for first in range(len(batches))]
     order = routing.numbers.argsort()  # of each expert, its place among those that were solved
     # Emptied on the way, so that nothing is in memory twice.
@@ -139,7 +123,7 @@ def solve(
     return LayerResult(
         folded,
         smooth,
-        router.float() * smooth if router is not None and norm is not None and settings.awq else None,
+        router_weight,
         codes,
         scales,
         _errors(numbers, routing.tokens),
@@ -151,7 +135,6 @@ def solve(
 def solve_batch(
     cache: HessianCache,
     weights: Weights,
-    all_hessian: torch.Tensor,
     smooth: torch.Tensor,
     gate: Gate,
     settings: Experts,
@@ -170,7 +153,7 @@ def solve_batch(
     with phase("dequantize"):
         source, down = weights(routing.experts[slice(*batch)])
     with phase("Hessians"):
-        hessian = blended_hessian(hessian, all_hessian, routing, batch)
+        hessian = blended_hessian(hessian, cache.of_all.hessian, routing, batch)
         fold_hessian(hessian, smooth)
     collect = partial(collect_down_hessian, cache.chunks, routing, gate=gate, batch=batch)
     numbers = _zero_groups(source, down, settings.group_size)

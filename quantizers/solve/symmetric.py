@@ -65,11 +65,9 @@ def mirror(total: torch.Tensor) -> torch.Tensor:
 
 
 def row_losses(delta: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
-    """d G dᵀ (E, R) of each row d of D; their sum is tr(D G Dᵀ) = ‖D X‖².
+    """d G dᵀ (E, R) of each row d of D, `delta` (E, R, C); their sum is tr(D G Dᵀ) = ‖D X‖².
 
-    Args:
-        delta: (E, R, C), or a transposed view, whose columns lie in one piece.
-        hessian: (E, C, C), or (1, C, C) where all share it; symmetric.
+    The hessian is symmetric (E, C, C), or (1, C, C) where all share it.
     """
     columns = delta.mT if delta.stride(-2) == 1 else delta.mT.contiguous()  # (E, C, R)
     hessian = hessian.expand(len(columns), -1, -1)

@@ -127,14 +127,6 @@ def refine_group(
 
 
 @triton.jit
-def _minmax(largest, LOW: tl.constexpr, HIGH: tl.constexpr, ROWS: tl.constexpr):
-    """The min-max scale (ROWS,) of a group's magnitudes, of which there is a largest in each lane, (ROWS, 8)."""
-    largest = tl.max(largest, 1)  # which is the same in any order
-    base = bfloat16(tl.div_rn(largest, tl.full((ROWS,), (HIGH - LOW) / 2, tl.float32)))
-    return tl.where(base == 0, 1.0, base)
-
-
-@triton.jit
 def mse_scales(
     weight, importance, chosen,
     R, weight_e, importance_e, chosen_e,
@@ -153,7 +145,9 @@ def mse_scales(
     for k in range(0, G, LANES):
         value = tl.load(weight[:, None] + k * R + lanes * R, mask=there[:, None], other=0.0)
         largest = tl.maximum(largest, tl.abs(value))
-    base = _minmax(largest, LOW, HIGH, ROWS)
+    largest = tl.max(largest, 1)  # which is the same in any order
+    base = bfloat16(tl.div_rn(largest, tl.full((ROWS,), (HIGH - LOW) / 2, tl.float32)))
+    base = tl.where(base == 0, 1.0, base)
     best_step = base
     best = tl.zeros((ROWS,), tl.float32)
     for i in range(COUNT + 1):  # the min-max scale itself, then its multiples
