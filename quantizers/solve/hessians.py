@@ -167,7 +167,8 @@ def collect_down_hessian(
     zeros = partial(torch.zeros, device=gate_up.device)
     # Sums over token chunks, which are divided by the mass of all rows at the end.
     total, changes = zeros(count, width, width), None if source is None else zeros(count, width, width)
-    magnitude = zeros(count, width, kernels.SUMS if _by_kernel(gate_up) else 1)
+    by_kernel = gate_up.dtype == torch.bfloat16 and use_kernel("weigh_rows", gate_up.device)
+    magnitude = zeros(count, width, kernels.SUMS if by_kernel else 1)  # in so many parts, added side by side
     mass, seen = zeros(count, 1), zeros(count, dtype=torch.int64)
     routed_mass = zeros(count, dtype=torch.float64)
     routed = sum(sum(table.known) for table in routing.tables) // len(routing.experts)  # of an expert on average
@@ -193,7 +194,13 @@ def collect_down_hessian(
                 for part in routing.tables[number].routed(*batch) if number % step == 0 else ():
                     routed_mass += _add_changes(changes, h, good, chunk.x, part, source, gate)
         with phase("Hessians"):
-            add_weighed(h, root, total, magnitude)
+            if by_kernel:
+                kernels.weigh_rows(h, root, magnitude)
+                add_hessian(total, h.mT)
+            else:
+                weigh_rows(h, root)
+                add_hessian(total, h.mT)
+                magnitude += h.abs_().mul_(root.unsqueeze(1)).sum(-1, keepdim=True, dtype=torch.float32)
         del h, good, root  # before there is memory for the next ones
     mass.clamp_(min=torch.finfo(torch.float32).tiny)
     if changes is not None:
@@ -203,34 +210,12 @@ def collect_down_hessian(
     return DownHessian(hessian, magnitude.sum(-1) / mass, changes, seen, rows - seen)
 
 
-def add_weighed(h: torch.Tensor, root: torch.Tensor, total: torch.Tensor, magnitude: torch.Tensor) -> None:
-    """Add Σ w h hᵀ to `total` and w |h| to `magnitude`.
-
-    Args:
-        h: (c, I, T), overwritten.
-        root: √w (c, T), of the same dtype; 0 for rows that are left out, where h may have any value.
-        total: (c, I, I) float32, see `symmetric.add_hessian`.
-        magnitude: Σ w |h| (c, I, n) float32, in n parts: one, or as many as the kernel `weigh_rows` adds side by side.
-    """
-    if _by_kernel(h):
-        kernels.weigh_rows(h, root, magnitude)
-        add_hessian(total, h.mT)
-        return
-    weigh_rows(h, root)
-    add_hessian(total, h.mT)
-    magnitude += h.abs_().mul_(root.unsqueeze(1)).sum(-1, keepdim=True, dtype=torch.float32)
-
-
 def weigh_rows(h: torch.Tensor, root: torch.Tensor) -> None:
-    """h *= root, zero where root is; arguments are those of `add_weighed`."""
+    """h (c, I, T) *= root (c, T), zero where root is: there h may have any value. The twin of `kernels.weigh_rows`."""
     left_out = root == 0
     if is_accelerator(h.device) or bool(left_out.any()):
         h.masked_fill_(left_out.unsqueeze(1), 0)
     h.mul_(root.unsqueeze(1))
-
-
-def _by_kernel(tensor: torch.Tensor) -> bool:
-    return tensor.dtype == torch.bfloat16 and use_kernel("weigh_rows", tensor.device)
 
 
 def _add_changes(

@@ -327,14 +327,13 @@ def solve_layer(
     check: Callable[[], None] = lambda: None,
     dist: ProcessGroup = SINGLE_PROCESS,
 ) -> LayerResult:
-    """Solve one layer from the captured inputs of its experts, with either engine.
+    """Solve one layer from the captured inputs of its experts, with either engine; the other arguments as for `solve`.
 
     Args:
         layer: with the source's weights, those of its experts only for the llmcompressor engine; left as it is.
-        norm, weights, residents: see `solve`.
         entering: hidden states entering the layer, (T, H) each; the llmcompressor engine runs the layer itself.
-        check: called between sequences; may raise to interrupt.
-        dist: the processes that solve it together (gram only); each has all rows, and gets the whole result.
+        check: called between chunks; may raise to interrupt.
+        dist: for gram only.
     """
     modules, norm = model.facts.modules, None if norm is None else norm.to(model.device)
     experts: Any = layer.module.get_submodule(modules.experts)
