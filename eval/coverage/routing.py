@@ -22,8 +22,7 @@ import torch
 from quantizers.architectures.sizes import Sizes
 from quantizers.architectures.skeleton import scores
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
-from quantizers.layers.loop import all_tensors, layer_steps
-from quantizers.layers.step import Consumer, LayerStep, Need
+from quantizers.layers.loop import Consumer, LayerStep, Need, all_tensors, layer_steps
 from quantizers.model.activation_store import ActivationStore
 from quantizers.model.moe_inputs import route_counts
 from quantizers.model.streamed_model import DecoderLayer, StreamedModel

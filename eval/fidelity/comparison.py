@@ -25,7 +25,7 @@ from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.prefetch import to_host
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.formats.dequantization import read_weight
-from quantizers.layers.step import Consumer, LayerStep
+from quantizers.layers.loop import Consumer, LayerStep
 from quantizers.model.activation_stream import ActivationStream
 from quantizers.model.layer_forward import padded
 from quantizers.model.streamed_model import DecoderLayer

@@ -53,8 +53,7 @@ from quantizers.device.devices import forward_dtype, use_one_arena
 from quantizers.distributed.process_group import rank_0_progress
 from quantizers.formats.packed_integers import dequantize
 from quantizers.layers.context import Context
-from quantizers.layers.loop import all_tensors, layer_steps
-from quantizers.layers.step import Consumer, LayerStep, Need
+from quantizers.layers.loop import Consumer, LayerStep, Need, all_tensors, layer_steps
 from quantizers.model.activation_stream import ActivationStream
 from quantizers.model.layer_forward import routes
 from quantizers.model.moe_inputs import MoeInputs

@@ -33,8 +33,7 @@ from quantizers.device.devices import choose_device, fingerprint, forward_dtype,
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
 from quantizers.formats.tensor_names import published_names
 from quantizers.formats.unsupported import refuse_swapped_arguments
-from quantizers.layers.loop import all_tensors, layer_steps
-from quantizers.layers.step import LayerStep
+from quantizers.layers.loop import LayerStep, all_tensors, layer_steps
 from quantizers.model.activation_stream import ActivationStream
 from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 from quantizers.output.journal import begun_with, refuse_unfinished

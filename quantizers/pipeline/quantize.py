@@ -35,8 +35,15 @@ from quantizers.device.devices import forward_dtype, is_accelerator, use_one_are
 from quantizers.device.prefetch import PinnedBuffers, pin
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
 from quantizers.layers.context import Context
-from quantizers.layers.loop import all_tensors, device_memory_errors, finished_shard, layer_steps, resume_layers
-from quantizers.layers.step import LayerStep, run_step
+from quantizers.layers.loop import (
+    LayerStep,
+    all_tensors,
+    device_memory_errors,
+    finished_shard,
+    layer_steps,
+    resume_layers,
+    run_step,
+)
 from quantizers.layers.writer import ShardWriter
 from quantizers.model.activation_store import ActivationStore
 from quantizers.model.activation_stream import ActivationStream, embed
