@@ -138,7 +138,7 @@ def _serving(
     if problem := unsaid(job.facts):
         if (context, kv, tp) != (None, "auto", None):
             raise InputError(f"--context, --kv and --tp: {problem}; leave them out")
-        return {"cards_unknown": problem, "weights": [asdict(room) for room in weights_alone(job.plan, gpus)]}
+        return {"cards_unknown": problem, "weights": weights_alone(job.plan, gpus)}
     model = serving_model(job.plan, job.facts, job.sizes, job.config, job.fp8)
     fits = [fit(model, one, context, kv, tp) for one in gpus]
     suggested = remedies(job, model, list(zip(gpus, fits, strict=True)), tp)

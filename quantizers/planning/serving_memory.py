@@ -2,9 +2,8 @@
 
     weights + KV cache + activations + runtime  <=  the GPU's memory * UTILISATION
 
-Weights and KV cache follow from the tensors. The rest are assumptions, which are printed with every answer.
-They predict that MiniMax-M2.1 in FP8 + INT4 fits two 96 GiB GPUs with all 196,608 tokens, which agrees with
-a measurement (https://huggingface.co/mratsim/MiniMax-M2.1-FP8-INT4-AWQ).
+Weights and KV cache follow from the tensors. The rest are assumptions, which predict that MiniMax-M2.1 in FP8 + INT4
+fits two 96 GiB GPUs with all 196,608 tokens, as was measured (https://huggingface.co/mratsim/MiniMax-M2.1-FP8-INT4-AWQ).
 
 How vLLM divides a model among tensor-parallel GPUs:
 
@@ -50,18 +49,8 @@ COMMON = "1x24 2x24 1x48 4x24 2x48 1x96 8x24 4x48 2x96 4x80 8x80 8x141"  # GPUs,
 MARLIN_TILE = 64  # of an expert's width on a GPU; up to vLLM 0.32 it had to be whole, later ones fill it up with zeros
 MOST_GPUS = 64  # more of the same are not suggested
 USEFUL = 1024  # tokens; a shorter context is no remedy
+EXPERTS, OTHERS = "experts", "others"
 Blocks = Mapping[str, tuple[int, int]]  # rows and columns of an FP8 block, by module, without the layer's prefix
-
-
-@dataclass(frozen=True)
-class LayerBytes:
-    """Weight bytes of one decoder layer: of experts, split over the tensor-parallel GPUs; of each passthrough linear
-    module, split as `module_gpus` says; and of others, whole on every GPU.
-    """
-
-    experts: int
-    linears: Mapping[str, int]
-    others: int
 
 
 @dataclass(frozen=True)
@@ -70,19 +59,19 @@ class Model:
 
     Attributes:
         facts: with `kv_cache` and `tensor_parallel`.
-        layers: weight bytes of each layer.
-        outside: total bytes of embedding, head and final norm.
+        layers: weight bytes of each layer: of its EXPERTS, of each passthrough linear module, and of all OTHERS.
+        outside: bytes of embedding, head and final norm.
         groups: the group sizes of the experts.
-        blocks: of the passthrough linear modules that are FP8 in blocks, see `obstacles`.
+        blocks: of the passthrough linear modules that are FP8 in blocks.
         longest: the model's maximum context in tokens; 0 if config.json does not say.
     """
 
     facts: Architecture
     sizes: Sizes
-    layers: tuple[LayerBytes, ...]
+    layers: tuple[Mapping[str, int], ...]
     outside: int
     groups: frozenset[int]
-    blocks: Mapping[str, tuple[int, int]]
+    blocks: Blocks
     longest: int
 
 
@@ -106,45 +95,24 @@ class Fit:
     fits: bool
 
 
-@dataclass(frozen=True)
-class Room:
-    """Bytes of a set of GPUs together: what vLLM may use, the weights, and what is left for all else at most."""
-
-    cards: str
-    usable: int
-    weights: int
-    left: int
-
-
 def serving_model(plan: Plan, facts: Architecture, sizes: Sizes, config: dict[str, Any], fp8: Fp8 | None) -> Model:
-    """Sum up the bytes of a plan's output by how vLLM distributes them over GPUs.
-
-    Raises:
-        InputError: the facts do not say how servers divide such a model.
-    """
+    """The facts about a plan's output; InputError where the architecture spec does not say how servers divide it."""
     if problem := unsaid(facts):
         raise InputError(problem)
     linears = facts.every_linear()
-    experts, others = [0] * plan.layers, [0] * plan.layers
-    passthrough: list[Counter[str]] = [Counter() for _ in range(plan.layers)]
+    layers: list[Counter[str]] = [Counter() for _ in range(plan.layers)]  # MTP's serve speculative decoding alone
     blocks: dict[str, tuple[int, int]] = {}
-    for action in plan.actions:
-        if action.layer is None or action.layer in plan.mtp:  # which is loaded for speculative decoding alone
-            continue
-        module = action.source.removeprefix(facts.layer(action.layer, "")).rpartition(".")[0]
-        written = sum(spec.bytes for spec in action.outputs.values())
-        if action.expert is not None:
-            experts[action.layer] += written
-        elif module not in linears:
-            others[action.layer] += written
-        else:
-            passthrough[action.layer][module] += written
-            if action.spec.dtype == FP8 and isinstance(fp8, tuple):
+    for number, layer in enumerate(layers):
+        for action in plan.of_layer(number):
+            module = action.source.removeprefix(facts.layer(number, "")).rpartition(".")[0]
+            part = EXPERTS if action.expert is not None else module if module in linears else OTHERS
+            layer[part] += sum(spec.bytes for spec in action.outputs.values())
+            if part == module and action.spec.dtype == FP8 and isinstance(fp8, tuple):
                 blocks[module] = fp8
     return Model(
         facts=facts,
         sizes=sizes,
-        layers=tuple(map(LayerBytes, experts, passthrough, others)),
+        layers=tuple(layers),
         outside=sum(spec.bytes for spec in plan.shard(None).values()),
         groups=frozenset(plan.schemes[layer].group_size for layer in plan.quantized_layers),
         blocks=blocks,
@@ -158,11 +126,7 @@ def tensor_parallel_problem(model: Model, parallel: int) -> str | None:
 
 
 def split_over(model: Model, gpus: Gpus, tensor_parallel: int | None) -> tuple[int, int]:
-    """Tensor and pipeline parallelism that use all GPUs, with as much tensor parallelism as vLLM allows.
-
-    Raises:
-        InputError: the requested tensor parallelism is impossible.
-    """
+    """Tensor and pipeline parallelism that use all GPUs: as much of the former as was asked for, or as vLLM allows."""
     if tensor_parallel is not None:
         if tensor_parallel < 1 or gpus.count % tensor_parallel:
             factors = " or ".join(str(n) for n in range(1, gpus.count + 1) if gpus.count % n == 0)
@@ -178,24 +142,25 @@ def split_over(model: Model, gpus: Gpus, tensor_parallel: int | None) -> tuple[i
 
 
 def kv_bytes_per_token(model: Model, kv: KvType, tensor_parallel: int = 1, pipeline_parallel: int = 1) -> int:
-    """Bytes of a token's keys and values on one GPU."""
-    assert model.facts.kv_cache is not None
-    linears = model.facts.every_linear()
-    numbers = sum(linears[name][0] for name in model.facts.kv_cache.rows_of)
+    """Bytes of a token's keys and values on one GPU: all of them, unless tensor parallelism divides their heads."""
+    cache, linears = model.facts.kv_cache, model.facts.every_linear()
+    assert cache is not None
+    numbers = sum(linears[name][0] for name in cache.rows_of)
     layers = math.ceil(model.sizes["layers"] / pipeline_parallel)
-    return layers * numbers // cache_gpus(tensor_parallel, model.facts, model.sizes) * KV_BYTES[kv]
+    gpus = min(tensor_parallel, model.sizes["kv_heads"]) if cache.divided else 1
+    return layers * numbers // gpus * KV_BYTES[kv]
 
 
 def fit(
     model: Model, gpus: Gpus, context: int | None = None, kv: KvType = "auto", tensor_parallel: int | None = None
 ) -> Fit:
-    """Estimate the memory of the fullest GPU.
+    """The memory of the fullest GPU.
 
     Args:
         context: tokens of one sequence, or of several in total; None for the model's maximum.
 
     Raises:
-        InputError: as `split_over`, or the context is longer than the model's maximum.
+        InputError: the requested tensor parallelism is impossible, or the context longer than the model's maximum.
     """
     split = tensor, pipeline = split_over(model, gpus, tensor_parallel)
     context = model.longest if context is None else context
@@ -214,25 +179,16 @@ def fit(
 
 def _weights(model: Model, tensor: int, pipeline: int) -> int:
     """Weight bytes on the fullest GPU: equal runs of layers, the embedding in the first, the head in the last."""
-    per_stage = math.ceil(len(model.layers) / pipeline)
-    stages = [model.layers[first : first + per_stage] for first in range(0, len(model.layers), per_stage)]
-    gpus = {
-        name: module_gpus(name, tensor, model.facts, model.sizes) for layer in model.layers for name in layer.linears
-    }
-    in_layers = max(
-        sum(
-            layer.experts / tensor + sum(size / gpus[name] for name, size in layer.linears.items()) + layer.others
-            for layer in stage
-        )
-        for stage in stages
-    )
+    parts = {name for layer in model.layers for name in layer}
+    gpus = {name: module_gpus(name, tensor, model.facts, model.sizes) for name in parts} | {EXPERTS: tensor}
+    layers = [sum(size / gpus[name] for name, size in layer.items()) for layer in model.layers]
+    per_stage = math.ceil(len(layers) / pipeline)
+    in_layers = max(sum(layers[first : first + per_stage]) for first in range(0, len(layers), per_stage))
     return math.ceil(in_layers + model.outside / tensor / (1 if pipeline == 1 else 2))
 
 
 def _activations(model: Model, gpus: Gpus, tensor: int) -> int:
-    """Bytes live at the peak of a prefill step: vLLM's two MoE workspaces, hidden states, what attention reads (all in
-    16 bit), and logits.
-    """
+    """Bytes at the peak of a prefill step: vLLM's two MoE workspaces, hidden states, what attention reads, logits."""
     sizes, tokens = model.sizes, step_tokens(gpus)
     width, hidden = sizes["width"] // tensor, sizes["hidden"]
     experts = tokens * sizes["chosen"] * (max(2 * width, hidden) + width)
@@ -283,8 +239,8 @@ def notes(model: Model, fits: Iterable[Fit]) -> list[str]:
 def common_fits(model: Model) -> list[Fit]:
     """Estimates for common sets of GPUs, from small to large, without those that fit fewer than 8,192 tokens.
 
-    The list ends with the second set that fits the model's maximum context with a 16-bit KV cache. An FP8 KV cache
-    is listed only if the maximum context does not fit in 16 bit. Without a known maximum there are none.
+    The last is the second that fits the model's maximum context with a 16-bit KV cache; an FP8 one is listed only
+    where that does not fit. Without a known maximum there are none.
     """
     rows: list[Fit] = []
     if not model.longest:
@@ -302,24 +258,21 @@ def common_fits(model: Model) -> list[Fit]:
 
 
 def unsaid(facts: Architecture) -> str | None:
-    """Why nothing can be said about GPUs: the facts do not say how servers divide such a model. None if they do."""
+    """Why nothing can be said about GPUs: the facts do not say how servers divide the model. None if they do."""
     words = {"tensor_parallel": "how servers divide it among GPUs", "kv_cache": "what they cache of a token"}
     lacking = [text for key, text in words.items() if getattr(facts, key) is None]
     return f"{' and '.join(lacking)} is not known here for {facts.model_type}" if lacking else None
 
 
-def weights_alone(plan: Plan, gpus: Sequence[Gpus]) -> list[Room]:
-    """What can be said of a model of which `unsaid` has something to say."""
+def weights_alone(plan: Plan, gpus: Sequence[Gpus]) -> list[dict[str, str | int]]:
+    """Where `unsaid`: bytes of each set of GPUs that vLLM may use, of the weights, and what is left for all else."""
     parts = (*range(plan.layers), None)  # without layers for speculative decoding
     weights = sum(spec.bytes for part in parts for spec in plan.shard(part).values())
     usable = [one.count * int(one.bytes * UTILISATION) for one in gpus]
-    return [Room(one.name, most, weights, most - weights) for one, most in zip(gpus, usable, strict=True)]
-
-
-def cache_gpus(ranks: int, facts: Architecture, sizes: Sizes) -> int:
-    """The number of GPUs among which a token's keys and values are divided: 1 if every GPU has all of them."""
-    assert facts.kv_cache is not None
-    return min(ranks, sizes["kv_heads"]) if facts.kv_cache.divided else 1
+    return [
+        {"cards": one.name, "usable": most, "weights": weights, "left": most - weights}
+        for one, most in zip(gpus, usable, strict=True)
+    ]
 
 
 def module_gpus(module: str, ranks: int, facts: Architecture, sizes: Sizes) -> int:
@@ -355,20 +308,14 @@ def obstacles(ranks: int, facts: Architecture, sizes: Sizes, groups: Iterable[in
         if module in shapes and parts == "own" and (own := shapes[module][_edge(module, facts)]) % ranks:
             yield f"{module} has {own} parts, which are not a multiple of {ranks}"
     for module, block in blocks.items():
-        yield from _within_blocks(module, shapes[module], block, ranks, facts, sizes)
-
-
-def _within_blocks(
-    module: str, shape: tuple[int, ...], block: tuple[int, int], ranks: int, facts: Architecture, sizes: Sizes
-) -> Iterator[str]:
-    if ranks > 1 and module in _parts(facts):
-        edge = _edge(module, facts)
-        share = shape[edge] // module_gpus(module, ranks, facts, sizes)
-        if share % block[edge]:
-            side = ("rows", "columns")[edge]
-            yield f"{module}'s {side} per rank, {share}, are not a multiple of the FP8 block, {block[edge]}"
-    elif shape[0] % block[0] and _is_followed(module, facts):
-        yield f"{module}'s rows, {shape[0]}, are merged with others and not a multiple of the FP8 block, {block[0]}"
+        edge, rows = _edge(module, facts), shapes[module][0]
+        if ranks > 1 and module in _parts(facts):
+            share = shapes[module][edge] // module_gpus(module, ranks, facts, sizes)
+            if share % block[edge]:
+                side = ("rows", "columns")[edge]
+                yield f"{module}'s {side} per rank, {share}, are not a multiple of the FP8 block, {block[edge]}"
+        elif rows % block[0] and _is_followed(module, facts):
+            yield f"{module}'s rows, {rows}, are merged with others and not a multiple of the FP8 block, {block[0]}"
 
 
 def _edge(module: str, facts: Architecture) -> int:
@@ -379,9 +326,8 @@ def _edge(module: str, facts: Architecture) -> int:
 
 def _is_followed(module: str, facts: Architecture) -> bool:
     """Whether vLLM makes one module of this one and others, of which it is not the last."""
-    last = module.rpartition(".")[2]
     merged = FUSED | (facts.servers["vllm"].fused if "vllm" in facts.servers else {})
-    return any(last in parts[:-1] for parts in merged.values())
+    return any(module.rpartition(".")[2] in parts[:-1] for parts in merged.values())
 
 
 def _parts(facts: Architecture) -> dict[str, Parts]:
@@ -405,8 +351,7 @@ def remedies(
 
     Args:
         model: of the job's plan.
-        asked: sets of GPUs with their estimates.
-        tensor_parallel: as the user gave it; None to let the estimate choose.
+        asked: sets of GPUs with their estimates, for which the user gave `tensor_parallel` or None.
     """
     smaller = [] if all(tried.fits for _, tried in asked) else list(_smaller(job))
     return [
