@@ -1,12 +1,8 @@
-"""Bit allocation: a scheme for each layer within a budget; which schemes are possible, and what each costs.
+"""Bit allocation: a scheme for each layer with experts within a budget; which are possible, and what each costs.
 
-`experts.budget` counts the bytes of all shards on disk, including embeddings, attention and headers, but not
-the index and the tokenizer. `experts.bits_per_weight` counts only the experts: bits of packed weights and scales,
-divided by the number of weights. Both are exact bounds on the sum of the layers' costs.
-
-A scheme is possible if its groups divide the matrices, and if vLLM can serve it: no group may be split between the GPUs
-over which an expert is split. Only layers with experts have a choice, and "each layer" means each of these. Nothing is
-measured here, and no file is opened.
+`experts.budget` bounds the bytes of all shards on disk, including embeddings, attention and headers, but not the index
+and the tokenizer; `experts.bits_per_weight` only the experts: bits of packed weights and scales, divided by the number
+of weights. Both are exact. Nothing is measured here, and no file is opened.
 """
 
 from __future__ import annotations
@@ -14,33 +10,29 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from quantizers.architectures.sizes import Sizes
-from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.recipe.schema import ALL, Experts, Scheme
 from quantizers.system.errors import RecipeError
 from quantizers.system.formatting import gib, parse_bytes
 
-from .plan import Kind, Plan, file_size, stored_as
+from .plan import Plan, file_size, stored_as
 
 PARALLEL = (1, 2, 4, 8, 16)  # numbers of GPUs for which `as_dict` says whether vLLM could split an expert
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """The possible schemes, their costs, and the limit. "Choice" means the index of a candidate for each layer.
+    """The possible schemes, their costs, and the limit. "Choice" means the index of a candidate for each of `layers`.
 
     Attributes:
-        layers: the numbers of the layers with experts.
-        decoder_layers: number of layers with and without experts.
-        candidates: the possible schemes, in ascending order of size.
-        shard_bytes: for each layer, the bytes of its shard with each candidate.
-        outside_bytes: bytes of all other shards.
+        layers: the numbers of the layers with experts, of `decoder_layers` in all.
+        candidates: in ascending order of size.
+        shard_bytes: for each layer, the bytes of its shard with each candidate; `outside_bytes` of all other shards.
         weights: number of weights in all experts of one layer.
         width: an expert's width.
-        limit: bound on the total cost, in `unit`s.
-        unit: `bytes` of all shards, or `bits` of the experts' weights and scales.
+        limit: bound on the total cost, in `unit`s: bytes of all shards, or bits of the experts' weights and scales.
     """
 
     layers: tuple[int, ...]
@@ -51,19 +43,15 @@ class Allocation:
     weights: int
     width: int
     limit: int
-    unit: str
+    unit: Literal["bytes", "bits"]
 
     @property
-    def costs(self) -> list[list[int]]:
-        """For each layer the cost of each candidate, in `unit`s."""
+    def _costs(self) -> tuple[Sequence[Sequence[int]], int]:
+        """For each layer the cost of each candidate, and that of all else, in `unit`s."""
         if self.unit == "bytes":
-            return [list(row) for row in self.shard_bytes]
+            return self.shard_bytes, self.outside_bytes
         bits = [math.ceil(scheme.bits_per_weight * self.weights) for scheme in self.candidates]
-        return [bits for _ in self.shard_bytes]
-
-    @property
-    def _outside(self) -> int:
-        return self.outside_bytes if self.unit == "bytes" else 0
+        return [bits] * len(self.layers), 0
 
     def output_bytes(self, choice: Sequence[int]) -> int:
         """Bytes of all shards."""
@@ -74,12 +62,13 @@ class Allocation:
         return sum(self.candidates[i].bits_per_weight for i in choice) / len(choice)
 
     def cost(self, choice: Sequence[int]) -> int:
-        """The total cost in `unit`s, including all other shards if the unit is bytes."""
-        return self._outside + sum(row[i] for row, i in zip(self.costs, choice, strict=True))
+        """The total cost in `unit`s."""
+        costs, outside = self._costs
+        return outside + sum(row[i] for row, i in zip(costs, choice, strict=True))
 
     def uniform(self, number: int) -> list[int]:
         """The same candidate in every layer."""
-        return [number] * len(self.shard_bytes)
+        return [number] * len(self.layers)
 
     @property
     def exceeded(self) -> bool:
@@ -98,8 +87,8 @@ class Allocation:
 
     def choose(self, losses: Sequence[Mapping[str, float]]) -> list[int]:
         """The best choice, from each layer's losses by candidate name."""
-        table = [[row[str(scheme)] for scheme in self.candidates] for row in losses]
-        return cheapest_loss(self.costs, table, self.limit - self._outside)
+        table, (costs, outside) = [[row[str(scheme)] for scheme in self.candidates] for row in losses], self._costs
+        return cheapest_loss(costs, table, self.limit - outside)
 
     def as_dict(self) -> dict[str, Any]:
         """For `quantize plan` and report.json: the candidates with their sizes, and the limit."""
@@ -115,17 +104,14 @@ class Allocation:
         ]
         return {
             "candidates": rows,
-            "limit": self.limit if self.unit == "bytes" else self.limit / (self.weights * len(self.shard_bytes)),
+            "limit": self.limit if self.unit == "bytes" else self.limit / (self.weights * len(self.layers)),
             "unit": "bytes" if self.unit == "bytes" else "bits per weight",
             "above_the_largest": self.exceeded,
         }
 
 
 def candidates(sizes: Sizes, parallel: int) -> tuple[Scheme, ...]:
-    """The schemes whose groups divide the inputs of an expert's matrices.
-
-    vLLM splits the inputs of down (w2) over `parallel` GPUs, so its groups must divide each GPU's part.
-    """
+    """The schemes whose groups divide the inputs of an expert's matrices, of down (w2) each part on `parallel` GPUs."""
     return tuple(
         scheme
         for scheme in ALL
@@ -135,9 +121,8 @@ def candidates(sizes: Sizes, parallel: int) -> tuple[Scheme, ...]:
 
 def _shard_bytes(plan: Plan, layers: Sequence[int], possible: Sequence[Scheme]) -> Iterator[tuple[int, ...]]:
     """For each of these layers the bytes of its shard with each scheme."""
-    # Layers with the same tensors and the same number of digits in their names have shards of the same size, so few
-    # sizes are computed.
-    sizes: dict[tuple[tuple[int, Kind, Spec], ...], tuple[int, ...]] = {}
+    # The same for layers with the same tensors, if their names have as many letters.
+    sizes: dict[object, tuple[int, ...]] = {}
     for actions in map(plan.of_layer, layers):
         key = tuple((len(action.source), action.kind, action.spec) for action in actions)
         if key not in sizes:
@@ -149,41 +134,36 @@ def _shard_bytes(plan: Plan, layers: Sequence[int], possible: Sequence[Scheme]) 
 
 
 def allocation(plan: Plan, sizes: Sizes, experts: Experts, where: str) -> Allocation:
-    """The possible schemes, their costs and the limit for a recipe with a budget.
-
-    Args:
-        where: the recipe's file, line and key, for messages.
+    """The possible schemes, their costs and the limit for a recipe with a budget; `where` is its file, line and key.
 
     Raises:
         RecipeError: no group size fits the matrices, or the budget is smaller than the smallest output.
     """
-    parallel = experts.tensor_parallel or 1
-    possible = candidates(sizes, parallel)
-    if not possible:
+    parallel, layers = experts.tensor_parallel or 1, tuple(sizes.moe_layers)
+    if not (possible := candidates(sizes, parallel)):
         raise RecipeError(
             f"{where}: no group of 32, 64 or 128 divides the experts' width {sizes['width']} over {parallel} GPUs; "
             "lower experts.tensor_parallel"
         )
-    layers = tuple(sizes.moe_layers)
     rows = tuple(_shard_bytes(plan, layers, possible))
     weights = 3 * sizes["experts"] * sizes["hidden"] * sizes["width"]
     outside = sum(file_size(plan.shard(part)) for part in plan.parts if part not in layers)
+    unit: Literal["bytes", "bits"] = "bits"
     if experts.budget is not None:
         limit, unit = parse_bytes(experts.budget, where), "bytes"
     else:
         assert experts.bits_per_weight is not None
-        limit, unit = math.floor(experts.bits_per_weight * weights * len(layers)), "bits"
+        limit = math.floor(experts.bits_per_weight * weights * len(layers))
     result = Allocation(layers, plan.layers, possible, rows, outside, weights, sizes["width"], limit, unit)
-    smallest = result.uniform(0)
-    if result.cost(smallest) <= result.limit:
+    least = result.cost(result.uniform(0))
+    if least <= limit:
         return result
-    given, least, bytes_ = f"{experts.bits_per_weight}", f"{possible[0].bits_per_weight:g}", ""
+    given, smallest, give = f"{experts.bits_per_weight}", "", f"{possible[0].bits_per_weight:g}"
     if unit == "bytes":
-        given, least = gib(limit), f"{result.output_bytes(smallest)}B"
-        bytes_ = f", {gib(result.output_bytes(smallest))}"
+        given, smallest, give = gib(limit), f", {gib(least)}", f"{least}B"
     raise RecipeError(
-        f"{where}: {given} is less than the smallest possible{bytes_} ({possible[0]} in every layer); "
-        f"give {least} or more"
+        f"{where}: {given} is less than the smallest possible{smallest} ({possible[0]} in every layer); "
+        f"give {give} or more"
     )
 
 
@@ -195,8 +175,8 @@ def cheapest_loss(costs: Sequence[Sequence[int]], losses: Sequence[Sequence[floa
     the best upgrade that still fits.
 
     Args:
-        costs: for each layer the cost of each option, integers >= 0, in ascending order; the first fit together.
-        losses: for each layer the loss of each option, finite, >= 0.
+        costs: of each option for each layer, integers >= 0, in ascending order; the first fit together.
+        losses: of each option for each layer, finite, >= 0.
         limit: bound on the sum of the chosen costs.
     """
     chosen, left = [0] * len(costs), limit - sum(row[0] for row in costs)
