@@ -1,11 +1,10 @@
 """Memory of a run: the data kept on the device, in host memory or in files, and the data computed again.
 
-Pure arithmetic on sizes and a limit (`--device-memory`), and one safety net, `Residents`: if the device is full all the
+Arithmetic on sizes and a limit (`--device-memory`), and one safety net, `Residents`: if the device is full all the
 same, the cached Hessians are dropped, half as many are kept, and the step is repeated. Memory decides speed, never a
 byte of the output.
 
-A layer step has four phases, the largest of which is the peak. On an accelerator the source's stored layer stays there
-throughout.
+The largest of a layer step's four phases is the peak. On an accelerator the source's stored layer stays throughout.
 
     forward    the layer in the dtype of the forward pass, and attention of a batch or a token chunk at the experts
     solve      all but its experts, the codes, the Hessians of x, those of the resident expert batches, and one expert
@@ -16,9 +15,6 @@ throughout.
 Free memory is given, in order of the time it saves, to the captured MoE inputs, the activations between layers, the
 held-out activations, the Hessians of x of as many expert batches as fit, and the prefetched next layer. The bytes of
 an expert batch follow from the arrays alive at each peak in solve/; tests/planning/test_memory_plan.py measures them.
-
-Legend: E experts, U experts of a batch (expert_batches.py), H hidden, I expert width, T tokens of the longest sequence,
-K experts chosen per token, b bytes of an element of the forward pass (2 on an accelerator, 4 on a CPU).
 """
 
 from __future__ import annotations
@@ -32,12 +28,11 @@ from quantizers.architectures.sizes import Sizes
 from quantizers.system.errors import InputError, QuantizeError
 from quantizers.system.formatting import gib
 
-from .expert_batches import ROUTED_ROWS, expert_batches, experts_per_batch, tokens_per_chunk
+from .expert_batches import FLOAT, ROUTED_ROWS, expert_batches, experts_per_batch, tokens_per_chunk
 from .plan import Plan
 
 Place = Literal["device", "memory", "files"]
 
-FLOAT = 4
 SHARE_FOR_STATES = 0.5  # of the free host memory: calibration activations that need more are kept in files
 # Arrays alive while a matrix is rounded, as numbers of (C, C), (R, C) and (R, panel). While factorizing: the Hessian
 # ordered, damped and factorized, and the transposed matrix. While rounding: these, the residual, the codes, and panels.
@@ -59,8 +54,7 @@ class DeviceMemory:
         layer: the source's largest layer as stored; 0 on a CPU, where it is in host memory anyway.
         forward: the largest layer in the dtype of the forward pass.
         one_unit: for solving one expert batch.
-        smallest: peak with one expert batch at a time and nothing else kept.
-        peak: peak of the plan.
+        smallest, peak: the peak with one expert batch at a time and nothing else kept, and as planned.
     """
 
     unit: int
@@ -99,7 +93,7 @@ def device_memory(
     """Allocation of a device's memory within a limit.
 
     Args:
-        longest: T, tokens of the longest sequence.
+        longest: tokens of the longest sequence.
         limit: usable bytes; None for no limit.
         tokens, held_out: of the calibration set, and of the held-out set; None for a calibration set of unknown size,
             whose activations then stay in host memory.
@@ -109,40 +103,40 @@ def device_memory(
         InputError: the limit is too small even for one expert batch at a time.
     """
     phases = _Phases(plan, sizes, longest, accelerator=accelerator, tokens=tokens or 0)
-    smallest, resident = phases.peak(1), phases.batches
-    inputs = states = texts = early = 0
+    smallest, limit = phases.peak(1), sys.maxsize if limit is None else limit
+    if smallest > limit:
+        raise InputError(
+            f"{gib(limit)} of device memory is too little: a layer takes {gib(phases.layer + phases.forward)}, "
+            f"{gib(smallest)} with one batch of {phases.size} experts at a time and a text of {longest:,} tokens; "
+            f"give --device-memory {math.ceil(smallest / 2**20)}MiB, or shorter sequences"
+        )
+    kept, room = {"inputs": 0, "states": 0, "texts": 0}, limit
     if accelerator and tokens is not None:
-        inputs = recorded_bytes(sizes, tokens, phases.itemsize)
-        states = between_bytes(sizes, -(-tokens // processes), phases.itemsize)
-        # After the layer of source and output, before it of one, and the routing.
-        texts = -(-held_out // processes) * (3 * sizes.row_bytes(phases.itemsize) + 8 * sizes["chosen"])
-        early = phases.layer if processes == 1 else 0
-    if limit is not None:
-        if smallest > limit:
-            raise InputError(
-                f"{gib(limit)} of device memory is too little: a layer takes {gib(phases.layer + phases.forward)}, "
-                f"{gib(smallest)} with one batch of {phases.size} experts at a time and a text of {longest:,} tokens; "
-                f"give --device-memory {math.ceil(smallest / 2**20)}MiB, or shorter sequences"
-            )
-        inputs = inputs if smallest + inputs <= limit else 0
-        states = states if smallest + inputs + states <= limit else 0
-        texts = texts if smallest + inputs + states + texts <= limit else 0
-        room = limit - inputs - states - texts
-        resident = max(1, min(phases.batches, (room - phases.solve(0)) // phases.routed))
-        early = early if phases.peak(resident) + early <= room else 0
+        row = sizes.row_bytes(phases.itemsize)
+        wanted = {
+            "inputs": recorded_bytes(sizes, tokens, phases.itemsize),
+            "states": -(-tokens // processes) * row,
+            # After the layer of source and output, before it of one, and the routing.
+            "texts": -(-held_out // processes) * (3 * row + 8 * sizes["chosen"]),
+        }
+        for name, needed in wanted.items():
+            if smallest + needed <= room:
+                kept[name] = needed
+                room -= needed
+    resident = max(1, min(phases.batches, (room - phases.solve(0)) // phases.routed))
+    peak = phases.peak(resident)
+    early = phases.layer if tokens is not None and processes == 1 and peak + phases.layer <= room else 0
     return DeviceMemory(
         unit=phases.size,
         units=phases.batches,
         resident=resident,
-        inputs=bool(inputs),
-        states=bool(states),
-        texts=bool(texts),
+        **{name: bool(needed) for name, needed in kept.items()},
         early=bool(early),
         layer=phases.layer,
         forward=phases.forward,
         one_unit=phases.one_batch,
         smallest=smallest,
-        peak=phases.peak(resident) + inputs + states + texts + early,
+        peak=peak + sum(kept.values()) + early,
     )
 
 
@@ -180,8 +174,8 @@ class _Phases:
             sum(a.spec.shape[0] for a in plan.of_layer(number) if a.is_passthrough_matrix) for number in numbers
         )
         attention = max(longest, rows) * itemsize * 4 * (hidden + attention_rows)
-        # At the experts, for each routed copy of a token: x, gate and up, their activations and h; or x and the output,
-        # and twice the output in float32 times its routing weight. (A CPU computes expert after expert.)
+        # For each routed copy of a token: x, gate and up, their activations and h; or x and the output, and twice the
+        # output in float32 times its routing weight. (A CPU computes expert after expert.)
         copies = max(hidden + 4 * width, 2 * hidden + 2 * hidden * FLOAT // itemsize)
         routed = rows * itemsize * (chosen * (copies if accelerator else 2 * hidden + 3 * width) + 8 * hidden)
         self._activations = max(attention, routed)
@@ -238,19 +232,18 @@ def placement(
     processes: int = 1,
     machines: int = 1,
 ) -> tuple[Place, Place, int]:
-    """Place of the calibration activations: the device as planned, else host memory if they fit, else files.
+    """The places of captured MoE inputs and of activations between layers, and the bytes of those in files.
+
+    They are on the device as planned, else in host memory if they fit, else in files.
 
     Args:
         rows: tokens of the calibration set.
         states: the user's choice; "auto" for files only where they take more than half of the free memory.
         free: bytes of host memory that are free on every machine.
         processes, machines: each process keeps all inputs, and its part of the activations between layers.
-
-    Returns:
-        The place of the captured MoE inputs, that of the activations between layers, and the bytes of those in files.
     """
     inputs = 0 if memory.inputs else recorded_bytes(sizes, rows, itemsize) * -(-processes // machines)
-    between = 0 if memory.states else between_bytes(sizes, -(-rows // machines), itemsize)
+    between = 0 if memory.states else -(-rows // machines) * sizes.row_bytes(itemsize)
     files = states == "files" or (states == "auto" and inputs + between > SHARE_FOR_STATES * free)
     other: Place = "files" if files else "memory"
     return other if inputs else "device", other if between else "device", inputs + between if files else 0
@@ -269,15 +262,10 @@ class Residents:
 
     def share(self, units: int) -> int:
         """Expert batches of the next sweep, so that all sweeps have equally many: not 5, 5, 5 and 1."""
-        sweeps = -(-units // self.count)
-        return -(-units // max(sweeps, 1))
+        return -(-units // max(-(-units // self.count), 1))
 
     def shrink(self) -> None:
-        """Halve the number after the device was full, with one line that says so.
-
-        Raises:
-            QuantizeError: it was one already.
-        """
+        """Halve the number after the device was full, with one line that says so; QuantizeError if it was one."""
         if self.count <= 1:
             raise QuantizeError(
                 f"the device's memory is full with the Hessians of one batch of {self.unit} experts at a time, for "
@@ -293,19 +281,14 @@ class Residents:
         )
 
 
-def between_bytes(sizes: Sizes, tokens: int, itemsize: int) -> int:
-    """Bytes of the calibration set's activations between two layers, of `itemsize` bytes each."""
-    return tokens * sizes.row_bytes(itemsize)
-
-
 def recorded_bytes(sizes: Sizes, tokens: int, itemsize: int) -> int:
     """Captured MoE inputs of the calibration set, see `forward.recorded.MoeInputStore`."""
     return tokens * (itemsize * sizes["hidden"] + 8 * sizes["chosen"] + 1)
 
 
 def calibration_bytes(sizes: Sizes, tokens: int, itemsize: int) -> int:
-    """Activations and captured MoE inputs of the calibration set."""
-    return between_bytes(sizes, tokens, itemsize) + recorded_bytes(sizes, tokens, itemsize)
+    """Activations between two layers and captured MoE inputs of the calibration set, of `itemsize` bytes a number."""
+    return tokens * sizes.row_bytes(itemsize) + recorded_bytes(sizes, tokens, itemsize)
 
 
 def held_out_bytes(sizes: Sizes, tokens: int, itemsize: int) -> int:

@@ -25,12 +25,7 @@ ALIGNED = 16  # they are padded to a multiple of it, as a GPU's matrix products 
 
 
 def experts_per_batch(accelerator: bool, hidden: int, width: int) -> int:
-    """U, the number of experts that are solved together, at least 1.
-
-    Args:
-        accelerator: see `devices.is_accelerator`.
-        hidden, width: H and I, the sizes of an expert's matrices.
-    """
+    """U, the number of experts that are solved together, at least 1; `hidden` and `width` are H and I."""
     if not accelerator:
         return min(CPU_EXPERTS, max(1, CPU_CACHE_BYTES // (3 * FLOAT * hidden * width)))
     size = LARGEST_BATCH
