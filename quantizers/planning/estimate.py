@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from quantizers.calibration.set import DataSource, read_set
 from quantizers.recipe.read import set_location
-from quantizers.recipe.schema import Scheme
 
 from .device_memory import DeviceMemory, calibration_bytes, device_memory
 from .gpus import CPU_SHARES, GPU_SHARES, Rates, rates_of_cpu, rates_of_gpus
@@ -56,17 +56,15 @@ class Estimate:
     """Needs of a run: all sizes in bytes, times in seconds.
 
     Attributes:
-        tokens, held_out: upper bounds for the calibration set and the evaluation set (0 without evaluation); None if
-            unknown until the set is read.
+        tokens, held_out: of the calibration set and the evaluation set at most; None if unknown until they are read.
         source, output: bytes of the source, and disk space needed besides.
         states: activations of the calibration set, by kind of device: host memory, or disk space if they do not fit.
         host: host memory for two layers of the source and two of the output, the non-layer tensors, and the program.
-        memory: device memory, by kind of device: with the Hessians of one expert batch, and with all of them and the
-            activations.
+        memory: by kind of device, with the Hessians of one expert batch, and with all of them and the activations.
         seconds: `layers`, `verification`, and `all` for their sum, on this machine's CPU and on every known GPU that
-            has the memory, by its name; None if a set's size is unknown, and for the library's engine.
-        processes, several: the same on GPUs by so many processes; None for one.
-        assumptions: what the figures assume, one line each.
+            has the memory; None if a set's size is unknown, and for the library's engine.
+        several: the same on GPUs by so many `processes`; None for one.
+        assumptions: one line each.
     """
 
     tokens: int | None
@@ -83,7 +81,7 @@ class Estimate:
 
 
 def estimate_run(job: Job, output_bytes: int, processes: int = 1, disk: float = DISK) -> Estimate:
-    """Estimate a run of this job. This reads the YAML files of its sets, but none of their data.
+    """The needs of a run, from the YAML files of its sets, but none of their data.
 
     Args:
         output_bytes: size of the finished checkpoint.
@@ -126,11 +124,9 @@ def estimate_run(job: Job, output_bytes: int, processes: int = 1, disk: float = 
 
 def _work_of_layers(job: Job, lengths: Sequence[int], texts: Sequence[int]) -> list[Work]:
     """The work on each layer, computed once for those that are alike, and the bytes of all that passes through."""
-    plan, of_kind = job.plan, dict[tuple[bool, Scheme], Work]()
+    plan = job.plan
     kinds = [(number in job.sizes.dense, plan.schemes[number]) for number in range(plan.layers)]
-    for number, kind in enumerate(kinds):
-        if kind not in of_kind:
-            of_kind[kind] = layer_work(job, number, lengths, texts)
+    of_kind = {kind: layer_work(job, kinds.index(kind), lengths, texts) for kind in set(kinds)}
     around = 2.0 * sum(a.spec.bytes for part in plan.passthrough_parts for a in plan.of_layer(part))
     return [*(of_kind[kind] for kind in kinds), Work(files=around)]
 
@@ -175,19 +171,12 @@ def _device_memory(
 
 
 def memory_on_gpu(job: Job, limit: int) -> DeviceMemory:
-    """Device memory of a run on a GPU within `limit` bytes.
-
-    Raises:
-        InputError: the limit is too small even for one expert batch at a time.
-    """
+    """Device memory of a run on a GPU within `limit` bytes; InputError if they are too few."""
     return _device_memory(job, limit, True, calibration_lengths(job)[0], evaluation_lengths(job))
 
 
 def _assumptions(drawn: bool, processes: int, disk: float) -> list[str]:
-    reached = " and ".join(
-        f"{', '.join(f'{share:.0%}' for share in shares.values())} on a {device}"
-        for device, shares in (("GPU", GPU_SHARES), ("CPU", CPU_SHARES))
-    )
+    on_gpu, on_cpu = (", ".join(f"{share:.0%}" for share in shares.values()) for shares in (GPU_SHARES, CPU_SHARES))
     allowed = "as long as its sequence_length and the model's max_position_embeddings allow"
     lines = [
         f"tokens: the recipe's calibration.tokens; every evaluation text {allowed}"
@@ -196,7 +185,7 @@ def _assumptions(drawn: bool, processes: int, disk: float) -> list[str]:
         "time: an estimate in closed form, with evaluation and one last reading of the shards; without measuring for a "
         "budget and without the check of the source, which reads it once; --measure times a layer on this machine",
         "rates: nominal ones (quantizers/planning/gpus.yaml), of which bandwidth, matrix products, float32 and "
-        f"factorizations reach {reached}",
+        f"factorizations reach {on_gpu} on a GPU and {on_cpu} on a CPU",
         f"files: {disk / 1e9:g} GB/s read or written, beside the computing",
         "memory: with the Hessians of one expert batch at a time, and with those of all and the activations as well",
     ]
@@ -212,10 +201,7 @@ def _longest(job: Job, name: str) -> int:
 
 
 def _longest_possible(job: Job, name: str) -> list[int] | None:
-    """Tokens of every sequence of a set, if each is as long as its source and the model's positions allow.
-
-    None if only reading the set tells.
-    """
+    """Tokens of every sequence of a set at most: what its source and the model allow; None if only reading it tells."""
     path = set_location(name, job.path)
     calibration, longest = read_set(path), _longest(job, name)
     lengths: list[int] = []
@@ -240,13 +226,8 @@ def _most_samples(source: DataSource, folder: Path) -> int | None:
 
 def cut_to(lengths: list[int], tokens: int) -> list[int]:
     """The sequences of a part of a set with so many tokens, the last one cut."""
-    part: list[int] = []
-    for length in lengths:
-        if tokens <= 0:
-            break
-        part.append(min(length, tokens))
-        tokens -= length
-    return part
+    starts = accumulate(lengths, initial=0)
+    return [min(length, tokens - start) for length, start in zip(lengths, starts, strict=False) if start < tokens]
 
 
 def calibration_lengths(job: Job) -> tuple[list[int] | None, bool]:

@@ -42,11 +42,9 @@ class Rates:
     """Nominal rates of a GPU, or of a CPU, and the shares of them that are assumed to be reached.
 
     Attributes:
-        name: as it is printed.
         memory: bytes that torch sees; 0 for a CPU, whose memory is the machine's.
         bandwidth: bytes a second of the device's memory.
-        products: operations a second of matrix products in the dtype of the forward pass: bfloat16 on a GPU, float32 on
-            a CPU.
+        products: operations a second of matrix products in the forward pass's dtype: bfloat16 on a GPU, else float32.
         float32: operations a second.
     """
 
@@ -64,12 +62,11 @@ class Rates:
 
 def rates_of_gpus() -> list[Rates]:
     """The GPUs whose rates are known, in the order of gpus.yaml."""
-    found = []
-    for name, entry in known_gpus().items():
-        if "bandwidth" in entry:
-            bandwidth, products, float32 = (TERA * entry[kind] for kind in ("bandwidth", "bfloat16", "float32"))
-            found.append(Rates(name.replace("-", " "), _memory(entry), bandwidth, products, float32, GPU_SHARES))
-    return found
+    entries = {name.replace("-", " "): entry for name, entry in known_gpus().items() if "bandwidth" in entry}
+    return [
+        Rates(name, _memory(one), TERA * one["bandwidth"], TERA * one["bfloat16"], TERA * one["float32"], GPU_SHARES)
+        for name, one in entries.items()
+    ]
 
 
 def rates_of_cpu() -> Rates:
@@ -93,11 +90,7 @@ class Gpus:
 
 
 def parse_gpus(text: str) -> Gpus:
-    """Parse `2x96GiB`, `2xH100`, or either for one GPU.
-
-    Raises:
-        InputError: the text has neither form, or no GPU has this name; the message lists the known ones.
-    """
+    """Parse `2x96GiB`, `2xH100`, or either for one GPU; InputError for any other form, and an unknown name."""
     match = re.fullmatch(r"(?:(\d+)\s*[xX×]\s*)?(.+)", text.strip())
     if match is None or (match[1] is not None and not int(match[1])):
         raise InputError(f"--vram {text!r}: write the number of GPUs and the memory of each, as 2x96GiB, or 2xH100")
