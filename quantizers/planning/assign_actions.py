@@ -35,12 +35,7 @@ Remaining = dict[str, Spec]  # tensors without an action so far
 
 
 class _Module(NamedTuple):
-    """A tensor, or a linear module with its weight and scale, as the facts have it.
-
-    Attributes:
-        name: in full; of a linear module without `.weight`.
-        facts: of a tensor; None for a linear module.
-    """
+    """A tensor with its facts, or a linear module, whose name lacks `.weight` and which may have a scale."""
 
     name: str
     shape: tuple[int, ...]
@@ -70,9 +65,7 @@ def _modules(facts: Architecture, sizes: Sizes, mtp: Iterable[int]) -> Iterator[
 def expected_tensors(facts: Architecture, sizes: Sizes, config: Mapping[str, Any], where: str) -> dict[str, Spec]:
     """Every tensor of a checkpoint as the family publishes it, for planning without the files.
 
-    Args:
-        config: config.json, whose quantization_config says whether linear modules are FP8; else they are bfloat16.
-        where: its path, for messages.
+    Linear modules are FP8 if config.json's quantization_config says so, else bfloat16. `where` is its path.
 
     Raises:
         CheckpointError: quantization_config declares a form of weights that cannot be read.
@@ -96,11 +89,6 @@ def expected_tensors(facts: Architecture, sizes: Sizes, config: Mapping[str, Any
     return tensors
 
 
-def mtp_layers(facts: Architecture, sizes: Sizes, tensors: Mapping[str, Spec]) -> list[int]:
-    """The layers that predict further tokens, as far as a checkpoint has them; copies may leave them out."""
-    return [layer for layer in sizes.mtp if any(name.startswith(facts.layer(layer, "")) for name in tensors)]
-
-
 def make_plan(
     facts: Architecture,
     sizes: Sizes,
@@ -109,11 +97,10 @@ def make_plan(
     where: str,
     block: tuple[int, int],
 ) -> Plan:
-    """Assign an action to every tensor.
+    """The plan of a source named `where`.
 
     Args:
         tensors: the source's headers, or `expected_tensors`.
-        where: the source's name, for messages.
         block: rows and columns of an FP8 block, where FP8 weights have a scale per block.
 
     Raises:
@@ -132,8 +119,9 @@ def make_plan(
     in_layers, _, _ = facts.layer_prefix.partition("{layer}")
     within = {n: t for n, t in tensors.items() if n.startswith(in_layers) and not facts.is_unread(n)}
     form = stored_form(within, block)
-    mtp, remaining, scheme = mtp_layers(facts, sizes, tensors), dict(tensors), experts.scheme
-    folding = set(sizes.moe_layers if folded else ())
+    # Copies of a model may lack its MTP layers.
+    mtp = [layer for layer in sizes.mtp if any(name.startswith(facts.layer(layer, "")) for name in tensors)]
+    remaining, scheme, folding = dict(tensors), experts.scheme, set(sizes.moe_layers if folded else ())
     actions: list[Action] = []
     for module in _modules(facts, sizes, mtp):
         if module.facts is None:
@@ -230,7 +218,7 @@ def _layer_of(name: str, facts: Architecture, layers: int) -> int | None:
 
 
 def take(remaining: Remaining, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...], where: str) -> Spec:
-    """Take a tensor out of `remaining`, or raise CheckpointError if it is missing or has another shape or dtype."""
+    """Take a tensor out of `remaining`; CheckpointError if it is missing, or has another shape or dtype."""
     spec = remaining.pop(name, None)
     if spec is None:
         raise CheckpointError(f"{where}: {name} is missing; the checkpoint is incomplete, download it again")
@@ -248,21 +236,18 @@ def take(remaining: Remaining, name: str, shape: tuple[int, ...], dtypes: tuple[
 
 def obstacle(facts: Architecture, engine: Literal["gram", "llmcompressor"]) -> str | None:
     """Why scales cannot be folded into the norm of a family by one of the engines; None if they can."""
-    if facts.norm is None or facts.against_a_fold:
+    norm = facts.norm
+    if norm is None or facts.against_a_fold or not norm.offset or engine != "llmcompressor":
         return facts.against_a_fold
-    if facts.norm.offset and engine == "llmcompressor":
-        return (
-            f"llm-compressor divides {facts.norm.tensor} itself, but the model multiplies by {facts.norm.offset} + it"
-        )
-    return None
+    return f"llm-compressor divides {norm.tensor} itself, but the model multiplies by {norm.offset} + it"
 
 
 def folds(facts: Architecture, experts: Experts, where: str) -> bool:
     """Whether these settings fold scales into the norm before the experts.
 
     Raises:
-        RecipeError: they demand it, but the norm has readers that cannot be compensated; or they demand an engine that
-            cannot compute the experts.
+        RecipeError: they demand it, but the norm has readers that cannot follow; or the engine cannot compute the
+            experts.
     """
     if experts.engine == "llmcompressor" and any(kind.own_gate for kind in facts.kinds):
         raise RecipeError(

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -35,7 +35,6 @@ from quantizers.recipe.schema import Experts, Scheme
 Kind = Literal["keep", "rename", "quantize", "drop", "fold", "compensate", "carry"]
 PASSTHROUGH: tuple[Kind, ...] = ("keep", "rename", "carry")  # whose tensors keep their bytes
 METADATA = {"format": "pt"}
-SUMMED = ("tensors", "bytes_before", "bytes_after")
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # a whole part of a name
 
 
@@ -45,7 +44,7 @@ class Action:
 
     Attributes:
         source, spec: its name, dtype and shape.
-        outputs: the tensors written for it, by name.
+        outputs: the tensors written for it.
         layer: None for a tensor outside the layers.
         expert, matrix: for quantize and drop, and of the experts of MTP layers.
     """
@@ -141,9 +140,9 @@ class Plan:
 
     @cached_property
     def _by_layer(self) -> dict[int | None, list[Action]]:
-        by_layer: dict[int | None, list[Action]] = {}
+        by_layer = defaultdict[int | None, list[Action]](list)
         for action in self.actions:
-            by_layer.setdefault(action.layer, []).append(action)
+            by_layer[action.layer].append(action)
         return by_layer
 
     def fp8_form(self, block: tuple[int, int]) -> Fp8 | None:
@@ -156,11 +155,10 @@ class Plan:
     @property
     def mtp_in_fp8(self) -> bool:
         """Whether the experts of layers that predict further tokens are FP8, as they are in an FP8 source."""
-        experts = (a for a in self.actions if a.layer in self.mtp and a.expert is not None)
-        return any(action.is_scale for action in experts)
+        return any(a.is_scale and a.expert is not None and a.layer in self.mtp for a in self.actions)
 
     def unread(self, layer: int | None) -> set[str]:
-        """The names of the tensors in one output shard that are never opened, so that they may hold anything."""
+        """The names of the tensors in one output shard that are never opened."""
         return {action.source for action in self.of_layer(layer) if action.kind == "carry"}
 
     def counts(self) -> dict[str, int]:
@@ -203,10 +201,8 @@ def _packed(shape: tuple[int, ...], bits: int, group_size: int) -> tuple[tuple[s
 
 
 def file_size(tensors: Mapping[str, Spec]) -> int:
-    """Bytes of a safetensors file as the library writes it.
-
-    The header is compact JSON padded to 8 bytes. The tensors are sorted by dtype, last of DTYPE_BYTES first, then
-    by name.
+    """Bytes of a safetensors file as the library writes it: after a header of compact JSON, padded to 8 bytes, the
+    tensors by dtype, last of DTYPE_BYTES first, then by name.
     """
     ranks = {dtype: -rank for rank, dtype in enumerate(DTYPE_BYTES)}
     order = sorted(tensors, key=lambda name: (ranks[tensors[name].dtype], name))
@@ -233,16 +229,11 @@ def index_json(plan: Plan) -> str:
     return f'{head},\n  "weight_map": {{\n    {lines}\n  }}\n}}\n'
 
 
-def kind_of_tensor(name: str) -> str:
-    """A tensor's name with `*` in place of layer and expert numbers."""
-    return _NUMBER.sub("*", name)
-
-
 def kinds(plan: Plan) -> list[dict[str, object]]:
-    """Every kind of tensor with its action, count, and bytes before and after, in the order of the plan."""
+    """Every kind of tensor, with `*` for layer and expert, its action, count, and bytes before and after, in order."""
     of_kind: dict[tuple[str, str], list[Action]] = {}
     for action in plan.actions:
-        name = kind_of_tensor(action.source)
+        name = _NUMBER.sub("*", action.source)
         if action.layer in plan.mtp:  # which has other actions
             name = name.replace(".*.", f".{action.layer}.", 1)
         of_kind.setdefault((name, action.kind), []).append(action)
@@ -275,9 +266,9 @@ def listing(plan: Plan) -> list[dict[str, object]]:
 
 def summary(plan: Plan, sizes: Sizes) -> dict[str, object]:
     """The plan in numbers: tensors and bytes by kind of action, output size, source size of a layer."""
-    by_kind, table = kinds(plan), dict[str, Counter[str]]()
+    by_kind, table = kinds(plan), defaultdict[str, Counter[str]](Counter)
     for row in by_kind:
-        table.setdefault(str(row["action"]), Counter()).update({key: row[key] for key in SUMMED})
+        table[str(row["action"])].update({key: row[key] for key in ("tensors", "bytes_before", "bytes_after")})
     shards = {file: file_size(tensors) for file, tensors in plan.shards().items()}
     source = {layer: sum(action.spec.bytes for action in plan.of_layer(layer)) for layer in plan.parts}
     index = len(index_json(plan).encode())
