@@ -26,11 +26,7 @@ Entries = Sequence[Mapping[str, Any]]
 
 
 def choose_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Context, output: Path) -> Job:
-    """The job with the plan of the chosen schemes; measures first unless that has been done, see `measure_schemes`.
-
-    Raises:
-        OutputError: the unfinished run has made another choice.
-    """
+    """The job with the chosen schemes, measured first if need be; OutputError if an unfinished run chose others."""
     from .measure import measure_schemes
 
     assert job.allocation is not None
@@ -44,7 +40,7 @@ def choose_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Con
 def describe_choice(allocation: Allocation, entries: Entries) -> dict[str, Any]:
     """For report.json and `quantize plan`: candidates, bounds, and each layer's scheme with its measurements."""
     picked = allocation.choose([entry["loss"] for entry in entries])
-    schemes = [allocation.candidates[index] for index in picked]
+    schemes, coarsest = [allocation.candidates[index] for index in picked], str(allocation.candidates[0])
     layers = [
         {
             "layer": entry["layer"],
@@ -56,7 +52,6 @@ def describe_choice(allocation: Allocation, entries: Entries) -> dict[str, Any]:
         }
         for scheme, index, entry, row in zip(schemes, picked, entries, allocation.shard_bytes, strict=True)
     ]
-    coarsest = str(allocation.candidates[0])
     return allocation.as_dict() | {
         "chosen": counted(schemes),
         "output_bytes": allocation.output_bytes(picked),
@@ -112,9 +107,7 @@ def read_choice(job: Job, output: Path) -> dict[str, Any] | None:
     work = journal.work_folder(output)
     entries = read_measurements(work, job.sizes.moe_layers)
     try:
-        settings = json.loads((work / "run.json").read_text())["experts"]
+        same = json.loads((work / "run.json").read_text())["experts"] == job.recipe.settings()["experts"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return (
-        describe_choice(job.allocation, entries) if entries and settings == job.recipe.settings()["experts"] else None
-    )
+    return describe_choice(job.allocation, entries) if entries and same else None

@@ -72,7 +72,7 @@ ALL_THREE = "all"
 
 
 def measure_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Context) -> list[dict[str, Any]] | None:
-    """Measure all layers unless that has been done, see `read_measurements`. All processes of a run call this.
+    """The measurements of all layers, made unless that has been done. All processes of a run call this.
 
     They share the probe's tokens. The calibration samples (T,) int64 and the result are None in all ranks except 0.
 
@@ -116,13 +116,7 @@ def measure_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Co
 
 
 class SchemeMeasurement(Consumer):
-    """The probe's texts, as they are in the source and disturbed.
-
-    Attributes:
-        streams: both, as `score` takes them.
-        entry: the measurements of the last layer.
-        disturbance: after each layer with experts.
-    """
+    """The probe's texts in two `streams`, as they are in the source and disturbed; `entry` is the last layer's."""
 
     needs: Need = "experts"
 
@@ -134,7 +128,7 @@ class SchemeMeasurement(Consumer):
         for one in self.streams:
             one.embed([text.tokens for text in texts])
         self.entry: dict[str, Any] = {}
-        self.disturbance: list[float] = []
+        self.disturbance: list[float] = []  # after each layer with experts
 
     def source_layer(self, step: LayerStep, layer: DecoderLayer) -> None:
         """Measure a layer, and take the texts through it."""
@@ -214,7 +208,6 @@ def scheme_errors(
     """Error of one expert's outputs under each scheme.
 
     Args:
-        moe_inputs: of all rows.
         weights: gate_up (E, 2I, H) and down (E, H, I), in the dtype of the forward pass.
         outer: the scale (H,) of the inputs of gate and up, see `column_scale`; None for none.
         inner: whether the inputs of down are scaled before rounding.
