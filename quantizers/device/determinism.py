@@ -32,9 +32,8 @@ REFUSED = " does not have a deterministic implementation"  # torch's error messa
 
 
 def settle_gpu() -> None:
-    """Make this process compute on a GPU in a fixed order and in full precision. Call it before CUDA is used.
-
-    CUDA's libraries and torch's allocator read the environment variables when they are first used.
+    """Make this process compute on a GPU in a fixed order and in full precision. Call it before CUDA is used: then its
+    libraries and torch's allocator read the environment variables.
 
     Raises:
         InputError: an environment variable rules it out.
@@ -69,7 +68,7 @@ def _refuse_undoing() -> None:
 
 
 class Setting(NamedTuple):
-    """One of torch's settings: its key in the fingerprint, the value to set, and how torch reads and sets it."""
+    """One of torch's settings: its key in the fingerprint, the value for it, and how torch reads and sets it."""
 
     name: str
     value: bool | str
@@ -80,8 +79,7 @@ class Setting(NamedTuple):
 def gpu_settings() -> tuple[Setting, ...]:
     """torch's settings that decide the bits of a GPU's results.
 
-    Two are torch's defaults, unless TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which some images set, or
-    TORCH_BLAS_PREFER_CUBLASLT is in the environment.
+    Two are defaults, unless TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, as in some images, or TORCH_BLAS_PREFER_CUBLASLT is set.
     """
     import torch
 
@@ -94,18 +92,14 @@ def gpu_settings() -> tuple[Setting, ...]:
     # By default torch chooses between NVIDIA's libraries by the size of the problem, and differently in every version.
     # AMD's have other names, and not every build takes them.
     libraries = {"preferred_linalg_library": "cusolver", "preferred_blas_library": "cublas"}
+    precision = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
     return (
         Setting("deterministic_algorithms", True, deterministic, torch.use_deterministic_algorithms),
         # We never read uninitialized memory, and filling it takes time.
         _switched_off("fill_uninitialized_memory", torch.utils.deterministic, "fill_uninitialized_memory"),
         # The older of torch's two interfaces: an image's TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 has already used it, and
         # torch's products raise an error when both interfaces were used.
-        Setting(
-            "float32_matmul_precision",
-            "highest",
-            torch.get_float32_matmul_precision,
-            torch.set_float32_matmul_precision,
-        ),
+        Setting("float32_matmul_precision", "highest", *precision),
         _switched_off("cudnn_allow_tf32", torch.backends.cudnn, "allow_tf32"),
         *(_switched_off(name, products, name) for name in reductions),
         *(_library(*item) for item in libraries.items() if torch.version.hip is None),
@@ -113,7 +107,6 @@ def gpu_settings() -> tuple[Setting, ...]:
 
 
 def _switched_off(name: str, owner: Any, attribute: str) -> Setting:
-    """A setting that is an attribute of one of torch's modules."""
     return Setting(name, False, lambda: getattr(owner, attribute), lambda new: setattr(owner, attribute, new))
 
 
@@ -121,8 +114,7 @@ def _library(name: str, value: str) -> Setting:
     """A preferred library. torch answers with a member of an enumeration, such as _LinalgBackend.Cusolver."""
     import torch
 
-    def prefer(*library: str) -> Any:
-        return getattr(torch.backends.cuda, name)(*library)
+    prefer = getattr(torch.backends.cuda, name)
 
     def read() -> str:
         return str(prefer()).rpartition(".")[2].lower()
@@ -137,11 +129,7 @@ def settings_in_force() -> dict[str, bool | str]:
 
 @contextlib.contextmanager
 def ordered() -> Iterator[None]:
-    """Within the block, replace torch's error about a nondeterministic operation with a one-line message.
-
-    Raises:
-        QuantizeError: torch refused an operation; the message names it.
-    """
+    """Within the block, raise a QuantizeError of one line for an operation that torch refused as nondeterministic."""
     try:
         yield
     except RuntimeError as failure:

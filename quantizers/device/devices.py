@@ -19,16 +19,15 @@ from quantizers.system.host_memory import available
 from .determinism import LT_WORKSPACE, WORKSPACE, settings_in_force, settle_gpu
 from .triton_support import kernels
 
-ONE_GPU = "torch finds one GPU; give cuda:0"
 SMALL_LAYER = 20_000_000  # weights in a layer's experts; below this one thread is faster than several
 # glibc's mallopt: parameters from malloc.h, where each name has the prefix M_, and their values.
 MALLOC_OPTIONS = {"ARENA_MAX": (-8, 1), "MMAP_THRESHOLD": (-3, 4 * 2**20), "TRIM_THRESHOLD": (-1, 64 * 2**20)}
 
 
 def choose_device(name: str, dist: ProcessGroup = SINGLE_PROCESS) -> torch.device:
-    """The device of a name: `auto` is the first GPU if there is one, else the CPU.
+    """The device of a name, settled by `settle_gpu`: `auto` is the first GPU if there is one, else the CPU.
 
-    Several processes get a GPU each, and are connected. On a GPU this also calls `determinism.settle_gpu`.
+    Several processes get a GPU each, and are connected.
 
     Raises:
         InputError: there is no such device, or an environment variable makes the GPU nondeterministic.
@@ -66,15 +65,14 @@ def _device_problem(name: str) -> str:
     if not found:
         return "torch finds no GPU; see whether nvidia-smi lists one and what CUDA_VISIBLE_DEVICES says, or give cpu"
     if int(form[1] or 0) >= found:
-        return f"torch finds {found} GPUs; give one of cuda:0 to cuda:{found - 1}" if found > 1 else ONE_GPU
+        several = f"torch finds {found} GPUs; give one of cuda:0 to cuda:{found - 1}"
+        return several if found > 1 else "torch finds one GPU; give cuda:0"
     return ""
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether work on a device is launched and waited for, instead of done by this process's own threads.
-
-    The order and the shapes of the work depend on this alone: there large batches are quicker, reading a number is a
-    synchronisation, and products of bfloat16 with float32 sums exist.
+    """Whether work is launched there and waited for: large batches are quicker, reading a number is a synchronisation,
+    and products of bfloat16 with float32 sums exist. The order and the shapes of the work depend on this alone.
     """
     return device.type != "cpu"
 
@@ -126,10 +124,8 @@ def forward_dtype(device: torch.device) -> torch.dtype:
 
 
 def device_limit(device: torch.device, processes: int = 1) -> int:
-    """Default bound on a device's memory in bytes: 90 % of what is free there now.
-
-    On a CPU it is half, divided by the number of processes, since hidden states and the layers that are read and
-    written take their share of the same memory.
+    """Default bound on a device's memory in bytes: 90 % of what is free there now; on a CPU half, divided among the
+    processes, since hidden states and the layers that are read and written are in the same memory.
     """
     if device.type == "cuda":
         return int(0.9 * torch.cuda.mem_get_info(device)[0])
@@ -137,9 +133,8 @@ def device_limit(device: torch.device, processes: int = 1) -> int:
 
 
 def fingerprint(device: torch.device) -> dict[str, Any]:
-    """Everything that decides bits on this machine: device, versions of libraries, and settings.
-
-    Threads, driver, amount of memory and allocator decide nothing on a GPU.
+    """Everything that decides bits on this machine: device, versions of libraries, and settings. Threads, driver,
+    amount of memory and allocator decide nothing on a GPU.
     """
     libraries = {"torch": torch.__version__, "transformers": version("transformers")}
     if device.type == "cpu":

@@ -27,8 +27,8 @@ Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # targets and sources
 def pin(buffer: torch.Tensor, device: torch.device) -> None:
     """Page-lock host memory for copies from and to a GPU, for the tensor's lifetime; does nothing for a CPU.
 
-    All of a buffer's storage is registered in place, once: torch's own pool rounds sizes up to powers of two, and has
-    no memory that several processes share. Where the driver refuses, one line is printed, and copies are slower.
+    It is registered in place, once: torch's own pool rounds sizes up to powers of two, and has no memory that several
+    processes share. Where the driver refuses, one line is printed, and copies are slower.
     """
     address = buffer.data_ptr()
     if device.type != "cuda" or not buffer.nbytes:
