@@ -1,4 +1,4 @@
-"""Prepare a recipe on this machine: open the source and make the plan.
+"""Prepare a recipe on this machine: open the source, or read its headers on the Hub, and make the plan.
 
 All of this happens before any long computation starts, so that errors are reported at once.
 """
@@ -14,7 +14,7 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for, published_config
 from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import CONFIG, INDEX, SINGLE, Checkpoint, open_folder, read_config, read_json, resolve
-from quantizers.checkpoint.safetensors_header import Spec, printed
+from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, Spec, printed
 from quantizers.formats.fp8 import Fp8, declared_block
 from quantizers.formats.tensor_names import split_fused_experts, split_fused_specs
 from quantizers.formats.unsupported import refuse_unquantizable
@@ -79,12 +79,10 @@ def prepare(
 
     Args:
         name: a recipe's path or shipped name.
-        source_folder: the source's folder on this machine, instead of the one that the recipe names.
         offline_facts: if the source's shards are not on this machine, plan from its config.json, from the built-in
             facts, or from the headers on the Hub.
         hub: with `offline_facts`, prefer the headers on the Hub to the built-in architecture spec.
-        facts_file: of the user, instead of the one that the recipe may name.
-        changes: settings that are given instead of those in the recipe.
+        source_folder, facts_file, changes: instead of the source, the facts and the settings that the recipe names.
         sets_first: before a source is downloaded, load the recipe's sets, with its tokenizer alone.
 
     Raises:
@@ -131,40 +129,35 @@ def _open_source(location: str, recipe: Recipe) -> Checkpoint:
     folder = resolve(location, recipe.source.revision)
     if not (folder / CONFIG).is_file():
         raise CheckpointError(f"{folder}: has no config.json; give a checkpoint folder")
-    refuse_unquantizable(
-        read_config(folder), str(folder / CONFIG)
-    )  # before the shards, whose dtypes may be unknown here
+    # Before the shards, whose dtypes may be unknown here.
+    refuse_unquantizable(read_config(folder), str(folder / CONFIG))
     return open_folder(folder, recipe.source.model, recipe.source.revision)
+
+
+def _sets(recipe: Recipe) -> dict[str, tuple[str, ...]]:
+    """The names of a recipe's sets, with the sources that are left out of each."""
+    perplexity = recipe.verify and recipe.verify.perplexity
+    return {recipe.calibration_set: recipe.calibration_without} | ({perplexity.data: ()} if perplexity else {})
 
 
 def _load_sets(location: str, recipe: Recipe, path: Path) -> None:
     """Load the sets of a recipe, so that their faults are known, and their rows kept, before a long download."""
     from quantizers.calibration.load_set import load_set
 
-    perplexity, source = recipe.verify and recipe.verify.perplexity, recipe.source
-    tokenizer = resolve(location, source.revision, TOKENIZER_FILES)
-    sets = {recipe.calibration_set: recipe.calibration_without} | ({perplexity.data: ()} if perplexity else {})
-    for name, without in sets.items():
-        load_set(set_location(name, path), tokenizer, source.trusts_tokenizer, without=without)
+    tokenizer = resolve(location, recipe.source.revision, TOKENIZER_FILES)
+    for name, without in _sets(recipe).items():
+        load_set(set_location(name, path), tokenizer, recipe.source.trusts_tokenizer, without=without)
 
 
 def _refuse_missing_sets(recipe: Recipe, path: Path) -> None:
-    perplexity = recipe.verify and recipe.verify.perplexity
-    for name in (recipe.calibration_set, *([perplexity.data] if perplexity else [])):
+    for name in _sets(recipe):
         if not set_location(name, path).is_file():
             hint = did_you_mean(name, shipped_names("calibration"))
             raise InputError(f"{path}: {name}: no such calibration set{hint}; correct the path")
 
 
 def _refuse_unknown_source(location: str, where: str) -> None:
-    """Refuse a folder's bare name, as a published recipe has it, if no such folder is beside the recipe.
-
-    A folder of that name elsewhere, such as in the current folder, may be another one.
-
-    Args:
-        location: absolute if the folder was found or given.
-        where: the recipe's line or option that names it.
-    """
+    """Refuse a bare name, as a published recipe has it, of no folder beside the recipe: others may be other models."""
     if "/" not in location:
         raise CheckpointError(
             f"{where}: {printed(location)} is neither a folder beside the recipe nor a Hub id "
@@ -173,11 +166,7 @@ def _refuse_unknown_source(location: str, where: str) -> None:
 
 
 def given_folder(folder: Path) -> str:
-    """The folder given with --source, as an absolute path.
-
-    Raises:
-        CheckpointError: there is no such folder.
-    """
+    """The folder given with --source, as an absolute path; CheckpointError if there is none."""
     if not folder.is_dir():
         raise CheckpointError(f"--source {folder}: no such folder; give the folder of the source model")
     return str(folder.resolve())
@@ -204,10 +193,41 @@ def _without_shards(
         return built_in, None, f"the built-in architecture spec of {location} (its files are not on this machine)"
     if location.startswith((".", "/", "~")) or location.count("/") != 1:
         return None  # not a Hub id; `resolve` reports that
-    from quantizers.planning.hub_headers import read_hub
-
     config, headers, commit = read_hub(location, revision)
     return config, headers, f"the headers of {location} on the Hub, commit {commit}"
+
+
+def read_hub(model: str, revision: str) -> tuple[dict[str, Any], dict[str, Spec], str]:
+    """config.json, dtype and shape of every tensor, and the commit of a model on the Hub, without downloading shards.
+
+    Raises:
+        CheckpointError: the Hub cannot be reached or has no such model, it is not a safetensors checkpoint, or it has
+            4-bit weights.
+    """
+    from httpx import HTTPError  # base class of the Hub's own errors
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.errors import HFValidationError, NotASafetensorsRepoError, SafetensorsParsingError
+
+    failures = (HTTPError, HFValidationError, NotASafetensorsRepoError, SafetensorsParsingError, OSError, ValueError)
+    try:
+        api = HfApi()
+        commit = api.model_info(model, revision=revision).sha or revision
+        config = read_json(Path(hf_hub_download(model, CONFIG, revision=commit)))
+        refuse_unquantizable(config, f"{model}: {CONFIG}")  # before the headers, whose dtypes may be unknown here
+        files = api.get_safetensors_metadata(model, revision=commit).files_metadata
+    except failures as failure:
+        reason = next(iter(str(failure).strip().splitlines()), type(failure).__name__)
+        raise CheckpointError(
+            f"{model}: the Hub did not give its headers ({reason}); check the name and the network, or name a folder"
+        ) from None
+    specs: dict[str, Spec] = {}
+    for file, metadata in sorted(files.items()):
+        for name, info in metadata.tensors.items():
+            if info.dtype not in DTYPE_BYTES or name in specs:
+                what = "is in two shards" if name in specs else f"has the unknown dtype {info.dtype}"
+                raise CheckpointError(f"{model}: {file}: {name} {what}; give another revision")
+            specs[name] = Spec(info.dtype, tuple(info.shape))
+    return config, specs, commit
 
 
 def _in_cache(model: str, revision: str) -> bool:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.formats.unsupported import refuse_four_bits, refuse_swapped_arguments, refuse_unsupported
-from quantizers.planning.hub_headers import read_hub
+from quantizers.planning.job import read_hub
 from quantizers.system.errors import CheckpointError
 
 SECTIONS: dict[str, tuple[dict[str, Any], str]] = {

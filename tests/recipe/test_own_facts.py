@@ -124,7 +124,7 @@ def test_a_plan_with_facts_of_ones_own_is_not_made_from_a_kept_config(
     source = open_folder(job.parent / "model")
     tensors = {name: Spec(info.dtype, info.shape) for name, info in source.tensors.items()}
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(job.parent))
-    monkeypatch.setattr("quantizers.planning.hub_headers.read_hub", lambda *_: (source.config, tensors, "abc"))
+    monkeypatch.setattr("quantizers.planning.job.read_hub", lambda *_: (source.config, tensors, "abc"))
     planned = prepare("minimax-m2.1-fp8-int4", offline_facts=True, facts_file=job.parent / "mine.yaml")
     assert planned.basis == "the headers of MiniMaxAI/MiniMax-M2.1 on the Hub, commit abc"
     assert planned.sizes["layers"] == 2
