@@ -122,7 +122,7 @@ def plan(
     needs = estimate_run(job, int(figures["output_bytes"]), nodes * gpus, disk or DISK)
     figures |= {"needs": asdict(needs), "asked": {"machines": nodes, "gpus": gpus}}
     if device_memory:
-        figures |= {"device_memory": memory_on_gpu(job, device_memory).as_dict()}
+        figures |= {"device_memory": asdict(memory_on_gpu(job, device_memory))}
     if schemes:
         figures |= {"schemes": schemes}
     if tensors:

@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from quantizers.architectures.sizes import Sizes
 from quantizers.system.errors import InputError, QuantizeError
@@ -55,6 +55,7 @@ class DeviceMemory:
         forward: the largest layer in the dtype of the forward pass.
         one_unit: for solving one expert batch.
         smallest, peak: the peak with one expert batch at a time and nothing else kept, and as planned.
+        sweeps: passes over the captured inputs for the Hessians of x.
     """
 
     unit: int
@@ -69,15 +70,7 @@ class DeviceMemory:
     one_unit: int
     smallest: int
     peak: int
-
-    @property
-    def sweeps(self) -> int:
-        """Passes over the captured inputs for the Hessians of x."""
-        return math.ceil(self.units / self.resident)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self) | {"sweeps": self.sweeps}
+    sweeps: int
 
 
 def device_memory(
@@ -137,33 +130,18 @@ def device_memory(
         one_unit=phases.one_batch,
         smallest=smallest,
         peak=peak + sum(kept.values()) + early,
+        sweeps=math.ceil(phases.batches / resident),
     )
 
 
 class _Phases:
-    """Bytes of each phase of a layer step, without the activations of the calibration set.
+    """Bytes of each phase of a layer step, without the activations of the calibration set of so many tokens."""
 
-    Args:
-        longest, tokens: of the longest sequence, and of the calibration set.
-        size, rows: experts of a batch, and tokens of a chunk, if they are not those of the kind of device.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        sizes: Sizes,
-        longest: int,
-        *,
-        accelerator: bool,
-        tokens: int = 0,
-        size: int | None = None,
-        rows: int | None = None,
-    ) -> None:
+    def __init__(self, plan: Plan, sizes: Sizes, longest: int, *, accelerator: bool, tokens: int) -> None:
         experts, hidden, width, chosen = (sizes[name] for name in ("experts", "hidden", "width", "chosen"))
-        numbers = range(plan.layers)
-        rows = rows or tokens_per_chunk(accelerator)
+        numbers, rows = range(plan.layers), tokens_per_chunk(accelerator)
         self.itemsize = itemsize = 2 if accelerator else FLOAT
-        self.size = size or experts_per_batch(accelerator, hidden, width)
+        self.size = experts_per_batch(accelerator, hidden, width)
         self.batches = len(expert_batches(experts, self.size))
         self.layer = max(sum(a.spec.bytes for a in plan.of_layer(n)) for n in numbers) if accelerator else 0
         self.forward = max(_layer_bytes(plan, number, itemsize) for number in numbers)
@@ -253,7 +231,7 @@ def placement(
 class Residents:
     """The number of expert batches, at least 1, whose Hessians are kept at a time; in a run it only shrinks.
 
-    `unit`, the experts of a batch, and `needed`, the bytes planned for one batch at a time, are for messages.
+    For messages: `unit`, the experts of a batch, and `needed`, the bytes planned for one.
     """
 
     count: int

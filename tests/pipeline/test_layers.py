@@ -297,7 +297,7 @@ def test_little_memory_sends_states_to_files() -> None:
     """What a device has no room for lies in host memory as long as it takes at most half of what is free."""
     sizes = Sizes(hidden=16, chosen=2)
     sizes.state = 16
-    nothing, inputs = (DeviceMemory(1, 1, 1, held, False, False, False, 0, 0, 0, 0, 0) for held in (False, True))
+    nothing, inputs = (DeviceMemory(1, 1, 1, held, False, False, False, 0, 0, 0, 0, 0, 1) for held in (False, True))
     states: Any  # one of the three
     rows = 100
     of_states, of_inputs = rows * 16 * 4, rows * (16 * 4 + 8 * 2 + 1)

@@ -67,7 +67,9 @@ def test_a_limit_too_small_for_one_expert_batch_is_refused_with_one_that_suffice
         pytest.param(256, 64, 4, ("gptq", "minmax", 4), marks=pytest.mark.slow),
     ],
 )
-def test_never_more_than_planned(hidden: int, width: int, experts: int, method: tuple[str, str, int]) -> None:
+def test_never_more_than_planned(
+    hidden: int, width: int, experts: int, method: tuple[str, str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Live arrays while a layer is solved; for the full method the plan is at most 2.5 times what is used.
 
     The source's weights and the captured inputs are not counted: on a CPU they are in memory anyway.
@@ -95,7 +97,9 @@ def test_never_more_than_planned(hidden: int, width: int, experts: int, method: 
                 batch_size=unit,
                 residents=Residents(resident, unit, 0),
             )
-        phases = _Phases(model.plan(), sizes, rows, accelerator=False, tokens=2 * rows, size=unit, rows=rows)
+        monkeypatch.setattr("quantizers.planning.device_memory.experts_per_batch", lambda *_, unit=unit: unit)
+        monkeypatch.setattr("quantizers.planning.device_memory.tokens_per_chunk", lambda _, rows=rows: rows)
+        phases = _Phases(model.plan(), sizes, rows, accelerator=False, tokens=2 * rows)
         foreseen = phases.solve(min(resident, -(-experts // unit)))
         assert alive.most <= foreseen
         assert method[0] != "gptq" or foreseen <= 2.5 * alive.most
