@@ -166,7 +166,7 @@ def _device_memory(
     job: Job, limit: int | None, accelerator: bool, lengths: Sequence[int] | None, texts: Sequence[int] | None
 ) -> DeviceMemory:
     tokens = None if lengths is None else sum(lengths)
-    longest = max([*(lengths or [_longest(job, job.recipe.calibration_set)]), *(texts or ())])
+    longest = max([*(lengths or [_lengths(job, job.recipe.calibration_set)[1]]), *(texts or ())])
     return device_memory(job.plan, job.sizes, longest, accelerator, limit, tokens, held_out=sum(texts or ()))
 
 
@@ -194,23 +194,21 @@ def _assumptions(drawn: bool, processes: int, disk: float) -> list[str]:
     return lines
 
 
-def _longest(job: Job, name: str) -> int:
-    """Tokens of a set's longest sequence at most: what the set allows, and the model's positions."""
-    longest = read_set(set_location(name, job.path)).lengths[-1]
-    return min(longest, job.sizes.positions or longest)
+def _lengths(job: Job, name: str) -> tuple[list[int] | None, int]:
+    """Tokens of every sequence of a set, as its sources and the model's positions allow, and of the longest one.
 
-
-def _longest_possible(job: Job, name: str) -> list[int] | None:
-    """Tokens of every sequence of a set at most: what its source and the model allow; None if only reading it tells."""
+    The former are None if only reading the set tells their number.
+    """
     path = set_location(name, job.path)
-    calibration, longest = read_set(path), _longest(job, name)
+    data = read_set(path)
+    longest = min(data.lengths[-1], job.sizes.positions or data.lengths[-1])
     lengths: list[int] = []
-    for source in calibration.sources:
+    for source in data.sources:
         samples = _most_samples(source, path.parent)
         if samples is None:
-            return None
-        lengths += [min(calibration.length_of(source), longest)] * samples
-    return lengths
+            return None, longest
+        lengths += [min(data.length_of(source), longest)] * samples
+    return lengths, longest
 
 
 def _most_samples(source: DataSource, folder: Path) -> int | None:
@@ -232,14 +230,13 @@ def cut_to(lengths: list[int], tokens: int) -> list[int]:
 
 def calibration_lengths(job: Job) -> tuple[list[int] | None, bool]:
     """Tokens of each calibration sequence at most, None if unknown; and whether they are a part of the set."""
-    most, asked = _longest_possible(job, job.recipe.calibration_set), job.recipe.calibration_tokens
+    (most, longest), asked = _lengths(job, job.recipe.calibration_set), job.recipe.calibration_tokens
     if asked is None or (most is not None and asked >= sum(most)):
         return most, False
-    longest = _longest(job, job.recipe.calibration_set)
     return cut_to([longest] * -(-asked // longest) if most is None else most, asked), True
 
 
 def evaluation_lengths(job: Job) -> list[int] | None:
     """Tokens of each evaluation text at most; none where nothing is evaluated, and None if unknown."""
     perplexity = job.recipe.verify and job.recipe.verify.perplexity
-    return _longest_possible(job, perplexity.data) if perplexity else []
+    return _lengths(job, perplexity.data)[0] if perplexity else []
