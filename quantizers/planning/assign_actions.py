@@ -1,7 +1,7 @@
 """An action for every tensor of a checkpoint, from the architecture spec of its family and the headers.
 
-An unknown tensor is refused instead of passed through, because it might read the folded norm. Scales are folded into
-the norm before the experts only where everything that reads it can follow.
+An unknown tensor is refused: it might read the norm before the experts, into which scales are folded only where
+everything that reads it can follow.
 """
 
 from __future__ import annotations
@@ -90,12 +90,7 @@ def expected_tensors(facts: Architecture, sizes: Sizes, config: Mapping[str, Any
 
 
 def make_plan(
-    facts: Architecture,
-    sizes: Sizes,
-    tensors: Mapping[str, Spec],
-    experts: Experts,
-    where: str,
-    block: tuple[int, int],
+    facts: Architecture, sizes: Sizes, tensors: Mapping[str, Spec], experts: Experts, where: str, block: tuple[int, int]
 ) -> Plan:
     """The plan of a source named `where`.
 
@@ -199,22 +194,16 @@ def _unread_actions(
             )
     unread = {name: spec.shape for name, spec in remaining.items() if facts.is_unread(name)}
     taken = {name: take(remaining, name, shape, tuple(TORCH_DTYPES), where) for name, shape in unread.items()}
-
-    def action(name: str, spec: Spec) -> Action:
-        weight = taken.get(f"{name.removesuffix(SCALE_INV)}weight")
-        renamed = name.endswith(f".{SCALE_INV}") and weight is not None and weight.dtype == FP8
-        written = f"{name.removesuffix(SCALE_INV)}{SCALE}" if renamed else name
-        return Action(name, spec, "rename" if renamed else "carry", {written: spec}, _layer_of(name, facts, layers))
-
-    return [action(name, spec) for name, spec in taken.items()]
-
-
-def _layer_of(name: str, facts: Architecture, layers: int) -> int | None:
-    start, _, _ = facts.layer_prefix.partition("{layer}")
-    number = name.removeprefix(start).partition(".")[0] if name.startswith(start) else ""
-    if not number.isdecimal() or int(number) >= layers:  # the MTP layers follow the last one
-        return None
-    return int(number) if name.startswith(facts.layer(int(number), "")) else None
+    in_fp8 = {name for name, spec in taken.items() if spec.dtype == FP8}
+    layer_of = {facts.layer(layer, ""): layer for layer in range(layers)}
+    found = []
+    for name, spec in taken.items():
+        module, _, suffix = name.rpartition(".")
+        renamed = suffix == SCALE_INV and f"{module}.weight" in in_fp8
+        layer = next((number for prefix, number in layer_of.items() if name.startswith(prefix)), None)
+        outputs = {f"{module}.{SCALE}" if renamed else name: spec}
+        found.append(Action(name, spec, "rename" if renamed else "carry", outputs, layer))
+    return found
 
 
 def take(remaining: Remaining, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...], where: str) -> Spec:
