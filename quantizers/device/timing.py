@@ -85,8 +85,5 @@ def phase(name: str) -> Iterator[None]:
     """Time the block under `name`, if this thread is within `listening`, and show the name as current work."""
     doing(name)
     clock = _clock.get()
-    if clock is None:
+    with clock.block(name) if clock else contextlib.nullcontext():
         yield
-    else:
-        with clock.block(name):
-            yield

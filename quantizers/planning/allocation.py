@@ -170,9 +170,8 @@ def allocation(plan: Plan, sizes: Sizes, experts: Experts, where: str) -> Alloca
 def cheapest_loss(costs: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], limit: int) -> list[int]:
     """One option for each layer with a small sum of losses, greedily: the upgrade that gains most per cost comes next.
 
-    Taken one after the other, upgrades of falling worth are the optimum of the Lagrangian relaxation at each budget
-    that they just fill; in between it is at most one upgrade away from the optimum. The rest of the limit goes to
-    the best upgrade that still fits.
+    Upgrades of falling worth are the optimum of the Lagrangian relaxation at each budget that they just fill; between
+    two it is at most one upgrade away. The rest of the limit goes to the best upgrade that still fits.
 
     Args:
         costs: of each option for each layer, integers >= 0, in ascending order; the first fit together.

@@ -40,13 +40,9 @@ def expert_batches(experts: int, size: int) -> list[tuple[int, int]]:
 
 
 def by_load(tokens: Sequence[int], size: int) -> list[int]:
-    """The order in which experts are solved: those of a batch have about as many routed tokens.
+    """The order in which experts with so many routed tokens (E,) are solved: those of a batch of U have about as many.
 
     Busy and idle batches take turns, and so do such pairs, since of several processes each solves consecutive batches.
-
-    Args:
-        tokens: routed to each expert, (E,).
-        size: U.
     """
     falling = sorted(range(len(tokens)), key=lambda expert: -tokens[expert])
     batches = [falling[first:last] for first, last in expert_batches(len(tokens), size)]
