@@ -1,31 +1,36 @@
-"""The architecture of a model without a file of facts: what its class in transformers and its stored tensors say.
+"""The facts about a model from its class in transformers.
 
-Names come from transformers' own rules for loading, the roles of a layer's parts from probes (roles.py), and everything
-else from the stored tensors. What a server calls its modules no class says: such a model's servers are not checked.
-of_family.py lays what is known of seven families over what their classes say.
+Names come from transformers' own rules for loading. The rest comes from the stored tensors and from probes (roles.py):
+what a server calls its modules none of them says, so such a model's servers are not checked. Or it comes from data
+about the family: then nothing is probed, no files are needed, and names, shapes and places are those of the tensors
+that the class itself would write.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import ValidationError
 
 from quantizers.system.errors import ArchitectureError
 
-from .architecture import EXPERTS, ROUTER, Architecture
+from .architecture import EXPERTS, ROUTER, Architecture, Family
 from .facts import HandedFacts, Stored
 from .matrices import MATRICES, PROJECTIONS, Matrix
 from .roles import EXACT, TOKENS, Roles, find_handed, kinds_of_layers, probe, require_usable
-from .sizes import KEYS
+from .sizes import KEYS, MOST_MTP_LAYERS, require_possible, require_sane
 from .skeleton import (
     FACTOR,
     FAILURES,
+    NOT_BY_LAYER,
+    NOT_QUANTIZED,
     Place,
     Skeleton,
     can_be_made,
@@ -34,17 +39,14 @@ from .skeleton import (
     model_class,
     rotated_channels,
 )
+from .stored_tensors import Header, StoredTensors, parameter_of, require_complete, sort_out
 
 INTEGERS = ("I32", "I64")  # numbers of something, such as of a table's rows
-SCALES = ("_scale_inv", "_scale")  # what follows the name of an FP8 weight in that of its scale
+BESIDES = {"float32", "mtp_layer", "roles", "aliases", "config"}  # keys of a family that no architecture has
 
 
 def derived_architecture(config: dict[str, Any], tensors: Mapping[str, Stored], where: str) -> Architecture:
-    """The facts about one model, from its config.json and the headers of its files.
-
-    Args:
-        config: config.json, with `architectures`.
-        where: its path, for messages.
+    """The facts about one model, from its config.json, whose path is `where`, and the headers of its files.
 
     Raises:
         ArchitectureError: transformers has no class for it; a tensor is missing, or is converted in a way that is not
@@ -64,15 +66,15 @@ def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...])
     handed = find_handed(skeleton)
     _require_length_alone(skeleton)
     kinds = [Kind(numbers, *probe(skeleton, numbers[0], handed)) for numbers in kinds_of_layers(skeleton)]
-    roles = _common([kind.roles for kind in kinds if kind.roles is not None])
+    roles = _common([kind.roles for kind in kinds if kind.roles])
     require_usable(roles, parsed["model_type"])
     stored = sort_out(skeleton, {name: Header(dtype, shape) for name, dtype, shape in headers}, roles.idle)
-    _require_complete(skeleton, stored, roles.idle)
-    return Architecture.model_validate(described(parsed, skeleton, stored, kinds, roles, handed))
+    require_complete(skeleton, stored, roles.idle)
+    return Architecture.model_validate(_described(parsed, skeleton, stored, kinds, roles, handed))
 
 
-def described(
-    parsed: Mapping[str, Any],
+def _described(
+    config: Mapping[str, Any],
     skeleton: Skeleton,
     stored: StoredTensors,
     kinds: Sequence[Kind],
@@ -80,10 +82,10 @@ def described(
     handed: HandedFacts | None = None,
 ) -> dict[str, Any]:
     """What class, stored tensors and roles say of a model of this config.json, see `Architecture`."""
-    router, sizes, call = roles.router_weight, _sizes(skeleton, roles, parsed), skeleton.calls(TOKENS)[0]
+    router, sizes, call = roles.router_weight, _sizes(skeleton, roles, config), skeleton.calls(TOKENS)[0]
     return {
-        "model_type": parsed["model_type"],
-        "model_class": type(skeleton.model).__name__,
+        "model_type": config["model_type"],
+        "model_class": skeleton.name,
         "sizes": sizes,
         **_outside(skeleton, stored),
         "unread": _patterns(stored),
@@ -112,17 +114,107 @@ def described(
     }
 
 
-def _require_length_alone(skeleton: Skeleton) -> None:
-    """Refuse a model whose layers get arguments, other than the token ids, that depend on these.
+def of_family(family: Family, config: dict[str, Any], where: str) -> Architecture:
+    """The facts about a model of a family, from its config.json alone, whose path is `where`.
 
     Raises:
-        ArchitectureError: they do.
+        ArchitectureError: config.json contradicts itself or the data, or its class cannot be made of it.
     """
-    model, tokens = type(skeleton.model).__name__, torch.arange(TOKENS).unsqueeze(0)
+    require_sane(config, where)
+    for key, expected in family.asserts.items():
+        if key in config and config[key] != expected:
+            raise ArchitectureError(
+                f"{where}: {key} is {reprlib.repr(config[key])}, but the facts of {family.model_type} rely on "
+                f"{expected!r}; such a model would be computed wrongly and is refused; give another model"
+            )
+    try:
+        facts = Architecture.model_validate(_with_data(family, config))
+    except ValidationError as failure:
+        raise ArchitectureError(f"{where}: {failure.errors()[0]['msg']}; correct the data about the family") from None
+    except ArchitectureError as failure:
+        raise ArchitectureError(f"{where}: {failure}") from None
+    require_possible(facts, where)
+    return facts
+
+
+def _with_data(family: Family, config: dict[str, Any]) -> dict[str, Any]:
+    """All that the class and the data laid over it say, see `Architecture`."""
+    own = family.roles
+    named = {key: value for key, value in config.items() if key != "model_type"}  # the class has its own
+    skeleton = skeleton_of(named | {"architectures": [family.model_class]})
+    modules = {path for layer in skeleton.layers for path, _ in layer.named_modules()}
+    for key, path in (("norm", own.norm), ("router", own.router), ("experts", own.experts)):
+        if path not in modules:
+            raise ArchitectureError(f"roles.{key}: no layer of {family.model_class} has a module {path}; correct it")
+    roles = Roles(
+        experts=own.experts,
+        router_weight=f"{own.router}.weight",
+        router_follows=True,
+        chosen=skeleton.config.num_experts_per_tok,
+        scoring=own.scoring,
+        norm=own.norm,
+        norm_offset=0,
+        readers=own.readers,
+        probes=dict.fromkeys(("tokens", "product", "up_down", "large", "fold", "halves"), 0.0),  # as the data mean it
+    )
+    stored = sort_out(skeleton, _class_headers(skeleton, own.experts, family.float32))
+    kinds = [
+        Kind(numbers, roles if own.experts in dict(skeleton.layers[numbers[0]].named_modules()) else None, 0.0)
+        for numbers in kinds_of_layers(skeleton)
+    ]
+    result = _described(config, skeleton, stored, kinds, roles) | family.model_dump(exclude=BESIDES)
+    result["kinds"] = [kind | {"halves": True} for kind in result["kinds"]]
+    result["router"]["served"] = own.served
+    block, module = result["expert_prefix"].partition(".experts.")[0], own.experts.rpartition(".")[0]
+    renamed = {"rename": {block: module}} if block != module else {}
+    result["modules"] |= {"aliases": family.aliases} | renamed
+    return result | {"mtp": _mtp(family, config, result), "probes": {}}
+
+
+def _class_headers(skeleton: Skeleton, experts: str, float32: Sequence[str]) -> dict[str, Header]:
+    """The headers of the files that the class itself would write, of one of the experts.
+
+    Args:
+        float32: names of tensors that are published so, besides those that the class keeps so.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    precise = (*float32, *(getattr(skeleton.model, "_keep_in_fp32_modules_strict", None) or ()))
+    of_one = {name: t[:1] if f".{experts}." in name else t for name, t in skeleton.parameters.items()}
+    written = revert_weight_conversion(skeleton.model, of_one)
+    dtypes = {name: "F32" if name.endswith(precise) else "BF16" for name in written}
+    return {name: Header(dtypes[name], tuple(tensor.shape)) for name, tensor in written.items()}
+
+
+def _mtp(family: Family, config: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The facts about the layers that predict further tokens, if there are any; puts their number among the sizes."""
+    if family.mtp_layer is None:
+        return None
+    key = family.mtp_layer.layers
+    count = config.get(key) or 0
+    if type(count) is not int or not 0 <= count <= MOST_MTP_LAYERS:
+        raise ArchitectureError(f"{key} is {reprlib.repr(count)}; a whole number from 0 to {MOST_MTP_LAYERS} is needed")
+    sizes = facts["sizes"]
+    own = {
+        name: {
+            "shape": [sum(sizes[word]["value"] for word in term.split(" + ")) for term in terms],
+            "dtype": "BF16",
+            "optional": name in family.mtp_layer.optional,
+        }
+        for name, terms in family.mtp_layer.tensors.items()
+    }
+    last = next(kind for kind in reversed(facts["kinds"]) if not kind["dense"])
+    layers = range(sizes["layers"]["value"], sizes["layers"]["value"] + count)
+    sizes["mtp"] = {"key": key, "value": count}
+    return last | {"tensors": last["tensors"] | own, "layers": list(layers)} if count else None
+
+
+def _require_length_alone(skeleton: Skeleton) -> None:
+    """Refuse a model whose layers get arguments, other than the token ids, that depend on these."""
+    tokens = torch.arange(TOKENS).unsqueeze(0)
     for argument in differing_arguments(skeleton.calls_with(tokens), skeleton.calls(TOKENS)):
         raise ArchitectureError(
-            f"{model}: {argument} depends on the tokens, not on their number alone; such a model cannot be computed "
-            "layer by layer here; give another model"
+            f"{skeleton.name}: {argument} depends on the tokens, not on their number alone; {NOT_BY_LAYER}"
         )
 
 
@@ -171,9 +263,6 @@ def skeleton_of(config: dict[str, Any]) -> Skeleton:
     return skeleton
 
 
-# The stored tensors -------------------------------------------------------------------------------------------------
-
-
 class Kind(NamedTuple):
     """Layers of one structure, the roles of their parts if they have experts, and the probe `batch`."""
 
@@ -182,257 +271,11 @@ class Kind(NamedTuple):
     batch: float
 
 
-class Header(NamedTuple):
-    """The header entry of a stored tensor: dtype as safetensors calls it, and shape."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class StoredTensors:
-    """The tensors of a checkpoint by what the model does with them; the scales of FP8 weights go with these.
-
-    Attributes:
-        headers: of all.
-        prefix: of the names of a decoder layer's tensors, before the layer's number.
-        layers: for each decoder layer its tensors: their names without the prefix, and their places.
-        outside: names and places of those outside the layers that the model computes with.
-        carried: the names of all others.
-        converted: parameters within a layer that transformers makes of other tensors, with the names of these.
-    """
-
-    headers: Mapping[str, Header]
-    prefix: str
-    layers: list[dict[str, Place]]
-    outside: dict[str, Place]
-    carried: list[str]
-    converted: dict[str, list[str]]
-
-    def header(self, layer: int, name: str) -> Header:
-        """The header entry of a tensor of a layer, by its name without the prefix."""
-        return self.headers[f"{self.prefix}{layer}.{name}"]
-
-    @cached_property
-    def _published(self) -> dict[str, tuple[str, int]]:
-        """For each parameter within a layer: the name of its tensor, and the first layer that has it."""
-        found: dict[str, tuple[str, int]] = {}
-        for number, names in enumerate(self.layers):
-            for name, place in names.items():
-                found.setdefault(place.parameter, (name, number))
-        for parameter, (part, *_) in self.converted.items():
-            found.setdefault(parameter, (part, next(n for n, here in enumerate(self.layers) if part in here)))
-        return found
-
-    def published(self, path: str) -> str:
-        """The stored name of a parameter, or of a module with a weight, within a layer; other words as they are."""
-        if path in self._published:
-            return self._published[path][0]
-        weight = self._published.get(f"{path}.weight")
-        return weight[0].removesuffix(".weight") if weight else path
-
-    def modules(self, paths: Sequence[str]) -> list[str]:
-        """The stored names of modules with a weight within a layer, of a converted one those of all parts."""
-        parts = [(path, self.converted.get(f"{path}.weight")) for path in paths]
-        return [
-            name.removesuffix(".weight")
-            for path, names in parts
-            for name in ([self.published(path)] if names is None else names)
-        ]
-
-    def dtype(self, parameter: str) -> str:
-        """The stored dtype of a parameter within a layer."""
-        name, number = self._published[parameter]
-        return self.header(number, name).dtype
-
-    def renamed(self) -> dict[str, str]:
-        """The stored names of parameters, and of modules with a weight, that are not transformers'."""
-        pairs = {name: place.parameter for names in self.layers for name, place in names.items() if place.part is None}
-        differ = {name: parameter for name, parameter in pairs.items() if name != parameter}
-        modules = {
-            name.removesuffix(".weight"): parameter.removesuffix(".weight")
-            for name, parameter in differ.items()
-            if name.endswith(".weight") and parameter.endswith(".weight")
-        }
-        return differ | modules
-
-    @property
-    def strangers(self) -> list[str]:
-        """Tensors in decoder layers, without the prefix, that no text goes through; servers may know them.
-
-        Of several experts those of one.
-        """
-        within = re.compile(re.escape(self.prefix) + r"(\d+)\.(.+)")
-        matches = [match for name in self.carried if (match := within.fullmatch(name))]
-        names = {match[2] for match in matches if int(match[1]) < len(self.layers)}
-        backwards = sorted(names, key=lambda name: (len(name), name), reverse=True)
-        return sorted({_EXPERT.sub("", f".{name}"): name for name in backwards}.values())
-
-
-def sort_out(skeleton: Skeleton, headers: Mapping[str, Header], idle: Collection[str] = ()) -> StoredTensors:
-    """Find the place of every stored tensor.
-
-    Args:
-        idle: parameters within a layer that no text goes through: the tensors of other experts.
-
-    Raises:
-        ArchitectureError: the names of a layer's tensors do not begin alike, or transformers cannot convert them.
-    """
-    layers: list[dict[str, Place]] = [{} for _ in skeleton.layers]
-    outside: dict[str, Place] = {}
-    carried: list[str] = []
-    prefixes: set[str] = set()
-    needed = _needed_outside(skeleton)
-    place_of = cache(skeleton.place)  # of the first expert: all others lie beside it
-    other_experts = _other_experts(skeleton, headers) if idle else set()
-    for name in headers:
-        weight = _weight_of(name, headers)
-        place = place_of(_EXPERT.sub(r"\g<1>0\3", weight))
-        expert = _EXPERT.search(weight)
-        if (
-            place is None
-            or (place.layer is None and place.parameter not in needed)
-            or place.parameter in idle
-            or (expert is not None and int(expert[2]) in other_experts)
-        ):
-            carried.append(name)
-        elif weight != name:
-            continue
-        elif place.layer is None:
-            outside[name] = place
-        else:
-            start, _, within = name.partition(f".{place.layer}.")
-            prefixes.add(f"{start}.")
-            layers[place.layer][within] = place
-    if len(prefixes) != 1:
-        raise ArchitectureError(
-            f"the tensors of its layers begin with {' and '.join(sorted(prefixes)) or 'nothing known'}; "
-            f"{type(skeleton.model).__name__} needs one beginning; give the published checkpoint"
-        )
-    prefix, order = prefixes.pop(), {name: number for number, name in enumerate(skeleton.parameters)}
-
-    def in_order(names: Mapping[str, Place], path: str = "") -> dict[str, Place]:
-        """As the class has the parameters, whatever the order in the files."""
-        return dict(sorted(names.items(), key=lambda entry: order[path + entry[1].parameter]))
-
-    outside = in_order(outside)
-    layers = [in_order(names, f"{skeleton.path}.{number}.") for number, names in enumerate(layers)]
-    return StoredTensors(headers, prefix, layers, outside, carried, _converted(skeleton, headers, prefix, layers))
-
-
-def _converted(
-    skeleton: Skeleton, headers: Mapping[str, Header], prefix: str, layers: Sequence[Mapping[str, Place]]
-) -> dict[str, list[str]]:
-    """The parameters besides those of all experts that transformers makes of other tensors, with the names of these.
-
-    Raises:
-        ArchitectureError: it cannot make them of the tensors that there are.
-    """
-    result: dict[str, list[str]] = {}
-    for number, names in enumerate(layers):
-        groups: dict[str, list[str]] = {}
-        for name, place in names.items():
-            if place.part is not None and not _EXPERTS.search(place.parameter):
-                groups.setdefault(place.parameter, []).append(name)
-        for parts in groups.values():
-            full = [f"{prefix}{number}.{name}" for name in parts]
-            try:
-                made = skeleton.convert({name: torch.empty(headers[name].shape, device="meta") for name in full})
-            except FAILURES as failure:
-                made, reason = {}, " ".join(str(failure).split())
-            else:
-                reason = "they have other shapes"
-            wrong = [name for name, one in made.items() if one.shape != skeleton.parameters[name].shape]
-            if wrong or not made:
-                shapes = ", ".join(f"{name} {list(headers[name].shape)}" for name in full)
-                raise ArchitectureError(
-                    f"transformers cannot make the parameters of {type(skeleton.model).__name__} of {shapes} "
-                    f"({reason}); the files are incomplete, or of another model than config.json says"
-                )
-            result |= {name.removeprefix(f"{skeleton.path}.{number}."): parts for name in made}
-    return result
-
-
-def _other_experts(skeleton: Skeleton, headers: Mapping[str, Header]) -> set[int]:
-    """The numbers under which experts are stored that are none of the first set, in a model with several sets.
-
-    A tensor with its number stands for each of an expert's: transformers' conversion says where it goes.
-    """
-    some = next((name for name in headers if _EXPERT.search(name)), None)
-    if some is None:  # all of a layer in one tensor, another for the other experts
-        return set()
-    layer = some[: some.index(".experts.")]
-    numbers = {name: int(expert[2]) for name in headers if name.startswith(layer) and (expert := _EXPERT.search(name))}
-    marks = {name: torch.full((1, 1), float(number)) for name, number in numbers.items()}
-    made = skeleton.convert({name: mark for name, mark in marks.items() if _weight_of(name, headers) == name})
-    place = skeleton.place(_EXPERT.sub(r"\g<1>0\3", some))
-    assert place is not None
-    first = made[f"{skeleton.path}.{place.layer}.{place.parameter}"]
-    if not torch.equal(first, torch.arange(len(first)).view(-1, 1, 1).expand_as(first).float()):
-        raise ArchitectureError(
-            f"{layer}.experts: {type(skeleton.model).__name__} sends a text through experts that are not stored as the "
-            "first ones; such a model cannot be quantized with this program"
-        )
-    return set(numbers.values()) - set(range(len(first)))
-
-
-_EXPERT = re.compile(r"(\.experts\.)(\d+)(\.)")
-_EXPERTS = re.compile(r"\.(gate_up_proj|down_proj)$")  # the parameters of all experts
-
-
-def _weight_of(name: str, headers: Collection[str]) -> str:
-    """The weight that a tensor is the scale of; its own name if it is none."""
-    weights = (name.removesuffix(suffix) for suffix in SCALES if name.endswith(suffix))
-    return next((weight for weight in weights if weight in headers), name)
-
-
-def _needed_outside(skeleton: Skeleton) -> set[str]:
-    """The parameters outside the layers that a text goes through: those beside the layers, and the head."""
-    beside = skeleton.path.rpartition(".")[0] + "."
-    head = _parameter_of(skeleton, skeleton.model.get_output_embeddings()).removesuffix("weight")
-    layers = skeleton.path + "."
-    return {name for name in skeleton.parameters if name.startswith((beside, head)) and not name.startswith(layers)}
-
-
-def _parameter_of(skeleton: Skeleton, module: torch.nn.Module) -> str:
-    """The name of a module's weight in the whole model."""
-    path = next(path for path, one in skeleton.model.named_modules() if one is module)
-    return f"{path}.weight"
-
-
-def _require_complete(skeleton: Skeleton, stored: StoredTensors, idle: Collection[str]) -> None:
-    """Refuse files without a tensor that the model computes with.
-
-    Args:
-        idle: parameters within a layer that it does not compute with.
-
-    Raises:
-        ArchitectureError: one is missing.
-    """
-    tied = set(getattr(skeleton.model, "all_tied_weights_keys", None) or ())
-    missing = sorted(_needed_outside(skeleton) - {place.parameter for place in stored.outside.values()} - tied)
-    for number, layer in enumerate(skeleton.layers):
-        here = stored.layers[number]
-        given = {place.parameter for place in here.values()} | set(idle)
-        given |= {name for name, parts in stored.converted.items() if here.keys() >= set(parts)}
-        missing += [f"{skeleton.path}.{number}.{name}" for name in layer.state_dict() if name not in given]
-    if missing:
-        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise ArchitectureError(
-            f"{type(skeleton.model).__name__} computes with {missing[0]}{more}, but no tensor in the files is "
-            "that; the files are incomplete, or of another model than config.json says"
-        )
-
-
 # The parts of the facts -----------------------------------------------------------------------------------------------
 
 
 def _common(found: Sequence[Roles]) -> Roles:
-    """The roles of all layers with experts, with the largest number of each probe.
-
-    Raises:
-        ArchitectureError: there is no such layer, or they differ.
-    """
+    """The roles of all layers with experts, with the largest number of each probe; refuses those that differ."""
     if not found:
         raise ArchitectureError("no layer has routed experts; give a mixture-of-experts model")
     for one in found[1:]:
@@ -440,7 +283,7 @@ def _common(found: Sequence[Roles]) -> Roles:
             if getattr(one, name) != getattr(found[0], name):
                 raise ArchitectureError(
                     f"in some layers {name} is {getattr(found[0], name)}, in others {getattr(one, name)}; "
-                    "such a model cannot be quantized with this program"
+                    f"{NOT_QUANTIZED}"
                 )
     readers = tuple(dict.fromkeys(reader for one in found for reader in one.readers))
     probes = {name: max(one.probes[name] for one in found) for name in found[0].probes}
@@ -476,8 +319,8 @@ def _sizes(skeleton: Skeleton, roles: Roles, given: Mapping[str, Any]) -> dict[s
 def _outside(skeleton: Skeleton, stored: StoredTensors) -> dict[str, Any]:
     """The facts about the tensors outside the layers."""
     names = {place.parameter: name for name, place in stored.outside.items()}
-    embedding = names[_parameter_of(skeleton, skeleton.model.get_input_embeddings())]
-    head = names.get(_parameter_of(skeleton, skeleton.model.get_output_embeddings()), embedding)
+    embedding = names[parameter_of(skeleton, skeleton.model.get_input_embeddings())]
+    head = names.get(parameter_of(skeleton, skeleton.model.get_output_embeddings()), embedding)
     tensors = {
         name: _tensor(skeleton.parameters[place.parameter].shape, stored.headers[name], place, stored)
         for name, place in stored.outside.items()
@@ -573,12 +416,9 @@ def _of_layer(skeleton: Skeleton, stored: StoredTensors, number: int, roles: Rol
 
 
 def _experts(skeleton: Skeleton, stored: StoredTensors, roles: Roles) -> dict[str, Any]:
-    """The facts about the names and shapes of the routed experts' matrices.
+    """The facts about the names and shapes of the routed experts' matrices; refuses a layout that is not known here.
 
     Tensors of all experts may have any names: transformers' rules say which parameter they are, or which part of it.
-
-    Raises:
-        ArchitectureError: they are stored in a layout that is not known here.
     """
     number = next(n for n, layer in enumerate(skeleton.layers) if roles.experts in dict(layer.named_modules()))
     parameters = dict(skeleton.layers[number].get_submodule(roles.experts).named_parameters())

@@ -44,7 +44,7 @@ def architecture_for(
 
     Raises:
         ArchitectureError: config.json has no model type, or there are no facts for it; the user's file is wrong, or is
-            about another model type; or no facts can be derived, see `derived_architecture` and `of_family`.
+            about another model type; or no facts can be derived, see derive.py.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
@@ -83,7 +83,7 @@ def _of_family(model_type: str, config: str, where: str) -> Architecture:
 
 
 def _laid_over(family: Family, config: dict[str, Any], where: str) -> Architecture:
-    from .of_family import of_family  # takes seconds: transformers is imported with it
+    from .derive import of_family  # takes seconds: transformers is imported with it
 
     return of_family(family, config, where)
 

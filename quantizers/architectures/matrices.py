@@ -10,3 +10,5 @@ MATRICES: tuple[Matrix, ...] = ("gate", "up", "down")  # w1, w3, w2 in MiniMax's
 
 # What transformers, llm-compressor and SGLang call them.
 PROJECTIONS: dict[Matrix, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+# transformers' tensors of all experts (E, rows, columns), and which matrices of each they hold, one above the other.
+FUSED: dict[str, tuple[Matrix, ...]] = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}

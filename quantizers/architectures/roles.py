@@ -25,12 +25,12 @@ from quantizers.system.errors import ArchitectureError
 
 from .facts import HandedFacts
 from .gates import Gate, gate_of
-from .skeleton import Call, Skeleton, first, replaced_forward, scores
+from .matrices import FUSED
+from .skeleton import NOT_BY_LAYER, NOT_QUANTIZED, Call, Skeleton, first, replaced_forward, scores
 
 TOKENS = 32
 EXACT = 1e-4  # of a probe in float32: sums in another order differ by less, anything that is not exact by far more
 LARGE = 20.0  # times ordinary activations: a product that is clamped shows only there
-FUSED = ("gate_up_proj", "down_proj")
 LONG = 4096  # tokens: what layers hand on may grow with them, up to a number that config.json has
 PLAIN = ("product", "up_down", "large")  # probes of act(gate) * up
 HUGE = 2**30  # numbers in a table that are never filled: its rows are one
@@ -75,21 +75,21 @@ class Roles:
 
 def kinds_of_layers(skeleton: Skeleton) -> list[list[int]]:
     """The numbers of the layers of each kind: of the same classes, parameters, arguments and numbers of the experts."""
+
+    def shapes_of(value: Any) -> str:
+        return str([tuple(leaf.shape) if torch.is_tensor(leaf) else leaf for leaf in tree_leaves(value)])
+
     kinds: dict[Any, list[int]] = {}
     calls = skeleton.calls(TOKENS)
     for number, layer in enumerate(skeleton.layers):
         shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.state_dict().items())
-        given = tuple(sorted((name, _shapes(value)) for name, value in calls[number].arguments.items()))
+        given = tuple(sorted((name, shapes_of(value)) for name, value in calls[number].arguments.items()))
         classes = tuple(map(type, layer.modules()))
         path = _experts_path(skeleton, number)
         experts = vars(layer.get_submodule(path)) if path else {}
         numbers = tuple((name, value) for name, value in experts.items() if isinstance(value, (int, float)))
         kinds.setdefault((classes, shapes, given, numbers), []).append(number)
     return list(kinds.values())
-
-
-def _shapes(value: Any) -> str:
-    return str([tuple(leaf.shape) if torch.is_tensor(leaf) else leaf for leaf in tree_leaves(value)])
 
 
 @torch.no_grad()
@@ -113,15 +113,14 @@ def probe(skeleton: Skeleton, number: int, handed: HandedFacts | None = None) ->
     Raises:
         ArchitectureError: its experts have matrices or arguments that are not known here, or it needs another layer's.
     """
-    path, model = _experts_path(skeleton, number), type(skeleton.model).__name__
+    path, model = _experts_path(skeleton, number), skeleton.name
     others = _other_experts(skeleton.layers[number], path) if path else []
     layer = _with_random_weights(skeleton, number, [path, *others] if path else [])
     value = example_of(handed, TOKENS) if handed else None
 
     def refuse(*_: Any, **__: Any) -> None:
         raise ArchitectureError(
-            f"{model}: a text goes through {path} and {' and '.join(others)} of one layer; such a model cannot be "
-            "quantized with this program"
+            f"{model}: a text goes through {path} and {' and '.join(others)} of one layer; {NOT_QUANTIZED}"
         )
 
     with contextlib.ExitStack() as stack:
@@ -132,18 +131,18 @@ def probe(skeleton: Skeleton, number: int, handed: HandedFacts | None = None) ->
             batch = math.inf if handed else _batch(skeleton, number, layer, path)
         except KeyError as failure:
             raise ArchitectureError(
-                f"{model}: layer {number} cannot run alone: it looks for {failure}, which another layer makes; such a "
-                "model cannot be computed layer by layer here; give another model"
+                f"{model}: layer {number} cannot run alone: it looks for {failure}, which another layer makes; "
+                f"{NOT_BY_LAYER}"
             ) from None
         idle = [f"{other}.{name}" for other in others for name in layer.get_submodule(other).state_dict()]
         return replace(found.roles(), idle=tuple(idle)) if found else None, batch
 
 
 def require_usable(roles: Roles, model_type: str) -> None:
-    """Refuse a model that cannot be quantized.
+    """Refuse a model of which a probe refutes what is needed of every one.
 
     Raises:
-        ArchitectureError: a probe refutes what is needed of every model.
+        ArchitectureError: it names the probe.
     """
     needed = {  # of the last three none, where a gate of the experts' own explains them
         "tokens": "its experts do not treat every token alone",
@@ -155,8 +154,8 @@ def require_usable(roles: Roles, model_type: str) -> None:
     for name, meaning in needed.items():
         if name not in explained and not roles.probes[name] < EXACT:
             raise ArchitectureError(
-                f"model type {model_type}: {meaning} (probe {name}: {roles.probes[name]:.2g} where 0 is needed); such "
-                "a model cannot be quantized with this program"
+                f"model type {model_type}: {meaning} (probe {name}: {roles.probes[name]:.2g} where 0 is needed); "
+                f"{NOT_QUANTIZED}"
             )
 
 
@@ -200,11 +199,7 @@ def _random(name: str, like: torch.Tensor, generator: torch.Generator) -> torch.
 
 
 def _experts_path(skeleton: Skeleton, number: int) -> str | None:
-    """The module of a layer's routed experts: the one with the most three-dimensional parameters, if it is called so.
-
-    Raises:
-        ArchitectureError: there are experts, but not in one module's parameters.
-    """
+    """The module of a layer's routed experts: of those called so, the one with most three-dimensional parameters."""
     layer = skeleton.layers[number]
     experts = [(path, module) for path, module in layer.named_modules() if "expert" in path.lower()]
     sizes = {path: sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 3) for path, module in experts}
@@ -213,10 +208,7 @@ def _experts_path(skeleton: Skeleton, number: int) -> str | None:
         return path
     if all("shared" in path for path in sizes):
         return None
-    raise ArchitectureError(
-        f"{type(skeleton.model).__name__}: its experts are not held in {' and '.join(FUSED)}; such a model cannot be "
-        "quantized with this program"
-    )
+    raise ArchitectureError(f"{skeleton.name}: its experts are not held in {' and '.join(FUSED)}; {NOT_QUANTIZED}")
 
 
 def _other_experts(layer: torch.nn.Module, path: str) -> list[str]:
@@ -278,7 +270,6 @@ def find_handed(skeleton: Skeleton) -> HandedFacts | None:
     Raises:
         ArchitectureError: it is of a kind that is not known here.
     """
-    model = type(skeleton.model).__name__
     places = {place for call in skeleton.calls(TOKENS) for place in call.handed.items()}
     if not places:
         return None
@@ -304,8 +295,8 @@ def find_handed(skeleton: Skeleton) -> HandedFacts | None:
     if others or len(shapes | {tuple(call.states.shape[:2])}) != 1 or len(dtypes) != 1:
         names = ", ".join(sorted({name for name, _ in places}))
         raise ArchitectureError(
-            f"{model}: its layers hand on more than hidden states and one number, or list, for each token ({names}); "
-            "such a model cannot be computed layer by layer here; give another model"
+            f"{skeleton.name}: its layers hand on more than hidden states and one number, or list, for each token "
+            f"({names}); {NOT_BY_LAYER}"
         )
     ((argument, entry),) = places
     return HandedFacts.model_validate(
@@ -313,22 +304,12 @@ def find_handed(skeleton: Skeleton) -> HandedFacts | None:
     )
 
 
-@dataclass
-class _Observed:
-    """A call of one of a layer's modules."""
-
-    inputs: tuple[Any, ...]
-    output: Any
-
-
 class _Layer:
     """A layer with random weights, and what its modules are called with.
 
     Args:
-        call: what the model's forward passes to it.
         handed: what the layer before hands on.
-        layer: with weights, but without those of its experts.
-        path: of the experts.
+        layer: with weights, but without those of its experts, at this path.
         model: the model's name, for messages.
     """
 
@@ -343,16 +324,17 @@ class _Layer:
         # Σ_k weight_k · (x ∘ mix[index_k]): linear in x, another for each expert, and no matrix.
         self.mix = torch.randn(self.count, self.hidden, generator=self.generator)
         self.undone: torch.Tensor | float = 1.0  # by which the experts' input is multiplied
-        self.seen: dict[str, _Observed] = {}
+        self.inputs: dict[str, tuple[Any, ...]] = {}  # of the modules in the first run, by path
+        self.outputs: dict[str, Any] = {}
         self.arguments: list[torch.Tensor] = []  # of the experts, in the last run
         with self._observing():
             self.output = self.run()
-        if path not in self.seen:
-            raise ArchitectureError(
-                f"{model}: no text goes through {path}, most of its experts; such a model cannot be quantized with "
-                "this program"
-            )
+        if path not in self.inputs:
+            raise self._refused(f"no text goes through {path}, most of its experts")
         self.x, self.index, self.weight = self.arguments
+
+    def _refused(self, reason: str) -> ArchitectureError:
+        return ArchitectureError(f"{self.model}: {reason}; {NOT_QUANTIZED}")
 
     def _require_plain(self) -> None:
         shapes = {name: list(p.shape) for name, p in self.experts.named_parameters()}
@@ -361,10 +343,8 @@ class _Layer:
             (count, double, hidden), down = shapes["gate_up_proj"], shapes["down_proj"]
             plain = down == [count, hidden, double // 2] and not getattr(self.experts, "is_transposed", False)
         if not plain:
-            raise ArchitectureError(
-                f"{self.model}: its experts hold {', '.join(f'{n} {s}' for n, s in shapes.items())}, not gate_up_proj "
-                "[E, 2I, H] and down_proj [E, H, I] alone; such a model cannot be quantized with this program"
-            )
+            held = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+            raise self._refused(f"its experts hold {held}, not gate_up_proj [E, 2I, H] and down_proj [E, H, I] alone")
 
     def _stand_in(self, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return ((x * self.undone).unsqueeze(1) * self.mix[index] * weight.to(x.dtype).unsqueeze(-1)).sum(1)
@@ -389,17 +369,14 @@ class _Layer:
             or arguments[1].dtype not in (torch.int64, torch.int32)
             or arguments[1].shape != arguments[2].shape
         ):
-            raise ArchitectureError(
-                f"{self.model}: its experts are not called with states, indices and weights; such a model cannot be "
-                "quantized with this program"
-            )
+            raise self._refused("its experts are not called with states, indices and weights")
 
     @contextlib.contextmanager
     def _observing(self) -> Iterator[None]:
         def observe(name: str, _: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if name == self.path and name in self.seen:
+            if name == self.path and name in self.inputs:
                 raise ArchitectureError(f"{self.model}: its experts are called twice in a layer; give another model")
-            self.seen[name] = _Observed((*args, *kwargs.values()), output)
+            self.inputs[name], self.outputs[name] = (*args, *kwargs.values()), output
 
         with contextlib.ExitStack() as stack:
             for name, module in self.layer.named_modules():
@@ -427,24 +404,18 @@ class _Layer:
             self.path, router, follows, self.index.shape[1], self._scoring(router), norm, offset, tuple(readers), probes
         )
 
-    def _flat(self, value: Any) -> torch.Tensor | None:
-        """(T, H) of states, as the experts get them; None of anything else."""
-        if not torch.is_tensor(value) or value.dim() < 2 or value.shape[-1] != self.hidden:
-            return None
-        rows = value.reshape(-1, self.hidden)
-        return rows if rows.shape == self.x.shape else None
-
     def _is_input(self, value: Any) -> bool:
-        rows = self._flat(value)
-        return rows is not None and torch.equal(rows, self.x)
+        """Whether this is what the experts read, in whatever shape (…, H)."""
+        states = torch.is_tensor(value) and value.dim() > 1 and value.shape[-1] == self.hidden
+        return states and torch.equal(value.reshape(-1, self.hidden), self.x)
 
     def _norm(self) -> str | None:
         """The module with weights whose output is what the experts read."""
         norms = [
             path
-            for path, call in self.seen.items()
+            for path, output in self.outputs.items()
             if path != self.path
-            and self._is_input(first(call.output))
+            and self._is_input(first(output))
             and any(True for _ in self.layer.get_submodule(path).parameters())
         ]
         return norms[-1] if norms else None
@@ -458,11 +429,8 @@ class _Layer:
         """The name of the matrix that makes the scores of the experts: without it, all tokens choose the same ones.
 
         Or where a table chooses by the token alone: without it, the choice stays, and all have the same weights.
-
-        Raises:
-            ArchitectureError: there is none.
         """
-        made = {path: scores(call.output, self.count) for path, call in self.seen.items() if path != self.path}
+        made = {path: scores(output, self.count) for path, output in self.outputs.items() if path != self.path}
         columns = {
             name: logits.shape[-1]
             for path, logits in made.items()
@@ -478,19 +446,16 @@ class _Layer:
             _, index, weight = self.arguments
             if same(index) or (torch.equal(index, self.index) and same(weight)):
                 return name
-        raise ArchitectureError(
-            f"{self.model}: no matrix of a layer makes scores by which its {self.count} experts are chosen; such a "
-            "model cannot be quantized with this program"
-        )
+        raise self._refused(f"no matrix of a layer makes scores by which its {self.count} experts are chosen")
 
     def _reads_the_same(self, matrix: str) -> bool:
         """Whether the module of a matrix reads what the experts read."""
-        inputs = self.seen[matrix.rpartition(".")[0]].inputs
+        inputs = self.inputs[matrix.rpartition(".")[0]]
         return bool(inputs) and self._is_input(inputs[0])
 
     def _scoring(self, router: str) -> Literal["sigmoid", "softmax"]:
         """Whose scores have the ratios of the routing weights."""
-        weight, read = self.layer.get_parameter(router), self.seen[router.rpartition(".")[0]].inputs[0]
+        weight, read = self.layer.get_parameter(router), self.inputs[router.rpartition(".")[0]][0]
         logits = torch.nn.functional.linear(read.reshape(-1, weight.shape[1]), weight)
         ratios = self.weight / self.weight[:, :1]
         scores = logits.sigmoid().gather(1, self.index.long())
@@ -498,12 +463,11 @@ class _Layer:
 
     def _readers(self, router: str) -> list[str]:
         """The matrices that read what the experts read, besides the router's."""
-        matrices = {
-            name: matrix for path in self.seen if path != self.path for name, matrix in self._matrices(path).items()
-        }
         return [
             name
-            for name, matrix in matrices.items()
+            for path in self.inputs
+            if path != self.path
+            for name, matrix in self._matrices(path).items()
             if name != router and matrix.shape[-1] == self.hidden and self._reads_the_same(name)
         ]
 
@@ -515,7 +479,7 @@ class _Layer:
     def _offset(self, norm: str) -> int:
         """What a norm adds to its weight: the change of its output by that of a weight is the normed input."""
         module: Any = self.layer.get_submodule(norm)
-        weight, states = next(module.parameters()), self.seen[norm].inputs[0]
+        weight, states = next(module.parameters()), self.inputs[norm][0]
         before = module(states)
         weight.add_(1)
         normed = module(states) - before

@@ -16,7 +16,7 @@ import reprlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Final
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -25,10 +25,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from quantizers.system.errors import ArchitectureError
 
+from .matrices import FUSED, PROJECTIONS
+
 CPU = torch.device("cpu")
 FACTOR = "partial_rotary_factor"  # the part of each head's channels that is rotated
 MOST_ENTRIES = 3  # in the tuples that layers return
 ATTENTION = ("sdpa", "eager")  # in this order: some classes have eager attention alone
+# Ends of messages.
+NOT_QUANTIZED = "such a model cannot be quantized with this program"
+NOT_BY_LAYER = "such a model cannot be computed layer by layer here; give another model"
 # What transformers raises at a config.json with wrong values, and at tensors that do not go together.
 FAILURES = (
     StrictDataclassError, ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError,
@@ -58,12 +63,9 @@ class Call:
     def of(
         self, states: torch.Tensor, handed: torch.Tensor | None = None, tokens: torch.Tensor | None = None
     ) -> dict[str, Any]:
-        """All arguments, with other hidden states (B, T, …) and what the layer before hands on, by keyword.
+        """All arguments by keyword, with other states (B, T, …), what the layer before hands on, and ids (B, T) int64.
 
-        What a layer puts into a mapping is lost.
-
-        Args:
-            tokens: ids (B, T) int64 in place of those of the call.
+        What a layer puts into a mapping is lost. Without `tokens`, the ids are those of the call.
         """
         states = states.reshape(*states.shape[:2], *self.states.shape[2:])
         own = {k: copy.copy(v) if isinstance(v, MutableMapping) else v for k, v in self.arguments.items()}
@@ -89,7 +91,7 @@ class Place:
 
 # Names of an expert's matrices, the parameters that hold those of all experts, and which part of them they are: FP8
 # releases have them for models whose fused experts transformers saves as they are.
-_PARTS: Final = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "down_proj": ("down_proj", 0)}
+_PARTS = {PROJECTIONS[matrix]: (name, part) for name, parts in FUSED.items() for part, matrix in enumerate(parts)}
 
 
 class Skeleton:
@@ -103,6 +105,7 @@ class Skeleton:
 
     Attributes:
         model: in evaluation mode.
+        name: its class.
         path: the name of the list of decoder layers within the model.
         layers: the list.
 
@@ -117,6 +120,7 @@ class Skeleton:
         # On a CPU the plain loop is faster. Else the default: a grouped matmul, where the class can.
         config._experts_implementation = "eager" if device.type == "cpu" else None
         self.model: Any = _built(model_class, config, device)
+        self.name = type(self.model).__name__
         self.path, self.layers = _decoder_layers(self.model)
         self._longest = 0
         self._calls: dict[int, list[Call]] = {}  # by length, views of the longest
@@ -153,14 +157,14 @@ class Skeleton:
         outside = {n: p for n, p in self.model.named_parameters() if p.is_meta and not n.startswith(f"{self.path}.")}
         vectors = {name: parameter for name, parameter in outside.items() if parameter.dim() == 1}
         zeros = {n: torch.zeros(p.shape, dtype=self.dtype, device=self.device) for n, p in vectors.items()}
-        return self._record(tokens, layers=len(self.layers), weights=zeros)
+        return self._record(tokens, layers=len(self.layers), weights=zeros)[0]
 
     def begin(self, tokens: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
         """The states (B, T, H) that enter layer 0, from token ids (B, T) int64 and the embedding table."""
         table = self.model.get_input_embeddings()
         own, table.weight = table.weight, torch.nn.Parameter(embedding, requires_grad=False)
         try:
-            return self._record(tokens, layers=1, embed=True)[0].states
+            return self._record(tokens, layers=1, embed=True)[0][0].states
         finally:
             table.weight = own
 
@@ -177,38 +181,36 @@ class Skeleton:
 
         tokens = torch.zeros(states.shape[:2], dtype=torch.int64, device=self.device)
         with replaced_forward(self.model.get_output_embeddings(), head):
-            self._record(tokens, layers=None, leaving=states)
+            self._record(tokens, leaving=states)
         return multiplied[0]
 
     def logits(self, products: torch.Tensor) -> torch.Tensor:
         """The logits (1, T, V) that the model makes of its head's products (1, T, V), which it may scale or cap."""
         tokens = torch.zeros(products.shape[:2], dtype=torch.int64, device=self.device)
-        made: list[torch.Tensor] = []
         head = self.model.get_output_embeddings()
         bias = getattr(head, "bias", None)
         biased = products if bias is None else products + bias.to(products.dtype)
         with replaced_forward(head, lambda _: biased):
-            self._record(tokens, layers=None, logits=made)
-        return made[0]
+            _, logits = self._record(tokens)
+        assert logits is not None
+        return logits
 
     @torch.no_grad()
     def _record(
         self,
         tokens: torch.Tensor,
         *,
-        layers: int | None,
+        layers: int | None = None,
         embed: bool = False,
         leaving: torch.Tensor | None = None,
-        logits: list[torch.Tensor] | None = None,
         weights: Mapping[str, torch.Tensor] | None = None,
-    ) -> list[Call]:
-        """Run the model's forward with layers that keep their arguments and pass their states on.
+    ) -> tuple[list[Call], torch.Tensor | None]:
+        """The calls of layers that keep their arguments and pass their states on by the model's forward; its logits.
 
         Args:
-            layers: it ends once so many have been called; None to go on behind the last one.
+            layers: it ends once so many have been called, without logits; None to go on behind the last one.
             embed: whether the embedding has its weight; zeros stand for it otherwise.
             leaving: what all layers return; None for their states.
-            logits: gets the logits.
             weights: stand for parameters of these names.
         """
         table = self.model.get_input_embeddings()
@@ -218,6 +220,7 @@ class Skeleton:
 
         for entries in range(MOST_ENTRIES + 1):  # of what a layer returns; 0: its states, in no tuple
             calls: list[Call] = []
+            logits: torch.Tensor | None = None
             try:
                 with contextlib.suppress(_Reached), contextlib.ExitStack() as stack:
                     if not embed:
@@ -226,17 +229,15 @@ class Skeleton:
                         recorder = _recorder(layer, calls, tokens, layers, leaving, entries)
                         stack.enter_context(replaced_forward(layer, recorder))
                     given = {"input_ids": tokens, "use_cache": False}
-                    output = torch.func.functional_call(self.model, dict(weights or {}), (), given)
-                    if logits is not None:
-                        logits.append(output.logits)
-                return calls
+                    logits = torch.func.functional_call(self.model, dict(weights or {}), (), given).logits
+                return calls, logits
             except torch.OutOfMemoryError:
                 raise
             except (TypeError, ValueError, IndexError, AttributeError, RuntimeError) as failure:
                 reason = " ".join(str(failure).split())
         raise ArchitectureError(
-            f"{type(self.model).__name__}: it cannot run with layers that pass their states on ({reason}), or without "
-            "more than text; such a model cannot be computed layer by layer here; give another model"
+            f"{self.name}: it cannot run with layers that pass their states on ({reason}), or without more than text; "
+            f"{NOT_BY_LAYER}"
         )
 
     def put(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -321,10 +322,7 @@ def _keeps_shape(converter: Any) -> bool:
 
 
 def model_class(name: str, source: str) -> Any:
-    """transformers' class of a whole model.
-
-    Args:
-        source: what names it, for the message.
+    """transformers' class of a whole model, of this name; `source` is what gives the name, for the message.
 
     Raises:
         ArchitectureError: transformers has none of this name.
@@ -382,11 +380,7 @@ def config_of(model_class: Any, config: Mapping[str, Any]) -> Any:
 
 
 def _refuse_two_meanings(config: Mapping[str, Any]) -> None:
-    """Refuse two spellings of one number about rotary embeddings that differ: programs differ in which they read.
-
-    Raises:
-        ArchitectureError: it names both keys.
-    """
+    """Refuse two spellings of one number about rotary embeddings that differ: programs differ in which they read."""
     said: dict[str, tuple[str, Any]] = {}
     for place in ("", "rope_parameters", "rope_scaling"):
         values: Any = config.get(place) if place else {key: config.get(key) for key in ("rope_theta", FACTOR)}
@@ -563,13 +557,13 @@ def free(module: torch.nn.Module) -> None:
 
 
 def _decoder_layers(model: torch.nn.Module) -> tuple[str, torch.nn.ModuleList]:
-    """The list of layers with experts that has most parameters, and its name.
-
-    Raises:
-        ArchitectureError: there is none.
-    """
-    lists = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)}
-    decoders = {name: layers for name, layers in lists.items() if any(map(_has_experts, layers))}
+    """The name of the list of layers with experts that has most parameters, and the list."""
+    decoders = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.ModuleList)
+        and any("expert" in part.lower() for layer in module for part, _ in layer.named_modules())
+    }
     if not decoders:
         raise ArchitectureError(
             f"{type(model).__name__} has no layers with a module called experts; give a mixture-of-experts model"
@@ -577,7 +571,3 @@ def _decoder_layers(model: torch.nn.Module) -> tuple[str, torch.nn.ModuleList]:
     # The experts themselves may be a list within such a layer: the outermost has the most.
     name = max(decoders, key=lambda one: (sum(p.numel() for p in decoders[one].parameters()), -one.count(".")))
     return name, decoders[name]
-
-
-def _has_experts(layer: torch.nn.Module) -> bool:
-    return any("expert" in name.lower() for name, _ in layer.named_modules())

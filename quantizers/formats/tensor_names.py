@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.matrices import MATRICES, PROJECTIONS, Matrix
+from quantizers.architectures.matrices import FUSED, MATRICES, PROJECTIONS, Matrix
 from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, FLOATING, FP8, Spec, Stored, TensorInfo
@@ -33,7 +33,6 @@ from .unsupported import refuse_unsupported
 
 # Legend: E experts, I width of an expert, H hidden size
 
-FUSED: dict[str, tuple[Matrix, ...]] = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 Entry = TypeVar("Entry", bound=Stored)
 SCALES = "_scale_inv"  # what follows the name of an FP8 weight in that of its blocks' scales
 REMEDY = "save the model with transformers' save_pretrained, which takes them apart"

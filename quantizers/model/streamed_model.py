@@ -23,11 +23,11 @@ import torch
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.gates import gate_of
+from quantizers.architectures.matrices import FUSED
 from quantizers.architectures.roles import EXACT, LARGE
 from quantizers.architectures.sizes import Sizes
 from quantizers.architectures.skeleton import Skeleton, config_of, first, model_class, replaced_forward
 from quantizers.formats.dequantization import read_weight
-from quantizers.formats.tensor_names import FUSED
 from quantizers.system.errors import ArchitectureError, CheckpointError
 
 from .layer_weights import layer_weights
