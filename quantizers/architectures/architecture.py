@@ -58,8 +58,9 @@ class Known(Facts):
 
     @model_validator(mode="after")
     def _expressions(self) -> Self:
-        patterns = self.targets.patterns() if self.targets else []
-        for key, pattern in (*(("targets", one) for one in patterns), *(("unread", one) for one in self.unread)):
+        own = self.targets
+        targets = [*own.fp8, own.experts, *own.ignore, *own.unquantized] if own else []
+        for key, pattern in (*(("targets", one) for one in targets), *(("unread", one) for one in self.unread)):
             try:
                 re.compile(pattern.removeprefix("re:"))
             except re.error as failure:
@@ -175,9 +176,9 @@ class Architecture(Known):
             return ""
         fold = f"no scale is folded, since {self.against_a_fold}" if self.against_a_fold else "scales can be folded"
         probes = ", ".join(f"{name} {number:.0e}" for name, number in self.probes.items())
-        whole = sorted(number for kind in self.kinds if not kind.halves and not kind.dense for number in kind.layers)
+        whole = [number for kind in self.kinds if not kind.halves and not kind.dense for number in kind.layers]
         again = f"; layers {ranges(whole)} run whole each time" if whole else ""
-        own = sorted(number for kind in self.kinds if kind.own_gate for number in kind.layers)
+        own = [number for kind in self.kinds if kind.own_gate for number in kind.layers]
         gates = (
             f"; the experts of layers {ranges(own)} have a gate of their own, so no scale lies between w3 and w2"
             if own

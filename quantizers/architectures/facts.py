@@ -39,9 +39,8 @@ class KindFacts(Facts):
     """All that lies in some decoder layers besides the routed experts, without the layer's prefix: those of one kind.
 
     Attributes:
-        tensors: full names of those that are no linear module's.
+        tensors: those that are no linear module's.
         linears: linear modules with the shapes (rows, columns) of their weights; they keep their bytes.
-        layers: their numbers.
         dense: whether they have no experts.
         halves: whether they run in two halves, see model/streamed_model.py.
         alone: whether each sequence must go through them alone, since others beside it would change its states.
@@ -64,7 +63,7 @@ class HandedFacts(Facts):
         argument: the layer's parameter that gets it.
         entry: its place in the tuple that a layer returns; None there stands for nothing.
         width: of its last dimension, at most; those before are sequences and tokens.
-        dtype: of the model's own for `float`.
+        dtype: `float` for the model's own.
     """
 
     argument: str
@@ -129,12 +128,10 @@ class NormFacts(Facts):
 
 
 class RouterFacts(Facts):
-    """The router.
+    """The router: the matrix that makes its scores, without the layer's prefix, and what these become before a choice.
 
     Attributes:
-        tensor: the matrix that makes its scores, without the layer's prefix.
         served: the dtype in which servers hold it, and in which it is written when it is compensated.
-        scoring: what it makes of its logits before it chooses.
     """
 
     tensor: str
@@ -180,16 +177,11 @@ class Targets(Facts):
     unquantized: list[str]
     keys: list[str] = []
 
-    def patterns(self) -> list[str]:
-        """All of the expressions."""
-        return [*self.fp8, self.experts, *self.ignore, *self.unquantized]
-
 
 class KvCacheFacts(Facts):
-    """What a server caches of one token in one layer.
+    """What a server caches of one token in one layer: a number for each row of the linear modules `rows_of`.
 
     Attributes:
-        rows_of: the linear modules whose rows.
         divided: whether tensor parallelism divides them by heads of keys and values; with more cards than heads, heads
             are repeated. Otherwise every card holds all of them.
     """
@@ -236,10 +228,9 @@ class ServerFacts(Facts):
 
 
 class Published(Facts):
-    """Models of one size on the Hub.
+    """Models of one size on the Hub, with the license fields of their cards.
 
     Attributes:
-        license: the license fields of their cards.
         options: to be given when a server is started, besides those of the family.
         config: the parts of their config.json that decide what is planned, as far as they differ from the family's.
     """
@@ -251,12 +242,10 @@ class Published(Facts):
 
 
 class Stored(Protocol):
-    """The header entry of a stored tensor."""
+    """The header entry of a stored tensor: its dtype as safetensors calls it, and its shape."""
 
     @property
-    def dtype(self) -> str:
-        """As safetensors calls it."""
+    def dtype(self) -> str: ...
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+    def shape(self) -> tuple[int, ...]: ...

@@ -34,11 +34,9 @@ Own = Path | Architecture | None
 def architecture_for(
     config: dict[str, Any], where: str, own: Own = None, tensors: Mapping[str, Stored] | None = None
 ) -> Architecture:
-    """The facts for a config.json.
+    """The facts for a config.json, whose path is `where`.
 
     Args:
-        config: config.json.
-        where: its path, for the message.
         own: facts that are taken instead of any others, or a file of the user's own: facts, or data as the files here.
         tensors: the headers of its files, from which the facts of a model type without a file here are derived.
 

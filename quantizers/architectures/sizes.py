@@ -77,10 +77,7 @@ def is_of(facts: Architecture, config: Mapping[str, Any]) -> bool:
 
 
 def require_sane(config: Mapping[str, Any], where: str) -> None:
-    """Refuse a config.json of which no model can be made, before one is made.
-
-    Args:
-        where: its path, for messages.
+    """Refuse a config.json, whose path is `where`, of which no model can be made, before one is made.
 
     Raises:
         ArchitectureError: a size is no whole number, or absurd.

@@ -47,8 +47,7 @@ class Call:
 
     Attributes:
         arguments: by the names of the layer's parameters, without the hidden states.
-        states: the hidden states (B, T, H); of a model with several streams (B, T, S, H).
-        name: what the layer calls these.
+        states: the hidden states (B, T, H), or with several streams (B, T, S, H), which the layer calls `name`.
         handed: the names of the arguments that the layer before returns besides its states, with their places in the
             tuple that it returns; their values are unknown.
         tokens: the names of the arguments that are the token ids themselves.
@@ -98,8 +97,7 @@ class Skeleton:
     """The whole model without weights.
 
     Args:
-        model_class: transformers' class of the whole model.
-        config: of its config class; its implementations of attention and experts are set here.
+        config: of the config class of `model_class`; its implementations of attention and experts are set here.
         device: of the computed buffers, and of the arguments of layers.
         dtype: of the hidden states.
 
@@ -285,11 +283,9 @@ class Skeleton:
         return state
 
     def _target(self, name: str) -> tuple[str, str | None, Any]:
-        """The parameter that a stored tensor is, or the first of which it is a part; and the conversion that makes it.
+        """The parameter that a stored tensor is, or the first of which it is a part, whether or not the model has it.
 
-        Returns:
-            The parameter's name, whether or not the model has it; the pattern that the tensor's name matches, and
-            transformers' converter that has it, both None if the tensor is not converted.
+        And the pattern that the name matches, with transformers' converter that has it; None if it is not converted.
         """
         from transformers.core_model_loading import rename_source_key
 

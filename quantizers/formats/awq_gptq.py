@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 Layout = Literal["awq", "gptq"]
 # By the name of a layout: its kind, and the number to add to each stored zero point.
-AWQ: dict[object, tuple[Layout, int]] = {"gemm": ("awq", 0)}
-GPTQ: dict[object, tuple[Layout, int]] = {"gptq": ("gptq", 1), "gptq_v2": ("gptq", 0)}
 AUTO_ROUND: dict[object, tuple[Layout, int]] = {
     "auto_round:auto_gptq": ("gptq", 1), "auto_round:gptq": ("gptq", 1),
     "auto_round:gptqmodel": ("gptq", 0), "auto_round": ("gptq", 0),
@@ -51,14 +49,14 @@ AUTO_ROUND: dict[object, tuple[Layout, int]] = {
 }  # fmt: skip
 # By quant_method: the keys that may hold the layout's name, the known names, and the default.
 METHODS: dict[str, tuple[tuple[str, ...], dict[object, tuple[Layout, int]], str]] = {
-    "awq": (("version", "checkpoint_format", "format"), AWQ, "gemm"),
-    "gptq": (("checkpoint_format", "format"), GPTQ, "gptq"),
+    "awq": (("version", "checkpoint_format", "format"), {"gemm": ("awq", 0)}, "gemm"),
+    "gptq": (("checkpoint_format", "format"), {"gptq": ("gptq", 1), "gptq_v2": ("gptq", 0)}, "gptq"),
     "auto-round": (("packing_format",), AUTO_ROUND, "auto_round:auto_gptq"),
 }
 BITS: dict[Layout, tuple[int, ...]] = {"awq": (4,), "gptq": (4, 8)}
 UNQUANTIZED_BITS = 16  # AutoRound writes this for a module that it does not quantize
 SPECIAL = re.compile(r"[*+?^$()\[\]{}|\\]")
-Overrides = tuple[tuple[str, Mapping[str, Any] | None], ...]
+Override = tuple[str, Mapping[str, Any] | None]
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,6 @@ class Packing:
     """How a checkpoint's integers are packed.
 
     Attributes:
-        layout: the order of the integers.
         zero_offset: to add to a stored zero point: 1 in version 1 of GPTQ.
         bits, group: of a module without an override; group -1 is a whole column.
         in_order: the config promises inputs in the order of their groups (`desc_act: false`).
@@ -79,7 +76,7 @@ class Packing:
     bits: int
     group: int
     in_order: bool
-    overrides: Overrides = ()
+    overrides: tuple[Override, ...] = ()
 
     def of(self, module: str) -> tuple[int, int] | None:
         """Bits and group size of a module; None if it is not quantized."""
@@ -108,9 +105,8 @@ def dequantize_awq_gptq(checkpoint: Checkpoint, module: str, device: torch.devic
     where = f"{checkpoint.folder / CONFIG}: quantization_config"
     packing = read_packing(checkpoint.config["quantization_config"], where)
     declared = packing.of(module)
-    infos = [
-        checkpoint.require(f"{module}.{part}", "part of a quantized layer") for part in ("qweight", "qzeros", "scales")
-    ]
+    parts = ("qweight", "qzeros", "scales")
+    infos = [checkpoint.require(f"{module}.{part}", "part of a quantized layer") for part in parts]
     if declared is None:
         raise CheckpointError(f"{infos[0].file}: {infos[0].name} is present, but {where} excludes this layer")
     if f"{module}.weight" in checkpoint.tensors:
@@ -137,12 +133,7 @@ def dequantize_awq_gptq(checkpoint: Checkpoint, module: str, device: torch.devic
 
 
 def _shape(infos: list[TensorInfo], layout: Layout, bits: int, size: int, where: str) -> tuple[int, int, int]:
-    """R, C and g; refuses tensors that do not fit each other or the config.
-
-    Args:
-        infos: of qweight, qzeros and scales.
-        size: g as declared, -1 for a whole column.
-    """
+    """R, C and g (declared as `size`), from qweight, qzeros and scales that fit each other and the config."""
     qweight, qzeros, scales = infos
     per_int = 32 // bits
     if all(len(info.shape) == 2 and all(info.shape) for info in infos):
@@ -225,9 +216,7 @@ def _layout(section: Mapping[str, Any], where: str) -> tuple[Layout, int]:
     return known[name]
 
 
-def _overrides(
-    section: Mapping[str, Any], where: str, layout: Layout
-) -> Iterator[tuple[str, Mapping[str, Any] | None]]:
+def _overrides(section: Mapping[str, Any], where: str, layout: Layout) -> Iterator[Override]:
     for key in ("dynamic", "extra_config"):
         given = section.get(key) or {}
         if not isinstance(given, Mapping):

@@ -94,12 +94,10 @@ def refuse_bias(checkpoint: Checkpoint, module: str) -> None:
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How a matrix is stored.
+    """How a matrix (R, C) is stored, see above.
 
     Attributes:
-        kind: see above.
         parts: the last names of the tensors whose rows belong to the matrix's rows, the quantized numbers first.
-        shape: (R, C).
         block: of FP8 in blocks; (1, 1) elsewhere.
     """
 
@@ -147,37 +145,26 @@ def weight_format(checkpoint: Checkpoint, module: str) -> WeightFormat | None:
         return WeightFormat("plain", ("weight",), shape)
     if info.dtype != FP8:
         return None
-    block, scale = block_size(checkpoint), tensors.get(f"{module}.{SCALE}")
-    if scale is None or scale.shape == blocks_of(shape, block):
-        return WeightFormat("blocks", ("weight", _block_scale(checkpoint, info, block)), shape, block)
-    return WeightFormat("rows", ("weight", SCALE), shape) if scale.shape in (shape[:1], (shape[0], 1)) else None
-
-
-def _block_scale(checkpoint: Checkpoint, weight: TensorInfo, block: tuple[int, int]) -> str:
-    """The last name of the scale of FP8 in blocks: `weight_scale_inv`, as published, or `weight_scale`."""
-    module = weight.name.removesuffix(".weight")
-    name = next((name for name in (SCALE_INV, SCALE) if f"{module}.{name}" in checkpoint.tensors), None)
-    if name is None:
+    inverse, scale = (tensors.get(f"{module}.{name}") for name in (SCALE_INV, SCALE))
+    block = block_size(checkpoint)
+    expected = blocks_of(shape, block)
+    if scale is not None and scale.shape != expected:
+        return WeightFormat("rows", ("weight", SCALE), shape) if scale.shape in (shape[:1], (shape[0], 1)) else None
+    stored = inverse or scale
+    if stored is None:
         raise CheckpointError(
-            f"{weight.file}: {weight.name} is FP8 but has no {SCALE_INV}; the checkpoint is incomplete, "
-            "download it again"
+            f"{info.file}: {info.name} is FP8 but has no {SCALE_INV}; the checkpoint is incomplete, download it again"
         )
-    info = checkpoint.tensors[f"{module}.{name}"]
-    expected = blocks_of(weight.shape, block)
-    if info.shape != expected:
+    if stored.shape != expected:
         raise CheckpointError(
-            f"{info.file}: {info.name} has shape {list(info.shape)}, but {list(weight.shape)} in blocks of "
+            f"{stored.file}: {stored.name} has shape {list(stored.shape)}, but {list(shape)} in blocks of "
             f"{list(block)} needs {list(expected)}"
         )
-    return name
+    return WeightFormat("blocks", ("weight", stored.name.rpartition(".")[2]), shape, block)
 
 
 def _packed(checkpoint: Checkpoint, module: str) -> tuple[list[TensorInfo], tuple[int, int], int]:
-    """The header entries of packed integers, scales and zero points if there are any; R and C; bits.
-
-    Raises:
-        CheckpointError: one is missing, they do not belong together, or the groups are not in order of columns.
-    """
+    """The header entries of packed integers, scales and zero points if there are any; R and C; bits."""
     names = (PACKED, SCALE, "weight_shape")
     packed, scale, stated = (checkpoint.require(f"{module}.{name}", "part of a packed weight") for name in names)
     zero, index = (checkpoint.tensors.get(f"{module}.{part}") for part in (ZERO_POINT, GROUP_INDEX))

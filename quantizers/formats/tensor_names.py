@@ -74,9 +74,7 @@ def _split(
 ) -> dict[str, Entry]:
     """Header entries with those of its pieces, in the order of their bytes, in place of every fused tensor.
 
-    Args:
-        piece: from a fused tensor's entry, and an expert's matrix's name, shape and number of elements that lie before
-            it, to its entry.
+    `piece` makes the entry of one: from the tensor's, its name, its shape and the number of elements before it.
     """
     layers = _layers(facts, sizes)
     result: dict[str, Entry] = {}

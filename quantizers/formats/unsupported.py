@@ -13,6 +13,8 @@ A source in 4 bits can be read but not quantized: its weights are already rounde
 
 Candidates of `verify`, `eval` and `stitch` may be such models.
 
+All are refused with a CheckpointError of one line, which names the key or the sign, and the remedy.
+
 Source and candidate are swapped if the source was quantized (4-bit weights, a quant_method of a tool, or this
 program's report.json) and the candidate was not. Two quantized checkpoints may be compared in either order, and so may
 two that are not, for example FP8 and its BF16 copy.
@@ -31,7 +33,7 @@ from quantizers.checkpoint.safetensors_header import printed
 from quantizers.system.errors import CheckpointError, InputError
 from quantizers.system.output_files import REPORT
 
-from .awq_gptq import METHODS, is_awq_or_gptq, read_packing
+from .awq_gptq import is_awq_or_gptq, read_packing
 from .fp8 import declared_form
 
 SECTION = "quantization_config"
@@ -48,19 +50,14 @@ MLX = f"evaluate it with mlx-lm; {GIVE_ORIGINAL}"
 
 
 def refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
-    """Refuse a checkpoint in a format that this program cannot read, by its config.json, whose path is `where`.
-
-    Raises:
-        CheckpointError: one line that names the key and the remedy.
-    """
+    """Refuse a checkpoint in a format that this program cannot read, by its config.json, whose path is `where`."""
     section = config.get(SECTION)
     mlx = config.get("quantization")
     if isinstance(mlx, Mapping) and {"bits", "group_size"} <= mlx.keys() and "quant_method" not in (section or {}):
         raise CheckpointError(f"{where}: quantization is MLX's, which is not supported; {MLX}")
-    if isinstance(section, Mapping):
-        if section.get("quant_method") in METHODS:
-            read_packing(section, f"{where}: {SECTION}")
-            return
+    if is_awq_or_gptq(config):
+        read_packing(config[SECTION], f"{where}: {SECTION}")
+    elif isinstance(section, Mapping):
         for problem in _problems(section):
             raise CheckpointError(f"{where}: {SECTION}: {problem}")
 
@@ -93,11 +90,7 @@ INNER = ("text_config", SECTION, "config_groups", "weights")  # sections that sa
 
 
 def refuse_four_bits(config: Mapping[str, Any], where: str) -> None:
-    """Refuse a source whose weights have 4 bits or fewer, by its config.json, whose path is `where`.
-
-    Raises:
-        CheckpointError: one line that names the key.
-    """
+    """Refuse a source whose weights have 4 bits or fewer, by its config.json, whose path is `where`."""
     for sign in _four_bit_keys(config):
         raise CheckpointError(
             f"{where}: {sign}: this model already has 4-bit weights, so there is nothing to quantize; give the model's "
@@ -106,11 +99,7 @@ def refuse_four_bits(config: Mapping[str, Any], where: str) -> None:
 
 
 def refuse_unquantizable(config: Mapping[str, Any], where: str) -> None:
-    """Refuse a source whose weights are neither BF16 nor FP8, as far as its config.json, whose path is `where`, says.
-
-    Raises:
-        CheckpointError: one line that names the key.
-    """
+    """Refuse a source whose weights are neither BF16 nor FP8 by its config.json, whose path is `where`."""
     refuse_four_bits(config, where)
     if is_awq_or_gptq(config):
         raise CheckpointError(
@@ -135,11 +124,7 @@ def _four_bit_keys(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]
 
 
 def refuse_swapped_arguments(source: Checkpoint, candidate: Checkpoint, remedy: str) -> None:
-    """Refuse a source that was quantized, with a candidate that was not; the remedy is what to give instead.
-
-    Raises:
-        CheckpointError: one line that says how the source shows it.
-    """
+    """Refuse a source that was quantized, with a candidate that was not; the remedy is what to give instead."""
     sign = _quantized_by(source)
     if sign is not None and _quantized_by(candidate) is None:
         raise CheckpointError(
@@ -153,7 +138,6 @@ def _quantized_by(checkpoint: Checkpoint) -> str | None:
     with contextlib.suppress(InputError):  # there is no report, or it is damaged
         if "seal" in read_json(checkpoint.folder / REPORT):
             return f"its {REPORT} says that this program made it"
-    section = checkpoint.config.get("quantization_config")
-    if isinstance(section, Mapping) and section.get("quant_method") in METHODS:
-        return f"its {CONFIG} says quant_method: {section['quant_method']}"
+    if is_awq_or_gptq(checkpoint.config):
+        return f"its {CONFIG} says quant_method: {checkpoint.config[SECTION]['quant_method']}"
     return next((f"its {CONFIG} says {sign}" for sign in _four_bit_keys(checkpoint.config)), None)
