@@ -21,11 +21,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.derive import Header, derived_architecture
+from quantizers.architectures.derive import derived_architecture
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.roles import EXACT
 from quantizers.architectures.sizes import sizes_of
+from quantizers.architectures.stored_tensors import Header
 from quantizers.checkpoint.reader import open_folder
 from quantizers.planning.assign_actions import expected_tensors, folds
 from quantizers.recipe.schema import Experts
