@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from quantizers.cli.tables.plan import measured_table
+from quantizers.cli.plan import measured_table
 from quantizers.device.devices import choose_device, forward_dtype, is_accelerator, use_threads
 from quantizers.pipeline.layer_measurement import measure_layer
 from quantizers.planning.job import prepare

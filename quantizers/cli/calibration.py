@@ -7,11 +7,13 @@ from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 from typer.core import TyperGroup
 
 from quantizers.system.errors import InputError
 
-from .options import GATE_FAILED, DebugOption, JsonOption, TrustOption, WithoutOption, emit, show_rich
+from . import options
+from .options import emit
 
 if TYPE_CHECKING:
     from quantizers.recipe.schema import Recipe
@@ -28,18 +30,18 @@ class _SetOrCommand(TyperGroup):
 
 
 calibration = typer.Typer(rich_markup_mode=None, cls=_SetOrCommand)
-SetArgument = Annotated[str, typer.Argument(metavar="SET", help="a set's file, or the name of a shipped set")]
+SetArgument = Annotated[str, Argument(metavar="SET", help="a set's file, or the name of a shipped set")]
 TokenizerOption = Annotated[
-    str | None, typer.Option(help="a model's folder or Hub id; the recipe's, or else the tiny model, by default")
+    str | None, Option(help="a model's folder or Hub id; the recipe's, or else the tiny model, by default")
 ]
 RecipeOption = Annotated[
-    str | None, typer.Option(metavar="RECIPE", help="count tokens with the tokenizer of this recipe's source")
+    str | None, Option(metavar="RECIPE", help="count tokens with the tokenizer of this recipe's source")
 ]
-WorkersOption = Annotated[int, typer.Option(min=1, help="number of sources loaded at the same time")]
+WorkersOption = Annotated[int, Option(min=1, help="number of sources loaded at the same time")]
 
 
 @calibration.callback(invoke_without_command=True)
-def calibration_(context: typer.Context, as_json: JsonOption = False, debug: DebugOption = False) -> None:
+def calibration_(context: typer.Context, as_json: options.Json = False, debug: options.Debug = False) -> None:
     """Check, list, copy, write, pin, freeze and compare calibration sets.
 
     `quantize calibration SET` checks a set, as `check SET` does; without an argument, the shipped sets are listed.
@@ -55,31 +57,29 @@ def check(
     *,
     set_: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[SET]", help="a set's file, or the name of a shipped set; the set of --recipe by default"
-        ),
+        Argument(metavar="[SET]", help="a set's file, or the name of a shipped set; the set of --recipe by default"),
     ] = None,
     tokenizer: TokenizerOption = None,
     recipe: RecipeOption = None,
-    trust_remote_code: TrustOption = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     held_out: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="SET",
             help="evaluation set that must share no text with it; by default the recipe's, or held-out.yaml beside it",
         ),
     ] = None,
-    show: Annotated[int, typer.Option(min=0, help="print this many rendered samples, evenly spread")] = 0,
+    show: Annotated[int, Option(min=0, help="print this many rendered samples, evenly spread")] = 0,
     source: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="with --show: only sources whose name contains this")
+        str | None, Option(metavar="TEXT", help="with --show: only sources whose name contains this")
     ] = None,
     category: Annotated[
-        str | None, typer.Option(help="with --show: only this category, and those below it (code includes code/rust)")
+        str | None, Option(help="with --show: only this category, and those below it (code includes code/rust)")
     ] = None,
-    without: WithoutOption = None,
+    without: options.Without = None,
     workers: WorkersOption = 8,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
 ) -> None:
     """Check a set; exit 3 when a language has no text, or texts are duplicates, held out, or mislabelled.
 
@@ -94,8 +94,7 @@ def check(
 
     if not show and (source is not None or category is not None):
         raise InputError("--source and --category choose what --show prints; add --show N")
-    given = named(recipe)
-    counting, about = counting_of(tokenizer, given, trust_remote_code)
+    counting, about, given = _counting(tokenizer, recipe, trust_remote_code)
     path, other = _sets(set_, held_out, given)
     left_out = without or (given[0].calibration_without if given and set_ is None else ())
     report = check_set(path, held_out=other, workers=workers, without=left_out, **counting)
@@ -104,13 +103,11 @@ def check(
         samples = show_samples(path, show, source=source, category=category, without=left_out, **counting)
         data |= {"samples": samples}
         shown = Group(shown, render_samples(samples))
-    show_rich(data, as_json, shown)
-    if report.findings:
-        raise typer.Exit(GATE_FAILED)
+    emit(data, as_json, shown, passed=not report.findings)
 
 
 @calibration.command(name="list")
-def list_sets(as_json: JsonOption = False, debug: DebugOption = False) -> None:
+def list_sets(as_json: options.Json = False, debug: options.Debug = False) -> None:
     """List the shipped sets: samples, sources and contents.
 
     Example: quantize calibration list
@@ -125,12 +122,12 @@ def list_sets(as_json: JsonOption = False, debug: DebugOption = False) -> None:
 
 @calibration.command()
 def copy(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="name from `quantize calibration list`")],
+    name: Annotated[str, Argument(metavar="NAME", help="name from `quantize calibration list`")],
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="folder for the copy; created if needed, nothing is overwritten")
+        Path, Argument(metavar="DIR", help="folder for the copy; created if needed, nothing is overwritten")
     ],
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
 ) -> None:
     """Copy a shipped set for editing, with its data and its evaluation set.
 
@@ -139,23 +136,23 @@ def copy(
     from quantizers.calibration.set_files import copy_set
 
     copies = copy_set(name, folder)
-    said = f"wrote {copies[0]}, and {len(copies) - 1} files that go with it" if copies[1:] else f"wrote {copies[0]}"
-    files = {"set": str(copies[0]), "files": [str(copy) for copy in copies]}
-    emit(files, as_json, f"{said}\nnext: quantize calibration {quote(str(copies[0]))}")
+    others = f", and {len(copies) - 1} files that go with it" if copies[1:] else ""
+    files = {"set": str(copies[0]), "files": list(map(str, copies))}
+    emit(files, as_json, f"wrote {copies[0]}{others}\n{_next(copies[0])}")
 
 
 @calibration.command()
 def new(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="file to write, such as mine.yaml")],
+    file: Annotated[Path, Argument(metavar="FILE", help="file to write, such as mine.yaml")],
     data: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="FILE",
             help="your texts, .jsonl, .json or .parquet; without it, example rows are written beside the set",
         ),
     ] = None,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
 ) -> None:
     """Write a commented set for a file of texts, whose row format and columns are detected.
 
@@ -166,7 +163,7 @@ def new(
 
     contents, notes = new_set(file, data)
     write_new(contents)
-    lines = [f"wrote {' and '.join(map(str, contents))}", *notes, f"next: quantize calibration {quote(str(file))}"]
+    lines = [f"wrote {' and '.join(map(str, contents))}", *notes, _next(file)]
     files = {"set": str(file), "files": list(map(str, contents)), "notes": notes}
     emit(files, as_json, "\n".join(lines))
 
@@ -174,10 +171,10 @@ def new(
 @calibration.command()
 def lock(
     set_: SetArgument,
-    without: WithoutOption = None,
+    without: options.Without = None,
     workers: WorkersOption = 8,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
 ) -> None:
     """Pin the exact version of every source in a lock file beside the set, which runs then use.
 
@@ -195,15 +192,15 @@ def lock(
 def freeze(
     set_: SetArgument,
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="folder for the frozen set; created if needed, nothing is overwritten")
+        Path, Argument(metavar="DIR", help="folder for the frozen set; created if needed, nothing is overwritten")
     ],
     *,
     tokenizer: TokenizerOption = None,
     recipe: RecipeOption = None,
-    trust_remote_code: TrustOption = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     workers: WorkersOption = 8,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
 ) -> None:
     """Write the rows that a set's samples are made of, and a set that reads them: without the Hub, the same samples.
 
@@ -215,7 +212,7 @@ def freeze(
     from quantizers.calibration.licences import is_non_commercial
     from quantizers.recipe.read import find_set
 
-    counting, _ = counting_of(tokenizer, named(recipe), trust_remote_code)
+    counting, _, _ = _counting(tokenizer, recipe, trust_remote_code)
     files, sources, digest = freeze_set(find_set(set_, "embedded"), folder, workers=workers, **counting)
     rows = sum(len(source.rows) for source in sources)
     restricted = [source.source.dataset for source in sources if is_non_commercial(source.licence)]
@@ -223,11 +220,7 @@ def freeze(
     if restricted:
         lines.append(f"not for commercial use: {', '.join(dict.fromkeys(restricted))}; all licences: {files[-1]}")
     written = {"set": str(files[0]), "files": list(map(str, files)), "rows": rows, "digest": digest}
-    emit(
-        written | {"non_commercial": restricted},
-        as_json,
-        "\n".join([*lines, f"next: quantize calibration {quote(str(files[0]))}"]),
-    )
+    emit(written | {"non_commercial": restricted}, as_json, "\n".join([*lines, _next(files[0])]))
 
 
 @calibration.command()
@@ -237,13 +230,11 @@ def diff(
     *,
     tokenizer: TokenizerOption = None,
     recipe: RecipeOption = None,
-    trust_remote_code: TrustOption = False,
-    files_only: Annotated[
-        bool, typer.Option("--yaml", help="compare only the YAML files, without loading data")
-    ] = False,
+    trust_remote_code: options.TrustRemoteCode = False,
+    files_only: Annotated[bool, Option("--yaml", help="compare only the YAML files, without loading data")] = False,
     workers: WorkersOption = 8,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
 ) -> None:
     """Compare two sets: their files, and the texts and tokens that the second gains and loses.
 
@@ -259,15 +250,15 @@ def diff(
     paths = find_set(before, "embedded"), find_set(after, "embedded")
     difference, texts = diff_sets(*paths), None
     if not files_only:
-        counting, _ = counting_of(tokenizer, named(recipe), trust_remote_code)
+        counting, _, _ = _counting(tokenizer, recipe, trust_remote_code)
         old, new = (load_set(path, **counting, workers=workers, require_languages=False) for path in paths)
         texts = diff_texts(old, new, counting["tokenizer"])
     data = asdict(difference) | {"texts": None if texts is None else asdict(texts)}
-    show_rich(data, as_json, render_diff(difference, texts))
+    emit(data, as_json, render_diff(difference, texts))
 
 
 @calibration.command()
-def schema(as_json: JsonOption = False, debug: DebugOption = False) -> None:
+def schema(as_json: options.Json = False, debug: options.Debug = False) -> None:
     """Print the JSON schema of calibration sets, for an editor.
 
     Example: quantize calibration schema > calibration-set.schema.json
@@ -297,29 +288,28 @@ def _sets(name: str | None, held_out: str | None, recipe: tuple[Recipe, Path] | 
     return path, None if other.is_file() and other.samefile(path) else other
 
 
-def named(recipe: str | None) -> tuple[Recipe, Path] | None:
-    """The recipe of `--recipe` with its path; None if the option was not given."""
-    from quantizers.recipe.read import read_recipe
+def _counting(
+    tokenizer: str | None, recipe: str | None, trust_remote_code: bool
+) -> tuple[dict[str, Any], str, tuple[Recipe, Path] | None]:
+    """The tokenizer that counts tokens: the named one, else that of the recipe, else the tiny model's.
 
-    return None if recipe is None else read_recipe(recipe)
-
-
-def counting_of(
-    tokenizer: str | None, recipe: tuple[Recipe, Path] | None, trust_remote_code: bool
-) -> tuple[dict[str, Any], str]:
-    """The tokenizer that counts tokens, as the arguments of `load_set`, and a note about it.
-
-    It is the named one, or the recipe's, or the tiny model's.
+    Returns:
+        It as the arguments of `load_set`, a note about it, and the recipe with its path.
     """
-    from quantizers.recipe.read import source_location
+    from quantizers.recipe.read import read_recipe, source_location
     from quantizers.system.package_data import shipped
 
+    given = None if recipe is None else read_recipe(recipe)
     if tokenizer is not None:
-        return {"tokenizer": tokenizer, "trust_remote_code": trust_remote_code}, ""
-    if recipe is None:
+        return {"tokenizer": tokenizer, "trust_remote_code": trust_remote_code}, "", given
+    if given is None:
         about = "; a large model's makes fewer tokens of a text (--recipe RECIPE or --tokenizer MODEL counts with it)"
-        return {"tokenizer": str(shipped("models") / "tiny-minimax-m2")}, about
-    source = recipe[0].source
+        return {"tokenizer": str(shipped("models") / "tiny-minimax-m2")}, about, None
+    source = given[0].source
     trusted = trust_remote_code or source.trusts_tokenizer
-    arguments = {"tokenizer": source_location(*recipe), "revision": source.revision, "trust_remote_code": trusted}
-    return arguments, ", the recipe's source"
+    arguments = {"tokenizer": source_location(*given), "revision": source.revision, "trust_remote_code": trusted}
+    return arguments, ", the recipe's source", given
+
+
+def _next(path: Path) -> str:
+    return f"next: quantize calibration {quote(str(path))}"

@@ -6,61 +6,52 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
-from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from quantizers.distributed.process_group import ProcessGroup
 
-from .options import (
-    GATE_FAILED,
-    CalibrationOption,
-    DebugOption,
-    DeviceOption,
-    FactsOption,
-    JsonOption,
-    NoPictureOption,
-    SetOption,
-    SourceOption,
-    TrustOption,
-    WorkOption,
-    emit,
-)
+from . import options
+from .options import emit
 
 
 def coverage(
     *,
     context: typer.Context,
     recipe: Annotated[
-        str | None, typer.Argument(metavar="[RECIPE]", help="recipe whose source, calibration set and gates are used")
+        str | None, Argument(metavar="[RECIPE]", help="recipe whose source, calibration set and gates are used")
     ] = None,
-    source: SourceOption = None,
-    calibration: CalibrationOption = None,
-    settings: SetOption = None,
-    facts: FactsOption = None,
-    model: Annotated[str | None, typer.Option(help="without a recipe: a checkpoint's folder or Hub id")] = None,
-    data: Annotated[str | None, typer.Option(metavar="SET", help="without a recipe: a calibration set")] = None,
+    source: options.Source = None,
+    calibration: options.Calibration = None,
+    settings: options.Settings = None,
+    facts: options.Facts = None,
+    model: Annotated[str | None, Option(help="without a recipe: a checkpoint's folder or Hub id")] = None,
+    data: Annotated[str | None, Option(metavar="SET", help="without a recipe: a calibration set")] = None,
     compare: Annotated[
         tuple[str, str] | None,
-        typer.Option(
+        Option(
             metavar="SET_A SET_B",
             help="compare two sets: experts whose share of tokens grows or shrinks, newly covered or no longer covered",
         ),
     ] = None,
-    min_routed_tokens: Annotated[int | None, typer.Option(min=0, help="without a recipe: gate; 1 by default")] = None,
+    min_routed_tokens: Annotated[int | None, Option(min=0, help="without a recipe: gate; 1 by default")] = None,
     max_uncovered: Annotated[
-        float | None, typer.Option(min=0, max=1, help="without a recipe: gate, a share of experts; 0.01 by default")
+        float | None, Option(min=0, max=1, help="without a recipe: gate, a share of experts; 0.01 by default")
     ] = None,
     picture: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="FILE",
             help="file for the heat map of layers by experts; coverage.png or coverage-compare.png by default",
         ),
     ] = None,
-    no_picture: NoPictureOption = False,
-    device: DeviceOption = "auto",
-    work: WorkOption = None,
-    trust_remote_code: TrustOption = False,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
+    no_picture: options.NoPicture = False,
+    device: options.Device = "auto",
+    work: Annotated[
+        Path | None, Option(metavar="DIR", help="scratch folder for activations; a temporary one by default")
+    ] = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
 ) -> None:
     """Count the tokens routed to each expert, without quantizing.
 
@@ -73,7 +64,7 @@ def coverage(
     from eval.report.plots import comparison_figure, coverage_figure, save
     from quantizers.commands.coverage import coverage as count_tokens
 
-    dist: ProcessGroup = context.obj or SINGLE_PROCESS
+    dist: ProcessGroup = context.obj
     found = count_tokens(
         recipe,
         source=source,
@@ -97,13 +88,11 @@ def coverage(
     if not no_picture:
         name = Path(result["model"]).name
         if compare:
-            picture = picture or Path("coverage-compare.png")
-            save(comparison_figure(result, name), picture)
+            default, figure = "coverage-compare.png", comparison_figure(result, name)
         else:
-            picture = picture or Path("coverage.png")
             title = f"{name} on {result['set']}"
-            save(coverage_figure(result["per_layer"], result["min_routed_tokens"], title), picture)
+            default, figure = "coverage.png", coverage_figure(result["per_layer"], result["min_routed_tokens"], title)
+        picture = picture or Path(default)
+        save(figure, picture)
         text += f"\n\npicture: {picture}"
-    emit(result, as_json, text)
-    if not found.passed:
-        raise typer.Exit(GATE_FAILED)
+    emit(result, as_json, text, passed=found.passed)

@@ -6,35 +6,33 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
-from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from quantizers.distributed.process_group import ProcessGroup
 
-from .options import DebugOption, DeviceOption, FactsOption, JsonOption, NoPictureOption, TrustOption, emit
+from . import options
+from .options import emit
 
 
 def evaluate(
     *,
     context: typer.Context,
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="a folder or Hub id")],
-    candidate: Annotated[
-        list[str], typer.Argument(metavar="CANDIDATE…", help="one or more checkpoints of the same model")
-    ],
-    data: Annotated[str, typer.Option(metavar="SET", help="evaluation set: a file, or the name of a shipped set")],
-    facts: FactsOption = None,
+    source: Annotated[str, Argument(metavar="SOURCE", help="a folder or Hub id")],
+    candidate: Annotated[list[str], Argument(metavar="CANDIDATE…", help="one or more checkpoints of the same model")],
+    data: Annotated[str, Option(metavar="SET", help="evaluation set: a file, or the name of a shipped set")],
+    facts: options.Facts = None,
     picture: Annotated[
-        Path, typer.Option(metavar="FILE", help="file for the plot of KL by category and errors by depth")
+        Path, Option(metavar="FILE", help="file for the plot of KL by category and errors by depth")
     ] = Path("fidelity.png"),
-    no_picture: NoPictureOption = False,
-    device: DeviceOption = "auto",
+    no_picture: options.NoPicture = False,
+    device: options.Device = "auto",
     work: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", help="folder for activations and a journal; an interrupted evaluation resumes from it"
-        ),
+        Option(metavar="DIR", help="folder for activations and a journal; an interrupted evaluation resumes from it"),
     ] = None,
-    trust_remote_code: TrustOption = False,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
+    trust_remote_code: options.TrustRemoteCode = False,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
 ) -> None:
     """Measure perplexity, KL and more of candidates against a source.
 
@@ -50,16 +48,9 @@ def evaluate(
     from eval.fidelity.tables import eval_table
     from quantizers.commands.evaluate import evaluate as evaluate_candidates
 
-    dist: ProcessGroup = context.obj or SINGLE_PROCESS
+    dist: ProcessGroup = context.obj
     found = evaluate_candidates(
-        source,
-        candidate,
-        data,
-        facts=facts,
-        device=device,
-        work=work,
-        trust_remote_code=trust_remote_code,
-        dist=dist,
+        source, candidate, data, facts=facts, device=device, work=work, trust_remote_code=trust_remote_code, dist=dist
     )
     if not dist.is_main:
         return

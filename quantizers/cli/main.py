@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -13,7 +13,7 @@ from quantizers.device.determinism import ordered
 from quantizers.distributed.process_group import ProcessGroup, launched
 from quantizers.system.caches import settle_caches
 from quantizers.system.errors import InputError, QuantizeError
-from quantizers.system.formatting import printable
+from quantizers.system.formatting import gib, printable
 from quantizers.system.interrupts import stoppable
 
 from . import calibration, coverage, evaluate, plan, publish, recipes, report, run, stitch, verify
@@ -33,11 +33,25 @@ def _show_version(asked: bool) -> None:
     if asked:
         from quantizers.device.devices import environment
 
-        from .tables.commands import version_table
-
         found = environment()
         emit(found, "--json" in sys.argv, version_table(found))
         raise typer.Exit
+
+
+def version_table(found: dict[str, Any]) -> str:
+    """The program's version first, as scripts expect it; then what it runs on."""
+    versions = dict(found["versions"])
+    own, python, torch = (versions.pop(name) for name in ("moe-quantizers", "python", "torch"))
+    built = [f"{word} {found[key]}" for key, word in (("cuda", "CUDA"), ("rocm", "ROCm")) if found[key]]
+    lines = [
+        f"quantize {own}",
+        f"python {python}, torch {torch}, {built[0] if built else 'CPU build'}",
+        ", ".join(f"{name} {version}" for name, version in versions.items()),
+    ]
+    for device in found["devices"]:
+        kernels = f", kernels: {device['kernels']}" if "kernels" in device else ""
+        lines.append(f"{device['device']}: {device['name']}, {gib(device['bytes'])}{kernels}")
+    return "\n".join(lines)
 
 
 @app.callback()

@@ -1,4 +1,4 @@
-"""What the commands share: common options, printing, and finding files and folders."""
+"""What the commands share: common options, printing, asking. Commands name an option `options.Json`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from quantizers.system.errors import InputError
 from quantizers.system.files import json_finite
 from quantizers.system.formatting import printable
 from quantizers.system.package_data import shipped_names
 
-GATE_FAILED = 3
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 def _shipped(folder: str) -> Callable[[str], list[str]]:
@@ -27,73 +29,53 @@ def _shipped(folder: str) -> Callable[[str], list[str]]:
     return names
 
 
-RecipeArgument = Annotated[
+Recipe = Annotated[
     str,
-    typer.Argument(
+    Argument(
         metavar="RECIPE",
         help="a recipe file, the name of a shipped recipe, or the Hub id of a model that has one",
         autocompletion=_shipped("recipes"),
     ),
 ]
-SourceOption = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="local folder of the source model"),
+Source = Annotated[Path | None, Option(metavar="DIR", help="local folder of the source model")]
+Facts = Annotated[
+    Path | None, Option(metavar="FILE", help="your own architecture spec, such as the facts.yaml of an output")
 ]
-FactsOption = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="your own architecture spec, such as the facts.yaml of an output"),
-]
-SetOption = Annotated[
+Settings = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--set",
         metavar="KEY=VALUE",
         help="override a key of the recipe, such as experts.group_size=64; null removes it; "
         "may be repeated; paths are relative to the current folder",
     ),
 ]
-CalibrationOption = Annotated[
+Calibration = Annotated[
     str | None,
-    typer.Option(
-        "--calibration",
+    Option(
         metavar="SET",
         help="calibration set to use instead of the recipe's: a file, or the name of a shipped set",
         autocompletion=_shipped("calibration"),
     ),
 ]
-WithoutOption = Annotated[
+Without = Annotated[
     list[str] | None,
-    typer.Option(
-        "--without",
+    Option(
         metavar="SOURCE",
         help="leave a source of the calibration set out, by its data set's id; samples of the same category take "
         "their place; may be repeated",
     ),
 ]
-TrustOption = Annotated[
-    bool,
-    typer.Option("--trust-remote-code", help="allow custom tokenizer code (model code is never executed)"),
+TrustRemoteCode = Annotated[
+    bool, Option("--trust-remote-code", help="allow custom tokenizer code (model code is never executed)")
 ]
-JsonOption = Annotated[
-    bool, typer.Option("--json", help="one JSON object on standard output, all else on standard error")
+Device = Annotated[str, Option(help="cpu, cuda, cuda:N, or auto (the first GPU if there is one)")]
+DeviceMemory = Annotated[
+    str | None, Option(metavar="SIZE", help="limit the device's memory, e.g. 20GiB (slower; the output is unchanged)")
 ]
-DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:N, or auto (the first GPU if there is one)")]
-DiskOption = Annotated[
-    str | None,
-    typer.Option(metavar="SIZE", help="disk bandwidth of a machine, in bytes per second; 1GB by default"),
-]
-DeviceMemoryOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="limit the device's memory, e.g. 20GiB (slower; the output is unchanged)",
-    ),
-]
-NoPictureOption = Annotated[bool, typer.Option("--no-picture", help="do not draw a picture")]
-WorkOption = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="scratch folder for activations; a temporary one by default")
-]
-DebugOption = Annotated[bool, typer.Option("--debug", help="show a traceback with every error")]
+NoPicture = Annotated[bool, Option("--no-picture", help="do not draw a picture")]
+Json = Annotated[bool, Option("--json", help="one JSON object on standard output, all else on standard error")]
+Debug = Annotated[bool, Option("--debug", help="show a traceback with every error")]
 
 
 def typed() -> tuple[str, ...]:
@@ -102,11 +84,7 @@ def typed() -> tuple[str, ...]:
 
 
 def asked(question: str, option: str) -> bool:
-    """Ask the user; `option` is what needs the answer.
-
-    Raises:
-        InputError: there is no terminal.
-    """
+    """The user's answer to a question that `option` needs. Raises InputError without a terminal."""
     try:
         return typer.confirm(question, err=True)
     except typer.Abort:
@@ -116,20 +94,19 @@ def asked(question: str, option: str) -> bool:
         raise InputError(f"{option}: {question} There is no terminal to confirm on; pass --yes") from None
 
 
-def emit(data: dict[str, Any], as_json: bool, text: str) -> None:
-    """Print a result: as JSON, or as the text made from it."""
-    print(
-        json.dumps(json_finite(data), indent=1, sort_keys=True)
-        if as_json
-        else "\n".join(map(printable, text.split("\n")))
-    )
+def emit(data: dict[str, Any], as_json: bool, shown: RenderableType, *, passed: bool = True) -> None:
+    """Print a result: as JSON, or as the text, or what rich renders, that was made from it.
 
-
-def show_rich(data: dict[str, Any], as_json: bool, renderable: Any) -> None:
-    """Print a result: as JSON, or as what rich renders."""
-    from rich.console import Console
-
+    Args:
+        passed: of no gate that failed; else the command ends with exit code 3.
+    """
     if as_json:
-        emit(data, True, "")
+        print(json.dumps(json_finite(data), indent=1, sort_keys=True))
+    elif isinstance(shown, str):
+        print("\n".join(map(printable, shown.split("\n"))))
     else:
-        Console(width=None if sys.stdout.isatty() else 120, markup=False).print(renderable)
+        from rich.console import Console
+
+        Console(width=None if sys.stdout.isatty() else 120, markup=False).print(shown)
+    if not passed:
+        raise typer.Exit(3)

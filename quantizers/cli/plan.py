@@ -2,79 +2,70 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-import typer
+from typer import Option
 
-from quantizers.system.formatting import parse_bytes
+from eval.report.serve_commands import without_vllm
+from eval.report.summary import candidate_lines, choice_lines, layer_rows
+from quantizers.system.formatting import gib, parse_bytes, size, text_table
+from quantizers.system.progress import duration
 
-from .options import (
-    CalibrationOption,
-    DebugOption,
-    DeviceMemoryOption,
-    DiskOption,
-    FactsOption,
-    JsonOption,
-    RecipeArgument,
-    SetOption,
-    SourceOption,
-    emit,
-)
+from . import options
+from .options import emit
 
 
 def plan(
     *,
-    recipe: RecipeArgument,
+    recipe: options.Recipe,
     vram: Annotated[
         list[str] | None,
-        typer.Option(metavar="NxGPU", help="GPUs to serve the output on, such as 2x96GiB or 2xH100; may be repeated"),
+        Option(metavar="NxGPU", help="GPUs to serve the output on, such as 2x96GiB or 2xH100; may be repeated"),
     ] = None,
-    source: SourceOption = None,
-    calibration: CalibrationOption = None,
-    settings: SetOption = None,
-    facts: FactsOption = None,
+    source: options.Source = None,
+    calibration: options.Calibration = None,
+    settings: options.Settings = None,
+    facts: options.Facts = None,
     context: Annotated[
         int | None,
-        typer.Option(min=1, metavar="TOKENS", help="with --vram: context length; the model's maximum by default"),
+        Option(min=1, metavar="TOKENS", help="with --vram: context length; the model's maximum by default"),
     ] = None,
-    kv: Annotated[
-        Literal["auto", "fp8"], typer.Option(help="with --vram: 16-bit keys and values (auto), or fp8")
-    ] = "auto",
+    kv: Annotated[Literal["auto", "fp8"], Option(help="with --vram: 16-bit keys and values (auto), or fp8")] = "auto",
     tp: Annotated[
         int | None,
-        typer.Option(min=1, help="with --vram: tensor-parallel size; the largest that vLLM allows by default"),
+        Option(min=1, help="with --vram: tensor-parallel size; the largest that vLLM allows by default"),
     ] = None,
-    tensors: Annotated[bool, typer.Option("--tensors", help="list every tensor with its action")] = False,
+    tensors: Annotated[bool, Option("--tensors", help="list every tensor with its action")] = False,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="with a budget: the folder of a run, to show the schemes that it chose"),
+        Option("--output", "-o", help="with a budget: the folder of a run, to show the schemes that it chose"),
     ] = None,
     hub: Annotated[
-        bool, typer.Option("--hub", help="read the headers from the Hub even if the architecture spec is built in")
+        bool, Option("--hub", help="read the headers from the Hub even if the architecture spec is built in")
     ] = False,
-    device_memory: DeviceMemoryOption = None,
-    nodes: Annotated[int, typer.Option(min=1, help="also estimate a run on this number of machines")] = 1,
-    gpus: Annotated[int, typer.Option(min=1, help="also estimate a run on this number of GPUs per machine")] = 1,
-    disk: DiskOption = None,
+    device_memory: options.DeviceMemory = None,
+    nodes: Annotated[int, Option(min=1, help="also estimate a run on this number of machines")] = 1,
+    gpus: Annotated[int, Option(min=1, help="also estimate a run on this number of GPUs per machine")] = 1,
+    disk: Annotated[
+        str | None, Option(metavar="SIZE", help="disk bandwidth of a machine, in bytes per second; 1GB by default")
+    ] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="time one layer with random weights on this machine instead")
+        bool, Option("--measure", help="time one layer with random weights on this machine instead")
     ] = False,
     tokens: Annotated[
-        int | None, typer.Option(min=16, help="with --measure: calibration tokens; one token chunk by default")
+        int | None, Option(min=16, help="with --measure: calibration tokens; one token chunk by default")
     ] = None,
     experts: Annotated[
         int | None,
-        typer.Option(min=2, help="with --measure: experts of the layer; as many as fit into memory by default"),
+        Option(min=2, help="with --measure: experts of the layer; as many as fit into memory by default"),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="with --measure: cpu, cuda, cuda:N, or auto (the first GPU if there is one)")
+        str | None, Option(help="with --measure: cpu, cuda, cuda:N, or auto (the first GPU if there is one)")
     ] = None,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
 ) -> None:
     """Show what a run would do and need, and where its output fits.
 
@@ -87,10 +78,10 @@ def plan(
 
     Example: quantize plan minimax-m2.1-fp8-int4 --vram 2x96GiB --vram 4x24GiB --context 196608
     """
-    from quantizers.cli.tables.plan import fit_table, measured_table, plan_table, tensors_table, weights_table
     from quantizers.commands.plan import plan as plan_run
 
-    with _without_collection():
+    gc.disable()  # a plan is many objects without cycles; looking for them takes a tenth longer for a large model
+    try:
         figures = plan_run(
             recipe,
             source=source,
@@ -113,6 +104,8 @@ def plan(
             experts=experts,
             device=device,
         ).figures
+    finally:
+        gc.enable()
     if measure:
         text = measured_table(figures["measured"])
     elif vram:
@@ -122,11 +115,205 @@ def plan(
     emit(figures, as_json, text)
 
 
-@contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """Look for no cycles: a plan is many objects without any, and that of a large model would take a tenth longer."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+def plan_table(numbers: dict[str, Any]) -> str:
+    """Every kind of tensor, the output's size, and what a run needs."""
+    rows = [
+        (row["kind"], row["action"], f"{row['tensors']:,}", size(row["bytes_before"]), size(row["bytes_after"]))
+        for row in numbers["kinds"]
+    ]
+    return "\n".join(
+        [
+            f"planned from {numbers['basis']}",
+            "",
+            text_table(("tensors (* = a number)", "action", "number", "before", "after"), rows),
+            "",
+            f"{numbers['layers']} layers, {dense_words(numbers)}{numbers['experts_per_layer']} experts each: "
+            f"{numbers['quantized_matrices']:,} expert matrices quantized, "
+            f"{numbers['kept_attention_tensors']:,} attention tensors keep their bytes",
+            f"output {size(numbers['output_bytes'])} ({numbers['output_bytes']:,} bytes of shards and index) in "
+            f"{len(numbers['shards'])} shards, {size(numbers['expert_bytes'])} of it experts; "
+            f"source {size(numbers['source_bytes'])}",
+            *remarks(numbers),
+            "",
+            *(scheme_lines(numbers["schemes"]) if "schemes" in numbers else []),
+            *needs_lines(numbers["needs"]),
+            *([memory_line(numbers)] if "device_memory" in numbers else []),
+        ]
+    )
+
+
+def dense_words(numbers: dict[str, Any]) -> str:
+    """The number of layers without experts, if any."""
+    dense = len(numbers["dense_layers"])
+    return f"{dense} of them without experts, the others with " if dense else ""
+
+
+def remarks(numbers: dict[str, Any]) -> list[str]:
+    """A line about each special thing: files left behind, MTP layers, a family that vLLM or --vram does not know."""
+    lines = [numbers[key] for key in ("origin", "left_behind") if numbers.get(key)]
+    if "mtp" in numbers:
+        layers = numbers["mtp"]["layers"]
+        which = f"layer{'s' if layers[1:] else ''} {', '.join(map(str, layers))}"
+        passed = size(numbers["mtp"]["bytes"])
+        lines.append(f"{which}, for multi-token prediction (MTP), passed through with their experts: {passed}")
+    if "vllm" not in numbers["servers"]:
+        lines.append(without_vllm(numbers))
+    if numbers.get("cards_unknown"):
+        lines.append(f"of GPUs to serve it, only the weights can be counted: {numbers['cards_unknown']}")
+    return lines
+
+
+def scheme_lines(schemes: dict[str, Any]) -> list[str]:
+    """The choice within a budget once it is made, until then the candidates."""
+    if "layers" in schemes:
+        return [*candidate_lines(schemes), "", *choice_lines(schemes), "", text_table(*layer_rows(schemes)), ""]
+    assumed = f"the sizes above are those of {schemes['planned']} in every layer"
+    return [*candidate_lines(schemes), f"the run measures, then chooses for each layer; until then {assumed}", ""]
+
+
+def needs_lines(needs: dict[str, Any]) -> list[str]:
+    """Disk, memory and estimated time of a run, with the assumptions."""
+    rows = []
+    for device in ("CPU", "GPU"):
+        states = "?" if needs["states"] is None else size(needs["states"][device])
+        least, most = needs["memory"][device]
+        rows.append((device, size(needs["output"]), states, f"{size(least)} to {size(most)}"))
+    tokens = "calibration set of unknown size" if needs["tokens"] is None else f"{needs['tokens']:,} tokens at most"
+    if needs["held_out"] != 0:
+        number = "an unknown number of" if needs["held_out"] is None else f"{needs['held_out']:,}"
+        tokens += f" and {number} evaluation tokens"
+    return [
+        f"a run with its {tokens} needs about",
+        text_table(("on a", "disk for the output", "activations", "memory of the device"), rows),
+        f"and {size(needs['host'])} of host memory, {size(needs['source'])} of source on the disk or in the Hub's "
+        "cache. Activations are kept in host memory if they fit, else on disk.",
+        "",
+        *time_lines(needs),
+        "assumed:",
+        *(f"  {line}" for line in needs["assumptions"]),
+    ]
+
+
+def time_lines(needs: dict[str, Any]) -> list[str]:
+    """The estimated time on each device, of one process, and of several if they were asked for."""
+    if needs["seconds"] is None:
+        return ["time: unknown before the sets are read, and for experts.engine: llmcompressor"]
+    several, header = needs["several"] or {}, ["on", "time, estimated", "layers", "verification"]
+    rows = [
+        [name, *(_about(seconds[part]) for part in ("all", "layers", "verification"))]
+        + ([_about(several[name]["all"]) if name in several else ""] if several else [])
+        for name, seconds in needs["seconds"].items()
+    ]
+    return [text_table([*header, *([f"by {needs['processes']} processes"] if several else [])], rows)]
+
+
+def measured_table(result: dict[str, Any]) -> str:
+    """What `quantize plan --measure` prints: the phases of a layer, and the time of the run that follows."""
+    rows = [(row["phase"], f"{row['seconds']:.2f}", row["grows_with"], f"{row['run']:.2f}") for row in result["phases"]]
+    sizes, dense = result["sizes"], result["dense_layers"]
+    evaluated = f" and {result['held_out']:,} evaluation tokens" if result["held_out"] else ""
+    others = f" and {dense} without at {_seconds(result['dense_layer'])}" if dense else ""
+    threads = result["machine"]["threads"]
+    return "\n".join(
+        [
+            f"measured on {result['machine']['device']}, {threads} thread{'s' if threads > 1 else ''}: one layer of "
+            f"random weights, {sizes['experts']} of {result['run_experts']} experts of {sizes['hidden']} x "
+            f"{sizes['width']}, {result['tokens']:,} of {result['run_tokens']:,} calibration tokens{evaluated}",
+            "",
+            text_table(("phase", "seconds", "grows with", "in a layer of the run"), rows),
+            "",
+            f"peak memory {size(result['peak_memory_bytes'])}",
+            f"the whole run: {duration(result['run'])}, extrapolated: {result['layers']} layers with experts at "
+            f"{_seconds(result['layer'])} each{others}",
+            "each phase is multiplied by the ratio of what it grows with; reading overlaps with computing; logits and "
+            "the last reading of the output are not included",
+        ]
+    )
+
+
+def _seconds(seconds: float) -> str:
+    return duration(seconds) if seconds >= 60 else f"{seconds:.2f} s"
+
+
+def _about(seconds: float) -> str:
+    return "under a minute" if seconds < 60 else duration(seconds)
+
+
+def memory_line(numbers: dict[str, Any]) -> str:
+    """What a GPU holds at most with --device-memory, and in how many sweeps a layer is read for it."""
+    memory = numbers["device_memory"]
+    return (
+        f"--device-memory: {gib(memory['peak'])} at most, with the Hessians of {memory['resident']} of "
+        f"{memory['units']} batches of {memory['unit']} experts at a time ({memory['sweeps']} "
+        f"sweep{'s' if memory['sweeps'] > 1 else ''} over a layer's inputs)"
+    )
+
+
+def tensors_table(numbers: dict[str, Any]) -> str:
+    """One line for every source tensor."""
+    rows = []
+    for row in numbers["tensors"]:
+        outputs = "; ".join(
+            f"{_short(name, row['source'])} {dtype} {shape}" for name, (dtype, shape) in row["outputs"].items()
+        )
+        rows.append((row["source"], f"{row['dtype']} {row['shape']}", row["action"], outputs))
+    return f"planned from {numbers['basis']}\n\n" + text_table(("tensor", "source", "action", "output"), rows)
+
+
+def _short(name: str, source: str) -> str:
+    module = source.rpartition(".")[0]
+    return name.removeprefix(module) if name != source else "same name,"
+
+
+def fit_table(result: dict[str, Any]) -> str:
+    """One row for each set of GPUs."""
+    rows = [
+        (
+            row["cards"],
+            f"TP {row['tensor_parallel']}"
+            + (f" x PP {row['pipeline_parallel']}" if row["pipeline_parallel"] > 1 else ""),
+            *(gib(row[key]) for key in ("budget", "weights", "kv_cache", "activations", "runtime", "left")),
+            f"{row['longest']:,}",
+            "fits" if row["fits"] else "does NOT fit",
+        )
+        for row in result["fits"]
+    ]
+    header = ("GPUs", "split", "usable", "weights", "KV cache", "activations", "runtime", "left", "longest", "")
+    first = result["fits"][0]
+    return "\n".join(
+        [
+            f"planned from {result['basis']}",
+            "",
+            f"memory of the fullest GPU at {first['context']:,} tokens, KV cache in "
+            f"{'16 bit' if first['kv'] == 'auto' else 'FP8'} ({result['kv_bytes_per_token']:,} bytes a token "
+            f"{'over all GPUs' if result['kv_divided'] else 'on every GPU'}); longest: the context that fits",
+            text_table(header, rows),
+            *remarks(result),
+            *result["notes"],
+            "",
+            *(_fit_line(row, result["longest"]) for row in result["fits"]),
+            "",
+            "assumed:",
+            *(f"  {line}" for line in result["assumptions"]),
+        ]
+    )
+
+
+def weights_table(result: dict[str, Any]) -> str:
+    """One row for each set of GPUs, where only the weights are known."""
+    rows = [
+        (row["cards"], *(gib(row[key]) for key in ("usable", "weights", "left")), "" if row["left"] > 0 else "too few")
+        for row in result["weights"]
+    ]
+    header = ("GPUs together", "usable", "weights", "left at most, for KV cache, activations and runtime", "")
+    return "\n".join([f"planned from {result['basis']}", "", text_table(header, rows), *remarks(result)])
+
+
+def _fit_line(row: dict[str, Any], limit: int) -> str:
+    """Under the table, for each set of GPUs: the longest context, or what would make it fit."""
+    if row["fits"]:
+        end = ", the model's longest" if row["longest"] == limit else ""
+        return f"{row['cards']} fits with up to {row['longest']:,} tokens of context{end}"
+    if not row["to_fit"]:
+        return f"{row['cards']}: neither a shorter context, nor fewer bits, nor more such GPUs would make it fit"
+    return f"{row['cards']}, to fit: {'; or '.join(remedy['say'] for remedy in row['to_fit'])}"

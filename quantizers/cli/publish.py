@@ -3,46 +3,47 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
-from .options import GATE_FAILED, DebugOption, DeviceOption, JsonOption, emit
+from quantizers.system.formatting import collapse_lines, size, text_table
+
+from . import options
+from .options import emit
 
 
 def publish(
     *,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a finished output of `quantize run`")],
-    repo: Annotated[str, typer.Option(help="repository on the Hub, owner/name; created if it does not exist")],
+    folder: Annotated[Path, Argument(metavar="DIR", help="a finished output of `quantize run`")],
+    repo: Annotated[str, Option(help="repository on the Hub, owner/name; created if it does not exist")],
     license: Annotated[
-        str | None, typer.Option(metavar="NAME", help="licence, by the Hub's name; the source's by default")
+        str | None, Option(metavar="NAME", help="licence, by the Hub's name; the source's by default")
     ] = None,
     base_model: Annotated[
-        str | None, typer.Option(metavar="OWNER/NAME", help="the source's Hub id, if it was read from a folder")
+        str | None, Option(metavar="OWNER/NAME", help="the source's Hub id, if it was read from a folder")
     ] = None,
     thorough: Annotated[
         bool,
-        typer.Option("--thorough", help="compare every tensor with the source again, as `quantize verify` does"),
+        Option("--thorough", help="compare every tensor with the source again, as `quantize verify` does"),
     ] = False,
     source: Annotated[
         str | None,
-        typer.Option(
-            help="the source model, a folder or Hub id; implies --thorough; the one in report.json by default"
-        ),
+        Option(help="the source model, a folder or Hub id; implies --thorough; the one in report.json by default"),
     ] = None,
     private: Annotated[
         bool | None,
-        typer.Option("--private/--public", help="visibility of a new repository; your account's default otherwise"),
+        Option("--private/--public", help="visibility of a new repository; your account's default otherwise"),
     ] = None,
-    revision: Annotated[str, typer.Option(help="branch; created if it does not exist")] = "main",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="verify and list the files, without uploading")] = False,
+    revision: Annotated[str, Option(help="branch; created if it does not exist")] = "main",
+    dry_run: Annotated[bool, Option("--dry-run", help="verify and list the files, without uploading")] = False,
     force: Annotated[
         str | None,
-        typer.Option(metavar="REASON", help="publish even if a check fails; the model card states the reason"),
+        Option(metavar="REASON", help="publish even if a check fails; the model card states the reason"),
     ] = None,
-    device: DeviceOption = "auto",
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
+    device: options.Device = "auto",
+    as_json: options.Json = False,
+    debug: options.Debug = False,
 ) -> None:
     """Check a finished checkpoint and upload it to the Hub.
 
@@ -52,7 +53,6 @@ def publish(
 
     Example: quantize publish out/tiny --repo me/tiny-minimax-m2-FP8-INT4 --dry-run
     """
-    from quantizers.cli.tables.commands import dry_run_table, published_table
     from quantizers.hub.publish import publish as check_and_upload
 
     found = check_and_upload(
@@ -68,6 +68,37 @@ def publish(
         force=force,
         device=device,
     )
-    emit(found.figures, as_json, (published_table if found.uploaded else dry_run_table)(found.figures))
-    if not found.passed:
-        raise typer.Exit(GATE_FAILED)
+    table = published_table if found.uploaded else dry_run_table
+    emit(found.figures, as_json, table(found.figures), passed=found.passed)
+
+
+def dry_run_table(plan: dict[str, Any]) -> str:
+    """The output of `--dry-run`: the files that would be sent, those that would not, failed checks, a checklist."""
+    rows = [(file["name"], f"{file['size']:,}", file["sha256"]) for file in plan["files"]]
+    visibility = {True: "private", False: "public", None: "with your account's default visibility"}[plan["private"]]
+    lines = [
+        f"would send {len(rows)} files, {size(plan['bytes'])}, to {plan['repo']} ({plan['revision']}), if new "
+        f"{visibility}:",
+        "",
+        text_table(("file", "bytes", "SHA-256"), rows),
+    ]
+    if plan["not_sent"]:
+        lines += ["", f"not of this run, so not sent: {', '.join(plan['not_sent'])}"]
+    if plan["problems"]:
+        forced = f", forced: {plan['forced']}" if plan["forced"] else ""
+        lines += ["", f"fails {len(plan['problems'])} checks{forced}", *collapse_lines(plan["problems"])[:10]]
+    points = [(point["state"], point["name"], point["words"]) for point in plan["checklist"]]
+    return "\n".join([*lines, "", text_table(("state", "what", ""), points)])
+
+
+def published_table(result: dict[str, Any]) -> str:
+    """The output after an upload: where the files are."""
+    lines = [
+        f"{result['url']} ({result['revision']}, commit {result['commit'][:12]}): {len(result['files'])} files, "
+        f"{size(result['bytes'])}; the Hub's hashes equal the local ones"
+    ]
+    if result["strangers"]:
+        lines.append(f"on the Hub, but not in this folder: {', '.join(result['strangers'])}")
+    if result["problems"]:
+        lines.append(f"published though {len(result['problems'])} checks fail; the card says so: {result['forced']}")
+    return "\n".join(lines)

@@ -7,15 +7,17 @@ from shlex import quote
 from typing import Annotated
 
 import typer
+from typer import Argument
 
-from .options import DebugOption, JsonOption, emit
+from . import options
+from .options import emit
 
 recipes = typer.Typer(rich_markup_mode=None)
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="name from `quantize recipes`, or a model's Hub id")]
+NameArgument = Annotated[str, Argument(metavar="NAME", help="name from `quantize recipes`, or a model's Hub id")]
 
 
 @recipes.callback(invoke_without_command=True)
-def recipes_(context: typer.Context, as_json: JsonOption = False, debug: DebugOption = False) -> None:
+def recipes_(context: typer.Context, as_json: options.Json = False, debug: options.Debug = False) -> None:
     """List, show and copy the shipped recipes.
 
     Without a subcommand it lists them.
@@ -27,7 +29,7 @@ def recipes_(context: typer.Context, as_json: JsonOption = False, debug: DebugOp
 
 
 @recipes.command(name="list")
-def list_recipes(as_json: JsonOption = False, debug: DebugOption = False) -> None:
+def list_recipes(as_json: options.Json = False, debug: options.Debug = False) -> None:
     """List the shipped recipes.
 
     Example: quantize recipes list --json
@@ -41,7 +43,7 @@ def list_recipes(as_json: JsonOption = False, debug: DebugOption = False) -> Non
 
 
 @recipes.command()
-def show(name: NameArgument, as_json: JsonOption = False, debug: DebugOption = False) -> None:
+def show(name: NameArgument, as_json: options.Json = False, debug: options.Debug = False) -> None:
     """Print a recipe.
 
     Example: quantize recipes show tiny-minimax-m2-fp8-int4
@@ -53,7 +55,7 @@ def show(name: NameArgument, as_json: JsonOption = False, debug: DebugOption = F
 
 
 @recipes.command()
-def schema(as_json: JsonOption = False, debug: DebugOption = False) -> None:
+def schema(as_json: options.Json = False, debug: options.Debug = False) -> None:
     """Print the JSON schema of recipes, for an editor.
 
     Example: quantize recipes schema > recipe.schema.json
@@ -67,9 +69,9 @@ def schema(as_json: JsonOption = False, debug: DebugOption = False) -> None:
 @recipes.command()
 def copy(
     name: NameArgument,
-    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="file to write; NAME.yaml by default")] = None,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
+    file: Annotated[Path | None, Argument(metavar="FILE", help="file to write; NAME.yaml by default")] = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
 ) -> None:
     """Copy a recipe for editing; its paths are adapted to the new location.
 
@@ -85,12 +87,12 @@ def copy(
 
 
 def new(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id of a model, or a folder")],
+    model: Annotated[str, Argument(metavar="MODEL", help="Hub id of a model, or a folder")],
     file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="file to write; named after the model by default")
+        Path | None, Argument(metavar="FILE", help="file to write; named after the model by default")
     ] = None,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
 ) -> None:
     """Write a commented recipe for a model.
 

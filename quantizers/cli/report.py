@@ -5,21 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
-from .options import DebugOption, JsonOption, emit
+from . import options
+from .options import emit
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a finished checkpoint with its report.json")],
+    folder: Annotated[Path, Argument(metavar="DIR", help="a finished checkpoint with its report.json")],
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", metavar="FILE", help="HTML file to write; report.html beside report.json by default"
-        ),
+        Option("--output", "-o", metavar="FILE", help="HTML file to write; report.html beside report.json by default"),
     ] = None,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
 ) -> None:
     """Write report.json as one self-contained HTML page.
 

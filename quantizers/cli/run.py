@@ -6,72 +6,54 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from typer import Argument, Option
 
-from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from quantizers.distributed.process_group import ProcessGroup
 from quantizers.system.errors import InputError
 
-from .options import (
-    GATE_FAILED,
-    CalibrationOption,
-    DebugOption,
-    DeviceMemoryOption,
-    DeviceOption,
-    JsonOption,
-    RecipeArgument,
-    SetOption,
-    SourceOption,
-    WithoutOption,
-    asked,
-    emit,
-    typed,
-)
+from . import options
+from .options import asked, emit, typed
 
 
 def run(
     *,
     context: typer.Context,
-    recipe: RecipeArgument,
-    folder: Annotated[Path | None, typer.Argument(metavar="OUTPUT", help="the same as --output")] = None,
+    recipe: options.Recipe,
+    folder: Annotated[Path | None, Argument(metavar="OUTPUT", help="the same as --output")] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "--output",
             "-o",
             help="folder for the finished checkpoint, new, empty, or an unfinished run; out/<name of RECIPE> by "
             "default",
         ),
     ] = None,
-    source: SourceOption = None,
-    calibration: CalibrationOption = None,
-    without: WithoutOption = None,
-    settings: SetOption = None,
-    device: DeviceOption = "auto",
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="discard an earlier run in the output folder, after asking")
-    ] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
-    device_memory: DeviceMemoryOption = None,
+    source: options.Source = None,
+    calibration: options.Calibration = None,
+    without: options.Without = None,
+    settings: options.Settings = None,
+    device: options.Device = "auto",
+    fresh: Annotated[bool, Option("--fresh", help="discard an earlier run in the output folder, after asking")] = False,
+    yes: Annotated[bool, Option("--yes", help="do not ask")] = False,
+    device_memory: options.DeviceMemory = None,
     paranoid: Annotated[
-        bool,
-        typer.Option("--paranoid", help="hash the source's shards, and check them again on resume"),
+        bool, Option("--paranoid", help="hash the source's shards, and check them again on resume")
     ] = False,
     states: Annotated[
         Literal["auto", "memory", "files"],
-        typer.Option(help="keep calibration activations in memory, in files, or in memory if they fit"),
+        Option(help="keep calibration activations in memory, in files, or in memory if they fit"),
     ] = "auto",
-    ignore_stop: Annotated[
-        bool, typer.Option("--ignore-stop", help="ignore the recipe's verify.stop and continue")
-    ] = False,
+    ignore_stop: Annotated[bool, Option("--ignore-stop", help="ignore the recipe's verify.stop and continue")] = False,
     ignore_source_check: Annotated[
         bool,
-        typer.Option("--ignore-source-check", help="quantize a source that makes no sense of text (random weights)"),
+        Option("--ignore-source-check", help="quantize a source that makes no sense of text (random weights)"),
     ] = False,
     with_data: Annotated[
-        bool,
-        typer.Option("--with-data", help="copy the sets' local data files into the output, for publishing"),
+        bool, Option("--with-data", help="copy the sets' local data files into the output, for publishing")
     ] = False,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
 ) -> None:
     """Quantize a checkpoint, stitch it, verify and measure it. Resumes automatically if interrupted.
 
@@ -82,7 +64,7 @@ def run(
     from quantizers.commands.run import run as run_recipe
     from quantizers.system.formatting import parse_bytes
 
-    dist: ProcessGroup = context.obj or SINGLE_PROCESS
+    dist: ProcessGroup = context.obj
     if folder is not None and output is not None and folder.absolute() != output.absolute():
         raise InputError(f"two outputs are given, {folder} and --output {output}; leave one out")
     output = output or folder
@@ -109,8 +91,6 @@ def run(
     )
     if not dist.is_main:
         return
-    from quantizers.cli.tables.run import run_table
+    from .run_table import run_table  # imports pydantic and numpy
 
-    emit(made.report, as_json, run_table(made.report, made.folder, made.source, recipe))
-    if not made.passed:
-        raise typer.Exit(GATE_FAILED)
+    emit(made.report, as_json, run_table(made.report, made.folder, made.source, recipe), passed=made.passed)

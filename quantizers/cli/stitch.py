@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from shlex import quote
+from typing import Annotated, Any
 
-import typer
+from typer import Option
 
-from .options import GATE_FAILED, DebugOption, DeviceOption, FactsOption, JsonOption, emit, typed
+from quantizers.system.formatting import collapse_lines, size
+from quantizers.system.output_files import CARD, PAGE, REPORT
+
+from . import options
+from .options import emit, typed
 
 
 def stitch(
     *,
-    source: Annotated[str, typer.Option(help="the FP8 model: a folder or Hub id")],
-    experts: Annotated[
-        str, typer.Option(help="a checkpoint with packed experts, quantized from a BF16 copy of the source")
-    ],
+    source: Annotated[str, Option(help="the FP8 model: a folder or Hub id")],
+    experts: Annotated[str, Option(help="a checkpoint with packed experts, quantized from a BF16 copy of the source")],
     output: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "--output",
             "-o",
             help="folder for the mixed checkpoint, new or empty; out/<name of --experts>-stitched by default",
@@ -26,12 +29,12 @@ def stitch(
     ] = None,
     repair_router: Annotated[
         bool,
-        typer.Option("--repair-router", help="compensate the router for the smoothed norms of the experts' checkpoint"),
+        Option("--repair-router", help="compensate the router for the smoothed norms of the experts' checkpoint"),
     ] = False,
-    facts: FactsOption = None,
-    device: DeviceOption = "auto",
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
+    facts: options.Facts = None,
+    device: options.Device = "auto",
+    as_json: options.Json = False,
+    debug: options.Debug = False,
 ) -> None:
     """Build a mixed checkpoint from existing experts.
 
@@ -39,12 +42,48 @@ def stitch(
 
     Example: quantize stitch --source models/tiny-minimax-m2 --experts out/awq --output out/mixed --repair-router
     """
-    from quantizers.cli.tables.commands import stitch_table
     from quantizers.commands.stitch import stitch as stitch_both
 
     made = stitch_both(
         source, experts, output, repair_router=repair_router, facts=facts, device=device, command=typed()
     )
-    emit(made.report, as_json, stitch_table(made.report, made.folder, made.source))
-    if not made.passed:
-        raise typer.Exit(GATE_FAILED)
+    emit(made.report, as_json, stitch_table(made.report, made.folder, made.source), passed=made.passed)
+
+
+def stitch_table(report: dict[str, Any], output: Path, source: str) -> str:
+    """The output of `quantize stitch`; `source` is a Hub id, or a folder relative to the current one."""
+    audit, consumers = report["audit"], report.get("consumers", {"findings": []})
+    unfit = [line for line in audit["differences"] if "not compensated" in line]
+    misread = [finding for finding in consumers["findings"] if finding["severity"] == "error"]
+    lines = [f"{output} was finished before; nothing was touched"] if report.get("already_done") else []
+    lines += report["notes"]
+    if report["stitched"]["repair_router"]:
+        lines.append("the router of every smoothed layer was compensated: router * norm / norm', in float32")
+    elif unfit:
+        lines.append(
+            f"the source's router reads a smoothed norm in {len(unfit)} layers, and sends tokens to other experts "
+            "than the source does; write the compensated router with --repair-router"
+        )
+    lines += [
+        "",
+        f"audit     {audit['tensors']:,} source tensors accounted for, {audit['kept_tensors']:,} compared byte for "
+        f"byte, {len(audit['differences'])} differences",
+        *(f"          {line}" for line in collapse_lines(audit["differences"])[:10]),
+        f"servers   {f'{len(misread)} ways in which one would misread it' if misread else 'all read it as meant'}",
+        *(f"          {finding['where']}: {finding['problem']}" for finding in misread[:10]),
+        f"size      {size(report['plan']['source_bytes'])} -> {size(report['plan']['output_bytes'])}",
+        f"output    {output}: {REPORT}, {PAGE} to look at, {CARD} (the model card)",
+        "",
+    ]
+    named, given = quote(str(output)), quote(source)
+    if unfit:
+        after = ["the same command with --repair-router and another --output, which writes compensated routers"]
+    elif audit["differences"] or misread:
+        after = [f"repair what differs; quantize verify {named} --source {given} checks it again"]
+    else:
+        after = [
+            f"quantize eval {given} {named} --data held-out",
+            f"quantize publish {named} --repo OWNER/NAME --dry-run",
+            f"vllm serve {named}",
+        ]
+    return "\n".join([*lines, "next: " + "\n      ".join(after)])

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
-from .options import GATE_FAILED, DebugOption, DeviceOption, FactsOption, JsonOption, emit
+from quantizers.system.formatting import collapse_lines
+
+from . import options
+from .options import emit
 
 
 def verify(
     *,
-    candidate: Annotated[Path, typer.Argument(metavar="CANDIDATE", help="a finished checkpoint")],
+    candidate: Annotated[Path, Argument(metavar="CANDIDATE", help="a finished checkpoint")],
     source: Annotated[
-        str | None, typer.Option(help="the source model, a folder or Hub id; the one in report.json by default")
+        str | None, Option(help="the source model, a folder or Hub id; the one in report.json by default")
     ] = None,
     revision: Annotated[
-        str | None, typer.Option(help="revision of the source on the Hub; the one in report.json by default")
+        str | None, Option(help="revision of the source on the Hub; the one in report.json by default")
     ] = None,
     with_vllm: Annotated[
-        bool, typer.Option("--with-vllm", help="also ask the installed vLLM for the scheme of every layer")
+        bool, Option("--with-vllm", help="also ask the installed vLLM for the scheme of every layer")
     ] = False,
-    facts: FactsOption = None,
-    device: DeviceOption = "auto",
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
+    facts: options.Facts = None,
+    device: options.Device = "auto",
+    as_json: options.Json = False,
+    debug: options.Debug = False,
 ) -> None:
     """Compare a finished checkpoint with its source.
 
@@ -37,7 +40,6 @@ def verify(
     Example: quantize verify out/tiny --source models/tiny-minimax-m2
     """
     from eval.serving.check import render
-    from quantizers.cli.tables.commands import audit_table
     from quantizers.commands.verify import verify as verify_checkpoint
 
     found = verify_checkpoint(candidate, source, revision=revision, with_vllm=with_vllm, facts=facts, device=device)
@@ -50,6 +52,19 @@ def verify(
         text += f"\n\nvLLM {found.vllm['version']}, asked for {found.vllm['asked']:,} modules: " + (
             "\n".join([f"{len(different)} differ", *different]) if different else "every scheme is the one above"
         )
-    emit(report, as_json, text)
-    if not found.passed:
-        raise typer.Exit(GATE_FAILED)
+    emit(report, as_json, text, passed=found.passed)
+
+
+def audit_table(audit: dict[str, Any]) -> str:
+    """The part of `quantize verify`'s output that compares the files with the source and report.json."""
+    digests = "compared with" if audit["digests_checked"] else "not compared: there are none in"
+    lines = [
+        f"{audit['tensors']:,} source tensors accounted for, {audit['kept_tensors']:,} compared byte for byte",
+        f"digests of the output: {digests} report.json",
+        *audit["notes"],
+    ]
+    if audit["weight_error"]:
+        lines.append(f"experts: largest relative weight error {max(audit['weight_error']):.3f}")
+    differences = audit["differences"]
+    lines.append(f"{len(differences):,} difference{'s'[: len(differences) != 1]}:" if differences else "no differences")
+    return "\n".join([*lines, *(f"  {line}" for line in collapse_lines(differences))])

@@ -22,7 +22,7 @@ import quantizers
 from quantizers.architectures.families import architecture_for, published_config
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.cli.tables.plan import dense_words, remarks, weights_table
+from quantizers.cli.plan import dense_words, remarks, weights_table
 from quantizers.planning.job import Job
 from quantizers.planning.plan import METADATA, Plan, file_size, index_json
 from quantizers.recipe.read import read_recipe, source_location

@@ -1,1 +1,0 @@
-"""Makes the text that commands print at their end from their reports. No figure is computed here."""
