@@ -6,14 +6,12 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-from typer import Argument, Option
+from typer import Argument, Context, Option, Typer
 from typer.core import TyperGroup
 
 from quantizers.system.errors import InputError
 
-from . import options
-from .options import emit
+from . import common
 
 if TYPE_CHECKING:
     from quantizers.recipe.schema import Recipe
@@ -29,7 +27,7 @@ class _SetOrCommand(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-calibration = typer.Typer(rich_markup_mode=None, cls=_SetOrCommand)
+calibration = Typer(rich_markup_mode=None, cls=_SetOrCommand)
 SetArgument = Annotated[str, Argument(metavar="SET", help="a set's file, or the name of a shipped set")]
 TokenizerOption = Annotated[
     str | None, Option(help="a model's folder or Hub id; the recipe's, or else the tiny model, by default")
@@ -41,7 +39,7 @@ WorkersOption = Annotated[int, Option(min=1, help="number of sources loaded at t
 
 
 @calibration.callback(invoke_without_command=True)
-def calibration_(context: typer.Context, as_json: options.Json = False, debug: options.Debug = False) -> None:
+def calibration_(context: Context, as_json: common.Json = False, debug: common.Debug = False) -> None:
     """Check, list, copy, write, pin, freeze and compare calibration sets.
 
     `quantize calibration SET` checks a set, as `check SET` does; without an argument, the shipped sets are listed.
@@ -61,7 +59,7 @@ def check(
     ] = None,
     tokenizer: TokenizerOption = None,
     recipe: RecipeOption = None,
-    trust_remote_code: options.TrustRemoteCode = False,
+    trust_remote_code: common.TrustRemoteCode = False,
     held_out: Annotated[
         str | None,
         Option(
@@ -76,10 +74,10 @@ def check(
     category: Annotated[
         str | None, Option(help="with --show: only this category, and those below it (code includes code/rust)")
     ] = None,
-    without: options.Without = None,
+    without: common.Without = None,
     workers: WorkersOption = 8,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    as_json: common.Json = False,
+    debug: common.Debug = False,
 ) -> None:
     """Check a set; exit 3 when a language has no text, or texts are duplicates, held out, or mislabelled.
 
@@ -103,11 +101,11 @@ def check(
         samples = show_samples(path, show, source=source, category=category, without=left_out, **counting)
         data |= {"samples": samples}
         shown = Group(shown, render_samples(samples))
-    emit(data, as_json, shown, passed=not report.findings)
+    common.emit(data, as_json, shown, passed=not report.findings)
 
 
 @calibration.command(name="list")
-def list_sets(as_json: options.Json = False, debug: options.Debug = False) -> None:
+def list_sets(as_json: common.Json = False, debug: common.Debug = False) -> None:
     """List the shipped sets: samples, sources and contents.
 
     Example: quantize calibration list
@@ -117,7 +115,7 @@ def list_sets(as_json: options.Json = False, debug: options.Debug = False) -> No
 
     listed = rows()
     header = ("name", "samples", "sources", "about")
-    emit({"sets": listed}, as_json, text_table(header, [[row[key] for key in header] for row in listed]))
+    common.emit({"sets": listed}, as_json, text_table(header, [[row[key] for key in header] for row in listed]))
 
 
 @calibration.command()
@@ -126,8 +124,8 @@ def copy(
     folder: Annotated[
         Path, Argument(metavar="DIR", help="folder for the copy; created if needed, nothing is overwritten")
     ],
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    as_json: common.Json = False,
+    debug: common.Debug = False,
 ) -> None:
     """Copy a shipped set for editing, with its data and its evaluation set.
 
@@ -138,7 +136,7 @@ def copy(
     copies = copy_set(name, folder)
     others = f", and {len(copies) - 1} files that go with it" if copies[1:] else ""
     files = {"set": str(copies[0]), "files": list(map(str, copies))}
-    emit(files, as_json, f"wrote {copies[0]}{others}\n{_next(copies[0])}")
+    common.emit(files, as_json, f"wrote {copies[0]}{others}\n{_next(copies[0])}")
 
 
 @calibration.command()
@@ -151,8 +149,8 @@ def new(
             help="your texts, .jsonl, .json or .parquet; without it, example rows are written beside the set",
         ),
     ] = None,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    as_json: common.Json = False,
+    debug: common.Debug = False,
 ) -> None:
     """Write a commented set for a file of texts, whose row format and columns are detected.
 
@@ -165,16 +163,16 @@ def new(
     write_new(contents)
     lines = [f"wrote {' and '.join(map(str, contents))}", *notes, _next(file)]
     files = {"set": str(file), "files": list(map(str, contents)), "notes": notes}
-    emit(files, as_json, "\n".join(lines))
+    common.emit(files, as_json, "\n".join(lines))
 
 
 @calibration.command()
 def lock(
     set_: SetArgument,
-    without: options.Without = None,
+    without: common.Without = None,
     workers: WorkersOption = 8,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    as_json: common.Json = False,
+    debug: common.Debug = False,
 ) -> None:
     """Pin the exact version of every source in a lock file beside the set, which runs then use.
 
@@ -185,7 +183,7 @@ def lock(
 
     written, left_out = lock_set(find_set(set_, "embedded"), workers=workers, without=without or ())
     lines = [f"wrote {written}", *(f"without {name} ({reason})" for name, reason in left_out.items())]
-    emit({"lock": str(written), "left_out": left_out}, as_json, "\n".join(lines))
+    common.emit({"lock": str(written), "left_out": left_out}, as_json, "\n".join(lines))
 
 
 @calibration.command()
@@ -197,10 +195,10 @@ def freeze(
     *,
     tokenizer: TokenizerOption = None,
     recipe: RecipeOption = None,
-    trust_remote_code: options.TrustRemoteCode = False,
+    trust_remote_code: common.TrustRemoteCode = False,
     workers: WorkersOption = 8,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    as_json: common.Json = False,
+    debug: common.Debug = False,
 ) -> None:
     """Write the rows that a set's samples are made of, and a set that reads them: without the Hub, the same samples.
 
@@ -220,7 +218,7 @@ def freeze(
     if restricted:
         lines.append(f"not for commercial use: {', '.join(dict.fromkeys(restricted))}; all licences: {files[-1]}")
     written = {"set": str(files[0]), "files": list(map(str, files)), "rows": rows, "digest": digest}
-    emit(written | {"non_commercial": restricted}, as_json, "\n".join([*lines, _next(files[0])]))
+    common.emit(written | {"non_commercial": restricted}, as_json, "\n".join([*lines, _next(files[0])]))
 
 
 @calibration.command()
@@ -230,11 +228,11 @@ def diff(
     *,
     tokenizer: TokenizerOption = None,
     recipe: RecipeOption = None,
-    trust_remote_code: options.TrustRemoteCode = False,
+    trust_remote_code: common.TrustRemoteCode = False,
     files_only: Annotated[bool, Option("--yaml", help="compare only the YAML files, without loading data")] = False,
     workers: WorkersOption = 8,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    as_json: common.Json = False,
+    debug: common.Debug = False,
 ) -> None:
     """Compare two sets: their files, and the texts and tokens that the second gains and loses.
 
@@ -254,11 +252,11 @@ def diff(
         old, new = (load_set(path, **counting, workers=workers, require_languages=False) for path in paths)
         texts = diff_texts(old, new, counting["tokenizer"])
     data = asdict(difference) | {"texts": None if texts is None else asdict(texts)}
-    emit(data, as_json, render_diff(difference, texts))
+    common.emit(data, as_json, render_diff(difference, texts))
 
 
 @calibration.command()
-def schema(as_json: options.Json = False, debug: options.Debug = False) -> None:
+def schema(as_json: common.Json = False, debug: common.Debug = False) -> None:
     """Print the JSON schema of calibration sets, for an editor.
 
     Example: quantize calibration schema > calibration-set.schema.json

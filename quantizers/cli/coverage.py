@@ -5,25 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
 from quantizers.distributed.process_group import ProcessGroup
 
-from . import options
-from .options import emit
+from . import common
 
 
 def coverage(
     *,
-    context: typer.Context,
+    context: Context,
     recipe: Annotated[
         str | None, Argument(metavar="[RECIPE]", help="recipe whose source, calibration set and gates are used")
     ] = None,
-    source: options.Source = None,
-    calibration: options.Calibration = None,
-    settings: options.Settings = None,
-    facts: options.Facts = None,
+    source: common.Source = None,
+    calibration: common.Calibration = None,
+    settings: common.Settings = None,
+    facts: common.Facts = None,
     model: Annotated[str | None, Option(help="without a recipe: a checkpoint's folder or Hub id")] = None,
     data: Annotated[str | None, Option(metavar="SET", help="without a recipe: a calibration set")] = None,
     compare: Annotated[
@@ -44,14 +42,14 @@ def coverage(
             help="file for the heat map of layers by experts; coverage.png or coverage-compare.png by default",
         ),
     ] = None,
-    no_picture: options.NoPicture = False,
-    device: options.Device = "auto",
+    no_picture: common.NoPicture = False,
+    device: common.Device = "auto",
     work: Annotated[
         Path | None, Option(metavar="DIR", help="scratch folder for activations; a temporary one by default")
     ] = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    trust_remote_code: common.TrustRemoteCode = False,
+    as_json: common.Json = False,
+    debug: common.Debug = False,
 ) -> None:
     """Count the tokens routed to each expert, without quantizing.
 
@@ -95,4 +93,4 @@ def coverage(
         picture = picture or Path(default)
         save(figure, picture)
         text += f"\n\npicture: {picture}"
-    emit(result, as_json, text, passed=found.passed)
+    common.emit(result, as_json, text, passed=found.passed)

@@ -5,34 +5,32 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
 from quantizers.distributed.process_group import ProcessGroup
 
-from . import options
-from .options import emit
+from . import common
 
 
 def evaluate(
     *,
-    context: typer.Context,
+    context: Context,
     source: Annotated[str, Argument(metavar="SOURCE", help="a folder or Hub id")],
     candidate: Annotated[list[str], Argument(metavar="CANDIDATE…", help="one or more checkpoints of the same model")],
     data: Annotated[str, Option(metavar="SET", help="evaluation set: a file, or the name of a shipped set")],
-    facts: options.Facts = None,
+    facts: common.Facts = None,
     picture: Annotated[
         Path, Option(metavar="FILE", help="file for the plot of KL by category and errors by depth")
     ] = Path("fidelity.png"),
-    no_picture: options.NoPicture = False,
-    device: options.Device = "auto",
+    no_picture: common.NoPicture = False,
+    device: common.Device = "auto",
     work: Annotated[
         Path | None,
         Option(metavar="DIR", help="folder for activations and a journal; an interrupted evaluation resumes from it"),
     ] = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    trust_remote_code: common.TrustRemoteCode = False,
+    as_json: common.Json = False,
+    debug: common.Debug = False,
 ) -> None:
     """Measure perplexity, KL and more of candidates against a source.
 
@@ -65,4 +63,4 @@ def evaluate(
         )
         save(figure, picture)
         text += f"\n\npicture: {picture}"
-    emit(report, as_json, text)
+    common.emit(report, as_json, text)

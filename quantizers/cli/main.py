@@ -17,7 +17,7 @@ from quantizers.system.formatting import gib, printable
 from quantizers.system.interrupts import stoppable
 
 from . import calibration, coverage, evaluate, plan, publish, recipes, report, run, stitch, verify
-from .options import emit
+from .common import emit
 
 SEVERAL = {"run", "eval", "coverage"}  # commands that work with several processes
 

@@ -13,29 +13,26 @@ from eval.report.summary import candidate_lines, choice_lines, layer_rows
 from quantizers.system.formatting import gib, parse_bytes, size, text_table
 from quantizers.system.progress import duration
 
-from . import options
-from .options import emit
+from . import common
 
 
 def plan(
     *,
-    recipe: options.Recipe,
+    recipe: common.Recipe,
     vram: Annotated[
         list[str] | None,
         Option(metavar="NxGPU", help="GPUs to serve the output on, such as 2x96GiB or 2xH100; may be repeated"),
     ] = None,
-    source: options.Source = None,
-    calibration: options.Calibration = None,
-    settings: options.Settings = None,
-    facts: options.Facts = None,
+    source: common.Source = None,
+    calibration: common.Calibration = None,
+    settings: common.Settings = None,
+    facts: common.Facts = None,
     context: Annotated[
-        int | None,
-        Option(min=1, metavar="TOKENS", help="with --vram: context length; the model's maximum by default"),
+        int | None, Option(min=1, metavar="TOKENS", help="with --vram: context length; the model's maximum by default")
     ] = None,
     kv: Annotated[Literal["auto", "fp8"], Option(help="with --vram: 16-bit keys and values (auto), or fp8")] = "auto",
     tp: Annotated[
-        int | None,
-        Option(min=1, help="with --vram: tensor-parallel size; the largest that vLLM allows by default"),
+        int | None, Option(min=1, help="with --vram: tensor-parallel size; the largest that vLLM allows by default")
     ] = None,
     tensors: Annotated[bool, Option("--tensors", help="list every tensor with its action")] = False,
     output: Annotated[
@@ -45,7 +42,7 @@ def plan(
     hub: Annotated[
         bool, Option("--hub", help="read the headers from the Hub even if the architecture spec is built in")
     ] = False,
-    device_memory: options.DeviceMemory = None,
+    device_memory: common.DeviceMemory = None,
     nodes: Annotated[int, Option(min=1, help="also estimate a run on this number of machines")] = 1,
     gpus: Annotated[int, Option(min=1, help="also estimate a run on this number of GPUs per machine")] = 1,
     disk: Annotated[
@@ -58,14 +55,13 @@ def plan(
         int | None, Option(min=16, help="with --measure: calibration tokens; one token chunk by default")
     ] = None,
     experts: Annotated[
-        int | None,
-        Option(min=2, help="with --measure: experts of the layer; as many as fit into memory by default"),
+        int | None, Option(min=2, help="with --measure: experts of the layer; as many as fit into memory by default")
     ] = None,
     device: Annotated[
         str | None, Option(help="with --measure: cpu, cuda, cuda:N, or auto (the first GPU if there is one)")
     ] = None,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    as_json: common.Json = False,
+    debug: common.Debug = False,
 ) -> None:
     """Show what a run would do and need, and where its output fits.
 
@@ -108,11 +104,11 @@ def plan(
         gc.enable()
     if measure:
         text = measured_table(figures["measured"])
-    elif vram:
-        text = (weights_table if "weights" in figures else fit_table)(figures)
     else:
-        text = (tensors_table if tensors else plan_table)(figures)
-    emit(figures, as_json, text)
+        serving = weights_table if "weights" in figures else fit_table
+        table = serving if vram else tensors_table if tensors else plan_table
+        text = f"planned from {figures['basis']}\n\n{table(figures)}"
+    common.emit(figures, as_json, text)
 
 
 def plan_table(numbers: dict[str, Any]) -> str:
@@ -121,25 +117,22 @@ def plan_table(numbers: dict[str, Any]) -> str:
         (row["kind"], row["action"], f"{row['tensors']:,}", size(row["bytes_before"]), size(row["bytes_after"]))
         for row in numbers["kinds"]
     ]
-    return "\n".join(
-        [
-            f"planned from {numbers['basis']}",
-            "",
-            text_table(("tensors (* = a number)", "action", "number", "before", "after"), rows),
-            "",
-            f"{numbers['layers']} layers, {dense_words(numbers)}{numbers['experts_per_layer']} experts each: "
-            f"{numbers['quantized_matrices']:,} expert matrices quantized, "
-            f"{numbers['kept_attention_tensors']:,} attention tensors keep their bytes",
-            f"output {size(numbers['output_bytes'])} ({numbers['output_bytes']:,} bytes of shards and index) in "
-            f"{len(numbers['shards'])} shards, {size(numbers['expert_bytes'])} of it experts; "
-            f"source {size(numbers['source_bytes'])}",
-            *remarks(numbers),
-            "",
-            *(scheme_lines(numbers["schemes"]) if "schemes" in numbers else []),
-            *needs_lines(numbers["needs"]),
-            *([memory_line(numbers)] if "device_memory" in numbers else []),
-        ]
-    )
+    lines = [
+        text_table(("tensors (* = a number)", "action", "number", "before", "after"), rows),
+        "",
+        f"{numbers['layers']} layers, {dense_words(numbers)}{numbers['experts_per_layer']} experts each: "
+        f"{numbers['quantized_matrices']:,} expert matrices quantized, "
+        f"{numbers['kept_attention_tensors']:,} attention tensors keep their bytes",
+        f"output {size(numbers['output_bytes'])} ({numbers['output_bytes']:,} bytes of shards and index) in "
+        f"{len(numbers['shards'])} shards, {size(numbers['expert_bytes'])} of it experts; "
+        f"source {size(numbers['source_bytes'])}",
+        *remarks(numbers),
+        "",
+        *(_scheme_lines(numbers["schemes"]) if "schemes" in numbers else []),
+        *_needs_lines(numbers["needs"]),
+        *([_memory_line(numbers["device_memory"])] if "device_memory" in numbers else []),
+    ]
+    return "\n".join(lines)
 
 
 def dense_words(numbers: dict[str, Any]) -> str:
@@ -163,7 +156,7 @@ def remarks(numbers: dict[str, Any]) -> list[str]:
     return lines
 
 
-def scheme_lines(schemes: dict[str, Any]) -> list[str]:
+def _scheme_lines(schemes: dict[str, Any]) -> list[str]:
     """The choice within a budget once it is made, until then the candidates."""
     if "layers" in schemes:
         return [*candidate_lines(schemes), "", *choice_lines(schemes), "", text_table(*layer_rows(schemes)), ""]
@@ -171,7 +164,7 @@ def scheme_lines(schemes: dict[str, Any]) -> list[str]:
     return [*candidate_lines(schemes), f"the run measures, then chooses for each layer; until then {assumed}", ""]
 
 
-def needs_lines(needs: dict[str, Any]) -> list[str]:
+def _needs_lines(needs: dict[str, Any]) -> list[str]:
     """Disk, memory and estimated time of a run, with the assumptions."""
     rows = []
     for device in ("CPU", "GPU"):
@@ -188,13 +181,13 @@ def needs_lines(needs: dict[str, Any]) -> list[str]:
         f"and {size(needs['host'])} of host memory, {size(needs['source'])} of source on the disk or in the Hub's "
         "cache. Activations are kept in host memory if they fit, else on disk.",
         "",
-        *time_lines(needs),
+        *_time_lines(needs),
         "assumed:",
         *(f"  {line}" for line in needs["assumptions"]),
     ]
 
 
-def time_lines(needs: dict[str, Any]) -> list[str]:
+def _time_lines(needs: dict[str, Any]) -> list[str]:
     """The estimated time on each device, of one process, and of several if they were asked for."""
     if needs["seconds"] is None:
         return ["time: unknown before the sets are read, and for experts.engine: llmcompressor"]
@@ -214,21 +207,20 @@ def measured_table(result: dict[str, Any]) -> str:
     evaluated = f" and {result['held_out']:,} evaluation tokens" if result["held_out"] else ""
     others = f" and {dense} without at {_seconds(result['dense_layer'])}" if dense else ""
     threads = result["machine"]["threads"]
-    return "\n".join(
-        [
-            f"measured on {result['machine']['device']}, {threads} thread{'s' if threads > 1 else ''}: one layer of "
-            f"random weights, {sizes['experts']} of {result['run_experts']} experts of {sizes['hidden']} x "
-            f"{sizes['width']}, {result['tokens']:,} of {result['run_tokens']:,} calibration tokens{evaluated}",
-            "",
-            text_table(("phase", "seconds", "grows with", "in a layer of the run"), rows),
-            "",
-            f"peak memory {size(result['peak_memory_bytes'])}",
-            f"the whole run: {duration(result['run'])}, extrapolated: {result['layers']} layers with experts at "
-            f"{_seconds(result['layer'])} each{others}",
-            "each phase is multiplied by the ratio of what it grows with; reading overlaps with computing; logits and "
-            "the last reading of the output are not included",
-        ]
-    )
+    lines = [
+        f"measured on {result['machine']['device']}, {threads} thread{'s' if threads > 1 else ''}: one layer of "
+        f"random weights, {sizes['experts']} of {result['run_experts']} experts of {sizes['hidden']} x "
+        f"{sizes['width']}, {result['tokens']:,} of {result['run_tokens']:,} calibration tokens{evaluated}",
+        "",
+        text_table(("phase", "seconds", "grows with", "in a layer of the run"), rows),
+        "",
+        f"peak memory {size(result['peak_memory_bytes'])}",
+        f"the whole run: {duration(result['run'])}, extrapolated: {result['layers']} layers with experts at "
+        f"{_seconds(result['layer'])} each{others}",
+        "each phase is multiplied by the ratio of what it grows with; reading overlaps with computing; logits and "
+        "the last reading of the output are not included",
+    ]
+    return "\n".join(lines)
 
 
 def _seconds(seconds: float) -> str:
@@ -239,9 +231,8 @@ def _about(seconds: float) -> str:
     return "under a minute" if seconds < 60 else duration(seconds)
 
 
-def memory_line(numbers: dict[str, Any]) -> str:
+def _memory_line(memory: dict[str, Any]) -> str:
     """What a GPU holds at most with --device-memory, and in how many sweeps a layer is read for it."""
-    memory = numbers["device_memory"]
     return (
         f"--device-memory: {gib(memory['peak'])} at most, with the Hessians of {memory['resident']} of "
         f"{memory['units']} batches of {memory['unit']} experts at a time ({memory['sweeps']} "
@@ -253,16 +244,13 @@ def tensors_table(numbers: dict[str, Any]) -> str:
     """One line for every source tensor."""
     rows = []
     for row in numbers["tensors"]:
-        outputs = "; ".join(
-            f"{_short(name, row['source'])} {dtype} {shape}" for name, (dtype, shape) in row["outputs"].items()
+        module = row["source"].rpartition(".")[0]
+        outputs = (
+            f"{'same name,' if name == row['source'] else name.removeprefix(module)} {dtype} {shape}"
+            for name, (dtype, shape) in row["outputs"].items()
         )
-        rows.append((row["source"], f"{row['dtype']} {row['shape']}", row["action"], outputs))
-    return f"planned from {numbers['basis']}\n\n" + text_table(("tensor", "source", "action", "output"), rows)
-
-
-def _short(name: str, source: str) -> str:
-    module = source.rpartition(".")[0]
-    return name.removeprefix(module) if name != source else "same name,"
+        rows.append((row["source"], f"{row['dtype']} {row['shape']}", row["action"], "; ".join(outputs)))
+    return text_table(("tensor", "source", "action", "output"), rows)
 
 
 def fit_table(result: dict[str, Any]) -> str:
@@ -280,23 +268,20 @@ def fit_table(result: dict[str, Any]) -> str:
     ]
     header = ("GPUs", "split", "usable", "weights", "KV cache", "activations", "runtime", "left", "longest", "")
     first = result["fits"][0]
-    return "\n".join(
-        [
-            f"planned from {result['basis']}",
-            "",
-            f"memory of the fullest GPU at {first['context']:,} tokens, KV cache in "
-            f"{'16 bit' if first['kv'] == 'auto' else 'FP8'} ({result['kv_bytes_per_token']:,} bytes a token "
-            f"{'over all GPUs' if result['kv_divided'] else 'on every GPU'}); longest: the context that fits",
-            text_table(header, rows),
-            *remarks(result),
-            *result["notes"],
-            "",
-            *(_fit_line(row, result["longest"]) for row in result["fits"]),
-            "",
-            "assumed:",
-            *(f"  {line}" for line in result["assumptions"]),
-        ]
-    )
+    lines = [
+        f"memory of the fullest GPU at {first['context']:,} tokens, KV cache in "
+        f"{'16 bit' if first['kv'] == 'auto' else 'FP8'} ({result['kv_bytes_per_token']:,} bytes a token "
+        f"{'over all GPUs' if result['kv_divided'] else 'on every GPU'}); longest: the context that fits",
+        text_table(header, rows),
+        *remarks(result),
+        *result["notes"],
+        "",
+        *(_fit_line(row, result["longest"]) for row in result["fits"]),
+        "",
+        "assumed:",
+        *(f"  {line}" for line in result["assumptions"]),
+    ]
+    return "\n".join(lines)
 
 
 def weights_table(result: dict[str, Any]) -> str:
@@ -306,7 +291,7 @@ def weights_table(result: dict[str, Any]) -> str:
         for row in result["weights"]
     ]
     header = ("GPUs together", "usable", "weights", "left at most, for KV cache, activations and runtime", "")
-    return "\n".join([f"planned from {result['basis']}", "", text_table(header, rows), *remarks(result)])
+    return "\n".join([text_table(header, rows), *remarks(result)])
 
 
 def _fit_line(row: dict[str, Any], limit: int) -> str:

@@ -9,8 +9,7 @@ from typer import Argument, Option
 
 from quantizers.system.formatting import collapse_lines, size, text_table
 
-from . import options
-from .options import emit
+from . import common
 
 
 def publish(
@@ -24,8 +23,7 @@ def publish(
         str | None, Option(metavar="OWNER/NAME", help="the source's Hub id, if it was read from a folder")
     ] = None,
     thorough: Annotated[
-        bool,
-        Option("--thorough", help="compare every tensor with the source again, as `quantize verify` does"),
+        bool, Option("--thorough", help="compare every tensor with the source again, as `quantize verify` does")
     ] = False,
     source: Annotated[
         str | None,
@@ -38,12 +36,11 @@ def publish(
     revision: Annotated[str, Option(help="branch; created if it does not exist")] = "main",
     dry_run: Annotated[bool, Option("--dry-run", help="verify and list the files, without uploading")] = False,
     force: Annotated[
-        str | None,
-        Option(metavar="REASON", help="publish even if a check fails; the model card states the reason"),
+        str | None, Option(metavar="REASON", help="publish even if a check fails; the model card states the reason")
     ] = None,
-    device: options.Device = "auto",
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    device: common.Device = "auto",
+    as_json: common.Json = False,
+    debug: common.Debug = False,
 ) -> None:
     """Check a finished checkpoint and upload it to the Hub.
 
@@ -69,7 +66,7 @@ def publish(
         device=device,
     )
     table = published_table if found.uploaded else dry_run_table
-    emit(found.figures, as_json, table(found.figures), passed=found.passed)
+    common.emit(found.figures, as_json, table(found.figures), passed=found.passed)
 
 
 def dry_run_table(plan: dict[str, Any]) -> str:

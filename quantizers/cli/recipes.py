@@ -6,18 +6,16 @@ from pathlib import Path
 from shlex import quote
 from typing import Annotated
 
-import typer
-from typer import Argument
+from typer import Argument, Context, Typer
 
-from . import options
-from .options import emit
+from . import common
 
-recipes = typer.Typer(rich_markup_mode=None)
+recipes = Typer(rich_markup_mode=None)
 NameArgument = Annotated[str, Argument(metavar="NAME", help="name from `quantize recipes`, or a model's Hub id")]
 
 
 @recipes.callback(invoke_without_command=True)
-def recipes_(context: typer.Context, as_json: options.Json = False, debug: options.Debug = False) -> None:
+def recipes_(context: Context, as_json: common.Json = False, debug: common.Debug = False) -> None:
     """List, show and copy the shipped recipes.
 
     Without a subcommand it lists them.
@@ -29,7 +27,7 @@ def recipes_(context: typer.Context, as_json: options.Json = False, debug: optio
 
 
 @recipes.command(name="list")
-def list_recipes(as_json: options.Json = False, debug: options.Debug = False) -> None:
+def list_recipes(as_json: common.Json = False, debug: common.Debug = False) -> None:
     """List the shipped recipes.
 
     Example: quantize recipes list --json
@@ -39,11 +37,11 @@ def list_recipes(as_json: options.Json = False, debug: options.Debug = False) ->
 
     listed = rows()
     header = ("name", "source", "calibration", "experts")
-    emit({"recipes": listed}, as_json, text_table(header, [[row[key] for key in header] for row in listed]))
+    common.emit({"recipes": listed}, as_json, text_table(header, [[row[key] for key in header] for row in listed]))
 
 
 @recipes.command()
-def show(name: NameArgument, as_json: options.Json = False, debug: options.Debug = False) -> None:
+def show(name: NameArgument, as_json: common.Json = False, debug: common.Debug = False) -> None:
     """Print a recipe.
 
     Example: quantize recipes show tiny-minimax-m2-fp8-int4
@@ -51,11 +49,11 @@ def show(name: NameArgument, as_json: options.Json = False, debug: options.Debug
     from quantizers.recipe.read import shipped_recipe
 
     text = shipped_recipe(name).read_text(encoding="utf-8")
-    emit({"name": name, "text": text}, as_json, text.rstrip("\n"))
+    common.emit({"name": name, "text": text}, as_json, text.rstrip("\n"))
 
 
 @recipes.command()
-def schema(as_json: options.Json = False, debug: options.Debug = False) -> None:
+def schema(as_json: common.Json = False, debug: common.Debug = False) -> None:
     """Print the JSON schema of recipes, for an editor.
 
     Example: quantize recipes schema > recipe.schema.json
@@ -70,8 +68,8 @@ def schema(as_json: options.Json = False, debug: options.Debug = False) -> None:
 def copy(
     name: NameArgument,
     file: Annotated[Path | None, Argument(metavar="FILE", help="file to write; NAME.yaml by default")] = None,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    as_json: common.Json = False,
+    debug: common.Debug = False,
 ) -> None:
     """Copy a recipe for editing; its paths are adapted to the new location.
 
@@ -83,7 +81,7 @@ def copy(
 
     path = file or Path(shipped_recipe(name).name)
     write_new({path: copied(name).encode()})
-    emit({"recipe": str(path)}, as_json, f"wrote {path}; next: quantize plan {quote(str(path))}")
+    common.emit({"recipe": str(path)}, as_json, f"wrote {path}; next: quantize plan {quote(str(path))}")
 
 
 def new(
@@ -91,8 +89,8 @@ def new(
     file: Annotated[
         Path | None, Argument(metavar="FILE", help="file to write; named after the model by default")
     ] = None,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    as_json: common.Json = False,
+    debug: common.Debug = False,
 ) -> None:
     """Write a commented recipe for a model.
 
@@ -112,4 +110,4 @@ def new(
         architecture_for(config, where, tensors=stored)  # refuses a model that no recipe could quantize
     path = file or Path(f"{Path(model).name.lower()}-fp8-int4.yaml")
     write_new({path: new_recipe(model).encode()})
-    emit({"recipe": str(path)}, as_json, f"wrote {path}; next: quantize plan {quote(str(path))}")
+    common.emit({"recipe": str(path)}, as_json, f"wrote {path}; next: quantize plan {quote(str(path))}")

@@ -7,8 +7,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from . import options
-from .options import emit
+from . import common
 
 
 def report(
@@ -17,8 +16,8 @@ def report(
         Path | None,
         Option("--output", "-o", metavar="FILE", help="HTML file to write; report.html beside report.json by default"),
     ] = None,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    as_json: common.Json = False,
+    debug: common.Debug = False,
 ) -> None:
     """Write report.json as one self-contained HTML page.
 
@@ -46,4 +45,4 @@ def report(
     write_text(html_report(contents, pictures(contents)), target)
     if target.resolve() == (folder / PAGE).resolve() and contents.get("seal") == seal_of(contents):
         write_record(folder, add_files(folder, contents, [PAGE]))
-    emit({"page": str(target)}, as_json, f"page: {target}")
+    common.emit({"page": str(target)}, as_json, f"page: {target}")

@@ -5,20 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
 from quantizers.distributed.process_group import ProcessGroup
 from quantizers.system.errors import InputError
 
-from . import options
-from .options import asked, emit, typed
+from . import common
 
 
 def run(
     *,
-    context: typer.Context,
-    recipe: options.Recipe,
+    context: Context,
+    recipe: common.Recipe,
     folder: Annotated[Path | None, Argument(metavar="OUTPUT", help="the same as --output")] = None,
     output: Annotated[
         Path | None,
@@ -29,14 +27,14 @@ def run(
             "default",
         ),
     ] = None,
-    source: options.Source = None,
-    calibration: options.Calibration = None,
-    without: options.Without = None,
-    settings: options.Settings = None,
-    device: options.Device = "auto",
+    source: common.Source = None,
+    calibration: common.Calibration = None,
+    without: common.Without = None,
+    settings: common.Settings = None,
+    device: common.Device = "auto",
     fresh: Annotated[bool, Option("--fresh", help="discard an earlier run in the output folder, after asking")] = False,
     yes: Annotated[bool, Option("--yes", help="do not ask")] = False,
-    device_memory: options.DeviceMemory = None,
+    device_memory: common.DeviceMemory = None,
     paranoid: Annotated[
         bool, Option("--paranoid", help="hash the source's shards, and check them again on resume")
     ] = False,
@@ -46,14 +44,13 @@ def run(
     ] = "auto",
     ignore_stop: Annotated[bool, Option("--ignore-stop", help="ignore the recipe's verify.stop and continue")] = False,
     ignore_source_check: Annotated[
-        bool,
-        Option("--ignore-source-check", help="quantize a source that makes no sense of text (random weights)"),
+        bool, Option("--ignore-source-check", help="quantize a source that makes no sense of text (random weights)")
     ] = False,
     with_data: Annotated[
         bool, Option("--with-data", help="copy the sets' local data files into the output, for publishing")
     ] = False,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    as_json: common.Json = False,
+    debug: common.Debug = False,
 ) -> None:
     """Quantize a checkpoint, stitch it, verify and measure it. Resumes automatically if interrupted.
 
@@ -69,7 +66,7 @@ def run(
         raise InputError(f"two outputs are given, {folder} and --output {output}; leave one out")
     output = output or folder
     discards = fresh and dist.is_main and output is not None and output.exists()
-    if discards and not yes and not asked(f"discard the run in {output}?", "--fresh"):
+    if discards and not yes and not common.asked(f"discard the run in {output}?", "--fresh"):
         raise InputError(f"{output}: left as it is; choose another --output")
     made = run_recipe(
         recipe,
@@ -86,11 +83,11 @@ def run(
         ignore_stop=ignore_stop,
         ignore_source_check=ignore_source_check,
         with_data=with_data,
-        command=typed(),
+        command=common.typed(),
         dist=dist,
     )
     if not dist.is_main:
         return
     from .run_table import run_table  # imports pydantic and numpy
 
-    emit(made.report, as_json, run_table(made.report, made.folder, made.source, recipe), passed=made.passed)
+    common.emit(made.report, as_json, run_table(made.report, made.folder, made.source, recipe), passed=made.passed)

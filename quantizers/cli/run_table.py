@@ -17,20 +17,14 @@ from quantizers.system.progress import duration
 
 
 def run_table(report: dict[str, Any], output: Path, source: str, recipe: str) -> str:
-    """The output of `quantize run`.
-
-    Args:
-        source: the source's Hub id, or its folder, for the suggested next commands.
-        recipe: as the user typed it.
-    """
+    """The output of `quantize run`; `source` is a Hub id or a folder, `recipe` as the user typed it."""
     lines = [f"{output} was finished before; nothing was touched"] if report.get("already_done") else []
     lines += ["", gate_table(report["gates"]), ""]
     if "kl" in report:
         lines += [fidelity_table([("output", report)]), ""]
         if len(report.get("positions", ())) > 1:
             lines += [positions_table(report), ""]
-    plan, seconds = report["plan"], report["seconds"]
-    coverage = report["coverage"]
+    plan, seconds, coverage = report["plan"], report["seconds"], report["coverage"]
     apart = max(layer["proof"] for layer in report["layers"])
     lines += [
         f"proof     every layer gives what transformers' own call of it gives, to {apart:.1e} of what it adds",
@@ -47,8 +41,7 @@ def run_table(report: dict[str, Any], output: Path, source: str, recipe: str) ->
     ]
     if under_routed := under_routed_line(report):
         lines.append(f"shares    {under_routed}")
-    fallbacks = sum(len(layer["fallbacks"]) for layer in report["layers"])
-    if fallbacks:
+    if fallbacks := sum(len(layer["fallbacks"]) for layer in report["layers"]):
         lines.append(f"fallbacks {fallbacks}, listed in report.json under layers")
     return "\n".join([*lines, *_where(report, output), "", *_what_next(report, output, source, recipe)]).strip("\n")
 
@@ -80,13 +73,7 @@ def _what_next(report: dict[str, Any], output: Path, source: str, recipe: str) -
 
 
 def _advice(gate: str, experts: dict[str, Any], recipe: str, verify: str) -> str:
-    """What to do after a failed gate.
-
-    Args:
-        experts: the settings of the recipe.
-        recipe: as the user typed it.
-        verify: the command that verifies the output.
-    """
+    """What to do after a failed gate; `verify` is the command that verifies the output."""
     kind, _, category = gate.partition(" ")
     if kind in ("audit", "consumers"):
         return f"`{verify}` lists everything; make it again with --fresh, and report it if it comes back"

@@ -11,8 +11,7 @@ from typer import Option
 from quantizers.system.formatting import collapse_lines, size
 from quantizers.system.output_files import CARD, PAGE, REPORT
 
-from . import options
-from .options import emit, typed
+from . import common
 
 
 def stitch(
@@ -28,13 +27,12 @@ def stitch(
         ),
     ] = None,
     repair_router: Annotated[
-        bool,
-        Option("--repair-router", help="compensate the router for the smoothed norms of the experts' checkpoint"),
+        bool, Option("--repair-router", help="compensate the router for the smoothed norms of the experts' checkpoint")
     ] = False,
-    facts: options.Facts = None,
-    device: options.Device = "auto",
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    facts: common.Facts = None,
+    device: common.Device = "auto",
+    as_json: common.Json = False,
+    debug: common.Debug = False,
 ) -> None:
     """Build a mixed checkpoint from existing experts.
 
@@ -45,9 +43,9 @@ def stitch(
     from quantizers.commands.stitch import stitch as stitch_both
 
     made = stitch_both(
-        source, experts, output, repair_router=repair_router, facts=facts, device=device, command=typed()
+        source, experts, output, repair_router=repair_router, facts=facts, device=device, command=common.typed()
     )
-    emit(made.report, as_json, stitch_table(made.report, made.folder, made.source), passed=made.passed)
+    common.emit(made.report, as_json, stitch_table(made.report, made.folder, made.source), passed=made.passed)
 
 
 def stitch_table(report: dict[str, Any], output: Path, source: str) -> str:

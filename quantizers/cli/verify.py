@@ -9,8 +9,7 @@ from typer import Argument, Option
 
 from quantizers.system.formatting import collapse_lines
 
-from . import options
-from .options import emit
+from . import common
 
 
 def verify(
@@ -25,10 +24,10 @@ def verify(
     with_vllm: Annotated[
         bool, Option("--with-vllm", help="also ask the installed vLLM for the scheme of every layer")
     ] = False,
-    facts: options.Facts = None,
-    device: options.Device = "auto",
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    facts: common.Facts = None,
+    device: common.Device = "auto",
+    as_json: common.Json = False,
+    debug: common.Debug = False,
 ) -> None:
     """Compare a finished checkpoint with its source.
 
@@ -52,7 +51,7 @@ def verify(
         text += f"\n\nvLLM {found.vllm['version']}, asked for {found.vllm['asked']:,} modules: " + (
             "\n".join([f"{len(different)} differ", *different]) if different else "every scheme is the one above"
         )
-    emit(report, as_json, text, passed=found.passed)
+    common.emit(report, as_json, text, passed=found.passed)
 
 
 def audit_table(audit: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What the commands share: common options, printing, asking. Commands name an option `options.Json`."""
+"""What the commands share: common options, printing, asking."""
 
 from __future__ import annotations
 
