@@ -33,19 +33,12 @@ def launched() -> tuple[int, int, int] | None:
 
 
 class ProcessGroup:
-    """The group of a single process: every method returns at once.
+    """The group of a single process: every method returns at once."""
 
-    Attributes:
-        rank: of this process, 0 to world_size - 1. Ranks are numbered machine by machine.
-        world_size: number of processes.
-        local_rank: of this process on its machine; the index of its GPU.
-        nodes: of each rank the number of its machine, from 0.
-    """
-
-    rank: int = 0
+    rank: int = 0  # ranks are numbered machine by machine
     world_size: int = 1
-    local_rank: int = 0
-    nodes: Sequence[int] = (0,)
+    local_rank: int = 0  # on this machine; the index of the GPU
+    nodes: Sequence[int] = (0,)  # of each rank the number of its machine
 
     @property
     def is_main(self) -> bool:
@@ -74,8 +67,8 @@ class ProcessGroup:
 
     def partition(self, items: int, rank: int | None = None) -> range:
         """The consecutive ones of `items` items that a rank (None: this process) works on."""
-        number = self.rank if rank is None else rank
-        return range(items * number // self.world_size, items * (number + 1) // self.world_size)
+        rank = self.rank if rank is None else rank
+        return range(items * rank // self.world_size, items * (rank + 1) // self.world_size)
 
     def connect(self, device: torch.device) -> None:
         """Set the device through which tensors are exchanged: NCCL for a GPU, gloo for the CPU."""
@@ -91,8 +84,8 @@ class ProcessGroup:
         """`make()`, by rank 0 first, then by local rank 0 of each machine, then by the others: for cached results."""
         return make()
 
-    def broadcast_object(self, value: Any = None) -> Any:
-        """The picklable object that rank 0 calls this with."""
+    def broadcast_object(self, value: Any = None, src: int = 0) -> Any:
+        """The picklable object that rank `src` calls this with."""
         return value
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -103,14 +96,10 @@ class ProcessGroup:
         """Overwrite a contiguous tensor of any device with that of rank `src`, which has the same shape and dtype."""
 
     def all_gather(self, parts: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-        """The rows of all processes, concatenated in the order of ranks.
+        """The rows of all processes, concatenated in the order of ranks, on `device`: the same in every process.
 
         Args:
             parts: this process's rows (N, …) by name; a missing name stands for no rows.
-            device: of the result.
-
-        Returns:
-            The same in every process, with every name that any process has.
         """
         return dict(parts)
 
@@ -118,10 +107,9 @@ class ProcessGroup:
         """Leave the group after the last exchange; the other processes may still be at work."""
 
     def final_message(self, message: str, code: int) -> tuple[str | None, int]:
-        """The message that a failing process prints, None where another does; and the exit code of the first failure.
+        """What a failing process prints, None where another does, and the exit code of the first failure.
 
-        Args:
-            message, code: of this process's own failure.
+        Both are made from the message and the code of this process's own failure.
         """
         return message, code
 

@@ -16,18 +16,15 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-from torch.distributed import BroadcastOptions, PrefixStore
+import torch.distributed
+from torch.distributed import BroadcastOptions, PrefixStore, Store, Work
+from torch.distributed.rendezvous import rendezvous
 
 from quantizers.system.errors import InputError, PeerFailed, QuantizeError
 
 from .process_group import RESUME, Made, ProcessGroup
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup as TorchProcessGroup
-    from torch.distributed import Store, Work
 
 CPU = torch.device("cpu")
 START_TIMEOUT = timedelta(minutes=10)  # from the first process to the last: a cold disk takes minutes to import torch
@@ -42,37 +39,27 @@ SIGTERM_CODE = 128 + signal.SIGTERM
 def init_process_group(rank: int, world_size: int, local_rank: int) -> DistributedGroup:
     """Join the processes that a launcher started; see `launched`.
 
-    Raises:
-        InputError: ranks are not numbered machine by machine.
-        QuantizeError: a process did not start.
+    Raises as `exchange_places` and `node_numbers` do.
     """
-    import torch.distributed as torch_distributed
-    from torch.distributed.rendezvous import rendezvous
-
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost connection is reported here, in one line
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # or NCCL's watchdog aborts with pages of text
     rendezvous_store, _, _ = next(rendezvous("env://"))
     # torchrun --max-restarts keeps its store, with the keys of earlier attempts.
     store = PrefixStore(f"quantize/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", rendezvous_store)
     places = exchange_places(store, rank, world_size, (socket.gethostname(), local_rank))
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and torch_distributed.is_nccl_available() else "gloo"
-    torch_distributed.init_process_group(
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and torch.distributed.is_nccl_available() else "gloo"
+    torch.distributed.init_process_group(
         backend, store=PrefixStore("torch", store), rank=rank, world_size=world_size, timeout=TIMEOUT
     )
-    world = torch_distributed.group.WORLD
+    world = torch.distributed.group.WORLD
     assert world is not None
     return DistributedGroup(world, store, rank, places)
 
 
 def exchange_places(store: Store, rank: int, world_size: int, own: tuple[str, int]) -> list[tuple[str, int]]:
-    """Host name and local rank of every process, in the order of ranks, once all have started.
+    """Host name and local rank of every process, in the order of ranks, once all have started; `own` is this one's.
 
-    Args:
-        store: shared by all processes.
-        own: this process's.
-
-    Raises:
-        QuantizeError: one did not start within START_TIMEOUT.
+    Raises QuantizeError where one did not start within START_TIMEOUT.
     """
     store.set(f"place/{rank}", json.dumps(own))
     keys = [f"place/{other}" for other in range(world_size)]
@@ -89,13 +76,14 @@ class DistributedGroup(ProcessGroup):
     """The group of several processes.
 
     Args:
-        group: of torch; it exchanges tensors of the CPU, and those of GPUs if there are any.
+        group: exchanges tensors of the CPU, and those of GPUs if there are any.
         store: shared by these processes alone.
-        rank: of this process.
-        places: host name and local rank of every process, in the order of ranks.
+        places: see `exchange_places`.
     """
 
-    def __init__(self, group: TorchProcessGroup, store: Store, rank: int, places: Sequence[tuple[str, int]]) -> None:
+    def __init__(
+        self, group: torch.distributed.ProcessGroup, store: Store, rank: int, places: Sequence[tuple[str, int]]
+    ) -> None:
         self.rank, self.world_size, self.local_rank = rank, len(places), places[rank][1]
         self.nodes = node_numbers([local_rank for _, local_rank in places])
         self._group, self._store, self._host = group, store, places[rank][0]
@@ -132,13 +120,10 @@ class DistributedGroup(ProcessGroup):
             self.barrier()
         return made
 
-    def broadcast_object(self, value: Any = None) -> Any:
-        return self._broadcast_object(value, 0)
-
     def all_gather_object(self, value: Any) -> list[Any]:
-        return [self._broadcast_object(value, src) for src in range(self.world_size)]
+        return [self.broadcast_object(value, src) for src in range(self.world_size)]
 
-    def _broadcast_object(self, value: Any, src: int) -> Any:
+    def broadcast_object(self, value: Any = None, src: int = 0) -> Any:
         pickled = pickle.dumps(value) if self.rank == src else b""
         size = torch.tensor([len(pickled)])
         self._broadcast(size, src)
@@ -179,7 +164,7 @@ class DistributedGroup(ProcessGroup):
 
         Raises:
             PeerFailed: another process has failed, and said why.
-            QuantizeError: the connection to another process is lost, or the timeout is over.
+            QuantizeError: another process is lost, or the timeout is over.
         """
         started = looked = time.monotonic()
         pause = 0.0001
@@ -190,7 +175,8 @@ class DistributedGroup(ProcessGroup):
                 now = time.monotonic()
                 if now - looked > LOOK:
                     looked = now
-                    self._raise_peer_failure()
+                    if self._store.check(["failure"]):
+                        raise PeerFailed(json.loads(self._store.get("failure"))["code"])
                 if now - started > self._timeout.total_seconds():
                     raise TimeoutError(f"no answer for {self._timeout}")
                 time.sleep(pause)
@@ -203,15 +189,9 @@ class DistributedGroup(ProcessGroup):
                 f"{self.name}: another process is lost ({reason}); the launcher's report says which; {RESUME}"
             ) from None
 
-    def _raise_peer_failure(self) -> None:
-        if self._store.check(["failure"]):
-            raise PeerFailed(json.loads(self._store.get("failure"))["code"])
-
     def shutdown(self) -> None:
-        import torch.distributed as torch_distributed
-
-        if torch_distributed.is_initialized():
-            torch_distributed.destroy_process_group()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
     def final_message(self, message: str, code: int) -> tuple[str | None, int]:
         if code == SIGTERM_CODE:
@@ -230,11 +210,7 @@ class DistributedGroup(ProcessGroup):
 
 
 def node_numbers(local_ranks: Sequence[int]) -> list[int]:
-    """The machine of each rank, from the local ranks.
-
-    Raises:
-        InputError: ranks are not numbered machine by machine.
-    """
+    """The machine of each rank. Raises InputError where ranks are not numbered machine by machine."""
     nodes: list[int] = []
     for rank, local_rank in enumerate(local_ranks):
         if local_rank and (rank == 0 or local_rank != local_ranks[rank - 1] + 1):
