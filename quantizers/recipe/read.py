@@ -32,7 +32,7 @@ def read_recipe(name: str, changes: Sequence[Change] = ()) -> tuple[Recipe, Path
     """
     path = find_recipe(name)
     data, origins = _values(path, changes)
-    return fit(data, origins, Origin(f"{path}:1", 1), Recipe, RecipeError), path
+    return fit(data, origins, Recipe, RecipeError), path
 
 
 def _values(path: Path, changes: Sequence[Change]) -> tuple[dict[str, Any], dict[Place, Origin]]:

@@ -56,11 +56,7 @@ class DamagedRecord(QuantizeError):
 
 
 class Interrupted(QuantizeError):
-    """SIGINT or SIGTERM arrived; all finished work is on disk.
-
-    Args:
-        signal_number: the signal n; the exit code is 128 + n.
-    """
+    """SIGINT or SIGTERM arrived; all finished work is on disk. The exit code is 128 + the signal's number."""
 
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)

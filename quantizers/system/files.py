@@ -17,11 +17,7 @@ from .errors import OutputError, QuantizeError
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write JSON with sorted keys, atomically.
-
-    Raises:
-        ValueError: the data contains NaN or infinity, which JSON does not have; see `json_finite`.
-    """
+    """Write JSON with sorted keys, atomically. Raises ValueError for NaN and infinity; see `json_finite`."""
     write_text(json.dumps(data, indent=1, sort_keys=True, allow_nan=False) + "\n", path)
 
 
@@ -32,10 +28,9 @@ def write_text(text: str, path: Path) -> None:
 
 
 def write_new(contents: Mapping[Path, bytes]) -> None:
-    """Write files, all or none of them, and overwrite nothing; those that exist with the same bytes stay.
+    """Write files, all or none of them; those that exist with the same bytes stay.
 
-    Raises:
-        OutputError: one exists with other bytes, or cannot be written.
+    Raises OutputError where one exists with other bytes, or cannot be written.
     """
     for target, content in contents.items():
         if target.exists() and not (target.is_file() and target.read_bytes() == content):
@@ -57,8 +52,8 @@ def copy_file(source: Path, target: Path) -> None:
     """Copy a file's bytes atomically, into a new folder if need be."""
     with disk_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-    with disk_errors(target), atomic(target) as stream, source.open("rb") as read:
-        shutil.copyfileobj(read, stream)
+        with atomic(target) as stream, source.open("rb") as read:
+            shutil.copyfileobj(read, stream)
 
 
 @contextlib.contextmanager

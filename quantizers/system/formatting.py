@@ -12,8 +12,6 @@ from typing import Any
 from .errors import InputError
 
 SHARES = ("perplexity", "coverage")  # gates whose values are shares
-
-
 # Line ends, characters that steer a terminal or turn its text around, and halves of surrogate pairs.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -44,12 +42,9 @@ def size(number: int) -> str:
 
 def gate_figures(gate: dict[str, Any]) -> tuple[str, str]:
     """A gate's value and its limit as people read them: shares in per cent, anything else as a number."""
-    share = gate["name"].partition(" ")[0] in SHARES
-    bound = ">=" if gate.get("at_least") else "<="
-    if share:
-        value = "no number" if gate["value"] is None else percent(gate["value"])
-        return value, f"{bound} {percent(gate['limit'])}"
-    return number(gate["value"], ".4g"), f"{bound} {gate['limit']:.4g}"
+    shown = percent if gate["name"].partition(" ")[0] in SHARES else "{:.4g}".format
+    value = "no number" if gate["value"] is None else shown(gate["value"])
+    return value, f"{'>=' if gate.get('at_least') else '<='} {shown(gate['limit'])}"
 
 
 def percent(share: float) -> str:
@@ -75,11 +70,8 @@ def parse_bytes(text: str, what: str) -> int:
 
     Stricter than pydantic.ByteSize, which would read `1,000GiB` as 1 byte, `120` as 120 bytes and `8gbit` as bits.
 
-    Args:
-        what: the option or key, for the message.
-
     Raises:
-        InputError: not a size, less than one byte, or more than a float can hold.
+        InputError: `what`, an option or key, is not a size, less than one byte, or more than a float can hold.
     """
     match = _SIZE.fullmatch(text)
     factor = _FACTORS.get(match[2].lower()) if match else None
@@ -121,11 +113,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def places(names: Sequence[str]) -> str:
-    """Many names of tensors or modules as one: `layers 0–61, experts 0–255: mlp.experts.*.w1`.
-
-    Args:
-        names: in any order; names outside the layers are listed as they are.
-    """
+    """Many names of tensors or modules as one: `layers 0–61, experts 0–255: mlp.experts.*.w1`."""
     if len(names) == 1:
         return names[0]
     patterns = list(dict.fromkeys(_pattern(name) for name in names))
@@ -135,8 +123,7 @@ def places(names: Sequence[str]) -> str:
 
 
 def collapse_lines(lines: Collection[str]) -> list[str]:
-    """Lines, each starting with the name of a tensor, with those of one cause joined into one that counts them if there
-    are at least FEW.
+    """Lines that each start with a tensor's name, FEW or more of one cause joined into one that counts them.
 
     Other numbers that differ between the joined lines are given as `least to most`.
     """
@@ -150,8 +137,7 @@ def collapse_lines(lines: Collection[str]) -> list[str]:
 
 def _joined(group: Sequence[str]) -> str:
     texts = [_pattern(line) for line in group]
-    columns = zip(*(_NUMBER.findall(text) for text in texts), strict=True)
-    spans = iter([_span(column) for column in columns])
+    spans = map(_span, zip(*(_NUMBER.findall(text) for text in texts), strict=True))
     text = _NUMBER.sub(lambda _: next(spans), texts[0])
     return f"{_where(group)}{text} ({len(group):,} times)"
 
@@ -175,6 +161,6 @@ def _where(texts: Iterable[str]) -> str:
         found = list(_PLACE.finditer(text))
         layers.update(int(match[2]) for match in found[:1] if match[1])
         experts.update(int(match[4]) for match in found[:2] if match[3])
-    named = [(word, numbers) for word, numbers in (("layer", layers), ("expert", experts)) if numbers]
-    parts = [f"{word}{'s' if len(numbers) > 1 else ''} {ranges(numbers)}" for word, numbers in named]
+    named = (("layer", layers), ("expert", experts))
+    parts = [f"{word}{'s' if len(numbers) > 1 else ''} {ranges(numbers)}" for word, numbers in named if numbers]
     return f"{', '.join(parts)}: " if parts else ""

@@ -49,13 +49,9 @@ def stoppable(*, by_launcher: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def interruptible(advice: str) -> Iterator[Callable[[], None]]:
-    """Within the block the first signal is only recorded; the yielded function raises if there was one.
+    """Within the block the first signal is only recorded, and the yielded function raises Interrupted after it.
 
-    Args:
-        advice: how to continue, for the message.
-
-    Raises:
-        Interrupted: from the yielded function. A second signal has its usual effect.
+    A second signal has its usual effect. `advice` is how to continue, for the message.
     """
     caught: list[int] = []
     handlers = contextlib.ExitStack()

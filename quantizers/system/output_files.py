@@ -21,12 +21,10 @@ def is_own(name: str) -> bool:
 
 def is_within(name: object) -> bool:
     """Whether a name in a report is that of a file in the report's folder or below, so that it points to no other."""
-    return (
-        isinstance(name, str)
-        and name != ""
-        and str(PurePosixPath(name)) == name
-        and not {"/", ".", ".."} & set(PurePosixPath(name).parts)
-    )
+    if not isinstance(name, str) or not name:
+        return False
+    path = PurePosixPath(name)
+    return str(path) == name and not {"/", ".", ".."} & set(path.parts)
 
 
 def files_below(folder: Path) -> list[str]:

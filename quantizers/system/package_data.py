@@ -9,10 +9,9 @@ _PACKAGE = Path(__file__).parent.parent
 
 
 def shipped(folder: str) -> Path:
-    """The folder `recipes`, `calibration` or `models` of the installed wheel, or of the clone.
+    """The folder `recipes`, `calibration` or `models`.
 
-    A wheel contains them inside the package (pyproject.toml, force-include); in a clone or an
-    editable install they are next to the package.
+    A wheel has them inside the package (pyproject.toml, force-include), a clone or an editable install next to it.
     """
     inside = _PACKAGE / "shipped" / folder
     return inside if inside.is_dir() else _PACKAGE.parent / folder
@@ -24,16 +23,13 @@ def shipped_names(folder: str) -> list[str]:
 
 
 def find(name: str, folder: str, beside: Path | None = None) -> Path:
-    """Find a file by its path, or by the bare name of a file in a shipped folder, which may omit the suffix.
+    """A file's path, from its path or the bare name of a file in a shipped folder, which may omit the suffix.
 
-    Args:
-        beside: the folder that relative paths start from; None for the working directory.
-
-    Returns:
-        A path. It need not exist: the caller can give a better error message.
+    It need not exist: the caller can give a better error message. `beside` is where relative paths start from, None
+    for the working directory.
     """
     path = Path(os.path.expanduser(name))
-    candidate = path if path.is_absolute() or beside is None else beside / path
+    candidate = (beside or Path()) / path  # which is an absolute path itself
     if os.path.exists(candidate) or len(path.parts) > 1:
         return candidate
     known = shipped(folder) / f"{name.removesuffix('.yaml')}.yaml"

@@ -29,7 +29,7 @@ def duration(seconds: float) -> str:
 
 
 def checked(step: Step, check: Callable[[], None]) -> Step:
-    """`step`, with a call of `check` before it, which may raise to interrupt."""
+    """`step` after a call of `check`, which may raise to interrupt."""
 
     def both(note: str) -> None:
         check()
@@ -39,7 +39,10 @@ def checked(step: Step, check: Callable[[], None]) -> Step:
 
 
 def doing(phase: str) -> None:
-    """Show the phase of the current step, such as `rounding`. Only for the thread that shows the progress."""
+    """Show the phase of the current step, such as `rounding`: on a terminal at once, elsewhere after PATIENCE.
+
+    Only for the thread that shows the progress.
+    """
     if _phases:
         _phases[-1](phase)
 
@@ -47,8 +50,6 @@ def doing(phase: str) -> None:
 @contextlib.contextmanager
 def progress(title: str, total: int, done: int = 0, unit: str = "", *, trusted: int = 3) -> Iterator[Step]:
     """Yield a function to call after each of `total` steps with a short note about the step.
-
-    Within a step, `doing` shows its phases: on a terminal at once, elsewhere in a line after PATIENCE.
 
     Args:
         done: steps that an earlier run completed; the time estimate ignores them.
@@ -116,10 +117,7 @@ def _lines(title: str, total: int, done: int, unit: str, trusted: int) -> Iterat
 
 
 def forecast(layers: int) -> Callable[[dict[str, Any]], None]:
-    """A function to call with each finished layer's journal entry.
-
-    At the first layer with experts it prints on stderr how long the rest of `layers` will take at this rate.
-    """
+    """A function for each layer's journal entry; at the first with experts it says how long the rest will take."""
     said = False
 
     def line(entry: dict[str, Any]) -> None:

@@ -30,49 +30,32 @@ class Strict(BaseModel):
 
 
 class Origin(NamedTuple):
-    """Where a value was given.
+    """Where a value was given."""
 
-    Attributes:
-        shown: such as `recipe.yaml:4`, or `--set experts.bits=3`.
-        line: faults are shown in ascending order of it.
-        key: the dotted key that `shown` names itself, so that it is not repeated.
-    """
-
-    shown: str
-    line: int
-    key: str = ""
+    shown: str  # such as `recipe.yaml:4`, or `--set experts.bits=3`
+    line: int  # faults are shown in ascending order of it
+    key: str = ""  # the dotted key that `shown` names itself, so that it is not repeated
 
 
 def load(path: Path, model: type[Model], error: type[InputError] = InputError) -> Model:
-    """Read a YAML file into a pydantic model.
-
-    Raises:
-        error: one line `file:line: key: problem (remedy)` for each fault, in the order of the lines.
-    """
+    """A YAML file as a pydantic model. Raises `error` as `fit` does."""
     data, lines = parse(path, error)
-    return fit(data, origins_in(path, lines), Origin(f"{path}:1", 1), model, error)
+    return fit(data, origins_in(path, lines), model, error)
 
 
 def origins_in(path: Path, lines: Mapping[Place, int]) -> dict[Place, Origin]:
-    """The origin of each value of a file, for messages."""
-    return {place: Origin(f"{path}:{line}", line) for place, line in lines.items()}
+    """The origin of each value of a file, and of the whole, for messages."""
+    return {place: Origin(f"{path}:{line}", line) for place, line in ({(): 1} | dict(lines)).items()}
 
 
-def fit(
-    data: Mapping[str, Any],
-    origins: Mapping[Place, Origin],
-    whole: Origin,
-    model: type[Model],
-    error: type[InputError] = InputError,
-) -> Model:
+def fit(data: Mapping[str, Any], origins: Mapping[Place, Origin], model: type[Model], error: type[InputError]) -> Model:
     """Values as a pydantic model.
 
     Args:
-        origins: of every key and list item that was given.
-        whole: of values that are in none of them.
+        origins: of every key and list item that was given, and of the whole.
 
     Raises:
-        error: one line for each fault.
+        error: one line `file:line: key: problem (remedy)` for each fault, in the order of the lines.
     """
     try:
         return model.model_validate(data)
@@ -83,7 +66,7 @@ def fit(
             found.setdefault(_place(detail, origins), []).append(detail)
         # Only the deepest: not "must be false" next to a fault in `awq.grid`.
         inner = {place[:length] for place in found for length in range(len(place))}
-        faults = [_fault(place, found[place], origins, whole, model) for place in found if place not in inner]
+        faults = [_fault(place, found[place], origins, model) for place in found if place not in inner]
     raise error("\n".join(text for _, text in sorted(faults, key=lambda fault: fault[0])))
 
 
@@ -97,15 +80,11 @@ def _place(detail: ErrorDetails, origins: Mapping[Place, Origin]) -> Place:
 
 
 def _fault(
-    place: Place,
-    details: list[ErrorDetails],
-    origins: Mapping[Place, Origin],
-    whole: Origin,
-    model: type[BaseModel],
+    place: Place, details: list[ErrorDetails], origins: Mapping[Place, Origin], model: type[BaseModel]
 ) -> tuple[int, str]:
     """The line of a fault, and its message."""
     missing = details[0]["type"] == "missing"
-    origin = origins.get(place[:-1] if missing else place, whole)
+    origin = origins[place[:-1] if missing else place]
     name = dotted(place)
     start = f"{origin.shown}: {name}: " if name and name != origin.key else f"{origin.shown}: "
     if missing:

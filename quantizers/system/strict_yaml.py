@@ -8,7 +8,7 @@ keys are errors, numbers and booleans follow YAML 1.2's core schema, and aliases
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,11 +20,12 @@ MAX_BYTES = 200_000  # takes seconds at worst; the largest shipped file has 10,0
 MAX_DEPTH = 32
 
 Place = tuple[str | int, ...]  # keys and list indices, from the outermost
-_CORE_SCHEMA = {
-    "null": r"~|null|Null|NULL|",
-    "bool": r"true|True|TRUE|false|False|FALSE",
-    "int": r"[-+]?[0-9]+",
-    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+_FLOAT = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+_CORE_SCHEMA: dict[str, tuple[str, Callable[[str], Any]]] = {  # by tag: pattern and value of a plain scalar
+    "tag:yaml.org,2002:null": (r"~|null|Null|NULL|", lambda _: None),
+    "tag:yaml.org,2002:bool": (r"true|True|TRUE|false|False|FALSE", lambda text: text.lower() == "true"),
+    "tag:yaml.org,2002:int": (r"[-+]?[0-9]+", int),
+    "tag:yaml.org,2002:float": (_FLOAT, lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))),
 }
 _OPENING = (
     yaml.FlowSequenceStartToken,
@@ -33,6 +34,11 @@ _OPENING = (
     yaml.BlockMappingStartToken,
 )
 _CLOSING = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken)
+_UNSUPPORTED = {
+    yaml.AnchorToken: "anchors and aliases are not supported; repeat the value",
+    yaml.AliasToken: "anchors and aliases are not supported; repeat the value",
+    yaml.TagToken: "tags (`!name`) are not supported; write the plain value",
+}
 
 
 class Refused(Exception):
@@ -58,16 +64,15 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-for _kind, _pattern in _CORE_SCHEMA.items():
+for _tag, (_pattern, _) in _CORE_SCHEMA.items():
     for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(rf"(?:{_pattern})\Z"), None)
+        _class.add_implicit_resolver(_tag, re.compile(rf"(?:{_pattern})\Z"), None)
 
 
 def dump(values: Mapping[str, Any], width: int = 80, *, short_in_one_line: bool = False) -> str:
-    """Write values as YAML, keys in the given order. `parse` and YAML 1.1 readers both read the same values back.
+    """Values as YAML, keys in the given order. `parse` and YAML 1.1 readers both read the same values back.
 
     Args:
-        values: text, numbers, booleans, None, and lists and mappings of these.
         width: characters after which long text is folded.
         short_in_one_line: write lists and mappings that contain only scalars as `[a, b]` and `{key: a}`.
     """
@@ -82,15 +87,7 @@ def dump(values: Mapping[str, Any], width: int = 80, *, short_in_one_line: bool 
 
 
 def parse(path: Path, error: type[InputError] = InputError) -> tuple[dict[str, Any], dict[Place, int]]:
-    """Read a YAML mapping.
-
-    Args:
-        path: the file.
-        error: the class to raise for any fault in the file.
-
-    Returns:
-        The mapping, and for the place of every key and list item the line where it begins.
-    """
+    """The mapping in a YAML file, and the line where each key and list item begins. Raises `error` for any fault."""
     try:
         with path.open("rb") as stream:
             raw = stream.read(MAX_BYTES + 1)
@@ -107,19 +104,13 @@ def parse(path: Path, error: type[InputError] = InputError) -> tuple[dict[str, A
     except Refused as refused:
         where = f"{path}:{refused.line}" if refused.line else str(path)
         raise error(f"{where}: {refused}") from None
-    if data is None:
-        data = {}
-    if not isinstance(data, dict):
+    if not isinstance(data, dict | None):
         raise error(f"{path}:1: must be a mapping; write keys with values")
-    return data, lines
+    return data or {}, lines
 
 
 def parse_value(text: str) -> Any:
-    """One value as YAML: a scalar such as `0.9`, or `{key: value}`.
-
-    Raises:
-        Refused: not YAML, or more of it than is supported here.
-    """
+    """One value as YAML: a scalar such as `0.9`, or `{key: value}`. Raises Refused."""
     return _values(text, {})
 
 
@@ -160,10 +151,8 @@ def _refuse_unsupported(text: str) -> None:
         depth += isinstance(token, _OPENING) - isinstance(token, _CLOSING)
         if depth > MAX_DEPTH:
             raise Refused(line, f"nested deeper than {MAX_DEPTH} levels; flatten it")
-        if isinstance(token, (yaml.AnchorToken, yaml.AliasToken)):
-            raise Refused(line, "anchors and aliases are not supported; repeat the value")
-        if isinstance(token, yaml.TagToken):
-            raise Refused(line, "tags (`!name`) are not supported; write the plain value")
+        if message := _UNSUPPORTED.get(type(token)):
+            raise Refused(line, message)
 
 
 def _build(node: yaml.Node, place: Place, lines: dict[Place, int]) -> Any:
@@ -188,14 +177,5 @@ def _build(node: yaml.Node, place: Place, lines: dict[Place, int]) -> Any:
 
 
 def _scalar(node: yaml.ScalarNode) -> Any:
-    match node.tag.rpartition(":")[2]:
-        case "null":
-            return None
-        case "bool":
-            return node.value.lower() == "true"
-        case "int":
-            return int(node.value)
-        case "float":
-            return float(node.value.lower().replace(".inf", "inf").replace(".nan", "nan"))
-        case _:
-            return node.value
+    _, convert = _CORE_SCHEMA.get(node.tag, ("", str))
+    return convert(node.value)
