@@ -10,7 +10,7 @@ import pytest
 from commands import quantize
 from conftest import Finished
 
-from quantizers.cli.run_table import closer, run_table
+from quantizers.cli.run import closer, run_table
 from quantizers.recipe.schema import Experts
 from quantizers.system.formatting import gate_figures, percent, short_path
 from quantizers.system.strict_yaml import parse_value

@@ -25,7 +25,7 @@ from eval.report.plots import fidelity_figure, save
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.samples import CalibrationData
 from quantizers.checkpoint.reader import open_folder
-from quantizers.cli.run_table import run_table
+from quantizers.cli.run import run_table
 from quantizers.commands.evaluate import measure
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from eval.report.model_card import model_card
 from eval.report.plots import HIGH, LOW, coverage_figure
 from eval.report.serve_commands import vllm_command
 from eval.report.summary import summary
-from quantizers.cli.run_table import run_table
+from quantizers.cli.run import run_table
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 

@@ -18,7 +18,7 @@ from eval.fidelity.scoring import HeldOut
 from eval.report.html_report import html_report
 from eval.report.model_card import model_card
 from quantizers.cli.common import emit
-from quantizers.cli.run_table import run_table
+from quantizers.cli.run import run_table
 from quantizers.output.manifest import write_record
 from quantizers.system.errors import QuantizeError
 from quantizers.system.files import json_finite, write_json
