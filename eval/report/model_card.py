@@ -13,7 +13,7 @@ from importlib.resources import files
 from typing import Any
 
 from eval.fidelity.tables import by_part, past_the_model
-from quantizers.calibration.licences import in_words
+from quantizers.calibration.samples import in_words
 from quantizers.calibration.set import CODES
 from quantizers.recipe.portable import is_hub_id
 from quantizers.system.output_files import CALIBRATION_PICTURE, COVERAGE_PICTURE

@@ -16,9 +16,8 @@ from typing import Any
 
 from quantizers.system.output_files import HELD_OUT
 
-from .licences import used_licences
 from .load_set import WORKERS, load_set
-from .samples import Sample, asked_for, grouped, language_counts, missing_languages, row_of
+from .samples import Sample, asked_for, grouped, language_counts, missing_languages, row_of, used_licences
 from .set import CODES, KINDS, CalibrationSet, Kind, read_set
 
 SHINGLE = 5  # words

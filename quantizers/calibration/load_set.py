@@ -6,6 +6,12 @@ on the same data.
 
 Every source is looked at before any is read whole: its repository and its first row; the faults of all sources are
 reported together. What was read of the Hub is kept (rows.py), and a run keeps the sets that it has loaded.
+
+Of each source as many samples are made as the set asks for, in an order that the seed decides. An unusable row is
+counted under its reason, and the next row is tried instead. A row whose own category names a language that the set does
+not list is left out, and counted too. Languages are assigned round robin, in an order that the seed decides, over all
+samples of the set that need one. In place of the samples of a source that is left out there are others of the same
+category, or else of the set `embedded`.
 """
 
 from __future__ import annotations
@@ -14,8 +20,9 @@ import contextlib
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,21 +30,25 @@ from pydantic import TypeAdapter
 
 from quantizers.system.errors import CalibrationError
 from quantizers.system.files import atomic
+from quantizers.system.package_data import shipped
 
-from .hub_repository import Hub, Repository
+from .hub import Hub, Repository
 from .lock import Pin, as_locked, local_version, pin, read_lock, refuse_unknown
 from .render import Renderer
-from .row_files import Row
-from .rows import files_of, first_row, kept_file, local_rows, newest_kept, rows_at, rows_cache
-from .sampler import Sampled, sample_source
-from .samples import CalibrationData, asked_for, digest_of, missing_languages, subsample, within
-from .set import KINDS, CalibrationSet, DataSource, read_set
+from .row_formats import Rejected, instruct, read_row
+from .rows import Row, files_of, kept_file, local_rows, look_at_first_row, newest_kept, rows_at
+from .samples import CalibrationData, Dropped, Sample, digest_of, missing_languages, subsample, within
+from .set import CalibrationSet, DataSource, FromColumn, Kind, fill, placeholders, read_set, seeded, slug
 from .source_faults import SourceError, Unreachable, for_each_source
-from .substitutes import substitutes
 
 WORKERS = 8  # sources loaded at the same time
 FORMAT = 7  # of the sets that a run keeps: increase it when the same set gives other tokens or fields
 LOADED = TypeAdapter(CalibrationData)
+EMBEDDED = "embedded"
+# Stop reading a source after this many rows per sample, so that a chat template that refuses every row
+# does not read a streamed dataset to its end.
+PATIENCE = 50
+PATIENCE_AT_LEAST = 1000
 
 Result = TypeVar("Result")
 
@@ -51,7 +62,6 @@ def load_set(
     revision: str = "main",
     workers: int = WORKERS,
     without: Sequence[str] = (),
-    kept: Path | None = None,
     run: Path | None = None,
     require_languages: bool = True,
     positions: int | None = None,
@@ -66,7 +76,6 @@ def load_set(
         revision: of a tokenizer on the Hub.
         workers: how many sources to load at the same time; does not change the result.
         without: sources to leave out, by their `dataset`; other samples take their place.
-        kept: the folder of kept rows; None for the user's own.
         run: a folder of the run that loads the set. The loaded set is kept there, and taken from there as long as
             set, tokenizer and local files are the same, whatever has become of the datasets on the Hub.
         require_languages: whether the set's `languages.required` is enforced.
@@ -86,7 +95,7 @@ def load_set(
         data = _read_loaded(own) if own else None
         if data is None:
             with Hub() as hub:
-                data = _Loading(calibration, path, renderer, workers, kept or rows_cache(), hub, without).load()
+                data = _Loading(calibration, path, renderer, workers, hub, without).load()
             if own:
                 own.parent.mkdir(parents=True, exist_ok=True)
                 with atomic(own) as stream:
@@ -112,18 +121,15 @@ def pins_of(calibration: CalibrationSet, data: CalibrationData) -> list[Pin]:
     """What was read of each source of a loaded set; empty if all are local files, whose published names pin them."""
     if all(source.is_local for source in calibration.sources):
         return []
-    figures = zip(calibration.sources, data.versions, data.licences, data.rows, strict=True)
-    return [pin(*one) for one in figures]
+    return list(map(pin, calibration.sources, data.versions, data.licences, data.rows))
 
 
 def _require_languages(calibration: CalibrationSet, data: CalibrationData, problem: str, remedy: str) -> None:
-    missing = missing_languages(calibration, data.samples)
-    if calibration.languages.required and any(missing.values()):
-        names = ", ".join(name for kind in KINDS for name in missing[kind])
-        asked = asked_for(calibration, data.samples)
-        dealt = any(name in asked[kind] for kind in KINDS for name in missing[kind])
+    missing = [name for names in missing_languages(calibration, data.samples).values() for name in names]
+    if calibration.languages.required and missing:
+        dealt = any(name in missing for sample in data.samples for name in sample.asked)
         prompts = " (a prompt that asks for one is no text in it)" if dealt else ""
-        raise CalibrationError(f"{problem} {names}{prompts}; {remedy}, or drop languages.required")
+        raise CalibrationError(f"{problem} {', '.join(missing)}{prompts}; {remedy}, or drop languages.required")
 
 
 def _key(calibration: CalibrationSet, path: Path, without: Sequence[str], renderer: Renderer) -> str:
@@ -146,23 +152,25 @@ def _read_loaded(file: Path) -> CalibrationData | None:
     return data if digest_of(data.samples) == data.digest else None
 
 
-@dataclass(frozen=True)
-class _Version:
-    """What is read of a source: a commit, or the hash of a local file.
+@dataclass
+class _Source:
+    """One source while its set is loaded."""
 
-    Attributes:
-        repository: of a Hub dataset, if it was asked for.
-        pin: of the set's lock, if it has one.
-    """
-
-    name: str
+    index: int  # its number in the set
+    asked: DataSource
+    seed: str  # of the order of its rows
+    pin: Pin | None  # of the set's lock, if it has one
+    left_out: str  # why; empty if it is not
+    version: str = ""  # a commit, or the hash of a local file
     licence: str = ""
-    repository: Repository | None = None
-    pin: Pin | None = None
+    repository: Repository | None = None  # of a Hub dataset, if it was asked for
+    unreached: bool = False  # the rows that were kept last are taken
+    rows: list[Row] = field(default_factory=list)  # of a local file
+    tried: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of the rows that were tried, by place
 
 
 class _Loading:
-    """One set while it is loaded: which of its sources are left out, and why."""
+    """One set while it is loaded."""
 
     def __init__(
         self,
@@ -170,36 +178,38 @@ class _Loading:
         path: Path,
         renderer: Renderer,
         workers: int,
-        kept: Path,
         hub: Hub,
         without: Sequence[str],
     ) -> None:
         self.calibration, self.path, self.renderer, self.workers = calibration, path, renderer, workers
-        self.kept, self.hub = kept, hub
-        self.pins = read_lock(path, calibration)
-        named = (index for index, source in enumerate(calibration.sources) if source.dataset in without)
-        self.left_out = dict.fromkeys(named, "--without")  # the reasons, by the source's number
-        self.unreached: set[int] = set()  # sources of which the rows that were kept last are taken
-        self.local: dict[int, list[Row]] = {}  # rows of local files
-        self.tried: dict[int, Mapping[str, str]] = {}  # SHA-256 of the rows that were tried, by place
+        self.hub, pins = hub, read_lock(path, calibration)
+        self.locked = pins is not None
+        self.sources = [
+            _Source(
+                index,
+                asked,
+                calibration.order_of(index),
+                pins[index] if pins else None,
+                "--without" if asked.dataset in without else "",
+            )
+            for index, asked in enumerate(calibration.sources)
+        ]
 
     def load(self) -> CalibrationData:
         """Look at every source, then read all of them."""
-        calibration, renderer = self.calibration, self.renderer
-        self.versions = self._each(self._look)
-        sampled = self._each(self._sample)
-        samples = [sample for one in sampled if one for sample in one.samples]
-        dropped = tuple(rows for one in sampled if one for rows in one.dropped)
-        notes = ["versions are those of the set's lock"] if self.pins else []
-        notes += renderer.notes
-        if self.unreached:
-            notes.append(f"from rows that were kept; {len(self.unreached)} sources could not be reached")
+        calibration, sources = self.calibration, self.sources
+        self._each(self._look)
+        sampled = [one for one in self._each(self._sample) if one]
+        samples = [sample for one in sampled for sample in one.samples]
+        dropped = tuple(rows for one in sampled for rows in one.dropped)
+        notes = ["versions are those of the set's lock"] if self.locked else []
+        notes += self.renderer.notes
+        if unreached := sum(one.unreached for one in sources):
+            notes.append(f"from rows that were kept; {unreached} sources could not be reached")
         notes += self._of_files()
-        notes += [one.shortage for one in sampled if one and one.shortage]
-        if self.left_out:
-            reasons = dict(sorted(self.left_out.items()))
-            more, replaced = substitutes(calibration, reasons, self._sample, samples, renderer)
-            samples, notes = samples + more, notes + replaced
+        notes += [one.shortage for one in sampled if one.shortage]
+        more, replaced = self._substitutes(samples)
+        samples, notes = samples + more, notes + replaced
         if not samples:  # a source with nothing but unusable rows is an error already
             raise CalibrationError(
                 f"{self.path}: no row is left ({dropped[0].first}: {dropped[0].reason}); list their languages"
@@ -213,88 +223,222 @@ class _Loading:
             tuple(samples),
             digest_of(samples),
             dropped,
-            tuple(version.name if version else "" for version in self.versions),
-            tuple(version.licence if version else "" for version in self.versions),
-            tuple(dict(self.tried.get(index, {})) for index in range(len(sampled))),
-            lock=self.pins is not None,
+            versions=tuple(one.version for one in sources),
+            licences=tuple(one.licence for one in sources),
+            rows=tuple(dict(one.tried) for one in sources),
+            lock=self.locked,
             notes=tuple(notes),
         )
 
-    def _each(self, work: Callable[[int], Result]) -> list[Result | None]:
-        """`work(index)` for every source that is not left out; one that is not required is left out if it fails."""
+    def _each(self, work: Callable[[_Source], Result]) -> list[Result | None]:
+        """`work(source)` for every source that is not left out; one that is not required is left out if it fails."""
 
-        def attempt(index: int, source: DataSource) -> Result | None:
-            if index in self.left_out:
+        def attempt(index: int, asked: DataSource) -> Result | None:
+            one = self.sources[index]
+            if one.left_out:
                 return None
             try:
-                return work(index)
+                return work(one)
             except SourceError as failure:
-                if source.required or (self.pins and self.pins[index].version):
+                if asked.required or (one.pin and one.pin.version):
                     raise
-                self.left_out[index] = failure.reason
+                one.left_out = failure.reason
                 return None
 
         return for_each_source(self.calibration, self.path, attempt, self.workers)
 
-    def _look(self, index: int) -> _Version:
-        """The version of a source, after a look at its first row, or at all rows of a local file."""
-        source, pin = self.calibration.sources[index], self.pins[index] if self.pins else None
-        if pin is not None and not pin.version:
-            raise SourceError(
-                source.dataset,
-                "left out when the set was locked",
-                f"lock it again, or leave it out with --without {source.dataset}",
-            )
-        if source.is_local:
-            version = _Version(local_version(source, self.path.parent, pin), source.licence or "", pin=pin)
-            self.local[index] = local_rows(source, self.path.parent, self.calibration.order_of(index))
-            return version
-        version = _Version(pin.version, source.licence or pin.licence, pin=pin) if pin else self._current(index, source)
-        if not kept_file(self.kept, source, self.calibration.order_of(index), version.name).exists():
-            repository = version.repository or self.hub.look_up(source.dataset, version.name)
-            first_row(source, repository, self.hub)
-            version = replace(version, repository=repository)
-        return version
+    def _look(self, one: _Source) -> None:
+        """Find the version of a source, after a look at its first row, or at all rows of a local file.
 
-    def _current(self, index: int, source: DataSource) -> _Version:
-        """The version of a Hub dataset now; the one that was kept last where the Hub cannot be reached."""
-        try:
-            repository = self.hub.look_up(source.dataset, source.revision)
-        except Unreachable:
-            commit = newest_kept(self.kept, source, self.calibration.order_of(index))
-            if commit is None:
-                raise
-            self.unreached.add(index)
-            return _Version(commit, source.licence or "")
-        return _Version(repository.commit, source.licence or repository.licence, repository)
+        Of a Hub dataset it is the version now; the one that was kept last where the Hub cannot be reached.
+        """
+        asked, folder, repository = one.asked, self.path.parent, None
+        if one.pin and not one.pin.version:
+            remedy = f"lock it again, or leave it out with --without {asked.dataset}"
+            raise SourceError(asked.dataset, "left out when the set was locked", remedy)
+        version, licence = (one.pin.version, one.pin.licence) if one.pin else ("", "")
+        if asked.is_local:
+            version = local_version(asked, folder, one.pin)
+            one.rows = local_rows(asked, folder, one.seed)
+        else:
+            if not one.pin:
+                try:
+                    repository = self.hub.look_up(asked.dataset, asked.revision)
+                    version, licence = repository.commit, repository.licence
+                except Unreachable:
+                    version = newest_kept(asked, one.seed)
+                    if not version:
+                        raise
+                    one.unreached = True
+            if not kept_file(asked, one.seed, version).exists():
+                repository = repository or self.hub.look_up(asked.dataset, version)
+                look_at_first_row(asked, repository, self.hub)
+        one.version, one.licence, one.repository = version, asked.licence or licence, repository
 
-    def _sample(self, index: int, more: int = 0) -> Sampled:
-        source, version = self.calibration.sources[index], self.versions[index]
-        assert version is not None
-        rows = as_locked(self._rows(index, source, version), version.pin)
-        sampled = sample_source(self.calibration, index, rows, self.renderer, more)
-        self.tried[index] = sampled.rows
+    def _sample(self, one: _Source, more: int = 0) -> _Sampled:
+        rows = one.rows if one.asked.is_local else rows_at(one.asked, one.version, one.seed, self.hub, one.repository)
+        sampled = _sample_source(self.calibration, one.index, as_locked(rows, one.pin), self.renderer, more)
+        one.tried = sampled.rows
         return sampled
 
     def _of_files(self) -> Iterator[str]:
         """What is to be said of the files of the datasets on the Hub, and of those that keep their rows."""
-        kept = True
-        for index, (source, version) in enumerate(zip(self.calibration.sources, self.versions, strict=True)):
-            if version is None or source.is_local or index in self.left_out:
-                continue
-            kept = kept and kept_file(self.kept, source, self.calibration.order_of(index), version.name).exists()
-            if repository := version.repository:
-                _, unread = files_of(source, repository)
-                if unread:
-                    yield f"{source.dataset}: not read are {len(unread)} files in another format, such as {unread[0]}"
-        if not kept:
+        on_hub = [one for one in self.sources if not (one.asked.is_local or one.left_out)]
+        for one in on_hub:
+            if one.repository and (unread := files_of(one.asked, one.repository)[1]):
+                yield f"{one.asked.dataset}: not read are {len(unread)} files in another format, such as {unread[0]}"
+        if not all(kept_file(one.asked, one.seed, one.version).exists() for one in on_hub):
             yield (
                 "rows of the Hub cannot be kept, and will be asked for again; "
                 "set XDG_CACHE_HOME to a writable folder with room"
             )
 
-    def _rows(self, index: int, source: DataSource, version: _Version) -> Iterable[Row]:
-        if source.is_local:
-            return self.local[index]
-        seed = self.calibration.order_of(index)
-        return rows_at(source, version.name, seed, self.hub, self.kept, version.repository)
+    def _substitutes(self, taken: Collection[Sample]) -> tuple[list[Sample], list[str]]:
+        """As many samples as the left-out sources would have given, and what is to be said of each of these sources.
+
+        They are of the other sources of its category that have a number of samples, else of the set `embedded`.
+        """
+        found, notes, texts = list[Sample](), list[str](), {sample.text for sample in taken}
+        lent = Counter[int]()  # samples that a source gave in place of others'
+        for lost in (one for one in self.sources if one.left_out):
+            missing = 0 if lost.asked.samples == "all" else lost.asked.samples
+            alike = [one for one in self.sources if not one.left_out and one.asked.category == lost.asked.category]
+            own, others = list[Sample](), list[Sample]()
+            for donor in alike:
+                number, before = donor.asked.samples, lent[donor.index]
+                if number == "all" or len(own) == missing:
+                    continue
+                with contextlib.suppress(SourceError):  # it had enough rows for itself alone
+                    more = self._sample(donor, before + missing - len(own)).samples[number + before :]
+                    lent[donor.index] += len(more)
+                    own += more
+            if len(own) < missing:
+                others = _embedded(self.calibration, missing - len(own), texts, self.renderer)
+            texts |= {sample.text for sample in own + others}
+            found += own + others
+            what = [f"{len(own)} of the same category"] * bool(own) + [f"{len(others)} of {EMBEDDED}"] * bool(others)
+            instead = f"{missing} samples are replaced by {' and '.join(what)}" if what else "its samples are missing"
+            notes.append(f"without {lost.asked.dataset} ({lost.left_out}): {instead}")
+        return found, notes
+
+
+def _embedded(calibration: CalibrationSet, count: int, texts: Collection[str], renderer: Renderer) -> list[Sample]:
+    """At most `count` texts of the embedded set that are not among `texts`, from its sources in turn."""
+    path = shipped("calibration") / f"{EMBEDDED}.yaml"
+    shared = {key: getattr(calibration, key) for key in ("seed", "languages", "sequence_length")}
+    every, per_source = read_set(path).model_copy(update=shared), []
+    for number, source in enumerate(every.sources):
+        drawn = source.model_copy(update={"samples": count + len(texts), "sequence_length": None})
+        one = every.model_copy(update={"sources": (*every.sources[:number], drawn, *every.sources[number + 1 :])})
+        with contextlib.suppress(SourceError):  # none of its rows fits the model's template
+            sampled = _sample_source(one, number, local_rows(drawn, path.parent, one.order_of(number)), renderer)
+            per_source.append([sample for sample in sampled.samples if sample.text not in texts])
+    turns = [group[turn] for turn in range(count) for group in per_source if turn < len(group)]
+    return turns[:count]
+
+
+@dataclass(frozen=True)
+class _Sampled:
+    """What became of one source's rows."""
+
+    samples: tuple[Sample, ...]  # in the order in which they were tried
+    dropped: tuple[Dropped, ...]  # the unusable rows, then those left out
+    rows: Mapping[str, str]  # SHA-256 of each row that was tried, by place
+    shortage: str  # what is to be said if there are fewer samples than were asked for; empty if not
+
+
+def _sample_source(
+    calibration: CalibrationSet, index: int, rows: Iterable[Row], renderer: Renderer, more: int = 0
+) -> _Sampled:
+    """The samples of source number `index`.
+
+    Args:
+        rows: of the source, in the order in which they are to be tried.
+        more: samples beyond the number that the set asks for, in place of those of another source.
+
+    Raises:
+        SourceError: it has no usable rows, or with `samples: all` one that is not.
+    """
+    source, assigned = calibration.sources[index], _assigned(calibration, index)
+    wanted = source.samples if source.samples == "all" else source.samples + more
+    most_rows = float("inf") if wanted == "all" else max(PATIENCE_AT_LEAST, PATIENCE * wanted)
+    samples: list[Sample] = []
+    places: dict[tuple[bool, str], list[str]] = {}  # of dropped rows, by whether they are left out, and why
+    tried: dict[str, str] = {}
+    usable = read = 0  # rows in a listed language; rows that count towards the most
+    for row in rows:
+        tried[row.place] = "" if source.is_local else row.sha256
+        if unlisted := _unlisted(calibration, row, source):
+            places.setdefault((True, unlisted), []).append(row.place)
+        else:
+            usable += 1
+            languages = {kind: names[len(samples) % len(names)] for kind, names in assigned.items()}
+            try:
+                samples.append(_sample(calibration, index, row, renderer, languages))
+            except Rejected as failure:
+                places.setdefault((False, str(failure)), []).append(row.place)
+        read = len(tried) if source.streaming else usable
+        if len(samples) == wanted or read == most_rows:
+            break
+    dropped = tuple(Dropped(source.dataset, why, len(at), at[0], out) for (out, why), at in sorted(places.items()))
+    shortage = ""
+    if len(samples) < (usable if wanted == "all" else wanted):
+        asked = f"all {usable}" if wanted == "all" else f"the {source.samples}"
+        reasons = ", ".join(f"{item.reason} ({item.count}, first at {item.first})" for item in dropped)
+        reason = f"{len(samples)} of {asked} samples; {reasons or f'it has only {len(tried)} rows'}"
+        reason += f"; given up after {len(tried):,} rows" if read == most_rows else ""
+        if wanted == "all" or not samples:
+            remedy = "correct the rows" if samples else "correct the rows, columns or shape"
+            unlisted_too = any(item.left_out for item in dropped)
+            raise SourceError(source.dataset, reason, f"list these languages, {remedy}" if unlisted_too else remedy)
+        shortage = f"{source.dataset}: {reason}"
+    return _Sampled(tuple(samples), dropped, {} if source.is_local else tried, shortage)
+
+
+def _sample(
+    calibration: CalibrationSet, index: int, row: Row, renderer: Renderer, languages: dict[Kind, str]
+) -> Sample:
+    source = calibration.sources[index]
+    content = read_row(row.values, source, calibration.order_of(index))
+    if source.prompt:
+        content = instruct(content, fill(source.prompt, languages))
+    if isinstance(source.category, FromColumn):
+        category = source.category.of(row.values)
+        if category is None:
+            raise Rejected(f"no category in column {source.category.column}")
+    else:
+        category = fill(source.category, {kind: slug(name) for kind, name in languages.items()})
+    rendered = renderer.render(content, calibration.length_of(source))
+    named = None if placeholders(source.fixed_category) else calibration.languages.named_by(category)
+    return Sample(
+        tokens=rendered.tokens,
+        category=category,
+        source=source.dataset,
+        truncated=rendered.truncated,
+        long=calibration.length_of(source) > calibration.sequence_length,
+        languages=(named,) if named else (),
+        asked=tuple(languages.values()),
+        place=row.place,
+        text=content.text,
+        left_out=rendered.left_out,
+    )
+
+
+def _unlisted(calibration: CalibrationSet, row: Row, source: DataSource) -> str | None:
+    """Why a row is left out: its own category names a language that the set's list of that kind does not have."""
+    if not isinstance(source.category, FromColumn) or (category := source.category.of(row.values)) is None:
+        return None
+    kind = calibration.languages.unlisted_kind(category)
+    what = f"its {source.category.column}" if source.category.under else category
+    return f"{what} is not in languages.{kind}" if kind else None
+
+
+def _assigned(calibration: CalibrationSet, index: int) -> dict[Kind, list[str]]:
+    """The languages to assign to a source's samples, round robin, the one of its first sample first."""
+    orders: dict[Kind, list[str]] = {}
+    for kind in calibration.sources[index].assigns:
+        names = list(calibration.languages.of(kind))
+        seeded(f"{calibration.seed}:{kind}").shuffle(names)
+        start = calibration.assigned_before(index, kind) % len(names)
+        orders[kind] = names[start:] + names[:start]
+    return orders

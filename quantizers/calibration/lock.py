@@ -19,9 +19,8 @@ from quantizers.system.errors import CalibrationError, did_you_mean
 from quantizers.system.files import write_text
 from quantizers.system.schema import Strict
 
-from .hub_repository import Hub
-from .row_files import Row
-from .rows import local_file, read_bytes, rows_at
+from .hub import Hub
+from .rows import Row, local_file, read_bytes, rows_at
 from .set import CalibrationSet, DataSource, read_set
 from .source_faults import SourceError, Unreachable, for_each_source
 
@@ -29,24 +28,16 @@ NAMED = {"dataset", "subset", "split", "revision"}  # keys of a source that say 
 
 
 class Pin(Strict):
-    """One locked source.
-
-    Attributes:
-        dataset, subset, split, revision: as written in the set when it was locked; the set must still agree.
-        commit: of a Hub dataset, empty if it was left out; None for a local file.
-        licence: of a Hub dataset, as its card named it; empty if it named none.
-        files: of a local file, its name and content hash (`sha256:…`).
-        rows: of a Hub dataset, SHA-256 of the first rows in the order in which they are tried, by place.
-    """
+    """One locked source; the first four as written in the set when it was locked, with which it must still agree."""
 
     dataset: str
     subset: str | None
     split: str
     revision: str | None
-    commit: str | None
-    licence: str = ""
-    files: dict[str, str]
-    rows: dict[str, str]
+    commit: str | None  # of a Hub dataset, empty if it was left out; None for a local file
+    licence: str = ""  # of a Hub dataset, as its card named it; empty if it named none
+    files: dict[str, str]  # of a local file, its name and content hash (`sha256:…`)
+    rows: dict[str, str]  # of a Hub dataset, SHA-256 of the first rows in the order in which they are tried, by place
 
     @property
     def version(self) -> str:
@@ -55,14 +46,10 @@ class Pin(Strict):
 
 
 class Lock(Strict):
-    """The lock file of a set.
-
-    Attributes:
-        digest: SHA-256 over all pins.
-    """
+    """The lock file of a set."""
 
     format: Literal[2]
-    digest: str
+    digest: str  # SHA-256 over all pins
     sources: list[Pin]
 
 
@@ -89,13 +76,10 @@ def _digest(pins: Sequence[Pin]) -> str:
     return hashlib.sha256(json.dumps([one.model_dump() for one in pins], sort_keys=True).encode()).hexdigest()
 
 
-def lock_set(
-    path: Path, workers: int = 8, kept: Path | None = None, without: Sequence[str] = ()
-) -> tuple[Path, dict[str, str]]:
+def lock_set(path: Path, workers: int = 8, without: Sequence[str] = ()) -> tuple[Path, dict[str, str]]:
     """Read the first rows of every source, as many as it has samples, and write the set's lock.
 
     Args:
-        kept: the folder of kept rows; None for the user's own.
         without: sources that the lock leaves out, by their `dataset`.
 
     Returns:
@@ -110,24 +94,23 @@ def lock_set(
     with Hub() as hub:
 
         def pinned(index: int, source: DataSource) -> Pin:
-            if source.is_local:
-                return pin(source, file_hash(local_file(source, path.parent)))
-            repository, seed = hub.look_up(source.dataset, source.revision), calibration.order_of(index)
-            rows = rows_at(source, repository.commit, seed, hub, kept, repository)
-            first = islice(rows, None if source.samples == "all" else source.samples)
-            licence = source.licence or repository.licence
-            return pin(source, repository.commit, licence, {row.place: row.sha256 for row in first})
-
-        def attempt(index: int, source: DataSource) -> Pin:
+            if source.dataset in without:
+                return pin(source, "")
             try:
-                return pin(source, "") if source.dataset in without else pinned(index, source)
+                if source.is_local:
+                    return pin(source, file_hash(local_file(source, path.parent)))
+                repository = hub.look_up(source.dataset, source.revision)
+                rows = rows_at(source, repository.commit, calibration.order_of(index), hub, repository)
+                first = islice(rows, None if source.samples == "all" else source.samples)
+                licence = source.licence or repository.licence
+                return pin(source, repository.commit, licence, {row.place: row.sha256 for row in first})
             except SourceError as failure:
                 if source.required or isinstance(failure, Unreachable):  # which it may be in an hour
                     raise
                 left_out[source.dataset] = failure.reason
                 return pin(source, "")
 
-        pins = for_each_source(calibration, path, attempt, workers)
+        pins = for_each_source(calibration, path, pinned, workers)
     write_text(lock_text(pins), lock_path(path))
     return lock_path(path), left_out
 
@@ -145,8 +128,7 @@ def refuse_unknown(calibration: CalibrationSet, without: Sequence[str], path: Pa
 def read_lock(path: Path, calibration: CalibrationSet) -> list[Pin] | None:
     """The pins of a set, one for each source in order; None if the set has no lock.
 
-    Raises:
-        CalibrationError: the lock is damaged, or the set's sources were changed since.
+    Raises CalibrationError if the lock is damaged, or the set's sources were changed since.
     """
     locked = lock_path(path)
     again = f"run `quantize calibration lock {path}` again, or remove it"
@@ -166,11 +148,7 @@ def read_lock(path: Path, calibration: CalibrationSet) -> list[Pin] | None:
 
 
 def local_version(source: DataSource, folder: Path, pin: Pin | None) -> str:
-    """The hash of a local source's file.
-
-    Raises:
-        SourceError: it is missing, or differs from the locked one.
-    """
+    """The hash of a local source's file. Raises SourceError if it is missing, or differs from the locked one."""
     digest = file_hash(local_file(source, folder))
     if pin is not None and pin.version != digest:
         raise SourceError(source.dataset, "changed since it was locked", "restore it, or lock the set again")
@@ -178,11 +156,7 @@ def local_version(source: DataSource, folder: Path, pin: Pin | None) -> str:
 
 
 def as_locked(rows: Iterable[Row], pin: Pin | None) -> Iterator[Row]:
-    """The rows of a source, compared with its pin.
-
-    Raises:
-        SourceError: a row is another one than the lock's; it is named.
-    """
+    """The rows of a source, compared with its pin. Raises SourceError, which names the row, if it is another one."""
     for row, locked in zip_longest(rows, (pin.rows if pin else {}).items()):
         if locked and (row is None or (row.place, row.sha256) != locked):
             where = "is missing" if row is None else f"is now {row.place}" if row.place != locked[0] else "has changed"

@@ -5,87 +5,86 @@
     Hub, streaming    the files shuffled; of these as much as is needed, shuffled in blocks of four rows for each
                       sample asked for
 
+A file has JSON lines, a list of JSON objects, Parquet, or CSV. Only the columns that are asked for become values: what
+the others hold, and of what types, does not matter.
+
 The rows of a Hub dataset that were read are kept in the user's cache, by dataset, commit and order. They depend neither
 on a tokenizer nor on other sources: what is kept is never asked for again.
 """
 
 from __future__ import annotations
 
-import contextlib
+import csv
 import hashlib
 import io
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+import sys
+from codecs import iterdecode, utf_8_decode
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from quantizers.system.caches import user_cache
 from quantizers.system.files import file_sha256
 from quantizers.system.output_files import DATA
 from quantizers.system.package_data import shipped
 
-from .hub_files import data_files
-from .hub_repository import Hub, Repository
-from .row_files import Row, file_rows
+from .hub import Hub, RemoteFile, Repository, data_files
 from .set import DataSource, FromColumn, seeded
 from .source_faults import SourceError
 
 BLOCK_ROWS = 4  # rows that are shuffled together in a streamed dataset, and kept together, per sample asked for
 BLOCK = 1 << 20  # bytes of a streamed file that are read at a time; of others eight times as many
+BATCH = 64  # rows of a Parquet file that become Python values at a time
+WINDOW = 1 << 20  # bytes of a Parquet column, or of a list in JSON, that are read at a time
 FORMAT = 2  # of kept rows: increase it when the same dataset, commit and order give other rows
-Item = TypeVar("Item")
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 DAMAGED = "tell its maker, or leave it out: --without ID, or remove it from the set"
+_BETWEEN = re.compile(r"[\s,]*")  # the items of a list
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row and its place: `./texts.jsonl:12`, or the dataset's id, its file, and the row's number or line."""
+
+    place: str
+    values: dict[str, Any]
+
+    @property
+    def sha256(self) -> str:
+        """Of the values as JSON with sorted keys, hexadecimal."""
+        return hashlib.sha256(json.dumps(self.values, sort_keys=True).encode()).hexdigest()
 
 
 def local_rows(source: DataSource, folder: Path, seed: str) -> list[Row]:
-    """The rows of a local file, at least one.
+    """The rows of a local file, whose path is relative to `folder`; at least one.
 
-    Args:
-        folder: the folder to which the file's path is relative.
-
-    Raises:
-        SourceError: it cannot be read, has no rows, or no row has a column that is needed.
+    Raises SourceError if it cannot be read, has no rows, or no row has a column that is needed.
     """
     path = local_file(source, folder)
     rows = read_local(path, source.dataset, needed_columns(source))
-    _check_columns(source, rows, lambda: read_local(path, source.dataset), needed_columns(source))
+    _check_columns(source, rows, needed_columns(source), lambda: read_local(path, source.dataset))
     return shuffled(rows, source, seed)
 
 
-def read_local(path: Path, place: str, columns: list[str] | None = None) -> list[Row]:
+def read_local(path: Path, place: str, columns: Collection[str] | None = None) -> list[Row]:
     """All rows of a local file; see `file_rows`. Raises SourceError also if it has none, or cannot be opened."""
-    with io.BytesIO(read_bytes(path)) as stream:
-        rows = list(file_rows(stream, str(path), place, columns))
+    rows = list(file_rows(io.BytesIO(read_bytes(path)), str(path), place, columns))
     if not rows:
         raise SourceError(str(path), "no rows", "add some")
     return rows
 
 
-def needed_columns(source: DataSource) -> list[str]:
-    """The columns that the source's shape and category read."""
-    columns = list(source.columns)
-    if source.shape == "code-contests":
-        columns += ["description", "solutions"]
-    if isinstance(source.category, FromColumn):
-        columns.append(source.category.column)
-    return list(dict.fromkeys(columns))
-
-
-def shuffled(items: list[Item], source: DataSource, seed: str) -> list[Item]:
-    """Items in the order in which a source's rows are tried; in their own for `samples: all`."""
-    order = list(range(len(items)))
-    if source.samples != "all":
-        seeded(seed).shuffle(order)
-    return [items[index] for index in order]
-
-
 def local_file(source: DataSource, folder: Path) -> Path:
     """The path of a local file: in its set's folder, or, if it has a published name, among the shipped data.
 
-    Raises:
-        SourceError: there is no such file in either place.
+    Raises SourceError if there is no such file in either place.
     """
     path = folder / source.dataset
     if path.is_file():
@@ -109,21 +108,109 @@ def read_bytes(path: Path) -> bytes:
         raise SourceError(str(path), f"cannot be read ({problem})", "give an existing file") from None
 
 
+def needed_columns(source: DataSource) -> list[str]:
+    """The columns that the source's shape and category read."""
+    more = ["description", "solutions"] if source.shape == "code-contests" else []
+    category = [source.category.column] if isinstance(source.category, FromColumn) else []
+    return list(dict.fromkeys([*source.columns, *more, *category]))
+
+
+def _check_columns(
+    source: DataSource, rows: list[Row], columns: Iterable[str], every: Callable[[], Iterable[Row]]
+) -> None:
+    """Refuse a source of which no row has one of the columns; `every` gives rows with all of theirs, to name them."""
+    present = {column for row in rows for column in row.values}
+    for column in columns:
+        if column not in present:
+            names = {name for row in islice(every(), len(rows)) for name in row.values}
+            reason = f"no column {column!r} (it has {', '.join(sorted(names))})"
+            raise SourceError(source.dataset, reason, "correct the source's columns or category")
+
+
+def shuffled(items: list[Item], source: DataSource, seed: str) -> list[Item]:
+    """Items in the order in which a source's rows are tried; in their own for `samples: all`."""
+    order = list(range(len(items)))
+    if source.samples != "all":
+        seeded(seed).shuffle(order)
+    return [items[index] for index in order]
+
+
 def files_of(source: DataSource, repository: Repository) -> tuple[list[str], list[str]]:
     """The files of a source on the Hub, and those in another format; see `data_files`."""
     return data_files(repository.files, repository.card, source.subset, source.split, source.revision)
 
 
-def hub_rows(
-    source: DataSource, repository: Repository, hub: Hub, seed: str, first_only: bool = False
+def rows_at(source: DataSource, commit: str, seed: str, hub: Hub, found: Repository | None = None) -> Iterator[Row]:
+    """The rows of a Hub dataset at a commit: those that were kept, and then fresh ones, which are kept block by block
+    as they are read.
+
+    Args:
+        found: its repository at the commit, if the Hub was asked for it already.
+
+    Raises:
+        SourceError: there is no such subset or split, a file cannot be read, or it lacks a column.
+    """
+    file, kept, writable = kept_file(source, seed, commit), 0, True
+    for block in _kept_blocks(file):
+        if not block:
+            return  # the end of the dataset
+        kept += 1
+        yield from block
+    fresh = _hub_rows(source, found or hub.look_up(source.dataset, commit), hub, seed)
+    for number, block in enumerate(chain(islice(fresh, kept, None), [list[Row]()]), kept):
+        line = {"block": number, "rows": [[row.place, row.values] for row in block]}
+        if writable:
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                with file.open("a", encoding="utf-8") as stream:
+                    stream.write(f"\n{json.dumps(line)}\n")  # what was cut off before stays in a line of its own
+            except OSError:  # the disk is full, or read-only; that the file is missing is said at the end
+                writable = False
+                with suppress(OSError):
+                    file.unlink()
+        yield from block
+
+
+def kept_file(source: DataSource, seed: str, commit: str) -> Path:
+    """Where the rows of a Hub dataset are kept at a commit; where there is no cache folder, one that cannot be made."""
+    asked = source.model_dump(mode="json", include={"dataset", "subset", "split", "revision", "streaming", "samples"})
+    key = json.dumps([FORMAT, asked, needed_columns(source), seed], sort_keys=True)
+    folder = (user_cache() or Path(os.devnull)) / "moe-quantizers" / "rows"
+    return folder / hashlib.sha256(key.encode()).hexdigest()[:32] / f"{commit}.jsonl"
+
+
+def newest_kept(source: DataSource, seed: str) -> str:
+    """The commit at which rows of a Hub dataset were kept last; empty if there are none."""
+    files = kept_file(source, seed, "any").parent.glob("*.jsonl")
+    return max(files, key=lambda file: file.stat().st_mtime, default=Path("")).stem
+
+
+def _kept_blocks(file: Path) -> Iterator[list[Row]]:
+    with suppress(OSError), file.open("rb") as stream:
+        wanted = 0
+        for text in stream:
+            with suppress(ValueError, KeyError, TypeError):  # a line that was cut off
+                line = json.loads(text)
+                if line["block"] == wanted:
+                    wanted += 1
+                    yield [Row(place, values) for place, values in line["rows"]]
+
+
+def look_at_first_row(source: DataSource, repository: Repository, hub: Hub) -> None:
+    """Read the first row of a Hub dataset's first file. Raises SourceError as `rows_at`; of the columns only the first
+    must be in it.
+    """
+    one = source.model_copy(update={"streaming": True, "samples": 1})
+    next(_hub_rows(one, repository, hub, "", checked=1))
+
+
+def _hub_rows(
+    source: DataSource, repository: Repository, hub: Hub, seed: str, checked: int | None = None
 ) -> Iterator[list[Row]]:
     """The rows of a Hub dataset in blocks, each of which is read when it is asked for.
 
     Args:
-        first_only: a first look at a few rows.
-
-    Raises:
-        SourceError: there is no such subset or split, a file cannot be read, or it lacks a column.
+        checked: of the needed columns, the number of those that the first block must have; None for all.
     """
     try:
         files, _ = files_of(source, repository)
@@ -136,120 +223,168 @@ def hub_rows(
     columns = needed_columns(source)
     read = (row for file in files for row in _remote_rows(source, repository, hub, file, columns))
     rows = read if part else iter(shuffled(list(read), source, seed))
-    size = None if source.samples == "all" else BLOCK_ROWS * source.samples
-    number = 0
+    size, number = None if source.samples == "all" else BLOCK_ROWS * source.samples, 0
     while block := list(islice(rows, size)):
         number += 1
-        if number == 1:
-            checked = columns[:1] if first_only else columns  # others may be missing from a few rows
-            _check_columns(source, block, lambda: _remote_rows(source, repository, hub, files[0], None), checked)
+        if number == 1:  # a column may be missing from a few rows
+            _check_columns(source, block, columns[:checked], lambda: _remote_rows(source, repository, hub, files[0]))
         yield shuffled(block, source, f"{seed}:{number}") if part else block
     if not number:
         raise SourceError(source.dataset, "no rows", "correct the source's subset, split or revision")
 
 
 def _remote_rows(
-    source: DataSource, repository: Repository, hub: Hub, file: str, columns: list[str] | None
+    source: DataSource, repository: Repository, hub: Hub, file: str, columns: Collection[str] | None = None
 ) -> Iterator[Row]:
-    place, raw = f"{source.dataset}/{file}", hub.open(repository, file)
+    place, raw = f"{source.dataset}/{file}", RemoteFile(hub, repository, file)
     if file.endswith(".parquet"):  # which is read in pieces here and there
         return file_rows(raw, place, place, columns, DAMAGED)
     buffered = io.BufferedReader(raw, BLOCK if source.streaming else 8 * BLOCK)
     return file_rows(buffered, place, place, columns, DAMAGED)
 
 
-def _check_columns(
-    source: DataSource, rows: list[Row], every: Callable[[], Iterable[Row]], columns: Sequence[str]
-) -> None:
-    """Refuse a source of which no row has one of the columns.
+@dataclass
+class _Damaged(Exception):
+    """A data file is not what its suffix says."""
 
-    Args:
-        every: rows with all of their columns, to name them.
-    """
-    present = {column for row in rows for column in row.values}
-    for column in columns:
-        if column not in present:
-            names = {name for row in islice(every(), len(rows)) for name in row.values}
-            reason = f"no column {column!r} (it has {', '.join(sorted(names))})"
-            raise SourceError(source.dataset, reason, "correct the source's columns or category")
+    line: str  # `:12`; empty where it is not known
+    reason: str
 
 
-def first_row(source: DataSource, repository: Repository, hub: Hub) -> Row:
-    """The first row of a Hub dataset's first file, read without the rest.
-
-    Raises:
-        SourceError: as `hub_rows`; a column may only be missing from this row.
-    """
-    one = source.model_copy(update={"streaming": True, "samples": 1})
-    return next(hub_rows(one, repository, hub, "", first_only=True))[0]
-
-
-def rows_at(
-    source: DataSource, commit: str, seed: str, hub: Hub, kept: Path | None = None, found: Repository | None = None
+def file_rows(
+    stream: Any, file: str, place: str, columns: Collection[str] | None = None, remedy: str = "correct the file"
 ) -> Iterator[Row]:
-    """The rows of a Hub dataset at a commit, from those that were kept as far as they go.
+    """The rows of a data file in its order, read only as far as they are asked for.
 
     Args:
-        kept: the folder of kept rows; None for the user's own.
-        found: its repository at the commit, if the Hub was asked for it already.
+        stream: the binary file, seekable; a caller that reads a remote one gives it a buffer.
+        file: its path, for messages; the suffixes say what it is, such as .jsonl, .json.gz, .parquet, .csv.
+        place: what the rows' places begin with.
+        columns: the columns to keep; None for all of them, of Parquet without dates and times, which no shape reads.
+            A row may lack some.
+        remedy: for a line or file that cannot be read.
 
     Raises:
-        SourceError: as `hub_rows`.
+        SourceError: the file is not what its suffix says.
     """
-    file = kept_file(kept or rows_cache(), source, seed, commit)
-    return kept_rows(file, lambda: hub_rows(source, found or hub.look_up(source.dataset, commit), hub, seed))
+    suffixes = Path(file).suffixes
+    try:
+        if suffixes[-1] in COMPRESSED:
+            import pyarrow
+
+            stream = io.BufferedReader(pyarrow.CompressedInputStream(stream, COMPRESSED[suffixes.pop()]))
+        suffix = suffixes[-1]
+        if suffix == ".parquet":
+            read = _parquet_rows(stream, file, columns)
+        elif suffix in (".csv", ".tsv"):
+            read = _csv_rows(stream, "\t" if suffix == ".tsv" else ",")
+        else:
+            read = _json_rows(stream, may_be_list=suffix == ".json")
+        for where, values in read:
+            if not isinstance(values, dict):
+                raise SourceError(f"{place}{where}", "not a JSON object", remedy)
+            kept = values if columns is None else {name: values[name] for name in columns if name in values}
+            yield Row(f"{place}{where}", kept)
+    except _Damaged as fault:
+        raise SourceError(f"{file}{fault.line}", fault.reason, remedy) from None
+    except (OSError, EOFError) as failure:  # by the libraries that decompress
+        reason = " ".join(str(failure).split()) or type(failure).__name__
+        raise SourceError(file, f"cannot be read ({reason})", "give another file, or leave it out") from None
 
 
-def rows_cache() -> Path:
-    """The user's own folder of kept rows; where there is no cache folder, one that cannot be made."""
-    return (user_cache() or Path(os.devnull)) / "moe-quantizers" / "rows"
+def _json_rows(stream: Any, may_be_list: bool) -> Iterator[tuple[str, Any]]:
+    """Each value with its line or item as the end of its place."""
+    first = stream.readline(WINDOW).removeprefix(b"\xef\xbb\xbf")
+    if not (first.endswith(b"\n") or first.lstrip().startswith(b"[")):  # a list in one line is read bit by bit
+        first += stream.readline()
+    for line, text in enumerate(chain([first], stream), 1):
+        if may_be_list and text.lstrip()[:1] == b"[":
+            with _faults_named(line):
+                for number, item in enumerate(_list_items(text, stream), 1):
+                    yield f" item {number}", item
+            return
+        if text.strip():
+            may_be_list = False
+            with _faults_named(line):
+                value = json.loads(text.decode())
+            yield f":{line}", value
 
 
-def kept_file(folder: Path, source: DataSource, seed: str, commit: str) -> Path:
-    """Where the rows of a Hub dataset are kept at a commit."""
-    asked = source.model_dump(mode="json", include={"dataset", "subset", "split", "revision", "streaming", "samples"})
-    key = json.dumps([FORMAT, asked, needed_columns(source), seed], sort_keys=True)
-    return folder / hashlib.sha256(key.encode()).hexdigest()[:32] / f"{commit}.jsonl"
+def _list_items(raw: bytes, stream: Any) -> Iterator[Any]:
+    """The items of a list of which `raw` is the beginning, read only as far as they are asked for."""
+    text, _ = utf_8_decode(raw)
+    at = text.index("[") + 1
+    while True:
+        if between := _BETWEEN.match(text, at):
+            at = between.end()
+        if text.startswith("]", at):
+            json.loads((raw + stream.read()).decode())  # which refuses other commas, and more than one list
+            return
+        try:
+            item, at = json.JSONDecoder().raw_decode(text, at)
+        except json.JSONDecodeError:
+            more = stream.read(max(WINDOW, len(raw)))
+            if not more:
+                raise
+            raw += more
+            text, _ = utf_8_decode(raw)  # without a letter that is not whole yet
+        else:
+            yield item
 
 
-def newest_kept(folder: Path, source: DataSource, seed: str) -> str | None:
-    """The commit at which rows of a Hub dataset were kept last; None if there are none."""
-    files = kept_file(folder, source, seed, "any").parent.glob("*.jsonl")
-    return max(files, key=lambda file: file.stat().st_mtime, default=Path("")).stem or None
+@contextmanager
+def _faults_named(line: int) -> Iterator[None]:
+    """Turn what is wrong with JSON that begins in the given line into _Damaged."""
+    try:
+        yield
+    except UnicodeDecodeError as failure:
+        line += failure.object[: failure.start].count(b"\n")
+        raise _Damaged(f":{line}", "not UTF-8") from None
+    except json.JSONDecodeError as failure:
+        reason = f"not valid JSON ({failure.msg}, column {failure.colno})"
+        raise _Damaged(f":{line + failure.lineno - 1}", reason) from None
+    except RecursionError:
+        raise _Damaged(f":{line}", "nested too deeply") from None
 
 
-def kept_rows(file: Path, fresh: Callable[[], Iterator[list[Row]]]) -> Iterator[Row]:
-    """The rows that were kept in a file, and then fresh ones, each block of which is kept as soon as it was read.
+def _parquet_rows(stream: Any, file: str, columns: Collection[str] | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    import pyarrow
+    import pyarrow.parquet
 
-    Args:
-        fresh: all blocks from the first on; called only if those in the file are used up.
-    """
-    kept, writable = 0, True
-    for block in _kept_blocks(file):
-        if not block:
-            return  # the end of the dataset
-        kept += 1
-        yield from block
-    for number, block in enumerate(chain(islice(fresh(), kept, None), [list[Row]()]), kept):
-        line = {"block": number, "rows": [[row.place, row.values] for row in block]}
-        if writable:
-            try:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                with file.open("a", encoding="utf-8") as stream:
-                    stream.write(f"\n{json.dumps(line)}\n")  # what was cut off before stays in a line of its own
-            except OSError:  # the disk is full, or read-only; that the file is missing is said at the end
-                writable = False
-                with contextlib.suppress(OSError):
-                    file.unlink()
-        yield from block
+    number = 0
+    try:
+        opened = pyarrow.parquet.ParquetFile(stream, buffer_size=WINDOW)
+        readable = [field.name for field in opened.schema_arrow if not pyarrow.types.is_temporal(field.type)]
+        wanted = [name for name in (readable if columns is None else columns) if name in readable]
+        for batch in opened.iter_batches(BATCH, columns=wanted):
+            for values in batch.to_pylist():
+                number += 1
+                yield f" row {number}", {name: _plain(value) for name, value in values.items()}
+    except (pyarrow.ArrowException, ValueError, ArithmeticError, LookupError, OSError) as failure:
+        problem = f"cannot be read after row {number}" if number else "not a Parquet file that can be read"
+        remedy = "give another file, or convert it to .jsonl"
+        raise SourceError(file, f"{problem} ({str(failure).splitlines()[0]})", remedy) from None
 
 
-def _kept_blocks(file: Path) -> Iterator[list[Row]]:
-    with contextlib.suppress(OSError), file.open("rb") as stream:
-        wanted = 0
-        for text in stream:
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that was cut off
-                line = json.loads(text)
-                if line["block"] == wanted:
-                    wanted += 1
-                    yield [Row(place, values) for place, values in line["rows"]]
+def _plain(value: Any) -> Any:
+    """A value as JSON has it, without None in mappings: a column of structs gives every row the keys of all rows."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, bytes):  # which old writers made of texts
+        with suppress(UnicodeDecodeError):
+            return value.decode()
+        return None
+    return value if isinstance(value, (str, int, float, bool)) or value is None else str(value)
+
+
+def _csv_rows(stream: Any, delimiter: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    csv.field_size_limit(sys.maxsize)  # texts are longer than the module expects
+    try:
+        # Line by line: io.TextIOWrapper would pass the buffer by, with a request to the Hub for every 8 KiB.
+        reader = csv.DictReader(iterdecode(stream, "utf-8-sig"), delimiter=delimiter, strict=True)
+        for number, values in enumerate(reader, 1):
+            yield f" row {number}", {name: value for name, value in values.items() if isinstance(name, str)}
+    except (csv.Error, UnicodeDecodeError) as failure:
+        raise _Damaged("", f"cannot be read as CSV ({failure})") from None

@@ -1,8 +1,9 @@
-"""Samples of a loaded calibration set: tokens and origin, dropped rows, counts, a subsample."""
+"""Samples of a loaded calibration set: tokens and origin, dropped rows, counts, licences, a subsample."""
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 Tokens = Annotated[
     NDArray[np.int32], PlainValidator(lambda ids: np.asarray(ids, np.int32)), PlainSerializer(lambda ids: ids.tolist())
 ]
+
+_NON_COMMERCIAL = re.compile(r"\bnc\b|non-?commercial|research[- ]only", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -301,3 +304,27 @@ def within(data: CalibrationData, positions: int) -> CalibrationData:
 def _truncated(sample: Sample, length: int) -> Sample:
     lost = len(sample.tokens) - length
     return replace(sample, tokens=sample.tokens[:length], truncated=sample.truncated + lost) if lost else sample
+
+
+def is_non_commercial(licence: str) -> bool:
+    """Whether a licence forbids commercial use, by its name."""
+    return _NON_COMMERCIAL.search(licence) is not None
+
+
+def used_licences(calibration: CalibrationSet, data: CalibrationData) -> dict[str, str]:
+    """The licence of each data set that samples were taken from, by its name."""
+    used = {sample.source for sample in data.samples}
+    pairs = zip(calibration.sources, data.licences, strict=True)
+    return {source.dataset: licence for source, licence in pairs if source.dataset in used}
+
+
+def in_words(licences: Mapping[str, str]) -> Iterable[str]:
+    """How many data sets have which licence, and which of them are not for commercial use; a line each.
+
+    Args:
+        licences: by data set, see `used_licences`.
+    """
+    counts = Counter(sorted(licence or "unknown" for licence in licences.values())).most_common()
+    yield f"licences: {', '.join(f'{licence} ({count})' for licence, count in counts)}"
+    if restricted := [f"{name} ({licence})" for name, licence in licences.items() if is_non_commercial(licence)]:
+        yield f"not for commercial use: {', '.join(restricted)}"

@@ -248,10 +248,6 @@ class CalibrationSet(Strict):
         """The number of tokens at which a source's samples are truncated."""
         return self.sequence_length if source.sequence_length is None else source.sequence_length
 
-    def is_long(self, source: DataSource) -> bool:
-        """Whether a source's samples are long texts, which the evaluation reports in a separate row."""
-        return self.length_of(source) > self.sequence_length
-
     @property
     def lengths(self) -> tuple[int, ...]:
         """All token limits at which samples are truncated, ascending; the last bounds the longest sequence."""

@@ -1,11 +1,16 @@
-"""Files of calibration sets: the shipped ones as a list and as copies, and a new one for a file of texts."""
+"""Files of calibration sets: the shipped ones as a list and as copies, a new one for a file of texts, and a frozen one:
+the rows that became a set's samples, as local files, and a set that makes the same samples of them.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
 
 from quantizers.system.errors import CalibrationError, InputError
 from quantizers.system.files import write_new
@@ -13,12 +18,25 @@ from quantizers.system.output_files import HELD_OUT
 from quantizers.system.package_data import shipped
 from quantizers.system.strict_yaml import dump
 
+from .hub import Hub
 from .lock import lock_path
-from .row_files import Row
 from .row_formats import Rejected, read_row
-from .rows import local_file, read_local
-from .set import LOCAL_SUFFIXES, DataSource, Shape, read_set, slug
-from .source_faults import SourceError
+from .rows import Row, local_file, local_rows, needed_columns, read_local, rows_at, shuffled
+from .set import LOCAL_SUFFIXES, CalibrationSet, DataSource, Shape, read_set, slug
+from .source_faults import SourceError, for_each_source
+
+if TYPE_CHECKING:
+    from .samples import CalibrationData
+
+# Names that columns usually have on the Hub, likelier ones first.
+MESSAGES = ("messages", "conversations", "conversation")
+ASKED = ("prompt", "instruction", "question", "query", "input", "problem")
+ANSWERED = ("answer", "response", "output", "completion", "solution")
+TEXT = ("text", "content", "story", "document", "body", "code")
+CATEGORY = "category"
+
+EXAMPLE = Path(__file__).with_name("example.jsonl")
+LICENCES = "LICENCES.md"
 
 
 def rows() -> list[dict[str, str]]:
@@ -70,16 +88,6 @@ def _files(path: Path) -> list[Path]:
     data = [source.dataset for source in read_set(path).sources if source.is_local]
     locks = [lock_path(path)] if lock_path(path).is_file() else []
     return [path, *locks, *(Path(os.path.normpath(path.parent / name)) for name in data)]
-
-
-# Names that columns usually have on the Hub, likelier ones first.
-MESSAGES = ("messages", "conversations", "conversation")
-ASKED = ("prompt", "instruction", "question", "query", "input", "problem")
-ANSWERED = ("answer", "response", "output", "completion", "solution")
-TEXT = ("text", "content", "story", "document", "body", "code")
-CATEGORY = "category"
-
-EXAMPLE = Path(__file__).with_name("example.jsonl")
 
 
 def new_set(path: Path, data: Path | None) -> tuple[dict[Path, bytes], list[str]]:
@@ -181,3 +189,121 @@ sources:
 def _line(key: str, value: Any) -> str:
     """A key and its value in one line of YAML."""
     return dump({key: value}, width=10_000, short_in_one_line=not isinstance(value, str)).rstrip("\n")
+
+
+@dataclass(frozen=True)
+class FrozenSource:
+    """One source of a frozen set."""
+
+    source: DataSource  # of the original set
+    file: str  # its rows, relative to the frozen set
+    seed: str  # of the order of its rows, see `CalibrationSet.order_of`
+    version: str  # the commit or file hash that was read
+    licence: str  # that the set or the card on the Hub names; empty if neither does
+    rows: tuple[dict[str, Any], ...]  # the needed columns of those that became samples, in the samples' order
+
+
+def freeze_set(
+    path: Path, folder: Path, *, workers: int = 8, **tokenizer: Any
+) -> tuple[list[Path], list[FrozenSource], str]:
+    """Write the rows of a set to `folder/data`, the set that reads them, and where they come from with their licences.
+
+    The frozen set needs neither the Hub nor what the data sets hold by then: with the same tokenizer it makes the same
+    samples.
+
+    Args:
+        folder: created if needed; nothing in it is overwritten.
+        tokenizer: the arguments of `load_set` that name it. Its chat template decides which rows are usable.
+
+    Returns:
+        The files, the set first; its sources; and the digest that both sets have.
+
+    Raises:
+        CalibrationError: the set is wrong, or a source cannot be read.
+        OutputError: a file is there that differs, or one cannot be written; then nothing was written.
+    """
+    from .load_set import load_set
+
+    options: dict[str, Any] = {"workers": workers, "require_languages": False, **tokenizer}
+    calibration, data = read_set(path), load_set(path, **options)
+    for source, version in zip(calibration.sources, data.versions, strict=True):
+        if not version:
+            raise CalibrationError(f"{path}: {source.dataset} could not be read; remove it to freeze the others")
+    frozen = [one for one in _frozen_sources(calibration, path, data, workers) if one.rows]
+    contents = {folder / f"{path.stem}.yaml": _set_text(calibration, frozen)}
+    contents |= {folder / one.file: _json_lines(one) for one in frozen}
+    contents[folder / LICENCES] = _licences_text(calibration, frozen)
+    write_new({file: text.encode("utf-8", "backslashreplace") for file, text in contents.items()})
+    files = list(contents)
+    if (digest := load_set(files[0], **options).digest) != data.digest:
+        raise CalibrationError(f"{files[0]}: its samples are not those of {path}; report it with both sets")
+    return files, frozen, digest
+
+
+def _frozen_sources(calibration: CalibrationSet, path: Path, data: CalibrationData, workers: int) -> list[FrozenSource]:
+    left = list(reversed(data.samples))
+
+    def tried(index: int, source: DataSource) -> Iterable[Row]:
+        seed = calibration.order_of(index)
+        if source.is_local:
+            return local_rows(source, path.parent, seed)
+        return list(islice(rows_at(source, data.versions[index], seed, hub), len(data.rows[index])))
+
+    with Hub() as hub:
+        every = for_each_source(calibration, path, tried, workers)
+    frozen = []
+    for index, (source, rows) in enumerate(zip(calibration.sources, every, strict=True)):
+        columns, chosen = needed_columns(source), list[dict[str, Any]]()
+        for row in rows:
+            here = (source.dataset, row.place)
+            if left and (left[-1].source, left[-1].place) == here and len(chosen) != source.samples:
+                left.pop()
+                chosen.append({name: row.values[name] for name in columns if name in row.values})
+        name = PurePosixPath(source.dataset)
+        file = f"data/{index + 1:02}-{name.stem if source.is_local else name.name}.jsonl"
+        version, licence = data.versions[index], data.licences[index]
+        frozen.append(FrozenSource(source, file, calibration.order_of(index), version, licence, tuple(chosen)))
+    return frozen
+
+
+def _json_lines(frozen: FrozenSource) -> str:
+    """The rows as JSON lines, in the order of which the seed makes that of the samples."""
+    places = shuffled(list(range(len(frozen.rows))), frozen.source, frozen.seed)
+    placed = dict(zip(places, frozen.rows, strict=True))
+    return "".join(json.dumps(placed[place], ensure_ascii=False) + "\n" for place in sorted(placed))
+
+
+def _set_text(calibration: CalibrationSet, frozen: Sequence[FrozenSource]) -> str:
+    """The set with files for sources. Each keeps its number of samples, on which the assigned languages depend."""
+    of_hub = {"subset": None, "revision": None, "split": "train", "streaming": False, "required": True}
+    sources = tuple(
+        one.source.model_copy(
+            update={"dataset": f"./{one.file}", "licence": one.licence or None, "order": one.seed, **of_hub}
+        )
+        for one in frozen
+    )
+    values = calibration.model_copy(update={"sources": sources}).model_dump(mode="json", exclude_none=True)
+    about = f"# The rows of {calibration.name}, by `quantize calibration freeze`. Their licences: {LICENCES}\n"
+    return about + dump(values, width=120, short_in_one_line=True)
+
+
+def _licences_text(calibration: CalibrationSet, frozen: Sequence[FrozenSource]) -> str:
+    from .samples import is_non_commercial
+
+    lines = []
+    for one in frozen:
+        name, licence = one.source.dataset, one.licence or "none named"
+        origin = f"[{name}](https://huggingface.co/datasets/{name}/tree/{one.version})"
+        if one.source.is_local:
+            origin = f"`{name}`"
+        restricted = ", **not for commercial use**" if is_non_commercial(one.licence) else ""
+        lines.append(f"| {one.file} | {len(one.rows)} | {origin} | {one.version} | {licence}{restricted} |\n")
+    return f"""\
+# Where the rows of {calibration.name} come from
+
+Each licence is the one that the set names, or the card of the data set at this commit. It binds whoever passes these
+rows on.
+
+| file | rows | from | version | licence |
+|---|---:|---|---|---|
+{"".join(lines)}"""

@@ -15,10 +15,9 @@ from quantizers.system.errors import InputError
 
 from .check import SetReport
 from .diff import SetDiff, TextsDiff
-from .licences import in_words
 from .load_set import load_set
 from .render import Renderer
-from .samples import CalibrationData, Row, Sample
+from .samples import CalibrationData, Row, Sample, in_words
 from .set import KINDS, Kind
 
 MOST = 20  # findings, texts or names that are shown; JSON has all of them

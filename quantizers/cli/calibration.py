@@ -206,8 +206,8 @@ def freeze(
 
     Example: quantize calibration freeze software-engineer frozen --recipe minimax-m2.1-fp8-int4
     """
-    from quantizers.calibration.freeze import freeze_set
-    from quantizers.calibration.licences import is_non_commercial
+    from quantizers.calibration.samples import is_non_commercial
+    from quantizers.calibration.set_files import freeze_set
     from quantizers.recipe.read import find_set
 
     counting, _, _ = _counting(tokenizer, recipe, trust_remote_code)

@@ -31,7 +31,6 @@ from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes
 from quantizers.budget.choice import describe_choice
 from quantizers.budget.measure import measuring_seconds, read_measurements
-from quantizers.calibration.licences import used_licences
 from quantizers.calibration.render import custom_class
 from quantizers.calibration.samples import (
     CalibrationData,
@@ -40,6 +39,7 @@ from quantizers.calibration.samples import (
     by_language,
     category_names,
     language_counts,
+    used_licences,
 )
 from quantizers.calibration.set import read_set
 from quantizers.checkpoint.reader import Checkpoint, left_behind, read_json, side_files

@@ -9,7 +9,7 @@ import pytest
 from calibration_tokenizer import write_tokenizer
 from hub_stand_in import HubStandIn, reached
 
-from quantizers.calibration import hub_repository
+from quantizers.calibration import hub as hub_module
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +20,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStandIn]:
-    monkeypatch.setattr(hub_repository, "RETRIES", 1)
+    monkeypatch.setattr(hub_module, "RETRIES", 1)
     with HubStandIn() as stand_in:
         reached(stand_in, tmp_path / "home", monkeypatch)
         yield stand_in

@@ -283,7 +283,7 @@ def test_the_whole_software_engineer_set_under_each_templates_habits(
 ) -> None:
     """No row is lost that the model's format can hold, and all that is missing in the tokens is counted."""
     folder = write_tokenizer(tmp_path, TEMPLATES[name])
-    data = load_set(real_rows, folder, kept=tmp_path / "kept")
+    data = load_set(real_rows, folder)
     assert len(data.samples) == 590
     refused = {"the chat template refuses it: single tool-calls at once!"} if name == "llama" else set()
     assert {row.reason for row in data.dropped} == refused

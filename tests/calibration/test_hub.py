@@ -19,7 +19,7 @@ from calibration_tokenizer import write_tokenizer
 from hub_stand_in import HubStandIn
 
 from quantizers.calibration import load_set, lock
-from quantizers.calibration.hub_repository import Hub
+from quantizers.calibration.hub import Hub
 from quantizers.calibration.render import quiet
 from quantizers.calibration.samples import CalibrationData, language_counts
 from quantizers.calibration.set import CalibrationSet, DataSource, read_set
@@ -32,11 +32,14 @@ Load = Callable[..., CalibrationData]
 
 
 @pytest.fixture
-def load(tmp_path: Path, tokenizer: str) -> Load:
-    """`load(path, …)`: a set, with the rows that are kept in a folder of the test."""
+def load(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> Load:
+    """`load(path, …)`: a set, with the rows that are kept in a folder of the test, or in `kept`."""
 
-    def call(path: Path, model: str = tokenizer, **options: Any) -> CalibrationData:
-        return load_set.load_set(path, model, **{"kept": tmp_path / "kept", **options})
+    def call(path: Path, model: str = tokenizer, kept: Path | None = None, **options: Any) -> CalibrationData:
+        with monkeypatch.context() as patched:
+            if kept:
+                patched.setenv("XDG_CACHE_HOME", str(kept))
+            return load_set.load_set(path, model, **options)
 
     return call
 
@@ -118,7 +121,7 @@ def test_a_moved_revision_is_loaded_anew_unless_a_lock_holds_it(small: Path, hub
     before = load(small)
     hub.datasets["org/plain"] = {"train.jsonl": rows("changed")}
     after = load(small)
-    written, _ = lock.lock_set(small, kept=small.parent / "kept")
+    written, _ = lock.lock_set(small)
     locked = load(small)
     assert (after.notes, locked.notes) == ((), ("versions are those of the set's lock",))
     assert before.digest != after.digest == locked.digest
@@ -137,7 +140,7 @@ def test_a_moved_revision_is_loaded_anew_unless_a_lock_holds_it(small: Path, hub
 def test_another_row_than_the_locks_is_refused_by_name(
     small: Path, hub: HubStandIn, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock.lock_set(small, kept=small.parent / "kept")
+    lock.lock_set(small)
     place = next(iter(json.loads(lock.lock_path(small).read_text())["sources"][0]["rows"]))
     file, _, number = place.removeprefix("org/plain/").rpartition(":")
     lines = hub.datasets["org/plain"][file].splitlines(keepends=True)
@@ -349,7 +352,7 @@ def test_rows_of_another_revision_do_not_stand_in(small: Path, hub: HubStandIn, 
 def test_a_lock_is_kept_by_sources_that_are_not_required_too(small: Path, hub: HubStandIn, load: Load) -> None:
     small.write_text(GONE)
     before = load(small, run=small.parent / "run")
-    lock.lock_set(small, kept=small.parent / "kept")
+    lock.lock_set(small)
     assert load(small, run=small.parent / "run").lock
     del hub.datasets["org/plain"]
     assert load(small).digest == before.digest
@@ -360,22 +363,22 @@ def test_a_lock_is_kept_by_sources_that_are_not_required_too(small: Path, hub: H
 def test_a_lock_without_a_source_gives_what_a_run_without_it_reads(small: Path, hub: HubStandIn, load: Load) -> None:
     """Whether it was left out by name, or is not required and could not be read."""
     small.write_text(GONE)
-    before, kept = load(small, without=["org/plain"]), small.parent / "kept"
+    before = load(small, without=["org/plain"])
     with pytest.raises(CalibrationError, match=r"has no source org/plian \(did you mean org/plain\?\)"):
-        lock.lock_set(small, kept=kept, without=["org/plian"])
-    assert lock.lock_set(small, kept=kept, without=["org/plain"])[1] == {"org/plain": "--without"}
+        lock.lock_set(small, without=["org/plian"])
+    assert lock.lock_set(small, without=["org/plain"])[1] == {"org/plain": "--without"}
     held = load(small)
     del hub.datasets["org/plain"]
-    assert lock.lock_set(small, kept=small.parent / "new")[1] == {"org/plain": "no such dataset on the Hub"}
+    assert lock.lock_set(small)[1] == {"org/plain": "no such dataset on the Hub"}
     assert before.digest == held.digest == load(small).digest
     hub.dead = {"org/plain"}
     with pytest.raises(CalibrationError, match="org/plain: cannot be reached"):
-        lock.lock_set(small, kept=kept)
+        lock.lock_set(small)
     hub.dead = set()
     small.write_text(SMALL)
     with pytest.raises(CalibrationError, match="org/plain: no such dataset on the Hub"):
-        lock.lock_set(small, kept=kept)
-    lock.lock_set(small, kept=kept, without=["org/plain"])
+        lock.lock_set(small)
+    lock.lock_set(small, without=["org/plain"])
     (line,) = refusal(load, small)
     assert line.endswith(
         "org/plain: left out when the set was locked; lock it again, or leave it out with --without org/plain"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from quantizers.calibration.hub_files import data_files
+from quantizers.calibration.hub import data_files
 
 DEFAULT = [None]
 # For each layout: its card's configs, its files, and the configurations to compare.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quantizers.calibration import row_files
+from quantizers.calibration import rows
 from quantizers.calibration.row_formats import Content, Rejected, instruct, read_row
 from quantizers.calibration.set import DataSource
 from quantizers.calibration.source_faults import SourceError
@@ -223,12 +223,12 @@ def test_a_row_that_cannot_be_used_says_why(
 @pytest.mark.parametrize("indent", [None, 1])
 def test_a_list_is_read_bit_by_bit_as_json_reads_it_whole(indent: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is cut between two reads; and a fault in it has its own line."""
-    monkeypatch.setattr(row_files, "WINDOW", 7)
+    monkeypatch.setattr(rows, "WINDOW", 7)
     items = [{"a": "ä漢" * number, "b": [1, {"c": "],"}]} for number in range(20)]
     raw = json.dumps(items, indent=indent, ensure_ascii=False).encode()
 
     def read(raw: bytes) -> list[Any]:
-        return [row.values for row in row_files.file_rows(io.BufferedReader(io.BytesIO(raw)), "a.json", "a.json")]
+        return [row.values for row in rows.file_rows(io.BufferedReader(io.BytesIO(raw)), "a.json", "a.json")]
 
     assert read(raw) == read(b"\xef\xbb\xbf \n" + raw) == items
     at = raw.index("漢".encode(), 300)
