@@ -1,4 +1,4 @@
-"""Report on a calibration set: contents, languages, duplicates, and contradictions of what it claims."""
+"""Report on a calibration set: contents, languages, duplicates, contradictions of what it claims, and its samples."""
 
 from __future__ import annotations
 
@@ -6,18 +6,35 @@ import re
 import unicodedata
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from rich.console import Group, RenderableType
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from quantizers.system.errors import InputError
 from quantizers.system.output_files import HELD_OUT
 
 from .load_set import WORKERS, load_set
-from .samples import Sample, asked_for, grouped, language_counts, missing_languages, row_of, used_licences
+from .render import Renderer
+from .samples import (
+    CalibrationData,
+    Sample,
+    asked_for,
+    grouped,
+    in_words,
+    language_counts,
+    missing_languages,
+    row_of,
+    used_licences,
+)
 from .set import CODES, KINDS, CalibrationSet, Kind, read_set
 
 SHINGLE = 5  # words
@@ -26,6 +43,7 @@ NEAR = 0.5  # texts with at least this Jaccard similarity of their shingles are 
 # answer after the reasoning, the code after the imports. No measurement stands behind the number.
 MOST_CUT = 0.25
 NAMED = 5  # categories that a warning names at most
+MOST = 20  # findings, texts or names that are shown; JSON has all of them
 _NAMES = {code: name for name, code in CODES.items()}
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
 
@@ -50,37 +68,22 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class SetReport:
-    """The result of checking a set.
-
-    Attributes:
-        tokenizer: the folder or Hub id of the model whose tokenizer counted the tokens.
-        summary: see `CalibrationData.summary`.
-        categories: rows of the table: lengths in tokens; `truncated` samples lost a share `cut_share`.
-        languages: number of texts by language, in the order of the set's lists.
-        asked_for: number of samples whose prompt asks for a language; they count as texts in none.
-        missing: the languages without a text.
-        licences: by data set, see `used_licences`.
-        duplicates: pairs of samples within the set.
-        held_out: path of the held-out set that it was compared with, or None.
-        shared: pairs of a sample and a sample of the held-out set.
-        identified: how many texts of spoken languages were checked by language identification.
-        warnings: what contradicts nothing but is probably not intended, one line each.
-    """
+    """The result of checking a set."""
 
     path: str
-    tokenizer: str
-    summary: dict[str, Any]
-    categories: tuple[dict[str, Any], ...]
-    languages: dict[Kind, dict[str, int]]
-    asked_for: dict[Kind, dict[str, int]]
-    missing: dict[Kind, list[str]]
-    licences: dict[str, str]
-    duplicates: tuple[Duplicate, ...]
-    held_out: str | None
-    shared: tuple[Duplicate, ...]
-    identified: int
+    tokenizer: str  # the folder or Hub id of the model whose tokenizer counted the tokens
+    summary: dict[str, Any]  # see `CalibrationData.summary`
+    categories: tuple[dict[str, Any], ...]  # lengths in tokens; `truncated` samples lost a share `cut_share`
+    languages: dict[Kind, dict[str, int]]  # number of texts by language, in the order of the set's lists
+    asked_for: dict[Kind, dict[str, int]]  # number of samples whose prompt asks for it; they count as texts in none
+    missing: dict[Kind, list[str]]  # the languages without a text
+    licences: dict[str, str]  # by data set, see `used_licences`
+    duplicates: tuple[Duplicate, ...]  # within the set
+    held_out: str | None  # path of the held-out set that it was compared with
+    shared: tuple[Duplicate, ...]  # pairs of a sample and a sample of the held-out set
+    identified: int  # how many texts of spoken languages were checked by language identification
     mismatches: tuple[Mismatch, ...]
-    warnings: tuple[str, ...]
+    warnings: tuple[str, ...]  # what contradicts nothing but is probably not intended, one line each
 
     @property
     def findings(self) -> tuple[str, ...]:
@@ -119,25 +122,18 @@ def check_set(
     workers: int = WORKERS,
     without: Sequence[str] = (),
 ) -> SetReport:
-    """Load a set and check it.
+    """Load a set and check it. Raises what `load_set` raises, except that a missing language is a finding.
 
     Args:
-        tokenizer: a model's folder or Hub id.
         held_out: a set with which it must share no text; None for `held-out.yaml` beside it, if there is one.
-        revision, trust_remote_code, workers, without: see `load_set`.
-
-    Raises:
-        CalibrationError: as `load_set`, except that a missing language is a finding, not an error.
+        tokenizer, revision, trust_remote_code, workers, without: see `load_set`.
     """
-    load = partial(
-        load_set,
-        tokenizer=tokenizer,
-        trust_remote_code=trust_remote_code,
-        revision=revision,
-        workers=workers,
-        require_languages=False,
-    )
-    calibration, data = read_set(path), load(path, without=without)
+    options: dict[str, Any] = {"revision": revision, "workers": workers, "require_languages": False}
+
+    def load(path: Path, without: Sequence[str] = ()) -> CalibrationData:
+        return load_set(path, tokenizer, trust_remote_code, without=without, **options)
+
+    calibration, data = read_set(path), load(path, without)
     if held_out is None and path.name != HELD_OUT and (path.parent / HELD_OUT).is_file():
         held_out = path.parent / HELD_OUT
     duplicates, shared = _duplicates(data.samples, load(held_out).samples if held_out else ())
@@ -175,13 +171,12 @@ def _duplicates(
     samples: Sequence[Sample], held_out: Sequence[Sample]
 ) -> tuple[tuple[Duplicate, ...], tuple[Duplicate, ...]]:
     """Pairs within the set, and pairs of one sample of the set and one of the held-out set."""
-    both = [*samples, *held_out]
-    pairs = [
-        (second < len(samples), Duplicate(both[first].place, both[second].place, round(similarity, 3)))
-        for first, second, similarity in find_duplicates([sample.text for sample in both])
-        if first < len(samples)
-    ]
-    return tuple(pair for within, pair in pairs if within), tuple(pair for within, pair in pairs if not within)
+    both, within, shared = [*samples, *held_out], list[Duplicate](), list[Duplicate]()
+    for first, second, similarity in find_duplicates([sample.text for sample in both]):
+        if first < len(samples):
+            pairs = within if second < len(samples) else shared
+            pairs.append(Duplicate(both[first].place, both[second].place, round(similarity, 3)))
+    return tuple(within), tuple(shared)
 
 
 def _identified(calibration: CalibrationSet, samples: Iterable[Sample]) -> list[Mismatch]:
@@ -256,3 +251,135 @@ def truncation_warnings(samples: Sequence[Sample]) -> tuple[str, ...]:
     names = ", ".join(f"{name} {shares[name]:.0%}" for name in over[:NAMED])
     more = f" and {len(over) - NAMED} more" if len(over) > NAMED else ""
     return (f"more than {MOST_CUT:.0%} of the tokens are cut in {names}{more}; raise their sequence_length",)
+
+
+def render(report: SetReport, about_tokens: str = "") -> RenderableType:
+    """A report: verdict, findings, warnings, the table by category, and the rest.
+
+    `about_tokens` is said after the name of the tokenizer.
+    """
+    total = report.summary
+    style = "red" if report.findings else "yellow" if report.warnings else "green"
+    parts: list[RenderableType] = [Text(f"{total['name']}: {report.verdict}", style=f"bold {style}")]
+    parts += [Text(line, style="red") for line in first_lines(report.findings)]
+    parts += [Text(f"warning: {warning}", style="yellow") for warning in report.warnings]
+    parts += [Text(""), _categories(report), Text(_totals(total)), *map(Text, in_words(report.licences))]
+    parts.append(Text(f"tokens are counted with the tokenizer of {report.tokenizer}{about_tokens}"))
+    parts += [_languages(kind, report) for kind in KINDS if report.languages[kind]]
+    parts += [Text(_dropped(row), style="yellow") for row in total["dropped"]]
+    parts += [Text(_not_rendered(row), style="yellow") for row in total["not_rendered"]]
+    if report.identified:
+        confirmed = report.identified - len(report.mismatches)
+        parts.append(Text(f"language identification confirms {confirmed} of {report.identified} spoken texts"))
+    parts.append(Text(f"compared with {report.held_out or 'no held-out set'}"))
+    return Group(*parts)
+
+
+def first_lines(lines: Iterable[str]) -> list[str]:
+    every = list(lines)
+    return every if len(every) <= MOST else [*every[:MOST], f"and {len(every) - MOST:,} more; --json lists all of them"]
+
+
+def _totals(total: Mapping[str, Any]) -> str:
+    limits = " or ".join(f"{length:,}" for length in total["lengths"])
+    cut = f"{total['truncated_samples']:,} cut at {limits}, which lost {total['truncated_tokens']:,} tokens"
+    long = f"of these {total['long_samples']:,} long ones, {total['long_tokens']:,} tokens\n"
+    return (
+        f"{total['samples']:,} sample{'s' if total['samples'] != 1 else ''}, {total['tokens']:,} tokens; "
+        f"{cut if total['truncated_samples'] else 'none cut'}\n{long if total['long_samples'] else ''}"
+        f"digest {total['digest']}{''.join(f' ({note})' for note in total['notes'])}"
+    )
+
+
+def _dropped(row: Mapping[str, Any]) -> str:
+    if row["left_out"]:
+        texts = f"{row['count']:,} text{'s' if row['count'] > 1 else ''}"
+        return f"left out: {row['reason']} ({texts}, first at {row['first']})"
+    return f"dropped {row['count']} of {row['source']}: {row['reason']} (first {row['first']})"
+
+
+def _not_rendered(row: Mapping[str, Any]) -> str:
+    return f"not shown by the chat template: {row['count']:,} × {row['part']} of {row['source']}"
+
+
+def _categories(report: SetReport) -> Table:
+    table = Table(title=f"{report.summary['name']} ({report.path})", title_justify="left")
+    table.add_column("category")
+    for heading in ("samples", "tokens", "median", "maximum", "cut", "tokens cut"):
+        table.add_column(heading, justify="right")
+    table.add_column("sources", overflow="fold")
+    for row in report.categories:
+        figures = (row[key] for key in ("samples", "tokens", "median", "maximum", "truncated"))
+        share = f"{row['cut_share']:.0%}" if row["truncated"] else ""
+        table.add_row(row["category"], *(f"{figure:,}" for figure in figures), share, ", ".join(row["sources"]))
+    return table
+
+
+def _languages(kind: Kind, report: SetReport) -> Text:
+    counts, asked = report.languages[kind], report.asked_for[kind]
+    also = f", {len(asked)} asked for by prompts" if asked else ""
+    line = Text(f"{kind} languages, {sum(map(bool, counts.values()))} of {len(counts)} in it{also}: ")
+    for name, count in counts.items():
+        prompts = f" (asked for {asked[name]})" if name in asked else ""
+        line.append(f"{name} {count}{prompts}  ", style="" if count else "bold red")
+    return line
+
+
+def show_samples(
+    path: Path,
+    count: int,
+    tokenizer: str,
+    *,
+    source: str | None = None,
+    category: str | None = None,
+    revision: str = "main",
+    trust_remote_code: bool = False,
+    without: Sequence[str] = (),
+) -> list[dict[str, Any]]:
+    """`count` samples of a set at evenly spaced positions, as the model reads them, special tokens included.
+
+    Args:
+        source: only those of sources whose name contains this.
+        category: only those of this category and the ones below it: `code` takes `code/rust` too.
+        tokenizer, revision, trust_remote_code, without: see `load_set`.
+
+    Returns:
+        For each sample its position in the whole set, from 0, category, place, tokens, truncated, and text.
+
+    Raises:
+        CalibrationError: as `load_set`.
+        InputError: the set has no such sample.
+    """
+    options: dict[str, Any] = {"revision": revision, "without": without, "require_languages": False}
+    data = load_set(path, tokenizer, trust_remote_code, **options)
+    chosen = [
+        (position, sample)
+        for position, sample in enumerate(data.samples)
+        if (source is None or source in sample.source)
+        and (category is None or f"{sample.category}/".startswith(f"{category.rstrip('/')}/"))
+    ]
+    if not chosen:
+        asked = " and ".join(text for text in (source and f"source {source}", category) if text)
+        raise InputError(f"{data.name}: no sample of {asked}; the check's table lists its categories and sources")
+    decoder = Renderer(tokenizer, revision, trust_remote_code)
+    return [
+        {
+            "position": position,
+            "category": sample.category,
+            "place": sample.place,
+            "tokens": len(sample.tokens),
+            "truncated": sample.truncated,
+            "text": decoder.text(sample.tokens),
+        }
+        for position, sample in (chosen[n] for n in sorted({n * len(chosen) // count for n in range(count)}))
+    ]
+
+
+def render_samples(samples: Iterable[Mapping[str, Any]]) -> RenderableType:
+    """Samples with a headline each; rich does not interpret their text as markup."""
+    parts: list[RenderableType] = []
+    for sample in samples:
+        cut = f", {sample['truncated']} cut" if sample["truncated"] else ""
+        title = f"{sample['position']}: {sample['category']}, {sample['place']}, {sample['tokens']} tokens{cut}"
+        parts += [Rule(Text(title), align="left"), Text(sample["text"])]
+    return Group(*parts)

@@ -1,4 +1,4 @@
-"""Differences between two calibration sets: of their YAML files, and of their loaded texts."""
+"""Differences between two calibration sets, of their YAML files and of their loaded texts, and how they are shown."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from .check import first_lines
 from .samples import CalibrationData, Row, Sample, by_category, row_of
 from .set import KINDS, CalibrationSet, read_set
 
@@ -20,15 +25,13 @@ class SetDiff:
     """The changes from one set's file to another's.
 
     Sources are named by dataset, subset and split, languages by kind and name.
-
-    Attributes:
-        added, removed: the keys of each source or language that only one of the files has; a language has none.
-        changed: for each source in both, and for the `set` itself, the keys that differ.
     """
 
-    added: dict[str, dict[str, Any]]
-    removed: dict[str, dict[str, Any]]
-    changed: dict[str, dict[str, Change]]
+    added: dict[
+        str, dict[str, Any]
+    ]  # the keys of each source or language that only the second has; a language has none
+    removed: dict[str, dict[str, Any]]  # that only the first has
+    changed: dict[str, dict[str, Change]]  # for each source in both, and for the `set` itself, the keys that differ
 
     def __bool__(self) -> bool:
         return any(asdict(self).values())
@@ -39,30 +42,20 @@ class TextsDiff:
     """The changes from one loaded set to another.
 
     Texts are equal if their words are, regardless of category, source and template; duplicates count separately.
-
-    Attributes:
-        tokenizer: the folder or Hub id of the model whose tokenizer counted the tokens.
-        total: counts of the whole sets, see `row_of`.
-        categories: the same of each category in which one of them differs, by name.
-        gained, lost: place, category and tokens of each text that only the second, or only the first set has, in order.
     """
 
-    tokenizer: str
-    total: tuple[Row, Row]
-    categories: dict[str, tuple[Row, Row]]
-    gained: tuple[dict[str, Any], ...]
-    lost: tuple[dict[str, Any], ...]
+    tokenizer: str  # the folder or Hub id of the model whose tokenizer counted the tokens
+    total: tuple[Row, Row]  # counts of the whole sets, see `row_of`
+    categories: dict[str, tuple[Row, Row]]  # the same of each category in which one of them differs, by name
+    gained: tuple[dict[str, Any], ...]  # place, category and tokens of each text that only the second has, in order
+    lost: tuple[dict[str, Any], ...]  # that only the first has
 
     def __bool__(self) -> bool:
         return bool(self.categories or self.gained or self.lost)
 
 
 def diff_sets(before: Path, after: Path) -> SetDiff:
-    """Compare the files of two sets. Two sources are the same if dataset, subset and split are equal.
-
-    Raises:
-        CalibrationError: one of the sets is wrong.
-    """
+    """Compare the files of two sets. Raises CalibrationError if one of them is wrong."""
     old, new = _entries(read_set(before)), _entries(read_set(after))
     changes = {
         name: {key: (value, new[name][key]) for key, value in keys.items() if value != new[name][key]}
@@ -112,3 +105,43 @@ def _missing_in(others: Iterable[Sample], samples: Iterable[Sample]) -> tuple[di
         else:
             missing.append({"place": sample.place, "category": sample.category, "tokens": len(sample.tokens)})
     return tuple(missing)
+
+
+def render_diff(diff: SetDiff, texts: TextsDiff | None = None) -> RenderableType:
+    """A difference as lines, `+` for what was added, `-` for what was removed, and as a table by category."""
+    lines = [f"{sign} {name}" for sign, names in (("+", diff.added), ("-", diff.removed)) for name in names]
+    for name, changes in diff.changed.items():
+        lines += [f"  {name}: {key}: {before} -> {after}" for key, (before, after) in changes.items()]
+    if not diff:
+        lines = ["no difference" if texts is None else "no difference between the files"]
+    return Group(*map(_signed, lines), *(_texts(texts) if texts is not None else ()))
+
+
+def _texts(texts: TextsDiff) -> list[RenderableType]:
+    """Texts and tokens before and after: of the set, of each category that changed, and the texts themselves."""
+    samples, tokens = (_change(texts.total, count) for count in ("samples", "tokens"))
+    total = (
+        f"texts: {samples} ({len(texts.gained):,} gained, {len(texts.lost):,} lost); "
+        f"tokens: {tokens}, counted with the tokenizer of {texts.tokenizer}"
+    )
+    parts: list[RenderableType] = [Text(total if texts else f"the same texts; {total}")]
+    if texts.categories:
+        table = Table("category")
+        table.add_column("texts", justify="right")
+        table.add_column("tokens", justify="right")
+        for name, rows in texts.categories.items():
+            table.add_row(name, _change(rows, "samples"), _change(rows, "tokens"))
+        parts.append(table)
+    for sign, members in (("+", texts.gained), ("-", texts.lost)):
+        lines = (f"{text['place']} ({text['category']}, {text['tokens']:,} tokens)" for text in members)
+        parts += [_signed(f"{sign} {line}") for line in first_lines(lines)]
+    return parts
+
+
+def _signed(line: str) -> Text:
+    return Text(line, style={"+": "green", "-": "red"}.get(line[0], ""))
+
+
+def _change(rows: tuple[Row, Row], count: str) -> str:
+    before, after = (row[count] for row in rows)
+    return f"{before:,}" if before == after else f"{before:,} -> {after:,}"

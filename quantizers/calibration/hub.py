@@ -239,14 +239,9 @@ def data_files(
     `configs` (https://huggingface.co/docs/hub/datasets-manual-configuration), or the names of folders and files
     (https://huggingface.co/docs/hub/datasets-file-names-and-splits).
 
-    Args:
-        listing: the paths of all files of the repository.
-        card: the front matter of its README.
-        subset: a configuration's name; None for the default one.
-        revision: that the files are of, as it was asked for.
-
-    Raises:
-        ValueError: there is no such configuration, split or file, or none in a form that can be read; one line.
+    `listing` has the paths of all files of the repository, at the revision that was asked for; `subset` is None for the
+    default configuration. Raises ValueError, in one line, if there is no such configuration, split or file, or none in
+    a form that can be read.
     """
     configs, converted = card.get("configs") or [], _converted(listing)
     if revision == CONVERSION or (not configs and subset in converted):  # or a commit of it

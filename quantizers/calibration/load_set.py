@@ -82,8 +82,7 @@ def load_set(
         positions: of the model, at which every text is cut; None for the limits of the set alone.
 
     Raises:
-        CalibrationError: the set, the tokenizer or a source is wrong or cannot be reached. The message has one
-            line for each fault and covers all sources.
+        CalibrationError: the set, the tokenizer or a source is wrong or cannot be reached; a line for each fault.
     """
     import rich.console
 
@@ -350,14 +349,10 @@ class _Sampled:
 def _sample_source(
     calibration: CalibrationSet, index: int, rows: Iterable[Row], renderer: Renderer, more: int = 0
 ) -> _Sampled:
-    """The samples of source number `index`.
+    """The samples of source number `index`, of rows in the order in which they are to be tried.
 
-    Args:
-        rows: of the source, in the order in which they are to be tried.
-        more: samples beyond the number that the set asks for, in place of those of another source.
-
-    Raises:
-        SourceError: it has no usable rows, or with `samples: all` one that is not.
+    There are `more` samples than the set asks for. Raises SourceError if the source has no usable rows, or with
+    `samples: all` one that is not.
     """
     source, assigned = calibration.sources[index], _assigned(calibration, index)
     wanted = source.samples if source.samples == "all" else source.samples + more
@@ -409,7 +404,7 @@ def _sample(
     else:
         category = fill(source.category, {kind: slug(name) for kind, name in languages.items()})
     rendered = renderer.render(content, calibration.length_of(source))
-    named = None if placeholders(source.fixed_category) else calibration.languages.named_by(category)
+    named = None if placeholders(source.fixed_category) else calibration.languages.claimed_by(category)[1]
     return Sample(
         tokens=rendered.tokens,
         category=category,

@@ -79,15 +79,9 @@ def _digest(pins: Sequence[Pin]) -> str:
 def lock_set(path: Path, workers: int = 8, without: Sequence[str] = ()) -> tuple[Path, dict[str, str]]:
     """Read the first rows of every source, as many as it has samples, and write the set's lock.
 
-    Args:
-        without: sources that the lock leaves out, by their `dataset`.
-
-    Returns:
-        The lock's path; and the sources that it leaves out, with the reasons.
-
-    Raises:
-        CalibrationError: the set is wrong, the Hub cannot be reached, or sources that the set requires cannot be read;
-            the message names all of them.
+    Returns its path, and the sources that it leaves out with the reasons: those of `without`, by their `dataset`, and
+    those that the set does not require and that cannot be read. Raises CalibrationError if the set is wrong, the Hub
+    cannot be reached, or sources that the set requires cannot be read; it names all of them.
     """
     calibration, left_out = read_set(path), dict.fromkeys(without, "--without")
     refuse_unknown(calibration, without, path)

@@ -61,7 +61,7 @@ def quiet() -> Iterator[None]:
 def load_tokenizer(
     source: str, revision: str = "main", trust_remote_code: bool = False, note: Callable[[str], object] = str
 ) -> Any:
-    """The tokenizer of a checkpoint, loaded without questions on the terminal.
+    """The tokenizer of a checkpoint, a folder or a Hub id, loaded without questions on the terminal.
 
     A tokenizer with its own code, or of an unknown model type, is loaded without the model's config class, which
     transformers would otherwise look up: that may have code too, or be missing.
@@ -69,14 +69,8 @@ def load_tokenizer(
     Since version 5 transformers builds a tokenizer by the rules of its class, and of tokenizer.json takes the
     vocabulary alone. Where the two split a text in other ways, the file's rules hold: the model was trained with them.
 
-    Args:
-        source: a folder, or a Hub id.
-        revision: of a Hub id.
-        trust_remote_code: whether code of the tokenizer, from its repository, may run.
-        note: takes what a user should know about the tokenizer.
-
-    Raises:
-        CalibrationError: there is none, it cannot be read, or it has code that may not run.
+    `note` takes what a user should know about it. Raises CalibrationError if there is none, it cannot be read, or it
+    has code that may not run.
     """
     from transformers import AutoTokenizer, PreTrainedConfig, TokenizersBackend
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
@@ -153,7 +147,7 @@ def custom_class(settings: dict[str, Any]) -> str | None:
     return next((name for name in reversed(names) if name), None)
 
 
-def custom_code(tokenizer: Any) -> list[str]:
+def _custom_code(tokenizer: Any) -> list[str]:
     """Source code of a tokenizer that is not part of transformers, and of the modules next to it that it imports."""
     from transformers.dynamic_module_utils import get_relative_import_files
 
@@ -178,23 +172,16 @@ PLAIN = """\
 
 @dataclass(frozen=True)
 class Habits:
-    """How a template takes the turns of a conversation.
+    """How a template takes the turns of a conversation."""
 
-    Attributes:
-        parts: a turn's content is a list of typed parts.
-        thoughts: the key under which it reads an answer's thoughts; None to leave them out.
-        arguments: of a call, as a mapping or as JSON text.
-        ids: of calls: their own, `functions.NAME:NUMBER` instead, or nine letters and digits.
-        folds: it knows user and assistant alone, in turn: words of the system are the user's, and neighbouring turns
-            of one role are joined.
-        tells: it knows no calls: they and their results are told in words, in the markup of Hermes-style data sets.
-    """
-
-    parts: bool = False
-    thoughts: str | None = THOUGHTS[0]
-    arguments: Literal["mapping", "text"] = "mapping"
-    ids: Literal["own", "named", "short"] = "own"
+    parts: bool = False  # a turn's content is a list of typed parts
+    thoughts: str | None = THOUGHTS[0]  # the key under which it reads an answer's thoughts; None to leave them out
+    arguments: Literal["mapping", "text"] = "mapping"  # of a call; text is JSON
+    ids: Literal["own", "named", "short"] = "own"  # of calls; named: `functions.NAME:NUMBER`; short: nine characters
+    # It knows user and assistant alone, in turn: words of the system are the user's, and neighbouring turns of one role
+    # are joined.
     folds: bool = False
+    # It knows no calls: they and their results are told in words, in the markup of Hermes-style data sets.
     tells: bool = False
 
 
@@ -319,33 +306,24 @@ def left_out(turns: Iterable[Turn], tools: Iterable[Any], text: str) -> list[str
         words = {f"{turn['role']} turn": turn["content"], "thoughts": turn.get(THOUGHTS[0], "")}
         parts.update((what, said.strip()) for what, said in words.items() if said.strip())
         parts.update(("call", call["function"]["name"]) for call in turn.get("tool_calls", ()))
-    parts.update(("tool", tool["function"]["name"]) for tool in tools if _named(tool))
-    return [what for (what, words), count in parts.items() for _ in range(count - _shown(words, text))]
+    for tool in tools:
+        match tool:
+            case {"function": {"name": str(name)}}:
+                parts["tool", name] += 1
 
+    def shown(words: str) -> int:
+        return max(text.count(words), text.count(json.dumps(words, ensure_ascii=False)[1:-1]))
 
-def _named(tool: Any) -> bool:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
-
-
-def _shown(words: str, text: str) -> int:
-    """How often some words are in a text."""
-    return max(text.count(words), text.count(json.dumps(words, ensure_ascii=False)[1:-1]))
+    return [what for (what, words), count in parts.items() for _ in range(count - shown(words))]
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """The content of a row as the model reads it.
+    """The content of a row as the model reads it."""
 
-    Attributes:
-        tokens: int32 (T,), 2 <= T <= the length that was asked for.
-        truncated: how many tokens were cut off.
-        left_out: what the chat template does not show, see `_left_out`.
-    """
-
-    tokens: NDArray[np.int32]
-    truncated: int
-    left_out: tuple[str, ...] = ()
+    tokens: NDArray[np.int32]  # (T,), 2 <= T <= the length that was asked for
+    truncated: int  # how many tokens were cut off
+    left_out: tuple[str, ...] = ()  # what the chat template does not show, see the function `left_out`
 
 
 class Renderer:
@@ -366,9 +344,7 @@ class Renderer:
 
         Plain text begins with the tokens that the tokenizer puts before every text, such as BOS, and special tokens
         within it are text. A long conversation is cut at the end of a turn, if half of the length or more is left.
-
-        Raises:
-            Rejected: the chat template refuses the conversation, or the result has fewer than two tokens.
+        Raises Rejected if the chat template refuses the conversation, or the result has fewer than two tokens.
         """
         try:
             content.text.encode()
@@ -399,11 +375,7 @@ class Renderer:
             except Rejected:  # such as a system turn alone
                 return Rendered(cut.tokens[:0], 0)
 
-        def fits(turns: int) -> bool:
-            return not first(turns).truncated
-
-        turns = bisect_right(range(1, len(content.turns)), False, key=lambda turns: not fits(turns))
-        whole = first(turns)
+        whole = first(bisect_right(range(1, len(content.turns)), 0, key=lambda turns: first(turns).truncated))
         lost = len(cut.tokens) + cut.truncated - len(whole.tokens)
         return replace(whole, truncated=lost) if 2 * len(whole.tokens) >= length else cut
 
@@ -494,7 +466,7 @@ class Renderer:
         special = {name: str(token) for name, token in self._tokenizer.special_tokens_map.items()}
         versions = [version(library) for library in ("transformers", "tokenizers", "jinja2")]
         settings = json.dumps([self._tokenizer.chat_template, special, self._before, versions], sort_keys=True)
-        code = "".join(f"\0{text}" for text in custom_code(self._tokenizer))
+        code = "".join(f"\0{text}" for text in _custom_code(self._tokenizer))
         return hashlib.sha256(f"{rules}\0{settings}{code}".encode()).hexdigest()
 
 

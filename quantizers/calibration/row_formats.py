@@ -34,30 +34,17 @@ class Rejected(Exception):
 
 @dataclass(frozen=True)
 class Content:
-    """The content of one row.
+    """The content of one row."""
 
-    Attributes:
-        turns: the conversation; empty for plain text.
-        tools: the tools' JSON schemas, for the chat template.
-        text: the plain text, or the words of all turns without the chat template; the search for
-            duplicates and the language check use it.
-    """
-
-    turns: tuple[Turn, ...]
-    tools: tuple[Any, ...]
-    text: str
+    turns: tuple[Turn, ...]  # the conversation; empty for plain text
+    tools: tuple[Any, ...]  # the tools' JSON schemas, for the chat template
+    text: str  # the plain text, or the words of all turns without the chat template
 
 
 def read_row(row: dict[str, Any], source: DataSource, seed: str) -> Content:
-    """Read one row in the shape that the source declares.
+    """Read one row in the shape that the source declares. Raises Rejected if it cannot be used.
 
-    Args:
-        row: one row of the dataset, as Python values.
-        source: names the shape and the columns.
-        seed: decides which of several solutions is taken (code-contests).
-
-    Raises:
-        Rejected: the row cannot be used.
+    The seed decides which of several solutions is taken (code-contests).
     """
     columns = source.columns
     if source.shape == "text":
@@ -66,15 +53,15 @@ def read_row(row: dict[str, Any], source: DataSource, seed: str) -> Content:
         turns, answer = _parsed(row.get(columns[0])), _thinking(_turn("assistant", _text(row, columns[1])))
         if not isinstance(turns, list):
             return _conversation([_turn("user", _text(row, columns[0])), answer], None)
-        return _conversation([*(turn for message in turns for turn in _chat_turns(message)), answer], None)
+        return _conversation([*(turn for message in turns for turn in _turns(message)), answer], None)
     if source.shape == "code-contests":
         return _conversation(_contest(row, columns[0], seed), None)
-    read = _chat_turns if source.shape == "chat" else _sharegpt_turns
     messages = _parsed(row.get(columns[0]))
     if not isinstance(messages, list) or not messages:
         raise Rejected(f"{columns[0]} is not a list of turns")
     tools = row.get(columns[1]) if len(columns) == 2 else None
-    return _conversation([turn for message in messages for turn in read(_parsed(message))], tools)
+    sharegpt = source.shape == "sharegpt"
+    return _conversation([turn for message in messages for turn in _turns(_parsed(message), sharegpt)], tools)
 
 
 def instruct(content: Content, instruction: str) -> Content:
@@ -129,21 +116,28 @@ def _role(name: Any) -> str:
     return role
 
 
-def _chat_turns(message: Any) -> list[Turn]:
-    """The turn of a message {role, content, reasoning_content?, tool_calls?}, in a list."""
+def _turns(message: Any, sharegpt: bool = False) -> list[Turn]:
+    """The turns of a message {role, content, reasoning_content?, tool_calls?}; with `sharegpt` of {from, value}."""
     if not isinstance(message, dict):
         raise Rejected("unknown role None")
-    role, content = _role(message.get("role")), _content(message.get("content"))
+    role, content = message.get("role"), message.get("content")
+    if sharegpt:
+        role, content = message.get("from", role), message.get("value", content)
+    role, content = _role(role), _content(content)
     if role == "call":
         return [_turn("assistant", "") | {"tool_calls": _calls(content)}]
+    return _sharegpt_turns(role, content) if sharegpt else [_chat_turn(message, role, content)]
+
+
+def _chat_turn(message: Turn, role: str, content: str) -> Turn:
     turn: Turn = {key: value for key, value in message.items() if value is not None and key not in THOUGHTS}
     turn |= _turn(role, content)
     if calls := turn.pop("tool_calls", None) or turn.pop("function_call", None):
         turn["tool_calls"] = _calls(calls)
     thoughts = (message[key] for key in THOUGHTS if isinstance(message.get(key), str) and message[key].strip())
     if thought := next(thoughts, None):
-        return [turn | {"reasoning_content": thought}]
-    return [_thinking(turn) if role == "assistant" else turn]
+        return turn | {"reasoning_content": thought}
+    return _thinking(turn) if role == "assistant" else turn
 
 
 def _content(content: Any) -> str:
@@ -174,34 +168,27 @@ def _call(call: Any) -> dict[str, Any]:
     return own_id | {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _sharegpt_turns(message: Any) -> list[Turn]:
-    """The turns of a message {from, value}, with the markup of Hermes-style tool calls in its text converted."""
-    if not isinstance(message, dict):
-        raise Rejected("unknown role None")
-    role = _role(message.get("from", message.get("role")))
-    text = _content(message.get("value", message.get("content")))
-    if role == "call":
-        return [_turn("assistant", "") | {"tool_calls": _calls(text)}]
+def _sharegpt_turns(role: str, text: str) -> list[Turn]:
+    """The turns of a text with the markup of Hermes-style data sets: its `<think>`, `<tool_call>` and `<tool_response>`
+    blocks become fields and turns, so that each chat template writes them in its own markup.
+    """
     if role == "tool":
         results, rest = _blocks("tool_response", text)
         whole = re.sub(r"</?tool_response>", "", text).strip()
         return [_turn("tool", result) for result in (results if results and not rest.strip() else [whole])]
-    return [_hermes(text) if role == "assistant" else _turn(role, text)]
+    if role != "assistant":
+        return [_turn(role, text)]
+    turn = _thinking(_turn("assistant", text))
+    calls, text = _blocks("tool_call", turn["content"])
+    if calls:
+        turn["tool_calls"] = [call for block in calls for call in _calls(block)]
+    return [turn | {"content": text.strip()}]
 
 
 def _blocks(tag: str, text: str) -> tuple[list[str], str]:
     """The contents of all blocks between tags, and the text around them."""
     pattern = re.compile(f"<{tag}>(.*?)</{tag}>", re.DOTALL)
     return [block.strip() for block in pattern.findall(text)], pattern.sub("", text)
-
-
-def _hermes(text: str) -> Turn:
-    """Move `<think>` and `<tool_call>` blocks into fields, so that each chat template writes them in its own markup."""
-    turn = _thinking(_turn("assistant", text))
-    calls, text = _blocks("tool_call", turn["content"])
-    if calls:
-        turn["tool_calls"] = [call for block in calls for call in _calls(block)]
-    return turn | {"content": text.strip()}
 
 
 def _thinking(turn: Turn) -> Turn:

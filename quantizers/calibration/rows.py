@@ -141,14 +141,10 @@ def files_of(source: DataSource, repository: Repository) -> tuple[list[str], lis
 
 
 def rows_at(source: DataSource, commit: str, seed: str, hub: Hub, found: Repository | None = None) -> Iterator[Row]:
-    """The rows of a Hub dataset at a commit: those that were kept, and then fresh ones, which are kept block by block
-    as they are read.
+    """The rows of a Hub dataset at a commit: those that were kept, then fresh ones, which are kept as they are read.
 
-    Args:
-        found: its repository at the commit, if the Hub was asked for it already.
-
-    Raises:
-        SourceError: there is no such subset or split, a file cannot be read, or it lacks a column.
+    `found` is its repository at the commit, if the Hub was asked for it already. Raises SourceError if there is no such
+    subset or split, a file cannot be read, or it lacks a column.
     """
     file, kept, writable = kept_file(source, seed, commit), 0, True
     for block in _kept_blocks(file):
@@ -209,8 +205,7 @@ def _hub_rows(
 ) -> Iterator[list[Row]]:
     """The rows of a Hub dataset in blocks, each of which is read when it is asked for.
 
-    Args:
-        checked: of the needed columns, the number of those that the first block must have; None for all.
+    The first block must have the first `checked` of the needed columns; all of them for None.
     """
     try:
         files, _ = files_of(source, repository)
@@ -262,10 +257,7 @@ def file_rows(
         place: what the rows' places begin with.
         columns: the columns to keep; None for all of them, of Parquet without dates and times, which no shape reads.
             A row may lack some.
-        remedy: for a line or file that cannot be read.
-
-    Raises:
-        SourceError: the file is not what its suffix says.
+        remedy: of the SourceError for a file that is not what its suffix says.
     """
     suffixes = Path(file).suffixes
     try:

@@ -30,98 +30,62 @@ _NON_COMMERCIAL = re.compile(r"\bnc\b|non-?commercial|research[- ]only", re.IGNO
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence.
+    """One sequence."""
 
-    Attributes:
-        tokens: int32 (T,), 2 <= T <= its source's sequence_length; 1 <= T if it was cut by a subsample.
-        category: such as `code/rust`, `spoken/hindi`, `math`.
-        source: the dataset it comes from.
-        truncated: how many tokens were cut off; an estimate where the text is very long.
-        long: whether its source's sequence_length is larger than the set's.
-        languages: which of the set's languages its text is in, as its category says.
-        asked: the languages that a prompt asks for; the text need not be in them.
-        place: where its row is, such as `./texts.jsonl:12`; paths are relative to the set's folder.
-        text: its words without the chat template, not truncated.
-        left_out: the parts of its turns that the chat template does not show: `system turn`, `thoughts`, `call`, ...
-    """
-
-    tokens: Tokens
-    category: str
-    source: str
-    truncated: int = 0
-    long: bool = False
-    languages: tuple[str, ...] = ()
-    asked: tuple[str, ...] = ()
-    place: str = ""
-    text: str = ""
-    left_out: tuple[str, ...] = ()
+    tokens: Tokens  # int32 (T,), 2 <= T <= its source's sequence_length; 1 <= T if it was cut by a subsample
+    category: str  # such as `code/rust`, `spoken/hindi`, `math`
+    source: str  # the dataset it comes from
+    truncated: int = 0  # how many tokens were cut off; an estimate where the text is very long
+    long: bool = False  # whether its source's sequence_length is larger than the set's
+    languages: tuple[str, ...] = ()  # which of the set's languages its text is in, as its category says
+    asked: tuple[str, ...] = ()  # the languages that a prompt asks for; the text need not be in them
+    place: str = ""  # where its row is, such as `./texts.jsonl:12`; paths are relative to the set's folder
+    text: str = ""  # its words without the chat template, not truncated
+    left_out: tuple[str, ...] = ()  # parts that the chat template does not show: `system turn`, `thoughts`, `call`, …
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """Number of rows of one source that were skipped for the same reason.
-
-    Attributes:
-        first: the place of the first one.
-        left_out: whether they are usable, but name a language that is not in the set's lists.
-    """
+    """Number of rows of one source that were skipped for the same reason."""
 
     source: str
     reason: str
     count: int
-    first: str
-    left_out: bool = False
+    first: str  # the place of the first one
+    left_out: bool = False  # whether they are usable, but name a language that is not in the set's lists
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """How a subsample was drawn from a set.
+    """How a subsample was drawn from a set."""
 
-    Attributes:
-        asked: the number of tokens asked for.
-        samples, tokens: of the whole set.
-        cut: how many samples were cut because their category's share was used up.
-    """
-
-    asked: int
-    samples: int
-    tokens: int
-    cut: int
+    asked: int  # the number of tokens asked for
+    samples: int  # of the whole set
+    tokens: int  # of the whole set
+    cut: int  # how many samples were cut because their category's share was used up
 
 
 @dataclass(frozen=True)
 class CalibrationData:
-    """A set loaded with one tokenizer.
-
-    Attributes:
-        lengths: all token limits at which samples were truncated, ascending, see `CalibrationSet.lengths`.
-        samples: in the set's order of sources, and within a source in the order in which they were sampled.
-        digest: see `digest_of`.
-        dropped: all skipped rows, by source and reason.
-        versions: for each source, the commit or file hash that was read; empty where it was left out.
-        licences: for each source, the licence of its texts; empty where unknown.
-        rows: for each source on the Hub, the SHA-256 of each row that was tried, by place.
-        lock: whether the versions come from the set's lock.
-        notes: what a user should know, such as that the data comes from the cache because the Hub was unreachable.
-        drawn: how the samples were drawn from the set; None if they are all of it.
-    """
+    """A set loaded with one tokenizer."""
 
     name: str
     sequence_length: int
-    lengths: tuple[int, ...]
-    samples: tuple[Sample, ...]
-    digest: str
-    dropped: tuple[Dropped, ...]
-    versions: tuple[str, ...]
-    licences: tuple[str, ...] = ()
-    rows: tuple[dict[str, str], ...] = ()
-    lock: bool = False
-    notes: tuple[str, ...] = ()
-    drawn: Drawn | None = None
+    lengths: tuple[int, ...]  # all token limits at which samples were truncated, ascending
+    samples: tuple[Sample, ...]  # by source in the set's order, and within one in the order in which they were sampled
+    digest: str  # see `digest_of`
+    dropped: tuple[Dropped, ...]  # all skipped rows, by source and reason
+    versions: tuple[str, ...]  # for each source, the commit or file hash that was read; empty where it was left out
+    licences: tuple[str, ...] = ()  # for each source, of its texts; empty where unknown
+    rows: tuple[dict[str, str], ...] = ()  # for each source on the Hub, SHA-256 of each row that was tried, by place
+    lock: bool = False  # whether the versions come from the set's lock
+    notes: tuple[str, ...] = ()  # what a user should know, such as that the Hub was unreachable and the cache is used
+    drawn: Drawn | None = None  # how the samples were drawn from the set; None if they are all of it
 
     def summary(self) -> dict[str, Any]:
         """Everything except the samples themselves, for report.json."""
         whole, long = row_of(self.samples), row_of(sample for sample in self.samples if sample.long)
+        hidden = Counter((sample.source, part) for sample in self.samples for part in sample.left_out)
         return {
             "name": self.name,
             "digest": self.digest,
@@ -135,18 +99,14 @@ class CalibrationData:
             "truncated_tokens": whole["truncated_tokens"],
             "categories": dict(sorted(Counter(sample.category for sample in self.samples).items())),
             "dropped": [asdict(dropped) for dropped in self.dropped],
-            "not_rendered": not_rendered(self.samples),
+            "not_rendered": [
+                {"source": source, "part": part, "count": count} for (source, part), count in sorted(hidden.items())
+            ],
             "versions": list(self.versions),
             "licences": list(self.licences),
             "lock": self.lock,
             "notes": list(self.notes),
         } | ({"drawn": asdict(self.drawn)} if self.drawn else {})
-
-
-def not_rendered(samples: Iterable[Sample]) -> list[dict[str, Any]]:
-    """How many parts of turns the chat template does not show, by source and part, sorted."""
-    counts = Counter((sample.source, part) for sample in samples for part in sample.left_out)
-    return [{"source": source, "part": part, "count": count} for (source, part), count in sorted(counts.items())]
 
 
 def digest_of(samples: Iterable[Sample]) -> str:
@@ -163,11 +123,7 @@ def digest_of(samples: Iterable[Sample]) -> str:
 
 
 def token_tensors(data: CalibrationData, vocabulary: int) -> list[torch.Tensor]:
-    """(T,) int64 for each sample.
-
-    Raises:
-        CalibrationError: a token id is outside the model's vocabulary.
-    """
+    """(T,) int64 for each sample. Raises CalibrationError if a token id is outside the model's vocabulary."""
     import torch
 
     tensors = [torch.from_numpy(sample.tokens).long() for sample in data.samples]
@@ -249,12 +205,8 @@ def shares(available: Mapping[str, int], tokens: int) -> dict[str, int]:
     """Tokens to draw from each category: the same number each, or all that it has.
 
     They add up to `tokens`, or to everything if that is less. The remainder of the division goes to the largest ones.
-
-    Args:
-        available: tokens of each category.
     """
-    left = min(tokens, sum(available.values()))
-    drawn = {}
+    left, drawn = min(tokens, sum(available.values())), {}
     smallest_first = sorted(available, key=lambda name: (available[name], name))
     for number, name in enumerate(smallest_first):
         drawn[name] = min(available[name], left // (len(available) - number))
@@ -269,10 +221,6 @@ def subsample(data: CalibrationData, tokens: int, seed: int) -> CalibrationData:
     category whole samples are drawn, and the last one is cut to at least one token; `truncated` counts what it lost.
     Their order depends only on the set's seed, the category's name and its number of samples, so a larger subsample
     contains the smaller one. A set of no more than `tokens` tokens is used whole; if it has fewer, a note says so.
-
-    Args:
-        tokens: at least 1.
-        seed: the set's own.
     """
     lengths, kept = [len(sample.tokens) for sample in data.samples], dict[int, int]()
     share = shares({name: row["tokens"] for name, row in by_category(data).items()}, tokens)
@@ -319,11 +267,7 @@ def used_licences(calibration: CalibrationSet, data: CalibrationData) -> dict[st
 
 
 def in_words(licences: Mapping[str, str]) -> Iterable[str]:
-    """How many data sets have which licence, and which of them are not for commercial use; a line each.
-
-    Args:
-        licences: by data set, see `used_licences`.
-    """
+    """How many data sets have which licence (see `used_licences`), and which forbid commercial use; a line each."""
     counts = Counter(sorted(licence or "unknown" for licence in licences.values())).most_common()
     yield f"licences: {', '.join(f'{licence} ({count})' for licence, count in counts)}"
     if restricted := [f"{name} ({licence})" for name, licence in licences.items() if is_non_commercial(licence)]:

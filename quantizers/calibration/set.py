@@ -49,17 +49,6 @@ def slug(name: str) -> str:
     return re.sub(r"[^\w]+", "-", words).strip("-")
 
 
-def claimed_language(category: str) -> tuple[Kind, set[str]] | None:
-    """The kind of language that a category claims, and the slugs by which a list may have it.
-
-    `code/C++` claims `cpp`; `code/rust/async` its second part. None for a category without a language, such as `math`.
-    """
-    family, _, rest = category.partition("/")
-    kind = FAMILIES.get(family.strip().lower())
-    slugs = {slug(rest), slug(rest.partition("/")[0])} - {""}
-    return (kind, slugs) if kind and slugs else None
-
-
 def seeded(text: str) -> random.Random:
     """A random generator that depends only on the text: the same in every process and on every machine."""
     return random.Random(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big"))
@@ -68,8 +57,7 @@ def seeded(text: str) -> random.Random:
 def placeholders(template: str) -> list[Kind]:
     """The kinds of language for which a prompt or category has a placeholder, in the order of `KINDS`.
 
-    Raises:
-        ValueError: a word in braces is not one of the two placeholders.
+    Raises ValueError if a word in braces is not one of the two placeholders.
     """
     names = set(_PLACEHOLDER.findall(template))
     if unknown := sorted(names - set(_KIND_OF)):
@@ -110,15 +98,22 @@ class Languages(Strict):
         """The list of one kind."""
         return self.programming if kind == "programming" else self.spoken
 
-    def named_by(self, category: str) -> str | None:
-        """The listed language that a category names, if any."""
-        kind, slugs = claimed_language(category) or (None, set[str]())
-        return next((name for name in self.of(kind) if slug(name) in slugs), None) if kind else None
+    def claimed_by(self, category: str) -> tuple[Kind | None, str | None]:
+        """The kind of language that a category claims, and the listed language that it names, if any.
+
+        `code/C++` claims C++, `code/rust/async` its second part; `math` claims none.
+        """
+        family, _, rest = category.partition("/")
+        kind = FAMILIES.get(family.strip().lower())
+        slugs = {slug(rest), slug(rest.partition("/")[0])} - {""}
+        if not (kind and slugs):
+            return None, None
+        return kind, next((name for name in self.of(kind) if slug(name) in slugs), None)
 
     def unlisted_kind(self, category: str) -> Kind | None:
         """The kind whose list lacks the language that a category claims; an empty list lacks nothing."""
-        kind, _ = claimed_language(category) or (None, None)
-        return kind if kind and self.of(kind) and self.named_by(category) is None else None
+        kind, named = self.claimed_by(category)
+        return kind if kind and self.of(kind) and not named else None
 
 
 class FromColumn(Strict):
@@ -240,8 +235,9 @@ class CalibrationSet(Strict):
         for source in self.sources:
             for kind in source.assigns:
                 if not self.languages.of(kind):
-                    empty = f"languages.{kind} is empty; list them"
-                    raise ValueError(f"{source.dataset} assigns {kind} languages, but {empty}")
+                    raise ValueError(
+                        f"{source.dataset} assigns {kind} languages, but languages.{kind} is empty; list them"
+                    )
         return self
 
     def length_of(self, source: DataSource) -> int:
@@ -274,26 +270,14 @@ class CalibrationSet(Strict):
 
 
 def read_set(path: Path) -> CalibrationSet:
-    """Read and check a calibration set. Reads no data and imports nothing heavy.
-
-    Raises:
-        CalibrationError: one line `file:line: key: what is wrong (remedy)`.
-    """
+    """Read and check a calibration set. Raises CalibrationError, one line `file:line: key: what is wrong (remedy)`."""
     calibration = load(path, CalibrationSet, CalibrationError)
     for index, source in enumerate(calibration.sources):
-        category = source.category
-        if isinstance(category, FromColumn) or placeholders(category):
-            continue
-        if kind := calibration.languages.unlisted_kind(category):  # a column's rows are left out instead
+        category = source.fixed_category  # the rows of a column's are left out instead
+        if not placeholders(category) and (kind := calibration.languages.unlisted_kind(category)):
             line = parse(path, CalibrationError)[1]["sources", index, "category"]
             raise CalibrationError(
                 f"{path}:{line}: sources[{index}].category: {category} names a language that languages.{kind} does "
                 f"not list; list it, remove the source, or give a category outside of {category.partition('/')[0]}/"
             )
     return calibration
-
-
-def source_lines(path: Path) -> list[int]:
-    """The line in which each source of a valid set begins."""
-    data, lines = parse(path, CalibrationError)
-    return [lines["sources", index] for index in range(len(data["sources"]))]

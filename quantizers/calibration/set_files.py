@@ -64,14 +64,8 @@ def copy_set(name: str, folder: Path) -> list[Path]:
     """Copy a shipped set with its data and lock, and the held-out set that a check compares it with, with its data.
 
     The files keep their places relative to each other, and so the samples: the order of a local file's rows depends on
-    its name in the set. Files that are there already with the same bytes stay.
-
-    Returns:
-        The copies, the set itself first.
-
-    Raises:
-        CalibrationError: no shipped set has this name.
-        OutputError: a file is there that differs, or one cannot be written; then nothing was copied.
+    its name in the set. Returns the copies, the set itself first. Raises CalibrationError if no shipped set has this
+    name, and what `write_new` raises.
     """
     path = shipped("calibration") / f"{name.removesuffix('.yaml')}.yaml"
     if Path(name).name != name or not path.is_file():
@@ -93,12 +87,8 @@ def _files(path: Path) -> list[Path]:
 def new_set(path: Path, data: Path | None) -> tuple[dict[Path, bytes], list[str]]:
     """A set for the texts of a file, or for three example rows that are written beside it.
 
-    Returns:
-        Bytes by path, the set first; and what the user should know, one line each.
-
-    Raises:
-        CalibrationError: the file cannot be read, or no shape fits its rows.
-        InputError: one of the two has a suffix that its kind of file does not have.
+    Returns bytes by path, the set first; and what the user should know, one line each. Raises CalibrationError if the
+    file cannot be read, or no shape fits its rows, and InputError for a suffix that its kind of file does not have.
     """
     if path.suffix in LOCAL_SUFFIXES:
         raise InputError(
@@ -211,16 +201,9 @@ def freeze_set(
     The frozen set needs neither the Hub nor what the data sets hold by then: with the same tokenizer it makes the same
     samples.
 
-    Args:
-        folder: created if needed; nothing in it is overwritten.
-        tokenizer: the arguments of `load_set` that name it. Its chat template decides which rows are usable.
-
-    Returns:
-        The files, the set first; its sources; and the digest that both sets have.
-
-    Raises:
-        CalibrationError: the set is wrong, or a source cannot be read.
-        OutputError: a file is there that differs, or one cannot be written; then nothing was written.
+    `tokenizer` has the arguments of `load_set` that name it: its chat template decides which rows are usable. Returns
+    the files, the set first; its sources; and the digest that both sets have. Raises CalibrationError if the set is
+    wrong or a source cannot be read, and what `write_new` raises.
     """
     from .load_set import load_set
 

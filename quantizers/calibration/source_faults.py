@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from quantizers.system.errors import CalibrationError
+from quantizers.system.strict_yaml import parse
 
-from .set import CalibrationSet, DataSource, source_lines
+from .set import CalibrationSet, DataSource
 
 NAMED = 5  # sources that a message names at most
 EVERY = 30.0  # seconds between two lines about the sources that are still being read
@@ -21,15 +22,9 @@ Result = TypeVar("Result")
 
 @dataclass
 class SourceError(Exception):
-    """A source cannot be used. Sources with equal reason and remedy are shown in one line.
+    """A source cannot be used. Sources with equal reason and remedy are shown in one line."""
 
-    Attributes:
-        subject: the dataset, or the data file and line.
-        reason: what is wrong with it.
-        remedy: what to do.
-    """
-
-    subject: str
+    subject: str  # the dataset, or the data file and line
     reason: str
     remedy: str
 
@@ -43,11 +38,9 @@ def for_each_source(
 ) -> list[Result]:
     """Call `work(index, source)` for every source in threads; returns the results in the set's order.
 
-    What takes longer than EVERY is named on standard error. An interrupt does not wait for the threads.
-
-    Raises:
-        CalibrationError: one line for each reason, naming the set's file and line and the sources that failed so; and
-            one line for all sources on the Hub that cannot be reached.
+    What takes longer than EVERY is named on standard error. An interrupt does not wait for the threads. Raises
+    CalibrationError: one line for each reason, naming the set's file and line and the sources that failed so; and one
+    line for all sources on the Hub that cannot be reached.
     """
     pool = ThreadPoolExecutor(max_workers=workers)
     try:
@@ -56,7 +49,10 @@ def for_each_source(
         while left:
             done, left = wait(left, timeout=EVERY, return_when=FIRST_COMPLETED)
             if not done:
-                _say_what_is_left([futures[future].dataset for future in left if future.running()], len(left), futures)
+                names = [futures[future].dataset for future in left if future.running()]
+                more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+                read = f"calibration: {len(futures) - len(left)} of {len(futures)} sources read; reading"
+                print(f"{read} {', '.join(names[:NAMED])}{more}", file=sys.stderr, flush=True)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     failures: dict[int, SourceError] = {}
@@ -74,22 +70,20 @@ def for_each_source(
     return results
 
 
-def _say_what_is_left(names: list[str], left: int, every: Collection[object]) -> None:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    read = f"calibration: {len(every) - left} of {len(every)} sources read; reading"
-    print(f"{read} {', '.join(names[:NAMED])}{more}", file=sys.stderr, flush=True)
-
-
 def _error(failures: dict[int, SourceError], path: Path) -> CalibrationError:
-    lines, groups = source_lines(path), dict[tuple[object, str], list[int]]()
+    groups = dict[tuple[object, str], list[int]]()
     for index, failure in failures.items():
         # Usually there is no network, and one source says so as well as fifty.
         kind = Unreachable if isinstance(failure, Unreachable) else failure.reason
         groups.setdefault((kind, failure.remedy), []).append(index)
-    messages = []
+    places = parse(path, CalibrationError)[1]
+    messages, lines = [], {index: places["sources", index] for index in failures}
     for (cause, _), (first, *others) in groups.items():
         failure, shown = failures[first], others[: NAMED - 1] if cause is Unreachable else others
-        subjects = [failure.subject, *(f"{failures[index].subject} (line {lines[index]})" for index in shown)]
+        subjects = [
+            failure.subject,
+            *(f"{failures[index].subject} (line {lines[index]})" for index in shown),
+        ]
         more = f" and {len(others) - len(shown)} more" if len(others) > len(shown) else ""
         messages.append(f"{path}:{lines[first]}: {', '.join(subjects)}{more}: {failure.reason}; {failure.remedy}")
     return CalibrationError("\n".join(messages))

@@ -87,8 +87,7 @@ def check(
     """
     from rich.console import Group
 
-    from quantizers.calibration.check import check_set
-    from quantizers.calibration.view import render, render_samples, show_samples
+    from quantizers.calibration.check import check_set, render, render_samples, show_samples
 
     if not show and (source is not None or category is not None):
         raise InputError("--source and --category choose what --show prints; add --show N")
@@ -240,9 +239,8 @@ def diff(
     """
     from dataclasses import asdict
 
-    from quantizers.calibration.diff import diff_sets, diff_texts
+    from quantizers.calibration.diff import diff_sets, diff_texts, render_diff
     from quantizers.calibration.load_set import load_set
-    from quantizers.calibration.view import render_diff
     from quantizers.recipe.read import find_set
 
     paths = find_set(before, "embedded"), find_set(after, "embedded")

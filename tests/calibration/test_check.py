@@ -12,11 +12,19 @@ import pytest
 from commands import Command, printed
 from sets import rows_set
 
-from quantizers.calibration.check import SetReport, check_set, find_duplicates, identify, truncation_warnings
+from quantizers.calibration.check import (
+    SetReport,
+    check_set,
+    find_duplicates,
+    identify,
+    render,
+    render_samples,
+    show_samples,
+    truncation_warnings,
+)
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.samples import Sample
 from quantizers.calibration.set import CODES, read_set
-from quantizers.calibration.view import render, render_samples, show_samples
 from quantizers.system.errors import CalibrationError
 from quantizers.system.package_data import shipped
 

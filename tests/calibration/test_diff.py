@@ -8,9 +8,8 @@ from pathlib import Path
 from commands import Command, printed
 from sets import rows_set
 
-from quantizers.calibration.diff import TextsDiff, diff_sets, diff_texts
+from quantizers.calibration.diff import TextsDiff, diff_sets, diff_texts, render_diff
 from quantizers.calibration.load_set import load_set
-from quantizers.calibration.view import render_diff
 from quantizers.system.package_data import shipped
 
 OLD = [("x", "first"), ("x", "second"), ("y", "third, which is long"), ("y", "twice"), ("y", "twice")]

@@ -8,11 +8,10 @@ import pytest
 from commands import printed
 from sets import rows_set
 
-from quantizers.calibration.check import check_set
+from quantizers.calibration.check import check_set, render
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.samples import CalibrationData
 from quantizers.calibration.set import Languages, read_set
-from quantizers.calibration.view import render
 from quantizers.system.errors import CalibrationError
 from quantizers.system.package_data import shipped
 
@@ -49,7 +48,7 @@ def texts(data: CalibrationData) -> list[str]:
     ],
 )
 def test_which_categories_claim_a_language(category: str, named: str | None, unlisted_kind: str | None) -> None:
-    assert (LISTS.named_by(category), LISTS.unlisted_kind(category)) == (named, unlisted_kind)
+    assert (LISTS.claimed_by(category)[1], LISTS.unlisted_kind(category)) == (named, unlisted_kind)
     assert Languages().unlisted_kind(category) is None, "an empty list leaves nothing out"
 
 
