@@ -39,8 +39,7 @@ def copied(name: str) -> str:
 def new_recipe(model: str) -> str:
     """A commented recipe for a model on the Hub, or for a checkpoint folder; the Hub is not asked whether it has it.
 
-    Raises:
-        InputError: `model` is neither a folder nor a Hub id.
+    Raises InputError if `model` is neither a folder nor a Hub id.
     """
     if not Path(model).is_dir() and not is_hub_id(model):
         hint = did_you_mean(model, published_models())

@@ -29,17 +29,11 @@ FACTS = ("source", "facts")
 
 @dataclass(frozen=True)
 class Change:
-    """One key of a recipe with another value.
-
-    Attributes:
-        place: the key.
-        value: None takes the key out.
-        shown: the option that gave it, for messages.
-    """
+    """One key of a recipe with another value."""
 
     place: tuple[str, ...]
-    value: Any
-    shown: str
+    value: Any  # None takes the key out
+    shown: str  # the option that gave it, for messages
 
     @property
     def origin(self) -> Origin:
@@ -52,15 +46,9 @@ def changes_of(
     calibration: str | Path | None = None,
     without: Sequence[str] = (),
 ) -> tuple[Change, ...]:
-    """Read the options.
+    """Read `--set` (texts such as `experts.group_size=64`, or a mapping), `--calibration` and `--without`.
 
-    Args:
-        settings: of `--set`, such as `experts.group_size=64`; or the same as a mapping, `{"experts.group_size": 64}`.
-        calibration: of `--calibration`, a set's file or the name of a shipped one.
-        without: of `--without`, sources of the set.
-
-    Raises:
-        RecipeError: a text is not `key=value`, its value is no YAML, a path leads nowhere, or a key is given twice.
+    Raises RecipeError: a text is not `key=value`, its value is no YAML, a path leads nowhere, or a key is given twice.
     """
     if isinstance(settings, Mapping):
         settings = [f"{key}={json.dumps(value, default=str)}" for key, value in settings.items()]  # JSON is YAML
@@ -95,11 +83,7 @@ def _change(text: str) -> Change:
 
 
 def _from_here(place: Place, value: Any, shown: str) -> Any:
-    """A value in which paths that start from the current folder are absolute.
-
-    Raises:
-        RecipeError: a path leads nowhere.
-    """
+    """A value in which paths that start from the current folder are absolute; RecipeError if one leads nowhere."""
     if isinstance(value, dict):
         return {key: _from_here((*place, key), inner, shown) for key, inner in value.items()}
     if not isinstance(value, str):
@@ -126,8 +110,7 @@ def changed(
 ) -> tuple[dict[str, Any], dict[Place, Origin]]:
     """A recipe's values with the changes made, in their order, and where each value comes from.
 
-    Raises:
-        RecipeError: a key to remove does not exist, or the value above a key is no mapping.
+    Raises RecipeError if a key to remove does not exist, or the value above a key is no mapping.
     """
     result, new_origins = copy.deepcopy(dict(data)), dict(origins)
     for change in changes:

@@ -18,6 +18,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,22 +41,14 @@ _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 
 @dataclass(frozen=True)
 class Resolved:
-    """A portable recipe with everything that it names.
+    """A portable recipe with everything that it names."""
 
-    Attributes:
-        recipe: the recipe, naming the copies.
-        hash, published_hash: see `settings_hash`; the portable recipe may have locks that this one has not.
-        sets: text of each copied set and lock, and of the user's own facts if there are any, by file name.
-        data: path of each local data file on this machine, by its published name.
-        renamed: published name of each local file of the calibration set, by its name in the set.
-    """
-
-    recipe: Recipe
-    hash: str
-    published_hash: str
-    sets: Mapping[str, str]
-    data: Mapping[str, Path]
-    renamed: Mapping[str, str]
+    recipe: Recipe  # naming the copies
+    hash: str  # see `settings_hash`
+    published_hash: str  # of the portable recipe, which may have locks that this one has not
+    sets: Mapping[str, str]  # text of each copied set and lock, and of the user's own facts if any, by file name
+    data: Mapping[str, Path]  # path of each local data file on this machine, by its published name
+    renamed: Mapping[str, str]  # published name of each local file of the calibration set, by its name in the set
 
     def texts(self) -> dict[str, str]:
         """The files to write next to the checkpoint: text by name."""
@@ -74,16 +67,11 @@ def is_hub_id(model: str) -> bool:
 
 
 def source_name(model: str, beside: Path) -> str:
-    """The published name of a source: a Hub id unchanged, or the name of a folder without its path.
+    """The published name of a source: a Hub id unchanged, or the name of a folder relative to `beside`.
 
     A snapshot folder in the Hub's cache gets the Hub id that it belongs to.
-
-    Args:
-        model: a Hub id, or a folder.
-        beside: the folder to which a relative path is relative.
     """
-    path = Path(os.path.expanduser(model))
-    folder = path if path.is_absolute() else beside / path
+    folder = beside / os.path.expanduser(model)
     if not folder.is_dir() and is_hub_id(model):
         return model
     # Use a link's own name: its target may be private.
@@ -104,53 +92,34 @@ def resolve_recipe(recipe: Recipe, path: Path, pins: Pins = NO_PINS) -> Resolved
     Raises:
         CalibrationError: a set is wrong, or one of its local files is missing.
     """
-    sets: dict[str, str] = {}
     data: dict[str, Path] = {}
-    renamed: dict[str, dict[str, str]] = {}
-    for target, set_name in _named_sets(recipe):
-        file, names = set_location(set_name, path), renamed.setdefault(target, {})
+    renamed: dict[str, dict[str, str]] = {CALIBRATION: {}, HELD_OUT: {}}
 
-        def published_name(source: DataSource, folder: Path = file.parent, names: dict[str, str] = names) -> str:
-            data_file = local_file(source, folder)
-            name = f"data-{file_hash(data_file).removeprefix('sha256:')[:16]}{data_file.suffix}"
-            data[name], names[source.dataset] = data_file, name
-            return name
+    def published_name(target: str, folder: Path, source: DataSource) -> str:
+        file = local_file(source, folder)
+        name = f"data-{file_hash(file).removeprefix('sha256:')[:16]}{file.suffix}"
+        data[name], renamed[target][source.dataset] = file, name
+        return name
 
-        sets |= _copies(file, target, published_name, pins)
-    sets |= facts_copy(facts_location(recipe, path))
-    portable = _with_copies(recipe, path, lambda name: renamed[CALIBRATION].get(name, name))
-    own, published = settings_hash(recipe, path), settings_hash(recipe, path, pins)
-    return Resolved(portable, own, published, sets, data, renamed[CALIBRATION])
+    texts = _copies(recipe, path, published_name, pins)
+    names = renamed[CALIBRATION]
+    portable = _with_copies(recipe, path, lambda name: names.get(name, name))
+    return Resolved(portable, settings_hash(recipe, path), settings_hash(recipe, path, pins), texts, data, names)
 
 
 def settings_hash(recipe: Recipe, path: Path, pins: Pins = NO_PINS) -> str:
     """SHA-256, hexadecimal: equal for two recipes with the same meaning, wherever they and their data are.
 
     It covers the settings, the user's own facts, the sets and their locks, but not local data, which may be gone when
-    a run has finished.
-
-    Raises:
-        CalibrationError: a set or its lock is wrong.
+    a run has finished. Raises CalibrationError if a set or its lock is wrong.
     """
     return hashlib.sha256(json.dumps(meaning(recipe, path, pins), sort_keys=True).encode()).hexdigest()
 
 
 def meaning(recipe: Recipe, path: Path, pins: Pins = NO_PINS) -> list[dict[str, Any]]:
     """What `settings_hash` covers: the portable recipe's settings, and the text of each file beside it, by name."""
-    texts = {
-        name: text
-        for target, set_name in _named_sets(recipe)
-        for name, text in _copies(set_location(set_name, path), target, lambda _: "data.jsonl", pins).items()
-    }
-    texts |= facts_copy(facts_location(recipe, path))
     unnamed = _with_copies(recipe, path, lambda name: "data.jsonl" if name.endswith(LOCAL_SUFFIXES) else name)
-    return [unnamed.settings(), texts]
-
-
-def _named_sets(recipe: Recipe) -> list[tuple[str, str]]:
-    """For each set its file name next to a checkpoint, and its name in the recipe."""
-    perplexity = recipe.verify.perplexity if recipe.verify else None
-    return [(CALIBRATION, recipe.calibration_set), *([(HELD_OUT, perplexity.data)] if perplexity else [])]
+    return [unnamed.settings(), _copies(recipe, path, lambda *_: "data.jsonl", pins)]
 
 
 def _with_copies(recipe: Recipe, path: Path, published: Callable[[str], str]) -> Recipe:
@@ -180,14 +149,24 @@ def facts_copy(file: Path | None) -> dict[str, str]:
 
 
 def _copies(
-    path: Path, target: str, published_name: Callable[[DataSource], str], given: Pins = NO_PINS
+    recipe: Recipe, path: Path, published_name: Callable[[str, Path, DataSource], str], given: Pins
 ) -> dict[str, str]:
-    """The text of a set's copy, and of its lock's copy if it has a lock or is given one, by file name.
+    """The texts of the files beside a portable recipe, by name: of its sets, their locks, and the user's own facts.
 
-    Args:
-        published_name: returns the published name of a local source's file.
-        given: see `resolve_recipe`.
+    `published_name` gives that of a local source's file, from the name of its set's copy and the set's folder.
     """
+    perplexity, texts = recipe.verify.perplexity if recipe.verify else None, dict[str, str]()
+    for target, set_name in ((CALIBRATION, recipe.calibration_set), (HELD_OUT, perplexity and perplexity.data)):
+        if set_name:
+            file = set_location(set_name, path)
+            texts |= _copied_set(file, target, partial(published_name, target, file.parent), given.get(target))
+    return texts | facts_copy(facts_location(recipe, path))
+
+
+def _copied_set(
+    path: Path, target: str, published_name: Callable[[DataSource], str], given: list[Pin] | None
+) -> dict[str, str]:
+    """The text of a set's copy, and of its lock's copy if it has a lock or is given one, by file name."""
     calibration = read_set(path)
 
     def copied(index: int, source: DataSource) -> DataSource:
@@ -200,7 +179,7 @@ def _copies(
     sources = for_each_source(calibration, path, copied, 1)
     values = calibration.model_copy(update={"sources": tuple(sources)}).model_dump(mode="json", exclude_none=True)
     texts = {target: dump(values, width=120, short_in_one_line=True)}
-    if pins := read_lock(path, calibration) or given.get(target):
+    if pins := read_lock(path, calibration) or given:
         copies = [
             pin.model_copy(update={"dataset": source.dataset, "files": {source.dataset: pin.version}})
             if source.is_local

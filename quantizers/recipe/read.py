@@ -18,11 +18,7 @@ from .schema import Recipe
 
 
 def read_recipe(name: str, changes: Sequence[Change] = ()) -> tuple[Recipe, Path]:
-    """Read and check a recipe.
-
-    Args:
-        name: see `find_recipe`.
-        changes: settings that are given instead of those in the file.
+    """Read and check a recipe, whose name is as for `find_recipe`, with changed settings.
 
     Returns:
         The recipe and its path; relative paths in the recipe start from that path's folder.
@@ -49,11 +45,7 @@ def given_at(place: Place, path: Path, changes: Sequence[Change] = ()) -> str:
 def find_set(name: str, such_as: str = "embedded") -> Path:
     """The file of a calibration set, from a path or the name of a shipped one.
 
-    Args:
-        such_as: a shipped set, named in the error message as an example.
-
-    Raises:
-        InputError: there is no such set.
+    Raises InputError, which names the shipped set `such_as` as an example, if there is no such set.
     """
     path = find(name, "calibration")
     if not path.is_file():
@@ -65,8 +57,7 @@ def find_set(name: str, such_as: str = "embedded") -> Path:
 def find_recipe(name: str) -> Path:
     """The file of a recipe, from a path, the bare name of a shipped one, or a model's Hub id.
 
-    Raises:
-        RecipeError: there is no such file; or several recipes are shipped for the model.
+    Raises RecipeError if there is no such file, or several recipes are shipped for the model.
     """
     path = find(name, "recipes")
     if os.path.isfile(path):
@@ -77,11 +68,7 @@ def find_recipe(name: str) -> Path:
 
 
 def shipped_recipe(name: str) -> Path:
-    """The file of a shipped recipe, from its name or a model's Hub id.
-
-    Raises:
-        RecipeError: as `find_recipe`.
-    """
+    """The file of a shipped recipe, from its name or a model's Hub id. Raises RecipeError as `find_recipe`."""
     files = {recipe: shipped("recipes") / f"{recipe}.yaml" for recipe in shipped_names("recipes")}
     if name.removesuffix(".yaml") in files:
         return files[name.removesuffix(".yaml")]
@@ -100,17 +87,14 @@ def shipped_recipe(name: str) -> Path:
 
 def source_location(recipe: Recipe, path: Path) -> str:
     """The source's folder if the recipe names an existing one, else the Hub id as written."""
-    folder = Path(os.path.expanduser(recipe.source.model))
-    if not folder.is_absolute():
-        folder = path.parent / folder
+    folder = path.parent / os.path.expanduser(recipe.source.model)
     return str(folder.resolve()) if os.path.isdir(folder) else recipe.source.model
 
 
 def facts_location(recipe: Recipe, path: Path) -> Path | None:
     """The file with the user's own facts that a recipe names, relative to the recipe; None if it names none.
 
-    Raises:
-        RecipeError: there is no such file.
+    Raises RecipeError if there is no such file.
     """
     if recipe.source.facts is None:
         return None
