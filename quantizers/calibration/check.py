@@ -267,7 +267,9 @@ def render(report: SetReport, about_tokens: str = "") -> RenderableType:
     parts.append(Text(f"tokens are counted with the tokenizer of {report.tokenizer}{about_tokens}"))
     parts += [_languages(kind, report) for kind in KINDS if report.languages[kind]]
     parts += [Text(_dropped(row), style="yellow") for row in total["dropped"]]
-    parts += [Text(_not_rendered(row), style="yellow") for row in total["not_rendered"]]
+    for row in total["not_rendered"]:
+        missing = f"{row['count']:,} × {row['part']} of {row['source']}"
+        parts.append(Text(f"not shown by the chat template: {missing}", style="yellow"))
     if report.identified:
         confirmed = report.identified - len(report.mismatches)
         parts.append(Text(f"language identification confirms {confirmed} of {report.identified} spoken texts"))
@@ -276,6 +278,7 @@ def render(report: SetReport, about_tokens: str = "") -> RenderableType:
 
 
 def first_lines(lines: Iterable[str]) -> list[str]:
+    """The first MOST lines, and one that says how many more there are."""
     every = list(lines)
     return every if len(every) <= MOST else [*every[:MOST], f"and {len(every) - MOST:,} more; --json lists all of them"]
 
@@ -296,10 +299,6 @@ def _dropped(row: Mapping[str, Any]) -> str:
         texts = f"{row['count']:,} text{'s' if row['count'] > 1 else ''}"
         return f"left out: {row['reason']} ({texts}, first at {row['first']})"
     return f"dropped {row['count']} of {row['source']}: {row['reason']} (first {row['first']})"
-
-
-def _not_rendered(row: Mapping[str, Any]) -> str:
-    return f"not shown by the chat template: {row['count']:,} × {row['part']} of {row['source']}"
 
 
 def _categories(report: SetReport) -> Table:

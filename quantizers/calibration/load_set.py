@@ -168,31 +168,23 @@ class _Source:
     tried: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of the rows that were tried, by place
 
 
+@dataclass
 class _Loading:
     """One set while it is loaded."""
 
-    def __init__(
-        self,
-        calibration: CalibrationSet,
-        path: Path,
-        renderer: Renderer,
-        workers: int,
-        hub: Hub,
-        without: Sequence[str],
-    ) -> None:
-        self.calibration, self.path, self.renderer, self.workers = calibration, path, renderer, workers
-        self.hub, pins = hub, read_lock(path, calibration)
+    calibration: CalibrationSet
+    path: Path
+    renderer: Renderer
+    workers: int
+    hub: Hub
+    without: Sequence[str]
+
+    def __post_init__(self) -> None:
+        pins, self.sources = read_lock(self.path, self.calibration), list[_Source]()
         self.locked = pins is not None
-        self.sources = [
-            _Source(
-                index,
-                asked,
-                calibration.order_of(index),
-                pins[index] if pins else None,
-                "--without" if asked.dataset in without else "",
-            )
-            for index, asked in enumerate(calibration.sources)
-        ]
+        for index, asked in enumerate(self.calibration.sources):
+            seed, left_out = self.calibration.order_of(index), "--without" if asked.dataset in self.without else ""
+            self.sources.append(_Source(index, asked, seed, pins[index] if pins else None, left_out))
 
     def load(self) -> CalibrationData:
         """Look at every source, then read all of them."""

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from quantizers.system.errors import CalibrationError
 
-from .row_formats import THOUGHTS, Content, Rejected, Turn
+from .row_formats import THOUGHTS, Content, Rejected, Turn, turn_of
 
 DATE = datetime(2026, 1, 1)  # which a chat template may write instead of today's
 READ_WHOLE = 200_000  # characters; of a longer text only as much is tokenized as needed
@@ -188,20 +188,16 @@ class Habits:
 Render = Callable[[Sequence[Turn], Sequence[Any], Habits], str]
 
 
-def _words(role: str, content: str, **more: Any) -> Turn:
-    return {"role": role, "content": content} | more
-
-
 _ARGUMENTS = {"fruit": "quince"}
-_ASKED, _ANSWERED = _words("user", "apricot"), _words("assistant", "cherry")
+_ASKED, _ANSWERED = turn_of("user", "apricot"), turn_of("assistant", "cherry")
 _CALL = {"id": "call_1", "type": "function", "function": {"name": "pick_one", "arguments": _ARGUMENTS}}
 # Conversations, and the ways to hand them over, the usual one first.
 _PROBES: tuple[tuple[Sequence[Turn], Sequence[dict[str, Any]]], ...] = (
     ((_ASKED, _ANSWERED), ({}, {"parts": True})),
-    ((_words("system", "bilberry"), _ASKED, _ANSWERED), ({}, {"folds": True})),
+    ((turn_of("system", "bilberry"), _ASKED, _ANSWERED), ({}, {"folds": True})),
     ((_ASKED, _ANSWERED | {"reasoning_content": "sloe"}), [{"thoughts": key} for key in THOUGHTS]),
     (
-        (_ASKED, _words("assistant", "", tool_calls=[_CALL]), _words("tool", "damson"), _ANSWERED),
+        (_ASKED, turn_of("assistant", "", tool_calls=[_CALL]), turn_of("tool", "damson"), _ANSWERED),
         [
             *({"arguments": kind, "ids": ids} for kind in ("mapping", "text") for ids in ("own", "named", "short")),
             {"tells": True},
@@ -261,7 +257,7 @@ def _with_ids(turns: Iterable[Turn], kind: str) -> Iterator[Turn]:
 def _told(turn: Turn) -> Turn:
     """A turn with its calls, or its result, told in its words."""
     if turn["role"] == "tool":
-        return _words("user", f"<tool_response>\n{turn['content']}\n</tool_response>")
+        return turn_of("user", f"<tool_response>\n{turn['content']}\n</tool_response>")
     calls = [json.dumps(call["function"], ensure_ascii=False) for call in turn.get("tool_calls", ())]
     words = [*filter(None, [turn["content"]]), *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)]
     return {key: value for key, value in turn.items() if key != "tool_calls"} | {"content": "\n".join(words)}

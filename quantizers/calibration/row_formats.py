@@ -38,7 +38,7 @@ class Content:
 
     turns: tuple[Turn, ...]  # the conversation; empty for plain text
     tools: tuple[Any, ...]  # the tools' JSON schemas, for the chat template
-    text: str  # the plain text, or the words of all turns without the chat template
+    text: str  # the plain text, or the words of all turns without the chat template: what a check compares
 
 
 def read_row(row: dict[str, Any], source: DataSource, seed: str) -> Content:
@@ -50,9 +50,9 @@ def read_row(row: dict[str, Any], source: DataSource, seed: str) -> Content:
     if source.shape == "text":
         return Content((), (), _text(row, columns[0]))
     if source.shape == "prompt-answer":
-        turns, answer = _parsed(row.get(columns[0])), _thinking(_turn("assistant", _text(row, columns[1])))
+        turns, answer = _parsed(row.get(columns[0])), _thinking(turn_of("assistant", _text(row, columns[1])))
         if not isinstance(turns, list):
-            return _conversation([_turn("user", _text(row, columns[0])), answer], None)
+            return _conversation([turn_of("user", _text(row, columns[0])), answer], None)
         return _conversation([*(turn for message in turns for turn in _turns(message)), answer], None)
     if source.shape == "code-contests":
         return _conversation(_contest(row, columns[0], seed), None)
@@ -68,7 +68,7 @@ def instruct(content: Content, instruction: str) -> Content:
     """Put an instruction before the text: in the first user turn, or in a new turn if there are none."""
     if not content.turns:
         text = f"{instruction}\n\n{content.text}"
-        return Content((_turn("user", text),), content.tools, text)
+        return Content((turn_of("user", text),), content.tools, text)
     turns = list(content.turns)
     first_user = next((i for i, turn in enumerate(turns) if turn["role"] == "user"), None)
     if first_user is None:
@@ -77,8 +77,9 @@ def instruct(content: Content, instruction: str) -> Content:
     return replace(content, turns=tuple(turns), text=f"{instruction}\n\n{content.text}")
 
 
-def _turn(role: str, content: str) -> Turn:
-    return {"role": role, "content": content}
+def turn_of(role: str, content: str, **more: Any) -> Turn:
+    """A turn as chat templates have it."""
+    return {"role": role, "content": content} | more
 
 
 def _text(row: dict[str, Any], column: str) -> str:
@@ -125,13 +126,13 @@ def _turns(message: Any, sharegpt: bool = False) -> list[Turn]:
         role, content = message.get("from", role), message.get("value", content)
     role, content = _role(role), _content(content)
     if role == "call":
-        return [_turn("assistant", "") | {"tool_calls": _calls(content)}]
+        return [turn_of("assistant", "", tool_calls=_calls(content))]
     return _sharegpt_turns(role, content) if sharegpt else [_chat_turn(message, role, content)]
 
 
 def _chat_turn(message: Turn, role: str, content: str) -> Turn:
     turn: Turn = {key: value for key, value in message.items() if value is not None and key not in THOUGHTS}
-    turn |= _turn(role, content)
+    turn |= turn_of(role, content)
     if calls := turn.pop("tool_calls", None) or turn.pop("function_call", None):
         turn["tool_calls"] = _calls(calls)
     thoughts = (message[key] for key in THOUGHTS if isinstance(message.get(key), str) and message[key].strip())
@@ -175,10 +176,10 @@ def _sharegpt_turns(role: str, text: str) -> list[Turn]:
     if role == "tool":
         results, rest = _blocks("tool_response", text)
         whole = re.sub(r"</?tool_response>", "", text).strip()
-        return [_turn("tool", result) for result in (results if results and not rest.strip() else [whole])]
+        return [turn_of("tool", result) for result in (results if results and not rest.strip() else [whole])]
     if role != "assistant":
-        return [_turn(role, text)]
-    turn = _thinking(_turn("assistant", text))
+        return [turn_of(role, text)]
+    turn = _thinking(turn_of("assistant", text))
     calls, text = _blocks("tool_call", turn["content"])
     if calls:
         turn["tool_calls"] = [call for block in calls for call in _calls(block)]
@@ -209,7 +210,7 @@ def _contest(row: dict[str, Any], name_column: str, seed: str) -> list[Turn]:
     chosen = seeded(f"{seed}:{name}").randrange(len(solutions["solution"]))
     language = CONTEST_LANGUAGES.get(solutions["language"][chosen], "")
     answer = f"```{language}\n{solutions['solution'][chosen].rstrip()}\n```"
-    return [_turn("user", f"{name}\n\n{description}"), _turn("assistant", answer)]
+    return [turn_of("user", f"{name}\n\n{description}"), turn_of("assistant", answer)]
 
 
 def _parsed(value: Any) -> Any:
