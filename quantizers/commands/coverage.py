@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING, Any
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
 from quantizers.output.journal import refuse_unfinished
 from quantizers.planning.job import given_folder
-from quantizers.recipe.changes import Change, changes_of
-from quantizers.recipe.read import facts_location, find_set, read_recipe, set_location, source_location
+from quantizers.recipe.read import (
+    Change,
+    changes_of,
+    facts_location,
+    find_set,
+    read_recipe,
+    set_location,
+    source_location,
+)
 from quantizers.recipe.schema import CoverageGate
 from quantizers.system.errors import InputError
 

@@ -24,7 +24,7 @@ from quantizers.planning.serving_memory import (
     unsaid,
     weights_alone,
 )
-from quantizers.recipe.changes import changes_of
+from quantizers.recipe.read import changes_of
 from quantizers.system.errors import InputError
 
 

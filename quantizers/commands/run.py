@@ -13,9 +13,8 @@ from quantizers.device.determinism import ordered
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.output import journal
 from quantizers.planning.job import Job, prepare
-from quantizers.recipe.changes import changes_of
 from quantizers.recipe.portable import source_name
-from quantizers.recipe.read import find_recipe
+from quantizers.recipe.read import changes_of, find_recipe
 from quantizers.system.errors import InputError
 from quantizers.system.output_files import RECIPE, REPORT
 

@@ -18,8 +18,7 @@ from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, Spec, printed
 from quantizers.formats.fp8 import Fp8, declared_block
 from quantizers.formats.tensor_names import split_fused_experts, split_fused_specs
 from quantizers.formats.unsupported import refuse_unquantizable
-from quantizers.recipe.changes import Change
-from quantizers.recipe.read import facts_location, given_at, read_recipe, set_location, source_location
+from quantizers.recipe.read import Change, facts_location, given_at, read_recipe, set_location, source_location
 from quantizers.recipe.schema import Recipe
 from quantizers.system.errors import CheckpointError, InputError, did_you_mean
 from quantizers.system.package_data import shipped_names

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.job import prepare
-from quantizers.recipe.changes import changes_of
+from quantizers.recipe.read import changes_of
 from quantizers.system.errors import CheckpointError, Stopped
 
 CPU = torch.device("cpu")

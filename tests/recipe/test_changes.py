@@ -17,9 +17,8 @@ from tiny import write_job
 
 from quantizers.pipeline.pipeline import Options
 from quantizers.planning.job import prepare
-from quantizers.recipe.changes import changed, changes_of
 from quantizers.recipe.portable import settings_hash
-from quantizers.recipe.read import read_recipe
+from quantizers.recipe.read import changed, changes_of, read_recipe
 from quantizers.recipe.schema import Recipe
 from quantizers.system.package_data import shipped
 from quantizers.system.schema import Origin
