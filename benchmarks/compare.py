@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from layer_measurement import resized, write_random
 from library_route import folder_bytes, library_route
 from methods import options, recipe_job, spread
 
@@ -42,7 +43,6 @@ from quantizers.model.layer_weights import ExpertWeights
 from quantizers.model.moe_inputs import MoeInputStore, moe_input_store
 from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 from quantizers.output import journal
-from quantizers.pipeline.layer_measurement import resized, write_random
 from quantizers.pipeline.quantize import quantize_layers
 from quantizers.planning.device_memory import Residents
 from quantizers.planning.expert_batches import tokens_per_chunk

@@ -3,8 +3,9 @@
     python benchmarks/layer.py minimax-m2.1-fp8-int4 --device cuda --tokens 16384
     python benchmarks/layer.py minimax-m2.1-fp8-int4 --device cuda --experts 16 --trace trace.json.gz
 
-The layer is that of `quantize plan RECIPE --measure`. The rates are measured in the same process: each is the best of
-five tries on a quiet device. A trace opens in https://ui.perfetto.dev; gaps between kernels are where the device waits.
+The layer has random weights, and goes through the code of a run; from its phases follows the time of the whole run, see
+layer_measurement.py. The rates are measured in the same process: each is the best of five tries on a quiet device. A
+trace opens in https://ui.perfetto.dev; gaps between kernels are where the device waits.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from layer_measurement import measure_layer
 from torch.profiler import ProfilerActivity, profile
 
-from quantizers.cli.plan import measured_table
 from quantizers.device.devices import choose_device, forward_dtype, is_accelerator, use_threads
-from quantizers.pipeline.layer_measurement import measure_layer
 from quantizers.planning.job import prepare
+from quantizers.system.formatting import parse_bytes, size, text_table
+from quantizers.system.progress import duration
 
 ROWS = 25  # operations of a profile that are printed
 LAUNCHES = 1000
@@ -88,23 +90,52 @@ def rates_text(rates: dict[str, float]) -> str:
     )
 
 
+def measured_table(result: dict[str, Any]) -> str:
+    """The phases of a layer, and the time of the run that follows."""
+    rows = [(row["phase"], f"{row['seconds']:.2f}", row["grows_with"], f"{row['run']:.2f}") for row in result["phases"]]
+    sizes, dense = result["sizes"], result["dense_layers"]
+    evaluated = f" and {result['held_out']:,} evaluation tokens" if result["held_out"] else ""
+    others = f" and {dense} without at {_seconds(result['dense_layer'])}" if dense else ""
+    threads = result["machine"]["threads"]
+    lines = [
+        f"measured on {result['machine']['device']}, {threads} thread{'s' if threads > 1 else ''}: one layer of "
+        f"random weights, {sizes['experts']} of {result['run_experts']} experts of {sizes['hidden']} x "
+        f"{sizes['width']}, {result['tokens']:,} of {result['run_tokens']:,} calibration tokens{evaluated}",
+        "",
+        text_table(("phase", "seconds", "grows with", "in a layer of the run"), rows),
+        "",
+        f"peak memory {size(result['peak_memory_bytes'])}",
+        f"the whole run: {duration(result['run'])}, extrapolated: {result['layers']} layers with experts at "
+        f"{_seconds(result['layer'])} each{others}",
+        "each phase is multiplied by the ratio of what it grows with; reading overlaps with computing; logits and "
+        "the last reading of the output are not included",
+    ]
+    return "\n".join(lines)
+
+
+def _seconds(seconds: float) -> str:
+    return duration(seconds) if seconds >= 60 else f"{seconds:.2f} s"
+
+
 def main() -> None:
     """Measure one layer and the device."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe")
     parser.add_argument("--tokens", type=int, help="calibration tokens; one token chunk by default")
     parser.add_argument("--experts", type=int, help="fewer than the model has")
+    parser.add_argument("--device-memory", help="bytes of the device that may be used, such as 20GiB")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto")
     parser.add_argument("--trace", help="file for a trace of all operations; .json.gz to have it compressed")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     given = parser.parse_args()
     job, device = prepare(given.recipe, offline_facts=True), choose_device(given.device)
+    limit = parse_bytes(given.device_memory, "--device-memory") if given.device_memory else None
     use_threads(job.sizes)
     rates = device_rates(device, forward_dtype(device))
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * is_accelerator(device)
     watched: AbstractContextManager[Any] = profile(activities=activities) if given.trace else contextlib.nullcontext()
     with watched as profiled:
-        result = measure_layer(job, device, tokens=given.tokens, experts=given.experts)
+        result = measure_layer(job, device, tokens=given.tokens, experts=given.experts, limit=limit)
     result |= {"rates": rates, "shares": shares(result, rates)}
     if given.json:
         print(json.dumps(result, indent=1))

@@ -48,18 +48,6 @@ def plan(
     disk: Annotated[
         str | None, Option(metavar="SIZE", help="disk bandwidth of a machine, in bytes per second; 1GB by default")
     ] = None,
-    measure: Annotated[
-        bool, Option("--measure", help="time one layer with random weights on this machine instead")
-    ] = False,
-    tokens: Annotated[
-        int | None, Option(min=16, help="with --measure: calibration tokens; one token chunk by default")
-    ] = None,
-    experts: Annotated[
-        int | None, Option(min=2, help="with --measure: experts of the layer; as many as fit into memory by default")
-    ] = None,
-    device: Annotated[
-        str | None, Option(help="with --measure: cpu, cuda, cuda:N, or auto (the first GPU if there is one)")
-    ] = None,
     as_json: common.Json = False,
     debug: common.Debug = False,
 ) -> None:
@@ -69,8 +57,7 @@ def plan(
     Reads headers only: of a folder, of the Hub's cache, or of the Hub itself; models with a
     built-in architecture spec need no network.
 
-    Times are estimated from nominal rates; --nodes and --gpus divide them among processes. --measure quantizes
-    one layer of the model's size, with random weights, on this machine: seconds by phase, hours for all layers.
+    Times are estimated from nominal rates; --nodes and --gpus divide them among processes.
 
     Example: quantize plan minimax-m2.1-fp8-int4 --vram 2x96GiB --vram 4x24GiB --context 196608
     """
@@ -95,20 +82,12 @@ def plan(
             context=context,
             kv=kv,
             tp=tp,
-            measure=measure,
-            tokens=tokens,
-            experts=experts,
-            device=device,
         ).figures
     finally:
         gc.enable()
-    if measure:
-        text = measured_table(figures["measured"])
-    else:
-        serving = weights_table if "weights" in figures else fit_table
-        table = serving if vram else tensors_table if tensors else plan_table
-        text = f"planned from {figures['basis']}\n\n{table(figures)}"
-    common.emit(figures, as_json, text)
+    serving = weights_table if "weights" in figures else fit_table
+    table = serving if vram else tensors_table if tensors else plan_table
+    common.emit(figures, as_json, f"planned from {figures['basis']}\n\n{table(figures)}")
 
 
 def plan_table(numbers: dict[str, Any]) -> str:
@@ -198,33 +177,6 @@ def _time_lines(needs: dict[str, Any]) -> list[str]:
         for name, seconds in needs["seconds"].items()
     ]
     return [text_table([*header, *([f"by {needs['processes']} processes"] if several else [])], rows)]
-
-
-def measured_table(result: dict[str, Any]) -> str:
-    """What `quantize plan --measure` prints: the phases of a layer, and the time of the run that follows."""
-    rows = [(row["phase"], f"{row['seconds']:.2f}", row["grows_with"], f"{row['run']:.2f}") for row in result["phases"]]
-    sizes, dense = result["sizes"], result["dense_layers"]
-    evaluated = f" and {result['held_out']:,} evaluation tokens" if result["held_out"] else ""
-    others = f" and {dense} without at {_seconds(result['dense_layer'])}" if dense else ""
-    threads = result["machine"]["threads"]
-    lines = [
-        f"measured on {result['machine']['device']}, {threads} thread{'s' if threads > 1 else ''}: one layer of "
-        f"random weights, {sizes['experts']} of {result['run_experts']} experts of {sizes['hidden']} x "
-        f"{sizes['width']}, {result['tokens']:,} of {result['run_tokens']:,} calibration tokens{evaluated}",
-        "",
-        text_table(("phase", "seconds", "grows with", "in a layer of the run"), rows),
-        "",
-        f"peak memory {size(result['peak_memory_bytes'])}",
-        f"the whole run: {duration(result['run'])}, extrapolated: {result['layers']} layers with experts at "
-        f"{_seconds(result['layer'])} each{others}",
-        "each phase is multiplied by the ratio of what it grows with; reading overlaps with computing; logits and "
-        "the last reading of the output are not included",
-    ]
-    return "\n".join(lines)
-
-
-def _seconds(seconds: float) -> str:
-    return duration(seconds) if seconds >= 60 else f"{seconds:.2f} s"
 
 
 def _about(seconds: float) -> str:

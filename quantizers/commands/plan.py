@@ -33,15 +33,14 @@ class PlannedRun:
     """The result of `plan`.
 
     Attributes:
-        figures: what `quantize plan --json` prints: actions, bytes, memory and time; or with `vram` the fits, or with
-            `measure` the measurement.
+        figures: what `quantize plan --json` prints: actions, bytes, memory and time; or with `vram` the fits.
     """
 
     figures: dict[str, Any]
 
     @property
     def output_bytes(self) -> int | None:
-        """Size of the finished checkpoint; None with `vram` or `measure`."""
+        """Size of the finished checkpoint; None with `vram`."""
         return self.figures.get("output_bytes")
 
     @property
@@ -71,10 +70,6 @@ def plan(
     context: int | None = None,
     kv: Literal["auto", "fp8"] = "auto",
     tp: int | None = None,
-    measure: bool = False,
-    tokens: int | None = None,
-    experts: int | None = None,
-    device: str | None = None,
 ) -> PlannedRun:
     """Show what a run would do and need; with `vram`, where its output fits. Reads headers only.
 
@@ -87,11 +82,6 @@ def plan(
         raise InputError("--context, --kv and --tp go with --vram; say which GPUs, as --vram 2x96GiB")
     if vram and (nodes, gpus, disk) != (1, 1, None):
         raise InputError("--nodes, --gpus and --disk plan a run, --vram plans serving; give one or the other")
-    for_measure = {"--tokens": tokens, "--experts": experts, "--device": device}
-    if not measure and (named := [option for option, value in for_measure.items() if value is not None]):
-        raise InputError(f"{', '.join(named)}: only with --measure; add it")
-    if measure and (vram or tensors or (nodes, gpus, disk) != (1, 1, None)):
-        raise InputError("--measure times a layer in one process; leave out --vram, --tensors, --nodes, --gpus, --disk")
     job = prepare(
         str(recipe),
         offline_facts=True,
@@ -107,14 +97,6 @@ def plan(
         figures |= {"left_behind": left}
     if found := job.facts.found():
         figures |= {"architecture": found, "origin": job.facts.origin()}
-    if measure:
-        from quantizers.device.devices import choose_device, use_threads
-        from quantizers.pipeline.layer_measurement import measure_layer
-
-        use_threads(job.sizes)
-        on = choose_device(device or "auto")
-        measured = measure_layer(job, on, tokens=tokens, experts=experts, limit=device_memory)
-        return PlannedRun(figures | {"measured": measured})
     if vram:
         return PlannedRun(figures | _serving(job, vram, context, kv, tp))
     # Actions and bytes of a run, and an estimate of its memory and time.

@@ -1,7 +1,7 @@
 """Disk, memory and time of a run before it starts: an estimate from shapes and nominal rates, not a measurement.
 
 For one layer with experts of MiniMax-M2.1, Qwen3-30B-A3B and GLM-4.5-Air on an H100 the closed form in `layer_work` is
-within a quarter of a trace of every operation of the program. `quantize plan --measure` times a layer on this machine.
+within a quarter of a trace of every operation of the program. benchmarks/layer.py times a layer on this machine.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def _assumptions(drawn: bool, processes: int, disk: float) -> list[str]:
         if drawn
         else f"tokens: every sample {allowed}, which few are",
         "time: an estimate in closed form, with evaluation and one last reading of the shards; without measuring for a "
-        "budget and without the check of the source, which reads it once; --measure times a layer on this machine",
+        "budget and without the check of the source, which reads it once; a run forecasts from its first layer",
         "rates: nominal ones (quantizers/planning/gpus.yaml), of which bandwidth, matrix products, float32 and "
         f"factorizations reach {on_gpu} on a GPU and {on_cpu} on a CPU",
         f"files: {disk / 1e9:g} GB/s read or written, beside the computing",

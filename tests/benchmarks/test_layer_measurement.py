@@ -1,21 +1,18 @@
-"""`quantize plan --measure`: one random layer through the code of a run, and the arithmetic of the whole run."""
+"""One random layer through the code of a run, and the arithmetic of the whole run."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import families
 import pytest
 import tiny
 import torch
-from commands import Command
+from layer_measurement import GROWS_WITH, extrapolated, measure_layer, random_job, write_random
 from planned import published
 
 from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.pipeline.layer_measurement import GROWS_WITH, extrapolated, measure_layer, random_job, write_random
 from quantizers.planning.job import Job, prepare
 from quantizers.system.errors import ArchitectureError, InputError
 
@@ -31,19 +28,15 @@ FACTORS = {
 }  # fmt: skip
 
 
-def test_a_layer_goes_through_every_phase_of_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
-) -> None:
+def test_a_layer_goes_through_every_phase_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the checkpoint's shards, as plan works; the checkpoint and its folder are gone afterwards."""
     recipe = tiny.write_job(tmp_path / "job", layers=3, samples=6)
     for shard in (tmp_path / "job" / "model").glob("*.safetensors"):
         shard.unlink()
-    sizes = prepare(str(recipe), offline_facts=True).sizes
-    assert (sizes["experts"], sizes["hidden"], sizes["width"], sizes["chosen"]) == (4, 128, 64, 2)
+    job = prepare(str(recipe), offline_facts=True)
+    assert [job.sizes[name] for name in ("experts", "hidden", "width", "chosen")] == [4, 128, 64, 2]
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    words = ("plan", recipe, "--measure", "--tokens", "100", "--experts", "2", "--device", "cpu")
-    assert command(*words, "--json") == 0
-    found = json.loads(command.out)["measured"]
+    found = measure_layer(job, CPU, tokens=100, experts=2)
     assert not list(tmp_path.glob("quantize-measure-*"))
     assert [row["phase"] for row in found["phases"]] == list(GROWS_WITH)
     for row in found["phases"]:
@@ -114,15 +107,12 @@ def test_facts_about_one_model_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "words", "said"),
+    ("given", "said"),
     [
-        ("tiny-minimax-m2-fp8-int4", ("--tokens", "64"), "--tokens: only with --measure; add it"),
-        ("tiny-minimax-m2-fp8-int4", ("--measure", "--vram", "2xH100"), "--measure times a layer in one process"),
-        ("tiny-minimax-m2-fp8-int4", ("--measure", "--experts", "17"), "--experts 17: the model has 16; give as many"),
-        ("tiny-minimax-m2-fp8-int4", ("--measure", "--device", "tpu"), "--device tpu: only the CPU and GPUs of"),
-        ("tiny-minimax-m2-fp8-int4", ("--measure", "--device-memory", "1MiB"), "of device memory is too little"),
+        ({"experts": 17}, "--experts 17: the model has 16; give as many"),
+        ({"limit": 1 << 20}, "of device memory is too"),
     ],
 )
-def test_wrong_options_are_refused(recipe: str, words: tuple[Any, ...], said: str, command: Command) -> None:
-    assert command("plan", recipe, *words) == 2
-    assert said in command.err
+def test_what_cannot_be_measured_is_refused(given: dict[str, int], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        measure_layer(prepare("tiny-minimax-m2-fp8-int4"), CPU, **given)

@@ -36,6 +36,7 @@ from quantizers.device.timing import Clock, listening
 from quantizers.formats.fp8 import SCALE, SCALE_INV, declared_block
 from quantizers.layers.context import Context
 from quantizers.output import journal
+from quantizers.pipeline.quantize import quantize_layers
 from quantizers.planning.assign_actions import expected_tensors, make_plan
 from quantizers.planning.device_memory import DeviceMemory, Residents, calibration_bytes, device_memory
 from quantizers.planning.estimate import calibration_lengths, cut_to, evaluation_lengths, layer_work
@@ -49,8 +50,6 @@ from quantizers.system.errors import ArchitectureError, InputError
 from quantizers.system.formatting import gib
 from quantizers.system.host_memory import available
 from quantizers.system.progress import duration, peak_memory
-
-from .quantize import quantize_layers
 
 OUTLIERS = 8  # number of outlier channels in a norm, and the factor that enlarges them
 VOCABULARY = 256  # of the random model: embeddings and logits are not measured
