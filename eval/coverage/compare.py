@@ -21,6 +21,7 @@ from .routing import Routed
 from .summary import WORST, entropy, named, report
 
 SIDES = ("before", "after")
+KEPT = ("min", "median", "uncovered", "pairs", "min_entropy", "tokens", "gates")  # of the report on each set
 
 
 def compare_counts(before: Routed, after: Routed, rule: CoverageGate) -> dict[str, Any]:
@@ -34,67 +35,57 @@ def compare_counts(before: Routed, after: Routed, rule: CoverageGate) -> dict[st
         other experts (the total variation distance, half the sum of the differences of the shares); before, after: a
         summary of each set.
     """
-    old, new = (routed.counts.sum(1) for routed in (before, after))  # (L, E)
-    sizes = [int(routed.tokens.sum()) for routed in (before, after)]
-    common, minimum = min(sizes), rule.min_routed_tokens
-    old_scaled, new_scaled = (counts * (common / size) for counts, size in zip((old, new), sizes, strict=True))
-    covered, covers = (counts * common >= minimum * size for counts, size in zip((old, new), sizes, strict=True))
-    ratio = np.log((new_scaled + 1) / (old_scaled + 1))  # + 1: from 0 to 2 tokens is no infinite change
-    changed = new * sizes[0] != old * sizes[1]
+    numbers = before.layers
+    counts = np.stack([routed.counts.sum(1) for routed in (before, after)])  # (2, L, E)
+    sizes = np.array([routed.tokens.sum() for routed in (before, after)]).reshape(2, 1, 1)
+    common, minimum = int(sizes.min()), rule.min_routed_tokens
+    covered = counts * common >= minimum * sizes
+    scaled = counts * (common / sizes) + 1  # + 1: from 0 to 2 tokens is no infinite change
+    ratio = np.log(scaled[1] / scaled[0])
+    changed = counts[1] * sizes[0] != counts[0] * sizes[1]
     order = [int(pair) for pair in np.argsort(ratio, axis=None, kind="stable") if changed.flat[pair]]
-    shares, evens = zip(*(_shares(counts) for counts in (old, new)), strict=True)
+    shares = counts / np.maximum(counts.sum(2, keepdims=True), 1)
+    evens = shares * counts.shape[2]
 
     def listed(pairs: Sequence[int]) -> list[dict[str, Any]]:
-        places = [(pair // old.shape[1], pair % old.shape[1]) for pair in pairs]
         return [
-            {"layer": before.layers[a], "expert": b}
-            | {side: int(counts[a, b]) for side, counts in zip(SIDES, (old, new), strict=True)}
-            | {f"{side}_of_even": float(even[a, b]) for side, even in zip(SIDES, evens, strict=True)}
-            for a, b in places
+            {"layer": numbers[a], "expert": b}
+            | {side: int(counts[n, a, b]) for n, side in enumerate(SIDES)}
+            | {f"{side}_of_even": float(evens[n, a, b]) for n, side in enumerate(SIDES)}
+            for a, b in (divmod(pair, counts.shape[2]) for pair in pairs)
         ]
 
     def pairs(chosen: np.ndarray) -> list[list[int]]:
-        return [[before.layers[int(a)], int(b)] for a, b in np.argwhere(chosen)]
+        return [[numbers[int(a)], int(b)] for a, b in np.argwhere(chosen)]
 
     def layer(i: int) -> dict[str, Any]:
-        found: dict[str, Any] = {
-            side: {"routed_tokens": counts[i].tolist(), "shares": share[i].tolist(), "entropy": entropy(counts[i])}
-            for side, counts, share in zip(SIDES, (old, new), shares, strict=True)
+        load = [entropy(counts[n, i]) for n in (0, 1)]
+        found = {
+            side: {"routed_tokens": counts[n, i].tolist(), "shares": shares[n, i].tolist(), "entropy": load[n]}
+            for n, side in enumerate(SIDES)
         }
-        change = found["after"]["entropy"] - found["before"]["entropy"]
-        moved = float(np.abs(shares[1][i] - shares[0][i]).sum() / 2)
-        return {"layer": before.layers[i], **found, "entropy_change": change, "moved": moved}
+        moved = float(np.abs(shares[1, i] - shares[0, i]).sum() / 2)
+        return {"layer": numbers[i], **found, "entropy_change": load[1] - load[0], "moved": moved}
+
+    def side(n: int, routed: Routed) -> dict[str, Any]:
+        found = report(routed, rule)
+        return {key: found[key] for key in KEPT} | {"uncovered_at_common": int((~covered[n]).sum())}
 
     return {
         "common_tokens": common,
         "min_routed_tokens": minimum,
-        "won": pairs(~covered & covers),
-        "lost": pairs(covered & ~covers),
+        "won": pairs(~covered[0] & covered[1]),
+        "lost": pairs(covered[0] & ~covered[1]),
         "fewer": listed([pair for pair in order if ratio.flat[pair] < 0][:WORST]),
         "more": listed([pair for pair in reversed(order) if ratio.flat[pair] > 0][:WORST]),
-        "per_layer": [layer(i) for i in range(len(old))],
-        "before": _short(before, rule) | {"uncovered_at_common": int((~covered).sum())},
-        "after": _short(after, rule) | {"uncovered_at_common": int((~covers).sum())},
+        "per_layer": [layer(i) for i in range(len(numbers))],
+        "before": side(0, before),
+        "after": side(1, after),
     }
 
 
-def _shares(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of (L, E) counts: each expert's share of its layer's routed tokens, and that relative to an even load."""
-    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    return shares, shares * counts.shape[1]
-
-
-def _short(routed: Routed, rule: CoverageGate) -> dict[str, Any]:
-    found = report(routed, rule)
-    keys = ("min", "median", "uncovered", "pairs", "min_entropy", "tokens", "gates")
-    return {key: found[key] for key in keys}
-
-
 def labels(names: Sequence[str], files: Sequence[Path]) -> list[str]:
-    """What to call two sets: their names, or their files, as short as still distinct, where the names are equal.
-
-    One file given twice is told apart by a number.
-    """
+    """What to call two sets: their names; if equal, their files, as short as still distinct; else numbers."""
     if names[0] != names[1]:
         return list(names)
     paths = [file.resolve() for file in files]
@@ -111,15 +102,13 @@ def compare_table(found: dict[str, Any]) -> str:
     common, minimum = found["common_tokens"], found["min_routed_tokens"]
     sides = [
         (
-            found[side]["label"], f"{sum(found[side]['tokens'].values()):,}", f"{found[side]['min']:,}",
-            f"{found[side]['median']:,.0f}", f"{found[side]['uncovered']:,}",
-            f"{found[side]['uncovered_at_common']:,}", f"{found[side]['min_entropy']:.3f}",
+            one["label"], f"{sum(one['tokens'].values()):,}", f"{one['min']:,}", f"{one['median']:,.0f}",
+            f"{one['uncovered']:,}", f"{one['uncovered_at_common']:,}", f"{one['min_entropy']:.3f}",
         )
-        for side in SIDES
+        for one in (found[side] for side in SIDES)
     ]  # fmt: skip
     columns = ("set", "tokens", "min", "median", f"below {minimum:,}", "at equal size", "least entropy")
     layers = sorted(found["per_layer"], key=lambda row: -row["moved"])[:WORST]
-    left_out = len(found["per_layer"]) - len(layers)
     depth = [
         (
             row["layer"], *(f"{row[side]['entropy']:.3f}" for side in SIDES), f"{row['entropy_change']:+.3f}",
@@ -127,6 +116,7 @@ def compare_table(found: dict[str, Any]) -> str:
         )
         for row in layers
     ]  # fmt: skip
+    left_out = len(found["per_layer"]) - len(layers)
     lines = [
         text_table(columns, sides),
         "",
@@ -139,18 +129,15 @@ def compare_table(found: dict[str, Any]) -> str:
         + (f"; the {len(layers)} layers where most move, {left_out} more with --json" if left_out else ""),
         text_table(("layer", first, second, "change", "moved"), sorted(depth)),
     ]
-    for word in ("more", "fewer"):
+    header = ("layer", "expert", f"of even: {first}", second, f"tokens: {first}", second)
+    for key, word in (("more", "larger"), ("fewer", "smaller")):
         rows = [
             (
-                row["layer"], row["expert"], f"{row['before_of_even']:.1%}", f"{row['after_of_even']:.1%}",
-                f"{row['before']:,}", f"{row['after']:,}",
+                row["layer"], row["expert"], *(f"{row[f'{side}_of_even']:.1%}" for side in SIDES),
+                *(f"{row[side]:,}" for side in SIDES),
             )
-            for row in found[word]
+            for row in found[key]
         ]  # fmt: skip
         if rows:
-            title = (
-                f"Experts with a {'larger' if word == 'more' else 'smaller'} share in {second}; an even load is 100 %"
-            )
-            header = ("layer", "expert", f"of even: {first}", second, f"tokens: {first}", second)
-            lines += ["", title, text_table(header, rows)]
+            lines += ["", f"Experts with a {word} share in {second}; an even load is 100 %", text_table(header, rows)]
     return "\n".join(lines)

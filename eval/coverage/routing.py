@@ -1,9 +1,9 @@
-"""Counts where a model's router sends the tokens of texts: streams the model layer by layer, quantizes nothing.
+"""Counts where a model's router sends the tokens of texts, layer by layer.
 
-Runs one sequence at a time without padding, so padding tokens cannot count. Besides the counts, two more are
-kept: tokens whose choice depends on a margin below TIE, which another machine may route differently; and
-tokens that rank an expert among the first 2 K, which shows what would help an expert that no token chooses. An expert
-outside the groups that a token's router chose has no rank.
+Runs one sequence at a time without padding, so padding tokens cannot count. Two more counts are kept: of tokens whose
+choice depends on a margin below TIE, which another machine may route differently; and of tokens that rank an expert
+among the first 2 K, which shows what would help an expert that no token chooses. An expert outside the groups that a
+token's router chose has no rank.
 
 Legend: L layers with experts, C categories, E experts, T tokens of a sequence, K experts chosen per token.
 """
@@ -21,7 +21,7 @@ import torch
 
 from quantizers.architectures.sizes import Sizes
 from quantizers.architectures.skeleton import scores
-from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from quantizers.distributed.process_group import ProcessGroup
 from quantizers.layers.loop import Consumer, LayerStep, Need, all_tensors, layer_steps
 from quantizers.model.activation_store import ActivationStore
 from quantizers.model.moe_inputs import route_counts
@@ -33,15 +33,15 @@ TIE = 1e-6  # difference between the scores of the experts ranked K and K + 1, o
 
 @dataclass(frozen=True)
 class Routed:
-    """How the router distributed the tokens.
+    """How the router distributed the tokens; all arrays int64.
 
     Attributes:
         categories: names of the rows, C of them.
-        tokens: (C,) int64, tokens of each category.
+        tokens: (C,), tokens of each category.
         layers: the numbers of the layers with experts, L of them.
-        counts: (L, C, E) int64, tokens routed to each expert.
-        close: (L, C, E) int64, how many of these depend on a margin below TIE.
-        near: (L, C, E) int64, tokens that rank the expert among the first 2 K.
+        counts: (L, C, E), tokens routed to each expert.
+        close: (L, C, E), how many of these depend on a margin below TIE.
+        near: (L, C, E), tokens that rank the expert among the first 2 K.
     """
 
     categories: tuple[str, ...]
@@ -64,8 +64,8 @@ def count_routes(
     sequences: Sequence[torch.Tensor],
     categories: Sequence[str],
     work: Path,
-    step: Callable[[str], None] = lambda _: None,
-    dist: ProcessGroup = SINGLE_PROCESS,
+    step: Callable[[str], None],
+    dist: ProcessGroup,
 ) -> Routed:
     """Run texts through a model with natural routing.
 
@@ -80,15 +80,23 @@ def count_routes(
     Raises:
         QuantizeError: a layer's output is not finite.
     """
-    counter, source = RouteCounter(model, sequences, categories, work, dist), model.checkpoint
-    with closing(layer_steps(source, all_tensors(model, source), [counter], model, dist=dist)) as steps:
+    names = tuple(sorted(set(categories)))
+    rows = [names.index(category) for category in categories]
+    tokens = np.bincount(rows, weights=[len(sequence) for sequence in sequences]).astype(np.int64)
+    own = range(dist.rank, len(rows), dist.world_size)
+    states = work / f"states-{dist.rank}.bin"
+    counter = _RouteCounter(model, [sequences[i] for i in own], [rows[i] for i in own], len(names), states)
+    steps = layer_steps(model.checkpoint, all_tensors(model, model.checkpoint), [counter], model, dist=dist)
+    with closing(steps):
         for one in steps:
             step(f"layer {one.number}")
-    return counter.routed()
+    counter.states.remove()
+    tables = dist.all_gather({"tables": counter.tables.unsqueeze(0)}, torch.device("cpu"))["tables"]
+    return Routed(names, tokens, tuple(model.sizes.moe_layers), *tables.sum(0).numpy())
 
 
-class RouteCounter(Consumer):
-    """Counts the routes of one process's sequences, see `count_routes`."""
+class _RouteCounter(Consumer):
+    """Counts the routes of sequences, each of one category by number; `tables` are counts, close, near of `Routed`."""
 
     needs: Need = "experts"
 
@@ -96,53 +104,33 @@ class RouteCounter(Consumer):
         self,
         model: StreamedModel,
         sequences: Sequence[torch.Tensor],
-        categories: Sequence[str],
-        work: Path,
-        dist: ProcessGroup = SINGLE_PROCESS,
+        categories: Sequence[int],
+        count: int,
+        file: Path,
     ) -> None:
-        self.model, self.dist, sizes = model, dist, model.sizes
-        lengths = [len(sequence) for sequence in sequences]
-        self.names = tuple(sorted(set(categories)))
-        rows = [self.names.index(category) for category in categories]
-        self.tokens = np.bincount(rows, weights=lengths, minlength=len(self.names)).astype(np.int64)
-        own = range(dist.rank, len(rows), dist.world_size)
-        self.rows = [rows[i] for i in own]  # the category of each of this process's sequences
-        path = work / f"states-{dist.rank}.bin"
-        self.states = ActivationStore(path, [lengths[i] for i in own], model.row_width, model.dtype)
-        table = model.embedding()
-        for row, i in enumerate(own):
-            self.states[row] = model.begin(sequences[i], table)
-        shape = (len(sizes.moe_layers), len(self.names), sizes["experts"])
-        self.counts, self.close, self.near = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
+        self.model, self.categories = model, categories
+        self.states = ActivationStore(file, [len(sequence) for sequence in sequences], model.row_width, model.dtype)
+        embedding = model.embedding()
+        for row, sequence in enumerate(sequences):
+            self.states[row] = model.begin(sequence, embedding)
+        shape = (3, len(model.sizes.moe_layers), count, model.sizes["experts"])
+        self.tables = torch.zeros(shape, dtype=torch.int64)
 
     def source_layer(self, step: LayerStep, layer: DecoderLayer) -> None:
         """Take the sequences through a layer, and count the choices of its router if it has one."""
         model, sizes, number = self.model, self.model.sizes, step.number
-        captured: AbstractContextManager[list[torch.Tensor]] = nullcontext([])
-        if number not in sizes.dense:
-            captured = _router_scores(layer, model)
-        with captured as scores:
-            for row, category in enumerate(self.rows):
+        dense: AbstractContextManager[list[torch.Tensor]] = nullcontext([])
+        with dense if number in sizes.dense else _router_scores(layer, model) as scores:
+            for row, category in enumerate(self.categories):
                 output, chosen = model.run(layer, self.states[row])
                 if not bool(torch.isfinite(output[:, : model.hidden]).all()):
                     raise QuantizeError(f"{model.checkpoint.name}: layer {number}: its output is not finite")
                 self.states[row] = output
                 if chosen is not None:
-                    self._count((sizes.moe_layers.index(number), category), chosen, scores.pop())
-
-    def _count(self, place: tuple[int, int], chosen: torch.Tensor, scores: torch.Tensor) -> None:
-        experts = self.model.sizes["experts"]
-        near, tie = ranked(scores, self.model.sizes)
-        self.counts[place] += route_counts(chosen, experts).cpu()
-        self.close[place] += route_counts(chosen[tie.to(chosen.device)], experts).cpu()
-        self.near[place] += route_counts(near, experts).cpu()
-
-    def routed(self) -> Routed:
-        """The counts of all processes, once all layers are passed; removes the states."""
-        found = {name: getattr(self, name).unsqueeze(0) for name in ("counts", "close", "near")}
-        sums = {name: table.sum(0).numpy() for name, table in self.dist.all_gather(found, torch.device("cpu")).items()}
-        self.states.remove()
-        return Routed(self.names, self.tokens, tuple(self.model.sizes.moe_layers), **sums)
+                    near, tie = ranked(scores.pop(), sizes)
+                    kinds = (chosen, chosen[tie.to(chosen.device)], near)
+                    counts = torch.stack([route_counts(experts, sizes["experts"]).cpu() for experts in kinds])
+                    self.tables[:, sizes.moe_layers.index(number), category] += counts
 
 
 def ranked(scores: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor]:

@@ -33,12 +33,11 @@ def summarise(
 
     Args:
         counts: for each layer with experts (C, E) int64.
-        categories: names of the rows.
         minimum: routed tokens that an expert needs to count as covered.
         numbers: of these layers.
     """
     totals = np.stack([layer.sum(0) for layer in counts])  # (L, E)
-    layers = [
+    layers: list[dict[str, Any]] = [
         {
             "layer": number,
             "min": int(row.min()),
@@ -51,7 +50,6 @@ def summarise(
         for number, row in zip(numbers, totals, strict=True)
     ]
     uncovered = [[numbers[int(a)], int(b)] for a, b in np.argwhere(totals < minimum)]
-    by_category = {name: int(sum(layer[i].sum() for layer in counts)) for i, name in enumerate(categories)}
     return {
         "min_routed_tokens": minimum,
         "min": int(totals.min()),
@@ -59,9 +57,9 @@ def summarise(
         "pairs": int(totals.size),
         "uncovered": len(uncovered),
         "uncovered_pairs": uncovered,
-        "min_entropy": min(float(layer["entropy"]) for layer in layers),
+        "min_entropy": min(layer["entropy"] for layer in layers),
         "per_layer": layers,
-        "routed_by_category": by_category,
+        "routed_by_category": {name: int(sum(one[i].sum() for one in counts)) for i, name in enumerate(categories)},
     }
 
 
@@ -77,11 +75,7 @@ def members(floor: str, categories: Sequence[str]) -> list[int]:
 
 
 def check_floors(rule: CoverageGate, categories: Iterable[str], where: str) -> None:
-    """Refuse a floor for a category that the calibration set does not have, before any slow work starts.
-
-    Raises:
-        InputError: there is such a floor; the message lists the categories of the set.
-    """
+    """Raises InputError, before any slow work starts, for a floor whose category the calibration set does not have."""
     known = sorted(set(categories))
     for floor in rule.categories:
         if not members(floor, known):
@@ -100,23 +94,22 @@ def gates(
         summary: what `summarise` made of the same counts.
         counts: for each layer (C, E) int64.
     """
-    share, most = summary["uncovered"] / summary["pairs"], rule.max_uncovered
-    words = "share of experts with fewer than {} routed tokens"
-    results = [_gate("coverage", share <= most, share, most, words.format(rule.min_routed_tokens))]
+    most, words = rule.max_uncovered, "share of experts with fewer than {} routed tokens"
+    checks = [("coverage", summary["uncovered"] / summary["pairs"], words.format(rule.min_routed_tokens))]
     for floor, minimum in rule.categories.items():
         rows = members(floor, categories)
         below = float(np.mean([layer[rows].sum(0) < minimum for layer in counts]))
-        meaning = f"{words.format(minimum)} of {floor}"
-        results.append(_gate(f"coverage {floor}", below <= most, below, most, meaning))
+        checks.append((f"coverage {floor}", below, f"{words.format(minimum)} of {floor}"))
+    results: list[dict[str, Any]] = [
+        {"name": name, "passed": share <= most, "value": share, "limit": most, "meaning": meaning}
+        for name, share, meaning in checks
+    ]
     if rule.min_entropy is not None:
         least, limit = summary["min_entropy"], rule.min_entropy
         meaning = "entropy of the load in the most uneven layer; 1 is even"
-        results.append(_gate("entropy", least >= limit, least, limit, meaning) | {"at_least": True})
+        gate = {"name": "entropy", "passed": least >= limit, "value": least, "limit": limit, "meaning": meaning}
+        results.append(gate | {"at_least": True})
     return results
-
-
-def _gate(name: str, passed: bool, value: float, limit: float, meaning: str) -> dict[str, Any]:
-    return {"name": name, "passed": passed, "value": value, "limit": limit, "meaning": meaning}
 
 
 def named(pairs: Sequence[Sequence[int]]) -> str:
@@ -127,13 +120,14 @@ def named(pairs: Sequence[Sequence[int]]) -> str:
 
 def report(routed: Routed, rule: CoverageGate) -> dict[str, Any]:
     """Everything that `quantize coverage` reports about one model and one set, gates included."""
-    summary = summarise(list(routed.counts), routed.categories, rule.min_routed_tokens, routed.layers)
+    counts, categories = list(routed.counts), routed.categories
+    summary = summarise(counts, categories, rule.min_routed_tokens, routed.layers)
     return summary | {
-        "tokens": dict(zip(routed.categories, routed.tokens.tolist(), strict=True)),
+        "tokens": dict(zip(categories, routed.tokens.tolist(), strict=True)),
         "tied_choices": int(routed.close.sum()),
         "worst": worst(routed),
-        "counts": dict(zip(routed.categories, routed.counts.swapaxes(0, 1).tolist(), strict=True)),
-        "gates": gates(summary, list(routed.counts), routed.categories, rule),
+        "counts": dict(zip(categories, routed.counts.swapaxes(0, 1).tolist(), strict=True)),
+        "gates": gates(summary, counts, categories, rule),
     }
 
 
@@ -141,29 +135,25 @@ def worst(routed: Routed) -> list[dict[str, Any]]:
     """The experts with the fewest tokens, and the categories that send, or nearly send, the most tokens to them."""
     totals = routed.counts.sum(1)  # (L, E)
     even = totals.sum(1) / totals.shape[1]  # (L,), tokens per expert under an even load
-    rows = []
-    for pair in np.argsort(totals, axis=None, kind="stable")[:WORST]:
-        layer, expert = (int(i) for i in np.unravel_index(pair, totals.shape))
-        sent_by = _rates(routed, routed.counts[layer, :, expert])
-        nearly_sent_by = _rates(routed, routed.near[layer, :, expert])
-        rows.append(
-            {
-                "layer": routed.layers[layer],
-                "expert": expert,
-                "tokens": int(totals[layer, expert]),
-                "share_of_even": float(totals[layer, expert] / even[layer]) if even[layer] else 0.0,
-                "sent_by": sent_by,
-                "nearly_sent_by": nearly_sent_by,
-            }
-        )
-    return rows
 
+    def rates(counts: np.ndarray) -> dict[str, float]:
+        """The HELPFUL categories with the highest rates, in tokens per thousand of the category; counts is (C,)."""
+        rates = 1000 * counts / np.maximum(routed.tokens, 1)
+        order = np.argsort(-rates, kind="stable")[:HELPFUL]
+        return {routed.categories[i]: float(rates[i]) for i in order if rates[i] > 0}
 
-def _rates(routed: Routed, counts: np.ndarray) -> dict[str, float]:
-    """The HELPFUL categories with the highest rates, in tokens per thousand of the category; counts is (C,)."""
-    rates = 1000 * counts / np.maximum(routed.tokens, 1)
-    order = np.argsort(-rates, kind="stable")[:HELPFUL]
-    return {routed.categories[i]: float(rates[i]) for i in order if rates[i] > 0}
+    pairs = np.argsort(totals, axis=None, kind="stable")[:WORST]
+    return [
+        {
+            "layer": routed.layers[layer],
+            "expert": expert,
+            "tokens": int(totals[layer, expert]),
+            "share_of_even": float(totals[layer, expert] / even[layer]) if even[layer] else 0.0,
+            "sent_by": rates(routed.counts[layer, :, expert]),
+            "nearly_sent_by": rates(routed.near[layer, :, expert]),
+        }
+        for layer, expert in (divmod(int(pair), totals.shape[1]) for pair in pairs)
+    ]
 
 
 def coverage_table(found: dict[str, Any]) -> str:
@@ -172,44 +162,34 @@ def coverage_table(found: dict[str, Any]) -> str:
         (row["layer"], row["expert"], f"{row['tokens']:,}", f"{row['share_of_even']:.1%}", _help(row))
         for row in found["worst"]
     ]
-    tokens = sum(found["tokens"].values())
-    lines = [
-        f"{tokens:,} tokens in {len(found['tokens'])} categories; routed tokens per expert: min {found['min']:,}, "
-        f"median {found['median']:,.0f}; {found['uncovered']:,} of {found['pairs']:,} below "
+    parts = [
+        f"{sum(found['tokens'].values()):,} tokens in {len(found['tokens'])} categories; routed tokens per expert: min "
+        f"{found['min']:,}, median {found['median']:,.0f}; {found['uncovered']:,} of {found['pairs']:,} below "
         f"{found['min_routed_tokens']:,}; load entropy at least {found['min_entropy']:.3f}",
-        "",
         text_table(("layer", "expert", "tokens", "of even", "what would help (of 1,000 tokens of the category)"), rows),
-        "",
     ]
     if drawn := found.get("drawn"):
-        lines += [drawn_line(drawn), ""]
-    if found["uncovered"]:
-        lines += [f"uncovered: {named(found['uncovered_pairs'])}", ""]
-    if found["tied_choices"]:
-        lines += [f"{found['tied_choices']:,} choices hang on a margin below 1e-6", ""]
-    return "\n".join([*lines, gate_table(found["gates"])])
-
-
-def drawn_line(drawn: dict[str, Any]) -> str:
-    """How many tokens the recipe had drawn from its set."""
-    if drawn["asked"] >= drawn["tokens"]:
-        return (
-            f"the recipe asks for {drawn['asked']:,} tokens of the set, which holds {drawn['tokens']:,}: all are used"
+        asked, whole = drawn["asked"], drawn["tokens"]
+        parts.append(
+            f"the recipe asks for {asked:,} tokens of the set, which holds {whole:,}: all are used"
+            if asked >= whole
+            else f"drawn evenly over the categories: {asked:,} of the set's {whole:,} tokens"
         )
-    return f"drawn evenly over the categories: {drawn['asked']:,} of the set's {drawn['tokens']:,} tokens"
+    if found["uncovered"]:
+        parts.append(f"uncovered: {named(found['uncovered_pairs'])}")
+    if found["tied_choices"]:
+        parts.append(f"{found['tied_choices']:,} choices hang on a margin below 1e-6")
+    return "\n\n".join([*parts, gate_table(found["gates"])])
 
 
 def _help(row: dict[str, Any]) -> str:
     if row["sent_by"]:
         return ", ".join(f"{name} {rate:.1f}" for name, rate in row["sent_by"].items())
-    if row["nearly_sent_by"]:
-        return ", ".join(f"{name} nearly ({rate:.1f})" for name, rate in row["nearly_sent_by"].items())
-    return "no category of this set comes near it"
+    nearly = ", ".join(f"{name} nearly ({rate:.1f})" for name, rate in row["nearly_sent_by"].items())
+    return nearly or "no category of this set comes near it"
 
 
 def gate_table(found: list[dict[str, Any]]) -> str:
     """Gates with their values and limits, in the format of `quantize run`."""
-    rows = [
-        (gate["name"], *gate_figures(gate), "passed" if gate["passed"] else "FAILED", gate["meaning"]) for gate in found
-    ]
+    rows = [(row["name"], *gate_figures(row), "passed" if row["passed"] else "FAILED", row["meaning"]) for row in found]
     return text_table(("gate", "value", "limit", "", "what it is"), rows)

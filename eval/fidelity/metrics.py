@@ -14,7 +14,7 @@ t tokens before it. The first token of a text is predicted from nothing and is n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,15 @@ def parts(texts: Sequence[Text]) -> tuple[list[int], list[int]]:
     return (short, long) if short else (long, [])
 
 
+def groups(categories: Sequence[str]) -> dict[str, dict[str, list[int]]]:
+    """Indices of the texts by category, and by family, which is a category's first part; sorted by name."""
+    families = [name.partition("/")[0] for name in categories]
+    return {
+        kind: {name: [i for i, own in enumerate(names) if own == name] for name in sorted(set(names))}
+        for kind, names in (("categories", categories), ("families", families))
+    }
+
+
 def figures(measured: Measured, texts: Sequence[Text]) -> dict[str, Any]:
     """The figures in report.json: of the short texts, of the long ones, by category and by position.
 
@@ -80,60 +89,55 @@ def figures(measured: Measured, texts: Sequence[Text]) -> dict[str, Any]:
     Raises:
         OverflowError: a loss is not finite, or so large that its perplexity is infinite.
     """
-    if not all(np.isfinite(values).all() for values in (measured.source_nll, measured.candidate_nll, measured.kl)):
+    columns = np.stack([measured.source_nll, measured.candidate_nll, measured.kl, measured.same_top1])  # (4, N) float64
+    if not np.isfinite(columns).all():
         raise OverflowError("a loss is not finite")
-    top, long = parts(texts)
-    report = _part(measured, texts, top, measured.layers)
+    ends = np.cumsum([len(text.tokens) - 1 for text in texts])
+    scored = list(zip(texts, np.split(columns, ends[:-1], axis=1), strict=True))
+    top, long = ([scored[i] for i in part] for part in parts(texts))
+    report = _part(top, measured.layers)
     if long:
-        report["long"] = _part(measured, texts, long, [layer["long"] for layer in measured.layers])
-    lengths = _lengths(texts)
-    mask = np.repeat(np.isin(np.arange(len(texts)), long or top), lengths)
-    columns = (measured.source_nll[mask], measured.candidate_nll[mask], measured.kl[mask], measured.same_top1[mask])
-    report["positions"] = by_position(lengths[long or top], *columns)
+        report["long"] = _part(long, [layer["long"] for layer in measured.layers])
+    values = [columns for _, columns in long or top]
+    report["positions"] = by_position(np.array([part.shape[1] for part in values]), *np.concatenate(values, axis=1))
     weights = [layer["weight_error"] for layer in measured.layers if "weight_error" in layer]
     return report | ({"weight_error": weights} if weights else {})
 
 
-def _lengths(texts: Sequence[Text]) -> np.ndarray:
-    """Scored positions of each text (texts,): all but the first."""
-    return np.array([len(text.tokens) - 1 for text in texts])
+Scored = tuple[Text, np.ndarray]  # with its source_nll, candidate_nll, kl and same_top1 (4, positions) float64
 
 
-def _part(
-    measured: Measured, texts: Sequence[Text], indices: Sequence[int], layers: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
-    """All figures over the texts with these indices; `layers` were compared over the same texts."""
+def _part(scored: Sequence[Scored], layers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """All figures over these texts; `layers` were compared over the same texts."""
     agreement = [layer["agreement"] for layer in layers]
-    kl = np.split(measured.kl, np.cumsum(_lengths(texts))[:-1])  # of each text
-    names = {i: texts[i].category for i in indices}
-    families = {i: name.partition("/")[0] for i, name in names.items()}
-
-    def table(members: Iterable[int]) -> dict[str, Any]:
-        return _table(measured, texts, np.isin(np.arange(len(texts)), list(members)))
-
-    def by(group: dict[int, str]) -> dict[str, Any]:
-        return {name: table(i for i in indices if group[i] == name) for name in sorted(set(group.values()))}
-
-    return table(indices) | {
-        "longest": max(len(texts[i].tokens) for i in indices),
-        "router": {"agreement": agreement, "min": min(share for share in agreement if share is not None)},
-        "hidden_error": [layer["hidden_error"] for layer in layers],
-        "categories": by(names),
-        "families": by(families),
-        "per_text": [{"category": names[i], "tokens": len(kl[i]), "kl": float(kl[i].mean())} for i in indices],
+    by_name = {
+        kind: {name: _table([scored[i] for i in members]) for name, members in group.items()}
+        for kind, group in groups([text.category for text, _ in scored]).items()
     }
+    return (
+        _table(scored)
+        | {
+            "longest": max(len(text.tokens) for text, _ in scored),
+            "router": {"agreement": agreement, "min": min(share for share in agreement if share is not None)},
+            "hidden_error": [layer["hidden_error"] for layer in layers],
+        }
+        | by_name
+        | {
+            "per_text": [
+                {"category": text.category, "tokens": len(kl), "kl": float(kl.mean())} for text, (_, _, kl, _) in scored
+            ]
+        }
+    )
 
 
-def _table(measured: Measured, texts: Sequence[Text], members: np.ndarray) -> dict[str, Any]:
-    """Figures over some texts, which `members` (texts,) bool selects."""
-    lengths = _lengths(texts)
-    mask = np.repeat(members, lengths)
-    source, candidate, kl = measured.source_nll[mask], measured.candidate_nll[mask], measured.kl[mask]
-    same = measured.same_top1[mask]
-    bits = math.log(2) * float(np.array([text.scored_bytes for text in texts])[members].sum())
+def _table(scored: Sequence[Scored]) -> dict[str, Any]:
+    """Figures over these texts."""
+    source, candidate, kl, same = np.concatenate([columns for _, columns in scored], axis=1)
+    bits = math.log(2) * float(sum(text.scored_bytes for text, _ in scored))
+    lengths = np.array([columns.shape[1] for _, columns in scored])
     return {
-        "samples": int(members.sum()),
-        "tokens": int(mask.sum()),
+        "samples": len(scored),
+        "tokens": len(kl),
         "perplexity": _perplexity(source, candidate),
         "bits_per_byte": {
             name: float(nll.sum()) / bits if bits else None
@@ -146,7 +150,7 @@ def _table(measured: Measured, texts: Sequence[Text], members: np.ndarray) -> di
             "max": float(kl.max()),
         },
         "top1": float(same.mean()),
-        "interval": _intervals(lengths[members], kl, same, candidate - source),
+        "interval": _intervals(lengths, np.stack([kl, same, candidate - source])),
     }
 
 
@@ -155,50 +159,44 @@ def _perplexity(source_nll: np.ndarray, candidate_nll: np.ndarray) -> dict[str, 
     return {"source": source, "candidate": candidate, "increase": candidate / source - 1}
 
 
-def _intervals(
-    lengths: np.ndarray, kl: np.ndarray, same: np.ndarray, loss: np.ndarray
-) -> dict[str, list[float]] | None:
-    """Bootstrap intervals of mean KL, top-1 and the increase of perplexity, over samples of these lengths."""
+def _intervals(lengths: np.ndarray, values: np.ndarray) -> dict[str, list[float]] | None:
+    """Bootstrap intervals of mean KL, top-1 and the increase of perplexity, the rows of `values`, over samples."""
     if len(lengths) < 2:
         return None
-    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
-    sums = np.stack([np.add.reduceat(values, starts) for values in (kl, same.astype(float), loss)])  # (3, samples)
+    sums = np.add.reduceat(values, np.cumsum(lengths) - lengths, axis=1)  # (3, samples)
     drawn = np.random.default_rng(SEED).integers(len(lengths), size=(RESAMPLES, len(lengths)))
     means = sums[:, drawn].sum(-1) / lengths[drawn].sum(-1)  # (3, resamples)
     means[2] = np.expm1(means[2])
-    low, high = np.quantile(means, INTERVAL, axis=1)
-    return {name: [float(low[i]), float(high[i])] for i, name in enumerate(("kl", "top1", "increase"))}
+    ends = np.quantile(means, INTERVAL, axis=1).T.tolist()
+    return dict(zip(("kl", "top1", "increase"), ends, strict=True))
 
 
 def by_position(
     lengths: np.ndarray, source_nll: np.ndarray, candidate_nll: np.ndarray, kl: np.ndarray, same_top1: np.ndarray
 ) -> list[dict[str, Any]]:
-    """A row for each band of positions that has tokens.
+    """A row, `Band` of eval/report/schema.py, for each band of positions that has tokens.
 
     Args:
         lengths: (texts,), scored tokens of each.
         source_nll, candidate_nll, kl, same_top1: (sum of lengths,), see `Measured`.
-
-    Returns:
-        `Band` of eval/report/schema.py each.
     """
     position = np.concatenate([np.arange(1, length + 1) for length in lengths])
     ends = [start for _, start in BANDS[1:]] + [None]
-    rows = []
-    for (name, start), end in zip(BANDS, ends, strict=True):
-        in_band = (position >= start) & (position < (end or np.inf))
-        if not in_band.any():
-            continue
-        rows.append(
-            {
-                "name": name,
-                "from": start,
-                "to": end,
-                "samples": int((lengths >= max(start, 1)).sum()),
-                "tokens": int(in_band.sum()),
-                "perplexity": _perplexity(source_nll[in_band], candidate_nll[in_band]),
-                "kl": {"mean": float(kl[in_band].mean())},
-                "top1": float(same_top1[in_band].mean()),
-            }
-        )
-    return rows
+    bands = [
+        (name, start, end, (position >= start) & (position < (end or np.inf)))
+        for (name, start), end in zip(BANDS, ends, strict=True)
+    ]
+    return [
+        {
+            "name": name,
+            "from": start,
+            "to": end,
+            "samples": int((lengths >= max(start, 1)).sum()),
+            "tokens": int(inside.sum()),
+            "perplexity": _perplexity(source_nll[inside], candidate_nll[inside]),
+            "kl": {"mean": float(kl[inside].mean())},
+            "top1": float(same_top1[inside].mean()),
+        }
+        for name, start, end, inside in bands
+        if inside.any()
+    ]

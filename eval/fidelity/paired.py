@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from .metrics import groups
+
 FEWEST = 8  # texts below which no interval is given
 RESAMPLES, SEED, INTERVAL = 2000, 0, (0.025, 0.975)
 NOTE = (
@@ -45,15 +47,9 @@ def paired(first: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 def _part(first: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> dict[str, Any]:
     rows = list(zip(first, other, strict=True))
     assert all((a["category"], a["tokens"]) == (b["category"], b["tokens"]) for a, b in rows)
-    categories = sorted({a["category"] for a, _ in rows})
-    families = sorted({name.partition("/")[0] for name in categories})
-
-    def among(family: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        return [pair for pair in rows if pair[0]["category"].partition("/")[0] == family]
-
     return _row(rows) | {
-        "categories": {name: _row([pair for pair in rows if pair[0]["category"] == name]) for name in categories},
-        "families": {name: _row(among(name)) for name in families},
+        kind: {name: _row([rows[i] for i in members]) for name, members in group.items()}
+        for kind, group in groups([a["category"] for a, _ in rows]).items()
     }
 
 

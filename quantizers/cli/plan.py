@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 
 from typer import Option
 
-from eval.report.serve_commands import without_vllm
-from eval.report.summary import candidate_lines, choice_lines, layer_rows
+from eval.report.summary import candidate_lines, choice_lines, layer_rows, without_vllm
 from quantizers.system.formatting import gib, parse_bytes, size, text_table
 from quantizers.system.progress import duration
 

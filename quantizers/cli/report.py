@@ -25,7 +25,7 @@ def report(
     """
     from pydantic import ValidationError
 
-    from eval.report.html_report import html_report
+    from eval.report.pages import html_report
     from eval.report.schema import checked
     from quantizers.checkpoint.reader import read_json
     from quantizers.output.journal import refuse_unfinished

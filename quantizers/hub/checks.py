@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from eval.report.model_card import front_matter, strange_licenses
+from eval.report.pages import front_matter, strange_licenses
 from quantizers.output.journal import refuse_unfinished
 from quantizers.output.manifest import output_facts, read_record, seal_of
 from quantizers.pipeline.report_files import check_manifest

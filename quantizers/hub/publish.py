@@ -172,9 +172,8 @@ def rewrite(folder: Path, before: dict[str, Any], after: dict[str, Any]) -> list
 
 def _keep_edited(folder: Path, text: str, before: dict[str, Any], after: dict[str, Any]) -> None:
     """Change only commands and front matter of a model card that was edited."""
-    from eval.report.html_report import html_report
-    from eval.report.model_card import front_matter
-    from eval.report.serve_commands import repository
+    from eval.report.pages import front_matter, html_report
+    from eval.report.summary import repository
 
     old, new, written = repository(before), repository(after), before["card"]["front_matter"]
     front = {key: value for key, value in front_matter(after).items() if key in written or key in PUBLICATION_KEYS}

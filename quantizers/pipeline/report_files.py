@@ -69,8 +69,7 @@ def write_with_card(folder: Path, report: dict[str, Any], drawn: Mapping[str, by
     Returns:
         The report as it will be read back.
     """
-    from eval.report.html_report import html_report
-    from eval.report.model_card import front_matter, model_card
+    from eval.report.pages import front_matter, html_report, model_card
 
     report = as_read(report)  # so page and card come out the same from memory and from the file
     texts = {PAGE: html_report(report, pictures(report) if drawn is None else drawn), CARD: model_card(report)}

@@ -13,7 +13,7 @@ from conftest import Finished
 from huggingface_hub import ModelCard
 from own_tokenizer import write_own_tokenizer
 
-from eval.report.model_card import front_matter, model_card
+from eval.report.pages import front_matter, model_card
 from eval.report.plots import calibration_figure, draw
 from eval.report.schema import checked
 from quantizers.architectures.families import architecture_for

@@ -19,8 +19,7 @@ from whole_models import Figures, compared, finished_weights, run_whole, source_
 
 from eval.fidelity.metrics import Measured, Text, by_position, figures
 from eval.fidelity.tables import eval_table
-from eval.report.html_report import html_report
-from eval.report.model_card import model_card
+from eval.report.pages import html_report, model_card
 from eval.report.plots import fidelity_figure, save
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.samples import CalibrationData

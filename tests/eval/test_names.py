@@ -22,9 +22,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from eval.report import plots
-from eval.report.html_report import html_report
-from eval.report.model_card import front_matter, model_card
-from eval.report.rendering import cell, code, md
+from eval.report.pages import cell, code, front_matter, html_report, md, model_card
 from quantizers.pipeline.report_files import read_front_matter
 from quantizers.system.formatting import printable, text_table
 

@@ -15,11 +15,9 @@ import pytest
 from commands import Command
 from conftest import Finished
 
-from eval.report.html_report import html_report
-from eval.report.model_card import model_card
+from eval.report.pages import html_report, model_card
 from eval.report.plots import HIGH, LOW, coverage_figure
-from eval.report.serve_commands import vllm_command
-from eval.report.summary import summary
+from eval.report.summary import summary, vllm_command
 from quantizers.cli.run import run_table
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -12,8 +12,7 @@ from typing import Any, cast
 import families
 import pytest
 
-from eval.serving.engines import SERVERS, model_modules, server_lookups, transformers_lookups
-from eval.serving.schemes import read_rules
+from eval.serving.engines import SERVERS, model_modules, read_rules, server_lookups, transformers_lookups
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.matrices import Matrix
 from quantizers.architectures.sizes import sizes_of

@@ -15,8 +15,7 @@ from conftest import Finished
 
 from eval.fidelity.metrics import Measured, Text, figures
 from eval.fidelity.scoring import HeldOut
-from eval.report.html_report import html_report
-from eval.report.model_card import model_card
+from eval.report.pages import html_report, model_card
 from quantizers.cli.common import emit
 from quantizers.cli.run import run_table
 from quantizers.output.manifest import write_record

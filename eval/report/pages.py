@@ -1,93 +1,148 @@
-"""README.md of an output: the Hub's model card; see templates/card.md.jinja.
+"""report.html and README.md of an output, made from its report.json; see templates/.
 
-The front matter follows the Hub's conventions (https://huggingface.co/docs/hub/model-cards).
+report.html is one self-contained page. README.md is the Hub's model card, and its front matter follows the Hub's
+conventions (https://huggingface.co/docs/hub/model-cards).
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import shlex
+from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from eval.fidelity.tables import by_part, past_the_model
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from eval.fidelity.tables import by_part, past_the_model, shown_categories
 from quantizers.calibration.samples import in_words
 from quantizers.calibration.set import CODES
 from quantizers.recipe.portable import is_hub_id
+from quantizers.system.formatting import gate_figures, gib, number, size
 from quantizers.system.output_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
 from quantizers.system.strict_yaml import dump
 
-from .rendering import base_name, render
-from .serve_commands import REASONS, knows_vllm, repository, sglang_command, vllm_command, without_vllm
-from .summary import choice_lines, expert_bits, layer_rows, under_routed_line
+from .summary import (
+    NAMELESS,
+    REASONS,
+    expert_bits,
+    layer_rows,
+    repository,
+    scheme_lines,
+    sglang_command,
+    summary,
+    under_routed_line,
+    vllm_command,
+    without_vllm,
+)
 
 SHARED = ".shared_expert"  # in the names of the matrices of experts that every token passes through
 DIGITS = 5  # significant digits of the figures in the front matter
 
 
-def model_card(report: dict[str, Any]) -> str:
-    """The card as Markdown with front matter.
+def html_report(report: dict[str, Any], drawn: Mapping[str, bytes]) -> str:
+    """The whole page; sections without data are left out.
 
     Args:
-        report: the contents of report.json, of a run or of a stitch.
+        report: the contents of report.json, from a run or a stitch.
+        drawn: of `plots.draw`, made from the same report.
     """
+    place = "." if repository(report) == NAMELESS else repository(report)
+    return _render(
+        "report.html.jinja",
+        report,
+        place,
+        name=base_name(report["source"]["model"]),
+        tiles=_tiles(report),
+        summary=summary(report),
+        plots={name: f"data:image/png;base64,{base64.b64encode(raw).decode()}" for name, raw in drawn.items()},
+        fidelity=[
+            (name, row)
+            for label, part in (by_part(report) if "kl" in report else {}).items()
+            for name, row in [(label, part), *shown_categories(part).items()]
+        ],
+        command_here=place == ".",
+    )
+
+
+def _tiles(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """The figures at the head of the page, each with what it is."""
+    tiles = []
+    if "kl" in report:
+        tiles = [
+            (number(report["kl"]["mean"], ".4f"), "mean KL, nats per token"),
+            (number(report["perplexity"]["increase"], "+.2%"), "perplexity"),
+            (number(report["top1"], ".1%"), "same most likely token"),
+        ]
+    before, after = report["plan"]["source_bytes"], report["plan"]["output_bytes"]
+    passed = sum(gate["passed"] for gate in report["gates"])
+    return [
+        *tiles,
+        (size(after), f"{after / before:.0%} of the source's {size(before)}"),
+        (_integers(report), "experts"),
+        (f"{passed} of {len(report['gates'])}", "gates passed"),
+    ]
+
+
+def model_card(report: dict[str, Any]) -> str:
+    """The model card as Markdown with front matter, of the contents of report.json, from a run or a stitch."""
     report = json.loads(json.dumps(report, sort_keys=True))  # so the card is the same from memory and from the file
-    stitch, plan, about = "stitched" in report, report["plan"], report["serving"]
-    dense, name, schemes = plan["dense_layers"], repository(report), report.get("schemes")
-    text = render(
+    stitch, plan, name = "stitched" in report, report["plan"], repository(report)
+    dense = plan["dense_layers"]
+    text = _render(
         "card.md.jinja",
-        r=report,
+        report,
+        name,
         stitch=stitch,
         plan=plan,
         front=dump(front_matter(report)),
         title=_title(report),
         forced=report.get("forced"),
-        failed=[gate["name"] for gate in report["gates"] if not gate["passed"]],
         folds="fold" in plan["actions"],
         shared=any(SHARED in row["kind"] for row in plan["kinds"]),
         dense=dense,
         moe_layers=plan["layers"] - len(dense),
-        form=_form(plan),
+        form=_fp8_form(plan) or "in 16 bits",
         attention=_attention(plan),
         stored=_stored(report),
-        choice=choice_lines(schemes) if schemes else [],
-        scheme_table=layer_rows(schemes) if schemes else None,
         plots={"calibration": CALIBRATION_PICTURE, "coverage": COVERAGE_PICTURE},
         parts=by_part(report) if "kl" in report else {},
         reasons=REASONS,
         repository=name,
-        vllm=vllm_command(about, name) if knows_vllm(about) else None,
-        without_vllm=without_vllm(about),
-        sglang=sglang_command(about, name),
+        sglang=sglang_command(report["serving"], name),
         versions=", ".join(f"{package} {version}" for package, version in report["versions"].items()),
         **(_of_stitch(report) if stitch else _of_run(report)),
     )
     return re.sub(r"\n{3,}", "\n\n", text).rstrip("\n") + "\n"
 
 
+def _integers(report: dict[str, Any]) -> str:
+    return " and ".join(f"INT{bits}" for bits in expert_bits(report))
+
+
 def _title(report: dict[str, Any]) -> str:
-    attention = "FP8 attention" if has_fp8_attention(report) else "attention as published"
-    bits = " and ".join(f"INT{n}" for n in expert_bits(report))
-    return f"{base_name(report['source']['model'])}: {attention}, {bits} experts"
+    attention = "FP8 attention" if _fp8_form(report["plan"]) else "attention as published"
+    return f"{base_name(report['source']['model'])}: {attention}, {_integers(report)} experts"
 
 
 def _stored(report: dict[str, Any]) -> str:
     """The storage format of the experts in words."""
     if "stitched" in report:
         return " and ".join(f"INT{s['bits']} in groups of {s['group_size']}" for s in report["experts"]["schemes"])
-    name = " and ".join(f"INT{n}" for n in expert_bits(report))
     if report.get("schemes"):
-        return f"{name}, symmetric, one bfloat16 scale per group ({report['schemes']['chosen']})"
-    return f"{name}, symmetric, one bfloat16 scale per {report['settings']['recipe']['experts']['group_size']} weights"
+        return f"{_integers(report)}, symmetric, one bfloat16 scale per group ({report['schemes']['chosen']})"
+    group = report["settings"]["recipe"]["experts"]["group_size"]
+    return f"{_integers(report)}, symmetric, one bfloat16 scale per {group} weights"
 
 
-def _form(plan: dict[str, Any]) -> str:
-    """How the passthrough linear weights are stored."""
-    if _per_row(plan):
+def _fp8_form(plan: dict[str, Any]) -> str | None:
+    """How FP8 weights are passed through, if any are: scales per block are renamed, those per row keep their name."""
+    if any(row["action"] == "keep" and row["kind"].endswith(".weight_scale") for row in plan["kinds"]):
         return "in FP8 with a scale per row"
-    return "in FP8 with a scale per block" if "rename" in plan["actions"] else "in 16 bits"
+    return "in FP8 with a scale per block" if "rename" in plan["actions"] else None
 
 
 def _attention(plan: dict[str, Any]) -> list[str]:
@@ -111,9 +166,6 @@ def _of_run(report: dict[str, Any]) -> dict[str, Any]:
         "unusable": sum(row["count"] for row in dropped if not row["left_out"]),
         "unlisted": sum(row["count"] for row in dropped if row["left_out"]),
         "made_by": f"quantize run recipe.yaml --output DIR{source}",
-        "past_the_model": past_the_model(report),
-        "under_routed": under_routed_line(report),
-        "fallbacks": sum(len(layer["fallbacks"]) for layer in report["layers"]),
     }
 
 
@@ -139,9 +191,7 @@ def _of_stitch(report: dict[str, Any]) -> dict[str, Any]:
 def front_matter(report: dict[str, Any]) -> dict[str, Any]:
     """What the Hub indexes a model by, and the figures that it shows.
 
-    Args:
-        report: of a run, or of a stitch, of whose calibration nothing is known. What was given for its publication
-            comes before what is known of the source.
+    What was given for its publication comes before what is known of the source.
     """
     from huggingface_hub import EvalResult, ModelCardData
 
@@ -165,7 +215,7 @@ def front_matter(report: dict[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def hub_licenses() -> frozenset[str]:
+def _hub_licenses() -> frozenset[str]:
     """The Hub's identifiers of licences, as its documentation lists them."""
     return frozenset(files("eval.report").joinpath("licenses.txt").read_text().split())
 
@@ -173,7 +223,7 @@ def hub_licenses() -> frozenset[str]:
 def strange_licenses(license: dict[str, Any]) -> list[str]:
     """The licences of a source that have none of the Hub's names, which refuses a card with another."""
     names = license.get("license", [])
-    return [name for name in ([names] if isinstance(names, str) else names) if name.lower() not in hub_licenses()]
+    return [name for name in ([names] if isinstance(names, str) else names) if name.lower() not in _hub_licenses()]
 
 
 def _license(known: dict[str, Any], given: str | None) -> dict[str, Any]:
@@ -220,22 +270,96 @@ def _results(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _tags(report: dict[str, Any]) -> list[str]:
-    widths = (tag for n in expert_bits(report) for tag in (f"int{n}", f"w{n}a16"))
-    kinds = (["awq"] if _by_awq(report) else []) + (["fp8"] if has_fp8_attention(report) else [])
-    return ["compressed-tensors", *kinds, *widths, "moe", *(["vllm"] if knows_vllm(report["serving"]) else [])]
-
-
-def _by_awq(report: dict[str, Any]) -> bool:
-    """Whether AWQ searched the scales: as the recipe says, or the recipe of another tool."""
     if "stitched" in report:
-        return "AWQModifier" in report["experts"].get("modifiers", ())
-    return bool(report["settings"]["recipe"]["experts"]["awq"])
+        awq = "AWQModifier" in report["experts"].get("modifiers", ())
+    else:
+        awq = report["settings"]["recipe"]["experts"]["awq"]
+    kinds = (["awq"] if awq else []) + (["fp8"] if _fp8_form(report["plan"]) else [])
+    widths = (tag for n in expert_bits(report) for tag in (f"int{n}", f"w{n}a16"))
+    return ["compressed-tensors", *kinds, *widths, "moe", *(["vllm"] if "vllm" in report["serving"]["servers"] else [])]
 
 
-def has_fp8_attention(report: dict[str, Any]) -> bool:
-    """Whether FP8 weights are passed through: scales per block are renamed for it, those per row keep their name."""
-    return _per_row(report["plan"]) or "rename" in report["plan"]["actions"]
+# Templates ---------------------------------------------------------------------------------------------------------
 
 
-def _per_row(plan: dict[str, Any]) -> bool:
-    return any(row["action"] == "keep" and row["kind"].endswith(".weight_scale") for row in plan["kinds"])
+def _render(template: str, report: dict[str, Any], place: str, **context: Any) -> str:
+    """A template of this folder; in `.html.jinja` every value is escaped, in `.md.jinja` those with the filters below.
+
+    What is no character, such as half of a surrogate pair in a JSON file, becomes a question mark.
+
+    Args:
+        report: for what both pages say.
+        place: the checkpoint's folder or Hub id in commands.
+        context: what this page alone says.
+    """
+    context |= {
+        "r": report,
+        "failed": [gate["name"] for gate in report["gates"] if not gate["passed"]],
+        "choice": scheme_lines(report),
+        "scheme_table": layer_rows(report["schemes"]) if report.get("schemes") else None,
+        "past_the_model": past_the_model(report),
+        "under_routed": under_routed_line(report),
+        "fallbacks": [f"layer {row['layer']}: {line}" for row in report["layers"] for line in row.get("fallbacks", ())],
+        "vllm": vllm_command(report["serving"], place),
+        "without_vllm": without_vllm(report["serving"]),
+    }
+    return _environment().get_template(template).render(context).encode(errors="replace").decode()
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("eval.report"),
+        autoescape=lambda name: name is not None and name.endswith(".html.jinja"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {
+        "n": lambda value: f"{value:,}",
+        "f": number,
+        "size": size,
+        "gib": gib,
+        "md": md,
+        "cell": cell,
+        "code": code,
+        "linked": linked,
+        "is_hub_id": is_hub_id,
+        "gate_figures": gate_figures,
+    }
+    return environment
+
+
+# What Markdown or the Hub's mathematics read within a line; an underscore between two letters is none.
+_MARKS = re.compile(r"[\\`*\[\]<>&$~]|(?<![^\W_])_|_(?![^\W_])|(?<!\S)#")
+_OPENING = re.compile(r"[+=-]|\d+(?=[.)](?: |$))")  # what makes more than a paragraph of a line that begins with it
+
+
+def md(text: object) -> str:
+    """Plain text in a line of Markdown, of which nothing is a mark."""
+    line = _MARKS.sub(lambda mark: f"&#{ord(mark[0])};", " ".join(str(text).split()))
+    return f"&#{ord(line[0])};{line[1:]}" if _OPENING.match(line) else line
+
+
+def code(text: object) -> str:
+    """Text as code in a line of Markdown, between more backticks than are in it."""
+    line = " ".join(str(text).split()) or " "
+    ticks = "`" * (1 + max(map(len, re.findall("`+", line)), default=0))
+    room = " " if line.startswith("`") or line.endswith("`") else ""
+    return f"{ticks}{room}{line}{room}{ticks}"
+
+
+def cell(markdown: str) -> str:
+    """A line of Markdown in a cell of a table."""
+    return markdown.replace("|", r"\|")
+
+
+def linked(model: str) -> str:
+    """A model's name as Markdown: a link if it is a Hub id, else the name of its folder."""
+    return f"[{md(model)}](https://huggingface.co/{model})" if is_hub_id(model) else code(base_name(model))
+
+
+def base_name(model: object) -> str:
+    """The last part of a Hub id or folder."""
+    return str(model).rstrip("/").rpartition("/")[2]
