@@ -23,7 +23,7 @@ from live_bytes import Alive
 from safetensors.torch import save_file
 
 from quantizers.architectures.sizes import Sizes
-from quantizers.checkpoint import prefetch
+from quantizers.checkpoint import loaded_tensors
 from quantizers.pipeline import pipeline, quantize
 from quantizers.pipeline.pipeline import Options
 from quantizers.planning import expert_batches
@@ -165,7 +165,7 @@ def living(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Liv
 
     What threads do beside it is done on the spot, so that the next layer is always in memory beside the one in work.
     """
-    for module in (prefetch, quantize):
+    for module in (loaded_tensors, quantize):
         monkeypatch.setattr(module, "ThreadPoolExecutor", OnTheSpot)
     real, runs, found = pipeline.quantize_layers, iter(range(100)), list[Living]()
 
