@@ -95,7 +95,7 @@ def measured_table(result: dict[str, Any]) -> str:
     rows = [(row["phase"], f"{row['seconds']:.2f}", row["grows_with"], f"{row['run']:.2f}") for row in result["phases"]]
     sizes, dense = result["sizes"], result["dense_layers"]
     evaluated = f" and {result['held_out']:,} evaluation tokens" if result["held_out"] else ""
-    others = f" and {dense} without at {_seconds(result['dense_layer'])}" if dense else ""
+    others = f" and {dense} without at {_duration(result['dense_layer'])}" if dense else ""
     threads = result["machine"]["threads"]
     lines = [
         f"measured on {result['machine']['device']}, {threads} thread{'s' if threads > 1 else ''}: one layer of "
@@ -106,14 +106,14 @@ def measured_table(result: dict[str, Any]) -> str:
         "",
         f"peak memory {size(result['peak_memory_bytes'])}",
         f"the whole run: {duration(result['run'])}, extrapolated: {result['layers']} layers with experts at "
-        f"{_seconds(result['layer'])} each{others}",
+        f"{_duration(result['layer'])} each{others}",
         "each phase is multiplied by the ratio of what it grows with; reading overlaps with computing; logits and "
         "the last reading of the output are not included",
     ]
     return "\n".join(lines)
 
 
-def _seconds(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     return duration(seconds) if seconds >= 60 else f"{seconds:.2f} s"
 
 

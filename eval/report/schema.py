@@ -33,9 +33,6 @@ class Part(BaseModel):
         return self.model_dump(by_alias=True, exclude_unset=True)
 
 
-# What was used -----------------------------------------------------------------------------------------------------
-
-
 class Source(Part):
     """The checkpoint that was quantized."""
 
@@ -138,14 +135,9 @@ class Calibration(Part):
     datasets: list[str] = key("Hub data sets of which samples were used")
     licences: dict[str, str] = key("Licence of each data set and file of which samples were used; empty where unknown")
     languages: dict[str, dict[str, int]] = key("Texts in each listed programming and spoken language", "samples")
-    asked_for: dict[str, dict[str, int]] = key(
-        "Samples whose prompt asks for a language, in whichever they are", "samples"
-    )
+    asked_for: dict[str, dict[str, int]] = key("Samples whose prompt asks for a language, in any", "samples")
     by_language: dict[str, dict[str, Tally]] = key("Texts in each language, with tokens and truncation")
     drawn: Drawn | None = maybe("What was drawn; absent where the recipe takes the whole set")
-
-
-# What was done -----------------------------------------------------------------------------------------------------
 
 
 class ActionTotals(Part):
@@ -282,9 +274,6 @@ class StitchedLayer(Part):
     router: str = key("State of the router in the experts' checkpoint")
     error: Number = key("Largest error of the probed experts against the source's times the ratio of norms", "relative")
     error_unscaled: Number = key("The same against the source's experts without the ratio", "relative")
-
-
-# What was measured -------------------------------------------------------------------------------------------------
 
 
 class Gate(Part):
@@ -429,9 +418,7 @@ class Fidelity(PartFigures):
     evaluated_on: HeldOutSet = key("The held-out set")
     long: PartFigures | None = maybe("The long texts; absent where all texts are of one kind")
     positions: list[Band] = key("By position in the long texts, or else in all")
-    weight_error: list[dict[str, Number]] | None = maybe(
-        "Error of the weights by layer; with `quantize eval` only", "relative"
-    )
+    weight_error: list[dict[str, Number]] | None = maybe("Error of the weights by layer; in an `eval`", "relative")
 
 
 class ShardDigest(Part):
@@ -607,9 +594,5 @@ class RunReport(Report):
 
 
 def checked(report: dict[str, Any]) -> RunReport | StitchReport:
-    """A report of a run or a stitch, as read from JSON.
-
-    Raises:
-        pydantic.ValidationError: it does not have the schema, as those of other versions may not.
-    """
+    """A report read from JSON; pydantic.ValidationError without the schema, as those of other versions may be."""
     return (StitchReport if "stitched" in report else RunReport).model_validate(report)

@@ -28,7 +28,7 @@ import numpy as np
 from jinja2 import TemplateSyntaxError
 from numpy.typing import NDArray
 
-from quantizers.system.errors import CalibrationError
+from quantizers.system.errors import CalibrationError, first_line
 
 from .row_formats import THOUGHTS, Content, Rejected, Turn, turn_of
 
@@ -98,9 +98,8 @@ def load_tokenizer(
     except CalibrationError:
         raise
     except Exception as failure:  # the library does not document what it raises
-        problem = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
         raise CalibrationError(
-            f"{source}: no tokenizer can be read ({problem}); give a model's folder or Hub id"
+            f"{source}: no tokenizer can be read ({first_line(failure)}); give a model's folder or Hub id"
         ) from failure
 
 
@@ -413,7 +412,7 @@ class Renderer:
                 problem = f"line {failure.lineno}: {failure}"
                 raise CalibrationError(f"the chat template cannot be read ({problem}); correct it") from None
             except Exception as failure:  # a template is a program and can fail in any way
-                problem = problem or (str(failure).strip().splitlines() or [type(failure).__name__])[0]
+                problem = problem or first_line(failure)
             else:
                 self._note(content.turns, habits)
                 return text

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from quantizers.system.caches import user_cache
+from quantizers.system.errors import first_line
 from quantizers.system.files import file_sha256
 from quantizers.system.output_files import DATA
 from quantizers.system.package_data import shipped
@@ -355,7 +356,7 @@ def _parquet_rows(stream: Any, file: str, columns: Collection[str] | None) -> It
     except (pyarrow.ArrowException, ValueError, ArithmeticError, LookupError, OSError) as failure:
         problem = f"cannot be read after row {number}" if number else "not a Parquet file that can be read"
         remedy = "give another file, or convert it to .jsonl"
-        raise SourceError(file, f"{problem} ({str(failure).splitlines()[0]})", remedy) from None
+        raise SourceError(file, f"{problem} ({first_line(failure)})", remedy) from None
 
 
 def _plain(value: Any) -> Any:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantizers.system.caches import downloads_are_lost
-from quantizers.system.errors import CheckpointError
+from quantizers.system.errors import CheckpointError, first_line
 from quantizers.system.formatting import places
 from quantizers.system.output_files import CARD, is_own
 
@@ -278,7 +278,7 @@ def resolve(model: str, revision: str = "main", patterns: Iterable[str] | None =
         allowed = list(patterns) if patterns else None
         return Path(snapshot_download(model, revision=revision, ignore_patterns=ignored, allow_patterns=allowed))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as failure:
-        reason = next(iter(str(failure).strip().splitlines()), type(failure).__name__)
+        reason = first_line(failure)
         raise CheckpointError(
             f"{model}: not a folder, and the Hub did not give it ({reason}); download it and name the folder"
         ) from None

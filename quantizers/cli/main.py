@@ -12,7 +12,7 @@ import typer
 from quantizers.device.determinism import ordered
 from quantizers.distributed.process_group import ProcessGroup, launched
 from quantizers.system.caches import settle_caches
-from quantizers.system.errors import InputError, QuantizeError
+from quantizers.system.errors import InputError, QuantizeError, first_line
 from quantizers.system.formatting import gib, printable
 from quantizers.system.interrupts import stoppable
 
@@ -119,8 +119,7 @@ def main() -> None:
         if "--debug" in sys.argv:
             traceback.print_exc()
             _end(dist, "", 1)
-        first = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
-        _end(dist, f"{type(failure).__name__}: {first} (a traceback with --debug)", 1)
+        _end(dist, f"{type(failure).__name__}: {first_line(failure)} (a traceback with --debug)", 1)
 
 
 def _end(dist: ProcessGroup, message: str, code: int) -> NoReturn:

@@ -13,7 +13,7 @@ import torch
 
 from quantizers.architectures.sizes import Sizes
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
-from quantizers.system.errors import InputError, OutputError
+from quantizers.system.errors import InputError, OutputError, first_line
 from quantizers.system.host_memory import available
 
 from .determinism import LT_WORKSPACE, WORKSPACE, settings_in_force, settle_gpu
@@ -46,8 +46,9 @@ def choose_device(name: str, dist: ProcessGroup = SINGLE_PROCESS) -> torch.devic
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)  # the default device for events and streams
     except (RuntimeError, AssertionError) as failure:
-        first = str(failure).splitlines()[0]
-        raise InputError(f"--device {name}: {first}; give another device, or look at it with nvidia-smi") from None
+        raise InputError(
+            f"--device {name}: {first_line(failure)}; give another device, or look at it with nvidia-smi"
+        ) from None
     dist.connect(device)
     return device
 

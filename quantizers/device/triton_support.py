@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from quantizers.system.errors import first_line
+
 INTERPRETER = "TRITON_INTERPRET"  # Triton's own variable: 1 runs kernels in Python, on tensors of a CPU
 SMALLEST = 8, 0  # compute capability: the kernels are compiled for it, and for newer ones, in the tests
 # How they are compiled. Fused, a product and the sum after it would be rounded once, where torch's operations round
@@ -72,8 +74,3 @@ def why_not(device: torch.device) -> str:
     except Exception as failure:  # Triton's, the compiler's, or the driver's
         return f"Triton cannot launch: {first_line(failure)}"
     return ""
-
-
-def first_line(failure: Exception) -> str:
-    """The first line of an error's message, or its type if it has none."""
-    return next(iter(str(failure).strip().splitlines()), repr(failure))

@@ -22,7 +22,7 @@ import torch.distributed
 from torch.distributed import BroadcastOptions, PrefixStore, Store, Work
 from torch.distributed.rendezvous import rendezvous
 
-from quantizers.system.errors import InputError, PeerFailed, QuantizeError
+from quantizers.system.errors import InputError, PeerFailed, QuantizeError, first_line
 
 from .process_group import RESUME, Made, ProcessGroup
 
@@ -183,8 +183,7 @@ class DistributedGroup(ProcessGroup):
                 pause = min(2 * pause, LONGEST_PAUSE)
             work.wait()  # raises the failure of gloo; lets a GPU's next kernels wait for NCCL
         except (RuntimeError, TimeoutError) as failure:
-            lines = str(failure).strip().splitlines() or [type(failure).__name__]
-            reason = re.sub(r"^\[.*?\] ", "", lines[0])  # without gloo's file and line
+            reason = re.sub(r"^\[.*?\] ", "", first_line(failure))  # without gloo's file and line
             raise QuantizeError(
                 f"{self.name}: another process is lost ({reason}); the launcher's report says which; {RESUME}"
             ) from None

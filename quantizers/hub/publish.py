@@ -24,7 +24,7 @@ from quantizers.device.devices import choose_device
 from quantizers.output.manifest import add_files, write_record
 from quantizers.pipeline.report_files import FRONT_MATTER, pictures, read_front_matter, write_with_card
 from quantizers.recipe.portable import is_hub_id
-from quantizers.system.errors import CheckpointError, InputError, QuantizeError
+from quantizers.system.errors import CheckpointError, InputError, QuantizeError, first_line
 from quantizers.system.files import write_text
 from quantizers.system.interrupts import handle_signals
 from quantizers.system.output_files import CARD, PAGE, REPORT, files_below
@@ -273,7 +273,7 @@ def _hub_errors(repo: str) -> Iterator[None]:
                 f"{repo}: the Hub refuses this token ({status}); log in with `hf auth login` to an account with write "
                 "access, or choose another --repo"
             ) from None
-        reason = next(iter(str(failure).strip().splitlines()), type(failure).__name__)
+        reason = first_line(failure)
         if token := get_token():
             reason = reason.replace(token, "***")
         raise QuantizeError(f"{repo}: the upload stopped ({reason}); {AGAIN}") from None

@@ -1,1 +1,1 @@
-"""The one loop over a checkpoint's decoder layers; every use of it is a consumer (loop.py)."""
+"""The one loop over a checkpoint's decoder layers; its uses are consumers (loop.py)."""

@@ -31,7 +31,7 @@ from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 from quantizers.system.errors import QuantizeError
 from quantizers.system.progress import doing
 
-Need = Literal["bytes", "attention", "experts"]
+Need = Literal["attention", "experts"]
 
 
 class Watch:
@@ -60,7 +60,7 @@ class LayerStep:
 
 
 class Consumer:
-    """One use of the loop over the layers: quantizing, comparing, counting routes, measuring schemes, mixing.
+    """One use of the loop over the layers: quantizing, comparing, counting routes, measuring schemes.
 
     The loop (`layer_steps`) reads the source's bytes of each layer once. At each layer every process calls every
     consumer, in the order in which they were given, at three fixed places:
@@ -76,9 +76,8 @@ class Consumer:
     layer to the next.
 
     Attributes:
-        needs: what the loop prepares: `bytes` for the stored tensors alone, `attention` for the module without its
-            experts' weights, `experts` for all of it. Only a consumer that needs `experts` is called with
-            `source_layer`, and none that needs `bytes` with `without_experts`.
+        needs: what the loop prepares: `attention` for the module without its experts' weights, `experts` for all of it;
+            only then is it called with `source_layer`.
     """
 
     needs: Need
@@ -96,14 +95,12 @@ class Consumer:
 def run_step(
     step: LayerStep, model: StreamedModel | None, consumers: Sequence[Consumer], proof: Proof | None = None
 ) -> None:
-    """Call the consumers at their places, with the source's model unless they need bytes alone.
+    """Call the consumers at their places, with the source's model if it is given.
 
     Before they compute anything the layer is proven, unless it is already; an ArchitectureError if it cannot be.
     """
     with_experts = [consumer for consumer in consumers if consumer.needs == "experts"]
-    with_attention = [consumer for consumer in consumers if consumer.needs != "bytes"]
-    if with_attention:
-        assert model is not None
+    if model is not None:
         with model.layer(step.number, step.on_device, experts=bool(with_experts)) as layer:
             step.watch.lap("materialise")
             step.proof = proof.of_layer(layer) if proof else None
@@ -111,7 +108,7 @@ def run_step(
                 consumer.source_layer(step, layer)
             if with_experts and step.number not in model.sizes.dense:
                 model.release_experts(layer)
-            for consumer in with_attention:
+            for consumer in consumers:
                 consumer.without_experts(step, layer)
     for consumer in consumers:
         consumer.after_source(step)
@@ -132,7 +129,7 @@ def layer_steps(
     Args:
         tensors: the names of the tensors to read, by the layer's number, in the order of the layers.
         consumers: called in this order at each place of a step, see `Consumer`.
-        model: the source's structure and device; None if the consumers need bytes alone, on the CPU.
+        model: the source's structure and device; None to have each layer's bytes alone, on the CPU.
         check: called between layers; may raise to interrupt.
         early: whether there is room on the device for the next layer's bytes, which are then prefetched.
 
@@ -148,8 +145,7 @@ def layer_steps(
     device = torch.device("cpu") if model is None else model.device
     early = early and is_accelerator(device)
     prefetch = BufferPrefetch(device)
-    computes = model is not None and any(consumer.needs != "bytes" for consumer in consumers)
-    proof = Proof(model) if model is not None and computes else None
+    proof = None if model is None else Proof(model)
 
     def prepare(buffer: torch.Tensor) -> None:
         pin(buffer, device)

@@ -260,7 +260,7 @@ class Residents:
 
 
 def recorded_bytes(sizes: Sizes, tokens: int, itemsize: int) -> int:
-    """Captured MoE inputs of the calibration set, see `forward.recorded.MoeInputStore`."""
+    """Captured MoE inputs of the calibration set, see `model.moe_inputs.MoeInputStore`."""
     return tokens * (itemsize * sizes["hidden"] + 8 * sizes["chosen"] + 1)
 
 

@@ -20,7 +20,7 @@ from quantizers.formats.tensor_names import split_fused_experts, split_fused_spe
 from quantizers.formats.unsupported import refuse_unquantizable
 from quantizers.recipe.read import Change, facts_location, given_at, read_recipe, set_location, source_location
 from quantizers.recipe.schema import Recipe
-from quantizers.system.errors import CheckpointError, InputError, did_you_mean
+from quantizers.system.errors import CheckpointError, InputError, did_you_mean, first_line
 from quantizers.system.package_data import shipped_names
 
 from .allocation import Allocation, allocation
@@ -215,7 +215,7 @@ def read_hub(model: str, revision: str) -> tuple[dict[str, Any], dict[str, Spec]
         refuse_unquantizable(config, f"{model}: {CONFIG}")  # before the headers, whose dtypes may be unknown here
         files = api.get_safetensors_metadata(model, revision=commit).files_metadata
     except failures as failure:
-        reason = next(iter(str(failure).strip().splitlines()), type(failure).__name__)
+        reason = first_line(failure)
         raise CheckpointError(
             f"{model}: the Hub did not give its headers ({reason}); check the name and the network, or name a folder"
         ) from None

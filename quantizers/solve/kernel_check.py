@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quantizers.device.triton_support import can_launch, disable_kernel, first_line
+from quantizers.device.triton_support import can_launch, disable_kernel
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.formats.packed_integers import grouped
+from quantizers.system.errors import first_line
 
 from . import kernels
 from .hessians import weigh_rows

@@ -71,6 +71,11 @@ class PeerFailed(QuantizeError):
         self.exit_code = exit_code
 
 
+def first_line(failure: BaseException) -> str:
+    """The first line of an error's message, or its type if it has none."""
+    return next(iter(str(failure).strip().splitlines()), type(failure).__name__)
+
+
 MOST = 3  # names suggested where several begin with the given one
 BEGUN = 3  # letters of a beginning, at least
 

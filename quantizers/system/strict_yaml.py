@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from .errors import InputError
+from .errors import InputError, first_line
 
 MAX_BYTES = 200_000  # takes seconds at worst; the largest shipped file has 10,000
 MAX_DEPTH = 32
@@ -137,7 +137,7 @@ def _values(text: str, lines: dict[Place, int]) -> Any:
         raise Refused(line, f"not valid YAML: {failure.reason}; remove this character") from None
     except yaml.YAMLError as failure:
         mark = getattr(failure, "problem_mark", None)
-        problem = getattr(failure, "problem", None) or str(failure).splitlines()[0]
+        problem = getattr(failure, "problem", None) or first_line(failure)
         raise Refused(mark.line + 1 if mark else 0, f"not valid YAML: {problem}; correct it") from None
     except (ValueError, OverflowError) as failure:  # such as an escape of no character, or 5,000 digits
         raise Refused(0, f"not valid YAML: {failure}; correct it") from None
