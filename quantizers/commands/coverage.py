@@ -85,7 +85,18 @@ def coverage(
 ) -> Coverage:
     """Count the tokens routed to each expert, without quantizing.
 
-    The arguments are the options of `quantize coverage`, see `quantizers.commands`.
+    Args:
+        recipe: recipe whose source, calibration set and gates are used.
+        source, calibration, settings: of the recipe, as in `quantizers.run`.
+        facts: the user's own architecture spec.
+        model: without a recipe, or instead of its source: a checkpoint's folder or Hub id.
+        data: without a recipe, or instead of its set: a calibration set.
+        compare: two sets: experts whose share of tokens grows or shrinks, newly covered or no longer covered.
+        min_routed_tokens, max_uncovered: without a recipe, the gate: 1 token, and 0.01 of the experts by default.
+        device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
+        work: scratch folder for activations; a temporary one by default.
+        trust_remote_code: allow custom tokenizer code.
+        dist: the processes that share the work; each of them calls this.
 
     Raises:
         InputError: something is missing, given twice, or wrong.

@@ -106,8 +106,16 @@ def evaluate(
 ) -> Evaluation:
     """Measure perplexity, KL and more of candidates against a source; one layer of each is in memory at a time.
 
-    The arguments are those of `quantize eval`, see `quantizers.commands`. With `work`, the folder of activations and a
-    journal, an interrupted evaluation resumes.
+    Args:
+        source: a folder or Hub id.
+        candidates: one or more checkpoints of the same model, in any format that `quantize eval --help` names.
+        data: evaluation set: a file, or the name of a shipped set such as held-out.
+        facts: the user's own architecture spec; the one that a candidate carries by default.
+        device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
+        work: folder for activations and a journal, from which an interrupted evaluation resumes; a temporary one by
+            default.
+        trust_remote_code: allow custom tokenizer code.
+        dist: the processes that share the work; each of them calls this.
 
     Raises:
         InputError: a set or checkpoint is wrong, or `work` holds another evaluation.

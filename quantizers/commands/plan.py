@@ -73,7 +73,19 @@ def plan(
 ) -> PlannedRun:
     """Show what a run would do and need; with `vram`, where its output fits. Reads headers only.
 
-    The arguments are the options of `quantize plan`, see `quantizers.commands`; `disk` is in bytes per second.
+    Args:
+        recipe, source, calibration, settings: as in `quantizers.run`.
+        facts: the user's own architecture spec, instead of the one that the recipe may name.
+        output: with a budget: the folder of a run, to show the schemes that it chose.
+        hub: read the headers from the Hub even if the architecture spec is built in.
+        device_memory: bytes of the device's memory that the run may use at most.
+        nodes, gpus: machines, and GPUs of each, for which a run is estimated as well.
+        disk: bandwidth of a machine's disk in bytes per second; 1 GB by default.
+        tensors: list every tensor with its action.
+        vram: GPUs to serve the output on, such as 2x96GiB or 2xH100.
+        context: with `vram`, context length in tokens; the model's maximum by default.
+        kv: with `vram`, 16-bit keys and values (auto), or fp8.
+        tp: with `vram`, tensor-parallel size; the largest that vLLM allows by default.
 
     Raises:
         InputError: the recipe or its source is wrong, or arguments do not go together.

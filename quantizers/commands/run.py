@@ -70,8 +70,27 @@ def run(
 ) -> FinishedCheckpoint:
     """Quantize a checkpoint, stitch it, verify and measure it. An interrupted run resumes when it is called again.
 
-    Progress is printed on standard error. Ctrl-C and SIGTERM end it between two steps. The arguments are the options of
-    `quantize run`, see `quantizers.commands`; `fresh` does not ask.
+    Progress is printed on standard error. Ctrl-C and SIGTERM end it between two steps.
+
+    Args:
+        recipe: a recipe file, the name of a shipped recipe, or the Hub id of a model that has one.
+        output: folder for the finished checkpoint: new, empty, or an unfinished run; out/<name of the recipe> by
+            default.
+        source: local folder of the source model, instead of the recipe's.
+        calibration: calibration set instead of the recipe's: a file, or the name of a shipped set.
+        without: sources of the calibration set to leave out; samples of the same category take their place.
+        settings: keys of the recipe to override, such as `{"experts.group_size": 64}`; None removes a key.
+        device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
+        device_memory: bytes of the device's memory to use at most; the output is the same.
+        fresh: discard an earlier run in `output`, without asking.
+        paranoid: hash the source's shards, and check them again on resume.
+        states: where calibration activations are kept; auto: on the device or in memory if they fit, else in files.
+        ignore_stop: continue after a layer whose figures are beyond the recipe's `verify.stop`.
+        ignore_source_check: quantize a source that makes no sense of text, such as random weights; see the recipe's
+            `verify.perplexity.max_source`.
+        with_data: copy the sets' local data files into the output, for publishing.
+        command: what the user typed, named where the run is found unfinished.
+        dist: the processes that share the run; each of them calls this.
 
     Returns:
         The checkpoint. Gates that failed do not raise: see `passed`.

@@ -43,8 +43,17 @@ def stitch(
 ) -> FinishedCheckpoint:
     """Build a mixed checkpoint: experts from one checkpoint, everything else from the FP8 source.
 
-    Progress is printed on standard error. An interrupted call resumes when it is made again. The arguments are the
-    options of `quantize stitch`, see `quantizers.commands`.
+    Progress is printed on standard error. An interrupted call resumes when it is made again.
+
+    Args:
+        source: the FP8 model, a folder or Hub id.
+        experts: a checkpoint with packed experts, quantized by any tool from a BF16 copy of the source.
+        output: a new or empty folder, or that of the same call that was interrupted; out/<name of experts>-stitched by
+            default.
+        repair_router: compensate the router for the smoothed norms of the experts' checkpoint.
+        facts: the user's own architecture spec.
+        device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
+        command: what the user typed, named where the folder is found unfinished.
 
     Returns:
         The checkpoint. Gates that failed, such as an uncompensated router, do not raise: see `passed`.

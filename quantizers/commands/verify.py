@@ -79,7 +79,13 @@ def verify(
 ) -> Verification:
     """Compare a finished checkpoint with its source, with its own report, and with the rules of serving engines.
 
-    The arguments are the options of `quantize verify`, see `quantizers.commands`.
+    Args:
+        folder: a finished checkpoint of compressed-tensors' formats, made by this program or another.
+        source: the source model, a folder or Hub id; the one in report.json by default.
+        revision: of the source on the Hub; the one in report.json by default.
+        with_vllm: also ask the installed vLLM for the scheme of every layer.
+        facts: the user's own architecture spec, instead of one that the folder carries.
+        device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
 
     Raises:
         InputError: the folder or the source cannot be opened, or the source is unknown.
