@@ -180,7 +180,7 @@ def _packed(checkpoint: Checkpoint, module: str) -> tuple[list[TensorInfo], tupl
     bits, groups = packed.shape[-1] * 32 // columns if packed.shape and columns > 0 else 0, (0, *scale.shape)[-1]
     parts = [packed, scale] if zero is None else [packed, scale, zero]
     shapes = [(rows, columns * bits // 32), (rows, groups), (math.ceil(rows * bits / 32), groups)][: len(parts)]
-    whole = bits in (4, 8) and groups > 0 and columns % groups == columns * bits % 32 == 0
+    whole = 2 <= bits <= 8 and groups > 0 and columns % groups == columns * bits % 32 == 0
     integers = all(info.dtype == "I32" for info in parts if info is not scale)
     if not whole or not integers or [info.shape for info in parts] != shapes:
         stored = ", ".join(f"{info.name.rpartition('.')[2]} {info.dtype} {list(info.shape)}" for info in parts)

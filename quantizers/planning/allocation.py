@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from quantizers.architectures.sizes import Sizes
-from quantizers.recipe.schema import ALL, Experts, Scheme
+from quantizers.recipe.schema import CANDIDATES, Experts, Scheme
 from quantizers.system.errors import RecipeError
 from quantizers.system.formatting import gib, parse_bytes
 
@@ -114,7 +114,7 @@ def candidates(sizes: Sizes, parallel: int) -> tuple[Scheme, ...]:
     """The schemes whose groups divide the inputs of an expert's matrices, of down (w2) each part on `parallel` GPUs."""
     return tuple(
         scheme
-        for scheme in ALL
+        for scheme in CANDIDATES
         if sizes["hidden"] % scheme.group_size == 0 and sizes["width"] % (scheme.group_size * parallel) == 0
     )
 

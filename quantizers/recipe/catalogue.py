@@ -54,7 +54,7 @@ source:
 calibration: software-engineer         # a shipped set, or a path relative to this file
 # calibration: {{set: software-engineer, tokens: 131072}}   # a subsample, drawn evenly over its categories
 experts:
-  bits: 4                              # 4 | 8
+  bits: 4                              # 2 | 3 | 4 | 5 | 6 | 8
   group_size: 32                       # weights under one scale: 32 | 64 | 128; smaller is better and larger on disk
   # budget: 125GiB                     # instead of these two: the shards' size; both are then chosen for each layer
   engine: gram                         # gram | llmcompressor: the library's own AWQ, as a reference

@@ -20,7 +20,7 @@ from quantizers.system.formatting import parse_bytes
 from quantizers.system.schema import Strict
 
 SCALE_BITS = 16  # bfloat16
-BITS, GROUPS = (4, 8), (32, 64, 128)  # supported by vLLM's Marlin MoE kernels without zero points
+BITS, GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # vLLM's Humming takes all of them, Marlin 4 and 8 bits
 
 
 @dataclass(frozen=True, order=True)
@@ -39,7 +39,8 @@ class Scheme:
         return f"INT{self.bits} group {self.group_size}"
 
 
-ALL = tuple(Scheme(bits, group) for bits in BITS for group in reversed(GROUPS))  # in ascending order of size
+# What a budget chooses from, in ascending order of size: what every server takes.
+CANDIDATES = tuple(Scheme(bits, group) for bits in (4, 8) for group in reversed(GROUPS))
 
 
 def counted(schemes: Iterable[Scheme]) -> str:
@@ -121,8 +122,8 @@ class Experts(Strict):
     """The same with a mean over the experts, scales included: INT4 in groups of 32 has 4.5."""
     tensor_parallel: Annotated[Annotated[int, Field(ge=1, le=64)] | None, ONLY_IF_GIVEN] = None
     """With a budget: the number of GPUs over which an expert is split when served; a group must fit each part."""
-    bits: Literal[4, 8] = 4
-    """Bits of a weight."""
+    bits: Literal[2, 3, 4, 5, 6, 8] = 4
+    """Bits of a weight. Most servers take 4 and 8 only: see [serve](publish.md)."""
     group_size: Literal[32, 64, 128] = 32
     """Weights under one scale: smaller is better, and larger on disk."""
     symmetric: Literal[True] = True
