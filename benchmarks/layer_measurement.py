@@ -90,7 +90,7 @@ def measure_layer(
     """
     run_lengths, run_texts = _run_lengths(job)
     schemes = job.allocation.candidates if job.allocation else job.plan.schemes
-    verify_kernels(device, {(scheme.bits, scheme.group_size) for scheme in schemes})
+    verify_kernels(device, {(s.bits, s.group_size, job.recipe.experts.signed) for s in schemes})
     tokens = min(tokens or tokens_per_chunk(is_accelerator(device)), sum(run_lengths))
     lengths, texts = cut_to(run_lengths, tokens), cut_to(run_texts, tokens)
     with tempfile.TemporaryDirectory(prefix="quantize-measure-") as name:

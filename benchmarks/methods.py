@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ import torch
 from quantizers.architectures.architecture import EXPERTS, ROUTER, Architecture
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.samples import CalibrationData, token_tensors
-from quantizers.checkpoint.reader import open_folder
+from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.commands.evaluate import measure
 from quantizers.device.devices import choose_device, forward_dtype, machine, use_threads, versions
@@ -116,6 +117,7 @@ def methods(base: Experts, facts: Architecture, dtype: torch.dtype) -> Methods:
         Method("gram AWQ, minmax, nearest, a = 0", experts(**plain)),
         Method("gram AWQ, mse, nearest, a = 0.9", experts(scales="mse", rounding="nearest", routed_weight=0.9)),
         Method("gram AWQ, mse, gptq, a = 0", experts(scales="mse", rounding="gptq", routed_weight=0.0)),
+        Method("gram AWQ, mse, gptq, a = 0.9, positive scales", default.model_copy(update={"scales_sign": "positive"})),
         Method("gram AWQ, mse, gptq, a = 0.9 (default)", default),
     ]
     kept, unrounded = "gram AWQ, default, norm not folded", "gram AWQ, default, router in F32"
@@ -154,6 +156,34 @@ def spread(data: CalibrationData, most: int) -> CalibrationData:
     return replace(data, samples=data.samples[::step])
 
 
+def quantized(job: Job, data: CalibrationData, place: Path, device: torch.device) -> Checkpoint:
+    """The output of a job on these samples, in a new folder; the journal of its layers lies beside it."""
+    for name in ("layers", "output"):
+        (place / name).mkdir(parents=True)
+    context = Context(place, device, Residents(job.sizes["experts"], 1, 0))
+    quantize_layers(job, data, token_tensors(data, job.sizes["vocabulary"]), context)
+    write_config_files(place / "output", job.opened, job.plan, job.facts)
+    return open_folder(place / "output")
+
+
+def held_out(job: Job, outputs: Sequence[Checkpoint], work: Path, device: torch.device) -> list[dict[str, Any]]:
+    """The figures of outputs on the short texts of the recipe's held-out set."""
+    assert job.source is not None
+    assert job.recipe.verify is not None
+    assert job.recipe.verify.perplexity is not None
+    texts = set_location(job.recipe.verify.perplexity.data, job.path)
+    trusts = job.recipe.source.trusts_tokenizer
+    return measure(job.source, outputs, texts, device, work, trust_remote_code=trusts, own=job.facts_file)
+
+
+def calibration_data(job: Job) -> CalibrationData:
+    """The recipe's calibration samples."""
+    assert job.source is not None
+    location = set_location(job.recipe.calibration_set, job.path)
+    trusts = job.recipe.source.trusts_tokenizer
+    return load_set(location, job.source.folder, trusts, job.recipe.calibration_tokens)
+
+
 def compare_methods(
     job: Job, device: torch.device, repeats: int, most_tokens: int, work: Path | None = None
 ) -> dict[str, Any]:
@@ -168,21 +198,9 @@ def compare_methods(
         rows (method, seconds, kl, top1, perplexity increase, router), `base` and `left_out` of `Methods`, and what they
         were measured on.
     """
-    source = job.source
     if job.allocation:
         raise InputError(f"{job.path}: the methods share one scheme; give a recipe with bits and group_size")
-    assert source is not None
-    assert job.recipe.verify is not None
-    assert job.recipe.verify.perplexity is not None
-    recipe = job.recipe
-    whole = load_set(
-        set_location(recipe.calibration_set, job.path),
-        source.folder,
-        recipe.source.trusts_tokenizer,
-        recipe.calibration_tokens,
-    )
-    data = spread(whole, most_tokens)
-    tokens = token_tensors(data, job.sizes["vocabulary"])
+    data = spread(calibration_data(job), most_tokens)
     compared = methods(job.recipe.experts, job.facts, forward_dtype(device))
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=work) as folder:
@@ -192,24 +210,16 @@ def compare_methods(
             seconds = []
             for repeat in range(repeats):
                 place = Path(folder) / f"{number}-{repeat}"
-                for name in ("layers", "output"):
-                    (place / name).mkdir(parents=True)
-                context = Context(place, device, Residents(job.sizes["experts"], 1, 0))
                 library = partial(solve_with_llmcompressor, compensate_router=method.compensate_router)
                 with patch.object(llmcompressor_engine, "solve_with_llmcompressor", library):
-                    quantize_layers(changed, data, tokens, context)
+                    output = quantized(changed, data, place, device)
                 counted = ("solve",) if method.experts.engine == "llmcompressor" else ("observe", "solve")
                 entries = journal.done_layers(place, job.sizes["layers"])
                 # A layer without experts has neither.
                 seconds.append(sum(entry["seconds"].get(phase, 0.0) for entry in entries for phase in counted))
-            write_config_files(place / "output", changed.opened, changed.plan, changed.facts)
-            outputs.append(open_folder(place / "output"))
+            outputs.append(output)
             rows.append({"method": method.name, "seconds": sorted(seconds)[len(seconds) // 2]})
-        held_out = set_location(job.recipe.verify.perplexity.data, job.path)
-        results = measure(
-            source, outputs, held_out, device, Path(folder) / "eval",
-            trust_remote_code=job.recipe.source.trusts_tokenizer, own=job.facts_file,
-        )  # fmt: skip
+        results = held_out(job, outputs, Path(folder) / "eval", device)
     for row, result in zip(rows, results, strict=True):
         row |= {
             "kl": result["kl"]["mean"],

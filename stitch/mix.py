@@ -28,7 +28,7 @@ from quantizers.formats.unsupported import refuse_swapped_arguments
 from quantizers.layers.loop import layer_steps
 from quantizers.output import journal
 from quantizers.planning.plan import PASSTHROUGH, Plan
-from quantizers.solve.folded_scales import CLOSE_ENOUGH, matrix_errors, norm_ratio, router_state, stored_norm_ratio
+from quantizers.solve.folded_scales import close_enough, matrix_errors, norm_ratio, router_state, stored_norm_ratio
 from quantizers.system.errors import CheckpointError
 from quantizers.system.files import write_json
 from quantizers.system.progress import progress
@@ -82,14 +82,20 @@ def belong_together(source: Checkpoint, experts: Checkpoint, device: torch.devic
         raise CheckpointError(f"{where}: is another model than {source.name}; give one made from a copy of it")
     experts = published_names(experts, facts)
     schemes = stored_schemes(experts, facts, sizes)
-    found = [examine(layer, source, experts, facts, sizes, device) for layer in sizes.moe_layers]
+    found = [examine(layer, source, experts, facts, sizes, device, schemes[layer].bits) for layer in sizes.moe_layers]
     unfolded = [layer.layer for layer in found if not layer.folded]
     plan = stored_plan(source, facts, sizes, schemes).with_norms_kept(unfolded)
     return Mix(source, experts, facts, sizes, plan, found)
 
 
 def examine(
-    layer: int, source: Checkpoint, experts: Checkpoint, facts: Architecture, sizes: Sizes, device: torch.device
+    layer: int,
+    source: Checkpoint,
+    experts: Checkpoint,
+    facts: Architecture,
+    sizes: Sizes,
+    device: torch.device,
+    bits: int,
 ) -> Layer:
     """Compare a layer's norms, and confirm their ratio on some of its experts.
 
@@ -122,7 +128,7 @@ def examine(
         old, new = ([read_weight(c, module, device) for module in modules] for c in (source, experts))
         error = max(error, *matrix_errors(old, new, smooth, inner=inner).tolist())
         unscaled = max(unscaled, *matrix_errors(old, new, torch.ones_like(smooth), inner=inner).tolist())
-    if error >= CLOSE_ENOUGH:
+    if error >= close_enough(bits):
         raise CheckpointError(
             f"{experts.folder}: layer {layer}: its experts are {error:.0%} away from the source's times the ratio of "
             "the norms; they were made from another model, or smoothed in another way"

@@ -19,7 +19,7 @@ import triton.language as tl
 from quantizers.solve import kernels, triton_code
 from quantizers.solve.kernel_check import KERNELS, differences
 
-SHAPES = [(2, 3, 32, 8), (1, 40, 32, 4)]  # experts, rows, columns of a group, bits
+SHAPES = [(2, 3, 32, 8, False), (1, 40, 32, 4, True)]  # experts, rows, columns of a group, bits, signed
 
 
 @triton.jit

@@ -155,13 +155,15 @@ class SchemeMeasurement(Consumer):
         weights = (experts.gate_up_proj.data, experts.down_proj.data)
         count = min(MEASURED_EXPERTS, len(weights[0]))
         moe_inputs = self._moe_inputs(layer)
-        schemes, awq = self.job.allocation.candidates, bool(self.job.recipe.experts.awq)
+        schemes, settings = self.job.allocation.candidates, self.job.recipe.experts
+        awq = bool(settings.awq)
         own_gate = self.job.facts.of_layer(number).own_gate
         gate, inner = gate_of(experts, own_gate), awq and not own_gate
         outer = column_scale(moe_inputs.x) if awq and self.job.plan.folds else None
+        of_expert = partial(scheme_errors, gate=gate, outer=outer, inner=inner, signed=settings.signed)
         measured = []
         for expert in dist.partition(count):
-            measured.append(scheme_errors(moe_inputs, weights, expert, schemes, gate, outer=outer, inner=inner))
+            measured.append(of_expert(moe_inputs, weights, expert, schemes))
             self.context.check()
         lost = [one for part in dist.all_gather_object([one for one, _ in measured]) for one in part]  # by expert
         stored = {str(n): torch.stack([both[n] for _, both in measured]) for n in range(2)} if measured else {}
@@ -204,6 +206,7 @@ def scheme_errors(
     *,
     outer: torch.Tensor | None,
     inner: bool,
+    signed: bool = True,
 ) -> tuple[dict[Scheme, dict[str, float]], tuple[torch.Tensor, torch.Tensor]]:
     """Error of one expert's outputs under each scheme.
 
@@ -211,6 +214,7 @@ def scheme_errors(
         weights: gate_up (E, 2I, H) and down (E, H, I), in the dtype of the forward pass.
         outer: the scale (H,) of the inputs of gate and up, see `column_scale`; None for none.
         inner: whether the inputs of down are scaled before rounding.
+        signed: whether group scales may be negative.
 
     Returns:
         Σ r² ‖error‖² by scheme, and by which matrix alone was rounded (or all of them); and gate_up (2I, H) and down
@@ -226,7 +230,7 @@ def scheme_errors(
     scales = {"gate": outer, "up": outer, "down": column_scale(h) if inner else None}
     lost = {}
     for scheme in schemes:
-        stored = {matrix: _rounded(weight, scheme, scales[matrix]) for matrix, weight in source.items()}
+        stored = {matrix: _rounded(weight, scheme, scales[matrix], signed) for matrix, weight in source.items()}
         if scheme == schemes[0]:
             coarsest = torch.cat([stored["gate"], stored["up"]]), stored["down"]
         variants = {ALL_THREE: stored} | {matrix: source | {matrix: stored[matrix]} for matrix in MATRICES}
@@ -242,10 +246,10 @@ def column_scale(inputs: torch.Tensor) -> torch.Tensor:
     return inputs.float().abs().mean(0).nan_to_num(1.0).clamp(min=1e-4).sqrt()
 
 
-def _rounded(weight: torch.Tensor, scheme: Scheme, smooth: torch.Tensor | None) -> torch.Tensor:
+def _rounded(weight: torch.Tensor, scheme: Scheme, smooth: torch.Tensor | None, signed: bool) -> torch.Tensor:
     """A matrix (R, C) scaled by (C,), rounded to nearest and scaled back."""
     smooth = torch.ones_like(weight[0]) if smooth is None else smooth
-    scale = minmax_scales(weight * smooth, scheme.group_size, scheme.bits)
+    scale = minmax_scales(weight * smooth, scheme.group_size, scheme.bits, signed=signed)
     return dequantize(nearest(weight * smooth, scale, scheme.bits), scale) / smooth
 
 

@@ -65,7 +65,7 @@ from .servable import planned_check
 
 SHOWN = 3  # changed settings that a refusal names
 CHECKED_TOKENS, CHECKED_LENGTH = 2048, 256  # of texts, all together and the beginning of one, to check the source on
-METHOD = 13  # increased whenever the same settings would give different bytes
+METHOD = 14  # increased whenever the same settings would give different bytes
 REMEDIES = {
     "source": "copy the source of rank 0 to this machine again",
     "recipe": "start the same command with the same recipe and sets on all machines",
@@ -131,7 +131,7 @@ def run(job: Job, options: Options) -> dict[str, Any]:
             return {}
         if unfinished:
             schemes = job.allocation.candidates if job.allocation else job.plan.schemes
-            verify_kernels(options.device, {(scheme.bits, scheme.group_size) for scheme in schemes}, dist)
+            verify_kernels(options.device, {(s.bits, s.group_size, job.recipe.experts.signed) for s in schemes}, dist)
             _refuse_different_ranks(job, options)
         with journal.locked(options.output, dist):
             if unfinished and engines is not None:

@@ -465,7 +465,8 @@ class Quantizer:
 def _audit_shard(job: Job, number: int, source: LoadedTensors, made: LoadedTensors, device: torch.device) -> LayerAudit:
     """Compare what is going to be in a layer's file with the source."""
     audit = written_from(job.plan.of_layer(number))
-    audit_layer(number, job.facts, job.sizes, source, made, device=device, audit=audit)
+    bits = job.plan.schemes[number].bits
+    audit_layer(number, job.facts, job.sizes, source, made, bits=bits, device=device, audit=audit)
     return audit
 
 

@@ -136,6 +136,10 @@ class Experts(Strict):
     """Extra weight of the tokens that the router sends to an expert. 0: all tokens count alike; 1: only those count."""
     scales: Literal["mse", "minmax"] = "mse"
     """A group's scale: by least squares, or from its largest weight."""
+    scales_sign: Literal["both", "positive"] = "both"
+    """Whether a group's scale may be negative. Codes reach one further down than up, and a negative scale turns that
+    side to where the group needs it, at no cost in size. `positive` is for servers that take no other:
+    [which](publish.md)."""
     rounding: Literal["gptq", "nearest"] = "gptq"
     """GPTQ with two sweeps of coordinate descent, or round to nearest."""
 
@@ -148,6 +152,11 @@ class Experts(Strict):
     def scheme(self) -> Scheme:
         """The scheme of all layers, for a recipe without a budget."""
         return Scheme(self.bits, self.group_size)
+
+    @property
+    def signed(self) -> bool:
+        """Whether a group's scale may be negative."""
+        return self.scales_sign == "both"
 
     @field_validator("budget", mode="before")
     @classmethod

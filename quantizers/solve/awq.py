@@ -75,7 +75,7 @@ def grid_scales(x_mean: torch.Tensor, w_mean: torch.Tensor, grid: int, duo_scali
 
 
 def scale_losses(
-    weight: torch.Tensor, hessian: torch.Tensor, scales: torch.Tensor, group: int, bits: int
+    weight: torch.Tensor, hessian: torch.Tensor, scales: torch.Tensor, group: int, bits: int, *, signed: bool = True
 ) -> torch.Tensor:
     """The loss (P, E) of every candidate for every expert, Q with min-max scales as they would be stored.
 
@@ -89,7 +89,7 @@ def scale_losses(
             factor, part = s[experts if len(s) > 1 else slice(None), columns], weight[experts, columns]
             scaled = torch.mul(part, factor, out=errors[experts, columns])
             by_group = in_groups(scaled, group)
-            step = minmax_steps(by_group, bits).float().unsqueeze(2)
+            step = minmax_steps(by_group, bits, signed).float().unsqueeze(2)
             by_group.div_(step).round_().clamp_(*code_range(bits)).mul_(step)
             scaled.div_(factor).sub_(part)  # Q(W s) / s − W
         table.append(row_losses(errors.mT, hessian).sum(-1))
@@ -150,7 +150,9 @@ def norm_scale(
 
     def losses(points: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
         step = row_step(len(order) * gate_up.shape[1], NORM_ROWS)
-        table = scale_losses(gate_up[:, ::step].float(), inputs.hessian.unsqueeze(0), points, group, bits)
+        table = scale_losses(
+            gate_up[:, ::step].float(), inputs.hessian.unsqueeze(0), points, group, bits, signed=settings.signed
+        )
         return table.T * step  # (c, P)
 
     def of_all(figures: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -177,7 +179,8 @@ def width_scale(
         means = weight_means(down, settings.group_size)
         grid = grid_scales(inputs.mean, means, settings.awq.grid, settings.awq.duo_scaling)
         step = row_step(down.shape[1], WIDTH_ROWS)
-        losses = scale_losses(down[:, ::step], inputs.hessian, grid, settings.group_size, settings.bits)  # (P, c)
+        rows, group, bits = down[:, ::step], settings.group_size, settings.bits
+        losses = scale_losses(rows, inputs.hessian, grid, group, bits, signed=settings.signed)  # (P, c)
         losses *= step
         best = losses.argmin(0)
         chosen = grid[best, torch.arange(len(best), device=best.device)]

@@ -11,10 +11,15 @@ from torch.linalg import matrix_norm
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.system.errors import CheckpointError
 
-# Relative error of a matrix: about 8 % with 4-bit groups and rounding to nearest, up to 15 % with GPTQ. A matrix with
-# scales that do not match its norm, or of another expert, is off by 50 % and more.
+# Relative error of a matrix: about 8 % with 4-bit groups and rounding to nearest, up to 15 % with GPTQ; twice that with
+# each bit less. A matrix with scales that do not match its norm is off by 50 % and more, another expert's by 100 %.
 CLOSE_ENOUGH = 0.35
 SAME_FACTOR = 2**-6
+
+
+def close_enough(bits: int) -> float:
+    """The relative error below which a matrix of so many bits is the source's."""
+    return {2: 0.9, 3: 0.6}.get(bits, CLOSE_ENOUGH)
 
 
 def norm_ratio(before: torch.Tensor, after: torch.Tensor, offset: int) -> torch.Tensor:

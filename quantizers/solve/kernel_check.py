@@ -26,18 +26,19 @@ Arguments = list[Any]
 class Case(NamedTuple):
     """A kernel's twin in torch's operations, and a small input of both."""
 
-    arguments: Callable[..., Arguments]  # of device, E, R, C and bits; the same numbers every time
+    arguments: Callable[..., Arguments]  # of device, E, R, C, bits and signed; the same numbers every time
     twin: Callable[..., None]
     results: dict[str, int]  # places of the arguments that must have the same bits
     sums: int | None = None  # place of the argument that the twin adds up in another order
 
 
 def verify_kernels(
-    device: torch.device, schemes: Collection[tuple[int, int]], dist: ProcessGroup = SINGLE_PROCESS
+    device: torch.device, schemes: Collection[tuple[int, int, bool]], dist: ProcessGroup = SINGLE_PROCESS
 ) -> None:
     """Disable each kernel that cannot be launched on a device, or differs from its eager twin there.
 
-    All processes call this, with bits and group sizes of the run, and disable the kernels of all; rank 0 prints them.
+    All processes call this, with bits, group size and `signed` of each scheme of the run, and disable the kernels of
+    all; rank 0 prints them.
     """
     found = {kernel: problem_of(kernel, device, schemes) for kernel in KERNELS} if can_launch(device) else {}
     problems: dict[str, str] = {}
@@ -49,11 +50,11 @@ def verify_kernels(
             print(f"kernel {kernel} {problem}; torch's own operations do its work in this run", file=sys.stderr)
 
 
-def problem_of(kernel: str, device: torch.device, schemes: Collection[tuple[int, int]]) -> str:
+def problem_of(kernel: str, device: torch.device, schemes: Collection[tuple[int, int, bool]]) -> str:
     """The reason why a kernel cannot be used on a device; empty if there is none."""
-    for bits, group in sorted(set(schemes)):
+    for bits, group, signed in sorted(set(schemes)):
         try:
-            differing = differences(kernel, device, (2, 40, group, bits))
+            differing = differences(kernel, device, (2, 40, group, bits, signed))
         except Exception as failure:  # Triton's, its compiler's, the driver's, or torch's for want of memory
             return f"cannot be launched ({first_line(failure)})"
         if differing:
@@ -61,8 +62,8 @@ def problem_of(kernel: str, device: torch.device, schemes: Collection[tuple[int,
     return ""
 
 
-def differences(kernel: str, device: torch.device, shape: tuple[int, int, int, int]) -> list[str]:
-    """The results of a kernel that do not have its eager twin's bits; `shape` is E, R, C and bits."""
+def differences(kernel: str, device: torch.device, shape: tuple[int, int, int, int, bool]) -> list[str]:
+    """The results of a kernel that do not have its eager twin's bits; `shape` is E, R, C, bits and signed."""
     case = KERNELS[kernel]
     by_kernel, by_twin = case.arguments(device, *shape), case.arguments(device, *shape)
     getattr(kernels, kernel)(*by_kernel)
@@ -85,8 +86,10 @@ def _drawn(device: torch.device, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(device)
 
 
-def _scales(device: torch.device, *shape: int) -> torch.Tensor:
-    return (_drawn(device, *shape).abs() / 4 + 0.05).bfloat16()
+def _scales(device: torch.device, signed: bool, *shape: int) -> torch.Tensor:
+    drawn = _drawn(device, *shape)
+    scales = drawn.abs() / 4 + 0.05
+    return (scales.copysign(drawn) if signed else scales).bfloat16()
 
 
 def _within(tensor: torch.Tensor, columns: int) -> torch.Tensor:
@@ -96,45 +99,45 @@ def _within(tensor: torch.Tensor, columns: int) -> torch.Tensor:
     return larger[:, columns:]
 
 
-def _gptq_block(device: torch.device, experts: int, rows: int, _: int, bits: int) -> Arguments:
+def _gptq_block(device: torch.device, experts: int, rows: int, _: int, bits: int, signed: bool) -> Arguments:
     groups = 3
     factor = _within(_drawn(device, experts, BLOCK, BLOCK).triu() / 4, 5)
     order = torch.arange(experts * BLOCK, dtype=torch.int32, device=device).view(experts, BLOCK) * 7 % groups
     errors = torch.zeros(experts, BLOCK, rows, device=device)
     work = _drawn(device, experts, BLOCK, rows)
     work[:, 1::5] = -0.0
-    scales = _scales(device, experts, groups, rows)
+    scales = _scales(device, signed, experts, groups, rows)
     return [
         _within(work, 7), factor, scales, _within(order, 2), _within(errors, 3),
         _within(errors.to(torch.int8), 4), bits,
     ]  # fmt: skip
 
 
-def _refine_group(device: torch.device, experts: int, rows: int, columns: int, bits: int) -> Arguments:
+def _refine_group(device: torch.device, experts: int, rows: int, columns: int, bits: int, signed: bool) -> Arguments:
     x = _drawn(device, experts, 3 * columns, columns)
     block, limit = x.mT @ x / columns, 2 ** (bits - 1)
     generator = torch.Generator().manual_seed(2)
     codes = torch.randint(-limit, limit, (experts, columns, rows), generator=generator, dtype=torch.int8).to(device)
     codes[:, ::4] = 0
     return [
-        block, _scales(device, experts, 3, rows)[:, 1], _within(_drawn(device, experts, columns, rows) * 3, 3),
-        _within(block @ codes.float(), 2), _within(codes, 5), _within(torch.zeros_like(codes).float(), 1), bits,
+        block, _scales(device, signed, experts, 3, rows)[:, 1], _within(_drawn(device, experts, columns, rows) * 3, 3),
+        _within(block @ codes.float(), 2), _within(codes, 5), _within(torch.zeros_like(codes).float(), 1), bits, signed,
     ]  # fmt: skip
 
 
-def _mse_scales(device: torch.device, experts: int, rows: int, columns: int, bits: int) -> Arguments:
+def _mse_scales(device: torch.device, experts: int, rows: int, columns: int, bits: int, signed: bool) -> Arguments:
     weight = _drawn(device, experts, 2 * columns, rows)
     weight[0, :columns, 0] = 0
     importance = _drawn(device, experts, 2 * columns).square()
-    return [weight, importance, _scales(device, experts, 2, rows), bits]
+    return [weight, importance, _scales(device, signed, experts, 2, rows), bits, signed]
 
 
-def _mse_twin(weight: torch.Tensor, importance: torch.Tensor, chosen: torch.Tensor, bits: int) -> None:
+def _mse_twin(weight: torch.Tensor, importance: torch.Tensor, chosen: torch.Tensor, bits: int, signed: bool) -> None:
     group = weight.shape[1] // chosen.shape[1]
-    chosen.copy_(mse_steps(in_groups(weight, group), grouped(importance, group).unsqueeze(-1), bits))
+    chosen.copy_(mse_steps(in_groups(weight, group), grouped(importance, group).unsqueeze(-1), bits, signed))
 
 
-def _weigh_rows(device: torch.device, experts: int, rows: int, columns: int, _: int) -> Arguments:
+def _weigh_rows(device: torch.device, experts: int, rows: int, columns: int, *_: int) -> Arguments:
     """Rows are tokens: some have weight zero, and one of these is not a number."""
     h, root = _drawn(device, experts, columns, rows).bfloat16(), _drawn(device, experts, rows).abs().bfloat16()
     root[:, ::3] = 0

@@ -90,6 +90,7 @@ def refine_group(
     codes: torch.Tensor,
     change: torch.Tensor,
     bits: int,
+    signed: bool,
 ) -> None:
     """Set a group's scale, and then its codes one by one, each to the best given all others.
 
@@ -100,21 +101,23 @@ def refine_group(
         image: (E, g, R) float32, block @ codes. Worthless afterwards.
         codes: (E, g, R) int8, set.
         change: (E, g, R) float32, filled: Ŵᵀ before less Ŵᵀ after.
+        signed: whether the scale may be negative.
     """
     group, tensors = codes.shape[1], (block, scale, near, image, codes, change)
-    _launch("refine_group", tensors, block.stride(1), bits=bits, columns=group, G=group)
+    _launch("refine_group", tensors, block.stride(1), bits=bits, columns=group, G=group, SIGNED=signed)
 
 
-def mse_scales(weight: torch.Tensor, importance: torch.Tensor, chosen: torch.Tensor, bits: int) -> None:
+def mse_scales(weight: torch.Tensor, importance: torch.Tensor, chosen: torch.Tensor, bits: int, signed: bool) -> None:
     """Choose the best of each group's min-max scale and some multiples of it.
 
     Args:
         weight: (E, C, R) float32, transposed.
         importance: (E, C) float32, what a squared error in each column counts.
         chosen: (E, n, R) bfloat16, filled.
+        signed: whether a scale may be negative.
     """
     groups, tensors = chosen.shape[1], (weight, importance, chosen)
-    multiples = {"COUNT": MSE_COUNT, "FIRST": MSE_FIRST, "LESS": MSE_LESS}
+    multiples = {"COUNT": MSE_COUNT, "FIRST": MSE_FIRST, "LESS": MSE_LESS, "SIGNED": signed}
     _launch("mse_scales", tensors, bits=bits, columns=LANES, groups=groups, G=weight.shape[1] // groups, **multiples)
 
 

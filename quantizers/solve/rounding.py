@@ -1,6 +1,9 @@
 """Group scales and integer codes: min-max or weighted-MSE scales, nearest or GPTQ rounding, coordinate descent.
 
 Legend: E experts, R rows (outputs), C columns (inputs), g group size, n = C / g groups, G the columns' Hessian.
+`signed`: a scale may be negative. Codes reach one further down than up, from -8 to 7 with 4 bits, and a negative scale
+turns that side to where a group needs it.
+
 All functions are pure, and batched over experts. Scales are bfloat16 as the file stores them and a server reads them: a
 code rounded against a finer scale would be a different weight there.
 
@@ -39,22 +42,25 @@ ATTEMPTS = 4  # dampings tried, each ten times the one before
 PART = 2**19  # numbers of a part that stays in a CPU's cache: 2 MiB of float32
 
 
-def minmax_scales(weight: torch.Tensor, group: int, bits: int) -> torch.Tensor:
+def minmax_scales(weight: torch.Tensor, group: int, bits: int, *, signed: bool = True) -> torch.Tensor:
     """Scale per group (…, R, n) bfloat16 from the largest magnitude in weight (…, R, C), 1 where that is zero.
 
-    max|w| / 7.5 for 4 bits, as compressed-tensors does.
+    max|w| / 7.5 for 4 bits, as compressed-tensors does; if `signed`, negative where the largest value is positive.
     """
     rows = weight.shape[-2]
-    return minmax_steps(weight.mT.view(*weight.shape[:-2], -1, group, rows), bits).mT.contiguous()
+    return minmax_steps(weight.mT.view(*weight.shape[:-2], -1, group, rows), bits, signed).mT.contiguous()
 
 
-def minmax_steps(by_group: torch.Tensor, bits: int) -> torch.Tensor:
+def minmax_steps(by_group: torch.Tensor, bits: int, signed: bool) -> torch.Tensor:
     """As `minmax_scales`, (…, n, R) bfloat16, of a transposed matrix (…, n, g, R) float32."""
     low, high = code_range(bits)
-    largest = torch.maximum(by_group.amax(-2), by_group.amin(-2).neg_())
+    above, below = by_group.amax(-2), by_group.amin(-2).neg_()
+    turned = above > below
+    largest = torch.maximum(above, below, out=above)
     # Not by a number of Python: torch would multiply by its reciprocal on a GPU.
     scale = largest.div_(torch.full_like(largest[..., :1], (high - low) / 2)).bfloat16()
-    return torch.where(scale == 0, 1, scale)
+    scale = torch.where(scale == 0, 1, scale)
+    return torch.where(turned, -scale, scale) if signed else scale
 
 
 def nearest(weight: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
@@ -63,8 +69,12 @@ def nearest(weight: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tenso
     return (view / scale.float().unsqueeze(-1)).round_().clamp_(*code_range(bits)).flatten(-2).to(torch.int8)
 
 
-def mse_scales(weight: torch.Tensor, importance: torch.Tensor, group: int, bits: int) -> torch.Tensor:
+def mse_scales(
+    weight: torch.Tensor, importance: torch.Tensor, group: int, bits: int, *, signed: bool = True
+) -> torch.Tensor:
     """The best of the min-max scale and 20 multiples of it, (E, R, n) bfloat16, by squared error weighted per column.
+
+    If `signed`, each multiple is tried with both signs.
 
     Both are float32: weight (E, R, C), and importance (E, C), not negative: the diagonal of the columns' Hessian. Where
     all of it is zero, the min-max scale is the best.
@@ -72,18 +82,18 @@ def mse_scales(weight: torch.Tensor, importance: torch.Tensor, group: int, bits:
     experts, rows, columns = weight.shape
     chosen = torch.empty(experts, columns // group, rows, dtype=torch.bfloat16, device=weight.device)
     if use_kernel("mse_scales", weight.device):
-        kernels.mse_scales(weight.mT.contiguous(), importance.contiguous(), chosen, bits)
+        kernels.mse_scales(weight.mT.contiguous(), importance.contiguous(), chosen, bits, signed)
         return chosen.mT.contiguous()
     for some, part in column_parts(weight.mT, group):
         by_group = in_groups(weight.mT[some, part].contiguous(), group)
         column = grouped(importance[some, part], group).unsqueeze(-1)  # (e, n, g, 1)
-        chosen[some, part.start // group : part.stop // group] = mse_steps(by_group, column, bits)
+        chosen[some, part.start // group : part.stop // group] = mse_steps(by_group, column, bits, signed)
     return chosen.mT.contiguous()
 
 
-def mse_steps(by_group: torch.Tensor, column: torch.Tensor, bits: int) -> torch.Tensor:
+def mse_steps(by_group: torch.Tensor, column: torch.Tensor, bits: int, signed: bool) -> torch.Tensor:
     """Scales (e, n, R) bfloat16 of a part (e, n, g, R), with the importance `column` (e, n, g, 1) of each column."""
-    chosen = minmax_steps(by_group, bits)
+    chosen = minmax_steps(by_group, bits, signed)
     base, error = chosen.float(), torch.empty_like(by_group)
 
     def loss_of(scale: torch.Tensor) -> torch.Tensor:
@@ -92,7 +102,7 @@ def mse_steps(by_group: torch.Tensor, column: torch.Tensor, bits: int) -> torch.
         return ordered_sum(error.square_().mul_(column))
 
     best = loss_of(chosen)
-    for factor in MSE_FACTORS:
+    for factor in (*MSE_FACTORS, *(-factor for factor in MSE_FACTORS if signed)):
         scale = (base * factor).bfloat16()
         loss = loss_of(scale)
         better = loss < best
@@ -208,9 +218,16 @@ def _set_identity(matrices: torch.Tensor, where: torch.Tensor) -> None:
 
 
 def refine(
-    weight: torch.Tensor, hessian: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bits: int, *, sweeps: int = 1
+    weight: torch.Tensor,
+    hessian: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    bits: int,
+    *,
+    signed: bool = True,
+    sweeps: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Coordinate descent: codes (E, R, C) int8 and positive scales (E, R, n) bfloat16 after sweeps over all groups.
+    """Coordinate descent: codes (E, R, C) int8 and scales (E, R, n) bfloat16, not zero, after sweeps over all groups.
 
     The hessian (E, C, C) of weight (E, R, C) is damped, so that its diagonal is positive; both are float32.
     """
@@ -222,7 +239,7 @@ def refine(
     by_group = hessian.view(len(hessian), -1, group, hessian.shape[2] // group, group)
     blocks = by_group.diagonal(dim1=1, dim2=3).movedim(-1, 1).contiguous()  # (E, n, g, g)
     for _ in range(sweeps):
-        _sweep(hessian, blocks, codes, scale, difference, bits=bits)
+        _sweep(hessian, blocks, codes, scale, difference, bits=bits, signed=signed)
     return codes.mT.contiguous(), scale.mT.contiguous()
 
 
@@ -234,6 +251,7 @@ def _sweep(
     difference: torch.Tensor,
     *,
     bits: int,
+    signed: bool,
 ) -> None:
     """Set all codes (E, C, R) and scales (E, n, R), and with them (W − Ŵ)ᵀ (E, C, R); blocks (E, n, g, g) of G."""
     experts, columns, rows = codes.shape
@@ -253,7 +271,7 @@ def _sweep(
                 near[:, part].baddbmm_(hessian[:, whole, first : whole.start], change[:, : part.start])
             refine_one(
                 blocks[:, at], scale[:, at], near[:, part],
-                image[:, at - groups.start], codes[:, whole], change[:, part], bits,
+                image[:, at - groups.start], codes[:, whole], change[:, part], bits, signed,
             )  # fmt: skip
         difference[:, chosen].add_(change)
 
@@ -266,6 +284,7 @@ def refine_group(
     codes: torch.Tensor,
     change: torch.Tensor,
     bits: int,
+    signed: bool,
 ) -> None:
     """The twin of `kernels.refine_group`, with the same arguments."""
     old, before = scale.float(), codes.float()
@@ -274,7 +293,7 @@ def refine_group(
     step = rounded.float() - old
     # Rounded to bfloat16 the step may overshoot: take it only where the parabola is lower there.
     better = (2 * gradient - step * curvature) * step > 0
-    better &= (rounded > 0) & torch.isfinite(rounded)
+    better &= ((rounded != 0) if signed else (rounded > 0)) & torch.isfinite(rounded)
     scale.copy_(torch.where(better, rounded, scale))
     near.sub_(image.mul_(torch.where(better, step, 0).unsqueeze(1)))
     now = scale.float()

@@ -214,18 +214,19 @@ def _round(
     divided by `rows` (c, R, 1).
     """
     weight = weight.mT.contiguous().mT  # columns are contiguous from here on
+    group, bits, signed = settings.group_size, settings.bits, settings.signed
     if settings.scales == "mse":
-        scale = mse_scales(weight, hessian.diagonal(dim1=-2, dim2=-1), settings.group_size, settings.bits)
+        scale = mse_scales(weight, hessian.diagonal(dim1=-2, dim2=-1), group, bits, signed=signed)
     else:
-        scale = minmax_scales(weight, settings.group_size, settings.bits)
+        scale = minmax_scales(weight, group, bits, signed=signed)
     if settings.rounding == "gptq":
-        codes, used = gptq(weight, hessian, scale, settings.bits)
+        codes, used = gptq(weight, hessian, scale, bits)
         numbers[f"damping.{name}"] = used
         solvable = torch.isfinite(used)[:, None, None]  # the others were rounded to nearest, and stay so
-        refined = refine(weight, damped(hessian, used), codes, scale, settings.bits, sweeps=SWEEPS)
+        refined = refine(weight, damped(hessian, used), codes, scale, bits, signed=signed, sweeps=SWEEPS)
         codes, scale = torch.where(solvable, refined[0], codes), torch.where(solvable, refined[1], scale)
     else:
-        codes = nearest(weight, scale, settings.bits)
+        codes = nearest(weight, scale, bits)
     step = row_step(weight.shape[1], REPORTED_ROWS)
     whole = weight[:, ::step]
     lost = dequantize(codes[:, ::step], scale[:, ::step]).sub_(whole)

@@ -85,7 +85,7 @@ def gptq_block(
 def refine_group(
     block, scale, near, image, codes, change,
     R, block_e, scale_e, near_e, image_e, codes_e, change_e, block_row,
-    G: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ROWS: tl.constexpr,
+    G: tl.constexpr, SIGNED: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """See kernels.refine_group. Grid (E, R / ROWS)."""
     expert = tl.program_id(0).to(tl.int64)
@@ -109,7 +109,8 @@ def refine_group(
     gradient = _lanes_added(gradient, ROWS)
     new = bfloat16(old + tl.div_rn(gradient, tl.maximum(curvature, 1.1754943508222875e-38)))
     step = new - old
-    better = ((2 * gradient - step * curvature) * step > 0) & (new > 0) & (new < float("inf"))
+    allowed = (new != 0) & (new > float("-inf")) if SIGNED else new > 0
+    better = ((2 * gradient - step * curvature) * step > 0) & allowed & (new < float("inf"))
     step = tl.where(better, step, 0.0)
     now = tl.where(better, new, old)
     tl.store(scale, now.to(tl.bfloat16), mask=there)
@@ -130,7 +131,7 @@ def refine_group(
 def mse_scales(
     weight, importance, chosen,
     R, weight_e, importance_e, chosen_e,
-    G: tl.constexpr, COUNT: tl.constexpr, FIRST: tl.constexpr, LESS: tl.constexpr,
+    G: tl.constexpr, COUNT: tl.constexpr, FIRST: tl.constexpr, LESS: tl.constexpr, SIGNED: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """See kernels.mse_scales. Grid (E, R / ROWS, n)."""
@@ -141,18 +142,22 @@ def mse_scales(
     weight += expert * weight_e + group * G * R.to(tl.int64) + row
     importance += expert * importance_e + group * G
     lanes = tl.arange(0, LANES)[None, :]
-    largest = tl.zeros((ROWS, LANES), tl.float32)
+    above = tl.full((ROWS, LANES), float("-inf"), tl.float32)
+    below = above
     for k in range(0, G, LANES):
         value = tl.load(weight[:, None] + k * R + lanes * R, mask=there[:, None], other=0.0)
-        largest = tl.maximum(largest, tl.abs(value))
-    largest = tl.max(largest, 1)  # which is the same in any order
-    base = bfloat16(tl.div_rn(largest, tl.full((ROWS,), (HIGH - LOW) / 2, tl.float32)))
+        above, below = tl.maximum(above, value), tl.maximum(below, -value)
+    above, below = tl.max(above, 1), tl.max(below, 1)  # which are the same in any order
+    base = bfloat16(tl.div_rn(tl.maximum(above, below), tl.full((ROWS,), (HIGH - LOW) / 2, tl.float32)))
     base = tl.where(base == 0, 1.0, base)
+    if SIGNED:
+        base = tl.where(above > below, -base, base)
     best_step = base
     best = tl.zeros((ROWS,), tl.float32)
-    for i in range(COUNT + 1):  # the min-max scale itself, then its multiples
-        factor = tl.full((), FIRST, tl.float64) - tl.full((), LESS, tl.float64) * (i - 1)
-        step = tl.where(i == 0, base, bfloat16(base * factor.to(tl.float32)))
+    for i in range((2 if SIGNED else 1) * COUNT + 1):  # the min-max scale itself, then its multiples
+        factor = tl.full((), FIRST, tl.float64) - tl.full((), LESS, tl.float64) * ((i - 1) % COUNT)
+        factor = tl.where(i > COUNT, -factor, factor).to(tl.float32)
+        step = tl.where(i == 0, base, bfloat16(base * factor))
         wide = step[:, None] + tl.zeros((ROWS, LANES), tl.float32)
         loss = tl.zeros((ROWS, LANES), tl.float32)
         for k in range(0, G, LANES):

@@ -136,7 +136,8 @@ def verify(
             continue
         of_layer = audit_kept(plan.of_layer(layer), source, candidate)
         if layer is not None and layer not in plan.mtp:
-            audit_layer(layer, facts, sizes, source, renamed, device=device, audit=of_layer)
+            bits = schemes[layer].bits
+            audit_layer(layer, facts, sizes, source, renamed, bits=bits, device=device, audit=of_layer)
             step(f"layer {layer}")
         audit.add(of_layer)
     return _ordered(audit, folder)
@@ -275,6 +276,6 @@ def _stored_scheme(experts: Checkpoint, facts: Architecture, layer: int, count: 
     bits, group = packed.shape[1] * 32 // shape[1], shape[1] // scale.shape[1]
     if bits not in BITS or group not in GROUPS:
         raise CheckpointError(
-            f"{where}: INT{bits} in groups of {group}; 4 or 8 bits in groups of 32, 64 or 128 are needed"
+            f"{where}: INT{bits} in groups of {group}; 2, 3, 4, 5, 6 or 8 bits in groups of 32, 64 or 128 are needed"
         )
     return Scheme(bits, group)

@@ -23,10 +23,18 @@ from quantizers.formats.dequantization import read_weight
 from quantizers.model.layer_weights import ExpertWeights
 from quantizers.planning.expert_batches import expert_batches, experts_per_batch
 from quantizers.planning.plan import PASSTHROUGH, Action
-from quantizers.solve.folded_scales import CLOSE_ENOUGH, is_uncompensated, matrix_errors, norm_ratio, router_state
+from quantizers.solve.folded_scales import (
+    CLOSE_ENOUGH,
+    close_enough,
+    is_uncompensated,
+    matrix_errors,
+    norm_ratio,
+    router_state,
+)
 from quantizers.system.errors import CheckpointError
 
 ROUTER_ULPS = 2
+UNSCALED = 0.9  # a matrix is not scaled as its norm was if its error is less than so much of it without the ratio
 NOT_COMPENSATED = "not compensated, though"
 WITHOUT_A_FOLD = "quantize again without scales in this norm"
 
@@ -76,10 +84,11 @@ def audit_layer(
     source: Checkpoint,
     candidate: Checkpoint,
     *,
+    bits: int,
     device: torch.device,
     audit: LayerAudit,
 ) -> None:
-    """Closure: the router must carry the inverse of the norm's change, and every expert must match it.
+    """Closure: the router must carry the inverse of the norm's change, and every expert, of `bits`, must match it.
 
     For a passthrough norm and router `audit_kept` compares the bytes, and the ratio is 1. A layer without experts has
     no closure. Weights are dequantized on `device`; what is found is added to `audit`.
@@ -94,8 +103,8 @@ def audit_layer(
         smooth = _ratio(facts.layer(layer, facts.norm.tensor), facts.norm.offset, source, candidate, device, audit)
     if smooth is None:
         return
-    pair = _Pair(layer, facts, sizes, source, candidate, smooth)
-    audit.differences += [*_router_differences(pair), *_other_readers(pair)]
+    pair = _Pair(layer, facts, sizes, source, candidate, smooth, bits)
+    audit.differences += [*_router_differences(pair), *_other_readers(pair), *_zero_scales(pair)]
     for expert, errors in enumerate(_errors(pair)):
         if isinstance(errors, str):
             audit.differences.append(errors)
@@ -103,10 +112,13 @@ def audit_layer(
             continue
         audit.by_expert.append(max(filter(math.isfinite, errors), default=None))
         for matrix, error in zip(MATRICES, errors, strict=True):
-            if not error < CLOSE_ENOUGH:
+            if not error < close_enough(bits):
+                found = f"{error:.0%} away from the source's matrix times the norm's ratio"
+                if math.isinf(error):
+                    found = "closer to the source's matrix without the norm's ratio than with it"
                 audit.differences.append(
-                    f"{facts.expert(layer, expert, matrix)}.weight_packed: {error:.0%} away from the source's matrix "
-                    "times the norm's ratio; it was not scaled as its norm was, or is another matrix"
+                    f"{facts.expert(layer, expert, matrix)}.weight_packed: {found}; "
+                    "it was not scaled as its norm was, or is another matrix"
                 )
     audit.weight_error = max((error for error in audit.by_expert if error is not None), default=0.0)
 
@@ -142,10 +154,16 @@ class _Pair:
     source: Checkpoint
     candidate: Checkpoint
     smooth: torch.Tensor
+    bits: int
 
     def errors(self, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> torch.Tensor:
-        """`matrix_errors` of some experts."""
-        return matrix_errors(old, new, self.smooth, inner=not self.facts.of_layer(self.layer).own_gate)
+        """`matrix_errors` of some experts; infinite for a matrix that is closer to the source's without the ratio."""
+        inner = not self.facts.of_layer(self.layer).own_gate
+        errors = matrix_errors(old, new, self.smooth, inner=inner)
+        if close_enough(self.bits) == CLOSE_ENOUGH:
+            return errors  # a wrong ratio exceeds this
+        unscaled = matrix_errors(old, new, torch.ones_like(self.smooth), inner=inner)
+        return torch.where(unscaled < UNSCALED * errors, torch.inf, errors)
 
     def was_divided(self) -> str:
         """What every message about the norm's readers says of it."""
@@ -236,6 +254,16 @@ def _router_differences(pair: _Pair) -> Iterator[str]:
             f"{name}: {int(off.sum())} elements differ from the source's times the norm's ratio by more than "
             f"{ROUTER_ULPS} ulp of float32"
         )
+
+
+def _zero_scales(pair: _Pair) -> Iterator[str]:
+    """Where a group's scale is zero, and with it all of its weights; a negative one is as good as a positive one."""
+    modules = (pair.facts.expert(pair.layer, e, matrix) for e in range(pair.sizes["experts"]) for matrix in MATRICES)
+    names = [name for module in modules if (name := f"{module}.weight_scale") in pair.candidate.tensors]
+    counts = [(pair.candidate.tensor(name) == 0).sum() for name in names]
+    for name, count in zip(names, torch.stack(counts).tolist() if counts else (), strict=True):
+        if count:
+            yield f"{name}: {count} of its group scales are zero: these weights are lost"
 
 
 def _other_readers(pair: _Pair) -> Iterator[str]:

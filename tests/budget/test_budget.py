@@ -37,7 +37,7 @@ from quantizers.pipeline import pipeline
 from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.job import Job, prepare
 from quantizers.planning.plan import file_size
-from quantizers.recipe.schema import ALL, Scheme
+from quantizers.recipe.schema import CANDIDATES, Scheme
 from quantizers.solve.rounding import minmax_scales, nearest
 from quantizers.system.errors import OutputError
 from stitch.audit.checkpoint import verify
@@ -133,7 +133,7 @@ def test_columns_are_scaled_by_their_inputs() -> None:
 @pytest.mark.slow
 def test_smaller_groups_make_the_error_smaller_and_more_bits_even_smaller(done: Any) -> None:
     job, _, report = done
-    assert job.allocation.candidates == tuple(s for s in ALL if s.group_size <= 64)
+    assert job.allocation.candidates == tuple(s for s in CANDIDATES if s.group_size <= 64)
     for row in report["schemes"]["layers"]:
         errors = [row["error"][str(scheme)] for scheme in job.allocation.candidates]
         assert errors == sorted(errors, reverse=True)

@@ -39,6 +39,7 @@ def slow_delta(weight: torch.Tensor, s: torch.Tensor, group: int, bits: int) -> 
         scaled = weight[:, part] * s[part]
         step = (scaled.abs().max(1).values / (half - 0.5)).to(torch.bfloat16).float()
         step[step == 0] = 1
+        step[scaled.amax(1) > -scaled.amin(1)] *= -1
         codes = (scaled / step[:, None]).round().clamp(-half, half - 1)
         delta[:, part] = codes * step[:, None] / s[part] - weight[:, part]
     return delta
@@ -52,7 +53,7 @@ def slow_delta(weight: torch.Tensor, s: torch.Tensor, group: int, bits: int) -> 
     groups=st.integers(1, 3),
     group=st.sampled_from([8, 32]),
     tokens=st.integers(1, 60),
-    bits=st.sampled_from([4, 8]),
+    bits=st.sampled_from([2, 4, 8]),
     points=st.integers(3, 8),
     shared=st.booleans(),
 )
@@ -164,7 +165,7 @@ def test_grid_and_losses_are_llm_compressors(duo: bool, bits: int) -> None:
     grid = grid_scales(x.abs().mean(0, keepdim=True), weight_means(weight, 32), points, duo)
     for point in range(points):
         torch.testing.assert_close(library.scales(point).float(), grid[point, 0], rtol=2e-6, atol=0)
-    ours = scale_losses(weight, hessian.unsqueeze(0), grid, 32, bits)[:, 0]
+    ours = scale_losses(weight, hessian.unsqueeze(0), grid, 32, bits, signed=False)[:, 0]
     torch.testing.assert_close(ours, torch.tensor(library.losses), rtol=1e-5 if bits == 4 else 1e-4, atol=0)
 
 

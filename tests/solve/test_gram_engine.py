@@ -61,23 +61,24 @@ def outputs(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch
 
 
 METHODS = pytest.mark.parametrize(
-    ("awq", "bits", "scales", "rounding"),
+    ("awq", "bits", "scales", "rounding", "sign"),
     [
-        (Awq(grid=8), 4, "mse", "gptq"),
-        (Awq(grid=6, duo_scaling=False), 8, "minmax", "gptq"),
-        (False, 4, "minmax", "nearest"),
+        (Awq(grid=8), 4, "mse", "gptq", "positive"),
+        (Awq(grid=6, duo_scaling=False), 8, "minmax", "gptq", "positive"),
+        (Awq(grid=6), 3, "mse", "gptq", "both"),
+        (False, 2, "minmax", "nearest", "both"),
     ],
 )
 
 
 @METHODS
 def test_what_is_solved_has_the_promised_shapes_dtypes_and_ranges(
-    awq: Any, bits: int, scales: str, rounding: str
+    awq: Any, bits: int, scales: str, rounding: str, sign: str
 ) -> None:
-    """Codes int8 within the range and using it, scales bfloat16, finite and positive; arguments left alone."""
+    """Codes int8 within the range and using it, scales bfloat16, finite and not zero; arguments left alone."""
     layer = make_layer()
     before = [t.clone() for t in (layer.norm, layer.router, layer.gate_up, layer.down)]
-    solved = solve_layer(layer, awq=awq, bits=bits, scales=scales, rounding=rounding)
+    solved = solve_layer(layer, awq=awq, bits=bits, scales=scales, rounding=rounding, scales_sign=sign)
     after = (layer.norm, layer.router, layer.gate_up, layer.down)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     shapes = {"gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
@@ -92,7 +93,8 @@ def test_what_is_solved_has_the_promised_shapes_dtypes_and_ranges(
         assert scale.shape == (EXPERTS, rows, columns // GROUP)
         assert scale.dtype == torch.bfloat16
         assert torch.isfinite(scale).all()
-        assert (scale > 0).all()
+        assert (scale != 0).all()
+        assert bool((scale < 0).any()) == (sign == "both")
     assert solved.norm.dtype == torch.bfloat16
     assert all(isinstance(v, float) and v >= 0 for v in solved.error.values())
 
@@ -159,12 +161,13 @@ def test_without_awq_nothing_is_folded() -> None:
 
 
 @METHODS
-def test_experts_at_a_time_do_not_change_a_code(awq: Any, bits: int, scales: str, rounding: str) -> None:
+def test_experts_at_a_time_do_not_change_a_code(awq: Any, bits: int, scales: str, rounding: str, sign: str) -> None:
     """One, three and all at once: on a CPU the same bits, and the same errors up to the order of adding."""
     layer = make_layer(1)
-    whole = solve_layer(layer, size=EXPERTS, awq=awq, bits=bits, scales=scales, rounding=rounding)
+    how: Any = {"awq": awq, "bits": bits, "scales": scales, "rounding": rounding, "scales_sign": sign}
+    whole = solve_layer(layer, size=EXPERTS, **how)
     for size in (1, 3):
-        part = solve_layer(layer, size=size, awq=awq, bits=bits, scales=scales, rounding=rounding)
+        part = solve_layer(layer, size=size, **how)
         assert_same(part, whole)
         assert part.error == pytest.approx(whole.error, rel=1e-5)
         assert sorted(part.fallbacks) == sorted(whole.fallbacks)
@@ -205,7 +208,7 @@ def test_reported_errors_are_those_of_replayed_inputs(rounding: str) -> None:
 
 
 def slow_quantized(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and bfloat16 scales of one matrix by compressed-tensors."""
+    """Codes and bfloat16 scales of one matrix by compressed-tensors, whose scales are positive."""
     from compressed_tensors.quantization import QuantizationArgs, quantize
     from compressed_tensors.quantization.utils import calculate_qparams
 
@@ -213,8 +216,10 @@ def slow_quantized(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch
         num_bits=bits, type="int", symmetric=True, strategy="group", group_size=GROUP, scale_dtype=torch.bfloat16
     )
     view = weight.unflatten(-1, (-1, GROUP))
+    turned = torch.where(view.amax(-1) > -view.amin(-1), -1.0, 1.0)
     scale, zero = calculate_qparams(view.amin(-1), view.amax(-1), arguments)
-    return quantize(weight, scale, zero, arguments, dtype=torch.int8), scale
+    weight = weight * turned.repeat_interleave(GROUP, -1)
+    return quantize(weight, scale, zero, arguments, dtype=torch.int8), scale * turned
 
 
 def slow_replay(weight: torch.Tensor, s: torch.Tensor, x: torch.Tensor, share: torch.Tensor, bits: int) -> float:

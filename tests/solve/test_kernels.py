@@ -51,8 +51,8 @@ def test_kernels_have_the_bits_of_torch_s_operations() -> None:
 def test_a_gpu_s_kernels_have_the_bits_of_its_eager_operations(kernel: str, device: torch.device) -> None:
     if not triton_support.can_launch(device):
         pytest.skip("no GPU that kernels are launched on")
-    for bits, group in product((4, 8), (32, 64, 128)):
-        assert differences(kernel, device, (3, 200, group, bits)) == []
+    for bits, group in product((2, 3, 4, 8), (32, 64, 128)):
+        assert differences(kernel, device, (3, 200, group, bits, bits != 8)) == []
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_what_one_process_refuses_all_do_without(
     cpu, other = torch.device("cpu"), {"gptq_block": "", "weigh_rows": "differs from torch's operations in rows"}
     dist: Any = SimpleNamespace(is_main=leads, all_gather_object=lambda own: [own, other])
     monkeypatch.delenv(triton_support.INTERPRETER)
-    verify_kernels(cpu, {(4, 32)}, dist)
+    verify_kernels(cpu, {(4, 32, True)}, dist)
     monkeypatch.setenv(triton_support.INTERPRETER, "1")
     assert [name for name in KERNELS if not triton_support.use_kernel(name, cpu)] == ["weigh_rows"]
     said = "kernel weigh_rows differs from torch's operations in rows; torch's own operations do its work in this run\n"
@@ -118,9 +118,9 @@ POINTERS = {
 }  # fmt: skip
 COMPILED = [
     ("gptq_block", {"W": rounding.BLOCK, "factor_row": 1}, rounding.BLOCK),
-    ("refine_group", {"G": 128}, 128),
+    ("refine_group", {"G": 128, "SIGNED": True}, 128),
     ("weigh_rows", {"STRIP": STRIP, "SUMS": SUMS}, 0),
-    ("mse_scales", {"G": 128, "COUNT": 20, "FIRST": 1.05, "LESS": 0.02}, 8),
+    ("mse_scales", {"G": 128, "COUNT": 20, "FIRST": 1.05, "LESS": 0.02, "SIGNED": True}, 8),
 ]
 
 

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantizers.formats.packed_integers import code_range, dequantize
+from quantizers.recipe.schema import BITS
 from quantizers.solve.rounding import MSE_FACTORS, gptq, minmax_scales, mse_scales, nearest
 
 FEW = settings(max_examples=25, deadline=None, database=None, derandomize=True)
-bit_widths = pytest.mark.parametrize("bits", [4, 8])
+bit_widths = pytest.mark.parametrize("bits", [2, 4, 8])
 
 
 def random_weight(seed: int, *shape: int) -> torch.Tensor:
@@ -37,7 +38,7 @@ def library_arguments(bits: int, group: int) -> QuantizationArgs:
     rows=st.integers(1, 9),
     groups=st.integers(1, 4),
     group=st.sampled_from([32, 64, 128]),
-    bits=st.sampled_from([4, 8]),
+    bits=st.sampled_from(BITS),
     exponent=st.integers(-20, 20),
 )
 def test_minmax_and_nearest_are_compressed_tensors(
@@ -48,14 +49,14 @@ def test_minmax_and_nearest_are_compressed_tensors(
     arguments = library_arguments(bits, group)
     view = weight.unflatten(-1, (-1, group))
     expected, zero = calculate_qparams(view.amin(-1), view.amax(-1), arguments)
+    turned = torch.where(view.amax(-1) > -view.amin(-1), -1.0, 1.0)  # the wider side gets the code that the other lacks
+    assert torch.equal(minmax_scales(weight, group, bits, signed=False).float(), expected.float())
     scale = minmax_scales(weight, group, bits)
     assert scale.dtype == torch.bfloat16
-    assert torch.equal(scale.float(), expected.float())
+    assert torch.equal(scale.float(), turned * expected.float())
     codes = nearest(weight, scale, bits)
-    assert torch.equal(codes.to(torch.int8), quantize(weight, scale.float(), zero, arguments, dtype=torch.int8))
-    back = library_dequantize(codes.to(torch.int8), scale.float(), None, arguments)
-    assert torch.equal(dequantize(codes, scale), back)
-    assert torch.equal(dequantize(codes.to(torch.int8), scale), back)
+    assert torch.equal(codes, quantize(weight, scale.float(), zero, arguments, dtype=torch.int8))
+    assert torch.equal(dequantize(codes, scale), library_dequantize(codes, scale.float(), None, arguments))
 
 
 @bit_widths
@@ -84,22 +85,24 @@ def slow_loss(weight: torch.Tensor, scale: float, importance: torch.Tensor, bits
 
 
 @pytest.mark.on_device
-@bit_widths
-def test_mse_scales_are_the_best_of_brute_force(bits: int, device: torch.device) -> None:
-    """Oracle: float64 loss of min-max and of 1.05, 1.03 … 0.67 times it, group by group."""
+@pytest.mark.parametrize(("bits", "signed"), [(2, True), (4, True), (4, False), (8, True)])
+def test_mse_scales_are_the_best_of_brute_force(bits: int, signed: bool, device: torch.device) -> None:
+    """Oracle: float64 loss of min-max and of ±1.05, ±1.03 … ±0.67 times it, group by group."""
     assert pytest.approx([1.05 - 0.02 * k for k in range(20)]) == MSE_FACTORS
     weight = random_weight(0, 2, 6, 96)
     importance = correlated_hessian(0, 2, 96, 50).diagonal(dim1=-2, dim2=-1)
     there = weight.to(device)
-    base = minmax_scales(there, 32, bits).cpu()
-    chosen = mse_scales(there, importance.to(device), 32, bits).cpu()
+    base = minmax_scales(there, 32, bits, signed=signed).cpu()
+    chosen = mse_scales(there, importance.to(device), 32, bits, signed=signed).cpu()
+    assert bool((chosen < 0).any()) == signed
     assert chosen.dtype == torch.bfloat16
     moved = 0
     for e in range(2):
         for r in range(6):
             for n in range(3):
                 part, column = weight[e, r, 32 * n : 32 * n + 32], importance[e, 32 * n : 32 * n + 32]
-                factors = [1.0, *(1.05 - 0.02 * k for k in range(20))]
+                factors = [1.05 - 0.02 * k for k in range(20)]
+                factors = [1.0, *factors, *(-factor for factor in factors if signed)]
                 tried = [float((base[e, r, n].float() * f).bfloat16()) for f in factors]
                 got = float(chosen[e, r, n])
                 assert got in tried

@@ -108,7 +108,7 @@ def rounded(layer: Layer) -> LayerTensors:
 
 def audited(layer: Layer, tensors: dict[str, torch.Tensor]) -> LayerAudit:
     audit, made = LayerAudit(), tensors_in_memory(layer.source, tensors, Path("made"))
-    audit_layer(0, layer.facts, layer.sizes, layer.source, made, device=torch.device("cpu"), audit=audit)
+    audit_layer(0, layer.facts, layer.sizes, layer.source, made, bits=4, device=torch.device("cpu"), audit=audit)
     return audit
 
 
