@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import Command
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from conftest import Finished
 from edited import MOE, edit
 from safetensors.torch import load_file
@@ -26,6 +27,16 @@ def swap_two_experts(tensors: Tensors) -> None:
     for part in ("weight_packed", "weight_scale"):
         one, other = (f"{MOE}.experts.{n}.w3.{part}" for n in (0, 1))
         tensors[one], tensors[other] = tensors[other], tensors[one]
+
+
+def turn_the_signs(tensors: Tensors) -> None:
+    """An expert's codes and scales the other way round: the same weights, but for -8, which has no counterpart."""
+    module = f"{MOE}.experts.4.w1"
+    packed, scale = f"{module}.weight_packed", f"{module}.weight_scale"
+    codes = unpack_from_int32(tensors[packed], 4, torch.Size(tensors[f"{module}.weight_shape"].tolist()))
+    tensors[packed] = pack_to_int32(-codes.clamp(min=-7), 4)
+    tensors[scale] = -tensors[scale]
+    assert bool((tensors[scale] < 0).any())
 
 
 # A tensor, what is done to its shard, and what `quantize verify` says of it.
@@ -50,6 +61,9 @@ TAMPERED: dict[str, tuple[str, Callable[..., object], str]] = {
         "{}: missing",
     ),
     "two experts swapped": (f"{MOE}.experts.0.w3.weight_packed", lambda t, name: swap_two_experts(t), "{}: "),
+    "a zero among the scales": (
+        f"{MOE}.experts.7.w2.weight_scale", lambda t, name: t[name][3].fill_(0), "{}: 2 of its group scales are zero"
+    ),
     "a NaN in a scale": (
         f"{MOE}.experts.5.w1.weight_scale", lambda t, name: t[name][0].fill_(float("nan")), f"{MOE}.experts.5"
     ),
@@ -72,10 +86,12 @@ def test_each_tensor_that_was_tampered_with_is_named(copied: Path, finished: Fin
         edit(copied, name, partial(change, name=name))
     router, source = f"{LAYER.format(2)}.gate.weight", open_folder(finished.source)
     edit(copied, router, lambda tensors: tensors.update({router: source.tensor(router)}))
+    edit(copied, f"{MOE}.experts.4.w1.weight_packed", turn_the_signs)
     assert command("verify", copied, "--source", finished.source) == 3
     said = {kind: words.format(name) for kind, (name, _, words) in TAMPERED.items()}
     said["the source's router"] = f"{router}: not compensated"
     assert {kind: words for kind, words in said.items() if words not in command.out} == {}, command.out
+    assert f"{MOE}.experts.4.w1" not in command.out
 
 
 def test_a_cut_shard_is_named(copied: Path, finished: Finished, command: Command) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from quantizers.planning.assign_actions import make_plan
 from quantizers.planning.plan import PASSTHROUGH, Plan
 from quantizers.recipe.schema import Experts
 from quantizers.solve.result import LayerResult
+from quantizers.solve.rounding import minmax_scales, nearest
 from quantizers.system.errors import QuantizeError
 from stitch.audit import layer as auditing
 from stitch.audit.layer import LayerAudit, audit_layer
@@ -32,13 +35,13 @@ BLOCK = (128, 128)
 class Layer:
     """Layer 0 of a tiny model, with codes that nobody solved: only where they go matters here."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, bits: Literal[2, 3, 4] = 4) -> None:
         model = open_folder(make(folder / "model", num_hidden_layers=1))
         self.facts = architecture_for(model.config, "config.json")
         self.sizes = sizes_of(self.facts)
         self.source: LoadedTensors = load_tensors(model, layer_names(model, self.facts, 0))
         specs = {name: Spec(info.dtype, info.shape) for name, info in model.tensors.items()}
-        self.plan: Plan = make_plan(self.facts, self.sizes, specs, Experts(group_size=32), "tiny", BLOCK)
+        self.plan: Plan = make_plan(self.facts, self.sizes, specs, Experts(bits=bits, group_size=32), "tiny", BLOCK)
         self.norm = self.source.tensor(self.facts.layer(0, self.facts.norm.tensor))
         self.router = self.source.tensor(self.facts.layer(0, self.facts.router.tensor))
 
@@ -108,7 +111,8 @@ def rounded(layer: Layer) -> LayerTensors:
 
 def audited(layer: Layer, tensors: dict[str, torch.Tensor]) -> LayerAudit:
     audit, made = LayerAudit(), tensors_in_memory(layer.source, tensors, Path("made"))
-    audit_layer(0, layer.facts, layer.sizes, layer.source, made, bits=4, device=torch.device("cpu"), audit=audit)
+    bits = layer.plan.schemes[0].bits
+    audit_layer(0, layer.facts, layer.sizes, layer.source, made, bits=bits, device=torch.device("cpu"), audit=audit)
     return audit
 
 
@@ -129,6 +133,29 @@ def test_units_of_experts_are_audited_as_single_ones(layer: Layer, monkeypatch: 
     assert [error is None for error in units.by_expert] == [i == 2 for i in range(layer.sizes["experts"])]
     known = [[error for error in found.by_expert if error is not None] for found in (units, single)]
     assert known[0] == pytest.approx(known[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_with_few_bits_an_expert_that_was_not_scaled_as_its_norm_is_still_named(
+    bits: Literal[2, 3], tmp_path: Path
+) -> None:
+    """Rounding alone is then as far away as a wrong scale, so both are compared."""
+    layer = Layer(tmp_path, bits)
+    norm = (layer.norm.float() / torch.linspace(0.4, 2.5, len(layer.norm))).to(layer.norm.dtype)
+    smooth = layer.norm.float() / norm.float()
+    for right in (True, False):
+        solved = layer.solved()
+        for matrix in MATRICES:
+            scale = smooth if right and matrix != "down" else torch.ones(1)
+            modules = [layer.facts.expert(0, expert, matrix) for expert in range(layer.sizes["experts"])]
+            weight = scale * torch.stack([read_weight(layer.source, name, torch.device("cpu")) for name in modules])
+            solved.scales[matrix] = minmax_scales(weight, 32, bits)
+            solved.codes[matrix] = nearest(weight, solved.scales[matrix], bits)
+        solved = replace(solved, norm=norm, smooth=smooth, router=layer.router.float() * smooth)
+        audit = audited(layer, layer_tensors(layer.plan, 0, layer.source, solved).host)
+        assert right == (not audit.differences), audit.differences
+        assert right or len(audit.differences) >= 2 * layer.sizes["experts"]  # gate and up, and with it maybe down
+        assert all("closer to the source's matrix without the norm's ratio" in line for line in audit.differences)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
