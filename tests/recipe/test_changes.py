@@ -140,7 +140,7 @@ def test_paths_start_from_the_current_folder(recipe: Path, tmp_path: Path, monke
             ["--set", "experts={bits: 7, scale: mse}"],
             [
                 "--set experts={bits: 7, scale: mse}: experts.bits: should be 2, 3, 4, 5, 6 or 8, not 7",
-                "--set experts={bits: 7, scale: mse}: experts.scale: unknown key (did you mean scales?)",
+                "--set experts={bits: 7, scale: mse}: experts.scale: unknown key (did you mean scales or scales_sign?)",
             ],
         ),
         (
