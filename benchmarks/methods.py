@@ -35,7 +35,7 @@ from quantizers.pipeline.quantize import quantize_layers
 from quantizers.planning.assign_actions import make_plan, obstacle
 from quantizers.planning.device_memory import Residents
 from quantizers.planning.job import Job, prepare
-from quantizers.recipe.read import set_location
+from quantizers.recipe.read import changes_of, set_location
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve import llmcompressor_engine
 from quantizers.solve.llmcompressor_engine import solve_with_llmcompressor
@@ -266,13 +266,13 @@ def methods_table(result: dict[str, Any]) -> str:
     )
 
 
-def recipe_job(recipe: str) -> Job:
-    """The prepared job of a recipe that names an evaluation set, with the number of threads set.
+def recipe_job(recipe: str, *settings: str) -> Job:
+    """The prepared job of a recipe that names an evaluation set, changed as by --set, with the number of threads set.
 
     Raises:
         InputError: it names none.
     """
-    job = prepare(recipe)
+    job = prepare(recipe, changes=changes_of(settings))
     use_threads(job.sizes)
     if job.recipe.verify is None or job.recipe.verify.perplexity is None:
         raise InputError(f"{recipe}: verify.perplexity.data is missing; the methods are measured on it")

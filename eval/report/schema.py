@@ -206,6 +206,14 @@ class ChosenLayer(Part):
     experts: int = key("Experts that were measured", "experts")
 
 
+class Gain(Part):
+    """How much less predicted KL than with one scheme everywhere; it is chosen only if the whole interval is."""
+
+    predicted: float = key("By the measurements", "share")
+    low: float = key("95 % interval over samples of the measured experts, lower end", "share")
+    high: float = key("The same, upper end", "share")
+
+
 class Schemes(Part):
     """The choice of bits and group sizes within a budget."""
 
@@ -217,6 +225,8 @@ class Schemes(Part):
     output_bytes: int = key("All shards", "bytes")
     bits_per_weight: float = key("Mean over all experts, with scales", "bits")
     predicted_kl: Number = key("Sum of the layers' predicted KL", "nats")
+    uniform: str = key("The candidate with the least predicted KL that fits in every layer")
+    gain: Gain = key("What the best mixture of candidates gains over it")
     coarsest: str = key("The smallest candidate")
     by_matrix: dict[str, float] = key("Each matrix's share of the loss with the coarsest scheme", "share")
     layers: list[ChosenLayer] = key("Layer by layer")

@@ -92,9 +92,21 @@ def choice_lines(schemes: dict[str, Any]) -> list[str]:
     return [
         f"{schemes['chosen']}: {size(schemes['output_bytes'])} of shards, {schemes['bits_per_weight']:.4g} bits per "
         f"weight, within {limit_text(schemes)}{above}",
+        _gain_line(schemes),
         f"predicted KL of a layer as {coarsest}: most {kl[worst]:.2g} (layer {numbers[worst]}), least {kl[least]:.2g} "
         f"(layer {numbers[least]}), first {kl[0]:.2g}; of it {parts}",
     ]
+
+
+def _gain_line(schemes: dict[str, Any]) -> str:
+    """What the best mixture gains over one scheme everywhere."""
+    gain, uniform = schemes["gain"], f"{schemes['uniform']} in every layer"
+    if not gain["predicted"]:
+        return f"no mixture within the budget is predicted to be closer than {uniform}"
+    interval = (
+        f"{gain['predicted']:.0%} less KL predicted than with {uniform} ({gain['low']:.0%} to {gain['high']:.0%})"
+    )
+    return f"a mixture: {interval}" + ("" if gain["low"] > 0 else "; no certain gain, so all layers have the same")
 
 
 def layer_rows(schemes: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

@@ -232,7 +232,9 @@ def _measurement(number: int, allocation: Allocation) -> dict[str, Any]:
     """The measurement for a budget of a layer in which every scheme loses the same."""
     losses = dict.fromkeys(map(str, allocation.candidates), 0.1)
     by_matrix = {scheme: dict.fromkeys(MATRICES, 0.1) for scheme in losses}
+    by_expert = {scheme: [0.1] for scheme in losses}
     figures = {"kl": 0.1, "disturbance": 0.1, "loss": losses, "error": losses, "by_matrix": by_matrix}
+    figures["by_expert"] = by_expert
     return figures | {"layer": number, "experts": 1}
 
 

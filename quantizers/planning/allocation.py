@@ -1,5 +1,7 @@
 """Bit allocation: a scheme for each layer with experts within a budget; which are possible, and what each costs.
 
+Fewer than 4 bits, which most servers do not take, are possible only where 4 bits in every layer are not.
+
 `experts.budget` bounds the bytes of all shards on disk, including embeddings, attention and headers, but not the index
 and the tokenizer; `experts.bits_per_weight` only the experts: bits of packed weights and scales, divided by the number
 of weights. Both are exact. Nothing is measured here, and no file is opened.
@@ -9,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from quantizers.architectures.sizes import Sizes
@@ -19,6 +21,7 @@ from quantizers.system.formatting import gib, parse_bytes
 
 from .plan import Plan, file_size, stored_as
 
+MOST_SERVERS = 4  # bits, from which on an output is served by more than vLLM's Humming
 PARALLEL = (1, 2, 4, 8, 16)  # numbers of GPUs for which `as_dict` says whether vLLM could split an expert
 
 
@@ -80,10 +83,14 @@ class Allocation:
         by_layer = {layer: self.candidates[i] for layer, i in zip(self.layers, choice, strict=True)}
         return [by_layer.get(layer, by_layer[self.layers[0]]) for layer in range(self.decoder_layers)]
 
+    @property
+    def uniforms(self) -> list[int]:
+        """The candidates that fit when all layers use them."""
+        return [n for n in range(len(self.candidates)) if self.cost(self.uniform(n)) <= self.limit]
+
     def best_uniform(self) -> list[Scheme]:
-        """The largest scheme that fits when all layers use it, for estimates before anything is measured."""
-        fitting = [n for n in range(len(self.candidates)) if self.cost(self.uniform(n)) <= self.limit]
-        return self.schemes(self.uniform(fitting[-1]))
+        """The largest of these for every layer, for estimates before anything is measured."""
+        return self.schemes(self.uniform(self.uniforms[-1]))
 
     def choose(self, losses: Sequence[Mapping[str, float]]) -> list[int]:
         """The best choice, from each layer's losses by candidate name."""
@@ -155,6 +162,9 @@ def allocation(plan: Plan, sizes: Sizes, experts: Experts, where: str) -> Alloca
         assert experts.bits_per_weight is not None
         limit = math.floor(experts.bits_per_weight * weights * len(layers))
     result = Allocation(layers, plan.layers, possible, rows, outside, weights, sizes["width"], limit, unit)
+    few = sum(scheme.bits < MOST_SERVERS for scheme in possible)
+    if few < len(possible) and result.cost(result.uniform(few)) <= limit:
+        return replace(result, candidates=possible[few:], shard_bytes=tuple(row[few:] for row in rows))
     least = result.cost(result.uniform(0))
     if least <= limit:
         return result

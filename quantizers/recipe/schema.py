@@ -39,8 +39,8 @@ class Scheme:
         return f"INT{self.bits} group {self.group_size}"
 
 
-# What a budget chooses from, in ascending order of size: what every server takes.
-CANDIDATES = tuple(Scheme(bits, group) for bits in (4, 8) for group in reversed(GROUPS))
+# What a budget chooses from, in ascending order of size.
+CANDIDATES = tuple(Scheme(bits, group) for bits in (2, 3, 4, 8) for group in reversed(GROUPS))
 
 
 def counted(schemes: Iterable[Scheme]) -> str:
@@ -117,7 +117,7 @@ class Experts(Strict):
     # These three come first, so that the validators of the keys that they exclude can see them.
     budget: Annotated[str | None, ONLY_IF_GIVEN] = None
     """Size of all shards, such as `125GiB` or `120GB`, instead of `bits` and `group_size`: both are then chosen for
-    each layer from measurements. See [budget](budget.md)."""
+    each layer from measurements. 2 and 3 bits only where 4 in every layer do not fit. See [budget](budget.md)."""
     bits_per_weight: Annotated[Annotated[float, Field(gt=0.0)] | None, ONLY_IF_GIVEN] = None
     """The same with a mean over the experts, scales included: INT4 in groups of 32 has 4.5."""
     tensor_parallel: Annotated[Annotated[int, Field(ge=1, le=64)] | None, ONLY_IF_GIVEN] = None
