@@ -59,8 +59,8 @@ from quantizers.model.layer_forward import routes
 from quantizers.model.moe_inputs import MoeInputs
 from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 from quantizers.planning.job import Job
-from quantizers.recipe.schema import Experts, Scheme
-from quantizers.solve.rounding import minmax_scales, mse_scales, nearest
+from quantizers.recipe.schema import Scheme
+from quantizers.solve.rounding import minmax_scales, nearest
 from quantizers.system.errors import QuantizeError
 from quantizers.system.files import write_json
 
@@ -160,7 +160,7 @@ class SchemeMeasurement(Consumer):
         own_gate = self.job.facts.of_layer(number).own_gate
         gate, inner = gate_of(experts, own_gate), awq and not own_gate
         outer = column_scale(moe_inputs.x) if awq and self.job.plan.folds else None
-        of_expert = partial(scheme_errors, gate=gate, outer=outer, inner=inner, settings=settings)
+        of_expert = partial(scheme_errors, gate=gate, outer=outer, inner=inner, signed=settings.signed)
         measured = []
         for expert in dist.partition(count):
             measured.append(of_expert(moe_inputs, weights, expert, schemes))
@@ -207,7 +207,7 @@ def scheme_errors(
     *,
     outer: torch.Tensor | None,
     inner: bool,
-    settings: Experts,
+    signed: bool = True,
 ) -> tuple[dict[Scheme, dict[str, float]], tuple[torch.Tensor, torch.Tensor]]:
     """Error of one expert's outputs under each scheme.
 
@@ -215,7 +215,7 @@ def scheme_errors(
         weights: gate_up (E, 2I, H) and down (E, H, I), in the dtype of the forward pass.
         outer: the scale (H,) of the inputs of gate and up, see `column_scale`; None for none.
         inner: whether the inputs of down are scaled before rounding.
-        settings: of the recipe: how group scales are chosen.
+        signed: whether group scales may be negative.
 
     Returns:
         Σ r² ‖error‖² by scheme, and by which matrix alone was rounded (or all of them); and gate_up (2I, H) and down
@@ -228,14 +228,10 @@ def scheme_errors(
     share = (moe_inputs.weight * chosen).sum(-1)[rows].double().square()
     x = moe_inputs.x[rows].float()
     h, wanted = _forward(x, source, gate)
-    inputs = {"gate": x, "up": x, "down": h}
     scales = {"gate": outer, "up": outer, "down": column_scale(h) if inner else None}
     lost = {}
     for scheme in schemes:
-        stored = {
-            matrix: _rounded(weight, scheme, scales[matrix], inputs[matrix], settings)
-            for matrix, weight in source.items()
-        }
+        stored = {matrix: _rounded(weight, scheme, scales[matrix], signed) for matrix, weight in source.items()}
         if scheme == schemes[0]:
             coarsest = torch.cat([stored["gate"], stored["up"]]), stored["down"]
         variants = {ALL_THREE: stored} | {matrix: source | {matrix: stored[matrix]} for matrix in MATRICES}
@@ -251,18 +247,11 @@ def column_scale(inputs: torch.Tensor) -> torch.Tensor:
     return inputs.float().abs().mean(0).nan_to_num(1.0).clamp(min=1e-4).sqrt()
 
 
-def _rounded(
-    weight: torch.Tensor, scheme: Scheme, smooth: torch.Tensor | None, inputs: torch.Tensor, settings: Experts
-) -> torch.Tensor:
-    """A matrix (R, C) that reads inputs (T, C), scaled by (C,), rounded to nearest and scaled back."""
+def _rounded(weight: torch.Tensor, scheme: Scheme, smooth: torch.Tensor | None, signed: bool) -> torch.Tensor:
+    """A matrix (R, C) scaled by (C,), rounded to nearest and scaled back."""
     smooth = torch.ones_like(weight[0]) if smooth is None else smooth
-    scaled, group, bits = weight * smooth, scheme.group_size, scheme.bits
-    if settings.scales == "mse":
-        importance = (inputs / smooth).square().sum(0, keepdim=True)
-        scale = mse_scales(scaled.unsqueeze(0), importance, group, bits, signed=settings.signed)[0]
-    else:
-        scale = minmax_scales(scaled, group, bits, signed=settings.signed)
-    return dequantize(nearest(scaled, scale, bits), scale) / smooth
+    scale = minmax_scales(weight * smooth, scheme.group_size, scheme.bits, signed=signed)
+    return dequantize(nearest(weight * smooth, scale, scheme.bits), scale) / smooth
 
 
 def _forward(x: torch.Tensor, weights: dict[str, torch.Tensor], gate: Gate) -> tuple[torch.Tensor, torch.Tensor]:
