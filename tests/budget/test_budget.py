@@ -35,6 +35,7 @@ from quantizers.model.moe_inputs import capture_moe_inputs as seen_by
 from quantizers.output import journal
 from quantizers.pipeline import pipeline
 from quantizers.pipeline.pipeline import Options, run
+from quantizers.planning.allocation import Allocation
 from quantizers.planning.job import Job, prepare
 from quantizers.planning.plan import file_size
 from quantizers.recipe.schema import CANDIDATES, Scheme
@@ -133,7 +134,7 @@ def test_columns_are_scaled_by_their_inputs() -> None:
 @pytest.mark.slow
 def test_smaller_groups_make_the_error_smaller_and_more_bits_even_smaller(done: Any) -> None:
     job, _, report = done
-    assert job.allocation.candidates == tuple(s for s in CANDIDATES if s.group_size <= 64)
+    assert job.allocation.candidates == tuple(s for s in CANDIDATES if s.group_size <= 64 and s.bits >= 4)
     for row in report["schemes"]["layers"]:
         errors = [row["error"][str(scheme)] for scheme in job.allocation.candidates]
         assert errors == sorted(errors, reverse=True)
@@ -198,6 +199,27 @@ def test_the_probe_is_the_whole_model_with_the_first_layer_rounded(
         *(f"{n:05d}.json" for n in range(4)),
         "kl.json",
     ]
+
+
+def test_a_mixture_is_chosen_only_if_its_gain_is_certain() -> None:
+    """INT8 for one layer instead of groups of 32 for both: what each of four experts loses under each scheme."""
+    schemes = (Scheme(4, 64), Scheme(4, 32), Scheme(8, 64))
+    allocation = Allocation((0, 1), 2, schemes, ((10, 11, 16),) * 2, 0, 1, 64, 26, "bytes")
+    for first, picked, gain in (
+        ([[0.5] * 4, [0.25] * 4, [0.0] * 4], [2, 0], 1 - 1.2 / 2.16),
+        ([[0.0, 0.0, 0.0, 2.0], [0.0, 0.0, 0.0, 1.0], [0.0] * 4], [1, 1], 1 - 1.2 / 2.16),  # of one expert alone
+        ([[0.0] * 4] * 3, [0, 2], 1.0),
+    ):
+        entries = []
+        for values in (first, [[0.3] * 4, [0.29] * 4, [0.0] * 4]):
+            by_expert = dict(zip(map(str, schemes), values, strict=True))
+            error = {name: sum(lost) for name, lost in by_expert.items()}
+            entries.append({"by_expert": by_expert, "error": error, "loss": error})
+        found = choice.choose(allocation, entries)
+        assert (found.picked, found.uniform) == (picked, 1)
+        assert found.gain == pytest.approx(gain)
+        assert found.interval[0] <= found.gain <= found.interval[1]
+        assert (found.interval[0] > 0) == (picked != [1, 1])
 
 
 # What is chosen and written -------------------------------------------------------------------------

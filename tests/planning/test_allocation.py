@@ -64,7 +64,7 @@ def of(limit: str | float, parallel: int | None = None, **changes: int) -> Alloc
 def test_candidates_are_what_vllm_takes() -> None:
     assert list(CANDIDATES) == sorted(CANDIDATES, key=lambda scheme: scheme.bits_per_weight)
     sizes = published("MiniMaxAI/MiniMax-M2.1", layers=1).sizes
-    assert [len(candidates(sizes, parallel)) for parallel in (1, 2, 4, 8, 16, 32)] == [6, 6, 6, 4, 2, 0]
+    assert [len(candidates(sizes, parallel)) for parallel in (1, 2, 4, 8, 16, 32)] == [12, 12, 12, 8, 4, 0]
     small = tiny_model(intermediate_size=64).sizes
     assert {scheme.group_size for scheme in candidates(small, 1)} == {32, 64}
     assert {scheme.group_size for scheme in candidates(small, 2)} == {32}
@@ -103,7 +103,8 @@ def test_layers_without_experts_have_no_choice_and_are_paid_for() -> None:
 
 
 def test_a_budget_of_a_uniform_choice_is_never_worse_than_it() -> None:
-    at = of("1GB", num_hidden_layers=6, intermediate_size=128)
+    at = of(2.125, num_hidden_layers=6, intermediate_size=128)
+    assert at.candidates == CANDIDATES
     losses = [{str(s): (layer + 1) * s.group_size**0.5 / 4**s.bits for s in at.candidates} for layer in range(6)]
     for number, scheme in enumerate(at.candidates):
         exact = of(f"{at.output_bytes(at.uniform(number))}B", num_hidden_layers=6, intermediate_size=128)
@@ -116,14 +117,21 @@ def test_a_budget_of_a_uniform_choice_is_never_worse_than_it() -> None:
         assert weighed.best_uniform()[0] == scheme
 
 
+def test_fewer_than_4_bits_are_possible_only_where_4_do_not_fit_everywhere() -> None:
+    assert {scheme.bits for scheme in of(4.2499).candidates} == {2, 3, 4, 8}
+    for limit in (4.25, 8.5, "1GB"):
+        found = of(limit)
+        assert {scheme.bits for scheme in found.candidates} == {4, 8}
+        assert all(len(row) == len(found.candidates) for row in found.shard_bytes)
+
+
 def test_what_is_too_small_is_refused_with_what_would_do() -> None:
-    least = of("1GB").output_bytes(of("1GB").uniform(0))
+    least = of(2.25).output_bytes(of(2.25).uniform(0))
     of(f"{least}B")
     with pytest.raises(RecipeError, match=rf"^r.yaml:6: experts.budget: .* give {least}B or more$"):
         of(f"{least - 1}B")
-    of(4.25)
-    with pytest.raises(RecipeError, match=r"^r.yaml:6: experts.bits_per_weight: 4.2 is less .* give 4.25 or more$"):
-        of(4.2)
+    with pytest.raises(RecipeError, match=r"^r.yaml:6: experts.bits_per_weight: 2.2 is less .* give 2.25 or more$"):
+        of(2.2)
     with pytest.raises(RecipeError, match=r"no group of 32, 64 or 128 divides .* 64 over 4 GPUs; lower experts.tens"):
         of("1GB", parallel=4)
 
