@@ -1,7 +1,7 @@
 """Which engine has kernels for packed integers, by their bits, groups and names.
 
-    vLLM           experts: Marlin and Triton take 4 bits and symmetric 8; Humming takes 2 to 8 in groups, since vLLM
-                   0.29, on NVIDIA GPUs alone. A layer gets the first that takes it
+    vLLM           experts: Marlin and Triton take 4 bits and symmetric 8; Humming takes 2 to 8 in groups on NVIDIA GPUs
+                   alone, since vLLM 0.29, but with zero points not all of 4 bits and none of 8
     SGLang         4 and 8 bits
     transformers   all; but compressed-tensors before 0.18 packs 3, 5, 6 and 7 bits otherwise than servers do
     KTransformers  its loader RAWINT4 takes symmetric 4 bits in groups that are multiples of 32, under one family of
@@ -45,13 +45,14 @@ def is_packed(scheme: ServedScheme | None) -> TypeGuard[ServedScheme]:
 
 
 def moe_kernels(scheme: ServedScheme) -> tuple[str, ...]:
-    """The kernels of vLLM that compute with routed experts in packed integers; none for some that it reads."""
+    """The kernels of vLLM that compute with routed experts in packed integers of 2 to 8 bits; none for some."""
     common = scheme.bits == 4 or (scheme.bits == 8 and scheme.symmetric)
     by_group = scheme.strategy == "group"  # CompressedTensorsWNA16MoEMethod asserts it for all but Marlin
     takes = {
         MARLIN: common and (not by_group or scheme.group_size in MARLIN_GROUPS),
         TRITON: common and by_group,
-        HUMMING: by_group and 2 <= scheme.bits <= 8,
+        HUMMING: by_group
+        and (scheme.symmetric or scheme.bits not in (4, 8) or (scheme.bits, scheme.group_size) == (4, 32)),
     }
     return tuple(name for name, does in takes.items() if does)
 
@@ -64,7 +65,7 @@ def refusal(engine: Engine, lookup: Lookup) -> str | None:
     if engine.is_sglang:
         return None if scheme.bits in SGLANG_BITS else "it has kernels for 4 and 8 bits only"
     no_kernel = lookup.kind in (EXPERTS, MTP_EXPERTS) and not moe_kernels(scheme)
-    return "it has no kernel for these bits in whole rows" if no_kernel else None
+    return "it has no kernel for this scheme" if no_kernel else None
 
 
 def condition(engine: str, lookup: Lookup) -> str | None:
