@@ -176,12 +176,14 @@ def closer(experts: dict[str, Any]) -> list[str]:
     if experts.get("budget") or experts.get("bits_per_weight"):
         key = "budget" if experts.get("budget") else "bits_per_weight"
         return [f"a larger experts.{key}", "more calibration tokens"]
+    bits = experts.get("bits", 8)
     steps = [
         ("experts.rounding: gptq", experts.get("rounding") == "nearest"),
         ("experts.awq: {grid: 20}", experts.get("awq") is False),
         ("experts.group_size: 32", experts.get("group_size", 0) > 32),
+        ("experts.scales_sign: both", experts.get("scales_sign") == "positive"),
         ("more calibration tokens", True),
-        ("experts.budget, which gives some layers 8 bits", experts.get("bits") == 4),
-        ("experts.bits: 8", experts.get("bits") == 4),
+        ("experts.budget, which gives some layers 8 bits", bits == 4),
+        (f"experts.bits: {4 if bits < 4 else 8}", bits < 8),
     ]
     return [step for step, helps in steps if helps]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import bits
 import compare
 import layer
 import methods
@@ -55,6 +56,15 @@ def test_all_methods_go_through_a_whole_model(small_job: Job, printed: Any) -> N
 
 
 @pytest.mark.slow
+def test_both_kinds_of_scales_are_compared_at_each_number_of_bits(printed: Any) -> None:
+    rows = json.loads(printed(bits, "--bits", "3", "--draws", "1", "--tokens", "100", "--json"))
+    assert [(row["sign"], row["draw"]) for row in rows] == [(sign, n) for sign in ("positive", "both") for n in (0, 1)]
+    assert len({row["mean"] for row in rows}) == 4
+    cells = bits.bits_table(rows).splitlines()[-1].split("  ")
+    assert [cell for cell in cells if cell][:3] == ["INT3 group 32", *(f"{rows[n]['mean']:.5f}" for n in (0, 2))]
+
+
+@pytest.mark.slow
 def test_both_engines_and_both_routes_are_compared(printed: Any) -> None:
     sizes = ("--experts", "4", "--hidden", "128", "--width", "64", "--tokens", "48")
     found = json.loads(printed(compare, *sizes, "--json"))
@@ -88,7 +98,7 @@ def test_where_the_norm_has_another_reader_rows_with_a_fold_are_left_out_by_name
     norm = facts.norm.model_copy(update={"readers": [*facts.norm.readers, "self_attn.q_proj"]})
     other = facts.model_copy(update={"norm": norm})
     found = methods.methods(base, other, torch.float32)
-    assert len(found.rows) == 8
+    assert len(found.rows) == 9
     assert [row.name for row in found.rows if row.others_left_out] == ["llm-compressor AWQ, other readers left out"]
     assert found.base == "llm-compressor AWQ, norm not folded"
     assert not found.left_out.keys() & {row.name for row in found.rows}

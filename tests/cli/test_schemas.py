@@ -57,7 +57,7 @@ def test_the_commands_print_the_schemas(command: Command) -> None:
         ("recipe.schema.json", RECIPE | {"experts": {"bits": 4, "awq": {"grid": 20, "fold": False}}}, None),
         ("recipe.schema.json", RECIPE | {"experts": {"awq": False}, "verify": {"coverage": {}}}, None),
         ("recipe.schema.json", RECIPE | {"experts": {"group_siz": 32}}, "group_siz"),
-        ("recipe.schema.json", RECIPE | {"experts": {"bits": 5}}, "5"),
+        ("recipe.schema.json", RECIPE | {"experts": {"bits": 7}}, "7"),
         ("recipe.schema.json", RECIPE | {"experts": {"routed_weight": 1.5}}, "1.5"),
         ("recipe.schema.json", RECIPE | {"extra": 1}, "extra"),
         ("recipe.schema.json", {"calibration": "embedded"}, "source"),

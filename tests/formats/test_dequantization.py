@@ -167,7 +167,7 @@ BROKEN_PACKED: dict[str, dict[str, torch.Tensor | None]] = {
     "shape of other rows": {"weight_shape": torch.tensor([7, 128])},
     "shape of other columns": {"weight_shape": torch.tensor([6, 100])},
     "shape of zero columns": {"weight_shape": torch.tensor([6, 0])},
-    "shape that means 2 bits": {"weight_shape": torch.tensor([6, 256])},
+    "shape that means 1 bit": {"weight_shape": torch.tensor([6, 512])},
     "shape of three numbers": {"weight_shape": torch.tensor([6, 128, 1])},
     "scale of other rows": {"weight_scale": torch.ones(5, 4).bfloat16()},
     "groups that do not divide": {"weight_scale": torch.ones(6, 5).bfloat16()},

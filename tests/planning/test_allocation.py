@@ -12,7 +12,7 @@ from planned import published, tiny_model
 
 from quantizers.planning.allocation import Allocation, allocation, candidates, cheapest_loss
 from quantizers.planning.plan import file_size
-from quantizers.recipe.schema import ALL, Experts, Scheme, counted
+from quantizers.recipe.schema import CANDIDATES, Experts, Scheme, counted
 from quantizers.system.errors import RecipeError
 
 # Whole numbers, many of them equal, so that ties occur; and any float.
@@ -62,7 +62,7 @@ def of(limit: str | float, parallel: int | None = None, **changes: int) -> Alloc
 
 
 def test_candidates_are_what_vllm_takes() -> None:
-    assert list(ALL) == sorted(ALL, key=lambda scheme: scheme.bits_per_weight)
+    assert list(CANDIDATES) == sorted(CANDIDATES, key=lambda scheme: scheme.bits_per_weight)
     sizes = published("MiniMaxAI/MiniMax-M2.1", layers=1).sizes
     assert [len(candidates(sizes, parallel)) for parallel in (1, 2, 4, 8, 16, 32)] == [6, 6, 6, 4, 2, 0]
     small = tiny_model(intermediate_size=64).sizes

@@ -137,16 +137,16 @@ def test_paths_start_from_the_current_folder(recipe: Path, tmp_path: Path, monke
         (["--set", "experts.group_siz=64"], ["--set experts.group_siz=64: unknown key (did you mean group_size?)"]),
         (["--set", "expert.bits=8"], ["--set expert.bits=8: expert: unknown key (did you mean experts?)"]),
         (
-            ["--set", "experts={bits: 3, scale: mse}"],
+            ["--set", "experts={bits: 7, scale: mse}"],
             [
-                "--set experts={bits: 3, scale: mse}: experts.bits: should be 4 or 8, not 3",
-                "--set experts={bits: 3, scale: mse}: experts.scale: unknown key (did you mean scales?)",
+                "--set experts={bits: 7, scale: mse}: experts.bits: should be 2, 3, 4, 5, 6 or 8, not 7",
+                "--set experts={bits: 7, scale: mse}: experts.scale: unknown key (did you mean scales or scales_sign?)",
             ],
         ),
         (
-            ["--set", "experts.bits=3", "--set", "verify.perplexity.max_kl=x"],
+            ["--set", "experts.bits=7", "--set", "verify.perplexity.max_kl=x"],
             [
-                "--set experts.bits=3: should be 4 or 8, not 3",
+                "--set experts.bits=7: should be 2, 3, 4, 5, 6 or 8, not 7",
                 "--set verify.perplexity.max_kl=x: should be a valid number, not 'x'",
             ],
         ),

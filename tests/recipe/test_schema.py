@@ -37,6 +37,7 @@ def test_defaults() -> None:
             "awq": {"grid": 20, "duo_scaling": True},
             "routed_weight": 0.9,
             "scales": "mse",
+            "scales_sign": "both",
             "rounding": "gptq",
         },
         "keep": "everything-else",
@@ -61,8 +62,8 @@ def test_equal_meaning_has_one_digest(write: Any, text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("bits: 3", "r.yaml:4: experts.bits: should be 4 or 8, not 3"),
-        ("bits: 4.5", "r.yaml:4: experts.bits: should be 4 or 8, not 4.5"),
+        ("bits: 7", "r.yaml:4: experts.bits: should be 2, 3, 4, 5, 6 or 8, not 7"),
+        ("bits: 4.5", "r.yaml:4: experts.bits: should be 2, 3, 4, 5, 6 or 8, not 4.5"),
         ("group_size: 16", "r.yaml:4: experts.group_size: should be 32, 64 or 128, not 16"),
         ("symmetric: false", "r.yaml:4: experts.symmetric: should be True, not False"),
         ("engine: gptq", "r.yaml:4: experts.engine: should be 'gram' or 'llmcompressor', not 'gptq'"),
