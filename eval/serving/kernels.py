@@ -4,13 +4,14 @@
                    alone, since vLLM 0.29, but with zero points not all of 4 bits and none of 8
     SGLang         4 and 8 bits
     transformers   all; but compressed-tensors before 0.18 packs 3, 5, 6 and 7 bits otherwise than servers do
-    KTransformers  its loader RAWINT4 takes symmetric 4 bits in groups that are multiples of 32, under one family of
-                   names; it runs inside SGLang, which has the other tensors
+    KTransformers  its loader RAWINT4 takes symmetric 4 bits in groups of 32, under one family of names; it runs inside
+                   SGLang, which has the other tensors. Larger groups give NaN on a CPU with AVX-512, not on others
 
 From the sources of vLLM 0.26 to 0.33 (`_supports_quant_scheme` and `_supports_current_device` of each kernel in
 fused_moe/experts/, and compressed_tensors_moe_wna16.py), humming-kernels 0.1.19 (schema/humming.py), SGLang 0.5.23
 (compressed_tensors_wNa16.py), compressed-tensors 0.17 and 0.18 (pack_quantized/helpers.py) and kt-kernel 0.7.2
-(CompressedSafeTensorLoader in utils/loader.py, NativeMoEWrapper in utils/amx.py).
+(CompressedSafeTensorLoader in utils/loader.py, NativeMoEWrapper in utils/amx.py), whose AVX2 and AVX-512 kernels were
+run with groups of 32, 64 and 128.
 """
 
 from __future__ import annotations
@@ -88,7 +89,6 @@ def for_ktransformers(facts: Architecture, schemes: Iterable[ServedScheme | None
     if facts.expert(0, 0, MATRICES[0]) not in names:
         return "names do not fit"
     fits = (
-        is_packed(scheme) and scheme.bits == 4 and scheme.symmetric and (scheme.group_size or 1) % 32 == 0
-        for scheme in schemes
+        is_packed(scheme) and scheme.bits == 4 and scheme.symmetric and scheme.group_size == 32 for scheme in schemes
     )
-    return TAKES_THEM if all(fits) else "only symmetric INT4 in groups"
+    return TAKES_THEM if all(fits) else "only symmetric INT4 in groups of 32"

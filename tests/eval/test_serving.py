@@ -219,9 +219,9 @@ def test_bits_that_no_server_has_a_kernel_for_are_an_error() -> None:
     [
         *((family, Experts(), TAKES_THEM) for family in ("qwen3_moe", "glm4_moe", "deepseek_v3", "kimi_k2")),
         *((family, Experts(), "names do not fit") for family in ("minimax_m2", "mixtral")),
-        ("qwen3_moe", Experts(group_size=64), TAKES_THEM),
-        ("qwen3_moe", Experts(bits=8), "only symmetric INT4 in groups"),
-        ("qwen3_moe", Experts(bits=2), "only symmetric INT4 in groups"),
+        ("qwen3_moe", Experts(group_size=64), "only symmetric INT4 in groups of 32"),
+        ("qwen3_moe", Experts(bits=8), "only symmetric INT4 in groups of 32"),
+        ("qwen3_moe", Experts(bits=2), "only symmetric INT4 in groups of 32"),
     ],
 )
 def test_what_ktransformers_takes(family: str, experts: Experts, answer: str) -> None:
