@@ -18,6 +18,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from eval.fidelity.tables import by_part, past_the_model, shown_categories
+from eval.serving.check import ONE_SCHEME, REFUSES
+from eval.serving.engines import SGLANG, TRANSFORMERS
 from quantizers.calibration.samples import in_words
 from quantizers.calibration.set import CODES
 from quantizers.recipe.portable import is_hub_id
@@ -91,7 +93,13 @@ def model_card(report: dict[str, Any]) -> str:
     """The model card as Markdown with front matter, of the contents of report.json, from a run or a stitch."""
     report = json.loads(json.dumps(report, sort_keys=True))  # so the card is the same from memory and from the file
     stitch, plan, name = "stitched" in report, report["plan"], repository(report)
-    dense = plan["dense_layers"]
+    dense, serving, findings = plan["dense_layers"], report["serving"], report.get("consumers", {}).get("findings", [])
+    failing = {
+        engine
+        for one in findings
+        if one["consequence"].startswith((REFUSES, ONE_SCHEME))
+        for engine in one["engine"].split(", ")
+    }
     text = _render(
         "card.md.jinja",
         report,
@@ -112,7 +120,9 @@ def model_card(report: dict[str, Any]) -> str:
         parts=by_part(report) if "kl" in report else {},
         reasons=REASONS,
         repository=name,
-        sglang=sglang_command(report["serving"], name),
+        sglang=None if SGLANG.name in failing else sglang_command(serving, name),
+        loads=serving.get("transformers", True) and TRANSFORMERS not in failing,
+        limits=[one for one in findings if one["severity"] == "warning"],
         versions=", ".join(f"{package} {version}" for package, version in report["versions"].items()),
         **(_of_stitch(report) if stitch else _of_run(report)),
     )

@@ -474,6 +474,7 @@ class Engines(Part):
     schemes: dict[str, dict[str, str]] = key("By engine and kind of module; `stored` is how the tensors are stored")
     findings: list[Finding] = key("Errors first, then warnings")
     tensor_parallel: dict[str, str] = key("By number of GPUs: `ok`, or why vLLM cannot divide the model")
+    ktransformers: str | None = maybe("Whether KTransformers takes the experts; absent where SGLang lacks the family")
 
 
 class Fit(Part):

@@ -31,7 +31,20 @@ from quantizers.system.errors import InputError
 from quantizers.system.formatting import places, text_table
 
 from . import engines
-from .engines import EXPERTS, KINDS, MTP_EXPERTS, SERVERS, TRANSFORMERS, VLLM, Lookup, Module, Rules, ServedScheme
+from .engines import (
+    EXPERTS,
+    KINDS,
+    MTP_EXPERTS,
+    REFUSED,
+    SERVERS,
+    TRANSFORMERS,
+    VLLM,
+    Lookup,
+    Module,
+    Rules,
+    ServedScheme,
+)
+from .kernels import HUMMING, MARLIN_GROUPS, condition, for_ktransformers, moe_kernels, refusal
 
 Severity = Literal["error", "warning"]
 Mistake = Literal[
@@ -46,7 +59,7 @@ NONE = "-"  # for a kind of module that the model lacks
 SERVER_NAMES = tuple(engine.name for engine in SERVERS)
 ENGINES = (*SERVER_NAMES, TRANSFORMERS)
 PARALLEL = (1, 2, 4, 8)
-MARLIN_GROUPS, MARLIN_HIDDEN = (32, 64, 128), 128  # vLLM's check_moe_marlin_supports_config
+MARLIN_HIDDEN = 128  # the hidden size is a multiple of it; vLLM's check_moe_marlin_supports_config
 KEYS = {
     "quant_method", "quantization_status", "format", "config_groups", "ignore", "kv_cache_scheme",
     "global_compression_ratio", "sparsity_config", "transform_config", "version",
@@ -55,6 +68,7 @@ NOT_CHECKED = "nothing is known here of the servers of this model type, so none 
 MAY_SERVE = "it may serve this or not: vLLM's Transformers backend takes many types that vLLM has no model for"
 UNINITIALIZED = "loading fails, or the parameter stays uninitialized"
 REFUSES = "refuses it before loading a tensor"
+ONE_SCHEME = "it has one scheme for the experts of all layers, so loading fails; servers read each layer's own"
 GARBAGE = "loads without an error and produces garbage"
 CONSEQUENCES: dict[Mistake, str] = {
     "no weight": UNINITIALIZED,
@@ -73,7 +87,11 @@ CONSEQUENCES: dict[Mistake, str] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """A mistake; an `error` if an engine refuses the checkpoint, or computes with other weights than those stored.
+    """What an engine would not read as it is stored.
+
+    It is an `error` if an engine would compute with other weights than those stored, if one refuses what could be
+    written so that it takes it, or if no server has a kernel for it. It is a `warning` if other servers have one: then
+    this is what was asked for.
 
     `engine` names all affected engines, and `places` the tensors, modules or keys of config.json that have it.
     """
@@ -107,11 +125,14 @@ class ServingCheck:
         schemes: text by engine and kind of module; the row STORED is how the tensors are stored.
         findings: errors first.
         tensor_parallel: by number of ranks, `ok` or the reason why vLLM cannot split the model among them.
+        ktransformers: what its loader makes of the experts, see `for_ktransformers`; None if SGLang, inside which it
+            runs, does not know the family.
     """
 
     schemes: dict[str, dict[str, str]]
     findings: list[Finding]
     tensor_parallel: dict[int, str] = field(default_factory=dict)
+    ktransformers: str | None = None
 
     @property
     def errors(self) -> list[Finding]:
@@ -124,7 +145,7 @@ class ServingCheck:
             "schemes": self.schemes,
             "findings": [finding.as_dict() for finding in self.findings],
             "tensor_parallel": {str(ranks): text for ranks, text in self.tensor_parallel.items()},
-        }
+        } | ({"ktransformers": self.ktransformers} if self.ktransformers else {})
 
 
 class _Findings:
@@ -153,6 +174,8 @@ def render(result: ServingCheck) -> str:
     rows = [(engine, *(kinds[kind] for kind in shown)) for engine, kinds in result.schemes.items()]
     lines = [text_table(("", *shown), rows), ""]
     lines += [str(finding) for finding in result.findings] or ["every engine reads it as it is stored"]
+    if result.ktransformers:
+        lines += ["", f"KTransformers with experts in RAM, by its source: {result.ktransformers}"]
     if result.tensor_parallel:
         lines += ["", text_table(("tensor parallel", "vLLM"), list(result.tensor_parallel.items()))]
     return "\n".join(lines)
@@ -202,16 +225,22 @@ def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Archi
     one_scheme = len({lookup.scheme for lookup in lookups[servers[0].name] if lookup.kind == EXPERTS} - {None}) < 2
     if not one_scheme:
         problem = "the experts' schemes differ between layers"
-        consequence = "it has one scheme for the experts of all layers, so loading fails; servers read each layer's own"
-        findings.add("warning", [TRANSFORMERS], f"{SECTION}.config_groups", problem, consequence)
+        findings.add("warning", [TRANSFORMERS], f"{SECTION}.config_groups", problem, ONE_SCHEME)
+    refused = _check_kernels(servers, lookups, findings)
     for engine, answers in lookups.items():
-        table[engine] = _by_kind((lookup.kind, lookup.answer) for lookup in answers)
+        table[engine] = _by_kind(
+            (one.kind, REFUSED if (engine, one.asked) in refused else one.answer) for one in answers
+        )
         for lookup in answers:
             if one_scheme or engine != TRANSFORMERS or lookup.kind != EXPERTS:
                 _compare(engine, lookup, stored, findings)
+    ktransformers = None
+    if "sglang" in facts.servers:
+        schemes = (lookup.scheme for lookup in lookups[engines.SGLANG.name] if lookup.kind == EXPERTS)
+        ktransformers = for_ktransformers(facts, schemes)
     answers = lookups.get(VLLM.name, [])
     parallel = {ranks: tensor_parallel(ranks, facts, sizes, answers) for ranks in PARALLEL if answers}
-    return ServingCheck(table, findings.all(), parallel)
+    return ServingCheck(table, findings.all(), parallel, ktransformers)
 
 
 def _without_absent_mtp(tensors: Mapping[str, Stored], facts: Architecture, sizes: Sizes) -> Sizes:
@@ -233,6 +262,30 @@ def _by_kind(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
         else ", ".join(f"{text} ({n:,})" for text, n in texts.items()) or NONE
         for kind, texts in counts.items()
     }
+
+
+def _check_kernels(
+    servers: Sequence[engines.Engine], lookups: Mapping[str, Sequence[Lookup]], findings: _Findings
+) -> set[tuple[str, str]]:
+    """Report packed integers for which an engine has no kernel, or has one on a condition.
+
+    Returns:
+        engine and module of the former.
+    """
+    refused = {(one.name, at.asked): why for one in servers for at in lookups[one.name] if (why := refusal(one, at))}
+    severity: Severity = "error" if {engine for engine, _ in refused} == {one.name for one in servers} else "warning"
+    said: dict[tuple[Severity, str, str, str], list[Lookup]] = {}
+    for engine, answers in lookups.items():
+        for lookup in answers:
+            if why := refused.get((engine, lookup.asked)):
+                said.setdefault((severity, engine, lookup.kind, f"{REFUSES}: {why}"), []).append(lookup)
+            elif needed := condition(engine, lookup):
+                said.setdefault(("warning", engine, lookup.kind, needed), []).append(lookup)
+    for (how, engine, kind, consequence), found in said.items():
+        names = sorted({f"INT{lookup.scheme.bits}" for lookup in found if lookup.scheme})
+        for lookup in found:
+            findings.add(how, [engine], lookup.asked, f"{kind}: {', '.join(names)}", consequence)
+    return {*refused}
 
 
 def _compare(engine: str, lookup: Lookup, stored: Mapping[str, Parts], findings: _Findings) -> None:
@@ -441,22 +494,23 @@ def tensor_parallel(ranks: int, facts: Architecture, sizes: Sizes, lookups: Sequ
         if lookup.scheme and lookup.scheme.block
     }
     problems = obstacles(ranks, facts, sizes, groups, blocks)
-    return next(chain(problems, _expert_obstacles(ranks, sizes, groups, experts)), "ok")
+    return next(chain(problems, _expert_obstacles(ranks, sizes, experts)), "ok")
 
 
-def _expert_obstacles(
-    ranks: int, sizes: Sizes, groups: Iterable[int], schemes: Iterable[ServedScheme]
-) -> Iterator[str]:
+def _expert_obstacles(ranks: int, sizes: Sizes, schemes: Iterable[ServedScheme]) -> Iterator[str]:
     hidden, share = sizes["hidden"], sizes["width"] // ranks
     if ranks > sizes["experts"]:
         yield f"there are only {sizes['experts']} experts"
-    for group in groups:
-        if hidden % group:
-            yield f"hidden size {hidden} is not a multiple of the group, {group}"
-        if group not in MARLIN_GROUPS:
-            yield f"Marlin supports groups of {', '.join(map(str, MARLIN_GROUPS))}, not {group}"
-        if hidden % MARLIN_HIDDEN:
-            yield f"hidden size {hidden} is not a multiple of {MARLIN_HIDDEN}, which Marlin needs"
     for scheme in schemes:
+        group = scheme.group_size if scheme.type == "int" else None
+        if group and hidden % group:
+            yield f"hidden size {hidden} is not a multiple of the group, {group}"
+        if group and moe_kernels(scheme) != (HUMMING,):
+            if group not in MARLIN_GROUPS:
+                yield f"Marlin supports groups of {', '.join(map(str, MARLIN_GROUPS))}, not {group}"
+            if hidden % MARLIN_HIDDEN:
+                yield f"hidden size {hidden} is not a multiple of {MARLIN_HIDDEN}, which Marlin needs"
+        if scheme.type == "int" and share * scheme.bits % 32:
+            yield f"the experts' {share} columns per rank in {scheme.bits} bits do not fill words of 32 bits"
         if scheme.type != "int" and scheme.block and share % scheme.block[0]:
             yield f"the experts' width per rank, {share}, is not a multiple of the FP8 block, {scheme.block[0]}"

@@ -16,6 +16,8 @@ looked up for speculative decoding only: by vLLM under their number, by SGLang u
 transformers looks up every linear layer separately, by name and then by class, and has one scheme for all experts: the
 first group with a `re:` target that contains "experts", even if that expression does not match them.
 
+kernels.py says which of the schemes that an engine reads it also computes with.
+
 From the sources of vLLM 0.15 to 0.33 (before about 0.23 it tried the class before the parts), SGLang 0.5.23 and
 transformers 5.17; ask_vllm.py compares these rules with an installed vLLM.
 """
@@ -53,6 +55,7 @@ ATTENTION, OUTPUT, MLP, SHARED, EXPERTS, ROUTER, HEAD, EMBEDDINGS, MTP_LINEAR, M
 # Formats under which servers assume that a scheme also quantizes activations, FP8 among them.
 ACTIVATION_FORMATS = ("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized")
 PACKED = "pack-quantized"
+REFUSED = "refused"
 TRANSFORMERS = "transformers"
 CLASSES = {  # by the server's name for a fused module, or by kind
     "qkv_proj": "QKVParallelLinear", "gate_up_proj": "MergedColumnParallelLinear", HEAD: "ParallelLMHead",
@@ -222,8 +225,8 @@ class Lookup:
 
     @property
     def answer(self) -> str:
-        """The scheme in words, `plain` or `refused`."""
-        return "refused" if self.refused is not None else str(self.scheme or "plain")
+        """The scheme in words, `plain` or REFUSED."""
+        return REFUSED if self.refused is not None else str(self.scheme or "plain")
 
 
 def module_of(tensor: str) -> str:
@@ -433,15 +436,15 @@ def _find_experts(engine: Engine, facts: Architecture, prefix: str, rules: Rules
 
 
 def _require_kernel(engine: Engine, scheme: ServedScheme, kind: str, rules: Rules) -> None:
-    """Refused if a server has no kernel for the scheme that it matched."""
+    """Refused if a server does not take the scheme that it matched; kernels.py has those for packed integers."""
     name = f"{scheme} ({scheme.origin})"
     if scheme.dynamic:
         raise Refused(f"dynamically quantized weights ({scheme.origin}) are not supported")
     if kind == EMBEDDINGS and (scheme.type != "int" or scheme.activations):
         raise Refused(f"an embedding as {name} is not supported")
     if scheme.type == "int" and scheme.strategy in ("group", "channel") and not scheme.activations:
-        if scheme.format != PACKED or scheme.bits not in (4, 8):
-            raise Refused(f"{name} in format {scheme.format}: only {PACKED} with 4 or 8 bits is supported")
+        if scheme.format != PACKED:
+            raise Refused(f"{name} in format {scheme.format}: {PACKED} is needed")
         if engine.is_sglang and kind in (EXPERTS, MTP_EXPERTS) and rules.format != PACKED:
             raise Refused(
                 f"the format of the whole checkpoint is {rules.format}; for integer experts it must be {PACKED}"

@@ -16,6 +16,7 @@ from own_tokenizer import write_own_tokenizer
 from eval.report.pages import front_matter, model_card
 from eval.report.plots import calibration_figure, draw
 from eval.report.schema import checked
+from eval.serving.check import ONE_SCHEME, REFUSES
 from quantizers.architectures.families import architecture_for
 from quantizers.calibration.set import CODES
 from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_folder
@@ -246,6 +247,31 @@ def test_a_family_that_vllm_does_not_know_has_no_command_to_serve_it(published: 
         text = model_card(published | {"serving": published["serving"] | {"servers": servers}})
         assert "vllm serve" not in text
         assert sentence in text
+
+
+@pytest.mark.parametrize(
+    ("engine", "consequence", "command"),
+    [("SGLang", f"{REFUSES}: why", "sglang.launch_server"), ("transformers", ONE_SCHEME, "AutoModelForCausalLM")],
+)
+def test_an_engine_that_fails_has_no_command_and_is_named(
+    published: Report, engine: str, consequence: str, command: str
+) -> None:
+    warning = {
+        "severity": "warning",
+        "engine": engine,
+        "problem": "INT2",
+        "consequence": "needs x",
+        "where": "",
+        "count": 1,
+    }
+    published["consumers"] |= {"findings": [warning], "ktransformers": "takes them"}
+    text = model_card(published)
+    assert command in text
+    assert f"- {engine} (INT2): needs x\n- KTransformers with experts in RAM, by its source: takes them\n" in text
+    warning["consequence"] = consequence
+    text = model_card(published)
+    assert command not in text
+    assert f"- {engine} (INT2): {consequence}\n" in text
 
 
 # Families with more than attention and routed experts ----------------------------------------------

@@ -35,13 +35,15 @@ from eval.serving.engines import (
     UNKNOWN_SERVER,
     VLLM,
     VLLM_BEFORE,
+    ServedScheme,
 )
+from eval.serving.kernels import HUMMING_SM, TAKES_THEM, moe_kernels
 from quantizers.architectures.families import architecture_for, published_config
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.formats.fp8 import ROWS
 from quantizers.planning.assign_actions import expected_tensors, make_plan
-from quantizers.recipe.schema import Experts, Scheme
+from quantizers.recipe.schema import GROUPS, Experts, Scheme
 from quantizers.system.errors import InputError
 from stitch.write.config_files import output_config
 
@@ -174,6 +176,60 @@ def test_each_layer_may_have_a_scheme_of_its_own() -> None:
     assert "it is taken as not quantized" in said(found, V)
 
 
+# Bits that few engines have kernels for -----------------------------------------------------------
+
+HUMMING_ALONE = ("only its Humming kernels take these bits: vLLM 0.29 or newer", "SM75", "refused on ROCm, XPU and CPU")
+
+
+@pytest.mark.parametrize(("bits", "dense"), [(2, False), (3, True), (5, True), (6, True)])
+def test_bits_that_an_engine_has_no_kernel_for_are_named_and_no_error(bits: Any, dense: bool) -> None:
+    """They were asked for, and vLLM serves them; with other bits in other layers, each engine is named once."""
+    found = checked(made(tiny.config(), Experts(bits=bits)))
+    assert found.errors == []
+    said_of = {finding.engine: finding for finding in found.findings}
+    assert set(said_of) == {S, f"{V}, {B}"} | ({T} if dense else set())
+    assert {finding.problem for finding in found.findings} == {f"experts: INT{bits}"}
+    assert said_of[S].consequence == "refuses it before loading a tensor: it has kernels for 4 and 8 bits only"
+    assert all(part in said_of[f"{V}, {B}"].consequence for part in HUMMING_ALONE)
+    assert not dense or "compressed-tensors 0.18" in said_of[T].consequence
+    assert [found.schemes[engine][EXPERTS] for engine in (V, S)] == [f"INT{bits} group 32", "refused"]
+    mixed = checked(made(tiny.config(num_hidden_layers=4), schemes=[Scheme(bits, 64), Scheme(4, 32), *LAYERS[2:]]))
+    assert [(one.problem, len(one.places)) for one in mixed.findings if one.engine == S] == [(f"experts: INT{bits}", 1)]
+    assert mixed.schemes[S][EXPERTS] == "refused (1), INT4 group 32 (1), INT8 group 32 (1), INT4 group 64 (1)"
+
+
+def test_bits_that_no_server_has_a_kernel_for_are_an_error() -> None:
+    """In a family that SGLang alone knows; or in whole rows, which Humming does not take."""
+    config, tensors = made(tiny.config(), Experts(bits=2))
+    facts = architecture_for(config, "x")
+    alone = facts.model_copy(update={"servers": {"sglang": facts.servers["sglang"]}})
+    (finding,) = check(config, tensors, alone, sizes_of(facts)).errors
+    assert (finding.engine, len(finding.places)) == (S, 2)
+    in_experts(strategy="channel", group_size=None)(config["quantization_config"])
+    for name in [name for name in tensors if ".experts." in name and name.endswith("weight_scale")]:
+        tensors[name] = Spec("BF16", (tensors[name].shape[0], 1))
+    refused = [finding for finding in checked((config, tensors)).errors if finding.problem == "experts: INT2"]
+    assert {finding.engine: finding.consequence.rpartition(": ")[2] for finding in refused} == {
+        f"{V}, {B}": "it has no kernel for this scheme", S: "it has kernels for 4 and 8 bits only",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "experts", "answer"),
+    [
+        *((family, Experts(), TAKES_THEM) for family in ("qwen3_moe", "glm4_moe", "deepseek_v3", "kimi_k2")),
+        *((family, Experts(), "names do not fit") for family in ("minimax_m2", "mixtral")),
+        ("qwen3_moe", Experts(group_size=64), "only symmetric INT4 in groups of 32"),
+        ("qwen3_moe", Experts(bits=8), "only symmetric INT4 in groups of 32"),
+        ("qwen3_moe", Experts(bits=2), "only symmetric INT4 in groups of 32"),
+    ],
+)
+def test_what_ktransformers_takes(family: str, experts: Experts, answer: str) -> None:
+    found = checked(made(families.config(family), experts))
+    assert found.ktransformers == answer
+    assert f"by its source: {answer}\n" in render(found)
+
+
 # Mistakes in the config ---------------------------------------------------------------------------
 
 PUBLISHED_NAMES = [r"re:.*block_sparse_moe\.experts\.\d+\.(w1|w2|w3)$"]
@@ -240,6 +296,11 @@ CASES: dict[str, tuple[Change, dict[tuple[str, str], str], dict[str, list[str]]]
     "mixed precision": (
         lambda s: s.update(format="mixed-precision"), {},
         {S: ["the format of the whole checkpoint is mixed-precision"], V: [], B: [], T: []},
+    ),
+    "INT3 for all linear layers": (
+        lambda s: (targets(attention=["Linear"], experts=["Linear"])(s), in_experts(num_bits=3)(s)),
+        {(V, ATTENTION): "INT3 group 32", (B, ATTENTION): "INT3 group 32", (S, ATTENTION): "refused"},
+        {V: ["attention q,k,v: takes the scheme INT3 group 32 (group 'routed_experts', target 'Linear')"]},
     ),
     "an unknown key of a group": (
         lambda s: s["config_groups"]["routed_experts"].update(observer="mse"), {},
@@ -470,7 +531,8 @@ ASK = """
 import json, sys
 from pathlib import Path
 from eval.serving.ask_vllm import ask_vllm
-print(json.dumps([ask_vllm(Path(folder)) for folder in sys.argv[1:]]))
+from vllm_kernels import answers
+print(json.dumps([[ask_vllm(Path(folder)) for folder in sys.argv[2:]], answers(*json.loads(sys.argv[1]))]))
 """
 MLA_CASES: dict[str, Change] = {
     "one part": ignoring(r"re:.*\.(q_a_proj|q_proj|shared_experts\.up_proj)$"),
@@ -488,10 +550,26 @@ def test_without_vllm_the_message_names_the_remedy(tmp_path: Path, monkeypatch: 
         ask_vllm(tmp_path)
 
 
+SCHEMES = [(bits, size, even) for bits in range(2, 9) for size in (None, 16, 32, 64, 128) for even in (True, False)]
+CAPABILITIES = [70, 75, 80, 90, 120]
+SPLIT = {
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_local_experts": 8,
+}
+WIDTHS, RANKS = (128, 192, 384), (1, 2, 4, 8)
+SPLITS = [(bits, group, width) for bits in (2, 3, 4) for group in GROUPS for width in WIDTHS if width % group == 0]
+
+
 @pytest.mark.slow
 @needs_vllm
 def test_vllm_answers_as_the_rules_say(tmp_path: Path) -> None:
-    """Every case of this file, in one process of an environment that has vLLM, whose start takes long."""
+    """Every case of this file, in one process of an environment that has vLLM, whose start takes long.
+
+    And its kernels: which schemes of experts they take, on which GPUs, and how these experts may be split among ranks.
+    """
     outputs = {name: changed(change) for name, (change, _, _) in CASES.items()}
     for family in WITH_MTP:
         changes = MLA_CASES | {name: change for name, (change, _, _) in MTP_CASES.items()}
@@ -499,13 +577,25 @@ def test_vllm_answers_as_the_rules_say(tmp_path: Path) -> None:
     for number, (config, _) in enumerate(outputs.values()):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "config.json").write_text(json.dumps(config))
+    shares = [(bits, group, SPLIT["hidden_size"], width // ranks) for bits, group, width in SPLITS for ranks in RANKS]
+    folders = [str(tmp_path / str(number)) for number in range(len(outputs))]
     done = subprocess.run(
-        [os.environ[VLLM_PYTHON], "-c", ASK, *(str(tmp_path / str(number)) for number in range(len(outputs)))],
-        cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, stdout=subprocess.PIPE, check=True
+        [os.environ[VLLM_PYTHON], "-c", ASK, json.dumps([SCHEMES, shares, CAPABILITIES]), *folders], cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}"}, stdout=subprocess.PIPE, check=True
     )  # fmt: skip
-    answers = json.loads(done.stdout.splitlines()[-1])  # vLLM prints on standard output too
+    answers, kernels = json.loads(done.stdout.splitlines()[-1])  # vLLM prints on standard output too
     for name, answer in zip(outputs, answers, strict=True):
         assert answer["differences"] == [], name
         # With one dense layer, two with experts and one MTP layer; MLA has two linear layers more than q, k, v and o.
         linear = {"glm4_moe": 4, "deepseek_v3": 6}.get(name.partition(":")[0], 0)
         assert answer["asked"] == (4 * linear + 3 + 2 if linear else 2 * 3 + 2), name
+    for (bits, size, even), takes in zip(SCHEMES, kernels["kernels"], strict=True):
+        scheme = ServedScheme("int", bits, "group" if size else "channel", size, None, even, False)
+        assert [name.upper() for name in moe_kernels(scheme)] == takes, scheme
+    assert kernels["devices"] == [["cuda", one] for one in CAPABILITIES if one >= HUMMING_SM]
+    ours = []
+    for bits, group, width in SPLITS:
+        output = made(tiny.config(**SPLIT, intermediate_size=width), Experts(bits=bits, group_size=group))
+        ours += [checked(output).tensor_parallel[ranks] == "ok" for ranks in RANKS]
+    assert ours == kernels["splits"]
+    assert {*ours} == {True, False}
