@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import families
 import pytest
@@ -17,9 +18,11 @@ import torch
 import yaml
 from commands import Command
 from compressed_tensors.utils.match import is_match
+from conftest import needs_vllm
+from probed import probed
 from runs import cut_at
 from torch import Tensor
-from whole_models import load
+from whole_models import compared, finished_weights, load, run_whole, source_weights
 
 from eval.report.summary import choice_lines
 from eval.serving.check import STORED
@@ -297,6 +300,45 @@ def test_compressed_tensors_finds_each_layers_own_scheme(done: Any) -> None:
         name, module = f"model.layers.{layer}.mlp.experts.0.w1", torch.nn.Linear(1, 1)
         (group,) = [g for g in groups if any(is_match(name, module, target) for target in g["targets"])]
         assert (group["weights"]["num_bits"], group["weights"]["group_size"]) == (scheme.bits, scheme.group_size)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory, budgeted: Callable[..., Path]) -> tuple[Job, Path, dict[str, Any]]:
+    """A finished run that chose 2, 3, 4 and 8 bits, whatever it measured."""
+    folder = tmp_path_factory.mktemp("mixed")
+    job = prepare(str(budgeted(folder, bits_per_weight=4.2)))
+    assert job.allocation is not None
+    names = list(map(str, job.allocation.candidates))
+    picked = [names.index(f"INT{bits} group {group}") for bits, group in ((3, 64), (8, 64), (2, 32), (4, 32))]
+    with patch.object(choice, "choose", lambda *_: choice.Choice(picked, 0, 0.5, (0.4, 0.6))):
+        return job, folder / "output", run(job, Options(folder / "output", CPU))
+
+
+@pytest.mark.slow
+def test_layers_of_2_3_4_and_8_bits_are_what_compressed_tensors_reads(
+    mixed: tuple[Job, Path, dict[str, Any]], whole_model: Callable[..., Any]
+) -> None:
+    job, folder, report = mixed
+    assert [scheme.bits for scheme in chosen_of(report)] == [3, 8, 2, 4]
+    assert report["audit"]["differences"] == []
+    assert [one for one in report["consumers"]["findings"] if one["severity"] == "error"] == []
+    assert report["audit"]["weight_error"][1] < 0.05 < report["audit"]["weight_error"][2]
+    data = load_set(job.path.parent / "held-out.yaml", str(job.opened.folder))
+    texts = [torch.from_numpy(sample.tokens).long() for sample in data.samples]
+    weights = (source_weights(job.opened.folder), finished_weights(folder))
+    models = [run_whole(whole_model(*one), texts) for one in weights]
+    assert report["kl"]["mean"] == pytest.approx(float(compared(*models, texts).kl.mean()), abs=1e-6)
+
+
+@pytest.mark.slow
+@needs_vllm
+def test_a_real_vllm_loads_layers_of_2_3_4_and_8_bits(mixed: tuple[Job, Path, dict[str, Any]]) -> None:
+    code, found = probed(mixed[1])
+    (checked,) = found["checked"]
+    assert (code, checked["problems"]) == (0, [])
+    assert {name.partition(" (")[0] for name in checked["schemes"]["experts"]} == {
+        "INT3 group 64", "INT8 group 64", "INT2 group 32", "INT4 group 32",
+    }  # fmt: skip
 
 
 # Resuming, and what is refused ----------------------------------------------------------
