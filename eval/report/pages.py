@@ -20,6 +20,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from eval.fidelity.tables import by_part, past_the_model, shown_categories
 from eval.serving.check import ONE_SCHEME, REFUSES
 from eval.serving.engines import SGLANG, TRANSFORMERS
+from eval.serving.kernels import NEGATIVE_SCALES
 from quantizers.calibration.samples import in_words
 from quantizers.calibration.set import CODES
 from quantizers.recipe.portable import is_hub_id
@@ -167,8 +168,10 @@ def _of_run(report: dict[str, Any]) -> dict[str, Any]:
     calibration = report["calibration"]
     drawn, dropped = calibration.get("drawn"), calibration["dropped"]
     source = "" if is_hub_id(report["source"]["model"]) else " --source SOURCE"
+    experts = report["settings"]["recipe"]["experts"]
     return {
-        "experts": report["settings"]["recipe"]["experts"],
+        "experts": experts,
+        "negative": NEGATIVE_SCALES if experts.get("scales_sign") == "both" and experts["engine"] == "gram" else None,
         "shown": {kind: sum(map(bool, counts.values())) for kind, counts in calibration["languages"].items()},
         "asked": sum(map(len, calibration.get("asked_for", {}).values())),
         "licences": list(in_words(calibration["licences"])) if calibration.get("licences") else [],
@@ -190,6 +193,7 @@ def _of_stitch(report: dict[str, Any]) -> dict[str, Any]:
     )
     return {
         "smoothed": smoothed,
+        "negative": None,
         "left_out": sum(layer["router"] == "not compensated" for layer in smoothed),
         "made_by": f"quantize stitch --source {source} --experts {experts} --output DIR{flags}",
     }

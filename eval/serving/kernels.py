@@ -33,11 +33,17 @@ HUMMING_ALONE = (
     "from SM80; refused on ROCm, XPU and CPU"
 )
 PACKED_DENSELY = (
-    "needs compressed-tensors 0.18 or newer (`pip install -U compressed-tensors`): 0.17, which vLLM 0.33 installs, "
+    "needs compressed-tensors 0.18 or newer (pip install -U compressed-tensors): 0.17, which vLLM 0.33 installs, "
     "reads matrices of other shapes without an error"
 )
 KTRANSFORMERS_PREFIXES = ("model.", "language_model.model.", "model.language_model.")
 TAKES_THEM = "takes them"
+# docs/publish.md has the table with file and line of all others.
+NEGATIVE_SCALES = (
+    "group scales may be negative; not verified for FlashInfer's TRT-LLM MXINT4 on SM100, for vLLM's Marlin with 8-bit "
+    "activations and its kernels for RDNA3, XPU and zentorch, and for KTransformers on AMX: "
+    "`experts.scales_sign: positive` makes an output without them"
+)
 
 
 def is_packed(scheme: ServedScheme | None) -> TypeGuard[ServedScheme]:

@@ -120,7 +120,7 @@ def dense_words(numbers: dict[str, Any]) -> str:
 
 
 def remarks(numbers: dict[str, Any]) -> list[str]:
-    """A line about each special thing: files left behind, MTP layers, a family that vLLM or --vram does not know."""
+    """A line about each special thing: files left behind, MTP layers, what servers do not take, what is not known."""
     lines = [numbers[key] for key in ("origin", "left_behind") if numbers.get(key)]
     if "mtp" in numbers:
         layers = numbers["mtp"]["layers"]
@@ -129,6 +129,7 @@ def remarks(numbers: dict[str, Any]) -> list[str]:
         lines.append(f"{which}, for multi-token prediction (MTP), passed through with their experts: {passed}")
     if "vllm" not in numbers["servers"]:
         lines.append(without_vllm(numbers))
+    lines += numbers.get("limits", [])
     if numbers.get("cards_unknown"):
         lines.append(f"of GPUs to serve it, only the weights can be counted: {numbers['cards_unknown']}")
     return lines

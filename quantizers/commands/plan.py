@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from eval.serving.kernels import NEGATIVE_SCALES
 from quantizers.budget.choice import apply_choice
 from quantizers.checkpoint.reader import left_behind
 from quantizers.pipeline.servable import planned_check
@@ -102,9 +103,12 @@ def plan(
         facts_file=Path(facts) if facts is not None else None,
         changes=changes_of(settings, calibration),
     )
-    planned_check(job, one_expert=True)
+    checked = planned_check(job, one_expert=True)
     job, schemes = apply_choice(job, Path(output) if output is not None else None)
     figures: dict[str, Any] = {"basis": job.basis, "recipe": str(job.path), "servers": sorted(job.facts.servers)}
+    figures["limits"] = [f"{one.engine}: {one.consequence}" for one in checked.findings]
+    if job.recipe.experts.signed and job.recipe.experts.engine == "gram":
+        figures["limits"].append(NEGATIVE_SCALES)
     if job.source and (left := left_behind(job.source)):
         figures |= {"left_behind": left}
     if found := job.facts.found():

@@ -46,6 +46,8 @@ KV_BLOCK = 16  # tokens per block of the KV cache
 KvType = Literal["auto", "fp8"]
 KV_BYTES: dict[KvType, int] = {"auto": 2, "fp8": 1}
 COMMON = "1x24 2x24 1x48 4x24 2x48 1x96 8x24 4x48 2x96 4x80 8x80 8x141"  # GPUs, and GiB of each
+MARLIN_BITS = (4, 8)  # other experts run on Humming
+HUMMING_ROWS, HUMMING_COLUMNS = 256, 128  # of which a GPU's part is filled up to multiples (utils/humming/moe.py, 411)
 MARLIN_TILE = 64  # of an expert's width on a GPU; up to vLLM 0.32 it had to be whole, later ones fill it up with zeros
 MOST_GPUS = 64  # more of the same are not suggested
 USEFUL = 1024  # tokens; a shorter context is no remedy
@@ -62,6 +64,7 @@ class Model:
         layers: weight bytes of each layer: of its EXPERTS, of each passthrough linear module, and of all OTHERS.
         outside: bytes of embedding, head and final norm.
         groups: the group sizes of the experts.
+        padded: the layers whose experts vLLM's Humming has, which fills their shapes up.
         blocks: of the passthrough linear modules that are FP8 in blocks.
         longest: the model's maximum context in tokens; 0 if config.json does not say.
     """
@@ -71,6 +74,7 @@ class Model:
     layers: tuple[Mapping[str, int], ...]
     outside: int
     groups: frozenset[int]
+    padded: frozenset[int]
     blocks: Blocks
     longest: int
 
@@ -115,6 +119,7 @@ def serving_model(plan: Plan, facts: Architecture, sizes: Sizes, config: dict[st
         layers=tuple(layers),
         outside=sum(spec.bytes for spec in plan.shard(None).values()),
         groups=frozenset(plan.schemes[layer].group_size for layer in plan.quantized_layers),
+        padded=frozenset(layer for layer in plan.quantized_layers if plan.schemes[layer].bits not in MARLIN_BITS),
         blocks=blocks,
         longest=sizes.positions or 0,
     )
@@ -181,10 +186,25 @@ def _weights(model: Model, tensor: int, pipeline: int) -> int:
     """Weight bytes on the fullest GPU: equal runs of layers, the embedding in the first, the head in the last."""
     parts = {name for layer in model.layers for name in layer}
     gpus = {name: module_gpus(name, tensor, model.facts, model.sizes) for name in parts} | {EXPERTS: tensor}
-    layers = [sum(size / gpus[name] for name, size in layer.items()) for layer in model.layers]
+    filled = dict.fromkeys(model.padded, _filled_up(model.sizes, tensor))
+    layers = [
+        sum(size / gpus[name] * (filled.get(number, 1) if name == EXPERTS else 1) for name, size in layer.items())
+        for number, layer in enumerate(model.layers)
+    ]
     per_stage = math.ceil(len(layers) / pipeline)
     in_layers = max(sum(layers[first : first + per_stage]) for first in range(0, len(layers), per_stage))
     return math.ceil(in_layers + model.outside / tensor / (1 if pipeline == 1 else 2))
+
+
+def _filled_up(sizes: Sizes, tensor: int) -> float:
+    """The size of a GPU's part of the experts in Humming, relative to what is stored of it."""
+
+    def up(count: int, step: int) -> int:
+        return math.ceil(count / step) * step
+
+    hidden, share = sizes["hidden"], sizes["width"] // tensor
+    gate_up = up(2 * share, HUMMING_ROWS) * up(hidden, HUMMING_COLUMNS)
+    return (gate_up + up(hidden, HUMMING_ROWS) * up(share, HUMMING_COLUMNS)) / (3 * share * hidden)
 
 
 def _activations(model: Model, gpus: Gpus, tensor: int) -> int:
@@ -232,7 +252,12 @@ def notes(model: Model, fits: Iterable[Fit]) -> list[str]:
         f"vLLM 0.33 or newer for TP {ranks}: {share} of an expert's width on a GPU are no multiple of {MARLIN_TILE}, "
         "and older ones do not fill up Marlin's tiles"
         for ranks, share in sorted(shares.items())
-        if share % MARLIN_TILE
+        if share % MARLIN_TILE and len(model.padded) < len(model.sizes.moe_layers)
+    ] + [
+        f"vLLM's Humming fills experts up to {HUMMING_ROWS} rows and {HUMMING_COLUMNS} columns: with TP {ranks} "
+        f"they take {_filled_up(model.sizes, ranks) - 1:.0%} more memory than on disk"
+        for ranks in sorted(shares)
+        if model.padded and _filled_up(model.sizes, ranks) > 1
     ]
 
 

@@ -346,6 +346,20 @@ def test_of_a_model_type_without_server_facts_the_weights_are_counted(tmp_path: 
         planned(vram=["2x2GiB"], context=4096)
 
 
+def test_a_plan_says_what_few_bits_and_signed_scales_cost_among_servers() -> None:
+    def limits(**experts: Any) -> list[str]:
+        settings = {f"experts.{key}": value for key, value in experts.items()}
+        found = quantizers.plan("tiny-minimax-m2-fp8-int4", settings=settings).figures
+        assert set(found["limits"]) <= set(remarks(found))
+        return [line.partition(":")[0] for line in found["limits"]]
+
+    signed = "group scales may be negative; not verified for FlashInfer's TRT-LLM MXINT4 on SM100, for vLLM's Marlin"
+    assert [line[: len(signed)] for line in limits()] == [signed]
+    assert limits(scales_sign="positive") == []
+    assert limits(scales_sign="positive", bits=2) == ["vLLM 0.32+, vLLM 0.14-0.31", "SGLang"]
+    assert limits(scales_sign="positive", bits=3) == ["vLLM 0.32+, vLLM 0.14-0.31", "SGLang", "transformers"]
+
+
 def test_what_is_special_about_a_model_is_said_in_the_plan() -> None:
     """No server, and layers without experts; neither is mentioned where it is not so."""
     assert remarks({"servers": ["sglang", "vllm"]}) == []

@@ -22,6 +22,7 @@ from quantizers.planning.serving_memory import (
     common_fits,
     fit,
     kv_bytes_per_token,
+    notes,
     remedies,
     serving_model,
     tensor_parallel_problem,
@@ -59,6 +60,18 @@ def test_two_large_gpus_take_the_whole_context_and_four_small_ones_nothing(model
     four = fit(model, parse_gpus("4x24GiB"), WHOLE)
     assert (four.fits, four.longest) == (False, 0)
     assert four.weights > 24 * GIB
+
+
+def test_humming_fills_up_what_a_gpu_has_of_an_expert(published_job: Job) -> None:
+    """M2.1 in INT2: with TP 8, 384 rows of w1 and w3 become 512, and 192 columns of w2 256; with TP 4 nothing does."""
+    plan = published_job.plan.with_schemes([Scheme(2, 64)] * published_job.plan.layers)
+    few = serving_model(plan, published_job.facts, published_job.sizes, published_job.config, published_job.fp8)
+    stored = 62 * 256 * 3 * 3072 * 1536 * 2.25 / 8
+    for ranks, more in ((4, 0), (8, stored / 8 / 3)):
+        gpus = parse_gpus(f"{ranks}x24GiB")
+        filled, as_stored = (fit(one, gpus, 65_536, "fp8", ranks) for one in (few, replace(few, padded=frozenset())))
+        assert filled.weights - as_stored.weights == pytest.approx(more, rel=1e-3)
+        assert any("33% more memory than on disk" in line for line in notes(few, [filled])) == (ranks == 8)
 
 
 def test_all_weights_are_somewhere(model: Model, published_job: Job) -> None:
@@ -233,7 +246,7 @@ def test_the_command_says_what_would_fit(monkeypatch: pytest.MonkeyPatch, comman
     assert "8xH200 fits with up to 196,608 tokens of context, the model's longest" in command.out
     line = next(line for line in lines if line.startswith("2xH100, to fit: "))
     ways = line.removeprefix("2xH100, to fit: ").split("; or ")
-    assert len(ways) == 3
+    assert len(ways) == 4
     # The estimate of each is tried above; a command takes seconds, so only the last is typed.
     assert command(*words[:2], *shlex.split(ways[-1]), "--json") == 0
     assert [row["fits"] for row in json.loads(command.out)["fits"]] == [True]
