@@ -39,6 +39,7 @@ from quantizers.recipe.read import changes_of, set_location
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve import llmcompressor_engine
 from quantizers.solve.llmcompressor_engine import solve_with_llmcompressor
+from quantizers.solve.result import LayerResult
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import text_table
 from stitch.write.config_files import write_config_files
@@ -117,7 +118,6 @@ def methods(base: Experts, facts: Architecture, dtype: torch.dtype) -> Methods:
         Method("gram AWQ, minmax, nearest, a = 0", experts(**plain)),
         Method("gram AWQ, mse, nearest, a = 0.9", experts(scales="mse", rounding="nearest", routed_weight=0.9)),
         Method("gram AWQ, mse, gptq, a = 0", experts(scales="mse", rounding="gptq", routed_weight=0.0)),
-        Method("gram AWQ, mse, gptq, a = 0.9, positive scales", default.model_copy(update={"scales_sign": "positive"})),
         Method("gram AWQ, mse, gptq, a = 0.9 (default)", default),
     ]
     kept, unrounded = "gram AWQ, default, norm not folded", "gram AWQ, default, router in F32"
@@ -184,6 +184,11 @@ def calibration_data(job: Job) -> CalibrationData:
     return load_set(location, job.source.folder, trusts, job.recipe.calibration_tokens)
 
 
+def _library(*arguments: Any, compensate_router: bool, compensate: bool = True) -> LayerResult:
+    """The library's engine as the solver calls it; or without compensating the router."""
+    return solve_with_llmcompressor(*arguments, compensate_router=compensate_router and compensate)
+
+
 def compare_methods(
     job: Job, device: torch.device, repeats: int, most_tokens: int, work: Path | None = None
 ) -> dict[str, Any]:
@@ -210,7 +215,7 @@ def compare_methods(
             seconds = []
             for repeat in range(repeats):
                 place = Path(folder) / f"{number}-{repeat}"
-                library = partial(solve_with_llmcompressor, compensate_router=method.compensate_router)
+                library = _library if method.compensate_router else partial(_library, compensate=False)
                 with patch.object(llmcompressor_engine, "solve_with_llmcompressor", library):
                     output = quantized(changed, data, place, device)
                 counted = ("solve",) if method.experts.engine == "llmcompressor" else ("observe", "solve")

@@ -128,7 +128,7 @@ def test_what_is_no_set_of_gpus(text: str) -> None:
 def test_what_is_refused(
     monkeypatch: pytest.MonkeyPatch, command: Command, published_job: Job, words: tuple[str, ...], message: str
 ) -> None:
-    monkeypatch.setattr("quantizers.planning.job.prepare", lambda *_, **__: published_job)
+    monkeypatch.setattr("quantizers.commands.plan.prepare", lambda *_, **__: published_job)
     assert command("plan", "minimax-m2.1-fp8-int4", *words) == 2
     assert command.out == ""
     assert message in command.err
@@ -235,7 +235,7 @@ def test_fewer_bits_are_a_remedy_where_they_are_enough(tmp_path: Path, write_rec
 @pytest.mark.slow
 def test_the_command_says_what_would_fit(monkeypatch: pytest.MonkeyPatch, command: Command, published_job: Job) -> None:
     """What it suggests is typed again, and fits."""
-    monkeypatch.setattr("quantizers.planning.job.prepare", lambda *_, **__: published_job)
+    monkeypatch.setattr("quantizers.commands.plan.prepare", lambda *_, **__: published_job)
     words = ("plan", "minimax-m2.1-fp8-int4", "--vram", "2xH100", "--vram", "8xH200")
     assert command(*words) == 0
     assert command.err == ""
