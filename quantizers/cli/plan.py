@@ -230,10 +230,31 @@ def fit_table(result: dict[str, Any]) -> str:
         "",
         *(_fit_line(row, result["longest"]) for row in result["fits"]),
         "",
+        *(line for row in result["fits"] for line in _ways_lines(row)),
         "assumed:",
         *(f"  {line}" for line in result["assumptions"]),
     ]
     return "\n".join(lines)
+
+
+def _ways_lines(row: dict[str, Any]) -> list[str]:
+    """What fits on a set of GPUs, with the same scheme in every layer, and the largest budget."""
+    header = ("experts", "weights", "split", "longest, 16-bit KV", "FP8 KV", "fits with", "KL, tiny model")
+    names, rows = {"auto": "16 bit", "fp8": "FP8"}, []
+    for way in (way for way in row["ways"] if max(way["longest"].values())):
+        split = f"TP {way['tensor_parallel']}" + f" x PP {way['pipeline_parallel']}" * (way["pipeline_parallel"] > 1)
+        cache = next((name for kv, name in names.items() if way["budget"][kv]), "-")
+        kl = f"{way['tiny_kl']:.4f}" if way["tiny_kl"] else ""
+        rows.append((way["scheme"], size(way["bytes"]), split, *(f"{n:,}" for n in way["longest"].values()), cache, kl))
+    most = {kv: max(way["budget"][kv] for way in row["ways"]) for kv in names} if row["ways"] else {}
+    budgets = " and ".join(f"{n // 10**8 / 10:g}GB with a KV cache in {names[kv]}" for kv, n in most.items() if n)
+    said = f"larger ones do not fit; the largest experts.budget that fits: {budgets}" if budgets else "no scheme fits"
+    return [
+        f"what {row['cards']} take at {row['context']:,} tokens:",
+        *([text_table(header, rows)] if rows else []),
+        said,
+        "",
+    ]
 
 
 def weights_table(result: dict[str, Any]) -> str:

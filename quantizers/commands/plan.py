@@ -23,6 +23,7 @@ from quantizers.planning.serving_memory import (
     remedies,
     serving_model,
     unsaid,
+    ways,
     weights_alone,
 )
 from quantizers.recipe.read import changes_of
@@ -142,8 +143,10 @@ def _serving(
     suggested = remedies(job, model, list(zip(gpus, fits, strict=True)), tp)
     return {
         "fits": [
-            asdict(one) | {"to_fit": [asdict(remedy) for remedy in ways]}
-            for one, ways in zip(fits, suggested, strict=True)
+            asdict(one)
+            | {"to_fit": [asdict(remedy) for remedy in remedied]}
+            | {"ways": [asdict(way) for way in ways(model, cards, one.context, tp)]}
+            for cards, one, remedied in zip(gpus, fits, suggested, strict=True)
         ],
         "longest": model.longest,
         "kv_bytes_per_token": kv_bytes_per_token(model, kv),

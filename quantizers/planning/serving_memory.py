@@ -22,21 +22,23 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.facts import Parts
 from quantizers.architectures.fused import FUSED
+from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.safetensors_header import FP8
 from quantizers.formats.fp8 import Fp8
+from quantizers.recipe.schema import Scheme
 from quantizers.system.errors import InputError
 
 from .allocation import candidates
 from .gpus import GIB, Gpus, parse_gpus
 from .job import Job
-from .plan import Plan, file_size
+from .plan import Plan, file_size, packed_specs
 
 UTILISATION = 0.93  # vLLM's --gpu-memory-utilization; the rest is for the driver and CUDA graphs
 RUNTIME = 2 * GIB  # per GPU: CUDA context, kernels, NCCL buffers, fragmentation
@@ -52,6 +54,11 @@ MARLIN_TILE = 64  # of an expert's width on a GPU; up to vLLM 0.32 it had to be 
 MOST_GPUS = 64  # more of the same are not suggested
 USEFUL = 1024  # tokens; a shorter context is no remedy
 EXPERTS, OTHERS = "experts", "others"
+# By benchmarks/bits.py, with the whole calibration set.
+TINY_KL = {
+    Scheme(2, 64): 0.0, Scheme(2, 32): 0.03916, Scheme(3, 64): 0.0, Scheme(3, 32): 0.01288,
+    Scheme(4, 64): 0.0, Scheme(4, 32): 0.00474, Scheme(8, 64): 0.0, Scheme(8, 32): 0.00019,
+}  # fmt: skip
 Blocks = Mapping[str, tuple[int, int]]  # rows and columns of an FP8 block, by module, without the layer's prefix
 
 
@@ -378,15 +385,10 @@ def remedies(
         model: of the job's plan.
         asked: sets of GPUs with their estimates, for which the user gave `tensor_parallel` or None.
     """
-    smaller = [] if all(tried.fits for _, tried in asked) else list(_smaller(job))
-    return [
-        [] if tried.fits else list(_remedies(model, smaller, gpus, tried, tensor_parallel)) for gpus, tried in asked
-    ]
+    return [[] if tried.fits else list(_remedies(job, model, gpus, tried, tensor_parallel)) for gpus, tried in asked]
 
 
-def _remedies(
-    model: Model, smaller: Sequence[tuple[str, Model]], gpus: Gpus, asked: Fit, tensor_parallel: int | None
-) -> Iterator[Remedy]:
+def _remedies(job: Job, model: Model, gpus: Gpus, asked: Fit, tensor_parallel: int | None) -> Iterator[Remedy]:
     in_fp8 = fit(model, gpus, asked.context, "fp8", tensor_parallel)
     if in_fp8.fits:
         yield Remedy("--kv fp8", in_fp8)
@@ -396,11 +398,13 @@ def _remedies(
         if longest >= USEFUL:
             shorter = fit(model, gpus, longest, kv, tensor_parallel)
             yield Remedy(f"{'' if kv == asked.kv else f'--kv {kv} '}--context {longest}", shorter)
-    for say, other in smaller:
-        with_fewer_bits = fit(other, gpus, asked.context, asked.kv)
-        if with_fewer_bits.fits and tensor_parallel in (None, with_fewer_bits.tensor_parallel):
-            yield Remedy(f"{say} in the recipe", with_fewer_bits)
-            break
+    now = max(scheme.bits_per_weight for scheme in job.plan.schemes)
+    for scheme in reversed(candidates(job.sizes, 1)):
+        if scheme.bits_per_weight < now:
+            with_fewer_bits = fit(with_scheme(model, scheme), gpus, asked.context, asked.kv)
+            if with_fewer_bits.fits and tensor_parallel in (None, with_fewer_bits.tensor_parallel):
+                yield Remedy(f"experts.{_asking_for(scheme, job)} in the recipe", with_fewer_bits)
+                break
     step, most = tensor_parallel or 1, MOST_GPUS
     for kv in kvs:  # the smallest number of such GPUs; a still smaller one with keys and values in FP8
         counts = range(gpus.count + step, most + 1, step)
@@ -412,16 +416,60 @@ def _remedies(
                 break
 
 
-def _smaller(job: Job) -> Iterator[tuple[str, Model]]:
-    """The output with each scheme that has fewer bits than now, the most bits first, and the key that asks for it."""
-    experts, now = job.recipe.experts, max(scheme.bits_per_weight for scheme in job.plan.schemes)
-    for scheme in reversed(candidates(job.sizes, 1)):
-        if scheme.bits_per_weight >= now:
-            continue
+def _asking_for(scheme: Scheme, job: Job) -> str:
+    """The key of a recipe's experts that gives every layer a scheme, of the kind that this recipe has."""
+    if job.recipe.experts.bits_per_weight is not None:
+        return f"bits_per_weight: {scheme.bits_per_weight:g}"
+    if job.recipe.experts.budget is not None:
         plan = job.plan.with_schemes([scheme] * job.plan.layers)
-        say = f"bits: {scheme.bits} with group_size: {scheme.group_size}"
-        if experts.bits_per_weight is not None:
-            say = f"bits_per_weight: {scheme.bits_per_weight:g}"
-        elif experts.budget is not None:
-            say = f"budget: {sum(file_size(plan.shard(part)) for part in plan.parts)}B"
-        yield f"experts.{say}", serving_model(plan, job.facts, job.sizes, job.config, job.fp8)
+        return f"budget: {sum(file_size(plan.shard(part)) for part in plan.parts)}B"
+    return f"bits: {scheme.bits} with group_size: {scheme.group_size}"
+
+
+def with_scheme(model: Model, scheme: Scheme) -> Model:
+    """The same output with one scheme in every layer."""
+    shapes = [model.facts.expert_linears[matrix].shape for matrix in MATRICES]
+    stored = sum(spec.bytes for shape in shapes for spec in packed_specs("", shape, scheme).values())
+    experts = {EXPERTS: model.sizes["experts"] * stored}
+    layers = tuple({**layer, **experts} if EXPERTS in layer else layer for layer in model.layers)
+    padded = frozenset(number for number, layer in enumerate(layers) if EXPERTS in layer)
+    few = scheme.bits not in MARLIN_BITS
+    return replace(model, layers=layers, groups=frozenset({scheme.group_size}), padded=padded if few else frozenset())
+
+
+@dataclass(frozen=True)
+class Way:
+    """An output with one scheme in every layer, on some GPUs.
+
+    Attributes:
+        bytes: of its weights, all but what headers take of the files.
+        longest: by the KV cache's type, the context that fits, in tokens.
+        budget: by the same, the largest `experts.budget` that fits at the context asked for, with this split and this
+            scheme's kernels; 0 where not even this output does.
+        tiny_kl: its mean KL on the tiny MiniMax-M2, in nats; None where that is not known.
+    """
+
+    scheme: str
+    bytes: int
+    tensor_parallel: int
+    pipeline_parallel: int
+    longest: dict[KvType, int]
+    budget: dict[KvType, int]
+    tiny_kl: float | None
+
+
+def ways(model: Model, gpus: Gpus, context: int, tensor_parallel: int | None = None) -> list[Way]:
+    """What fits on some GPUs: each scheme, from small to large, that vLLM can split over them."""
+    found = []
+    for scheme in candidates(model.sizes, tensor_parallel or 1):
+        one = with_scheme(model, scheme)
+        fits = {kv: fit(one, gpus, context, kv, tensor_parallel) for kv in KV_BYTES}
+        tensor, pipeline = fits["auto"].tensor_parallel, fits["auto"].pipeline_parallel
+        stored = sum(size for layer in one.layers for size in layer.values()) + one.outside
+        # The fullest GPU's room, in each layer of its stage, for a part of that layer.
+        layers = len(one.layers) / math.ceil(len(one.layers) / pipeline)
+        grown = tensor * layers / (_filled_up(one.sizes, tensor) if one.padded else 1)
+        budget = {kv: int(stored + row.left * grown) if row.fits else 0 for kv, row in fits.items()}
+        longest = {kv: row.longest for kv, row in fits.items()}
+        found.append(Way(str(scheme), stored, tensor, pipeline, longest, budget, TINY_KL.get(scheme)))
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from quantizers.planning.serving_memory import (
     remedies,
     serving_model,
     tensor_parallel_problem,
+    ways,
 )
 from quantizers.recipe.schema import Scheme
 from quantizers.system.errors import InputError
@@ -166,6 +168,43 @@ def test_an_unknown_gpu_lists_the_known_ones(text: str, meant: str) -> None:
     assert all(name in str(refused.value) for name in known_gpus())
 
 
+def experts_of(scheme: str) -> float:
+    """Bytes of M2.1's experts by arithmetic: codes, a bfloat16 scale for each group, three shapes of two int64."""
+    bits, group = map(int, re.findall(r"\d+", scheme))
+    return 62 * 256 * (3 * 3072 * 1536 * (bits + 16 / group) / 8 + 3 * 16)
+
+
+@pytest.mark.parametrize(
+    ("cards", "split", "longest"),
+    [  # tensor and pipeline parallel, and the longest context of some schemes, with a cache in FP8
+        ("4x3090", (4, 1), {"INT2 group 128": 151_904, "INT2 group 32": 68_960}),
+        ("1x96GiB", (1, 1), {"INT2 group 128": WHOLE, "INT2 group 32": 132_048}),
+        ("2x96GiB", (2, 1), {"INT2 group 128": WHOLE, "INT4 group 32": WHOLE}),
+        ("8x3090", (8, 1), {"INT2 group 64": WHOLE, "INT4 group 32": WHOLE}),
+        ("6x24GiB", (2, 3), {"INT2 group 128": WHOLE, "INT4 group 128": 21_008}),
+        ("1x128GiB", (1, 1), {"INT2 group 128": WHOLE, "INT3 group 32": 162_512}),
+    ],
+)
+def test_what_fits_on_a_rig(model: Model, cards: str, split: tuple[int, int], longest: dict[str, int]) -> None:
+    """By arithmetic from what a GPU has of the INT4 output: only the experts' bytes differ."""
+    gpus, context = parse_gpus(cards), 65_536
+    found = [way for way in ways(model, gpus, context) if way.longest["fp8"]]
+    assert {way.scheme: way.longest["fp8"] for way in found if way.scheme in longest} == longest
+    for way in found:
+        tensor, pipeline = way.tensor_parallel, way.pipeline_parallel
+        assert (tensor, pipeline) == split or "group 128" in way.scheme
+        at = fit(model, gpus, context, "fp8", tensor)
+        filled = 4 / 3 if tensor == 8 and "INT4" not in way.scheme else 1
+        share = math.ceil(62 / pipeline) / 62 / tensor
+        more = experts_of(way.scheme) * filled - experts_of("INT4 group 32")
+        assert way.bytes == pytest.approx(131_800e6 + experts_of(way.scheme) - experts_of("INT4 group 32"), rel=1e-3)
+        room = at.left + at.kv_cache - more * share
+        per_token = kv_bytes_per_token(model, "fp8", tensor, pipeline)
+        assert way.longest["fp8"] == pytest.approx(min(room / per_token, WHOLE), rel=1e-3)
+        grown = max(0.0, room - at.kv_cache) / share / filled
+        assert way.budget["fp8"] == pytest.approx(way.bytes + grown if room > at.kv_cache else 0, rel=1e-3)
+
+
 SMALL = ("2xH100", "4x4090", "2x94GiB")
 
 
@@ -174,10 +213,10 @@ def test_what_would_make_it_fit_fits(model: Model, published_job: Job) -> None:
     """Each remedy is given to the estimate as its words say it, with nothing else changed."""
     said = set()
     asked = [(gpus, fit(model, gpus)) for gpus in map(parse_gpus, SMALL)]
-    for (gpus, before), ways in zip(asked, remedies(published_job, model, asked), strict=True):
+    for (gpus, before), remedied in zip(asked, remedies(published_job, model, asked), strict=True):
         assert not before.fits
-        assert ways
-        for way in ways:
+        assert remedied
+        for way in remedied:
             if fewer_bits := re.fullmatch(r"experts.bits: (\d) with group_size: (\d+) in the recipe", way.say):
                 plan = published_job.plan.with_schemes([Scheme(*map(int, fewer_bits.groups()))] * 62)
                 job = published_job
@@ -219,8 +258,8 @@ def test_fewer_bits_are_a_remedy_where_they_are_enough(tmp_path: Path, write_rec
         gpus = Gpus("1x1GiB", 1, int((room.weights + room.activations + RUNTIME + room.kv_cache - 1) / UTILISATION))
         asked = fit(large, gpus, 16)
         assert not asked.fits
-        (ways,) = remedies(job, large, [(gpus, asked)])
-        way = next(way for way in ways if way.say.startswith(f"experts.{key}: "))
+        (remedied,) = remedies(job, large, [(gpus, asked)])
+        way = next(way for way in remedied if way.say.startswith(f"experts.{key}: "))
         assert way.fit.fits
         assert way.fit.weights < asked.weights
         value = way.say.removesuffix(" in the recipe").removeprefix("experts.")
@@ -245,10 +284,10 @@ def test_the_command_says_what_would_fit(monkeypatch: pytest.MonkeyPatch, comman
     assert "assumed:" in lines
     assert "8xH200 fits with up to 196,608 tokens of context, the model's longest" in command.out
     line = next(line for line in lines if line.startswith("2xH100, to fit: "))
-    ways = line.removeprefix("2xH100, to fit: ").split("; or ")
-    assert len(ways) == 4
+    remedied = line.removeprefix("2xH100, to fit: ").split("; or ")
+    assert len(remedied) == 4
     # The estimate of each is tried above; a command takes seconds, so only the last is typed.
-    assert command(*words[:2], *shlex.split(ways[-1]), "--json") == 0
+    assert command(*words[:2], *shlex.split(remedied[-1]), "--json") == 0
     assert [row["fits"] for row in json.loads(command.out)["fits"]] == [True]
     assert command(*words, "--json") == 0
-    assert [one["say"] for one in json.loads(command.out)["fits"][0]["to_fit"]] == ways
+    assert [one["say"] for one in json.loads(command.out)["fits"][0]["to_fit"]] == remedied
