@@ -92,7 +92,7 @@ def choice_lines(schemes: dict[str, Any]) -> list[str]:
     return [
         f"{schemes['chosen']}: {size(schemes['output_bytes'])} of shards, {schemes['bits_per_weight']:.4g} bits per "
         f"weight, within {limit_text(schemes)}{above}",
-        _gain_line(schemes),
+        *([_gain_line(schemes)] if "gain" in schemes else []),  # not in reports of before it was measured
         f"predicted KL of a layer as {coarsest}: most {kl[worst]:.2g} (layer {numbers[worst]}), least {kl[least]:.2g} "
         f"(layer {numbers[least]}), first {kl[0]:.2g}; of it {parts}",
     ]

@@ -293,7 +293,8 @@ def read_measurements(work: Path, layers: Sequence[int]) -> list[dict[str, Any]]
             entry = json.loads(_entry_file(work, number).read_text())
             # A layer that rounding does not change, for example one of zeros, loses nothing under any scheme.
             loss = {s: kl * error / disturbance if disturbance else 0.0 for s, error in entry["error"].items()}
-            entries.append(entry | {"kl": kl, "disturbance": disturbance, "loss": loss})
+            known = {"by_expert": entry["by_expert"], "kl": kl, "disturbance": disturbance, "loss": loss}
+            entries.append(entry | known)
         return entries
     except (OSError, ValueError, TypeError, KeyError):  # nothing there, or written by an older version
         return None
