@@ -6,7 +6,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Annotated
 
-from typer import Argument, Context, Typer
+from typer import Argument, Context, Option, Typer
 
 from . import common
 
@@ -89,25 +89,36 @@ def new(
     file: Annotated[
         Path | None, Argument(metavar="FILE", help="file to write; named after the model by default")
     ] = None,
+    vram: Annotated[
+        str | None, Option(metavar="GPUS", help="GPUs that will serve it, such as 4x3090: the largest experts that fit")
+    ] = None,
+    context: Annotated[
+        int | None, Option(metavar="N", help="with --vram, context length; the model's maximum by default")
+    ] = None,
     as_json: common.Json = False,
     debug: common.Debug = False,
 ) -> None:
-    """Write a commented recipe for a model.
+    """Write a commented recipe for a model, or for a model on your GPUs.
 
-    Example: quantize new MiniMaxAI/MiniMax-M2.1 mine.yaml
+    Example: quantize new MiniMaxAI/MiniMax-M2.1 mine.yaml --vram 4x3090 --context 65536
     """
     from quantizers.architectures.families import architecture_for
     from quantizers.checkpoint.reader import CONFIG, open_folder, read_config
+    from quantizers.commands.new import for_gpus
     from quantizers.formats.unsupported import refuse_four_bits
-    from quantizers.recipe.catalogue import new_recipe
+    from quantizers.recipe.catalogue import Chosen, new_recipe
+    from quantizers.system.errors import InputError
     from quantizers.system.files import write_new
 
+    if vram is None and context is not None:
+        raise InputError("--context goes with --vram; say which GPUs, as --vram 4x3090")
     folder = Path(model)
     if folder.is_dir():
         config, where = read_config(folder), str(folder / CONFIG)
         refuse_four_bits(config, where)
         stored = open_folder(folder).tensors if any(folder.glob("*.safetensors")) else None
         architecture_for(config, where, tensors=stored)  # refuses a model that no recipe could quantize
-    path = file or Path(f"{Path(model).name.lower()}-fp8-int4.yaml")
-    write_new({path: new_recipe(model).encode()})
+    chosen = for_gpus(model, vram, context) if vram else Chosen()
+    path = file or Path(f"{Path(model).name.lower()}-{vram.lower() if vram else 'fp8-int4'}.yaml")
+    write_new({path: new_recipe(model, chosen).encode()})
     common.emit({"recipe": str(path)}, as_json, f"wrote {path}; next: quantize plan {quote(str(path))}")

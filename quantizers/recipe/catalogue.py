@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from quantizers.architectures.families import published_models
@@ -10,6 +11,7 @@ from quantizers.system.package_data import shipped
 
 from .portable import is_hub_id
 from .read import read_recipe, shipped_recipe
+from .schema import Experts
 
 
 def rows() -> list[dict[str, str]]:
@@ -23,11 +25,17 @@ def rows() -> list[dict[str, str]]:
                 "name": path.stem,
                 "source": recipe.source.model,
                 "calibration": name if tokens is None else f"{name}, {tokens:,} tokens",
-                "experts": f"INT{experts.bits}, groups of {experts.group_size}, {experts.engine}",
+                "experts": f"{_size(experts)}, {experts.engine}",
                 "about": path.read_text(encoding="utf-8").splitlines()[0].removeprefix("#").strip(),
             }
         )
     return table
+
+
+def _size(experts: Experts) -> str:
+    if experts.budget is not None:
+        return f"2 to 8 bits, {experts.budget} in all"
+    return f"INT{experts.bits}, groups of {experts.group_size}"
 
 
 def copied(name: str) -> str:
@@ -36,7 +44,20 @@ def copied(name: str) -> str:
     return text.replace("../calibration/", "").replace("../models/", f"{shipped('models')}/")
 
 
-def new_recipe(model: str) -> str:
+@dataclass(frozen=True)
+class Chosen:
+    """What a new recipe says besides the defaults: of what it is for, the experts' size, and limits that suit it."""
+
+    about: str = ""
+    experts: str = """\
+  bits: 4                              # 2 | 3 | 4 | 5 | 6 | 8
+  group_size: 32                       # weights under one scale: 32 | 64 | 128; smaller is better and larger on disk
+  # budget: 125GiB                     # instead of these two: the shards' size; both are then chosen for each layer
+"""
+    limits: str = "max_increase: 0.02, max_kl: 0.05"
+
+
+def new_recipe(model: str, chosen: Chosen = Chosen()) -> str:
     """A commented recipe for a model on the Hub, or for a checkpoint folder; the Hub is not asked whether it has it.
 
     Raises InputError if `model` is neither a folder nor a Hub id.
@@ -46,24 +67,21 @@ def new_recipe(model: str) -> str:
         raise InputError(f"{model}: neither a checkpoint folder nor a Hub id (owner/name){hint}; correct it")
     source = str(Path(model).resolve()) if Path(model).is_dir() else model
     return f"""\
-# {source}: as published, but for the routed experts, which become INT4.
-source:
+# {source}: as published, but for the routed experts, which become integers.
+{chosen.about}source:
   model: {source}
   revision: main                       # a branch, tag or commit
   trust_remote_code: false             # tokenizer: may run code of its own; nothing else from the checkpoint ever does
 calibration: software-engineer         # a shipped set, or a path relative to this file
 # calibration: {{set: software-engineer, tokens: 131072}}   # a subsample, drawn evenly over its categories
 experts:
-  bits: 4                              # 2 | 3 | 4 | 5 | 6 | 8
-  group_size: 32                       # weights under one scale: 32 | 64 | 128; smaller is better and larger on disk
-  # budget: 125GiB                     # instead of these two: the shards' size; both are then chosen for each layer
-  engine: gram                         # gram | llmcompressor: the library's own AWQ, as a reference
+{chosen.experts}  engine: gram                         # gram | llmcompressor: the library's own AWQ, as a reference
   awq: {{grid: 20, duo_scaling: true}}   # the scale search; or false; `fold: false` leaves norms and routers unchanged
   routed_weight: 0.9                   # 0: all tokens count alike; 1: only those the router sends
   scales: mse                          # mse | minmax
   rounding: gptq                       # gptq | nearest
 verify:                                # exit code 3 when one fails; the output is completed nevertheless
   coverage: {{min_routed_tokens: 1, max_uncovered: 0.01}}
-  perplexity: {{data: held-out, max_increase: 0.02, max_kl: 0.05}}   # relative; nats
+  perplexity: {{data: held-out, {chosen.limits}}}   # relative; nats
   # stop: {{max_hidden_error: 0.2}}      # stop after the first layer that is worse, without finishing the output
 """

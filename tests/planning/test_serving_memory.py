@@ -31,6 +31,7 @@ from quantizers.planning.serving_memory import (
 )
 from quantizers.recipe.schema import Scheme
 from quantizers.system.errors import InputError
+from quantizers.system.package_data import shipped
 
 MIB, GIB = 2**20, 2**30
 WHOLE = 196_608
@@ -203,6 +204,32 @@ def test_what_fits_on_a_rig(model: Model, cards: str, split: tuple[int, int], lo
         assert way.longest["fp8"] == pytest.approx(min(room / per_token, WHOLE), rel=1e-3)
         grown = max(0.0, room - at.kv_cache) / share / filled
         assert way.budget["fp8"] == pytest.approx(way.bytes + grown if room > at.kv_cache else 0, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("model", "cards", "experts"),
+    [
+        (str(shipped("models") / "tiny-minimax-m2"), "1x24GiB", {"bits": 8, "group_size": 32}),
+        pytest.param("MiniMaxAI/MiniMax-M2.1", "2x96GiB", {"bits": 4, "group_size": 32}, marks=pytest.mark.slow),
+        pytest.param(
+            "MiniMaxAI/MiniMax-M2.1", "4x3090", {"budget": "76GB", "tensor_parallel": 4}, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_new_recipe_for_a_rig(
+    model: str, cards: str, experts: dict[str, object], tmp_path: Path, command: Command
+) -> None:
+    """The largest experts that fit; the recipe's own plan says that they do."""
+    path, context = tmp_path / "new.yaml", ("--context", "65536") if "M2.1" in model else ()
+    assert command("new", model, path, "--vram", cards, *context) == 0
+    assert experts.items() <= yaml.safe_load(path.read_text())["experts"].items()
+    kv = "fp8" if "--kv-cache-dtype fp8" in path.read_text() else "auto"
+    assert command("plan", path, "--vram", cards, *context, "--kv", kv, "--json") == 0
+    assert json.loads(command.out)["fits"][0]["fits"]
+    assert command("new", model, tmp_path / "no.yaml", "--vram", "1x1GiB", *context) == 2
+    assert "nothing fits 1x1GiB" in command.err
+    assert not (tmp_path / "no.yaml").exists()
+    assert command("new", model, tmp_path / "no.yaml", "--context", "4096") == 2
 
 
 SMALL = ("2xH100", "4x4090", "2x94GiB")

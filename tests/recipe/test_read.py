@@ -36,11 +36,13 @@ def test_a_model_with_one_recipe_stands_for_it(name: str, recipe: str) -> None:
     [
         (
             "MiniMaxAI/MiniMax-M2.1",
-            "2 recipes are shipped for this model; name one: minimax-m2.1-fp8-int4, minimax-m2.1-fp8-int4-131k",
+            "5 recipes are shipped for this model; name one: minimax-m2.1-fp8-1x96gb, minimax-m2.1-fp8-96gb, "
+            "minimax-m2.1-fp8-int3, minimax-m2.1-fp8-int4, minimax-m2.1-fp8-int4-131k",
         ),
         (
             "minimax-m2.1",
-            "no such recipe (did you mean minimax-m2.1-fp8-int4 or minimax-m2.1-fp8-int4-131k?); " + LISTED,
+            "no such recipe (did you mean minimax-m2.1-fp8-96gb or minimax-m2.1-fp8-int3 or minimax-m2.1-fp8-int4?); "
+            + LISTED,
         ),
         ("minimax-m21-fp8-int4", "no such recipe (did you mean minimax-m2.1-fp8-int4?); " + LISTED),
         ("MiniMaxAI/MiniMax-M27", "no such recipe (did you mean MiniMaxAI/MiniMax-M2.7?); " + LISTED),

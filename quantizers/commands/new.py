@@ -1,0 +1,61 @@
+"""The recipe of a model for the GPUs that will serve it: `quantize new MODEL --vram`."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from quantizers.recipe.catalogue import Chosen, new_recipe
+from quantizers.system.errors import InputError
+
+from .plan import plan
+
+# Limits of perplexity's increase and of KL by the least bits: for few bits they are guesses, twice what GGUF files of
+# MiniMax-M2.7 of that size are said to lose (KL 0.19 at 2.4 bits, 0.06 at 3.5).
+LIMITS = {2: "max_increase: 0.15, max_kl: 0.4", 3: "max_increase: 0.06, max_kl: 0.12"}
+CACHES = {"auto": "in 16 bit", "fp8": "in FP8 (--kv-cache-dtype fp8)"}
+
+
+def for_gpus(model: str, vram: str, context: int | None) -> Chosen:
+    """The largest experts that fit on some GPUs: one scheme of 4 or 8 bits, or else a budget of 2 bits and more.
+
+    Args:
+        model: a Hub id, or a folder.
+        vram: the GPUs, such as 4x3090.
+        context: tokens that must fit; the model's maximum by default.
+
+    Raises:
+        InputError: nothing fits, or it is not known how servers divide the model.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = Path(folder) / "new.yaml"
+        recipe.write_text(new_recipe(model), encoding="utf-8")
+        figures = plan(recipe, vram=[vram], context=context).figures
+    if "weights" in figures:
+        raise InputError(f"--vram {vram}: {figures['cards_unknown']}; leave it out")
+    (fit,) = figures["fits"]
+    place = f"{fit['cards']} at {fit['context']:,} tokens"
+    for kv, cache in CACHES.items():
+        fitting = [way for way in fit["ways"] if way["budget"][kv]]
+        whole = [way for way in fitting if not way["scheme"].startswith(("INT2", "INT3"))]
+        if whole:
+            return _uniform(whole[-1], f"# For {place}, with a KV cache {cache}.\n")
+    if not fitting:
+        least = f", not even {fit['ways'][0]['scheme']}" if fit["ways"] else ""
+        raise InputError(f"--vram {vram}: nothing fits {place}{least}; give more GPUs, or a shorter --context")
+    best = max(fitting, key=lambda way: int(way["budget"][kv]))
+    return _budget(best, kv, f"# For {place}, with a KV cache {cache}.\n")
+
+
+def _uniform(way: dict[str, Any], about: str) -> Chosen:
+    bits, group = way["scheme"].removeprefix("INT").split(" group ")
+    return Chosen(about, f"  bits: {bits}\n  group_size: {group}\n")
+
+
+def _budget(way: dict[str, Any], kv: str, about: str) -> Chosen:
+    size = f"{way['budget'][kv] // 10**8 / 10:g}GB"
+    lines = f"  budget: {size}{' ' * (29 - len(size))}# of all shards; bits and groups are chosen for each layer\n"
+    about += "# The limits below are guesses: no model of full size was quantized to so few bits yet.\n"
+    least = 3 if "INT3" in way["scheme"] else 2
+    return Chosen(about, f"{lines}  tensor_parallel: {way['tensor_parallel']}\n", LIMITS[least])
