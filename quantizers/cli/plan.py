@@ -33,6 +33,9 @@ def plan(
     tp: Annotated[
         int | None, Option(min=1, help="with --vram: tensor-parallel size; the largest that vLLM allows by default")
     ] = None,
+    ram: Annotated[
+        str | None, Option(metavar="SIZE", help="with --vram: host memory, such as 128GB; the ways with experts there")
+    ] = None,
     tensors: Annotated[bool, Option("--tensors", help="list every tensor with its action")] = False,
     output: Annotated[
         Path | None,
@@ -81,6 +84,7 @@ def plan(
             context=context,
             kv=kv,
             tp=tp,
+            ram=parse_bytes(ram, "--ram") if ram else None,
         ).figures
     finally:
         gc.enable()
@@ -231,6 +235,7 @@ def fit_table(result: dict[str, Any]) -> str:
         *(_fit_line(row, result["longest"]) for row in result["fits"]),
         "",
         *(line for row in result["fits"] for line in _ways_lines(row)),
+        *(line for row in result.get("host", ()) for line in _host_lines(row)),
         "assumed:",
         *(f"  {line}" for line in result["assumptions"]),
     ]
@@ -255,6 +260,16 @@ def _ways_lines(row: dict[str, Any]) -> list[str]:
         said,
         "",
     ]
+
+
+def _host_lines(row: dict[str, Any]) -> list[str]:
+    """The ways with experts in host memory, and the command of each that is possible."""
+    rows = [
+        (way["name"], size(way["ram"]), f"{way['on_gpu']:.0%}", way["problem"] or "possible") for way in row["ways"]
+    ]
+    header = ("experts in host memory", "of it they take", "on GPU", "not tried; by arithmetic")
+    commands = [f"  {way['command']}" for way in row["ways"] if way["command"]]
+    return [f"with experts in host memory, {row['cards']}:", text_table(header, rows), *commands, ""]
 
 
 def weights_table(result: dict[str, Any]) -> str:

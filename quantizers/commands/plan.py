@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from eval.serving.kernels import NEGATIVE_SCALES
+from eval.serving.kernels import NEGATIVE_SCALES, TAKES_THEM
 from quantizers.budget.choice import apply_choice
 from quantizers.checkpoint.reader import left_behind
 from quantizers.pipeline.servable import planned_check
 from quantizers.planning.estimate import DISK, estimate_run, memory_on_gpu
 from quantizers.planning.gpus import parse_gpus
+from quantizers.planning.host_experts import host_ways
 from quantizers.planning.job import Job, prepare
 from quantizers.planning.plan import listing, summary
 from quantizers.planning.serving_memory import (
@@ -72,6 +73,7 @@ def plan(
     context: int | None = None,
     kv: Literal["auto", "fp8"] = "auto",
     tp: int | None = None,
+    ram: int | None = None,
 ) -> PlannedRun:
     """Show what a run would do and need; with `vram`, where its output fits. Reads headers only.
 
@@ -88,12 +90,13 @@ def plan(
         context: with `vram`, context length in tokens; the model's maximum by default.
         kv: with `vram`, 16-bit keys and values (auto), or fp8.
         tp: with `vram`, tensor-parallel size; the largest that vLLM allows by default.
+        ram: with `vram`, bytes of host memory: then also the ways with experts there.
 
     Raises:
         InputError: the recipe or its source is wrong, or arguments do not go together.
     """
-    if not vram and (context is not None or tp is not None or kv != "auto"):
-        raise InputError("--context, --kv and --tp go with --vram; say which GPUs, as --vram 2x96GiB")
+    if not vram and (context is not None or tp is not None or kv != "auto" or ram is not None):
+        raise InputError("--context, --kv, --tp and --ram go with --vram; say which GPUs, as --vram 2x96GiB")
     if vram and (nodes, gpus, disk) != (1, 1, None):
         raise InputError("--nodes, --gpus and --disk plan a run, --vram plans serving; give one or the other")
     job = prepare(
@@ -115,7 +118,11 @@ def plan(
     if found := job.facts.found():
         figures |= {"architecture": found, "origin": job.facts.origin()}
     if vram:
-        return PlannedRun(figures | _serving(job, vram, context, kv, tp))
+        figures |= _serving(job, vram, context, kv, tp)
+        if ram is not None and "fits" in figures:
+            refusal = None if checked.ktransformers == TAKES_THEM else checked.ktransformers or "SGLang lacks the model"
+            figures["host"] = _in_host_memory(job, vram, context, kv, tp, ram, refusal)
+        return PlannedRun(figures)
     # Actions and bytes of a run, and an estimate of its memory and time.
     figures |= summary(job.plan, job.sizes) | {"cards_unknown": unsaid(job.facts)}
     needs = estimate_run(job, int(figures["output_bytes"]), nodes * gpus, disk or DISK)
@@ -127,6 +134,24 @@ def plan(
     if tensors:
         figures |= {"tensors": listing(job.plan)}
     return PlannedRun(figures)
+
+
+def _in_host_memory(
+    job: Job,
+    vram: Sequence[str],
+    context: int | None,
+    kv: Literal["auto", "fp8"],
+    tp: int | None,
+    ram: int,
+    ktransformers: str | None,
+) -> list[dict[str, Any]]:
+    """For each set of GPUs the ways with experts in host memory."""
+    model = serving_model(job.plan, job.facts, job.sizes, job.config, job.fp8)
+    rows = []
+    for gpus in map(parse_gpus, vram):
+        ways = host_ways(model, gpus, fit(model, gpus, context, kv, tp), ram, ktransformers)
+        rows.append({"cards": gpus.name, "ways": [asdict(way) for way in ways]})
+    return rows
 
 
 def _serving(

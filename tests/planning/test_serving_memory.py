@@ -15,6 +15,7 @@ import yaml
 from commands import Command
 
 from quantizers.planning.gpus import Gpus, known_gpus, parse_gpus
+from quantizers.planning.host_experts import host_ways
 from quantizers.planning.job import Job, prepare
 from quantizers.planning.serving_memory import (
     RUNTIME,
@@ -28,6 +29,7 @@ from quantizers.planning.serving_memory import (
     serving_model,
     tensor_parallel_problem,
     ways,
+    with_scheme,
 )
 from quantizers.recipe.schema import Scheme
 from quantizers.system.errors import InputError
@@ -122,7 +124,7 @@ def test_what_is_no_set_of_gpus(text: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--context", "4096"), "--context, --kv and --tp go with --vram"),
+        (("--context", "4096"), "--context, --kv, --tp and --ram go with --vram"),
         (("--vram", "2x96GiB", "--tp", "3"), "--tp 3 does not divide the 2 GPUs"),
         (("--vram", "3x96GiB", "--tp", "3"), "--tp 3: 8 key-value heads"),
         (("--vram", "2x96GiB", "--context", "196609"), "this model takes 1 to 196,608 tokens"),
@@ -204,6 +206,30 @@ def test_what_fits_on_a_rig(model: Model, cards: str, split: tuple[int, int], lo
         assert way.longest["fp8"] == pytest.approx(min(room / per_token, WHOLE), rel=1e-3)
         grown = max(0.0, room - at.kv_cache) / share / filled
         assert way.budget["fp8"] == pytest.approx(way.bytes + grown if room > at.kv_cache else 0, rel=1e-3)
+
+
+def test_experts_in_host_memory(model: Model) -> None:
+    """M2.1 in INT4 on one card of 96 GiB: its 126.4 GB of experts, each 7.96 MB, and 62 layers."""
+    experts, gpus = experts_of("INT4 group 32"), parse_gpus("1x96GiB")
+    at = fit(model, gpus, 65_536)
+    room = at.budget - (at.weights - experts) - at.kv_cache - at.activations - RUNTIME
+    resident = int(room / (experts / 256))
+    paged, uva, kt = host_ways(model, gpus, at, 144 * 10**9, None)
+    assert (paged.problem, uva.problem, kt.problem) == ("", "", "")
+    assert paged.ram == kt.ram == pytest.approx(experts, rel=1e-6)
+    assert f"--paged-experts-num-resident {resident} " in paged.command
+    assert f"--kt-num-gpu-experts {resident} " in kt.command
+    assert uva.ram == math.ceil((experts - room) / 1e9) * 10**9
+    assert f"--cpu-offload-gb {uva.ram // 10**9} " in uva.command
+    assert paged.on_gpu == pytest.approx(resident / 256)
+    paged, uva, kt = host_ways(model, gpus, at, 64 * 10**9, "names do not fit")
+    assert "132 GB of host memory" in paged.problem
+    assert (uva.problem, kt.problem, kt.command) == ("", "names do not fit", "")
+    two, few = parse_gpus("2x48GiB"), with_scheme(model, Scheme(2, 64))
+    assert host_ways(model, two, fit(model, two, 65_536), 10**12, None)[0].problem == "it takes one GPU"
+    assert host_ways(few, gpus, fit(few, gpus, 65_536), 10**12, None)[0].problem == "it takes 4 and 8 bits"
+    small = parse_gpus("1x16GiB")
+    assert all(way.problem for way in host_ways(model, small, fit(model, small, 65_536), 10**12, None))
 
 
 @pytest.mark.parametrize(

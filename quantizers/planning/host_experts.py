@@ -1,0 +1,84 @@
+"""Experts in host memory: the ways to serve an output whose experts do not fit on the GPUs, by arithmetic.
+
+From the sources of SGLang 0.5.23 (paged experts: store.py, method.py), vLLM 0.33 (offloader/uva.py) and KTransformers
+0.7.2; none of them was tried here. What each holds:
+
+    SGLang, paged experts   all experts in pinned host memory, however many of them are on the GPU too; one GPU
+    vLLM, UVA offloading    of each GPU's experts a part in pinned host memory, read through PCIe where it lies
+    KTransformers           all experts in host memory, where the CPU computes them, and some on the GPU too
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from .gpus import Gpus
+from .serving_memory import EXPERTS, Fit, Model
+
+SYSTEM = 6 * 10**9  # bytes of host memory for everything else
+GB = 10**9
+
+
+@dataclass(frozen=True)
+class HostWay:
+    """A way to serve an output with experts in host memory.
+
+    Attributes:
+        ram: bytes of host memory that it needs for experts; 0 where it does not take the output at all.
+        on_gpu: the share of the experts that lies on the GPUs.
+        problem: why it is not possible here; empty if it is.
+        command: what to type, with OUT for the output's folder; empty with a problem.
+    """
+
+    name: str
+    ram: int
+    on_gpu: float
+    problem: str
+    command: str
+
+
+def host_ways(model: Model, gpus: Gpus, fit: Fit, ram: int, ktransformers: str | None) -> list[HostWay]:
+    """The three ways on some GPUs, at the context and with the KV cache of the estimate `fit`.
+
+    Args:
+        ram: bytes of host memory that the machine has.
+        ktransformers: why KTransformers does not take the experts; None if it does.
+    """
+    experts = sum(layer.get(EXPERTS, 0) for layer in model.layers)
+    of_gpu = experts / fit.tensor_parallel / fit.pipeline_parallel
+    # What the fullest GPU has left for experts, and how many of each layer that is.
+    free = max(0, fit.left + math.ceil(of_gpu))
+    resident = min(model.sizes["experts"], int(free / of_gpu * model.sizes["experts"]))
+    least = model.sizes["chosen"]
+
+    def way(name: str, needed: int, on_gpu: float, problem: str, command: str) -> HostWay:
+        if not problem and needed + SYSTEM > ram:
+            problem = f"it needs {(needed + SYSTEM) / GB:.0f} GB of host memory with {SYSTEM // GB} GB for the rest"
+        return HostWay(name, needed, on_gpu, problem, "" if problem else command)
+
+    one_gpu = "" if gpus.count == 1 else "it takes one GPU"
+    few_bits = "it takes 4 and 8 bits" if model.padded else ""
+    no_room = "" if resident >= least else f"no room on the GPU for the {least} experts of a token"
+    tokens = f"--context-length {fit.context}"
+    paged = f"--enable-paged-experts --paged-experts-num-resident {resident} {tokens}"
+    server = "python -m sglang.launch_server --model-path OUT"
+    offloaded = math.ceil(max(0, of_gpu - free) / GB)
+    parallel = "".join(
+        f" --{name}-parallel-size {count}"
+        for name, count in (("tensor", fit.tensor_parallel), ("pipeline", fit.pipeline_parallel))
+        if count > 1
+    )
+    uva = f"--offload-backend uva --cpu-offload-gb {offloaded} --cpu-offload-params experts"
+    cache = " --kv-cache-dtype fp8" if fit.kv == "fp8" else ""
+    kt = f"--kt-weight-path OUT --kt-method RAWINT4 --kt-num-gpu-experts {resident} {tokens}"
+    share = resident / model.sizes["experts"]
+    no_others = "" if fit.left + of_gpu > 0 else "what must be on the GPU does not fit"
+    return [
+        way("SGLang, paged experts", experts, share, one_gpu or few_bits or no_room, f"{server} {paged}"),
+        way(
+            "vLLM, UVA offloading", offloaded * GB * gpus.count, 1 - offloaded * GB / of_gpu, no_others,
+            f"vllm serve OUT{parallel}{cache} {uva} --max-model-len {fit.context}",
+        ),
+        way("KTransformers", experts, share, ktransformers or no_others, f"{server} {kt}"),
+    ]  # fmt: skip
