@@ -9,12 +9,14 @@ from typing import Any
 
 import bits
 import compare
+import gguf_types
 import layer
 import methods
 import pytest
 import torch
 from conftest import REPOSITORY
 from tiny import write_job
+from transformers import AutoModelForCausalLM
 
 from quantizers.planning.job import Job, prepare
 
@@ -58,12 +60,27 @@ def test_all_methods_go_through_a_whole_model(small_job: Job, printed: Any) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.every
 def test_both_kinds_of_scales_are_compared_at_each_number_of_bits(printed: Any) -> None:
     rows = json.loads(printed(bits, "--bits", "3", "--draws", "1", "--tokens", "100", "--json"))
     assert [(row["sign"], row["draw"]) for row in rows] == [(sign, n) for sign in ("positive", "both") for n in (0, 1)]
     assert len({row["mean"] for row in rows}) == 4
     cells = bits.bits_table(rows).splitlines()[-1].split("  ")
     assert [cell for cell in cells if cell][:3] == ["INT3 group 32", *(f"{rows[n]['mean']:.5f}" for n in (0, 2))]
+
+
+@pytest.mark.slow
+@pytest.mark.every
+def test_a_model_without_its_outlier_channels_is_the_same_function(small_job: Job, tmp_path: Path) -> None:
+    """All factors are powers of two, so transformers' logits are equal; and some channels were moved."""
+    both = [gguf_types.plain_tensors(small_job, flat) for flat in (False, True)]
+    assert any(not torch.equal(both[0][name], both[1][name]) for name in both[0])
+    logits = []
+    for number, tensors in enumerate(both):
+        folder = gguf_types.written(tensors, small_job.opened, tmp_path / str(number))
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        logits.append(model(torch.arange(2, 40)[None]).logits)
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -36,6 +36,7 @@ from quantizers.system.errors import InputError
 from quantizers.system.package_data import shipped
 
 MIB, GIB = 2**20, 2**30
+EVERY = (pytest.mark.slow, pytest.mark.every)  # too long for CI
 WHOLE = 196_608
 
 
@@ -236,7 +237,7 @@ def test_experts_in_host_memory(model: Model) -> None:
     ("model", "cards", "experts"),
     [
         (str(shipped("models") / "tiny-minimax-m2"), "1x24GiB", {"bits": 8, "group_size": 32}),
-        pytest.param("MiniMaxAI/MiniMax-M2.1", "2x96GiB", {"bits": 4, "group_size": 32}, marks=pytest.mark.slow),
+        pytest.param("MiniMaxAI/MiniMax-M2.1", "2x96GiB", {"bits": 4, "group_size": 32}, marks=EVERY),
         pytest.param(
             "MiniMaxAI/MiniMax-M2.1", "4x3090", {"budget": "76GB", "tensor_parallel": 4}, marks=pytest.mark.slow
         ),
