@@ -89,7 +89,7 @@ def test_what_is_computed_rightly_passes_far_within_the_bound(model: str, dtype:
     folder = families.write(tmp_path / "model", families.family_of(model), **families.MODELS[model])
     figures = proven(opened(folder, dtype=dtype))
     assert len(figures) == 3
-    assert max(figures) < 0.05 * BOUND[dtype]
+    assert max(figures) < 0.1 * BOUND[dtype]  # how much depends on the CPU in bfloat16
 
 
 @pytest.mark.parametrize("model", WINDOWS)
