@@ -97,6 +97,7 @@ def test_both_engines_and_both_routes_are_compared(printed: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.every
 def test_a_layer_beside_the_devices_rates(printed: Any, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     text = printed(layer, "--tokens", "64", "--trace", str(trace))

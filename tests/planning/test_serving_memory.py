@@ -238,9 +238,7 @@ def test_experts_in_host_memory(model: Model) -> None:
     [
         (str(shipped("models") / "tiny-minimax-m2"), "1x24GiB", {"bits": 8, "group_size": 32}),
         pytest.param("MiniMaxAI/MiniMax-M2.1", "2x96GiB", {"bits": 4, "group_size": 32}, marks=EVERY),
-        pytest.param(
-            "MiniMaxAI/MiniMax-M2.1", "4x3090", {"budget": "76GB", "tensor_parallel": 4}, marks=pytest.mark.slow
-        ),
+        pytest.param("MiniMaxAI/MiniMax-M2.1", "4x3090", {"budget": "76GB", "tensor_parallel": 4}, marks=EVERY),
     ],
 )
 def test_a_new_recipe_for_a_rig(

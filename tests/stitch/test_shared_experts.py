@@ -130,6 +130,7 @@ def test_stitching_is_refused_since_neither_norm_would_be_right(
 
 
 @pytest.mark.slow
+@pytest.mark.every
 def test_the_librarys_own_mapping_leaves_the_shared_experts_out(source: Path, tmp_path: Path) -> None:
     """That of llm-compressor 0.14 for Glm4MoeForCausalLM, limited to layers with a router."""
     generator = torch.Generator().manual_seed(4)
