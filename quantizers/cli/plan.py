@@ -243,31 +243,42 @@ def fit_table(result: dict[str, Any]) -> str:
 
 
 def _ways_lines(row: dict[str, Any]) -> list[str]:
-    """What fits on a set of GPUs, with the same scheme in every layer, and the largest budget."""
-    header = ("experts", "weights", "split", "longest, 16-bit KV", "FP8 KV", "fits with", "KL, tiny model")
-    names, rows = {"auto": "16 bit", "fp8": "FP8"}, []
-    for way in (way for way in row["ways"] if max(way["longest"].values())):
+    """What fits on a set of GPUs, with the same scheme in every layer, and the largest scheme and budget."""
+    header = ("experts", "weights", "split", "16-bit KV", "FP8 KV", "fits with", "tiny KL")
+    names, ways, rows = {"auto": "16 bit", "fp8": "FP8"}, row["ways"], []
+    for way in (way for way in ways if max(way["longest"].values())):
         split = f"TP {way['tensor_parallel']}" + f" x PP {way['pipeline_parallel']}" * (way["pipeline_parallel"] > 1)
         cache = next((name for kv, name in names.items() if way["budget"][kv]), "-")
         kl = f"{way['tiny_kl']:.4f}" if way["tiny_kl"] else ""
         rows.append((way["scheme"], size(way["bytes"]), split, *(f"{n:,}" for n in way["longest"].values()), cache, kl))
-    most = {kv: max(way["budget"][kv] for way in row["ways"]) for kv in names} if row["ways"] else {}
-    budgets = " and ".join(f"{n // 10**8 / 10:g}GB with a KV cache in {names[kv]}" for kv, n in most.items() if n)
-    said = f"larger ones do not fit; the largest experts.budget that fits: {budgets}" if budgets else "no scheme fits"
+    lines, staged = [], False
+    for kv, name in names.items():
+        if fitting := [way for way in ways if way["budget"][kv]]:
+            best = max(fitting, key=lambda way: int(way["budget"][kv]))
+            mixed = best["budget"][kv] < ways[-1]["bytes"]
+            budget = f", or experts.budget: {best['budget'][kv] // 10**8 / 10:g}GB" if mixed else ""
+            lines.append(f"largest with a KV cache in {name}: {fitting[-1]['scheme']}{budget}")
+            staged |= mixed and best["pipeline_parallel"] > 1
+            if fitting[-1] is ways[-1]:
+                break
+    if staged:
+        lines.append("budgets fit if pipeline stages get equal parts: see --output after a run")
     return [
-        f"what {row['cards']} take at {row['context']:,} tokens:",
+        f"what {row['cards']} take at {row['context']:,} tokens, and the longest context by KV cache:",
         *([text_table(header, rows)] if rows else []),
-        said,
+        *(lines or ["no scheme fits"]),
         "",
     ]
 
 
 def _host_lines(row: dict[str, Any]) -> list[str]:
     """The ways with experts in host memory, and the command of each that is possible."""
+    if not row["ways"]:
+        return [f"{row['cards']}: no experts need lie in host memory", ""]
     rows = [
         (way["name"], size(way["ram"]), f"{way['on_gpu']:.0%}", way["problem"] or "possible") for way in row["ways"]
     ]
-    header = ("experts in host memory", "of it they take", "on GPU", "not tried; by arithmetic")
+    header = ("experts in host memory", "they take", "on GPU", "by arithmetic, not tried")
     commands = [f"  {way['command']}" for way in row["ways"] if way["command"]]
     return [f"with experts in host memory, {row['cards']}:", text_table(header, rows), *commands, ""]
 

@@ -119,6 +119,6 @@ def new(
         stored = open_folder(folder).tensors if any(folder.glob("*.safetensors")) else None
         architecture_for(config, where, tensors=stored)  # refuses a model that no recipe could quantize
     chosen = for_gpus(model, vram, context) if vram else Chosen()
-    path = file or Path(f"{Path(model).name.lower()}-{vram.lower() if vram else 'fp8-int4'}.yaml")
+    path = file or Path(f"{Path(model).name}-{vram or 'fp8-int4'}.yaml".lower().replace(" ", ""))
     write_new({path: new_recipe(model, chosen).encode()})
     common.emit({"recipe": str(path)}, as_json, f"wrote {path}; next: quantize plan {quote(str(path))}")

@@ -11,8 +11,8 @@ from quantizers.system.errors import InputError
 
 from .plan import plan
 
-# Limits of perplexity's increase and of KL by the least bits: for few bits they are guesses, twice what GGUF files of
-# MiniMax-M2.7 of that size are said to lose (KL 0.19 at 2.4 bits, 0.06 at 3.5).
+# Limits of perplexity's increase and of KL by the bits that every layer can have: for few bits they are guesses, twice
+# what GGUF files of MiniMax-M2.7 of that size are said to lose (KL 0.19 at 2.4 bits, 0.06 at 3.5).
 LIMITS = {2: "max_increase: 0.15, max_kl: 0.4", 3: "max_increase: 0.06, max_kl: 0.12"}
 CACHES = {"auto": "in 16 bit", "fp8": "in FP8 (--kv-cache-dtype fp8)"}
 
@@ -42,10 +42,11 @@ def for_gpus(model: str, vram: str, context: int | None) -> Chosen:
         if whole:
             return _uniform(whole[-1], f"# For {place}, with a KV cache {cache}.\n")
     if not fitting:
-        least = f", not even {fit['ways'][0]['scheme']}" if fit["ways"] else ""
-        raise InputError(f"--vram {vram}: nothing fits {place}{least}; give more GPUs, or a shorter --context")
+        smallest = f", not even {fit['ways'][0]['scheme']}" if fit["ways"] else ""
+        raise InputError(f"--vram {vram}: nothing fits {place}{smallest}; give more GPUs, or a shorter --context")
     best = max(fitting, key=lambda way: int(way["budget"][kv]))
-    return _budget(best, kv, f"# For {place}, with a KV cache {cache}.\n")
+    least = 3 if fitting[-1]["scheme"].startswith("INT3") else 2
+    return _budget(best, kv, f"# For {place}, with a KV cache {cache}.\n", LIMITS[least])
 
 
 def _uniform(way: dict[str, Any], about: str) -> Chosen:
@@ -53,9 +54,10 @@ def _uniform(way: dict[str, Any], about: str) -> Chosen:
     return Chosen(about, f"  bits: {bits}\n  group_size: {group}\n")
 
 
-def _budget(way: dict[str, Any], kv: str, about: str) -> Chosen:
+def _budget(way: dict[str, Any], kv: str, about: str, limits: str) -> Chosen:
     size = f"{way['budget'][kv] // 10**8 / 10:g}GB"
     lines = f"  budget: {size}{' ' * (29 - len(size))}# of all shards; bits and groups are chosen for each layer\n"
+    if way["pipeline_parallel"] > 1:
+        about += "# It fits if pipeline stages get equal parts: `plan --output DIR --vram` tells after a run.\n"
     about += "# The limits below are guesses: no model of full size was quantized to so few bits yet.\n"
-    least = 3 if "INT3" in way["scheme"] else 2
-    return Chosen(about, f"{lines}  tensor_parallel: {way['tensor_parallel']}\n", LIMITS[least])
+    return Chosen(about, f"{lines}  tensor_parallel: {way['tensor_parallel']}\n", limits)

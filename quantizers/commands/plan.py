@@ -119,7 +119,9 @@ def plan(
         figures |= {"architecture": found, "origin": job.facts.origin()}
     if vram:
         figures |= _serving(job, vram, context, kv, tp)
-        if ram is not None and "fits" in figures:
+        if ram is not None:
+            if "fits" not in figures:
+                raise InputError(f"--ram: {figures['cards_unknown']}; leave it out")
             refusal = None if checked.ktransformers == TAKES_THEM else checked.ktransformers or "SGLang lacks the model"
             figures["host"] = _in_host_memory(job, vram, context, kv, tp, ram, refusal)
         return PlannedRun(figures)

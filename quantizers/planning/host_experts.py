@@ -1,7 +1,8 @@
 """Experts in host memory: the ways to serve an output whose experts do not fit on the GPUs, by arithmetic.
 
 From the sources of SGLang 0.5.23 (paged experts: store.py, method.py), vLLM 0.33 (offloader/uva.py) and KTransformers
-0.7.2; none of them was tried here. What each holds:
+0.7.2; none of them was tried here. `--cpu-offload-gb` counts GiB on each GPU (offloader/base.py); `--kt-cpuinfer` and
+`--kt-threadpool-count` have no defaults. What each holds:
 
     SGLang, paged experts   all experts in pinned host memory, however many of them are on the GPU too; one GPU
     vLLM, UVA offloading    of each GPU's experts a part in pinned host memory, read through PCIe where it lies
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .gpus import Gpus
+from .gpus import GIB, Gpus
 from .serving_memory import EXPERTS, Fit, Model
 
 SYSTEM = 6 * 10**9  # bytes of host memory for everything else
@@ -28,7 +29,7 @@ class HostWay:
         ram: bytes of host memory that it needs for experts; 0 where it does not take the output at all.
         on_gpu: the share of the experts that lies on the GPUs.
         problem: why it is not possible here; empty if it is.
-        command: what to type, with OUT for the output's folder; empty with a problem.
+        command: what to type, with OUT for the output's folder and CORES for the CPU's; empty with a problem.
     """
 
     name: str
@@ -39,12 +40,14 @@ class HostWay:
 
 
 def host_ways(model: Model, gpus: Gpus, fit: Fit, ram: int, ktransformers: str | None) -> list[HostWay]:
-    """The three ways on some GPUs, at the context and with the KV cache of the estimate `fit`.
+    """The three ways on some GPUs, at the context and with the KV cache of the estimate `fit`; none where that fits.
 
     Args:
         ram: bytes of host memory that the machine has.
         ktransformers: why KTransformers does not take the experts; None if it does.
     """
+    if fit.fits:
+        return []
     experts = sum(layer.get(EXPERTS, 0) for layer in model.layers)
     of_gpu = experts / fit.tensor_parallel / fit.pipeline_parallel
     # What the fullest GPU has left for experts, and how many of each layer that is.
@@ -54,31 +57,35 @@ def host_ways(model: Model, gpus: Gpus, fit: Fit, ram: int, ktransformers: str |
 
     def way(name: str, needed: int, on_gpu: float, problem: str, command: str) -> HostWay:
         if not problem and needed + SYSTEM > ram:
-            problem = f"it needs {(needed + SYSTEM) / GB:.0f} GB of host memory with {SYSTEM // GB} GB for the rest"
+            problem = f"needs {math.ceil((needed + SYSTEM) / GB)} GB, {SYSTEM // GB} of it for the rest"
         return HostWay(name, needed, on_gpu, problem, "" if problem else command)
 
     one_gpu = "" if gpus.count == 1 else "it takes one GPU"
     few_bits = "it takes 4 and 8 bits" if model.padded else ""
-    no_room = "" if resident >= least else f"no room on the GPU for the {least} experts of a token"
-    tokens = f"--context-length {fit.context}"
-    paged = f"--enable-paged-experts --paged-experts-num-resident {resident} {tokens}"
-    server = "python -m sglang.launch_server --model-path OUT"
-    offloaded = math.ceil(max(0, of_gpu - free) / GB)
+    no_room = "" if resident >= least else f"no room on the GPU for {least} experts"
     parallel = "".join(
         f" --{name}-parallel-size {count}"
         for name, count in (("tensor", fit.tensor_parallel), ("pipeline", fit.pipeline_parallel))
         if count > 1
     )
+    fp8 = fit.kv == "fp8"
+    sglang = f"python -m sglang.launch_server --model-path OUT{parallel}{' --kv-cache-dtype fp8_e4m3' if fp8 else ''}"
+    tokens = f"--context-length {fit.context}"
+    paged = f"--enable-paged-experts --paged-experts-num-resident {resident} {tokens}"
+    kt = "--kt-weight-path OUT --kt-method RAWINT4 --kt-cpuinfer CORES --kt-threadpool-count 1"
+    vllm = f"vllm serve OUT{parallel}{' --kv-cache-dtype fp8' if fp8 else ''} --max-model-len {fit.context}"
+    offloaded = math.ceil((of_gpu - free) / GIB)
     uva = f"--offload-backend uva --cpu-offload-gb {offloaded} --cpu-offload-params experts"
-    cache = " --kv-cache-dtype fp8" if fit.kv == "fp8" else ""
-    kt = f"--kt-weight-path OUT --kt-method RAWINT4 --kt-num-gpu-experts {resident} {tokens}"
     share = resident / model.sizes["experts"]
     no_others = "" if fit.left + of_gpu > 0 else "what must be on the GPU does not fit"
     return [
-        way("SGLang, paged experts", experts, share, one_gpu or few_bits or no_room, f"{server} {paged}"),
+        way("SGLang, paged experts", experts, share, one_gpu or few_bits or no_room, f"{sglang} {paged}"),
         way(
-            "vLLM, UVA offloading", offloaded * GB * gpus.count, 1 - offloaded * GB / of_gpu, no_others,
-            f"vllm serve OUT{parallel}{cache} {uva} --max-model-len {fit.context}",
+            "vLLM, UVA offloading", offloaded * GIB * gpus.count, max(0, 1 - offloaded * GIB / of_gpu), no_others,
+            f"{vllm} {uva}",
         ),
-        way("KTransformers", experts, share, ktransformers or no_others, f"{server} {kt}"),
+        way(
+            "KTransformers", experts, share, ktransformers or no_others,
+            f"{sglang} {kt} --kt-num-gpu-experts {resident} {tokens}",
+        ),
     ]  # fmt: skip

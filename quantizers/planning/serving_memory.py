@@ -249,6 +249,7 @@ def assumptions(gpus: Sequence[Gpus]) -> list[str]:
         f"{RUNTIME / GIB:.0f} GiB a GPU for the CUDA context, kernels, NCCL and fragmentation",
         f"activations: {steps} tokens in a prefill step, logits of {SEQUENCES} sequences",
         "KV cache for one sequence of that context, or several that share it; no speculative decoding",
+        "an FP8 KV cache needs FlashInfer below SM89 (RTX 3090): FlashAttention and Triton refuse it",
     ]
 
 
@@ -445,7 +446,7 @@ class Way:
         bytes: of its weights, all but what headers take of the files.
         longest: by the KV cache's type, the context that fits, in tokens.
         budget: by the same, the largest `experts.budget` that fits at the context asked for, with this split and this
-            scheme's kernels; 0 where not even this output does.
+            scheme's kernels, its bits spread evenly over pipeline stages; 0 where not even this output does.
         tiny_kl: its mean KL on the tiny MiniMax-M2, in nats; None where that is not known.
     """
 

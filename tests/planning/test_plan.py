@@ -344,6 +344,8 @@ def test_of_a_model_type_without_server_facts_the_weights_are_counted(tmp_path: 
     assert "how servers divide it among GPUs and what they cache of a token is not known here" in weights_table(given)
     with pytest.raises(InputError, match=r"^--context, --kv and --tp: .*; leave them out$"):
         planned(vram=["2x2GiB"], context=4096)
+    with pytest.raises(InputError, match=r"^--ram: .*; leave it out$"):
+        planned(vram=["2x2GiB"], ram=64 * 10**9)
 
 
 def test_a_plan_says_what_few_bits_and_signed_scales_cost_among_servers() -> None:

@@ -215,22 +215,47 @@ def test_experts_in_host_memory(model: Model) -> None:
     at = fit(model, gpus, 65_536)
     room = at.budget - (at.weights - experts) - at.kv_cache - at.activations - RUNTIME
     resident = int(room / (experts / 256))
+    assert not at.fits
     paged, uva, kt = host_ways(model, gpus, at, 144 * 10**9, None)
     assert (paged.problem, uva.problem, kt.problem) == ("", "", "")
     assert paged.ram == kt.ram == pytest.approx(experts, rel=1e-6)
     assert f"--paged-experts-num-resident {resident} " in paged.command
     assert f"--kt-num-gpu-experts {resident} " in kt.command
-    assert uva.ram == math.ceil((experts - room) / 1e9) * 10**9
-    assert f"--cpu-offload-gb {uva.ram // 10**9} " in uva.command
+    assert "--kt-cpuinfer CORES " in kt.command, "it has no default"
+    assert uva.ram == math.ceil((experts - room) / GIB) * GIB, "vLLM counts GiB"
+    assert f"--cpu-offload-gb {uva.ram // GIB} " in uva.command
     assert paged.on_gpu == pytest.approx(resident / 256)
     paged, uva, kt = host_ways(model, gpus, at, 64 * 10**9, "names do not fit")
-    assert "132 GB of host memory" in paged.problem
+    assert paged.problem == "needs 133 GB, 6 of it for the rest"
     assert (uva.problem, kt.problem, kt.command) == ("", "names do not fit", "")
     two, few = parse_gpus("2x48GiB"), with_scheme(model, Scheme(2, 64))
     assert host_ways(model, two, fit(model, two, 65_536), 10**12, None)[0].problem == "it takes one GPU"
-    assert host_ways(few, gpus, fit(few, gpus, 65_536), 10**12, None)[0].problem == "it takes 4 and 8 bits"
+    assert host_ways(few, gpus, fit(few, gpus), 10**12, None)[0].problem == "it takes 4 and 8 bits"
+    four = parse_gpus("4x3090")
+    _, uva, kt = host_ways(model, four, fit(model, four, 65_536, "fp8"), 10**12, None)
+    assert "--tensor-parallel-size 4 --kv-cache-dtype fp8 " in uva.command
+    assert "--tensor-parallel-size 4 --kv-cache-dtype fp8_e4m3 " in kt.command
+    assert host_ways(model, parse_gpus("2x96GiB"), fit(model, parse_gpus("2x96GiB")), 10**12, None) == []
     small = parse_gpus("1x16GiB")
     assert all(way.problem for way in host_ways(model, small, fit(model, small, 65_536), 10**12, None))
+
+
+def test_what_a_rig_takes_is_printed_as_documented(
+    monkeypatch: pytest.MonkeyPatch, command: Command, published_job: Job
+) -> None:
+    """The table of docs/publish.md, in 80 columns; a budget is named only where a larger scheme would not fit."""
+    monkeypatch.setattr("quantizers.commands.plan.prepare", lambda *_, **__: published_job)
+    cards = [word for one in ("4x3090", "6x24GiB", "8x141GiB") for word in ("--vram", one)]
+    assert command("plan", "minimax-m2.1-fp8-int4", *cards, "--context", "65536") == 0
+    documented = (Path(__file__).parents[2] / "docs/publish.md").read_text(encoding="utf-8")
+    table = re.search(r"^what 4x3090 take.*?(?=^```)", documented, re.DOTALL | re.MULTILINE)
+    assert table is not None
+    assert table[0] in command.out
+    four, six, eight = command.out[: command.out.index("assumed:")].partition("what 4x3090")[2].split("\nwhat ")
+    assert all(len(line) <= 80 for block in (four, six, eight) for line in block.splitlines())
+    assert "pipeline stages" not in four
+    assert "budgets fit if pipeline stages get equal parts" in six
+    assert eight.strip().endswith("largest with a KV cache in 16 bit: INT8 group 32")
 
 
 @pytest.mark.parametrize(
@@ -239,6 +264,7 @@ def test_experts_in_host_memory(model: Model) -> None:
         (str(shipped("models") / "tiny-minimax-m2"), "1x24GiB", {"bits": 8, "group_size": 32}),
         pytest.param("MiniMaxAI/MiniMax-M2.1", "2x96GiB", {"bits": 4, "group_size": 32}, marks=EVERY),
         pytest.param("MiniMaxAI/MiniMax-M2.1", "4x3090", {"budget": "76GB", "tensor_parallel": 4}, marks=EVERY),
+        pytest.param("MiniMaxAI/MiniMax-M2.1", "1x128GiB", {"budget": "115.9GB"}, marks=EVERY),
     ],
 )
 def test_a_new_recipe_for_a_rig(
@@ -247,7 +273,10 @@ def test_a_new_recipe_for_a_rig(
     """The largest experts that fit; the recipe's own plan says that they do."""
     path, context = tmp_path / "new.yaml", ("--context", "65536") if "M2.1" in model else ()
     assert command("new", model, path, "--vram", cards, *context) == 0
-    assert experts.items() <= yaml.safe_load(path.read_text())["experts"].items()
+    written = yaml.safe_load(path.read_text())
+    assert experts.items() <= written["experts"].items()
+    limit = {"4x3090": 0.4, "1x128GiB": 0.12}.get(cards, 0.05)  # of 2 bits, of 3, where INT3 fits, and of more
+    assert written["verify"]["perplexity"]["max_kl"] == limit
     kv = "fp8" if "--kv-cache-dtype fp8" in path.read_text() else "auto"
     assert command("plan", path, "--vram", cards, *context, "--kv", kv, "--json") == 0
     assert json.loads(command.out)["fits"][0]["fits"]
