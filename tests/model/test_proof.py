@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -86,10 +90,15 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 @pytest.mark.parametrize("model", ["minimax_m2", *WINDOWS])
 def test_what_is_computed_rightly_passes_far_within_the_bound(model: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """With torch's portable kernels: those for AVX512-BF16 round sums of bfloat16 three times as coarsely as AVX2's."""
     folder = families.write(tmp_path / "model", families.family_of(model), **families.MODELS[model])
-    figures = proven(opened(folder, dtype=dtype))
+    program = [sys.executable, __file__, str(folder), str(dtype).removeprefix("torch.")]
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "default", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
     assert len(figures) == 3
-    assert max(figures) < 0.1 * BOUND[dtype]  # how much depends on the CPU in bfloat16
+    assert max(figures) < 0.05 * BOUND[dtype]
 
 
 @pytest.mark.parametrize("model", WINDOWS)
@@ -162,3 +171,7 @@ def test_a_run_of_a_model_that_is_not_proven_ends_with_its_figure_and_leaves_not
     assert not list(output.glob("*.safetensors")), list(output.iterdir())
     assert not (output / "config.json").exists()
     assert command("verify", output) != 0
+
+
+if __name__ == "__main__":  # of a model's folder and a dtype, in a process with kernels of its own
+    print(json.dumps(proven(opened(Path(sys.argv[1]), dtype=getattr(torch, sys.argv[2])))))
