@@ -52,7 +52,7 @@ def compare_budgets(jobs: Sequence[Job], draws: int, tokens: int, device: torch.
                 found = describe_choice(job.allocation, entries)
                 layers = [Scheme(row["bits"], row["group_size"]) for row in found["layers"]]
                 every = next(one for one in job.allocation.candidates if str(one) == found["uniform"])
-                row = {"budget": found["limit"], "draw": number, "predicted": found["gain"]["predicted"]}
+                row = {"budget": found["limit"], "draw": number, "predicted": found["gain"]}
                 for name, schemes in (("mixture", layers), ("uniform", [every] * len(layers))):
                     key = ", ".join(map(str, schemes))
                     if key not in made:

@@ -32,7 +32,6 @@ from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.device.devices import choose_device
 from quantizers.formats.dequantization import read_weight
 from quantizers.layers.context import Context
-from quantizers.output import journal
 from quantizers.planning.device_memory import Residents
 from quantizers.planning.job import Job, prepare
 from quantizers.recipe.read import changes_of
@@ -145,10 +144,9 @@ def outputs(job: Job, tensors: Tensors, data: CalibrationData, place: Path) -> I
         keys = (f"experts.bits_per_weight={budget}", "experts.bits=null", "experts.group_size=null")
         given = prepare(str(job.path), source_folder=source.folder, changes=changes_of(keys))
         work = place / f"measured-{budget}"
-        (work / "choice").mkdir(parents=True)
-        context = Context(journal.work_folder(work / "choice"), CPU, Residents(job.sizes["experts"], 1, 0))
-        context.work.mkdir(parents=True, exist_ok=True)
-        chosen = choose_schemes(given, token_tensors(data, job.sizes["vocabulary"]), context, work / "choice")
+        work.mkdir()
+        context = Context(work, CPU, Residents(job.sizes["experts"], 1, 0))
+        chosen = choose_schemes(given, token_tensors(data, job.sizes["vocabulary"]), context, work)
         mean = sum(scheme.bits_per_weight for scheme in chosen.plan.schemes) / len(chosen.plan.schemes)
         yield f"budget of {budget:g} bits", mean, quantized(chosen, data, place / f"budget-{budget}", CPU)
 

@@ -206,14 +206,6 @@ class ChosenLayer(Part):
     experts: int = key("Experts that were measured", "experts")
 
 
-class Gain(Part):
-    """How much less predicted KL than with one scheme everywhere; it is chosen only if the whole interval is."""
-
-    predicted: float = key("By the measurements", "share")
-    low: float = key("95 % interval over samples of the measured experts, lower end", "share")
-    high: float = key("The same, upper end", "share")
-
-
 class Schemes(Part):
     """The choice of bits and group sizes within a budget."""
 
@@ -226,7 +218,8 @@ class Schemes(Part):
     bits_per_weight: float = key("Mean over all experts, with scales", "bits")
     predicted_kl: Number = key("Sum of the layers' predicted KL", "nats")
     uniform: str = key("The candidate with the least predicted KL that fits in every layer")
-    gain: Gain = key("What the best mixture of candidates gains over it")
+    gain: float = key("How much less KL the best mixture is predicted to have than it", "share")
+    gain_interval: list[float] = key("Ends of its 95 % interval; chosen if above 0", "share")
     coarsest: str = key("The smallest candidate")
     by_matrix: dict[str, float] = key("Each matrix's share of the loss with the coarsest scheme", "share")
     layers: list[ChosenLayer] = key("Layer by layer")

@@ -100,13 +100,11 @@ def choice_lines(schemes: dict[str, Any]) -> list[str]:
 
 def _gain_line(schemes: dict[str, Any]) -> str:
     """What the best mixture gains over one scheme everywhere."""
-    gain, uniform = schemes["gain"], f"{schemes['uniform']} in every layer"
-    if not gain["predicted"]:
+    gain, (low, high), uniform = schemes["gain"], schemes["gain_interval"], f"{schemes['uniform']} in every layer"
+    if not gain:
         return f"no mixture within the budget is predicted to be closer than {uniform}"
-    interval = (
-        f"{gain['predicted']:.0%} less KL predicted than with {uniform} ({gain['low']:.0%} to {gain['high']:.0%})"
-    )
-    return f"a mixture: {interval}" + ("" if gain["low"] > 0 else "; no certain gain, so all layers have the same")
+    interval = f"{gain:.0%} less KL predicted than with {uniform} ({low:.0%} to {high:.0%})"
+    return f"a mixture: {interval}" + ("" if low > 0 else "; no certain gain, so all layers have the same")
 
 
 def layer_rows(schemes: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

@@ -80,7 +80,7 @@ def choose(allocation: Allocation, entries: Entries) -> Choice:
 def describe_choice(allocation: Allocation, entries: Entries) -> dict[str, Any]:
     """For report.json and `quantize plan`: candidates, bounds, and each layer's scheme with its measurements."""
     choice = choose(allocation, entries)
-    picked, (low, high) = choice.picked, choice.interval
+    picked = choice.picked
     schemes, coarsest = [allocation.candidates[index] for index in picked], str(allocation.candidates[0])
     layers = [
         {
@@ -99,7 +99,8 @@ def describe_choice(allocation: Allocation, entries: Entries) -> dict[str, Any]:
         "bits_per_weight": allocation.bits_per_weight(picked),
         "predicted_kl": sum(entry["loss"][str(scheme)] for entry, scheme in zip(entries, schemes, strict=True)),
         "uniform": str(allocation.candidates[choice.uniform]),
-        "gain": {"predicted": choice.gain, "low": low, "high": high},
+        "gain": choice.gain,
+        "gain_interval": list(choice.interval),
         "coarsest": coarsest,
         "by_matrix": matrix_shares(entries, coarsest),
         "layers": layers,

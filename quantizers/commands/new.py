@@ -37,16 +37,16 @@ def for_gpus(model: str, vram: str, context: int | None) -> Chosen:
     (fit,) = figures["fits"]
     place = f"{fit['cards']} at {fit['context']:,} tokens"
     for kv, cache in CACHES.items():
-        fitting = [way for way in fit["ways"] if way["budget"][kv]]
-        whole = [way for way in fitting if not way["scheme"].startswith(("INT2", "INT3"))]
+        whole = [way for way in fit["ways"] if way["budget"][kv] and not way["scheme"].startswith(("INT2", "INT3"))]
         if whole:
             return _uniform(whole[-1], f"# For {place}, with a KV cache {cache}.\n")
-    if not fitting:
+    few = [way for way in fit["ways"] if way["budget"]["fp8"]]  # what fits with 16 bit too is among these
+    if not few:
         smallest = f", not even {fit['ways'][0]['scheme']}" if fit["ways"] else ""
         raise InputError(f"--vram {vram}: nothing fits {place}{smallest}; give more GPUs, or a shorter --context")
-    best = max(fitting, key=lambda way: int(way["budget"][kv]))
-    least = 3 if fitting[-1]["scheme"].startswith("INT3") else 2
-    return _budget(best, kv, f"# For {place}, with a KV cache {cache}.\n", LIMITS[least])
+    best = max(few, key=lambda way: int(way["budget"]["fp8"]))
+    least = 3 if few[-1]["scheme"].startswith("INT3") else 2
+    return _budget(best, f"# For {place}, with a KV cache {CACHES['fp8']}.\n", LIMITS[least])
 
 
 def _uniform(way: dict[str, Any], about: str) -> Chosen:
@@ -54,8 +54,8 @@ def _uniform(way: dict[str, Any], about: str) -> Chosen:
     return Chosen(about, f"  bits: {bits}\n  group_size: {group}\n")
 
 
-def _budget(way: dict[str, Any], kv: str, about: str, limits: str) -> Chosen:
-    size = f"{way['budget'][kv] // 10**8 / 10:g}GB"
+def _budget(way: dict[str, Any], about: str, limits: str) -> Chosen:
+    size = f"{way['budget']['fp8'] // 10**8 / 10:g}GB"
     lines = f"  budget: {size}{' ' * (29 - len(size))}# of all shards; bits and groups are chosen for each layer\n"
     if way["pipeline_parallel"] > 1:
         about += "# It fits if pipeline stages get equal parts: `plan --output DIR --vram` tells after a run.\n"

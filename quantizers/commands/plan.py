@@ -118,13 +118,8 @@ def plan(
     if found := job.facts.found():
         figures |= {"architecture": found, "origin": job.facts.origin()}
     if vram:
-        figures |= _serving(job, vram, context, kv, tp)
-        if ram is not None:
-            if "fits" not in figures:
-                raise InputError(f"--ram: {figures['cards_unknown']}; leave it out")
-            refusal = None if checked.ktransformers == TAKES_THEM else checked.ktransformers or "SGLang lacks the model"
-            figures["host"] = _in_host_memory(job, vram, context, kv, tp, ram, refusal)
-        return PlannedRun(figures)
+        refusal = None if checked.ktransformers == TAKES_THEM else checked.ktransformers or "SGLang lacks the model"
+        return PlannedRun(figures | _serving(job, vram, context, kv, tp, ram, refusal))
     # Actions and bytes of a run, and an estimate of its memory and time.
     figures |= summary(job.plan, job.sizes) | {"cards_unknown": unsaid(job.facts)}
     needs = estimate_run(job, int(figures["output_bytes"]), nodes * gpus, disk or DISK)
@@ -138,37 +133,37 @@ def plan(
     return PlannedRun(figures)
 
 
-def _in_host_memory(
+def _serving(
     job: Job,
     vram: Sequence[str],
     context: int | None,
     kv: Literal["auto", "fp8"],
     tp: int | None,
-    ram: int,
+    ram: int | None,
     ktransformers: str | None,
-) -> list[dict[str, Any]]:
-    """For each set of GPUs the ways with experts in host memory."""
-    model = serving_model(job.plan, job.facts, job.sizes, job.config, job.fp8)
-    rows = []
-    for gpus in map(parse_gpus, vram):
-        ways = host_ways(model, gpus, fit(model, gpus, context, kv, tp), ram, ktransformers)
-        rows.append({"cards": gpus.name, "ways": [asdict(way) for way in ways]})
-    return rows
-
-
-def _serving(
-    job: Job, vram: Sequence[str], context: int | None, kv: Literal["auto", "fp8"], tp: int | None
 ) -> dict[str, Any]:
-    """Whether the output fits on each of the GPUs, and ways to make it fit."""
+    """Whether the output fits on each of the GPUs, and ways to make it fit; with `ram` those in host memory."""
     gpus = [parse_gpus(text) for text in vram]
     if problem := unsaid(job.facts):
         if (context, kv, tp) != (None, "auto", None):
             raise InputError(f"--context, --kv and --tp: {problem}; leave them out")
+        if ram is not None:
+            raise InputError(f"--ram: {problem}; leave it out")
         return {"cards_unknown": problem, "weights": weights_alone(job.plan, gpus)}
     model = serving_model(job.plan, job.facts, job.sizes, job.config, job.fp8)
     fits = [fit(model, one, context, kv, tp) for one in gpus]
     suggested = remedies(job, model, list(zip(gpus, fits, strict=True)), tp)
-    return {
+    in_host = (
+        {}
+        if ram is None
+        else {
+            "host": [
+                {"cards": cards.name, "ways": [asdict(way) for way in host_ways(model, cards, one, ram, ktransformers)]}
+                for cards, one in zip(gpus, fits, strict=True)
+            ]
+        }
+    )
+    return in_host | {
         "fits": [
             asdict(one)
             | {"to_fit": [asdict(remedy) for remedy in remedied]}

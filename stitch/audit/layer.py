@@ -24,7 +24,6 @@ from quantizers.model.layer_weights import ExpertWeights
 from quantizers.planning.expert_batches import expert_batches, experts_per_batch
 from quantizers.planning.plan import PASSTHROUGH, Action
 from quantizers.solve.folded_scales import (
-    CLOSE_ENOUGH,
     close_enough,
     is_uncompensated,
     matrix_errors,
@@ -160,8 +159,8 @@ class _Pair:
         """`matrix_errors` of some experts; infinite for a matrix that is closer to the source's without the ratio."""
         inner = not self.facts.of_layer(self.layer).own_gate
         errors = matrix_errors(old, new, self.smooth, inner=inner)
-        if close_enough(self.bits) == CLOSE_ENOUGH:
-            return errors  # a wrong ratio exceeds this
+        if self.bits >= 4:
+            return errors  # a wrong ratio is further away than `close_enough` allows
         unscaled = matrix_errors(old, new, torch.ones_like(self.smooth), inner=inner)
         return torch.where(unscaled < UNSCALED * errors, torch.inf, errors)
 
