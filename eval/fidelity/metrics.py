@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,7 @@ class Measured:
         kl: (N,) float64, nats.
         same_top1: (N,) bool, whether both models find the same token most likely.
         layers: what `comparison.compare` found in each layer, perhaps with the `weight_error` of experts and attention.
+        as_served: figures by card, see as_served.py.
     """
 
     source_nll: np.ndarray
@@ -59,6 +60,7 @@ class Measured:
     kl: np.ndarray
     same_top1: np.ndarray
     layers: Sequence[dict[str, Any]]
+    as_served: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def parts(texts: Sequence[Text]) -> tuple[list[int], list[int]]:
@@ -101,6 +103,7 @@ def figures(measured: Measured, texts: Sequence[Text]) -> dict[str, Any]:
     values = [columns for _, columns in long or top]
     report["positions"] = by_position(np.array([part.shape[1] for part in values]), *np.concatenate(values, axis=1))
     weights = [layer["weight_error"] for layer in measured.layers if "weight_error" in layer]
+    report |= {"as_served": measured.as_served} if measured.as_served else {}
     return report | ({"weight_error": weights} if weights else {})
 
 
@@ -128,6 +131,17 @@ def _part(scored: Sequence[Scored], layers: Sequence[dict[str, Any]]) -> dict[st
             ]
         }
     )
+
+
+def table(texts: Sequence[Text], columns: np.ndarray) -> dict[str, Any]:
+    """Figures over the texts of the top level alone.
+
+    Args:
+        columns: the source's nll, the candidate's, KL and same top-1 (4, N) float64, at the positions of all texts.
+    """
+    ends = np.cumsum([len(text.tokens) - 1 for text in texts])
+    scored = list(zip(texts, np.split(columns, ends[:-1], axis=1), strict=True))
+    return _table([scored[i] for i in parts(texts)[0]])
 
 
 def _table(scored: Sequence[Scored]) -> dict[str, Any]:

@@ -43,6 +43,7 @@ HEAD_ROWS = 16384  # rows of the head (vocabulary entries) that are multiplied a
 CHUNK = 256  # positions whose logits are in memory at a time: 0.2 GB with a vocabulary of 200,064
 Stage = Callable[[str, int, int], AbstractContextManager[Step]]  # its name, its steps, steps done by an earlier call
 Scores = tuple[np.ndarray, np.ndarray, np.ndarray]  # nll, kl, same: (N,) each over all texts
+Pair = tuple[int, int]  # numbers of two streams, P and Q: what is measured is Q, and KL(P || Q)
 
 
 def score(
@@ -51,8 +52,10 @@ def score(
     stage: Stage,
     work: Path | None = None,
     dist: ProcessGroup = SINGLE_PROCESS,
+    *,
+    pairs: Sequence[Pair] = (),
 ) -> list[Scores]:
-    """Score every text with every stream; the same result in all processes, one entry per stream.
+    """Score every text with every stream; the same result in all processes, one entry per pair.
 
     Args:
         streams: the source's, then the candidates'.
@@ -61,10 +64,11 @@ def score(
             long as many short ones.
         work: a folder for scored texts, with which the same call resumes after an interruption; None for nowhere.
         dist: the processes that share the texts; each scores its own.
+        pairs: which streams are compared; by default each one with the source's.
     """
     layers = streams[0].model.sizes["layers"]
     states = [stream.states(layers) for stream in streams]
-    heads: dict[int, torch.Tensor] = {}
+    heads: dict[tuple[Path, torch.dtype], torch.Tensor] = {}
     tables: dict[str, torch.Tensor] = {}
     own = {i: math.ceil((len(texts[i].tokens) - 1) / CHUNK) for i in states[0].owned}
     paths = {i: work / f"scores-{i:05d}.npy" for i in own} if work else {}
@@ -74,11 +78,13 @@ def score(
             if i in done:
                 tables[str(i)] = torch.from_numpy(np.load(paths[i]))
                 continue
-            for stream in streams:  # of a run, all streams are of one model
-                if id(stream.model) not in heads:
-                    heads[id(stream.model)] = stream.model.head()
-            models = [(stream.model, heads[id(stream.model)]) for stream in streams]
-            table = score_text(models, texts[i].tokens, [rows[i] for rows in states])
+            models = []
+            for model in (stream.model for stream in streams):
+                head = (model.checkpoint.folder, model.dtype)
+                if head not in heads:
+                    heads[head] = model.head()
+                models.append((model, heads[head]))
+            table = score_text(models, texts[i].tokens, [rows[i] for rows in states], pairs)
             if work:
                 with disk_errors(paths[i]), atomic(paths[i]) as file:
                     np.save(file, table)
@@ -87,37 +93,41 @@ def score(
                 step(f"text {i + 1} of {len(texts)}")
     tables = dist.all_gather(tables, torch.device("cpu"))
     nll, kl, same = np.moveaxis(np.concatenate([tables[str(i)].numpy() for i in range(len(texts))], axis=-1), 1, 0)
-    return [(nll[n], kl[n], same[n].astype(bool)) for n in range(len(streams))]
+    return [(nll[n], kl[n], same[n].astype(bool)) for n in range(len(nll))]
 
 
 @torch.no_grad()
 def score_text(
-    models: Sequence[tuple[StreamedModel, torch.Tensor]], tokens: torch.Tensor, states: Sequence[torch.Tensor]
+    models: Sequence[tuple[StreamedModel, torch.Tensor]],
+    tokens: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    pairs: Sequence[Pair] = (),
 ) -> np.ndarray:
-    """(models, 3, T - 1) float64: nll, KL from the first model, and 1 where the top-1 token is the first model's.
+    """(pairs, 3, T - 1) float64: of each pair Q's nll, KL(P || Q), and 1 where the top-1 token of both is the same.
 
     Args:
         models: with the head (V, H) of each.
         tokens: (T,) int64.
         states: (T, H) of each model, leaving the last layer.
+        pairs: numbers of models; by default each one with the first.
     """
+    pairs = pairs or [(0, n) for n in range(len(models))]
     targets = tokens[1:].to(models[0][0].device)
     final = [model.final(rows[:-1]) for (model, _), rows in zip(models, states, strict=True)]
     chunks = []
     for start in range(0, len(targets), CHUNK):
         target = targets[start : start + CHUNK, None]
-        pairs = zip(final, models, strict=True)
         logs = [
             torch.log_softmax(model.logits(products(x[start : start + CHUNK], head)), dim=-1)
-            for x, (model, head) in pairs
+            for x, (model, head) in zip(final, models, strict=True)
         ]
-        p, best = logs[0].exp(), logs[0].argmax(-1)
+        best = [log.argmax(-1) for log in logs]
         rows = []
-        for q in logs:
-            # The source against itself gives exactly 0, since the difference of equal logarithms is 0.
-            kl = (p * (logs[0] - q)).sum(-1, dtype=torch.float64)
-            same = (q.argmax(-1) == best).double()
-            rows.append(torch.stack([-q.gather(1, target)[:, 0].double(), kl, same]).cpu())
+        for p, q in pairs:
+            # A model against itself gives exactly 0, since the difference of equal logarithms is 0.
+            kl = (logs[p].exp() * (logs[p] - logs[q])).sum(-1, dtype=torch.float64)
+            nll = -logs[q].gather(1, target)[:, 0].double()
+            rows.append(torch.stack([nll, kl, (best[p] == best[q]).double()]).cpu())
         chunks.append(torch.stack(rows).numpy())
     return np.concatenate(chunks, axis=-1)
 

@@ -14,6 +14,10 @@ PAIRED_WORDS = (
     f"[95 % bootstrap-t interval over texts], from {FEWEST} texts on; each row stands for itself, and of twenty "
     "intervals about one misses the true difference by chance"
 )
+SERVED_WORDS = (
+    "card: as vLLM's kernels there compute, see docs/verify-and-compare.md; KL(source there || candidate there); card "
+    "alone: KL(source as stored || source there); from stored: KL(source as stored || candidate there)"
+)
 CATEGORY_ROWS, WORST = 24, 5  # with more categories than rows, families and the WORST categories are shown
 
 
@@ -33,6 +37,8 @@ def eval_table(report: dict[str, Any]) -> str:
         f"{long}; KL(source || candidate) in nats; router: share of equal choices in the worst layer; "
         "[95 % interval]",
     ]
+    if any("as_served" in one for _, one in results):
+        parts += [served_table(results), SERVED_WORDS]
     for name, one in results:
         parts += [
             f"{name}, by category{_left_out(one)}",
@@ -152,6 +158,30 @@ def fidelity_table(results: Sequence[tuple[str, dict[str, Any]]]) -> str:
     rows = [(label, part) for name, r in results for label, part in ((name, r), ("long", r.get("long"))) if part]
     columns = ("ppl source", "ppl", "change", "bits/byte", "KL mean", "median", "p99", "top-1", "router")
     return _figures_table("", columns, rows)
+
+
+def served_table(results: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    """Rows for each candidate as stored, and as served on each card; of the short texts where there are long ones."""
+    rows = [
+        (name if number == 0 else "", *row)
+        for name, one in results
+        for number, row in enumerate([("as stored", *_served(one), "0", f"{one['kl']['mean']:.5f}"), *_on_cards(one)])
+    ]
+    return text_table(("", "card", "KL mean", "median", "p99", "top-1", "change", "card alone", "from stored"), rows)
+
+
+def _on_cards(one: dict[str, Any]) -> list[tuple[str, ...]]:
+    return [
+        (
+            card, *_served(row["served"]), f"{row['card_alone']['kl']['mean']:.5f}",
+            f"{row['from_stored']['kl']['mean']:.5f}",
+        )
+        for card, row in one.get("as_served", {}).items()
+    ]  # fmt: skip
+
+
+def _served(row: dict[str, Any]) -> list[str]:
+    return [COLUMNS[column](row) for column in ("KL mean", "median", "p99", "top-1", "change")]
 
 
 def positions_table(report: dict[str, Any]) -> str:

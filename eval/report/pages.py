@@ -18,6 +18,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from eval.fidelity.tables import by_part, past_the_model, shown_categories
+from eval.serving.cards import E8M0, POWER
 from eval.serving.check import ONE_SCHEME, REFUSES
 from eval.serving.engines import SGLANG, TRANSFORMERS
 from eval.serving.kernels import NEGATIVE_SCALES
@@ -124,6 +125,8 @@ def model_card(report: dict[str, Any]) -> str:
         sglang=None if SGLANG.name in failing else sglang_command(serving, name),
         loads=serving.get("transformers", True) and TRANSFORMERS not in failing,
         limits=[one for one in findings if one["severity"] == "warning"],
+        rerounded=[card for card, one in report.get("as_served", {}).items() if POWER in str(one["kernels"])],
+        e8m0=E8M0,
         versions=", ".join(f"{package} {version}" for package, version in report["versions"].items()),
         **(_of_stitch(report) if stitch else _of_run(report)),
     )

@@ -415,6 +415,15 @@ class HeldOutSet(Part):
     past_the_model: dict[str, int] = key("Texts and tokens cut at the model's last position, as far as that is known")
 
 
+class OnCard(Part):
+    """Fidelity as vLLM's kernels on a kind of card would compute it; over the short texts where there are long ones."""
+
+    served: Figures = key("The candidate there against the source there")
+    card_alone: Figures = key("The source there against the source as stored: what the card alone does")
+    from_stored: Figures = key("The candidate there against the source as stored")
+    kernels: dict[str, str] = key("The kernel for each kind of matrix, and what it rounds")
+
+
 class Fidelity(PartFigures):
     """Fidelity of a candidate; of the short texts at this level where there are long ones as well."""
 
@@ -422,6 +431,7 @@ class Fidelity(PartFigures):
     long: PartFigures | None = maybe("The long texts; absent where all texts are of one kind")
     positions: list[Band] = key("By position in the long texts, or else in all")
     weight_error: list[dict[str, Number]] | None = maybe("Error of the weights by layer; in an `eval`", "relative")
+    as_served: dict[str, OnCard] | None = maybe("By card, see `--as-served`; absent where none was asked for")
 
 
 class ShardDigest(Part):
@@ -595,6 +605,7 @@ class RunReport(Report):
     evaluated_on: HeldOutSet | None = measured("evaluated_on")
     long: PartFigures | None = measured("long")
     positions: list[Band] | None = measured("positions")
+    as_served: dict[str, OnCard] | None = measured("as_served")
 
 
 def checked(report: dict[str, Any]) -> RunReport | StitchReport:

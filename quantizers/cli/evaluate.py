@@ -8,6 +8,7 @@ from typing import Annotated
 from typer import Argument, Context, Option
 
 from quantizers.distributed.process_group import ProcessGroup
+from quantizers.recipe.schema import CARDS
 
 from . import common
 
@@ -18,6 +19,13 @@ def evaluate(
     source: Annotated[str, Argument(metavar="SOURCE", help="a folder or Hub id")],
     candidate: Annotated[list[str], Argument(metavar="CANDIDATE…", help="one or more checkpoints of the same model")],
     data: Annotated[str, Option(metavar="SET", help="evaluation set: a file, or the name of a shipped set")],
+    as_served: Annotated[
+        list[str] | None,
+        Option(
+            metavar="CARD",
+            help="measure also as vLLM's kernels on this kind of card compute; may be repeated: " + ", ".join(CARDS),
+        ),
+    ] = None,
     facts: common.Facts = None,
     picture: Annotated[
         Path, Option(metavar="FILE", help="file for the plot of KL by category and errors by depth")
@@ -48,7 +56,15 @@ def evaluate(
 
     dist: ProcessGroup = context.obj
     found = evaluate_candidates(
-        source, candidate, data, facts=facts, device=device, work=work, trust_remote_code=trust_remote_code, dist=dist
+        source,
+        candidate,
+        data,
+        facts=facts,
+        as_served=as_served or (),
+        device=device,
+        work=work,
+        trust_remote_code=trust_remote_code,
+        dist=dist,
     )
     if not dist.is_main:
         return

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from eval.fidelity.as_served import ServedModel, ServedTexts, as_served, kernels_of, pairs
 from eval.fidelity.comparison import Comparison, weight_errors
 from eval.fidelity.metrics import Measured
 from eval.fidelity.paired import NOTE, paired
@@ -26,7 +27,7 @@ from quantizers.architectures.families import Own, architecture_for
 from quantizers.architectures.sizes import is_of, sizes_of
 from quantizers.calibration.load_set import load_set, said
 from quantizers.calibration.samples import CalibrationData, identity
-from quantizers.checkpoint.loaded_tensors import layer_names, load_tensors, outside_names
+from quantizers.checkpoint.loaded_tensors import LoadedTensors, layer_names, load_tensors, outside_names
 from quantizers.checkpoint.reader import Checkpoint, open_checkpoint
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device, fingerprint, forward_dtype, use_threads
@@ -39,6 +40,7 @@ from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 from quantizers.output.journal import begun_with, refuse_unfinished
 from quantizers.output.manifest import output_facts
 from quantizers.recipe.read import find_set
+from quantizers.recipe.schema import Card, known_cards
 from quantizers.system.errors import CheckpointError, OutputError
 from quantizers.system.files import json_finite, write_json
 from quantizers.system.interrupts import interruptible
@@ -84,12 +86,12 @@ class Evaluation:
 
     def as_dict(self) -> dict[str, Any]:
         """What `quantize eval --json` prints."""
-        from quantizers.pipeline.report import NOT_SIMULATED
+        from quantizers.pipeline.report import AS_STORED
 
         return {
             "source": self.source,
             "candidates": [{"model": one.model} | one.figures for one in self.candidates],
-            "notes": [NOT_SIMULATED],
+            "notes": [AS_STORED],
         } | ({"paired": list(self.paired)} if self.paired else {})
 
 
@@ -99,6 +101,7 @@ def evaluate(
     data: str | Path,
     *,
     facts: str | Path | None = None,
+    as_served: Sequence[str] = (),
     device: str = "auto",
     work: str | Path | None = None,
     trust_remote_code: bool = False,
@@ -111,6 +114,8 @@ def evaluate(
         candidates: one or more checkpoints of the same model, in any format that `quantize eval --help` names.
         data: evaluation set: a file, or the name of a shipped set such as held-out.
         facts: the user's own architecture spec; the one that a candidate carries by default.
+        as_served: cards, of CARDS, on which source and candidates are measured as well, as vLLM's kernels there would
+            compute them.
         device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
         work: folder for activations and a journal, from which an interrupted evaluation resumes; a temporary one by
             default.
@@ -121,6 +126,7 @@ def evaluate(
         InputError: a set or checkpoint is wrong, or `work` holds another evaluation.
         QuantizeError: a model's hidden states are not finite. Interrupted: by a signal.
     """
+    cards = known_cards(as_served)
     names = [str(source), *map(str, [candidates] if isinstance(candidates, str | Path) else candidates)]
     for name in names:
         refuse_unfinished(Path(name))
@@ -148,12 +154,13 @@ def evaluate(
             trust_remote_code=trust_remote_code,
             dist=dist,
             own=architecture,
+            cards=cards,
         )
-    pairs = [
+    differences = [
         {"model": name, "against": names[1], "note": NOTE} | paired(figures[0], other)
         for name, other in zip(names[2:], figures[1:], strict=dist.is_main)
     ]
-    return Evaluation(names[0], tuple(map(Fidelity, names[1:], figures)), tuple(pairs))
+    return Evaluation(names[0], tuple(map(Fidelity, names[1:], figures)), tuple(differences))
 
 
 def measure(
@@ -167,8 +174,11 @@ def measure(
     trust_remote_code: bool = False,
     dist: ProcessGroup = SINGLE_PROCESS,
     own: Own = None,
+    cards: Sequence[Card] = (),
 ) -> list[dict[str, Any]]:
     """Figures of each candidate, see `HeldOut.figures`; an empty list in all ranks except 0.
+
+    With `cards` they have `as_served`.
 
     Args:
         data_set: a calibration set file; tokenized with the source's tokenizer.
@@ -197,11 +207,12 @@ def measure(
     held = held_out(data, source, sizes, trust_remote_code)
     parts = [load_tensors(one, outside_names(one, facts)) for one in opened]
     models = [StreamedModel(part, facts, sizes, device, forward_dtype(device)) for part in parts]
+    models += [ServedModel(part, facts, sizes, device, card) for card in cards for part in parts]
     if dist.is_main:
         work.mkdir(parents=True, exist_ok=True)
-        _same_evaluation(work, opened, data, device)
+        _same_evaluation(work, opened, data, device, cards)
     dist.barrier()
-    results = _compare(models, opened, held, work, check, dist)
+    results = _compare(models, opened, held, work, check, dist, cards)
     if dist.is_main:
         shutil.rmtree(work, ignore_errors=True)
     return [held.figures(one, candidate.name) for one, candidate in zip(results, candidates, strict=dist.is_main)]
@@ -221,22 +232,32 @@ class _FromFiles:
     def layer(self, step: LayerStep) -> Iterator[DecoderLayer]:
         """The layer as it lies in the files, each tensor read once."""
         model = self.stream.model
-        part = load_tensors(self.checkpoint, layer_names(self.checkpoint, model.facts, step.number))
+        part = _layer_of(self.checkpoint, model, step)
         if self.weights:
             self.weight_error = weight_errors(step.source, part, model.facts, model.sizes, step.number, model.device)
         with model.layer(step.number, part) as layer:
             yield layer
 
 
+def _layer_of(checkpoint: Checkpoint, model: StreamedModel, step: LayerStep) -> LoadedTensors:
+    """The tensors of a step's layer in another checkpoint."""
+    return load_tensors(checkpoint, layer_names(checkpoint, model.facts, step.number))
+
+
 def _compare(
     models: Sequence[StreamedModel],
-    opened: Sequence[Checkpoint],
+    opened: list[Checkpoint],
     held: HeldOut,
     work: Path,
     check: Callable[[], None],
     dist: ProcessGroup,
+    cards: Sequence[Card],
 ) -> list[Measured]:
-    """Run all models over the texts, journaled layer by layer; an empty list in all ranks except 0."""
+    """Run all models over the texts, journaled layer by layer; an empty list in all ranks except 0.
+
+    Args:
+        models: of each checkpoint `opened`, and again for each card.
+    """
     layers = models[0].sizes["layers"]
 
     def journal(number: int) -> Path:
@@ -246,18 +267,24 @@ def _compare(
     lengths = [len(text.tokens) for text in held.texts]
     streams = [
         ActivationStream(one.name, model, number, lengths, work, durable=True, check=check, dist=dist)
-        for number, (model, one) in enumerate(zip(models, opened, strict=True))
+        for number, (model, one) in enumerate(zip(models, opened * (len(cards) + 1), strict=True))
     ]
     for stream in streams:
         if done == 0:
             stream.embed([text.tokens for text in held.texts])
         else:
             stream.resume(done)
-    candidates = [_FromFiles(stream, one, dist.is_main) for stream, one in zip(streams[1:], opened[1:], strict=True)]
+    exact = len(opened)
+    candidates = [
+        _FromFiles(stream, one, dist.is_main) for stream, one in zip(streams[1:exact], opened[1:], strict=True)
+    ]
+    files: list[Callable[[LayerStep], Checkpoint]] = [lambda step: step.on_device]
+    files += [partial(_layer_of, one, models[0]) for one in opened[1:]]
+    served = ServedTexts(streams[exact:], files * len(cards))
     entries = [json.loads(journal(number).read_text()) for number in range(done if dist.is_main else 0)]
     comparison = Comparison(streams[0], candidates, held.texts, dist)
     tensors = all_tensors(models[0], opened[0], done)
-    steps = layer_steps(opened[0], tensors, [comparison], models[0], check=check, dist=dist)
+    steps = layer_steps(opened[0], tensors, [comparison, served], models[0], check=check, dist=dist)
     with rank_0_progress("evaluating", layers, done, check, dist) as shown_step, contextlib.closing(steps):
         for step in steps:
             if dist.is_main:
@@ -271,16 +298,23 @@ def _compare(
                 stream.forget(step.number)
             shown_step(f"layer {step.number}")
     kept = work if dist.node == 0 else None  # other machines have no such folder
-    scores = score(streams, held.texts, partial(rank_0_progress, check=check, dist=dist), kept, dist)
+    stage = partial(rank_0_progress, check=check, dist=dist)
+    scores = score(streams, held.texts, stage, kept, dist, pairs=pairs(exact, len(cards)))
     if not dist.is_main:
         return []
+    on_cards = as_served(scores, exact, cards, held.texts)
+    for one, by_card in zip(opened[1:], on_cards, strict=True):
+        for card in cards:
+            by_card[card]["kernels"] = kernels_of(card, one, models[0].facts, models[0].sizes)
     return [
-        Measured(scores[0][0], *of_candidate, [entry[number] for entry in entries])
-        for number, of_candidate in enumerate(scores[1:])
+        Measured(scores[0][0], *of_candidate, [entry[number] for entry in entries], on_cards[number])
+        for number, of_candidate in enumerate(scores[1:exact])
     ]
 
 
-def _same_evaluation(work: Path, opened: list[Checkpoint], data: CalibrationData, device: torch.device) -> None:
+def _same_evaluation(
+    work: Path, opened: list[Checkpoint], data: CalibrationData, device: torch.device, cards: Sequence[Card]
+) -> None:
     """Write the settings that the figures depend on beside the states, or compare them with those already there."""
     settings = {
         "data": identity(data.samples),
@@ -290,6 +324,7 @@ def _same_evaluation(work: Path, opened: list[Checkpoint], data: CalibrationData
             for c in opened
         ],
         "machine": fingerprint(device),
+        "as_served": list(cards),
     }
     path = work / EVALUATION
     if not path.exists():

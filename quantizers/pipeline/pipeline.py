@@ -373,7 +373,8 @@ def _share_memory(job: Job, inputs: _Inputs, options: Options) -> tuple[dict[str
         "texts_on_device": memory.texts,
         "prefetch_to_device": memory.early,
     }
-    return kept, held_out_bytes(job.sizes, text_rows, itemsize) + in_files
+    models = 1 + len(job.recipe.as_served)  # the source's arithmetic, and that of each card
+    return kept, models * held_out_bytes(job.sizes, text_rows, itemsize) + in_files
 
 
 def _open_work_folder(
@@ -396,7 +397,9 @@ def _open_work_folder(
                 f"{output}: its finished layers were measured on no held-out set; leave verify.perplexity out as "
                 "before, or start over with --fresh"
             )
-        journal.refuse_changes(work, {"held_out": inputs.evaluation.identity}, output, journal.HELD_OUT)
+        measured: dict[str, Any] = {"held_out": inputs.evaluation.identity}
+        measured |= {"as_served": job.recipe.as_served} if job.recipe.as_served else {}
+        journal.refuse_changes(work, measured, output, journal.HELD_OUT)
     journal.remove_cut_files(work)
     damaged = _find_damage(work, entries, output, check)
     if options.paranoid:

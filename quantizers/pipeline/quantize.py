@@ -19,18 +19,21 @@ import math
 import re
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 
+from eval.fidelity.as_served import ServedModel, ServedTexts, as_served, kernels_of, pairs
 from eval.fidelity.comparison import Comparison
 from eval.fidelity.metrics import Measured, Text
 from eval.fidelity.scoring import score
 from quantizers.calibration.samples import CalibrationData, category_names
 from quantizers.checkpoint.loaded_tensors import LoadedTensors, layer_names, load_tensors, tensors_in_memory
+from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.devices import forward_dtype, is_accelerator, use_one_arena
 from quantizers.device.prefetch import PinnedBuffers, pin
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
@@ -142,15 +145,22 @@ class _Run:
             folder.mkdir(exist_ok=True)
         device = context.device if context.texts_on_device else None
         new = partial(ActivationStream, durable=True, check=context.check, dist=dist, device=device, writer=background)
-        of_texts = [len(text.tokens) for text in texts]
+        cards = job.recipe.as_served if texts else ()
+        self.models: list[StreamedModel] = [self.model]
+        self.models += [ServedModel(outside, job.facts, job.sizes, context.device, card) for card in cards]
+        of_texts, names = [len(text.tokens) for text in texts], (job.opened.name, "the output")
         self.streams = [
-            new(name, self.model, number, of_texts, folder)
-            for number, name in enumerate((job.opened.name, "the output"))
+            new(name, model, number, of_texts, folder)
+            for number, (model, name) in enumerate(product(self.models, names))
         ]
         behind = not stops and (dist.is_distributed or is_accelerator(context.device))
         self.writer: ShardWriter[ShardDigest, LayerAudit] = ShardWriter(dist, background, background=behind)
-        self.quantizer = Quantizer(job, self.model, self.streams[1], context, lengths, writer=self.writer)
+        self.quantizer = Quantizer(
+            job, self.model, self.streams[1], context, lengths, writer=self.writer, reread=bool(cards)
+        )
         self.comparison = Comparison(self.streams[0], [self.quantizer], texts, dist)
+        files: list[Callable[[LayerStep], Checkpoint]] = [lambda step: step.on_device, lambda _: self.quantizer.made]
+        self.served = ServedTexts(self.streams[2:], files * len(cards))
 
     def begin(self, done: int) -> None:
         """Take up the texts after `done` layers, and write the passthrough shards.
@@ -167,7 +177,8 @@ class _Run:
         assert isinstance(outside, LoadedTensors)
         if self.context.dist.is_main:
             _write_passthrough(self.job, outside, self.context)
-        self.model.checkpoint = outside.only([self.job.facts.head])
+        for model in self.models:
+            model.checkpoint = outside.only([self.job.facts.head])
 
     def resume(self, done: int, damaged: Sequence[int], entries: Sequence[Entry]) -> None:
         """Take the calibration states through the finished layers, and make damaged ones again."""
@@ -209,7 +220,7 @@ class _Run:
         steps = layer_steps(
             job.opened,
             all_tensors(self.model, job.opened, done),
-            [self.comparison],
+            [self.comparison, self.served],
             self.model,
             check=context.check,
             dist=dist,
@@ -255,8 +266,14 @@ class _Run:
         if not self.texts:
             return None
         stage = partial(rank_0_progress, check=self.context.check, dist=self.context.dist)
-        source, output = score(self.streams, self.texts, stage, dist=self.context.dist)
-        return Measured(source[0], *output, [entry["held_out"] for entry in entries])
+        cards = [model.card for model in self.models if isinstance(model, ServedModel)]
+        compared = pairs(2, len(cards))
+        scores = score(self.streams, self.texts, stage, dist=self.context.dist, pairs=compared)
+        (on_cards,) = as_served(scores, 2, cards, self.texts)
+        for card in cards:
+            on_cards[card]["kernels"] = kernels_of(card, self.job.opened, self.job.facts, self.job.sizes, "packed")
+        source, output = scores[:2]
+        return Measured(source[0], *output, [entry["held_out"] for entry in entries], on_cards)
 
 
 def _write_passthrough(job: Job, outside: LoadedTensors, context: Context) -> None:
@@ -315,11 +332,15 @@ class Quantizer:
         stream: its held-out states.
         lengths: calibration tokens of each sequence.
         writer: writes and audits shards in the background.
+        reread: whether a layer's tensors are read again after it.
 
     Attributes:
         states: the calibration states between the layers.
         moe_inputs: what the experts of the last layer were called with.
+        made: the tensors of the layer that was made last; with `reread` until the next one, else until they are read.
     """
+
+    made: LoadedTensors
 
     def __init__(
         self,
@@ -330,8 +351,10 @@ class Quantizer:
         lengths: Sequence[int],
         *,
         writer: ShardWriter[ShardDigest, LayerAudit],
+        reread: bool,
     ) -> None:
         self.job, self.model, self.stream, self.context, self.writer = job, model, stream, context, writer
+        self._reread = reread
         chunk = tokens_per_chunk(is_accelerator(model.device))
 
         def rows(
@@ -348,7 +371,6 @@ class Quantizer:
         self.states = rows(context.states, "states", model.row_width, model.dtype, context.dist)
         self.moe_inputs = moe_input_store(partial(rows, context.inputs), job.sizes, model.dtype)
         self._packed = PinnedBuffers(model.device)  # a process has two shards on their way at most
-        self._made: LoadedTensors | None = None
         self._solved: Entry = {}
 
     def embed(self, tokens: Sequence[torch.Tensor] | None) -> None:
@@ -399,7 +421,7 @@ class Quantizer:
         tensors = layer_tensors(
             job.plan, number, source, solved, near=step.on_device, buffers=self._packed, written=writes
         )
-        self._made = made = tensors_in_memory(source, tensors.device, path)
+        self.made = made = tensors_in_memory(source, tensors.device, path)
         self._solved = _for_the_journal(solved)
         if writes:
             host = tensors.host
@@ -417,9 +439,9 @@ class Quantizer:
     @contextlib.contextmanager
     def layer(self, step: LayerStep) -> Iterator[DecoderLayer]:
         """The quantized layer, read from the tensors that are being written; calibration passes through it first."""
-        assert self._made is not None
-        with self.model.layer(step.number, self._made) as layer:
-            self._made = None
+        with self.model.layer(step.number, self.made) as layer:
+            if not self._reread:
+                del self.made
             step.watch.lap("materialise")
             doing("calibration pass")
             self._finish(step.number, layer)

@@ -22,6 +22,7 @@ import yaml
 
 from eval.coverage.summary import gates as coverage_gates
 from eval.coverage.summary import summarise
+from eval.fidelity.as_served import as_served, pairs
 from eval.fidelity.metrics import Measured, Text
 from eval.fidelity.scoring import HeldOut
 from eval.serving.check import ServingCheck, check_folder
@@ -69,9 +70,9 @@ from .report_files import read_front_matter, write_report
 
 # Keys of the journal's entries that are elsewhere in the report, or of no use in it.
 JOURNAL_ONLY = ("routed", "peak_memory_bytes", "shard", "digest", "source", "audit", "held_out")
-NOT_SIMULATED = (
-    "vLLM quantizes activations to FP8 for linear layers whose weights are FP8, at run time; that is not simulated in "
-    "these figures."
+AS_STORED = (
+    "KL, perplexity and top-1 are of the files' numbers in exact arithmetic, each against its own source. A card adds "
+    "what its kernels round, such as activations to FP8; `quantize eval --as-served CARD` measures that too."
 )
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 LICENSE_DETAILS = ("license_name", "license_link")
@@ -98,7 +99,7 @@ def planned_report(job: Job, resolved: Resolved, data: CalibrationData, device: 
         },
         "versions": versions(),
         "calibration": _calibration(job, data, resolved),
-        "notes": [*filter(None, [job.facts.origin(), left_behind(source)]), NOT_SIMULATED],
+        "notes": [*filter(None, [job.facts.origin(), left_behind(source)]), AS_STORED],
         **of_plan(job.plan, job.facts, job.sizes, source, model),
         **({"architecture": found} if found else {}),
     }
@@ -245,7 +246,11 @@ def _measured(job: Job, texts: list[Text]) -> Measured:
         {"agreement": None if number in job.sizes.dense else 1.0, "hidden_error": 0.1}
         for number in range(job.sizes["layers"])
     ]
-    return Measured(loss, loss, loss / 100, loss.astype(bool), [part | {"long": part} for part in parts])
+    cards, even = job.recipe.as_served, (loss, loss / 100, loss.astype(bool))
+    (on_cards,) = as_served([even] * len(pairs(2, len(cards))), 2, cards, texts)
+    for card in cards:
+        on_cards[card]["kernels"] = {}
+    return Measured(loss, *even, [part | {"long": part} for part in parts], on_cards)
 
 
 def stitch_report(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     Field,
@@ -49,6 +49,19 @@ def counted(schemes: Iterable[Scheme]) -> str:
     if len(counts) == 1:
         return str(next(iter(counts)))
     return ", ".join(f"{s} ({n} layer{'s' if n > 1 else ''})" for s, n in sorted(counts.items()))
+
+
+# Kinds of hardware whose kernels are known, see eval/serving/cards.py: GPUs of SM80 to 88, SM89, SM90, SM100 on; x86.
+Card = Literal["ampere", "ada", "hopper", "blackwell", "vllm-cpu"]
+CARDS: tuple[Card, ...] = get_args(Card)
+
+
+def known_cards(names: Iterable[str]) -> tuple[Card, ...]:
+    """The cards of these names, each once; an InputError for another name."""
+    for name in names:
+        if name not in CARDS:
+            raise InputError(f"--as-served {name}: no such card is known here; give one of {', '.join(CARDS)}")
+    return tuple(card for card in CARDS if card in names)
 
 
 # An optional key that is part of the settings, and of their hash, only if a recipe gives it.
@@ -233,15 +246,18 @@ class Verify(Strict):
     """How many tokens of the calibration set the router must send to each expert."""
     perplexity: PerplexityGate | None = None
     """How close the output must be to the source on a held-out set."""
+    as_served: Annotated[tuple[Card, ...] | None, Field(strict=False), ONLY_IF_GIVEN] = None
+    """Cards on which source and output are measured as well, as vLLM's kernels there would compute them; needs
+    `perplexity`. Each takes two more passes of the held-out texts."""
     stop: Annotated[Stop | None, ONLY_IF_GIVEN] = None
     """When to stop after a layer instead of finishing the output; needs `perplexity`."""
 
-    @field_validator("stop")
+    @field_validator("stop", "as_served")
     @classmethod
-    def _measured(cls, stop: Stop | None, info: ValidationInfo) -> Stop | None:
-        if stop is not None and info.data.get("perplexity") is None:
+    def _measured(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is not None and info.data.get("perplexity") is None:
             raise ValueError("is measured on a held-out set; give verify.perplexity.data, or remove it")
-        return stop
+        return value
 
 
 class Recipe(Strict):
@@ -273,6 +289,11 @@ class Recipe(Strict):
     def calibration_without(self) -> tuple[str, ...]:
         """The sources of the set that are left out."""
         return () if isinstance(self.calibration, str) else self.calibration.without
+
+    @property
+    def as_served(self) -> tuple[Card, ...]:
+        """The cards on which source and output are measured."""
+        return (self.verify and self.verify.as_served) or ()
 
     def settings(self) -> dict[str, Any]:
         """Every key with its value, including defaults, as stored in recipe.yaml and report.json."""

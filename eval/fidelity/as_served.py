@@ -1,0 +1,294 @@
+"""A model computed as a server's kernels would compute it on a kind of card: the figures of `--as-served`.
+
+The rules are in eval/serving/cards.py. Everything runs in bfloat16, as servers do, with two changes within a decoder
+layer. Each linear module, and each matrix of the routed experts, multiplies the weights and activations that the
+kernel on that card would, with float32 sums, which are rounded to bfloat16. Logits are rounded too.
+
+Source and candidate are both computed so. That predicts how large KL(source || candidate) will be there, and what the
+card alone does to the source. It does not predict a single log-probability of a server: where an activation lies
+between two FP8 codes, the last bit of a sum decides, and then perhaps an expert.
+
+Legend: T tokens, K experts chosen per token, H hidden, I width of an expert, R rows, C columns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eval.serving.cards import KINDS, WHERE, Activations, Kernel, Kind, Where, kernel
+from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.gates import Gate, gate_of
+from quantizers.architectures.matrices import MATRICES
+from quantizers.architectures.sizes import Sizes
+from quantizers.architectures.skeleton import replaced_forward
+from quantizers.checkpoint.reader import Checkpoint
+from quantizers.checkpoint.safetensors_header import FP8
+from quantizers.formats.dequantization import PLAIN, unchecked_weight, weight_format
+from quantizers.layers.loop import Consumer, LayerStep
+from quantizers.model.activation_stream import ActivationStream
+from quantizers.model.streamed_model import DecoderLayer, StreamedModel
+from quantizers.recipe.schema import Card
+from quantizers.system.progress import doing
+
+from .metrics import Text, table
+from .scoring import Pair, Scores
+
+DTYPE = torch.bfloat16
+LARGEST_FP8, GROUP, BLOCK = 448.0, 128, 128
+SMALLEST_SCALE = 1 / (LARGEST_FP8 * 512)  # of activations; vLLM's _FP8_MIN_SCALING_FACTOR
+SMALLEST_PEAK = 1e-4  # of a block of weights whose scale becomes a power of two; per_block_cast_to_fp8
+
+
+# The numbers that kernels multiply -----------------------------------------------------------------------------------
+
+
+def to_fp8(x: Tensor, scale: Tensor) -> Tensor:
+    """x / scale rounded to FP8 (E4M3) and multiplied by the scale again, float32."""
+    return (x / scale).clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn).float() * scale
+
+
+def power_of_two(scale: Tensor) -> Tensor:
+    """The power of two at or above each scale: E8M0."""
+    return torch.exp2(torch.ceil(torch.log2(scale)))
+
+
+def rounded_activations(x: Tensor, how: Activations) -> Tensor:
+    """The activations (…, C) that a kernel multiplies, float32."""
+    x = x.float()
+    if how == "bfloat16":
+        return x
+    if how == "int8 per token":
+        scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-7) / 127
+        return (x / scale).round_().mul_(scale)
+    if how == "FP8 per token":
+        return to_fp8(x, (x.abs().amax(-1, keepdim=True) / LARGEST_FP8).clamp(min=SMALLEST_SCALE))
+    columns = x.shape[-1]
+    grouped = torch.nn.functional.pad(x, (0, -columns % GROUP)).unflatten(-1, (-1, GROUP))
+    scale = grouped.abs().amax(-1, keepdim=True) / LARGEST_FP8
+    if how == "FP8 per 128, power of two":
+        scale = power_of_two(scale)
+    return to_fp8(grouped, scale.clamp(min=SMALLEST_SCALE)).flatten(-2)[..., :columns]
+
+
+def blocks_to_powers_of_two(weight: Tensor) -> Tensor:
+    """A weight (R, C) rounded once more to FP8, in blocks of 128 x 128 whose scales are powers of two."""
+    rows, columns = weight.shape
+    padded = torch.nn.functional.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
+    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # (R / 128, 128, C / 128, 128)
+    scale = power_of_two(blocks.abs().amax((1, 3), keepdim=True).clamp(min=SMALLEST_PEAK) / LARGEST_FP8)
+    return to_fp8(blocks, scale).flatten(2, 3).flatten(0, 1)[:rows, :columns]
+
+
+def stored_kind(stored: Checkpoint, module: str) -> Kind:
+    """How a module's weight is stored, as kernels distinguish it."""
+    found = weight_format(stored, module)
+    if found is not None:
+        return found.kind
+    weight = stored.tensors.get(f"{module}.weight")
+    if weight is not None and weight.dtype in (*PLAIN, FP8):
+        return "rows" if weight.dtype == FP8 else "plain"
+    return "packed"
+
+
+def multiplied_weight(stored: Checkpoint, module: str, of: Kernel, device: torch.device) -> Tensor:
+    """The weight (R, C) that a kernel multiplies, float32 on the device."""
+    found = weight_format(stored, module)
+    if found is None:
+        weight = unchecked_weight(stored, module, device)
+    else:
+        parts = [stored.tensor(f"{module}.{part}").to(device) for part in found.parts]
+        if of.scales == "bfloat16":
+            parts[1:] = [scale.to(DTYPE).float() for scale in parts[1:]]
+        weight = found.numbers(parts).float()
+    if of.scales == "power of two":
+        weight = blocks_to_powers_of_two(weight)
+    return weight.to(DTYPE).float() if of.weights == "bfloat16" else weight
+
+
+# Modules -------------------------------------------------------------------------------------------------------------
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, how: Activations) -> Tensor:
+    """x (…, C) in bfloat16 times a weight (R, C) in float32, as a kernel computes it: (…, R) in bfloat16."""
+    bias = None if bias is None else bias.float()
+    return torch.nn.functional.linear(rounded_activations(x, how), weight, bias).to(x.dtype)
+
+
+def routed_experts(
+    weight: Callable[[int, int], tuple[Tensor, Activations]], gate: Gate, x: Tensor, chosen: Tensor, weights: Tensor
+) -> Tensor:
+    """The routed experts of a layer: Σ over the chosen ones of weights · w2(gate(w1 x, w3 x)), (T, H) in bfloat16.
+
+    Args:
+        weight: the weight of an expert's matrix, by the numbers of both, and what becomes of its activations.
+        x: (T, H) bfloat16. chosen, weights: (T, K).
+    """
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in chosen.unique().tolist():
+        rows, places = (chosen == expert).nonzero(as_tuple=True)
+        (w1, how), (w3, _), (w2, how_then) = (weight(expert, matrix) for matrix in range(len(MATRICES)))
+        products = linear(x[rows], torch.cat([w1, w3]), None, how)
+        h = gate(products.float().mT).mT.to(x.dtype)
+        output = linear(h, w2, None, how_then).float() * weights[rows, places, None].float()
+        total.index_add_(0, rows, output.to(x.dtype).float())
+    return total.to(x.dtype)
+
+
+class ServedModel(StreamedModel):
+    """A streamed model on a kind of card.
+
+    Attributes:
+        exact: linear modules that are not simulated beyond bfloat16, because transformers holds them otherwise than as
+            one matrix; by their names within a layer.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, facts: Architecture, sizes: Sizes, device: torch.device, card: Card
+    ) -> None:
+        super().__init__(checkpoint, facts, sizes, device, DTYPE)
+        self.card = card
+        self.exact: set[str] = set()
+
+    @contextlib.contextmanager
+    def layer(self, number: int, stored: Checkpoint | None = None, *, experts: bool = True) -> Iterator[DecoderLayer]:
+        """A decoder layer whose modules multiply what the card's kernels do; see `StreamedModel.layer`.
+
+        The experts' weights are dequantized one expert at a time, each time they are used.
+        """
+        files = stored or self.checkpoint
+        with super().layer(number, stored, experts=False) as layer, contextlib.ExitStack() as stack:
+            for name in self.facts.of_layer(number).linears:
+                module = self._module(layer, name)
+                if module is None:
+                    self.exact.add(name)
+                    continue
+                full = self.facts.layer(number, name)
+                rules = kernel(self.card, "linear", stored_kind(files, full), tuple(module.weight.shape))
+                weight = multiplied_weight(files, full, rules, self.device)
+                forward = partial(linear, weight=weight, bias=module.bias, how=rules.activations)
+                stack.enter_context(replaced_forward(module, forward))
+            if experts and number not in self.sizes.dense:
+                stack.enter_context(replaced_forward(self._experts(layer), self._routed(layer, files)))
+            yield layer
+
+    def _module(self, layer: DecoderLayer, name: str) -> Any:
+        path = self.facts.in_transformers(f"{name}.weight").removesuffix(".weight")
+        try:
+            module = layer.module.get_submodule(path)
+        except AttributeError:
+            return None
+        return module if isinstance(module, torch.nn.Linear) else None
+
+    def _routed(self, layer: DecoderLayer, files: Checkpoint) -> Callable[..., Tensor]:
+        facts, number = self.facts, layer.number
+        gate = gate_of(self._experts(layer), facts.of_layer(number).own_gate)
+
+        def weight(expert: int, matrix: int) -> tuple[Tensor, Activations]:
+            module = facts.expert(number, expert, MATRICES[matrix])
+            rules = kernel(
+                self.card, "experts", stored_kind(files, module), facts.expert_linears[MATRICES[matrix]].shape
+            )
+            return multiplied_weight(files, module, rules, self.device), rules.activations
+
+        def forward(*args: Tensor, **kwargs: Tensor) -> Tensor:
+            return routed_experts(weight, gate, *args, *kwargs.values())
+
+        return forward
+
+    def logits(self, products: Tensor) -> Tensor:
+        """The logits (T, V), rounded to bfloat16 as a server's head leaves them."""
+        return super().logits(products.to(DTYPE).float())
+
+
+# Texts ---------------------------------------------------------------------------------------------------------------
+
+
+class ServedTexts(Consumer):
+    """Held-out texts of source and candidates as served on some cards: a consumer of the loop over the layers.
+
+    Args:
+        streams: of ServedModels.
+        tensors: where the tensors of a step's layer are read, for each stream.
+    """
+
+    needs = "attention"
+
+    def __init__(
+        self, streams: Sequence[ActivationStream], tensors: Sequence[Callable[[LayerStep], Checkpoint]]
+    ) -> None:
+        self.streams, self._tensors = streams, tensors
+
+    def after_source(self, step: LayerStep) -> None:
+        """Take the texts of each stream through the layer."""
+        for stream, tensors in zip(self.streams, self._tensors, strict=True):
+            doing("as served")
+            with stream.model.layer(step.number, tensors(step)) as layer:
+                stream.attend(step.number, layer)
+                stream.finish(step.number, layer)
+        if self.streams:
+            step.watch.lap("as served")
+
+
+# Figures -------------------------------------------------------------------------------------------------------------
+# The streams are those of the source and the candidates, as stored, and then again as served on each card.
+
+
+def pairs(models: int, cards: int) -> list[Pair]:
+    """What is compared: as stored each model with the source; on a card each with the source there and as stored."""
+    found = [(0, model) for model in range(models)]
+    for source in range(models, models * (cards + 1), models):
+        found.append((0, source))
+        for model in range(source + 1, source + models):
+            found += [(source, model), (0, model)]
+    return found
+
+
+def as_served(
+    scores: Sequence[Scores], models: int, cards: Sequence[Card], texts: Sequence[Text]
+) -> list[dict[str, dict[str, Any]]]:
+    """Figures by card of each model but the source, from the scores of all `pairs`.
+
+    Returns:
+        served: of the candidate there against the source there; card_alone: of the source there against the source as
+        stored; from_stored: of the candidate there against the source as stored; see `metrics.table`.
+    """
+    found = dict(zip(pairs(models, len(cards)), scores, strict=True))
+
+    def figures(first: int, nll: np.ndarray, second: int) -> dict[str, Any]:
+        return table(texts, np.stack([nll, *found[first, second]]))
+
+    stored, result = found[0, 0][0], [dict[str, dict[str, Any]]() for _ in range(1, models)]
+    for card, source in zip(cards, range(models, models * (len(cards) + 1), models), strict=True):
+        alone = figures(0, stored, source)
+        for number, of_candidate in enumerate(result, source + 1):
+            of_candidate[card] = {
+                "served": figures(source, found[0, source][0], number),
+                "card_alone": alone,
+                "from_stored": figures(0, stored, number),
+            }
+    return result
+
+
+def kernels_of(
+    card: Card, checkpoint: Checkpoint, facts: Architecture, sizes: Sizes, experts: Kind | None = None
+) -> dict[str, str]:
+    """The kernel for each kind of matrix of a model on a card, in words; `experts` if they are stored otherwise."""
+    found: dict[str, str] = {}
+    for number in range(sizes["layers"]):
+        modules: list[tuple[Where, str]] = [
+            ("linear", facts.layer(number, name)) for name in facts.of_layer(number).linears
+        ]
+        if number not in sizes.dense:
+            modules += [("experts", facts.expert(number, 0, matrix)) for matrix in MATRICES]
+        for where, module in modules:
+            kind = experts if where == "experts" and experts else stored_kind(checkpoint, module)
+            shape = checkpoint.tensors[f"{module}.weight"].shape if f"{module}.weight" in checkpoint.tensors else (0, 0)
+            found[f"{WHERE[where]} in {KINDS[kind]}"] = str(kernel(card, where, kind, shape))
+    return found
