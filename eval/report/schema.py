@@ -477,6 +477,7 @@ class Engines(Part):
     schemes: dict[str, dict[str, str]] = key("By engine and kind of module; `stored` is how the tensors are stored")
     findings: list[Finding] = key("Errors first, then warnings")
     tensor_parallel: dict[str, str] = key("By number of GPUs: `ok`, or why vLLM cannot divide the model")
+    kernels: dict[str, dict[str, str]] = key("By server and card, and kind of module: the kernel, or why it is refused")
     ktransformers: str | None = maybe("Whether KTransformers takes the experts; absent where SGLang lacks the family")
 
 

@@ -21,7 +21,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from quantizers.architectures.architecture import Architecture
 from quantizers.recipe.schema import Card
+
+from .engines import EXPERTS, MTP_EXPERTS, REFUSED, Engine, Lookup, ServedScheme
+from .kernels import MARLIN, is_packed, moe_kernels, refusal
 
 Where = Literal["linear", "experts"]
 Kind = Literal["blocks", "rows", "packed", "plain"]
@@ -30,6 +34,7 @@ KINDS: dict[Kind, str] = {
     "blocks": "FP8 in blocks", "rows": "FP8 per row", "packed": "packed integers", "plain": "BF16",
 }  # fmt: skip
 WHERE: dict[Where, str] = {"linear": "linear layers", "experts": "experts"}
+UNQUANTIZED = "unquantized"
 POWER = "power of two"
 E8M0 = "VLLM_USE_DEEP_GEMM_E8M0=0"  # with this in the environment, DeepGEMM takes scales as they are stored
 
@@ -39,7 +44,7 @@ class Kernel:
     """One of vLLM's kernels.
 
     Attributes:
-        name: its class or backend in vLLM's source.
+        name: as vLLM's documentation calls it; AMX stands for those of its CPU build that need a CPU with AMX.
         file: the source file, below vllm/model_executor.
         scales, weights, activations: what it multiplies, see above.
     """
@@ -56,32 +61,30 @@ class Kernel:
 
 
 LINEAR, MOE = "kernels/linear/scaled_mm", "layers/fused_moe/experts"
-PLAIN = Kernel("unquantized", "layers/linear.py", weights="bfloat16")
-MARLIN_BLOCKS = Kernel("MarlinFP8ScaledMMLinearKernel", f"{LINEAR}/marlin.py", "bfloat16", "bfloat16")
+PLAIN = Kernel(UNQUANTIZED, "layers/linear.py", weights="bfloat16")
+MARLIN_BLOCKS = Kernel("Marlin", f"{LINEAR}/marlin.py", "bfloat16", "bfloat16")
 MARLIN_ROWS = replace(MARLIN_BLOCKS, weights="as stored")  # a scale per row is applied to the sums
-MARLIN_INTEGERS = Kernel("MarlinLinearKernel", "kernels/linear/mixed_precision/marlin.py", "bfloat16", "bfloat16")
-DEEP_GEMM = Kernel(
-    "DeepGemmFp8BlockScaledMMKernel", f"{LINEAR}/deep_gemm.py", "power of two", activations="FP8 per 128, power of two"
-)
-CUTLASS_BLOCKS = Kernel("CutlassFp8BlockScaledMMKernel", f"{LINEAR}/cutlass.py", activations="FP8 per 128")
-CUTLASS_ROWS = Kernel("CutlassFP8ScaledMMLinearKernel", f"{LINEAR}/cutlass.py", activations="FP8 per token")
-MARLIN_EXPERTS = Kernel("MarlinExperts", f"{MOE}/marlin_moe.py", "bfloat16", "bfloat16")
-TRITON_EXPERTS = Kernel("TritonExperts", f"{MOE}/triton_moe.py", activations="FP8 per 128")
-PLAIN_EXPERTS = Kernel("unquantized experts", "layers/fused_moe/oracle/unquantized.py", weights="bfloat16")
-CUTLASS_EXPERTS = Kernel("TritonOrCutlassExperts", f"{MOE}/triton_cutlass_moe.py", activations="FP8 per token")
+MARLIN_INTEGERS = Kernel("Marlin", "kernels/linear/mixed_precision/marlin.py", "bfloat16", "bfloat16")
+DEEP_GEMM = Kernel("DeepGEMM", f"{LINEAR}/deep_gemm.py", "power of two", activations="FP8 per 128, power of two")
+CUTLASS_BLOCKS = Kernel("CUTLASS", f"{LINEAR}/cutlass.py", activations="FP8 per 128")
+CUTLASS_ROWS = Kernel("CUTLASS", f"{LINEAR}/cutlass.py", activations="FP8 per token")
+MARLIN_EXPERTS = Kernel("Marlin", f"{MOE}/marlin_moe.py", "bfloat16", "bfloat16")
+TRITON_EXPERTS = Kernel("Triton", f"{MOE}/triton_moe.py", activations="FP8 per 128")
+PLAIN_EXPERTS = Kernel(UNQUANTIZED, "layers/fused_moe/oracle/unquantized.py", weights="bfloat16")
+CUTLASS_EXPERTS = Kernel("CUTLASS", f"{MOE}/triton_cutlass_moe.py", activations="FP8 per token")
 
-LINEARS: dict[Card, dict[Kind, Kernel]] = {
+LINEAR_KERNELS: dict[Card, dict[Kind, Kernel]] = {
     "ampere": {"blocks": MARLIN_BLOCKS, "rows": MARLIN_ROWS, "packed": MARLIN_INTEGERS},
     "ada": {"blocks": MARLIN_BLOCKS, "rows": CUTLASS_ROWS, "packed": MARLIN_INTEGERS},
     "hopper": {"blocks": DEEP_GEMM, "rows": CUTLASS_ROWS, "packed": MARLIN_INTEGERS},
     "blackwell": {"blocks": DEEP_GEMM, "rows": CUTLASS_ROWS, "packed": MARLIN_INTEGERS},
     "vllm-cpu": {
-        "blocks": Kernel("CPUFp8BlockScaledMMKernel", f"{LINEAR}/cpu.py", weights="bfloat16"),
-        "rows": Kernel("ChannelWiseTorchFP8ScaledMMLinearKernel", f"{LINEAR}/pytorch.py", activations="FP8 per token"),
-        "packed": Kernel("CPUWNA16LinearKernel", "kernels/linear/mixed_precision/cpu.py", weights="bfloat16"),
+        "blocks": Kernel("AMX", f"{LINEAR}/cpu.py", weights="bfloat16"),
+        "rows": Kernel("torch._scaled_mm", f"{LINEAR}/pytorch.py", activations="FP8 per token"),
+        "packed": Kernel("AMX", "kernels/linear/mixed_precision/cpu.py", weights="bfloat16"),
     },
 }
-EXPERTS: dict[Card, dict[Kind, Kernel]] = {
+EXPERT_KERNELS: dict[Card, dict[Kind, Kernel]] = {
     "ampere": {
         "blocks": MARLIN_EXPERTS,
         "rows": replace(MARLIN_EXPERTS, weights="as stored"),
@@ -94,15 +97,22 @@ EXPERTS: dict[Card, dict[Kind, Kernel]] = {
     },
     "hopper": {"blocks": TRITON_EXPERTS, "rows": CUTLASS_EXPERTS, "packed": MARLIN_EXPERTS},
     "blackwell": {
-        "blocks": Kernel("TrtLlmFp8Experts", f"{MOE}/trtllm_fp8_moe.py", activations="FP8 per 128"),
+        "blocks": Kernel("TRT-LLM", f"{MOE}/trtllm_fp8_moe.py", activations="FP8 per 128"),
         "rows": CUTLASS_EXPERTS,
         "packed": MARLIN_EXPERTS,
     },
     "vllm-cpu": {
-        "blocks": Kernel("CPUExpertsFp8", f"{MOE}/cpu_moe.py", weights="bfloat16"),
-        "rows": Kernel("CPUExpertsFp8", f"{MOE}/cpu_moe.py", weights="bfloat16"),
-        "packed": Kernel("CPUExpertsInt4", f"{MOE}/cpu_moe.py", activations="int8 per token"),
+        "blocks": Kernel("AMX", f"{MOE}/cpu_moe.py", weights="bfloat16"),
+        "rows": Kernel("AMX", f"{MOE}/cpu_moe.py", weights="bfloat16"),
+        "packed": Kernel("AMX", f"{MOE}/cpu_moe.py", activations="int8 per token"),
     },
+}
+# SGLang 0.5.23's for linear modules. Its experts in packed integers are Marlin's on all of them.
+SGLANG_LINEARS: dict[Card, dict[Kind, str]] = {
+    "ampere": {"blocks": f"{REFUSED}: 'Unsupported weight strategy=block'", "rows": "Marlin"},
+    "ada": {"blocks": "Triton", "rows": "CUTLASS"},
+    "hopper": {"blocks": "DeepGEMM", "rows": "CUTLASS"},
+    "blackwell": {"blocks": "DeepGEMM", "rows": "CUTLASS"},
 }
 
 
@@ -110,6 +120,49 @@ def kernel(card: Card, where: Where, kind: Kind, shape: tuple[int, ...]) -> Kern
     """The kernel for a matrix (R, C) that is stored so."""
     if kind == "plain":
         return PLAIN if where == "linear" else PLAIN_EXPERTS
-    found = (LINEARS if where == "linear" else EXPERTS)[card][kind]
+    found = (LINEAR_KERNELS if where == "linear" else EXPERT_KERNELS)[card][kind]
     # vLLM's should_use_deepgemm_for_fp8_linear
     return CUTLASS_BLOCKS if found is DEEP_GEMM and (shape[0] % 64 or shape[1] % 128) else found
+
+
+def on_card(engine: Engine, card: Card, lookup: Lookup, facts: Architecture) -> str:
+    """The kernel that a server chooses on a card for a module of an output, or why it refuses the module."""
+    scheme, routed = lookup.scheme, lookup.kind in (EXPERTS, MTP_EXPERTS)
+    if problem := refusal(engine, lookup) or lookup.refused:
+        return f"{REFUSED}: {problem}"
+    if engine.is_sglang:
+        return _by_sglang(card, scheme, routed)
+    where: Where = "experts" if routed else "linear"
+    shape = lookup.members[0].shape
+    if scheme is None:
+        return kernel(card, where, "plain", shape).name
+    if not is_packed(scheme):
+        kind: Kind = "blocks" if scheme.strategy == "block" else "rows"
+        if routed and card == "vllm-cpu" and kind == "rows":
+            return f"{REFUSED}: no kernel for experts in FP8 rows"
+        return kernel(card, where, kind, shape).name
+    if not routed:
+        return kernel(card, where, "packed", shape).name
+    if card == "vllm-cpu":
+        return _on_cpu(scheme, facts)
+    kernels = moe_kernels(scheme)
+    if card == "blackwell" and (scheme.bits, scheme.group_size, scheme.symmetric) == (4, 32, True):
+        return "TRT-LLM or Marlin"  # the former on SM100 alone, and not for every routing
+    return kernel(card, where, "packed", shape).name if kernels[0] == MARLIN else kernels[0]
+
+
+def _by_sglang(card: Card, scheme: ServedScheme | None, routed: bool) -> str:
+    if scheme is None:
+        return UNQUANTIZED
+    if is_packed(scheme):
+        return MARLIN
+    return "Triton" if routed else SGLANG_LINEARS[card]["blocks" if scheme.strategy == "block" else "rows"]
+
+
+def _on_cpu(scheme: ServedScheme, facts: Architecture) -> str:
+    """Whether CPUExpertsInt4 takes experts in packed integers, and their routing."""
+    if scheme.bits != 4 or not scheme.symmetric or scheme.group_size == 32:
+        return f"{REFUSED}: its kernel takes symmetric INT4 in groups of 64 or 128"
+    if facts.router.scoring == "sigmoid":
+        return f"{REFUSED}: its kernel takes softmax routing"
+    return "AMX"

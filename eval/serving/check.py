@@ -27,10 +27,12 @@ from quantizers.checkpoint.reader import CONFIG, open_folder
 from quantizers.checkpoint.safetensors_header import FLOATING, FP8, Stored
 from quantizers.formats.fp8 import SCALE, SCALE_INV, blocks_of
 from quantizers.planning.serving_memory import obstacles, unsaid
+from quantizers.recipe.schema import CARDS
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import places, text_table
 
 from . import engines
+from .cards import UNQUANTIZED, on_card
 from .engines import (
     EXPERTS,
     KINDS,
@@ -127,12 +129,14 @@ class ServingCheck:
         tensor_parallel: by number of ranks, `ok` or the reason why vLLM cannot split the model among them.
         ktransformers: what its loader makes of the experts, see `for_ktransformers`; None if SGLang, inside which it
             runs, does not know the family.
+        kernels: by server on a kind of card, and kind of module, the kernel that it chooses, or why it refuses it.
     """
 
     schemes: dict[str, dict[str, str]]
     findings: list[Finding]
     tensor_parallel: dict[int, str] = field(default_factory=dict)
     ktransformers: str | None = None
+    kernels: dict[str, dict[str, str]] = field(default_factory=dict)
 
     @property
     def errors(self) -> list[Finding]:
@@ -145,6 +149,7 @@ class ServingCheck:
             "schemes": self.schemes,
             "findings": [finding.as_dict() for finding in self.findings],
             "tensor_parallel": {str(ranks): text for ranks, text in self.tensor_parallel.items()},
+            "kernels": self.kernels,
         } | ({"ktransformers": self.ktransformers} if self.ktransformers else {})
 
 
@@ -174,6 +179,12 @@ def render(result: ServingCheck) -> str:
     rows = [(engine, *(kinds[kind] for kind in shown)) for engine, kinds in result.schemes.items()]
     lines = [text_table(("", *shown), rows), ""]
     lines += [str(finding) for finding in result.findings] or ["every engine reads it as it is stored"]
+    if result.kernels:
+        quantized = [kind for kind in shown if any(kinds[kind] != UNQUANTIZED for kinds in result.kernels.values())]
+        rows = [(on, *(kinds[kind].partition(":")[0] for kind in quantized)) for on, kinds in result.kernels.items()]
+        lines += ["", text_table(("kernels", *quantized), rows)]
+        refused = {(kind, why): on for on, kinds in result.kernels.items() for kind, why in kinds.items() if ":" in why}
+        lines += [f"{on}, {kind}: {why}" for (kind, why), on in refused.items()]
     if result.ktransformers:
         lines += ["", f"KTransformers with experts in RAM, by its source: {result.ktransformers}"]
     if result.tensor_parallel:
@@ -239,8 +250,17 @@ def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Archi
         schemes = (lookup.scheme for lookup in lookups[engines.SGLANG.name] if lookup.kind == EXPERTS)
         ktransformers = for_ktransformers(facts, schemes)
     answers = lookups.get(VLLM.name, [])
+    kernels: dict[str, dict[str, str]] = {
+        f"{server.name} on {card}": _by_kind(
+            (one.kind, on_card(server, card, one, facts)) for one in lookups[server.name]
+        )
+        for server in servers
+        if server in (VLLM, engines.SGLANG)
+        for card in CARDS
+        if not (server.is_sglang and card == "vllm-cpu")
+    }
     parallel = {ranks: tensor_parallel(ranks, facts, sizes, answers) for ranks in PARALLEL if answers}
-    return ServingCheck(table, findings.all(), parallel, ktransformers)
+    return ServingCheck(table, findings.all(), parallel, ktransformers, kernels)
 
 
 def _without_absent_mtp(tensors: Mapping[str, Stored], facts: Architecture, sizes: Sizes) -> Sizes:
