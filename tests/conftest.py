@@ -213,7 +213,7 @@ def copied(finished: Finished, tmp_path: Path) -> Path:
 def small(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A `runs.Small`: a random model of three layers, and an unbroken run of it."""
     import torch
-    from runs import Small
+    from runs import Small, change
     from tiny import write_job
 
     from quantizers.pipeline import pipeline
@@ -222,6 +222,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     folder, needed = tmp_path_factory.mktemp("small"), list[int]()
     recipe = write_job(folder, layers=3, words=20, samples=3, awq={"grid": 5})
+    change(recipe, lambda body: body["verify"].update(as_served=["hopper"]))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(pipeline.journal, "check_room", lambda _, asked: needed.append(asked))
         report = pipeline.run(prepare(str(recipe)), Options(folder / "whole", torch.device("cpu")))
