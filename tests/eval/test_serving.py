@@ -14,7 +14,9 @@ import families
 import pytest
 import tiny
 from conftest import REPOSITORY, VLLM_PYTHON, needs_vllm
+from planned import published
 
+from eval.report.summary import vllm_command
 from eval.serving.ask_vllm import ask_vllm
 from eval.serving.check import STORED, ServingCheck, check, render
 from eval.serving.engines import (
@@ -38,10 +40,12 @@ from eval.serving.engines import (
     ServedScheme,
 )
 from eval.serving.kernels import HUMMING_SM, TAKES_THEM, moe_kernels
-from quantizers.architectures.families import architecture_for, published_config
+from quantizers.architectures.families import architecture_for, published_config, published_models
 from quantizers.architectures.sizes import sizes_of
+from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.formats.fp8 import ROWS
+from quantizers.pipeline.report import of_plan
 from quantizers.planning.assign_actions import expected_tensors, make_plan
 from quantizers.recipe.schema import GROUPS, Experts, Scheme
 from quantizers.system.errors import InputError
@@ -532,7 +536,10 @@ import json, sys
 from pathlib import Path
 from eval.serving.ask_vllm import ask_vllm
 from vllm_kernels import answers
-print(json.dumps([[ask_vllm(Path(folder)) for folder in sys.argv[2:]], answers(*json.loads(sys.argv[1]))]))
+from vllm_serve import furthest, refused
+commands, *asked = json.loads(sys.argv[1])
+of_folders = [ask_vllm(Path(folder)) for folder in sys.argv[2:]]
+print(json.dumps([of_folders, answers(*asked), refused(commands), furthest()]))
 """
 MLA_CASES: dict[str, Change] = {
     "one part": ignoring(r"re:.*\.(q_a_proj|q_proj|shared_experts\.up_proj)$"),
@@ -563,12 +570,26 @@ WIDTHS, RANKS = (128, 192, 384), (1, 2, 4, 8)
 SPLITS = [(bits, group, width) for bits in (2, 3, 4) for group in GROUPS for width in WIDTHS if width % group == 0]
 
 
+def serve_commands() -> list[str]:
+    """The card's command for every published model that vLLM serves, with all options that any of them has."""
+    split = {"tensor_parallel": 4, "pipeline_parallel": 2, "kv": "fp8", "fits": True}
+    commands = []
+    for name in published_models():
+        whole = published(name, layers=4, experts=16)
+        source = Checkpoint(Path("here"), name, whole.config, {})
+        about = of_plan(whole.plan(), whole.facts, whole.sizes, source, name)["serving"]
+        about |= {"sampling": {"temperature": 1.0, "top_k": 40}, "fits": [row | split for row in about["fits"][:1]]}
+        commands.append(vllm_command(about, name) or "")
+    return list(filter(None, commands))
+
+
 @pytest.mark.slow
 @needs_vllm
 def test_vllm_answers_as_the_rules_say(tmp_path: Path) -> None:
     """Every case of this file, in one process of an environment that has vLLM, whose start takes long.
 
     And its kernels: which schemes of experts they take, on which GPUs, and how these experts may be split among ranks.
+    And it takes the commands that serve every published model, and rounds as is simulated here.
     """
     outputs = {name: changed(change) for name, (change, _, _) in CASES.items()}
     for family in WITH_MTP:
@@ -579,11 +600,17 @@ def test_vllm_answers_as_the_rules_say(tmp_path: Path) -> None:
         (tmp_path / str(number) / "config.json").write_text(json.dumps(config))
     shares = [(bits, group, SPLIT["hidden_size"], width // ranks) for bits, group, width in SPLITS for ranks in RANKS]
     folders = [str(tmp_path / str(number)) for number in range(len(outputs))]
+    asked = [serve_commands(), SCHEMES, shares, CAPABILITIES]
     done = subprocess.run(
-        [os.environ[VLLM_PYTHON], "-c", ASK, json.dumps([SCHEMES, shares, CAPABILITIES]), *folders], cwd=REPOSITORY,
+        [os.environ[VLLM_PYTHON], "-c", ASK, json.dumps(asked), *folders], cwd=REPOSITORY,
         env=os.environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}"}, stdout=subprocess.PIPE, check=True
     )  # fmt: skip
-    answers, kernels = json.loads(done.stdout.splitlines()[-1])  # vLLM prints on standard output too
+    # vLLM prints on standard output too.
+    answers, kernels, refused, furthest = json.loads(done.stdout.splitlines()[-1])
+    assert refused == []
+    # vLLM's own Python multiplies by the reciprocal of a token's scale: a tie between two codes may fall otherwise.
+    assert furthest.pop("FP8 per token") < 2**-4
+    assert set(furthest.values()) == {0.0}
     for name, answer in zip(outputs, answers, strict=True):
         assert answer["differences"] == [], name
         # With one dense layer, two with experts and one MTP layer; MLA has two linear layers more than q, k, v and o.
