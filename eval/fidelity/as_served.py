@@ -136,8 +136,8 @@ def routed_experts(
         (w1, how), (w3, _), (w2, how_then) = (weight(expert, matrix) for matrix in range(len(MATRICES)))
         products = linear(x[rows], torch.cat([w1, w3]), None, how)
         h = gate(products.float().mT).mT.to(x.dtype)
-        output = linear(h, w2, None, how_then).float() * weights[rows, places, None].float()
-        total.index_add_(0, rows, output.to(x.dtype).float())
+        output = rounded_activations(h, how_then) @ w2.mT * weights[rows, places, None].float()
+        total.index_add_(0, rows, output.to(x.dtype).float())  # rounded once, with its weight
     return total.to(x.dtype)
 
 

@@ -1,0 +1,38 @@
+"""Log-probabilities by this program's own streamed evaluation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from eval.fidelity.scoring import products
+from quantizers.architectures.families import Own, architecture_for
+from quantizers.architectures.sizes import sizes_of
+from quantizers.checkpoint.reader import open_folder
+from quantizers.device.devices import choose_device
+from quantizers.formats.tensor_names import published_names
+from quantizers.model.streamed_model import StreamedModel
+
+
+@torch.no_grad()
+def log_probabilities(folder: Path, texts: list[Tensor], own: Own = None) -> list[Tensor]:
+    """Of each text, token ids (T,), what a checkpoint predicts for all but the first: (T - 1, V) float64."""
+    opened = open_folder(folder)
+    facts = architecture_for(opened.config, str(folder), own, opened.tensors)
+    model = StreamedModel(
+        published_names(opened, facts), facts, sizes_of(facts), choose_device("cpu"), torch.float32
+    )
+    table, head = model.embedding(), model.head()
+    states = [model.begin(text, table) for text in texts]
+    for number in range(model.sizes["layers"]):
+        with model.layer(number) as layer:
+            states = [model.run(layer, rows)[0] for rows in states]
+    logits = (model.logits(products(model.final(rows[:-1]), head)) for rows in states)
+    return [torch.log_softmax(one.double(), -1) for one in logits]
+
+
+def divergence(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    """Mean KL(ours || theirs) over all positions, in nats."""
+    return float(torch.cat([(p.exp() * (p - q)).sum(-1) for p, q in zip(ours, theirs, strict=True)]).mean())
