@@ -21,9 +21,7 @@ def log_probabilities(folder: Path, texts: list[Tensor], own: Own = None) -> lis
     """Of each text, token ids (T,), what a checkpoint predicts for all but the first: (T - 1, V) float64."""
     opened = open_folder(folder)
     facts = architecture_for(opened.config, str(folder), own, opened.tensors)
-    model = StreamedModel(
-        published_names(opened, facts), facts, sizes_of(facts), choose_device("cpu"), torch.float32
-    )
+    model = StreamedModel(published_names(opened, facts), facts, sizes_of(facts), choose_device("cpu"), torch.float32)
     table, head = model.embedding(), model.head()
     states = [model.begin(text, table) for text in texts]
     for number in range(model.sizes["layers"]):

@@ -30,7 +30,7 @@ from unittest.mock import patch
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 os.environ |= {"VLLM_MLA_DISABLE": "1"}  # the CPU's kernel for MLA has one size of head, larger than the tests'
-for name, value in (("OMP_NUM_THREADS", "1"), ("VLLM_LOGGING_LEVEL", "WARNING"), ("VLLM_CPU_KVCACHE_SPACE", "1")):
+for name, value in (("OMP_NUM_THREADS", "1"), ("VLLM_LOGGING_LEVEL", "ERROR"), ("VLLM_CPU_KVCACHE_SPACE", "1")):
     os.environ.setdefault(name, value)
 
 import numpy as np
@@ -53,14 +53,13 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import kInt4Stati
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.models import registry
 
-
 # What vLLM's CPU build gets wrong or refuses, whatever the numbers are ----------------------------------------------
 
 
 def route(
     real: Any, self: Any, states: Tensor, logits: Tensor, indices: Any, *, input_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Its router asserts softmax where there are no groups (MiniMax-M2): that is its own grouped choice of one group."""
+    """Its router asserts softmax where there are no groups (MiniMax-M2), which is its own choice within one group."""
     if self.use_grouped_topk or self.custom_routing_function is not None or self.scoring_func != "sigmoid":
         return real(self, states, logits, indices, input_ids=input_ids)
     scaling, bias = self.routed_scaling_factor, self.e_score_correction_bias
@@ -162,7 +161,8 @@ def real_kernels() -> Iterator[None]:
 def log_probabilities(folder: Path, texts: list[list[int]], kernels: bool) -> list[np.ndarray]:
     """Of each text (T - 1, V) float32, from the logits that vLLM's model computes for it as a prompt."""
     longest = max(map(len, texts)) + 8
-    with mended(), real_kernels() if kernels else plain_numbers():
+    collected = patch.object(gc, "collect")  # which takes most of the time, and is called again and again
+    with mended(), real_kernels() if kernels else plain_numbers(), collected:
         llm = LLM(
             model=str(folder),
             dtype="bfloat16" if kernels else "float32",
@@ -172,6 +172,7 @@ def log_probabilities(folder: Path, texts: list[list[int]], kernels: bool) -> li
             max_model_len=longest,
             max_num_seqs=1,
             max_num_batched_tokens=longest,
+            kv_cache_memory_bytes=2**27,
             limit_mm_per_prompt={"image": 0, "video": 0, "audio": 0},
         )
         seen: list[Tensor] = []
@@ -196,7 +197,7 @@ def log_probabilities(folder: Path, texts: list[list[int]], kernels: bool) -> li
             (logits,) = (one for one in seen if len(one) == len(tokens) - 1)
             found.append(torch.log_softmax(logits[:, :vocabulary], -1).numpy())
         del llm
-    cleanup_dist_env_and_memory()
+        cleanup_dist_env_and_memory()
     gc.collect()
     return found
 

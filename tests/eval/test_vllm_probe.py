@@ -1,4 +1,4 @@
-"""A real vLLM reads the outputs of every family; and vllm_probe.py, which asks it, names what it would load wrong."""
+"""A real vLLM reads and computes the outputs of every family; and what it would load or compute wrong is named."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import pytest
 import tiny
 import torch
 from conftest import Finished, needs_vllm
-from probed import probed
+from probed import computed, probed
 from runs import change
 from source_forms import per_row, write_plain
+from streamed import divergence, log_probabilities
 from torch import Tensor
 from whole_models import stored
 
@@ -24,10 +25,12 @@ from eval.serving.check import check_folder
 from eval.serving.engines import VLLM
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for, known
+from quantizers.calibration.load_set import load_set
 from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.job import prepare
 
 EXPERTS = "model.layers.1.block_sparse_moe.experts"
+EXPERT = f"{EXPERTS}.3"
 BLOCKS = "FP8 block 128x128"
 SCHEMES = {"glm4_moe": "FP8 per channel"}  # of the experts in layers that predict further tokens, or else BLOCKS
 Damage = Callable[[dict[str, Any], dict[str, Tensor]], object]
@@ -99,19 +102,28 @@ DAMAGES: dict[str, tuple[Damage, list[str]]] = {
 pytestmark = [pytest.mark.slow, needs_vllm]
 
 
-def test_vllm_reads_every_family_as_it_was_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], list[Path]]:
+    """A recipe and its output for each of families.MODELS, and for attention in FP8 rows."""
+    home = tmp_path_factory.mktemp("families")
+    recipes = [families.write_job(home / str(number), model) for number, model in enumerate(families.MODELS)]
+    per_row(write_plain(home / "plain", "qwen3_moe"), home / "rows" / "model", torch.bfloat16)
+    recipes.append(tiny.write_recipe(home / "rows"))
+    for recipe in recipes:
+        change(recipe, lambda body: body.pop("verify"))
+        run(prepare(str(recipe)), Options(recipe.parent / "output", torch.device("cpu")))
+    return recipes, [recipe.parent / "output" for recipe in recipes]
+
+
+def test_vllm_reads_every_family_as_it_was_written(
+    outputs: tuple[list[Path], list[Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In one process: the schemes are those of our rules, and every tensor lies in its own model, byte for byte.
 
     With a scale per block and per row of FP8, without FP8, with a layer that has no experts, and with one that predicts
     further tokens, whose experts are as the source has them; a config that takes them for INT4 is named by vLLM and us.
     """
-    recipes = [families.write_job(tmp_path / str(number), model) for number, model in enumerate(families.MODELS)]
-    per_row(write_plain(tmp_path / "plain", "qwen3_moe"), tmp_path / "rows" / "model", torch.bfloat16)
-    recipes.append(tiny.write_recipe(tmp_path / "rows"))
-    folders = [recipe.parent / "output" for recipe in recipes]
-    for recipe, folder in zip(recipes, folders, strict=True):
-        change(recipe, lambda body: body.pop("verify"))
-        run(prepare(str(recipe)), Options(folder, torch.device("cpu")))
+    recipes, folders = outputs
     misread = shutil.copytree(folders[[*families.MODELS].index("deepseek_v3")], tmp_path / "misread")
     config, _ = stored(misread)
     without_numbers(config)
@@ -142,6 +154,57 @@ def test_vllm_reads_every_family_as_it_was_written(tmp_path: Path, capsys: pytes
     for one in report["checked"]:
         held = {"F32": "float32", "BF16": "bfloat16"}[served[one["model_class"]].router.served]
         assert one["router_dtype"] == held
+
+
+def uncompensated(source: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+    for name in (name for name in tensors if name.endswith("block_sparse_moe.gate.weight")):
+        tensors[name] = source[name]
+
+
+def with_gate_and_up_swapped(_source: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+    for part in ("weight_packed", "weight_scale"):
+        one, other = (f"{EXPERT}.{matrix}.{part}" for matrix in ("w1", "w3"))
+        tensors[one], tensors[other] = tensors[other], tensors[one]
+
+
+def with_larger_scales(_source: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+    for name in (name for name in tensors if name.endswith(".w2.weight_scale")):
+        tensors[name] *= 1.02
+
+
+MISTAKES = (uncompensated, with_gate_and_up_swapped, with_larger_scales)
+
+
+def test_vllm_computes_every_family_as_it_was_evaluated(
+    outputs: tuple[list[Path], list[Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In float32, on any CPU: KL(ours || vLLM). A mistake in the output of one family is far from nothing."""
+    recipes, folders = outputs
+    texts = [held_out_texts(recipe) for recipe in recipes]
+    ours = [log_probabilities(folder, own) for folder, own in zip(folders, texts, strict=True)]
+    minimax = [*families.MODELS].index("minimax_m2")
+    for mistake in MISTAKES:
+        config, tensors = stored(folders[minimax])
+        mistake(stored(recipes[minimax].parent / "model")[1], tensors)
+        tiny.write(tmp_path / mistake.__name__, config, tensors)
+    damaged = [tmp_path / mistake.__name__ for mistake in MISTAKES]
+    found = computed([*folders, *damaged], [*texts, *[texts[minimax]] * len(damaged)])
+    assert [one.problem for one in found] == [""] * len(found)
+    ours += [ours[minimax]] * len(damaged)
+    apart = [divergence(own, one.logs) for own, one in zip(ours, found, strict=True)]
+    names = [*families.MODELS, "qwen3_moe in FP8 rows", *(mistake.__name__ for mistake in MISTAKES)]
+    with capsys.disabled():
+        print("\nKL(ours || vLLM in float32), seconds")
+        for name, kl, one in zip(names, apart, found, strict=True):
+            print(f"{kl:9.1e} {one.seconds:5.1f}  {name}")
+    assert max(apart[: len(folders)]) < 1e-9
+    assert min(apart[len(folders) :]) > 1e-6
+
+
+def held_out_texts(recipe: Path, count: int = 2, length: int = 96) -> list[Tensor]:
+    """Token ids (T,) of the beginnings of some texts of the set beside a recipe."""
+    samples = load_set(recipe.parent / "held-out.yaml", recipe.parent / "model").samples[:count]
+    return [torch.from_numpy(sample.tokens[:length]).long() for sample in samples]
 
 
 def test_vllm_holds_all_of_a_finished_checkpoint_and_damages_are_named(finished: Finished, tmp_path: Path) -> None:
