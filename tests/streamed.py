@@ -1,4 +1,4 @@
-"""Log-probabilities by this program's own streamed evaluation."""
+"""Log-probabilities by this program's own streamed evaluation, and texts for them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from eval.fidelity.scoring import products
 from quantizers.architectures.families import Own, architecture_for
 from quantizers.architectures.sizes import sizes_of
+from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.device.devices import choose_device
 from quantizers.formats.tensor_names import published_names
@@ -34,3 +35,9 @@ def log_probabilities(folder: Path, texts: list[Tensor], own: Own = None) -> lis
 def divergence(ours: list[Tensor], theirs: list[Tensor]) -> float:
     """Mean KL(ours || theirs) over all positions, in nats."""
     return float(torch.cat([(p.exp() * (p - q)).sum(-1) for p, q in zip(ours, theirs, strict=True)]).mean())
+
+
+def held_out_texts(recipe: Path, count: int = 2, length: int = 96) -> list[Tensor]:
+    """Token ids (T,) of the beginnings of some texts of the set beside a recipe."""
+    samples = load_set(recipe.parent / "held-out.yaml", recipe.parent / "model").samples[:count]
+    return [torch.from_numpy(sample.tokens[:length]).long() for sample in samples]

@@ -17,7 +17,7 @@ from conftest import Finished, needs_vllm
 from probed import computed, probed
 from runs import change
 from source_forms import per_row, write_plain
-from streamed import divergence, log_probabilities
+from streamed import divergence, held_out_texts, log_probabilities
 from torch import Tensor
 from whole_models import stored
 
@@ -25,7 +25,6 @@ from eval.serving.check import check_folder
 from eval.serving.engines import VLLM
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for, known
-from quantizers.calibration.load_set import load_set
 from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.job import prepare
 
@@ -199,12 +198,6 @@ def test_vllm_computes_every_family_as_it_was_evaluated(
             print(f"{kl:9.1e} {one.seconds:5.1f}  {name}")
     assert max(apart[: len(folders)]) < 1e-9
     assert min(apart[len(folders) :]) > 1e-6
-
-
-def held_out_texts(recipe: Path, count: int = 2, length: int = 96) -> list[Tensor]:
-    """Token ids (T,) of the beginnings of some texts of the set beside a recipe."""
-    samples = load_set(recipe.parent / "held-out.yaml", recipe.parent / "model").samples[:count]
-    return [torch.from_numpy(sample.tokens[:length]).long() for sample in samples]
 
 
 def test_vllm_holds_all_of_a_finished_checkpoint_and_damages_are_named(finished: Finished, tmp_path: Path) -> None:

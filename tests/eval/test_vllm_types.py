@@ -1,6 +1,7 @@
-"""A real vLLM loads the outputs of model types without a file of facts, each tensor into one place.
+"""A real vLLM loads and computes the outputs of model types without a file of facts, each tensor in one place.
 
-What it loads, through which class, and what keeps it from the others is data here: a newer vLLM shows by what changes.
+What it loads, through which class, what it computes, and what keeps it from the others is data here: a newer vLLM shows
+by what changes.
 `QUANTIZERS_TEST_VLLM_TYPES=all` tries every type, in about 8 minutes, instead of those in CI; names with commas between
 them, these alone.
 """
@@ -16,8 +17,9 @@ import tiny
 import torch
 import zoo
 from conftest import needs_vllm
-from probed import probed
+from probed import computed, probed
 from runs import change
+from streamed import divergence, held_out_texts, log_probabilities
 from whole_models import stored
 
 from quantizers.architectures.families import known
@@ -69,6 +71,21 @@ PROBLEMS = {
         r"model\.layers\.[123]\.mlp\.experts\.routed_experts\.e_score_correction_bias: 8 of 8 elements were never",
     ],
 }
+# What it says of those that it loads and whose CPU build cannot compute in float32.
+GATED_DELTA = "CPU GDN attention requires BF16"
+NOT_COMPUTED = {
+    "axk2": "'NoneType' object is not subscriptable",
+    "jamba": "'_C' object has no attribute 'selective_scan_fwd'",
+    "mimo_v2_flash": "module 'triton' has no attribute 'next_power_of_2'",
+    "phimoe": "too many values to unpack",
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe as published", "qwen3_5_moe with vision", "qwen3_next"), GATED_DELTA),
+}
+# Those that it computes otherwise than transformers' own model, which is ours to the last bit (test_every_type.py).
+# Its CPU router leaves the correction of a softmax router out (ernie4_5_moe), laguna's class does not load one; why the
+# others differ is not known.
+OTHERWISE = {
+    "cohere2_moe", "ernie4_5_moe", "laguna", "minimax_m3_vl", "qwen3_vl_moe", "qwen3_vl_moe as published"
+}  # fmt: skip
 # What it says of the others.
 SPARSE = "Sparse Attention is not supported on CPU"
 REFUSED = {
@@ -106,20 +123,45 @@ def test_every_type_is_loaded_or_has_a_reason() -> None:
     assert not {*LOADED} & {*REFUSED}
 
 
-@pytest.mark.slow
-@needs_vllm
-def test_vllm_has_each_tensor_in_one_place(tmp_path: Path) -> None:
-    """In one process: its class is the one above, and every tensor of the files lies in its model, byte for byte."""
-    folders = []
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The output for each type that is tried, beside its source and sets."""
+    home, folders = tmp_path_factory.mktemp("types"), []
     for name in TRIED:
-        folder = tmp_path / name.replace(" ", "-")
+        folder = home / name.replace(" ", "-")
         zoo.save(name, folder / "model")
         recipe = tiny.write_recipe(folder, samples=2, bits=4, group_size=32)
         change(recipe, lambda body: body.pop("verify"))
         run(prepare(str(recipe)), Options(folder / "output", torch.device("cpu"), ignore_source_check=True))
         folders.append(folder / "output")
-    _, report = probed(*folders)
-    for name, folder, one in zip(TRIED, folders, report["checked"], strict=True):
+    return folders
+
+
+@pytest.mark.slow
+@needs_vllm
+def test_vllm_computes_what_was_evaluated(outputs: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """In float32 and in one process: KL(ours || vLLM), by types derived from transformers' class alone."""
+    folders = {name: folder for name, folder in zip(TRIED, outputs, strict=True) if name in LOADED}
+    texts = [held_out_texts(folder.parent / "recipe.yaml", length=48) for folder in folders.values()]
+    found = dict(zip(folders, computed([*folders.values()], texts), strict=True))
+    for (name, one), own in zip(found.items(), texts, strict=True):
+        if name in NOT_COMPUTED:
+            assert NOT_COMPUTED[name] in one.problem, name
+            continue
+        assert one.problem == "", name
+        facts = folders[name] / "facts.yaml"
+        apart = divergence(log_probabilities(folders[name], own, facts if facts.exists() else None), one.logs)
+        with capsys.disabled():
+            print(f"\n{apart:9.1e} {one.seconds:5.1f}  {name}", end="")
+        assert (apart > 1e-9) == (name in OTHERWISE), name
+
+
+@pytest.mark.slow
+@needs_vllm
+def test_vllm_has_each_tensor_in_one_place(outputs: list[Path]) -> None:
+    """In one process: its class is the one above, and every tensor of the files lies in its model, byte for byte."""
+    _, report = probed(*outputs)
+    for name, folder, one in zip(TRIED, outputs, report["checked"], strict=True):
         problems = one["problems"]
         if name in REFUSED:
             assert len(problems) == 1, (name, problems)
