@@ -41,7 +41,7 @@ from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel as BlockKernel
 from vllm.model_executor.kernels.linear.scaled_mm.pytorch import ChannelWiseTorchFP8ScaledMMLinearKernel as RowKernel
-from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsInt4
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8, CPUExpertsInt4
 from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import WNA16MoEBackend
 from vllm.model_executor.layers.fused_moe.router import cpu_router
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -142,14 +142,16 @@ def plain_numbers() -> Iterator[None]:
 def real_kernels() -> Iterator[None]:
     """vLLM's kernels for FP8 blocks and INT4, also where their lists are shorter than what they compute.
 
-    They ask for AMX, and compute without it where the CPU has AVX-512 with bfloat16 and VNNI. Those for INT4 get the
-    experts that a router chose, and list softmax routing alone, and groups of 64 and 128 but not 32.
+    They ask for AMX, and compute without it where the CPU has AVX-512 with bfloat16. Those for experts get what a
+    router chose, but list softmax routing alone; that for INT4 lists groups of 64 and 128, but not 32.
     """
     schemes = [(kInt4Static, None), (kInt4Static32, None)]
     with (
         patch.object(BlockKernel, "is_supported", lambda *_: (True, None)),
         patch.object(CPUExpertsInt4, "_supports_current_device", lambda: True),
         patch.object(CPUExpertsInt4, "_supports_routing_method", lambda *_: True),
+        patch.object(CPUExpertsFp8, "_supports_current_device", lambda: True),
+        patch.object(CPUExpertsFp8, "_supports_routing_method", lambda *_: True),
         patch.object(CPUExpertsInt4, "_supports_quant_scheme", lambda *both: both in schemes),
     ):
         yield

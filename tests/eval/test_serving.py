@@ -536,10 +536,10 @@ import json, sys
 from pathlib import Path
 from eval.serving.ask_vllm import ask_vllm
 from vllm_kernels import answers
-from vllm_serve import furthest, refused
+from vllm_serve import cpu_kernels, furthest, refused
 commands, *asked = json.loads(sys.argv[1])
 of_folders = [ask_vllm(Path(folder)) for folder in sys.argv[2:]]
-print(json.dumps([of_folders, answers(*asked), refused(commands), furthest()]))
+print(json.dumps([of_folders, answers(*asked), refused(commands), furthest(), cpu_kernels()]))
 """
 MLA_CASES: dict[str, Change] = {
     "one part": ignoring(r"re:.*\.(q_a_proj|q_proj|shared_experts\.up_proj)$"),
@@ -585,11 +585,11 @@ def serve_commands() -> list[str]:
 
 @pytest.mark.slow
 @needs_vllm
-def test_vllm_answers_as_the_rules_say(tmp_path: Path) -> None:
+def test_vllm_answers_as_the_rules_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every case of this file, in one process of an environment that has vLLM, whose start takes long.
 
     And its kernels: which schemes of experts they take, on which GPUs, and how these experts may be split among ranks.
-    And it takes the commands that serve every published model, and rounds as is simulated here.
+    And it takes the commands that serve every published model, and its functions and CPU kernels round as simulated.
     """
     outputs = {name: changed(change) for name, (change, _, _) in CASES.items()}
     for family in WITH_MTP:
@@ -606,11 +606,16 @@ def test_vllm_answers_as_the_rules_say(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}"}, stdout=subprocess.PIPE, check=True
     )  # fmt: skip
     # vLLM prints on standard output too.
-    answers, kernels, refused, furthest = json.loads(done.stdout.splitlines()[-1])
+    answers, kernels, refused, furthest, on_cpu = json.loads(done.stdout.splitlines()[-1])
     assert refused == []
     # vLLM's own Python multiplies by the reciprocal of a token's scale: a tie between two codes may fall otherwise.
     assert furthest.pop("FP8 per token") < 2**-4
     assert set(furthest.values()) == {0.0}
+    with capsys.disabled():
+        print("\nfrom vLLM's CPU kernels:", on_cpu or "not run; they need a CPU with AVX-512 and bfloat16")
+    for name, apart in on_cpu.items():  # outputs are bfloat16, of which some fall otherwise
+        assert apart < {"FP8": 1e-5, "INT": 2e-3}.get(name[:3], 0.1), name
+        assert apart > 0.01 or "without" not in name
     for name, answer in zip(outputs, answers, strict=True):
         assert answer["differences"] == [], name
         # With one dense layer, two with experts and one MTP layer; MLA has two linear layers more than q, k, v and o.
