@@ -20,7 +20,7 @@ import torch
 
 from eval.fidelity.as_served import ServedModel, ServedTexts, as_served, kernels_of, pairs
 from eval.fidelity.comparison import Comparison, weight_errors
-from eval.fidelity.metrics import Measured
+from eval.fidelity.metrics import Measured, Text
 from eval.fidelity.paired import NOTE, paired
 from eval.fidelity.scoring import HeldOut, held_out, score
 from quantizers.architectures.families import Own, architecture_for
@@ -219,10 +219,16 @@ def measure(
 
 
 class _FromFiles:
-    """A finished checkpoint as a candidate of the comparison."""
+    """A finished checkpoint as a candidate of the comparison.
 
-    def __init__(self, stream: ActivationStream, checkpoint: Checkpoint, weights: bool) -> None:
-        self.stream, self.checkpoint, self.weights = stream, checkpoint, weights
+    Attributes:
+        part: the tensors of the layer that was read last; with `reread` until the next one, else until they are used.
+    """
+
+    part: LoadedTensors
+
+    def __init__(self, stream: ActivationStream, checkpoint: Checkpoint, weights: bool, reread: bool) -> None:
+        self.stream, self.checkpoint, self.weights, self.reread = stream, checkpoint, weights, reread
         self.weight_error: dict[str, float] = {}
 
     def prepare(self, step: LayerStep, layer: DecoderLayer) -> None:
@@ -232,59 +238,63 @@ class _FromFiles:
     def layer(self, step: LayerStep) -> Iterator[DecoderLayer]:
         """The layer as it lies in the files, each tensor read once."""
         model = self.stream.model
-        part = _layer_of(self.checkpoint, model, step)
+        self.part = load_tensors(self.checkpoint, layer_names(self.checkpoint, model.facts, step.number))
         if self.weights:
-            self.weight_error = weight_errors(step.source, part, model.facts, model.sizes, step.number, model.device)
-        with model.layer(step.number, part) as layer:
+            errors = weight_errors(step.source, self.part, model.facts, model.sizes, step.number, model.device)
+            self.weight_error = errors
+        with model.layer(step.number, self.part) as layer:
+            if not self.reread:
+                del self.part
             yield layer
 
 
-def _layer_of(checkpoint: Checkpoint, model: StreamedModel, step: LayerStep) -> LoadedTensors:
-    """The tensors of a step's layer in another checkpoint."""
-    return load_tensors(checkpoint, layer_names(checkpoint, model.facts, step.number))
-
-
-def _compare(
+def through_layers(
     models: Sequence[StreamedModel],
-    opened: list[Checkpoint],
-    held: HeldOut,
+    opened: Sequence[Checkpoint],
+    texts: Sequence[Text],
     work: Path,
     check: Callable[[], None],
-    dist: ProcessGroup,
-    cards: Sequence[Card],
-) -> list[Measured]:
-    """Run all models over the texts, journaled layer by layer; an empty list in all ranks except 0.
+    dist: ProcessGroup = SINGLE_PROCESS,
+    *,
+    served: int = 0,
+) -> tuple[list[ActivationStream], list[list[dict[str, Any]]]]:
+    """Run all models over the texts, journaled layer by layer.
 
     Args:
-        models: of each checkpoint `opened`, and again for each card.
+        models: of each checkpoint `opened`, the source first, and again on each card.
+        work: an existing folder for states and journal, from which a call resumes.
+        served: the number of cards.
+
+    Returns:
+        The models' streams, whose states are those that leave the last layer; and by layer what `comparison.compare`
+        found of each candidate, in rank 0.
     """
-    layers = models[0].sizes["layers"]
+    layers, count = models[0].sizes["layers"], len(opened)
 
     def journal(number: int) -> Path:
         return work / f"layer-{number:05d}.json"
 
     done = dist.broadcast_object(next((n for n in range(layers) if not journal(n).exists()), layers))
-    lengths = [len(text.tokens) for text in held.texts]
+    lengths = [len(text.tokens) for text in texts]
     streams = [
-        ActivationStream(one.name, model, number, lengths, work, durable=True, check=check, dist=dist)
-        for number, (model, one) in enumerate(zip(models, opened * (len(cards) + 1), strict=True))
+        ActivationStream(opened[n % count].name, model, n, lengths, work, durable=True, check=check, dist=dist)
+        for n, model in enumerate(models)
     ]
     for stream in streams:
         if done == 0:
-            stream.embed([text.tokens for text in held.texts])
+            stream.embed([text.tokens for text in texts])
         else:
             stream.resume(done)
-    exact = len(opened)
     candidates = [
-        _FromFiles(stream, one, dist.is_main) for stream, one in zip(streams[1:exact], opened[1:], strict=True)
+        _FromFiles(stream, one, dist.is_main, bool(served))
+        for stream, one in zip(streams[1:count], opened[1:], strict=True)
     ]
     files: list[Callable[[LayerStep], Checkpoint]] = [lambda step: step.on_device]
-    files += [partial(_layer_of, one, models[0]) for one in opened[1:]]
-    served = ServedTexts(streams[exact:], files * len(cards))
+    files += [partial(lambda one, _: one.part, candidate) for candidate in candidates]
     entries = [json.loads(journal(number).read_text()) for number in range(done if dist.is_main else 0)]
-    comparison = Comparison(streams[0], candidates, held.texts, dist)
+    comparison, on_cards = Comparison(streams[0], candidates, texts, dist), ServedTexts(streams[count:], files * served)
     tensors = all_tensors(models[0], opened[0], done)
-    steps = layer_steps(opened[0], tensors, [comparison, served], models[0], check=check, dist=dist)
+    steps = layer_steps(opened[0], tensors, [comparison, on_cards], models[0], check=check, dist=dist)
     with rank_0_progress("evaluating", layers, done, check, dist) as shown_step, contextlib.closing(steps):
         for step in steps:
             if dist.is_main:
@@ -297,18 +307,32 @@ def _compare(
             for stream in streams:
                 stream.forget(step.number)
             shown_step(f"layer {step.number}")
+    return streams, entries
+
+
+def _compare(
+    models: Sequence[StreamedModel],
+    opened: Sequence[Checkpoint],
+    held: HeldOut,
+    work: Path,
+    check: Callable[[], None],
+    dist: ProcessGroup,
+    cards: Sequence[Card],
+) -> list[Measured]:
+    """What is measured of each candidate; an empty list in all ranks except 0. Arguments as for `through_layers`."""
+    streams, entries = through_layers(models, opened, held.texts, work, check, dist, served=len(cards))
     kept = work if dist.node == 0 else None  # other machines have no such folder
     stage = partial(rank_0_progress, check=check, dist=dist)
-    scores = score(streams, held.texts, stage, kept, dist, pairs=pairs(exact, len(cards)))
+    scores = score(streams, held.texts, stage, kept, dist, pairs=pairs(len(opened), len(cards)))
     if not dist.is_main:
         return []
-    on_cards = as_served(scores, exact, cards, held.texts)
+    on_cards = as_served(scores, len(opened), cards, held.texts)
     for one, by_card in zip(opened[1:], on_cards, strict=True):
         for card in cards:
             by_card[card]["kernels"] = kernels_of(card, one, models[0].facts, models[0].sizes)
     return [
         Measured(scores[0][0], *of_candidate, [entry[number] for entry in entries], on_cards[number])
-        for number, of_candidate in enumerate(scores[1:exact])
+        for number, of_candidate in enumerate(scores[1 : len(opened)])
     ]
 
 
