@@ -18,6 +18,7 @@ from eval.report.schema import (
     key,
     maybe,
 )
+from eval.report.serve_check import ServeCheckReport
 
 
 class EvaluatedCandidate(Fidelity):
@@ -94,4 +95,11 @@ class CoverageReport(Coverage):
     drawn: Drawn | None = maybe("What was drawn; absent where the whole set is used")
 
 
-JSON_REPORTS: tuple[type[Part], ...] = (RunReport, StitchReport, EvalReport, VerifyReport, CoverageReport)
+JSON_REPORTS: tuple[type[Part], ...] = (
+    RunReport,
+    StitchReport,
+    EvalReport,
+    VerifyReport,
+    CoverageReport,
+    ServeCheckReport,
+)

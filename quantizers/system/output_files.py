@@ -6,6 +6,7 @@ import re
 from pathlib import Path, PurePosixPath
 
 REPORT, CARD, PAGE = "report.json", "README.md", "report.html"
+SERVE_CHECK = "serve-check.json"  # of `quantize serve-check`; not of the run, so not in report.json's list
 RECIPE, CALIBRATION, HELD_OUT, LOCK = "recipe.yaml", "calibration.yaml", "held-out.yaml", ".lock.json"
 FACTS = "facts.yaml"  # the user's own architecture spec, or a derived one
 CALIBRATION_PICTURE, COVERAGE_PICTURE = "calibration.png", "coverage.png"
