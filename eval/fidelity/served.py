@@ -29,6 +29,7 @@ ROWS = 32  # positions whose float64 probabilities are in memory at a time: 50 M
 ROUNDING = 4 * float(np.finfo(np.float32).eps)  # by so much a sum of float32 probabilities, and thus q_rest, is off
 EXACT, WITH_TIES, TIES_MEDIAN = 1e-6, 1e-4, 1e-9  # mean KL of an exact server, the same with near ties; nats
 TIMES, SHARE = 2.0, 0.1  # the limit: of the source's distance, and of KL(source || candidate)
+LEAST = 1e-300  # in place of 0 in a divisor
 UNLIKE = 0.2  # below this share of equal most likely tokens the server computes something else
 # What `compare_text` finds at a position; nats, shares of 1. Without a source its columns are NaN.
 COLUMNS = ("candidate_server", "source_server", "source_candidate", "top1", "outside", "source", "candidate", "server")
@@ -54,8 +55,10 @@ def bounded_kl(log_p: torch.Tensor, ids: torch.Tensor, log_q: torch.Tensor) -> t
     log_ratio = torch.where(there, log_p.gather(1, at) - total.log() - log_q, 0.0)
     p_sum, q_sum = p_ids.sum(1), log_q.exp().sum(1)
     q_rest = torch.minimum(torch.maximum(p_rest, 1 - q_sum - ROUNDING), (1 - q_sum + ROUNDING).clamp(min=ROUNDING))
-    among = (p_ids * log_ratio).sum(1) - torch.xlogy(p_sum, p_sum / q_sum.clamp(min=1e-300))
-    between = torch.xlogy(1 - p_rest, (1 - p_rest) / (1 - q_rest)) + torch.xlogy(p_rest, p_rest / q_rest)
+    among = (p_ids * log_ratio).sum(1) - torch.xlogy(p_sum, p_sum / q_sum.clamp(min=LEAST))
+    between = torch.xlogy(1 - p_rest, (1 - p_rest) / (1 - q_rest)) + torch.xlogy(
+        p_rest, p_rest / q_rest.clamp(min=LEAST)
+    )
     return (among + between).clamp(min=0), p_rest
 
 
@@ -103,9 +106,8 @@ def figures(tables: Sequence[np.ndarray], categories: Sequence[str]) -> dict[str
         tables: of `compare_text`, one for each text; `categories`: of the texts.
     """
     return _row(tables) | {
-        "categories": {
-            name: _row([tables[i] for i in members]) for name, members in groups(categories)["categories"].items()
-        }
+        kind: {name: _row([tables[i] for i in members]) for name, members in group.items()}
+        for kind, group in groups(categories).items()
     }
 
 

@@ -33,6 +33,7 @@ class ServedFigures(Served):
     """The same with categories."""
 
     categories: dict[str, Served] = key("By category of text")
+    families: dict[str, Served] = key("By family of categories")
 
 
 class AskedServer(Part):

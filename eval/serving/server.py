@@ -96,7 +96,7 @@ def table(
     """
     if len(rows) != len(tokens) - 1:
         raise InputError(
-            f"{where}: {len(rows)} positions were scored, not {len(tokens) - 1}; give a server of one text"
+            f"{where}: {len(rows)} positions were scored, not {len(tokens) - 1}; another text was"
         )
     width, least = max(map(len, rows)), min(top_k, vocabulary)
     ids, logs = np.full((len(rows), width), -1), np.full((len(rows), width), -np.inf)
@@ -240,8 +240,8 @@ def _as_described(key: str, which: str) -> Iterator[None]:
         yield
     except (LookupError, TypeError, ValueError, AttributeError):
         raise InputError(
-            f"{which}: the answer's {key} are missing, or have no token ids or no numbers; this takes a vLLM from 0.9 "
-            "on or an SGLang, without a proxy that rewrites answers"
+            f"{which}: the answer's {key} are missing, or have no token ids or no numbers; give the "
+            "address of vLLM or SGLang itself, not of a proxy that rewrites answers"
         ) from None
 
 
@@ -262,7 +262,9 @@ def _refusal(status: int, text: str, key: str, body: Mapping[str, Any]) -> str:
 
 
 def _short(text: str, key: str) -> str:
-    """A server's words in one line, without the key."""
+    """A server's words in one line, without the key; of JSON the error's message."""
+    with contextlib.suppress(ValueError, LookupError, TypeError):
+        text = str(json.loads(text)["error"]["message"])
     line = " ".join((text.replace(key, "***") if key else text).split())
     return line if len(line) <= SHOWN else f"{line[:SHOWN]}…"
 

@@ -77,7 +77,9 @@ def serve_check(
 
 
 def served_table(report: dict[str, Any]) -> str:
-    """Server, a row for each category and one for all texts, and the verdict."""
+    """Server, a row for each category (or family, if there are many) and one for all texts, and the verdict."""
+    from eval.fidelity.tables import CATEGORY_ROWS
+
     server, figures, verdict = report["server"], report["figures"], report["verdict"]
     longest = f", max_model_len {server['max_model_len']:,}" if server["max_model_len"] else ""
     names = {
@@ -86,12 +88,13 @@ def served_table(report: dict[str, Any]) -> str:
     }  # fmt: skip
     kinds, losses = list(figures["kl"]), list(figures["perplexity"])
     header = ("", "tokens", *(names[kind] for kind in kinds), "top-1", *(f"ppl {one}" for one in losses))
+    shown = figures["categories" if len(figures["categories"]) <= CATEGORY_ROWS else "families"]
     rows = [
         (
             name, f"{row['tokens']:,}", *(f"{row['kl'][kind]['mean']:.3g}" for kind in kinds), f"{row['top1']:.2%}",
             *(f"{row['perplexity'][one]:.4f}" for one in losses),
         )
-        for name, row in [*figures["categories"].items(), ("all", figures)]
+        for name, row in [*shown.items(), ("all", figures)]
     ]  # fmt: skip
     mine = figures["kl"]["candidate_server"]
     lines = [

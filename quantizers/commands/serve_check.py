@@ -11,7 +11,7 @@ import copy
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +112,7 @@ def serve_check(
     from eval.serving.server import kernel_lines, over_http
     from eval.serving.server import offline as engine_of
     from quantizers.calibration.load_set import load_set, said
+    from quantizers.calibration.samples import identity
     from quantizers.checkpoint.source_identity import source_digest
     from quantizers.device.determinism import ordered
     from quantizers.device.devices import versions
@@ -152,7 +153,10 @@ def serve_check(
                 f"{asked.kind} {asked.version}; serve the source on this one, and check it again"
             )
         held = _texts(samples, first, sizes, asked.max_model_len, trust_remote_code)
-        if before and before.data.identity != held.identity:
+        sent = identity(
+            [replace(one, tokens=text.tokens.numpy()) for one, text in zip(samples.samples, held.texts, strict=True)]
+        )
+        if before and before.data.identity != sent:
             raise InputError(f"{source_check}: was made with other texts; give the same --data and --max-model-len")
         texts = [text.tokens for text in held.texts]
         returned = _ask(asked, texts, top_k, sizes["vocabulary"])
@@ -169,7 +173,7 @@ def serve_check(
             "candidate": names[0],
             "server": about,
             "data": {
-                "name": held.about["name"], "identity": held.identity, "cut": lost["texts"],
+                "name": held.about["name"], "identity": sent, "cut": lost["texts"],
                 "cut_tokens": lost["tokens"],
             },
             "top_k": top_k,
