@@ -1,4 +1,4 @@
-"""The schema of what `eval`, `verify` and `coverage` print with --json, with parts of that of report.json."""
+"""The schema of what commands print with --json, with parts of that of report.json."""
 
 from __future__ import annotations
 

@@ -95,9 +95,7 @@ def table(
         InputError: positions or ids are missing, ids are none of this vocabulary, or the numbers no log-probabilities.
     """
     if len(rows) != len(tokens) - 1:
-        raise InputError(
-            f"{where}: {len(rows)} positions were scored, not {len(tokens) - 1}; another text was"
-        )
+        raise InputError(f"{where}: {len(rows)} positions were scored, not {len(tokens) - 1}; another text was")
     width, least = max(map(len, rows)), min(top_k, vocabulary)
     ids, logs = np.full((len(rows), width), -1), np.full((len(rows), width), -np.inf)
     for position, (row, token) in enumerate(zip(rows, tokens[1:], strict=True)):

@@ -102,6 +102,8 @@ def main() -> None:
 
                 dist = init_process_group(*ranks)
             code = app(prog_name="quantize", standalone_mode=False, obj=dist) or 0  # typer.Exit is returned as a code
+            if code == 130:  # which typer makes of Ctrl-C
+                raise typer.Abort
             dist.shutdown()
             sys.exit(code)
     except typer.Abort:

@@ -11,6 +11,7 @@ from quantizers.system.formatting import text_table
 
 from . import common
 
+RECORD = "no limit was applied; where this is a source, its candidates take this file with --source-check"
 HOW = (
     "no limit was applied: serve the source on the same server, run `quantize serve-check SOURCE --server URL "
     "--data SET --output source.json`, then this again with --source-check source.json; "
@@ -110,7 +111,7 @@ def served_table(report: dict[str, Any]) -> str:
     if cut := report["data"]["cut"]:
         lines.append(f"{cut} texts were cut, {report['data']['cut_tokens']:,} tokens were not measured")
     if verdict["limit"] is None:
-        lines.append(HOW)
+        lines.append(HOW if "source" in report else RECORD)
     else:
         word = "within" if verdict["passed"] else "beyond"
         lines.append(f"{verdict['kind']}: {verdict['distance']:.3g} is {word} the limit of {verdict['limit']:.3g}")

@@ -126,6 +126,7 @@ def serve_check(
     if exact and source_check is not None:
         raise InputError("--exact has a limit of its own; leave out --source-check")
     refuse_unfinished(Path(candidate))
+    path = _output(output, Path(candidate))
     data_set, arguments = find_set(str(data), "held-out"), dict(map(_argument, engine))
     opened = open_checkpoint(str(candidate))
     origin = _source(opened, str(source) if source is not None else None)
@@ -184,7 +185,6 @@ def serve_check(
         | ({"source": names[1]} if origin else {})
         | ({"source_check": before.verdict.as_dict()} if before else {})
     )  # fmt: skip
-    path = Path(output) if output is not None else _beside(opened.folder)
     write_json(path, report.as_dict())
     return ServeCheck(report, path)
 
@@ -217,9 +217,13 @@ def _name(checkpoint: Checkpoint) -> str:
     return checkpoint.name if is_hub_id(checkpoint.name) else checkpoint.folder.resolve().name
 
 
-def _beside(folder: Path) -> Path:
-    """serve-check.json beside report.json, or in the current folder."""
-    return folder / SERVE_CHECK if (folder / REPORT).is_file() else Path(SERVE_CHECK)
+def _output(given: str | Path | None, candidate: Path) -> Path:
+    """The file to write: serve-check.json beside report.json, or in the current folder, if none is given."""
+    if given is None:
+        return candidate / SERVE_CHECK if (candidate / REPORT).is_file() else Path(SERVE_CHECK)
+    if not Path(given).parent.is_dir():
+        raise InputError(f"--output {given}: there is no folder {Path(given).parent}; create it, or give another")
+    return Path(given)
 
 
 def _record(path: Path, names: Sequence[dict[str, str]], top_k: int) -> ServeCheckReport:

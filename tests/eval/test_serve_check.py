@@ -25,6 +25,7 @@ from source_forms import write_plain
 from torch import Tensor
 from whole_models import finished_weights, source_weights
 
+import quantizers
 from eval.fidelity.served import bounded_kl, verdict
 from eval.report.serve_check import ServeCheckReport
 from eval.serving.server import kernel_lines
@@ -161,7 +162,7 @@ def test_texts_are_cut_where_the_server_ends_which_is_said(plain: Plain, command
     assert report["data"]["cut"] == 4
     assert report["data"]["cut_tokens"] == sum(map(len, plain.texts)) - 400
     assert report["figures"]["tokens"] == 4 * 99
-    assert "no limit was applied" in command.out
+    assert "no limit was applied; where this is a source" in command.out
     assert report["verdict"]["limit"] is None
 
 
@@ -246,7 +247,9 @@ def test_as_served_is_bounded_by_the_source(
     assert report["verdict"]["limit"] == pytest.approx(2 * floor + 0.1 * stored)
     assert floor > 1e-5
     assert 0.5 < kl["candidate_server"]["mean"] / floor < 1.5
-    assert command("verify", copied) == 0, "the file is no difference" + command.out + command.err
+    assert command("verify", copied) == 0, command.out + command.err
+    sent = quantizers.publish(copied, "me/tiny", dry_run=True).figures["files"]
+    assert "serve-check.json" not in {file["name"] for file in sent}
     with ServerStandIn(in_bfloat16["wrong"]) as server:
         assert command("serve-check", copied, "--server", server.url, *words) == 3
     assert "as served" in command.out
@@ -360,6 +363,7 @@ def test_arguments_that_contradict_and_addresses_without_a_server(plain: Plain, 
         (("--server", "http://x", "--offline", "python"), "give --server URL, or --offline PYTHON"),
         (("--server", "http://x", "--engine", "dtype=float32"), "--engine is for --offline"),
         (("--offline", "no-such-python"), "cannot be started"),
+        (("--server", "http://x", "--output", "none/x.json"), "there is no folder none"),
         (("--offline", sys.executable, "--engine", "dtype"), "is not key=value"),
         (("--offline", sys.executable), "No module named 'vllm'"),
         (("--offline", sys.executable, "--server-log", "x"), "with --offline the log is known"),
@@ -394,10 +398,9 @@ def test_a_real_vllm_over_http_and_offline(plain: Plain, command: Command, tmp_p
             time.sleep(0.5)
         words = ("--data", plain.data, "--server", url)
         assert command("serve-check", plain.folder, *words, "--exact", "--server-log", log) == 0, command.err
-        print(command.out)
-        report = written()
+        report, shown = written(), [command.out]
         assert command("serve-check", plain.folder, *words, "--top-k", 30) == 2
-        print(command.err.splitlines()[-1])
+        shown.append(command.err.splitlines()[-1])
         assert "start it with --max-logprobs 30" in command.err
     finally:
         process.terminate()
@@ -414,7 +417,7 @@ def test_a_real_vllm_over_http_and_offline(plain: Plain, command: Command, tmp_p
         offline = [word for one in engine for word in ("--engine", one)]
         words = ("--data", plain.data, "--offline", os.environ[VLLM_PYTHON], *offline, "--exact")
         assert command("serve-check", plain.folder, *words, "--output", "offline.json") == 0, command.err
-    print(command.out)
+    print(*shown, command.out, sep="\n")
     assert written(Path("offline.json"))["figures"] == report["figures"]
 
 
