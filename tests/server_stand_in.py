@@ -41,6 +41,7 @@ class ServerStandIn:
         max_logprobs: of more than so many vLLM answers 400.
         given: of more than so many no more are returned, as a broken proxy would.
         changed: what is made of the JSON that answers a text; or status and bytes in its place.
+        info: what it says besides its version.
         stalls: whether texts get no answer until the block ends.
         texts: the ids that were sent.
     """
@@ -55,6 +56,7 @@ class ServerStandIn:
     given: int = 1 << 30
     changed: Callable[[Any], Any] = lambda answer: answer
     stalls: bool = False
+    info: dict[str, Any] = field(default_factory=dict)
     texts: list[list[int]] = field(default_factory=list)
     release: Event = field(default_factory=Event)
 
@@ -103,7 +105,8 @@ class ServerStandIn:
         """What a GET of this path finds."""
         pages = {
             "/v1/models": {"data": [{"id": self.model, "max_model_len": self.max_model_len}]},
-            {"vllm": "/version", "sglang": "/get_server_info"}.get(self.kind, "/"): {"version": self.version},
+            {"vllm": "/version", "sglang": "/get_server_info"}.get(self.kind, "/"): {"version": self.version}
+            | self.info,
         }
         return (200, pages[path]) if path in pages else (404, {"detail": "Not Found"})
 

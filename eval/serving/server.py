@@ -144,17 +144,19 @@ def over_http(url: str, timeout: float, log: Path | None = None) -> Iterator[Ser
     import httpx
 
     logged = _lines(log) if log else []
-    key = os.environ.get(KEY, "")
+    key = os.environ.get(KEY, "").strip()
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         base = httpx.URL(url.rstrip("/").removesuffix("/v1"))
         client = httpx.Client(base_url=base, timeout=timeout, headers=headers)
+    except UnicodeEncodeError:
+        raise InputError(f"{KEY}: is not ASCII, so no header can hold it; set it to the server's key") from None
     except (httpx.InvalidURL, ValueError) as failure:
         raise InputError(f"--server: {_short(str(failure), key)}; write it as http://127.0.0.1:8000") from None
     shown = f"{base.scheme}://{base.netloc.decode().rpartition('@')[2]}"
 
-    def json_of(path: str, body: dict[str, Any] | None = None, which: str = "") -> tuple[int, Any]:
-        """Status and JSON of an answer; None for the JSON of an error."""
+    def json_of(path: str, body: dict[str, Any] | None = None, which: str = "") -> Any:
+        """The JSON of an answer; None where a GET finds no such page."""
         where = f"{shown}{base.path.rstrip('/')}{path}{which and f': {which}'}"
         try:
             answer = client.request("GET" if body is None else "POST", path, json=body)
@@ -162,39 +164,41 @@ def over_http(url: str, timeout: float, log: Path | None = None) -> Iterator[Ser
             raise InputError(
                 f"{where}: no answer within {timeout:g} s; busy or stalled: see its log, or give a larger --timeout"
             ) from None
+        except httpx.LocalProtocolError:  # whose message would show the header
+            raise InputError(f"{where}: {KEY} is no key that a header can hold; set it to the server's") from None
         except (httpx.TransportError, httpx.DecodingError) as failure:
             raise InputError(
                 f"{where}: {_short(str(failure) or type(failure).__name__, key)}; see whether the server is ready, "
                 "and the address right, as http://127.0.0.1:8000"
             ) from None
-        if answer.status_code == 404 and not body:
-            return 404, None
+        if answer.status_code == 404 and body is None:
+            return None
         if answer.status_code != 200:
             raise InputError(f"{where}: {_refusal(answer.status_code, answer.text, key, body or {})}")
         try:
-            return 200, answer.json()
+            return answer.json()
         except ValueError:
             raise InputError(
                 f"{where}: the answer is no JSON: {_short(answer.text, key)}; see the server's log"
             ) from None
 
     with client:
-        kind, version = VLLM, json_of("/version")[1]
+        kind, about = VLLM, json_of("/version")
         for path in ("/server_info", "/get_server_info"):  # the second is what it was called before
-            if not isinstance(version, dict) or "version" not in version:
-                kind, version = SGLANG, json_of(path)[1]
-        if not isinstance(version, dict) or "version" not in version:
+            if not isinstance(about, dict) or "version" not in about:
+                kind, about = SGLANG, json_of(path)
+        if not isinstance(about, dict) or "version" not in about:
             raise InputError(f"{shown}: answers neither /version (vLLM) nor /server_info (SGLang); give one of these")
-        models = json_of("/v1/models")[1]
+        models = json_of("/v1/models")
         try:
             first = models["data"][0]  # adapters follow
-            model, longest = str(first["id"]), first.get("max_model_len")
+            model, lengths = str(first["id"]), [first.get("max_model_len"), about.get("max_req_input_len")]
         except (LookupError, TypeError, AttributeError):
             raise InputError(f"{shown}/v1/models: names no model; give the address of a server with one") from None
 
         def of_vllm(tokens: Sequence[int], top_k: int, which: str) -> list[dict[int, float]]:
             body = {"model": model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0, "prompt_logprobs": top_k}
-            answer = json_of("/v1/completions", body, which)[1]
+            answer = json_of("/v1/completions", body, which)
             with _as_described("prompt_logprobs", which):
                 return _of_vllm(answer["choices"][0]["prompt_logprobs"])
 
@@ -204,14 +208,15 @@ def over_http(url: str, timeout: float, log: Path | None = None) -> Iterator[Ser
                 "sampling_params": {"max_new_tokens": 1, "temperature": 0},
             }
             body |= {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": top_k}
-            answer = json_of("/generate", body, which)[1]
+            answer = json_of("/generate", body, which)
             with _as_described("input_top_logprobs", which):
                 found = answer["meta_info"]
                 most, given = found["input_top_logprobs"][1:], found["input_token_logprobs"][1:]
                 return [{_id(i): _log(x) for x, i, *_ in [*top, one]} for top, one in zip(most, given, strict=True)]
 
         ask = of_vllm if kind == VLLM else of_sglang
-        yield Server(kind, str(version["version"]), model, longest, ask, lambda: logged)
+        longest = min((length for length in lengths if length), default=None)
+        yield Server(kind, str(about["version"]), model, longest, ask, lambda: logged)
 
 
 def _of_vllm(rows: Any) -> list[dict[int, float]]:

@@ -182,6 +182,13 @@ def test_the_log_names_kernels(plain: Plain, command: Command, tmp_path: Path) -
     assert written()["server"]["kernels"] == kernels
 
 
+def test_sglang_takes_shorter_texts_than_its_context(plain: Plain, command: Command) -> None:
+    with ServerStandIn(plain.logs, "sglang", info={"max_req_input_len": 51}) as server:
+        assert command("serve-check", plain.folder, "--server", server.url, "--data", plain.data) == 0
+        assert server.texts == [text[:50] for text in plain.texts]
+    assert written()["server"]["kind"] == "SGLang"
+
+
 # One that is wrong: exit 3 -----------------------------------------------------------------------------------------
 
 
@@ -339,11 +346,22 @@ def test_a_fault_is_one_line(fault: str, plain: Plain, command: Command, monkeyp
 
 
 def test_the_remedies_work(plain: Plain, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", "right")
+    monkeypatch.setenv("OPENAI_API_KEY", "right\n")
     with ServerStandIn(plain.logs, key="right", max_logprobs=WORDS) as server:
         words = ("--server", server.url, "--data", plain.data, "--top-k", WORDS, "--exact")
         assert command("serve-check", plain.folder, *words) == 0, command.err
     assert written()["figures"]["outside"] == 0
+
+
+def test_a_key_that_cannot_be_sent_is_not_printed(
+    plain: Plain, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ServerStandIn(plain.logs) as server:
+        for key in ("secret\nkey", "secret\u20ac"):
+            monkeypatch.setenv("OPENAI_API_KEY", key)
+            assert command("serve-check", plain.folder, "--server", server.url, "--data", plain.data) == 2
+            assert "OPENAI_API_KEY" in command.err.splitlines()[-1]
+            assert "secret" not in command.err
 
 
 def test_a_smaller_model_refuses_the_ids(plain: Plain, command: Command) -> None:
