@@ -22,12 +22,24 @@ if TYPE_CHECKING:
     from quantizers.commands.evaluate import evaluate
     from quantizers.commands.plan import plan
     from quantizers.commands.run import run
+    from quantizers.commands.serve_check import serve_check
     from quantizers.commands.stitch import stitch
     from quantizers.commands.verify import verify
     from quantizers.hub.publish import publish
 
 __version__ = "0.1.0"
-__all__ = ["InputError", "QuantizeError", "coverage", "evaluate", "plan", "publish", "run", "stitch", "verify"]
+__all__ = [
+    "InputError",
+    "QuantizeError",
+    "coverage",
+    "evaluate",
+    "plan",
+    "publish",
+    "run",
+    "serve_check",
+    "stitch",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The schema of what `eval`, `verify` and `coverage` print with --json, with parts of that of report.json."""
+"""The schema of what commands print with --json, with parts of that of report.json."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from eval.report.schema import (
     key,
     maybe,
 )
+from eval.report.serve_check import ServeCheckReport
 
 
 class EvaluatedCandidate(Fidelity):
@@ -94,4 +95,11 @@ class CoverageReport(Coverage):
     drawn: Drawn | None = maybe("What was drawn; absent where the whole set is used")
 
 
-JSON_REPORTS: tuple[type[Part], ...] = (RunReport, StitchReport, EvalReport, VerifyReport, CoverageReport)
+JSON_REPORTS: tuple[type[Part], ...] = (
+    RunReport,
+    StitchReport,
+    EvalReport,
+    VerifyReport,
+    CoverageReport,
+    ServeCheckReport,
+)

@@ -16,7 +16,7 @@ from quantizers.system.errors import InputError, QuantizeError, first_line
 from quantizers.system.formatting import gib, printable
 from quantizers.system.interrupts import stoppable
 
-from . import calibration, coverage, evaluate, plan, publish, recipes, report, run, stitch, verify
+from . import calibration, coverage, evaluate, plan, publish, recipes, report, run, serve_check, stitch, verify
 from .common import emit
 
 SEVERAL = {"run", "eval", "coverage"}  # commands that work with several processes
@@ -77,6 +77,7 @@ app.command()(plan.plan)
 app.command()(verify.verify)
 app.command()(coverage.coverage)
 app.command(name="eval")(evaluate.evaluate)
+app.command()(serve_check.serve_check)
 app.command()(stitch.stitch)
 app.command()(report.report)
 app.command()(publish.publish)
@@ -101,6 +102,8 @@ def main() -> None:
 
                 dist = init_process_group(*ranks)
             code = app(prog_name="quantize", standalone_mode=False, obj=dist) or 0  # typer.Exit is returned as a code
+            if code == 130:  # which typer makes of Ctrl-C
+                raise typer.Abort
             dist.shutdown()
             sys.exit(code)
     except typer.Abort:

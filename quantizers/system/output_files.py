@@ -6,16 +6,17 @@ import re
 from pathlib import Path, PurePosixPath
 
 REPORT, CARD, PAGE = "report.json", "README.md", "report.html"
+SERVE_CHECK = "serve-check.json"  # of `quantize serve-check`; not of the run, so not in report.json's list
 RECIPE, CALIBRATION, HELD_OUT, LOCK = "recipe.yaml", "calibration.yaml", "held-out.yaml", ".lock.json"
 FACTS = "facts.yaml"  # the user's own architecture spec, or a derived one
 CALIBRATION_PICTURE, COVERAGE_PICTURE = "calibration.png", "coverage.png"
 DATA = re.compile(r"data-([0-9a-f]{16})\.\w+")  # a set's local data file, named by the first 16 digits of its SHA-256
 SETS = (CALIBRATION, f"calibration{LOCK}", HELD_OUT, f"held-out{LOCK}")
-OWN = (REPORT, CARD, PAGE, RECIPE, FACTS, *SETS, CALIBRATION_PICTURE, COVERAGE_PICTURE)
+OWN = (REPORT, CARD, PAGE, SERVE_CHECK, RECIPE, FACTS, *SETS, CALIBRATION_PICTURE, COVERAGE_PICTURE)
 
 
 def is_own(name: str) -> bool:
-    """Whether a run adds a file with this name; the source's files have other names."""
+    """Whether a run, or a check of its output, adds a file with this name; the source's files have other names."""
     return name in OWN or DATA.fullmatch(name) is not None
 
 

@@ -1,0 +1,118 @@
+"""`quantize serve-check`: parse, call, print, exit code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Argument, Option
+
+from quantizers.system.formatting import text_table
+
+from . import common
+
+RECORD = "no limit was applied; where this is a source, its candidates take this file with --source-check"
+HOW = (
+    "no limit was applied: serve the source on the same server, run `quantize serve-check SOURCE --server URL "
+    "--data SET --output source.json`, then this again with --source-check source.json; "
+    "bfloat16 alone has a KL of about 1e-3"
+)
+
+
+def serve_check(
+    *,
+    candidate: Annotated[str, Argument(metavar="CANDIDATE", help="the checkpoint that is served, a folder or Hub id")],
+    data: Annotated[str, Option(metavar="SET", help="evaluation set: a file, or the name of a shipped set")],
+    server: Annotated[
+        str | None, Option(metavar="URL", help="a running vLLM or SGLang; its key is taken from OPENAI_API_KEY")
+    ] = None,
+    offline: Annotated[
+        str | None, Option(metavar="PYTHON", help="no server: the interpreter of an environment whose vLLM is used")
+    ] = None,
+    engine: Annotated[
+        list[str] | None,
+        Option(metavar="KEY=VALUE", help="with --offline: an argument of vllm.LLM, as dtype=float32; may be repeated"),
+    ] = None,
+    source: Annotated[
+        str | None, Option(help="the source model, a folder or Hub id; the one in report.json by default")
+    ] = None,
+    source_check: Annotated[
+        Path | None, Option(metavar="FILE", help="what this wrote when the same server served the source: sets a limit")
+    ] = None,
+    exact: Annotated[
+        bool, Option("--exact", help="the server computes in float32 with weights as stored: KL at most 1e-6")
+    ] = False,
+    top_k: Annotated[
+        int, Option(min=1, help="log-probabilities at each position; above 20 vLLM needs --max-logprobs")
+    ] = 20,
+    timeout: Annotated[float, Option(min=0.1, help="seconds without an answer to a text")] = 300,
+    server_log: Annotated[
+        Path | None, Option(metavar="FILE", help="the server's log, for the kernels that it names")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="file to write; serve-check.json by default, beside report.json if there is one"),
+    ] = None,
+    facts: common.Facts = None,
+    trust_remote_code: common.TrustRemoteCode = False,
+    as_json: common.Json = False,
+    debug: common.Debug = False,
+) -> None:
+    """Compare a server's log-probabilities with this program's evaluation of what it serves.
+
+    Exit 3 if the server is beyond its limit. Token ids of the set are sent, so no template or tokenizer of the server
+    matters. KL to the server is a lower bound, from the tokens that it returns. With --exact the limit is 1e-6; with
+    --source-check twice the source's distance on the same server, and a tenth of KL(source || candidate).
+
+    Example: quantize serve-check out/tiny --server http://127.0.0.1:8000 --data held-out
+    """
+    from quantizers.commands.serve_check import serve_check as check_server
+
+    found = check_server(
+        candidate, data, server=server, offline=offline, engine=engine or (), source=source, source_check=source_check,
+        exact=exact, top_k=top_k, timeout=timeout, server_log=server_log, output=output, facts=facts,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    report = found.as_dict()
+    common.emit(report, as_json, f"{served_table(report)}\n\nwritten: {found.path}", passed=found.passed)
+
+
+def served_table(report: dict[str, Any]) -> str:
+    """Server, a row for each category (or family, if there are many) and one for all texts, and the verdict."""
+    from eval.fidelity.tables import CATEGORY_ROWS
+
+    server, figures, verdict = report["server"], report["figures"], report["verdict"]
+    longest = f", max_model_len {server['max_model_len']:,}" if server["max_model_len"] else ""
+    names = {
+        "candidate_server": "KL(ours || server)", "source_server": "KL(source || server)",
+        "source_candidate": "KL(source || candidate)",
+    }  # fmt: skip
+    kinds, losses = list(figures["kl"]), list(figures["perplexity"])
+    header = ("", "tokens", *(names[kind] for kind in kinds), "top-1", *(f"ppl {one}" for one in losses))
+    shown = figures["categories" if len(figures["categories"]) <= CATEGORY_ROWS else "families"]
+    rows = [
+        (
+            name, f"{row['tokens']:,}", *(f"{row['kl'][kind]['mean']:.3g}" for kind in kinds), f"{row['top1']:.2%}",
+            *(f"{row['perplexity'][one]:.4f}" for one in losses),
+        )
+        for name, row in [*shown.items(), ("all", figures)]
+    ]  # fmt: skip
+    mine = figures["kl"]["candidate_server"]
+    lines = [
+        f"{server['kind']} {server['version']}{' offline' * server['offline']}, model {server['model']}{longest}",
+        *server["kernels"],
+        "",
+        text_table(header, rows),
+        "",
+        f"ours: float32 evaluation of {report['candidate']['model']}; KL in nats, to the server a lower bound from "
+        f"{report['top_k']} returned tokens, outside of which lies {figures['outside']:.2%} of the probability; "
+        f"median {mine['median']:.2g}, p99 {mine['p99']:.2g}, max {mine['max']:.2g}",
+    ]
+    if cut := report["data"]["cut"]:
+        lines.append(f"{cut} texts were cut, {report['data']['cut_tokens']:,} tokens were not measured")
+    if verdict["limit"] is None:
+        lines.append(HOW if "source" in report else RECORD)
+    else:
+        word = "within" if verdict["passed"] else "beyond"
+        lines.append(f"{verdict['kind']}: {verdict['distance']:.3g} is {word} the limit of {verdict['limit']:.3g}")
+    return "\n".join([*lines, *(f"  {line}" for line in verdict["said"])])
