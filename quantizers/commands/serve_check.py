@@ -6,42 +6,50 @@ and compared with its answers position by position.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+import torch
 from pydantic import ValidationError
 
+from eval.fidelity.metrics import Text
+from eval.fidelity.scoring import held_out
+from eval.fidelity.served import compare_text, figures, verdict
+from eval.report.serve_check import ServeCheckReport
+from eval.serving.server import Returned, Server, kernel_lines, over_http
+from eval.serving.server import offline as engine_of
+from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.sizes import Sizes, is_of, sizes_of
+from quantizers.calibration.load_set import load_set, said
+from quantizers.calibration.samples import identity
+from quantizers.checkpoint.loaded_tensors import load_tensors, outside_names
 from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_checkpoint, read_json
+from quantizers.checkpoint.source_identity import source_digest
+from quantizers.device.determinism import ordered
+from quantizers.device.devices import use_threads, versions
+from quantizers.formats.tensor_names import published_names
 from quantizers.formats.unsupported import refuse_swapped_arguments
+from quantizers.model.streamed_model import StreamedModel
 from quantizers.output.journal import refuse_unfinished
 from quantizers.output.manifest import output_facts, read_record
 from quantizers.recipe.portable import is_hub_id
 from quantizers.recipe.read import find_set
 from quantizers.system.errors import CheckpointError, InputError
 from quantizers.system.files import write_json
-from quantizers.system.formatting import short_path
 from quantizers.system.interrupts import interruptible
 from quantizers.system.output_files import REPORT, SERVE_CHECK
 from quantizers.system.progress import progress
 from quantizers.system.strict_yaml import Refused, parse_value
 
+from .evaluate import through_layers
 from .verify import source_of
-
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
-
-    from eval.report.serve_check import ServeCheckReport
-    from eval.serving.server import Returned, Server
-    from quantizers.architectures.architecture import Architecture
 
 TOP_K, TIMEOUT = 20, 300.0
 
@@ -107,15 +115,6 @@ def serve_check(
         InputError: something given is wrong, or the server does not answer as it should.
         QuantizeError: a model's hidden states are not finite. Interrupted: by a signal.
     """
-    from eval.fidelity.served import figures, verdict
-    from eval.report.serve_check import ServeCheckReport
-    from eval.serving.server import kernel_lines, over_http
-    from eval.serving.server import offline as engine_of
-    from quantizers.calibration.load_set import load_set, said
-    from quantizers.calibration.samples import identity
-    from quantizers.checkpoint.source_identity import source_digest
-    from quantizers.device.determinism import ordered
-    from quantizers.device.devices import versions
 
     if (server is None) == (offline is None):
         raise InputError("give --server URL, or --offline PYTHON for a vLLM without a server")
@@ -166,7 +165,7 @@ def serve_check(
             "offline": offline is not None, "kernels": kernel_lines(asked.log()),
         }  # fmt: skip
     with interruptible("give the same command again") as check, ordered():
-        tables = _compare(checkpoints, architecture, sizes, texts, returned, check)
+        tables = _compare(checkpoints, architecture, sizes, held.texts, returned, check)
     found = figures(tables, [text.category for text in held.texts])
     lost = held.about["past_the_model"]
     report = ServeCheckReport.model_validate(
@@ -228,7 +227,6 @@ def _output(given: str | Path | None, candidate: Path) -> Path:
 
 def _record(path: Path, names: Sequence[dict[str, str]], top_k: int) -> ServeCheckReport:
     """The record of the source on the same server; an InputError if it is another one's."""
-    from eval.report.serve_check import ServeCheckReport
 
     try:
         record = ServeCheckReport.model_validate(read_json(path))
@@ -251,7 +249,6 @@ def _record(path: Path, names: Sequence[dict[str, str]], top_k: int) -> ServeChe
 
 def _texts(samples: Any, source: Checkpoint, sizes: Sizes, longest: int | None, trust_remote_code: bool) -> Any:
     """The held-out texts, cut where model or server ends; one token of the server's is for its answer."""
-    from eval.fidelity.scoring import held_out
 
     limits = [limit for limit in (sizes.positions, longest and longest - 1) if limit]
     limited = copy.copy(sizes)
@@ -283,54 +280,25 @@ def _compare(
     checkpoints: Sequence[Checkpoint],
     facts: Architecture,
     sizes: Sizes,
-    texts: Sequence[torch.Tensor],
+    texts: Sequence[Text],
     returned: Sequence[Returned],
     check: Callable[[], None],
 ) -> list[np.ndarray]:
-    """`served.compare_text` of every text."""
-    import torch
-
-    from eval.fidelity.served import compare_text
-    from quantizers.checkpoint.loaded_tensors import load_tensors, outside_names
-    from quantizers.device.devices import use_threads
-    from quantizers.formats.tensor_names import published_names
-    from quantizers.model.activation_stream import ActivationStream
-    from quantizers.model.streamed_model import StreamedModel
+    """`served.compare_text` of every text, with the candidate and, if there is one, its source."""
 
     use_threads(sizes)
-    cpu, lengths, layers = torch.device("cpu"), [len(tokens) for tokens in texts], sizes["layers"]
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as shown:
-        step = shown.enter_context(progress("evaluating", layers * len(checkpoints), unit="layer"))
-        streams = []
-        for number, checkpoint in enumerate(checkpoints):
-            named = published_names(checkpoint, facts)
-            part = load_tensors(named, outside_names(named, facts))
-            model = StreamedModel(part, facts, sizes, cpu, torch.float32)
-            stream = ActivationStream(checkpoint.name, model, number, lengths, Path(folder), durable=False, check=check)
-            _through_layers(stream, named, texts, step)
-            streams.append(stream)
-        models = [(stream.model, stream.model.head()) for stream in streams]
-        states, tables = [stream.states(layers) for stream in streams], []
-        step = shown.enter_context(progress("comparing", len(texts), unit="text"))
-        for number, (tokens, one) in enumerate(zip(texts, returned, strict=True)):
-            check()
-            rows = [of_model[number] for of_model in states]
-            tables.append(compare_text(models, tokens, rows, (one.ids, one.logs, one.next)))
-            step(f"{len(tokens):,} tokens")
+    named = [published_names(one, facts) for one in reversed(checkpoints)]  # the source first
+    parts = (load_tensors(one, outside_names(one, facts)) for one in named)
+    models = [StreamedModel(part, facts, sizes, torch.device("cpu"), torch.float32) for part in parts]
+    with tempfile.TemporaryDirectory() as folder:
+        streams, _ = through_layers(models, named, texts, Path(folder), check)
+        streams.reverse()
+        heads = [(stream.model, stream.model.head()) for stream in streams]
+        states, tables = [stream.states(sizes["layers"]) for stream in streams], []
+        with progress("comparing", len(texts), unit="text") as step:
+            for number, (text, one) in enumerate(zip(texts, returned, strict=True)):
+                check()
+                rows = [of_model[number] for of_model in states]
+                tables.append(compare_text(heads, text.tokens, rows, (one.ids, one.logs, one.next)))
+                step(f"{len(text.tokens):,} tokens")
     return tables
-
-
-def _through_layers(
-    stream: Any, checkpoint: Checkpoint, texts: Sequence[torch.Tensor], step: Callable[[str], None]
-) -> None:
-    """Take the texts from their ids through all layers, each of which is read once."""
-    from quantizers.checkpoint.loaded_tensors import layer_names, load_tensors
-
-    model = stream.model
-    stream.embed(texts)
-    for number in range(model.sizes["layers"]):
-        with model.layer(number, load_tensors(checkpoint, layer_names(checkpoint, model.facts, number))) as layer:
-            stream.attend(number, layer)
-            stream.finish(number, layer)
-        stream.forget(number)
-        step(f"layer {number} of {short_path(stream.name)}")
