@@ -281,6 +281,10 @@ def test_a_record_of_something_else_is_refused(
     assert "--top-k 20" in refused("--source-check", source_json, "--top-k", 5)
     assert "--exact has a limit of its own" in refused("--source-check", source_json, "--exact")
     assert "no such file" in refused("--source-check", "none.json").lower()
+    unlike = written(source_json)
+    unlike["figures"]["top1"] = 0.01
+    Path("unlike.json").write_text(json.dumps(unlike))
+    assert "served something else" in refused("--source-check", "unlike.json")
     Path("other.json").write_text("{}")
     assert "is not what `quantize serve-check` writes" in refused("--source-check", "other.json")
     with ServerStandIn(plain.logs) as server:
