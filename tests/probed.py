@@ -16,13 +16,19 @@ import torch
 from conftest import REPOSITORY, VLLM_PYTHON
 from torch import Tensor
 
+# For vLLM's engine on a CPU. Its kernel for MLA has one size of head, larger than the tests' models have.
+ENGINE = {
+    "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_MLA_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",
+}  # fmt: skip
 
-def in_vllm(script: str, *words: object) -> subprocess.CompletedProcess[bytes]:
+
+def in_vllm(script: str, *words: object, **environment: str) -> subprocess.CompletedProcess[bytes]:
     """A script of this folder, with the repository and the stand-ins for packages that vLLM only imports."""
     path = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests" / "stand_ins")))
     return subprocess.run(
         [os.environ[VLLM_PYTHON], f"tests/{script}", *map(str, words)],
-        cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, check=False
+        cwd=REPOSITORY, env=os.environ | environment | {"PYTHONPATH": path}, stdout=subprocess.PIPE, check=False
     )  # fmt: skip
 
 
@@ -50,7 +56,8 @@ def computed(folders: Sequence[Path], texts: Sequence[Sequence[Tensor]], *, kern
     with tempfile.TemporaryDirectory() as scratch:
         request, result = Path(scratch, "request.json"), Path(scratch, "result.npz")
         request.write_text(json.dumps(asked))
-        in_vllm("vllm_forward.py", request, result).check_returncode()
+        in_this_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+        in_vllm("vllm_forward.py", request, result, **ENGINE, **in_this_process).check_returncode()
         with np.load(result) as found:
             return [
                 Computed(

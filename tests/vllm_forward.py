@@ -1,6 +1,6 @@
 """Log-probabilities that a real vLLM computes from finished checkpoints; runs in an environment of its own.
 
-    PYTHONPATH=.:tests /path/to/that/python tests/vllm_forward.py REQUEST RESULT
+    PYTHONPATH=.:tests VLLM_ENABLE_V1_MULTIPROCESSING=0 /path/to/that/python tests/vllm_forward.py REQUEST RESULT
 
 REQUEST is a JSON file: a list of objects with `folder`, `texts` (lists of token ids) and `kernels` (whether vLLM's own
 kernels compute, in bfloat16, or plain numbers, in float32). RESULT is a .npz file with log-probabilities (T - 1, V)
@@ -11,15 +11,11 @@ engine in this process. Without `kernels`, integers and FP8 become numbers once 
 needed that a CPU may lack, and float32 shows what bfloat16 would hide.
 """
 
-# ruff: noqa: E402
-# Before vLLM is imported, the variables that it reads then are set.
-
 from __future__ import annotations
 
 import contextlib
 import gc
 import json
-import os
 import sys
 import time
 import traceback
@@ -27,11 +23,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
-
-os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-os.environ |= {"VLLM_MLA_DISABLE": "1"}  # the CPU's kernel for MLA has one size of head, larger than the tests'
-for name, value in (("OMP_NUM_THREADS", "1"), ("VLLM_LOGGING_LEVEL", "ERROR"), ("VLLM_CPU_KVCACHE_SPACE", "1")):
-    os.environ.setdefault(name, value)
 
 import numpy as np
 import torch
@@ -133,6 +124,15 @@ def plain_numbers() -> Iterator[None]:
         ):
             stack.enter_context(patch.object(where, name, new))
         yield
+
+
+FOR_GOOD = contextlib.ExitStack()
+
+
+def serve_plain_numbers() -> None:
+    """For a server, whose processes call it as an entry point of the group vllm.general_plugins."""
+    FOR_GOOD.enter_context(mended())
+    FOR_GOOD.enter_context(plain_numbers())
 
 
 # The real kernels ----------------------------------------------------------------------------------------------------

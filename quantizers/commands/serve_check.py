@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from eval.fidelity.metrics import Text
 from eval.fidelity.scoring import held_out
-from eval.fidelity.served import compare_text, figures, verdict
+from eval.fidelity.served import UNLIKE, compare_text, figures, verdict
 from eval.report.serve_check import ServeCheckReport
 from eval.serving.server import Returned, Server, kernel_lines, over_http
 from eval.serving.server import offline as engine_of
@@ -226,7 +226,7 @@ def _output(given: str | Path | None, candidate: Path) -> Path:
 
 
 def _record(path: Path, names: Sequence[dict[str, str]], top_k: int) -> ServeCheckReport:
-    """The record of the source on the same server; an InputError if it is another one's."""
+    """The record of the source on the same server; an InputError if it is another one's, or of a server that is off."""
 
     try:
         record = ServeCheckReport.model_validate(read_json(path))
@@ -241,6 +241,11 @@ def _record(path: Path, names: Sequence[dict[str, str]], top_k: int) -> ServeChe
         raise InputError(
             f"{path}: is of {record.candidate.model}, which is not the source {names[1]['model']}; serve that, and "
             f"make it with `quantize serve-check {names[1]['model']} … --output {path}`"
+        )
+    if record.figures.top1 < UNLIKE:
+        raise InputError(
+            f"{path}: the source's server agreed with it at {record.figures.top1:.1%} of the positions, so it served "
+            "something else, and no limit follows; serve the source, and check it again"
         )
     if record.top_k != top_k:
         raise InputError(f"{path}: was made with --top-k {record.top_k}; give the same here")

@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+import families
 import pytest
 import tiny
 import torch
 from commands import Command
-from conftest import VLLM_PYTHON, Finished, needs_vllm
+from conftest import REPOSITORY, VLLM_PYTHON, Finished, needs_vllm
+from probed import ENGINE
+from runs import change
 from server_stand_in import Logs, ServerStandIn, logs_of
 from source_forms import write_plain
 from torch import Tensor
@@ -30,6 +33,8 @@ from eval.fidelity.served import bounded_kl, verdict
 from eval.report.serve_check import ServeCheckReport
 from eval.serving.server import kernel_lines
 from quantizers.calibration.load_set import load_set
+from quantizers.pipeline.pipeline import Options, run
+from quantizers.planning.job import prepare
 
 WORDS = 320  # the random model's vocabulary
 
@@ -281,6 +286,10 @@ def test_a_record_of_something_else_is_refused(
     assert "--top-k 20" in refused("--source-check", source_json, "--top-k", 5)
     assert "--exact has a limit of its own" in refused("--source-check", source_json, "--exact")
     assert "no such file" in refused("--source-check", "none.json").lower()
+    unlike = written(source_json)
+    unlike["figures"]["top1"] = 0.01
+    Path("unlike.json").write_text(json.dumps(unlike))
+    assert "served something else" in refused("--source-check", "unlike.json")
     Path("other.json").write_text("{}")
     assert "is not what `quantize serve-check` writes" in refused("--source-check", "other.json")
     with ServerStandIn(plain.logs) as server:
@@ -396,46 +405,65 @@ def test_arguments_that_contradict_and_addresses_without_a_server(plain: Plain, 
 
 @pytest.mark.slow
 @needs_vllm
-def test_a_real_vllm_over_http_and_offline(plain: Plain, command: Command, tmp_path: Path) -> None:
-    """Float32 on the CPU: equal but for rounding, bit for bit the same both ways; and its own refusal of K = 30."""
+def test_a_real_vllm_over_http_and_offline(
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It serves a quantized Qwen3-MoE, of plain numbers in float32: equal but for rounding, bit for bit the same both
+    ways, over HTTP and without a server; and its own refusal of K = 30.
+    """
+    recipe = families.write_job(tmp_path / "job", "qwen3_moe")
+    output = tmp_path / "output"
+    change(recipe, lambda body: body.pop("verify"))
+    run(prepare(str(recipe)), Options(output, torch.device("cpu")))
+    plugin = tmp_path / "plugin" / "plain-0.dist-info"
+    plugin.mkdir(parents=True)
+    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: plain\nVersion: 0\n")
+    (plugin / "entry_points.txt").write_text("[vllm.general_plugins]\nplain = vllm_forward:serve_plain_numbers\n")
+    environment = ENGINE | {"PYTHONPATH": os.pathsep.join(map(str, (plugin.parent, REPOSITORY / "tests")))}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url, log = f"http://127.0.0.1:{port}", tmp_path / "server.log"
-    quiet = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     options = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--host", "127.0.0.1")
-    start = [os.environ[VLLM_PYTHON], "-m", "vllm.entrypoints.openai.api_server", "--model", str(plain.folder)]
+    start = [os.environ[VLLM_PYTHON], "-m", "vllm.entrypoints.openai.api_server", "--model", str(output)]
     with log.open("w") as stream:
         process = subprocess.Popen(
-            [*start, "--port", str(port), *options], cwd=tmp_path, env=os.environ | quiet | {"PYTHONPATH": ""},
+            [*start, "--port", str(port), *options], cwd=tmp_path, env=os.environ | environment,
             stdout=stream, stderr=stream,
         )  # fmt: skip
+    words = ("serve-check", output, "--source", recipe.parent / "model", "--data", recipe.parent / "held-out.yaml")
     try:
-        while not is_ready(url):
-            assert process.poll() is None, log.read_text()[-3000:]
+        for _ in range(1200):
+            if is_ready(url) or process.poll() is not None:
+                break
             time.sleep(0.5)
-        words = ("--data", plain.data, "--server", url)
-        assert command("serve-check", plain.folder, *words, "--exact", "--server-log", log) == 0, command.err
-        report, shown = written(), [command.out]
-        assert command("serve-check", plain.folder, *words, "--top-k", 30) == 2
+        assert is_ready(url), log.read_text()[-3000:]
+        assert command(*words, "--server", url, "--exact", "--server-log", log, "--output", "http.json") == 0, (
+            command.err
+        )
+        report, shown = written(Path("http.json")), [command.out]
+        assert command(*words, "--server", url, "--top-k", 30) == 2
         shown.append(command.err.splitlines()[-1])
         assert "start it with --max-logprobs 30" in command.err
     finally:
         process.terminate()
         process.wait()
-    assert 0 < report["figures"]["kl"]["candidate_server"]["mean"] < 1e-11
+    kl = report["figures"]["kl"]
+    assert 0 < kl["candidate_server"]["mean"] < 1e-11
+    assert kl["source_server"]["mean"] > 1e-4
     assert report["figures"]["top1"] == 1
     assert report["server"]["version"] == "0.32.0"
     assert report["server"]["max_model_len"] == 512
     assert any("MoE backend" in line for line in report["server"]["kernels"])
     with pytest.MonkeyPatch.context() as patched:
-        for name, value in quiet.items():
+        for name, value in environment.items():
             patched.setenv(name, value)
         engine = ("dtype=float32", "enforce_eager=true", "max_model_len=512")
         offline = [word for one in engine for word in ("--engine", one)]
-        words = ("--data", plain.data, "--offline", os.environ[VLLM_PYTHON], *offline, "--exact")
-        assert command("serve-check", plain.folder, *words, "--output", "offline.json") == 0, command.err
-    print(*shown, command.out, sep="\n")
+        offline += ["--offline", os.environ[VLLM_PYTHON], "--exact", "--output", "offline.json"]
+        assert command(*words, *offline) == 0, command.err
+    with capsys.disabled():
+        print("", *shown, sep="\n")
     assert written(Path("offline.json"))["figures"] == report["figures"]
 
 
