@@ -154,7 +154,9 @@ class ServedModel(StreamedModel):
     ) -> None:
         super().__init__(checkpoint, facts, sizes, device, DTYPE)
         self.card = card
-        self.exact: set[str] = set()
+        kinds = {tuple(facts.of_layer(number).linears): number for number in range(sizes["layers"])}
+        layers = [(names, self.skeleton.layer(number)) for names, number in kinds.items()]
+        self.exact = {name for names, layer in layers for name in names if self._module(layer, name) is None}
 
     @contextlib.contextmanager
     def layer(self, number: int, stored: Checkpoint | None = None, *, experts: bool = True) -> Iterator[DecoderLayer]:
@@ -165,9 +167,8 @@ class ServedModel(StreamedModel):
         files = stored or self.checkpoint
         with super().layer(number, stored, experts=False) as layer, contextlib.ExitStack() as stack:
             for name in self.facts.of_layer(number).linears:
-                module = self._module(layer, name)
+                module = self._module(layer.module, name)
                 if module is None:
-                    self.exact.add(name)
                     continue
                 full = self.facts.layer(number, name)
                 rules = kernel(self.card, "linear", stored_kind(files, full), tuple(module.weight.shape))
@@ -178,10 +179,10 @@ class ServedModel(StreamedModel):
                 stack.enter_context(replaced_forward(self._experts(layer), self._routed(layer, files)))
             yield layer
 
-    def _module(self, layer: DecoderLayer, name: str) -> Any:
+    def _module(self, layer: torch.nn.Module, name: str) -> Any:
         path = self.facts.in_transformers(f"{name}.weight").removesuffix(".weight")
         try:
-            module = layer.module.get_submodule(path)
+            module = layer.get_submodule(path)
         except AttributeError:
             return None
         return module if isinstance(module, torch.nn.Linear) else None
@@ -276,11 +277,14 @@ def as_served(
     return result
 
 
-def kernels_of(
-    card: Card, checkpoint: Checkpoint, facts: Architecture, sizes: Sizes, experts: Kind | None = None
-) -> dict[str, str]:
-    """The kernel for each kind of matrix of a model on a card, in words; `experts` if they are stored otherwise."""
-    found: dict[str, str] = {}
+def kernels_of(model: ServedModel, checkpoint: Checkpoint, experts: Kind | None = None) -> dict[str, str]:
+    """The kernel for each kind of matrix of a checkpoint on the model's card, in words, and what is not simulated.
+
+    Args:
+        experts: how they are stored, if otherwise than in the checkpoint.
+    """
+    facts, sizes, card = model.facts, model.sizes, model.card
+    found = dict.fromkeys(sorted(model.exact), "bfloat16 alone is simulated")
     for number in range(sizes["layers"]):
         modules: list[tuple[Where, str]] = [
             ("linear", facts.layer(number, name)) for name in facts.of_layer(number).linears

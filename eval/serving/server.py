@@ -14,6 +14,7 @@ import math
 import os
 import re
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,7 @@ from quantizers.system.formatting import short_path
 
 VLLM, SGLANG = "vLLM", "SGLang"
 KEY = "OPENAI_API_KEY"  # environment variable with the server's key
+PATIENCE = 10.0  # seconds in which a vLLM without a server may end by itself
 SHOWN = 200  # characters of a server's own words in a message
 MORE_THAN_ONE = 1.001  # a sum of probabilities that no rounding explains
 LEAST = -9999.0  # vLLM's log-probability of what is impossible
@@ -303,6 +305,7 @@ def offline(python: str, model: Path, engine: Mapping[str, Any], top_k: int, tim
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
                 env=os.environ | {"PYTHONSAFEPATH": "1"},  # the modules beside the script are none of vLLM's
+                start_new_session=True,  # a group of its own, with the processes that it starts
             )  # fmt: skip
         except OSError as failure:
             raise InputError(
@@ -341,6 +344,9 @@ def offline(python: str, model: Path, engine: Mapping[str, Any], top_k: int, tim
         finally:
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()
-            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(PATIENCE)  # it ends where its input does
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what it has left behind
             process.wait()
             answers.close()

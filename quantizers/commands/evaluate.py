@@ -327,9 +327,10 @@ def _compare(
     if not dist.is_main:
         return []
     on_cards = as_served(scores, len(opened), cards, held.texts)
-    for one, by_card in zip(opened[1:], on_cards, strict=True):
-        for card in cards:
-            by_card[card]["kernels"] = kernels_of(card, one, models[0].facts, models[0].sizes)
+    for model in models:
+        for one, by_card in zip(opened[1:], on_cards, strict=True):
+            if isinstance(model, ServedModel):
+                by_card[model.card]["kernels"] = kernels_of(model, one)
     return [
         Measured(scores[0][0], *of_candidate, [entry[number] for entry in entries], on_cards[number])
         for number, of_candidate in enumerate(scores[1 : len(opened)])

@@ -144,13 +144,13 @@ class _Run:
         if dist.is_main:
             folder.mkdir(exist_ok=True)
         device = context.device if context.texts_on_device else None
-        new = partial(ActivationStream, durable=True, check=context.check, dist=dist, device=device, writer=background)
+        new = partial(ActivationStream, durable=True, check=context.check, dist=dist, writer=background)
         cards = job.recipe.as_served if texts else ()
         self.models: list[StreamedModel] = [self.model]
         self.models += [ServedModel(outside, job.facts, job.sizes, context.device, card) for card in cards]
         of_texts, names = [len(text.tokens) for text in texts], (job.opened.name, "the output")
         self.streams = [
-            new(name, model, number, of_texts, folder)
+            new(name, model, number, of_texts, folder, device=device if model is self.model else None)
             for number, (model, name) in enumerate(product(self.models, names))
         ]
         behind = not stops and (dist.is_distributed or is_accelerator(context.device))
@@ -266,12 +266,12 @@ class _Run:
         if not self.texts:
             return None
         stage = partial(rank_0_progress, check=self.context.check, dist=self.context.dist)
-        cards = [model.card for model in self.models if isinstance(model, ServedModel)]
-        compared = pairs(2, len(cards))
+        served = [model for model in self.models if isinstance(model, ServedModel)]
+        cards, compared = [model.card for model in served], pairs(2, len(served))
         scores = score(self.streams, self.texts, stage, dist=self.context.dist, pairs=compared)
         (on_cards,) = as_served(scores, 2, cards, self.texts)
-        for card in cards:
-            on_cards[card]["kernels"] = kernels_of(card, self.job.opened, self.job.facts, self.job.sizes, "packed")
+        for model in served:
+            on_cards[model.card]["kernels"] = kernels_of(model, self.job.opened, "packed")
         source, output = scores[:2]
         return Measured(source[0], *output, [entry["held_out"] for entry in entries], on_cards)
 

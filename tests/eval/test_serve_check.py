@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -462,9 +463,24 @@ def test_a_real_vllm_over_http_and_offline(
         offline = [word for one in engine for word in ("--engine", one)]
         offline += ["--offline", os.environ[VLLM_PYTHON], "--exact", "--output", "offline.json"]
         assert command(*words, *offline) == 0, command.err
+    for _ in range(600):  # none of its processes is left, which takes a moment
+        if str(plugin.parent) not in environments():
+            break
+        time.sleep(0.1)
+    else:
+        raise AssertionError("a process of vLLM's is left")
     with capsys.disabled():
         print("", *shown, sep="\n")
     assert written(Path("offline.json"))["figures"] == report["figures"]
+
+
+def environments() -> str:
+    """The environments of all processes that can be read."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            found.append(path.read_text(errors="replace"))
+    return " ".join(found)
 
 
 def is_ready(url: str) -> bool:
