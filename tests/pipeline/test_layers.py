@@ -109,7 +109,7 @@ def test_each_byte_is_read_once(
 def test_a_layer_is_journaled_once_what_goes_on_from_it_is_on_the_disk(
     small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The states that leave it, of source and output; however slow the disk. Where it is full, nothing is journaled."""
+    """The states that leave it, of source and output, as stored and on a card; however slow the disk. Where it is full, nothing is journaled."""
     events: list[str] = []
     flush, write = ActivationStore.flush, quantize.write_json
 
@@ -129,8 +129,8 @@ def test_a_layer_is_journaled_once_what_goes_on_from_it_is_on_the_disk(
     layers = small.job.sizes["layers"]
     for number in range(layers):
         entry = events.index(journal.layer_file(tmp_path, number).name)
-        assert all(events.index(f"states-{stream}-{number + 1:05d}.bin") < entry for stream in (0, 1))
-    assert len(events) == 3 * layers + 1, "and the entry of the shard outside the layers"
+        assert all(events.index(f"states-{stream}-{number + 1:05d}.bin") < entry for stream in range(4))
+    assert len(events) == 5 * layers + 1, "and the entry of the shard outside the layers"
 
     def full(_: ActivationStore) -> None:
         raise QuantizeError("states: no room")
