@@ -21,12 +21,14 @@ def refused(commands: list[str]) -> list[str]:
         try:
             arguments = parser.parse_args(["--model", *shlex.split(command.replace("\\\n", " "))[2:]])
             validate_parsed_serve_args(arguments)
-            if arguments.tool_call_parser:
-                ToolParserManager.get_tool_parser(arguments.tool_call_parser)
-            if arguments.reasoning_parser:
-                ReasoningParserManager.get_reasoning_parser(arguments.reasoning_parser)
         except (Exception, SystemExit) as failure:  # whatever it raises, it would not serve
             problems.append(f"{command}: {type(failure).__name__}: {failure}")
+            continue
+        for name, manager in (
+            (arguments.tool_call_parser, ToolParserManager), (arguments.reasoning_parser, ReasoningParserManager)
+        ):  # fmt: skip
+            if name and name not in manager.list_registered():
+                problems.append(f"{command}: {name} is none of its parsers")
     return problems
 
 

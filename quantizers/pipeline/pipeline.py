@@ -373,8 +373,8 @@ def _share_memory(job: Job, inputs: _Inputs, options: Options) -> tuple[dict[str
         "texts_on_device": memory.texts,
         "prefetch_to_device": memory.early,
     }
-    models = 1 + len(job.recipe.as_served)  # the source's arithmetic, and that of each card
-    return kept, models * held_out_bytes(job.sizes, text_rows, itemsize) + in_files
+    on_cards = len(job.recipe.as_served) * held_out_bytes(job.sizes, text_rows, torch.bfloat16.itemsize)
+    return kept, held_out_bytes(job.sizes, text_rows, itemsize) + on_cards + in_files
 
 
 def _open_work_folder(

@@ -109,7 +109,9 @@ def test_each_byte_is_read_once(
 def test_a_layer_is_journaled_once_what_goes_on_from_it_is_on_the_disk(
     small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The states that leave it, of source and output, as stored and on a card; however slow the disk. Where it is full, nothing is journaled."""
+    """The states that leave it, of source and output, as stored and on a card; however slow the disk. Where it is
+    full, nothing is journaled.
+    """
     events: list[str] = []
     flush, write = ActivationStore.flush, quantize.write_json
 
