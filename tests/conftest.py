@@ -71,6 +71,19 @@ def pytest_runtest_protocol(item: pytest.Item) -> Any:
         return (yield)
 
 
+@pytest.fixture
+def say(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """`say(text)`: figures for the end of pytest's output, from whichever process the test runs in."""
+    return lambda text: record_property("said", text)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What tests said, by their names."""
+    for report in terminalreporter.stats.get("passed", []) + terminalreporter.stats.get("failed", []):
+        if said := [text for name, text in report.user_properties if name == "said"]:
+            terminalreporter.write_line("\n".join(["", report.nodeid, *map(str, said)]))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def threads() -> Iterator[int]:
     """One thread: the same bits on every machine, and no fight with whatever else runs there."""

@@ -406,9 +406,7 @@ def test_arguments_that_contradict_and_addresses_without_a_server(plain: Plain, 
 
 @pytest.mark.slow
 @needs_vllm
-def test_a_real_vllm_over_http_and_offline(
-    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_real_vllm_over_http_and_offline(command: Command, tmp_path: Path, say: Callable[[str], None]) -> None:
     """It serves a quantized Qwen3-MoE, of plain numbers in float32: equal but for rounding, bit for bit the same both
     ways, over HTTP and without a server; and its own refusal of K = 30.
     """
@@ -469,8 +467,7 @@ def test_a_real_vllm_over_http_and_offline(
         time.sleep(0.1)
     else:
         raise AssertionError("a process of vLLM's is left")
-    with capsys.disabled():
-        print("", *shown, sep="\n")
+    say("\n".join(shown))
     assert written(Path("offline.json"))["figures"] == report["figures"]
 
 

@@ -585,7 +585,7 @@ def serve_commands() -> list[str]:
 
 @pytest.mark.slow
 @needs_vllm
-def test_vllm_answers_as_the_rules_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_vllm_answers_as_the_rules_say(tmp_path: Path, say: Callable[[str], None]) -> None:
     """Every case of this file, in one process of an environment that has vLLM, whose start takes long.
 
     And its kernels: which schemes of experts they take, on which GPUs, and how these experts may be split among ranks.
@@ -611,8 +611,8 @@ def test_vllm_answers_as_the_rules_say(tmp_path: Path, capsys: pytest.CaptureFix
     # vLLM's own Python multiplies by the reciprocal of a token's scale: a tie between two codes may fall otherwise.
     assert furthest.pop("FP8 per token") < 2**-4
     assert set(furthest.values()) == {0.0}
-    with capsys.disabled():
-        print("\nfrom vLLM's CPU kernels:", on_cpu or "not run; they need a CPU with AVX-512 and bfloat16")
+    shown = ", ".join(f"{name} {apart:.1e}" for name, apart in on_cpu.items())
+    say(f"from vLLM's CPU kernels: {shown or 'not run; they need a CPU with AVX-512 and bfloat16'}")
     for name, apart in on_cpu.items():  # outputs are bfloat16, of which some fall otherwise
         assert apart < {"FP8": 1e-5, "INT": 2e-3}.get(name[:3], 0.1), name
         assert apart > 0.01 or "without" not in name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.skipif(
     not torch.cpu._is_avx512_bf16_supported(), reason="vLLM's kernels were not run: they need AVX-512 with bfloat16"
 )
-def test_kl_as_served_is_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kl_as_served_is_predicted(tmp_path: Path, say: Callable[[str], None]) -> None:
     """KL(source || output), both as served, within a tenth; and how far the served output is from our evaluation."""
     folders, texts, simulated = list[Path](), [], []
     for family, (group, changes) in CASES.items():
@@ -47,8 +48,7 @@ def test_kl_as_served_is_predicted(tmp_path: Path, capsys: pytest.CaptureFixture
     stored = [log_probabilities(folder, own) for folder, own in zip(folders, texts, strict=True)]
     served = computed(folders, texts, kernels=True)
     assert [one.problem for one in served] == [""] * len(served)
-    with capsys.disabled():
-        print("\nKL(source || output) as stored, as served, as predicted; KL(output as stored || as served); top-1")
+    say("KL(source || output) as stored, as served, as predicted; KL(output as stored || as served); top-1 as served")
     for number, (family, predicted) in enumerate(zip(CASES, simulated, strict=True)):
         (source, output), (by_source, by_output) = (
             (two[2 * number], two[2 * number + 1]) for two in (stored, [one.logs for one in served])
@@ -56,7 +56,6 @@ def test_kl_as_served_is_predicted(tmp_path: Path, capsys: pytest.CaptureFixture
         kl, apart = divergence(by_source, by_output), divergence(output, by_output)
         same = torch.cat([p.argmax(-1) == q.argmax(-1) for p, q in zip(by_source, by_output, strict=True)])
         stated = divergence(source, output)
-        with capsys.disabled():
-            print(f"{stated:.5f} {kl:.5f} {predicted:.5f}  {apart:.5f} {same.float().mean():.2%} {family}")
+        say(f"{stated:.5f} {kl:.5f} {predicted:.5f}  {apart:.5f}  {same.float().mean():.2%}  {family}")
         assert predicted == pytest.approx(kl, rel=0.1)
         assert 1e-6 < apart < 0.02

@@ -115,7 +115,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], list[
 
 
 def test_vllm_reads_every_family_as_it_was_written(
-    outputs: tuple[list[Path], list[Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    outputs: tuple[list[Path], list[Path]], tmp_path: Path, say: Callable[[str], None]
 ) -> None:
     """In one process: the schemes are those of our rules, and every tensor lies in its own model, byte for byte.
 
@@ -129,9 +129,8 @@ def test_vllm_reads_every_family_as_it_was_written(
     (misread / "config.json").write_text(json.dumps(config))
     code, report = probed(*folders, misread)
     damaged = report["checked"].pop()
-    with capsys.disabled():
-        versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-        print(f"\n{versions} read {', '.join(one['model_class'] for one in report['checked'])}")
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    say(f"{versions} read {', '.join(one['model_class'] for one in report['checked'])}")
     assert [one["problems"] for one in report["checked"]] == [[]] * len(folders)
     for recipe, folder, one in zip(recipes, folders, report["checked"], strict=True):
         source, tensors = stored(recipe.parent / "model")
@@ -175,7 +174,7 @@ MISTAKES = (uncompensated, with_gate_and_up_swapped, with_larger_scales)
 
 
 def test_vllm_computes_every_family_as_it_was_evaluated(
-    outputs: tuple[list[Path], list[Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    outputs: tuple[list[Path], list[Path]], tmp_path: Path, say: Callable[[str], None]
 ) -> None:
     """In float32, on any CPU: KL(ours || vLLM). A mistake in the output of one family is far from nothing."""
     recipes, folders = outputs
@@ -192,10 +191,9 @@ def test_vllm_computes_every_family_as_it_was_evaluated(
     ours += [ours[minimax]] * len(damaged)
     apart = [divergence(own, one.logs) for own, one in zip(ours, found, strict=True)]
     names = [*families.MODELS, "qwen3_moe in FP8 rows", *(mistake.__name__ for mistake in MISTAKES)]
-    with capsys.disabled():
-        print("\nKL(ours || vLLM in float32), seconds")
-        for name, kl, one in zip(names, apart, found, strict=True):
-            print(f"{kl:9.1e} {one.seconds:5.1f}  {name}")
+    say("KL(ours || vLLM in float32), seconds")
+    for name, kl, one in zip(names, apart, found, strict=True):
+        say(f"{kl:9.1e} {one.seconds:5.1f}  {name}")
     assert max(apart[: len(folders)]) < 1e-9
     assert min(apart[len(folders) :]) > 1e-6
 

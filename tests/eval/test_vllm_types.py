@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -139,8 +140,9 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.mark.slow
 @needs_vllm
-def test_vllm_computes_what_was_evaluated(outputs: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_vllm_computes_what_was_evaluated(outputs: list[Path], say: Callable[[str], None]) -> None:
     """In float32 and in one process: KL(ours || vLLM), by types derived from transformers' class alone."""
+    say("KL(ours || vLLM in float32), seconds")
     folders = {name: folder for name, folder in zip(TRIED, outputs, strict=True) if name in LOADED}
     texts = [held_out_texts(folder.parent / "recipe.yaml", length=48) for folder in folders.values()]
     found = dict(zip(folders, computed([*folders.values()], texts), strict=True))
@@ -151,8 +153,7 @@ def test_vllm_computes_what_was_evaluated(outputs: list[Path], capsys: pytest.Ca
         assert one.problem == "", name
         facts = folders[name] / "facts.yaml"
         apart = divergence(log_probabilities(folders[name], own, facts if facts.exists() else None), one.logs)
-        with capsys.disabled():
-            print(f"\n{apart:9.1e} {one.seconds:5.1f}  {name}", end="")
+        say(f"{apart:9.1e} {one.seconds:5.1f}  {name}")
         assert (apart > 1e-9) == (name in OTHERWISE), name
 
 
