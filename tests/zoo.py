@@ -179,8 +179,10 @@ TYPES: dict[str, Settings] = {
     "qwen3_moe": {},
     "qwen3_next": _layers("lflf"),
     "qwen3_omni_moe": _rope(mrope_section=[6, 5, 5]),
-    "qwen3_vl_moe": _rope(mrope_section=[6, 5, 5]) | {"norm_topk_prob": True},
-    "qwen3_vl_moe as published": BLOCKS | _rope(mrope_section=[12, 10, 10]) | {"norm_topk_prob": True},
+    "qwen3_vl_moe": _rope(mrope_section=[6, 5, 5]) | {"norm_topk_prob": True, "sliding_window": None},
+    "qwen3_vl_moe as published": BLOCKS
+    | _rope(mrope_section=[12, 10, 10])
+    | {"norm_topk_prob": True, "sliding_window": None},
     "qwen4_exp": _layers("lqlq") | {
         "hc_lowrank": 16, "ple_embed_dim": 32, "ngram_vocab_size_base": 500, "split_ngram_parts": 2,
         "heads_per_ngram": 2, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 32,
