@@ -4,20 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from eval.report.schema import (
-    AuditFigures,
-    Coverage,
-    Drawn,
-    Engines,
-    Fidelity,
-    Gate,
-    Number,
-    Part,
-    RunReport,
-    StitchReport,
-    key,
-    maybe,
-)
+from eval.report.fidelity import Fidelity
+from eval.report.keys import Number, Part, key, maybe
+from eval.report.schema import AuditFigures, Coverage, Drawn, Engines, Gate, RunReport, StitchReport
 from eval.report.serve_check import ServeCheckReport
 
 

@@ -49,7 +49,7 @@ from transformers import (
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 ROOT = Path(__file__).parent.parent
-LAYERS, EXPERTS, TOP_K, HIDDEN, WIDTH, VOCAB = 4, 16, 2, 128, 64, 2048
+LAYERS, EXPERTS, TOP_K, HIDDEN, WIDTH, VOCAB = 4, 16, 2, 128, 128, 2048
 HEADS, KV_HEADS, HEAD_DIM, ROTARY_DIM, ROPE_THETA = 4, 2, 64, 32, 10_000
 SEQUENCE, BATCH, PEAK_RATE, ROUTER_NOISE = 256, 16, 2e-3, 0.2
 BALANCE_RATE, BALANCE_WEIGHT = 1e-3, 0.01  # of the bias, and of the term in the loss

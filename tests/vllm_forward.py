@@ -47,15 +47,16 @@ from vllm.model_executor.models import registry
 # What vLLM's CPU build gets wrong or refuses, whatever the numbers are ----------------------------------------------
 
 
-def route(
-    real: Any, self: Any, states: Tensor, logits: Tensor, indices: Any, *, input_ids: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Its router asserts softmax where there are no groups (MiniMax-M2), which is its own choice within one group."""
-    if self.use_grouped_topk or self.custom_routing_function is not None or self.scoring_func != "sigmoid":
-        return real(self, states, logits, indices, input_ids=input_ids)
-    scaling, bias = self.routed_scaling_factor, self.e_score_correction_bias
-    weights, ids = cpu_router._grouped_topk(logits, self.top_k, self.renormalize, 1, 1, "sigmoid", scaling, bias)
-    return weights.float().contiguous(), ids
+def route(real: Any, self: Any, *arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    """One group of all experts where its router has none: the same choice with the same weights.
+
+    Without groups it asserts softmax (MiniMax-M2 has sigmoids) and drops the correction that chooses (ERNIE-4.5).
+    """
+    plain = self.scoring_func == "softmax" and self.e_score_correction_bias is None
+    if self.use_grouped_topk or self.custom_routing_function is not None or plain:
+        return real(self, *arguments, **named)
+    with patch.multiple(self, use_grouped_topk=True, num_expert_group=1, topk_group=1):
+        return real(self, *arguments, **named)
 
 
 @contextlib.contextmanager

@@ -28,13 +28,15 @@ from quantizers.architectures.gates import Gate, gate_of
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes
 from quantizers.architectures.skeleton import replaced_forward
-from quantizers.checkpoint.reader import Checkpoint
+from quantizers.checkpoint.reader import CONFIG, Checkpoint
 from quantizers.checkpoint.safetensors_header import FP8
 from quantizers.formats.dequantization import PLAIN, unchecked_weight, weight_format
+from quantizers.formats.fp8 import block_size
 from quantizers.layers.loop import Consumer, LayerStep
 from quantizers.model.activation_stream import ActivationStream
 from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 from quantizers.recipe.schema import Card
+from quantizers.system.errors import CheckpointError
 from quantizers.system.progress import doing
 
 from .metrics import Text, table
@@ -147,11 +149,19 @@ class ServedModel(StreamedModel):
     Attributes:
         exact: linear modules that are not simulated beyond bfloat16, because transformers holds them otherwise than as
             one matrix; by their names within a layer.
+
+    Raises:
+        CheckpointError: FP8 blocks of another size, which vLLM's kernels above do not take.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, facts: Architecture, sizes: Sizes, device: torch.device, card: Card
     ) -> None:
+        if (block := block_size(checkpoint)) != (BLOCK, BLOCK):
+            raise CheckpointError(
+                f"{checkpoint.folder / CONFIG}: FP8 in blocks of {block[0]} x {block[1]}, and only those of "
+                f"{BLOCK} x {BLOCK} are known as served; leave as_served out"
+            )
         super().__init__(checkpoint, facts, sizes, device, DTYPE)
         self.card = card
         kinds = {tuple(facts.of_layer(number).linears): number for number in range(sizes["layers"])}

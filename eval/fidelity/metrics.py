@@ -85,7 +85,7 @@ def figures(measured: Measured, texts: Sequence[Text]) -> dict[str, Any]:
     """The figures in report.json: of the short texts, of the long ones, by category and by position.
 
     Returns:
-        `Fidelity` of eval/report/schema.py without `evaluated_on`: of the short texts, or of all if they are of one
+        `Fidelity` of eval/report/fidelity.py without `evaluated_on`: of the short texts, or of all if they are of one
         kind; `positions` are of the separate long texts or else of all.
 
     Raises:
@@ -188,7 +188,7 @@ def _intervals(lengths: np.ndarray, values: np.ndarray) -> dict[str, list[float]
 def by_position(
     lengths: np.ndarray, source_nll: np.ndarray, candidate_nll: np.ndarray, kl: np.ndarray, same_top1: np.ndarray
 ) -> list[dict[str, Any]]:
-    """A row, `Band` of eval/report/schema.py, for each band of positions that has tokens.
+    """A row, `Band` of eval/report/fidelity.py, for each band of positions that has tokens.
 
     Args:
         lengths: (texts,), scored tokens of each.

@@ -8,29 +8,23 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
-Number = float | None  # None where it is not finite: JSON has neither NaN nor infinity
-
-
-def key(about: str, unit: str | None = None, **more: Any) -> Any:
-    """A key that is always there, with its description and unit."""
-    return Field(description=about, json_schema_extra={"unit": unit} if unit else None, **more)
-
-
-def maybe(about: str, unit: str | None = None) -> Any:
-    """A key that may be absent; the description says when."""
-    return key(about, unit, default=None)
-
-
-class Part(BaseModel):
-    """Base of all parts: frozen, and an unknown key is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_by_name=True, validate_by_alias=True)
-
-    def as_dict(self) -> dict[str, Any]:
-        """As it is written: without the keys that were not given."""
-        return self.model_dump(by_alias=True, exclude_unset=True)
+from eval.report.fidelity import (
+    Band,
+    BitsPerByte,
+    Fidelity,
+    Figures,
+    HeldOutSet,
+    Interval,
+    Kl,
+    OnCard,
+    PartFigures,
+    Perplexity,
+    Router,
+    TextFigures,
+)
+from eval.report.keys import Number, Part, key, maybe
 
 
 class Source(Part):
@@ -322,116 +316,6 @@ class Coverage(Part):
     per_layer: list[LayerCoverage] = key("Layer by layer")
     routed_by_category: dict[str, int] = key("Routed tokens by category, summed over layers and experts", "tokens")
     forced: AllExpertPass | None = maybe("All-expert calibration; absent with the engine llmcompressor")
-
-
-class Perplexity(Part):
-    """Perplexity on held-out text."""
-
-    source: Number = key("Of the source")
-    candidate: Number = key("Of the output")
-    increase: Number = key("Candidate / source - 1", "relative")
-
-
-class BitsPerByte(Part):
-    """Loss over the UTF-8 bytes of the scored tokens."""
-
-    source: Number = key("Of the source; None if the scored tokens have no bytes", "bits")
-    candidate: Number = key("Of the output; None if the scored tokens have no bytes", "bits")
-
-
-class Kl(Part):
-    """KL(source || candidate) over the whole vocabulary."""
-
-    mean: Number = key("Mean over the scored positions", "nats")
-    median: Number = key("Median", "nats")
-    p99: Number = key("99th percentile", "nats")
-    max: Number = key("Largest", "nats")
-
-
-class Interval(Part):
-    """95 % bootstrap intervals over texts: lower and upper end."""
-
-    kl: list[Number] = key("Of the mean KL", "nats")
-    top1: list[Number] = key("Of top-1", "share")
-    increase: list[Number] = key("Of the increase of perplexity", "relative")
-
-
-class Figures(Part):
-    """Fidelity over some texts."""
-
-    samples: int = key("Texts", "texts")
-    tokens: int = key("Scored tokens", "tokens")
-    perplexity: Perplexity = key("Perplexity")
-    bits_per_byte: BitsPerByte = key("Bits per byte")
-    kl: Kl = key("KL divergence from the source")
-    top1: Number = key("How often both find the same token most likely", "share")
-    interval: Interval | None = key("Intervals; None with a single text")
-
-
-class Router(Part):
-    """How often the candidate's routers choose the source's experts."""
-
-    agreement: list[Number] = key("By layer; None for a layer without experts", "share")
-    min: Number = key("In the worst layer", "share")
-
-
-class TextFigures(Part):
-    """One held-out text."""
-
-    category: str = key("Its category")
-    tokens: int = key("Scored tokens", "tokens")
-    kl: Number = key("Mean KL", "nats")
-
-
-class PartFigures(Figures):
-    """Fidelity over the short or the long texts, with details."""
-
-    longest: int = key("Tokens of the longest text", "tokens")
-    router: Router = key("Routing")
-    hidden_error: list[Number] = key("Error of the hidden states after each layer", "relative")
-    categories: dict[str, Figures] = key("By category")
-    families: dict[str, Figures] = key("By family of categories: `code` sums up `code/rust` and the like")
-    per_text: list[TextFigures] = key("Text by text, in the order of the set")
-
-
-class Band(Part):
-    """A band of positions in the texts."""
-
-    name: str = key("In words")
-    start: int = key("First position", "tokens", alias="from")
-    to: int | None = key("Position after the last; None for the open end", "tokens")
-    samples: int = key("Texts that reach it", "texts")
-    tokens: int = key("Scored tokens", "tokens")
-    perplexity: Perplexity = key("Perplexity")
-    kl: dict[str, Number] = key("Mean KL", "nats")
-    top1: Number = key("How often both find the same token most likely", "share")
-
-
-class HeldOutSet(Part):
-    """The set on which fidelity was measured."""
-
-    name: str = key("Its name")
-    digest: str = key("SHA-256 over its categories and token ids, hexadecimal")
-    past_the_model: dict[str, int] = key("Texts and tokens cut at the model's last position, as far as that is known")
-
-
-class OnCard(Part):
-    """Fidelity as vLLM's kernels on a kind of card would compute it; over the short texts where there are long ones."""
-
-    served: Figures = key("The candidate there against the source there")
-    card_alone: Figures = key("The source there against the source as stored: what the card alone does")
-    from_stored: Figures = key("The candidate there against the source as stored")
-    kernels: dict[str, str] = key("The kernel for each kind of matrix, and what it rounds")
-
-
-class Fidelity(PartFigures):
-    """Fidelity of a candidate; of the short texts at this level where there are long ones as well."""
-
-    evaluated_on: HeldOutSet = key("The held-out set")
-    long: PartFigures | None = maybe("The long texts; absent where all texts are of one kind")
-    positions: list[Band] = key("By position in the long texts, or else in all")
-    weight_error: list[dict[str, Number]] | None = maybe("Error of the weights by layer; in an `eval`", "relative")
-    as_served: dict[str, OnCard] | None = maybe("By card, see `--as-served`; absent where none was asked for")
 
 
 class ShardDigest(Part):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from .schema import Part, key, maybe
+from .keys import Part, key, maybe
 
 
 class ServedModel(Part):

@@ -97,7 +97,9 @@ def estimate_run(job: Job, output_bytes: int, processes: int = 1, disk: float = 
     seconds = several = None
     if lengths is not None and texts is not None and plan.experts.engine == "gram":
         layers = _work_of_layers(job, lengths, texts)
-        logits = Work(4.0 * sum(texts) * job.sizes["hidden"] * job.sizes["vocabulary"], files=output_bytes)
+        logits = Work(
+            2.0 * _models(job) * sum(texts) * job.sizes["hidden"] * job.sizes["vocabulary"], files=output_bytes
+        )
         gpus = [rates for rates in rates_of_gpus() if memory["GPU"].smallest <= USABLE * rates.memory]
 
         def of(rates: Rates, count: int) -> dict[str, float]:
@@ -139,11 +141,12 @@ def layer_work(job: Job, number: int, lengths: Sequence[int], texts: Sequence[in
     """
     sizes, settings, layer = job.sizes, job.plan.experts, job.plan.of_layer(number)
     hidden, width, experts, chosen = (float(sizes[name]) for name in ("hidden", "width", "experts", "chosen"))
-    tokens, passes = sum(lengths), sum(lengths) + 2 * sum(texts)
+    models = _models(job)
+    tokens, passes = sum(lengths), sum(lengths) + models * sum(texts)
     passthrough = [action for action in layer if action.is_passthrough_matrix]
     numbers = sum(math.prod(action.spec.shape) for action in passthrough)
     outputs = (a.spec.shape[1] for a in passthrough if "attn" in a.source and a.spec.shape[0] == sizes["hidden"])
-    pairs = sum(n * n for n in lengths) + 2 * sum(n * n for n in texts)
+    pairs = sum(n * n for n in lengths) + models * sum(n * n for n in texts)
     products = 2.0 * passes * numbers + 2.0 * max(outputs, default=0) * pairs  # with attention
     files = float(sum(a.spec.bytes for a in layer) + sum(spec.bytes for spec in job.plan.shard(number).values()))
     if number in sizes.dense:
@@ -160,6 +163,11 @@ def layer_work(job: Job, number: int, lengths: Sequence[int], texts: Sequence[in
         factorization = 4 / 3 * experts * (hidden**3 + width**3)
     moved = MOVED_PER_ROW * tokens * experts * width + MOVED_PER_WEIGHT * 3 * experts * hidden * width
     return Work(products, search + rounding, factorization, moved, files)
+
+
+def _models(job: Job) -> int:
+    """The models that the texts go through: source and output, as stored and on each card."""
+    return 2 * (1 + len(job.recipe.as_served))
 
 
 def _device_memory(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from eval.fidelity import as_served
 from eval.fidelity.as_served import blocks_to_powers_of_two, multiplied_weight, rounded_activations
 from eval.serving.cards import CUTLASS_BLOCKS, DEEP_GEMM, EXPERT_KERNELS, LINEAR_KERNELS, Kernel, kernel
 from quantizers.checkpoint.reader import open_folder
+from quantizers.planning.job import prepare
 from quantizers.recipe.schema import CARDS
+from quantizers.system.errors import CheckpointError
 
 CPU = torch.device("cpu")
 ATTENTION = "model.layers.1.self_attn"
@@ -184,3 +187,11 @@ def test_a_run_and_an_evaluation_give_the_same(small: Small, command: Command, t
     assert command(*words, "hopper", "--json") == 0
     assert command(*words, "volta") == 2
     assert command.err == f"quantize: --as-served volta: no such card is known here; give one of {', '.join(CARDS)}\n"
+
+
+def test_other_blocks_are_refused(small: Small) -> None:
+    job = prepare(str(small.recipe))
+    quantization = job.opened.config["quantization_config"] | {"weight_block_size": [128, 64]}
+    source = replace(job.opened, config=job.opened.config | {"quantization_config": quantization})
+    with pytest.raises(CheckpointError, match=r"config.json: FP8 in blocks of 128 x 64, and only those of 128 x 128"):
+        as_served.ServedModel(source, job.facts, job.sizes, CPU, "hopper")

@@ -84,7 +84,6 @@ NOT_COMPUTED = {
 # Why it computes these otherwise than transformers' own model, which is ours to the last bit (test_every_type.py).
 OTHERWISE = {
     "cohere2_moe": "its windows are one token longer",
-    "ernie4_5_moe": "its CPU router leaves the correction of a softmax router out",
     "laguna": "its class does not load the router's correction, see above",
     "minimax_m3_vl": "its Transformers backend has silu for the experts' own gate, no indexer and no rotary_dim",
 }

@@ -19,6 +19,7 @@ from quantizers.planning.estimate import Estimate, Work, estimate_run, layer_wor
 from quantizers.planning.gpus import Rates
 from quantizers.planning.job import Job, prepare
 from quantizers.planning.plan import listing, summary
+from quantizers.recipe.schema import Card
 from quantizers.system.progress import duration
 
 REPO = "me/tiny"
@@ -61,13 +62,15 @@ def test_needs_of_the_published_model(needs: Estimate) -> None:
     assert len(needs.assumptions) >= 4
 
 
-def test_the_closed_form_by_hand(published_job: Job) -> None:
+@pytest.mark.parametrize("cards", [(), ("hopper", "ampere")])
+def test_the_closed_form_by_hand(published_job: Job, cards: tuple[Card, ...]) -> None:
     """One layer of MiniMax-M2.1: 3072 x 1536, 256 experts of which 8 are chosen, attention of 48 heads of 128."""
-    job = published_job
-    lengths, texts = [8192] * 16, [256, 512]
-    tokens, passes = 131_072, 131_072 + 2 * 768
+    verify = published_job.recipe.verify.model_copy(update={"as_served": cards})
+    job = replace(published_job, recipe=published_job.recipe.model_copy(update={"verify": verify}))
+    lengths, texts, models = [8192] * 16, [256, 512], 2 + 2 * len(cards)
+    tokens, passes = 131_072, 131_072 + models * 768
     kept = 2 * 3072 * 6144 + 2 * 3072 * 1024 + 256 * 3072  # q and o, k and v, the router
-    pairs = 16 * 8192**2 + 2 * (256**2 + 512**2)
+    pairs = 16 * 8192**2 + models * (256**2 + 512**2)
     products = 2 * passes * kept + 2 * 6144 * pairs
     products += 4 * tokens * 256 * 3072 * 1536 + tokens * (256 * 1536**2 + 9 * 3072**2)
     products += 6 * 8 * passes * 3072 * 1536 + 1.7 * 8 * tokens * (4 * 3072 * 1536 + 2 * 1536**2)

@@ -1,0 +1,115 @@
+"""The schema of fidelity: how close a candidate is to its source, in report.json and in what `quantize eval` prints."""
+
+from __future__ import annotations
+
+from eval.report.keys import Number, Part, key, maybe
+
+
+class Perplexity(Part):
+    """Perplexity on held-out text."""
+
+    source: Number = key("Of the source")
+    candidate: Number = key("Of the output")
+    increase: Number = key("Candidate / source - 1", "relative")
+
+
+class BitsPerByte(Part):
+    """Loss over the UTF-8 bytes of the scored tokens."""
+
+    source: Number = key("Of the source; None if the scored tokens have no bytes", "bits")
+    candidate: Number = key("Of the output; None if the scored tokens have no bytes", "bits")
+
+
+class Kl(Part):
+    """KL(source || candidate) over the whole vocabulary."""
+
+    mean: Number = key("Mean over the scored positions", "nats")
+    median: Number = key("Median", "nats")
+    p99: Number = key("99th percentile", "nats")
+    max: Number = key("Largest", "nats")
+
+
+class Interval(Part):
+    """95 % bootstrap intervals over texts: lower and upper end."""
+
+    kl: list[Number] = key("Of the mean KL", "nats")
+    top1: list[Number] = key("Of top-1", "share")
+    increase: list[Number] = key("Of the increase of perplexity", "relative")
+
+
+class Figures(Part):
+    """Fidelity over some texts."""
+
+    samples: int = key("Texts", "texts")
+    tokens: int = key("Scored tokens", "tokens")
+    perplexity: Perplexity = key("Perplexity")
+    bits_per_byte: BitsPerByte = key("Bits per byte")
+    kl: Kl = key("KL divergence from the source")
+    top1: Number = key("How often both find the same token most likely", "share")
+    interval: Interval | None = key("Intervals; None with a single text")
+
+
+class Router(Part):
+    """How often the candidate's routers choose the source's experts."""
+
+    agreement: list[Number] = key("By layer; None for a layer without experts", "share")
+    min: Number = key("In the worst layer", "share")
+
+
+class TextFigures(Part):
+    """One held-out text."""
+
+    category: str = key("Its category")
+    tokens: int = key("Scored tokens", "tokens")
+    kl: Number = key("Mean KL", "nats")
+
+
+class PartFigures(Figures):
+    """Fidelity over the short or the long texts, with details."""
+
+    longest: int = key("Tokens of the longest text", "tokens")
+    router: Router = key("Routing")
+    hidden_error: list[Number] = key("Error of the hidden states after each layer", "relative")
+    categories: dict[str, Figures] = key("By category")
+    families: dict[str, Figures] = key("By family of categories: `code` sums up `code/rust` and the like")
+    per_text: list[TextFigures] = key("Text by text, in the order of the set")
+
+
+class Band(Part):
+    """A band of positions in the texts."""
+
+    name: str = key("In words")
+    start: int = key("First position", "tokens", alias="from")
+    to: int | None = key("Position after the last; None for the open end", "tokens")
+    samples: int = key("Texts that reach it", "texts")
+    tokens: int = key("Scored tokens", "tokens")
+    perplexity: Perplexity = key("Perplexity")
+    kl: dict[str, Number] = key("Mean KL", "nats")
+    top1: Number = key("How often both find the same token most likely", "share")
+
+
+class HeldOutSet(Part):
+    """The set on which fidelity was measured."""
+
+    name: str = key("Its name")
+    digest: str = key("SHA-256 over its categories and token ids, hexadecimal")
+    past_the_model: dict[str, int] = key("Texts and tokens cut at the model's last position, as far as that is known")
+
+
+class OnCard(Part):
+    """Fidelity as vLLM's kernels on a kind of card would compute it; over the short texts where there are long ones."""
+
+    served: Figures = key("The candidate there against the source there")
+    card_alone: Figures = key("The source there against the source as stored: what the card alone does")
+    from_stored: Figures = key("The candidate there against the source as stored")
+    kernels: dict[str, str] = key("The kernel for each kind of matrix, and what it rounds")
+
+
+class Fidelity(PartFigures):
+    """Fidelity of a candidate; of the short texts at this level where there are long ones as well."""
+
+    evaluated_on: HeldOutSet = key("The held-out set")
+    long: PartFigures | None = maybe("The long texts; absent where all texts are of one kind")
+    positions: list[Band] = key("By position in the long texts, or else in all")
+    weight_error: list[dict[str, Number]] | None = maybe("Error of the weights by layer; in an `eval`", "relative")
+    as_served: dict[str, OnCard] | None = maybe("By card, see `--as-served`; absent where none was asked for")
