@@ -28,8 +28,8 @@ import math
 import platform
 import sysconfig
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -37,13 +37,10 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
-    Glm4MoeConfig,
     Glm4MoeForCausalLM,
-    MiniMaxM2Config,
     MiniMaxM2ForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
@@ -72,8 +69,9 @@ class Family:
     """What differs between families; transformers has the same module names for all of them.
 
     Attributes:
-        untrained: makes the model, with random weights.
+        model: transformers' class.
         published_config: the content of config.json.
+        trained_with: what the class is given instead, where it is trained otherwise or does not read a key.
         block: the published name of a layer's MoE block; transformers' is `mlp`.
         matrices: the published names of an expert's gate, up and down.
         router, scale: the published dtypes of the router and of FP8 scales.
@@ -83,7 +81,7 @@ class Family:
         mtp: a layer that predicts further tokens follows the last one.
     """
 
-    untrained: Callable[[], PreTrainedModel]
+    model: type[PreTrainedModel]
     published_config: Callable[[], dict[str, object]]
     block: str
     matrices: tuple[str, str, str]
@@ -93,6 +91,12 @@ class Family:
     planted: dict[str, tuple[str, ...]]
     per_row: bool = False
     mtp: bool = False
+    trained_with: Mapping[str, object] = field(default_factory=dict)
+
+    def untrained(self) -> PreTrainedModel:
+        """The model with random weights."""
+        fields = {k: v for k, v in self.published_config().items() if k not in ("architectures", "quantization_config")}
+        return self.model(self.model.config_class(**fields | self.trained_with))
 
 
 def training_texts(folder: Path) -> list[tuple[str, str, str]]:
@@ -319,29 +323,6 @@ def mtp_layer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return made
 
 
-def untrained_minimax_m2() -> PreTrainedModel:
-    config = MiniMaxM2Config(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        num_local_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
-        max_position_embeddings=2048,
-        bos_token_id=1,
-        eos_token_id=0,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": ROPE_THETA,
-            "partial_rotary_factor": ROTARY_DIM / HEAD_DIM,
-        },
-    )
-    return MiniMaxM2ForCausalLM(config)
-
-
 def published_minimax_m2() -> dict[str, object]:
     return {
         "architectures": ["MiniMaxM2ForCausalLM"],
@@ -385,12 +366,6 @@ def published_minimax_m2() -> dict[str, object]:
         "use_routing_bias": True,
         "vocab_size": VOCAB,
     }
-
-
-def untrained_qwen3_moe() -> PreTrainedModel:
-    """From config.json itself, but it gives its router's logits out, and leaves their loss to `imbalance`."""
-    fields = {k: v for k, v in published_qwen3_moe().items() if k not in ("architectures", "quantization_config")}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**fields | {"output_router_logits": True, "router_aux_loss_coef": 0.0}))
 
 
 def published_qwen3_moe() -> dict[str, object]:
@@ -440,12 +415,6 @@ def published_qwen3_moe() -> dict[str, object]:
         "use_sliding_window": False,
         "vocab_size": VOCAB,
     }
-
-
-def untrained_glm4_moe() -> PreTrainedModel:
-    """From config.json itself."""
-    fields = {k: v for k, v in published_glm4_moe().items() if k not in ("architectures", "quantization_config")}
-    return Glm4MoeForCausalLM(Glm4MoeConfig(**fields))
 
 
 def published_glm4_moe() -> dict[str, object]:
@@ -505,11 +474,12 @@ def published_glm4_moe() -> dict[str, object]:
     }
 
 
+ROPE = {"rope_type": "default", "rope_theta": ROPE_THETA}
 READ_THE_MOE_NORM = ("mlp.gate.weight", "mlp.experts.gate_up_proj")
 READ_THE_ATTENTIONS_NORM = tuple(f"self_attn.{one}_proj.weight" for one in "qkv")
 FAMILIES = {
     "minimax_m2": Family(
-        untrained=untrained_minimax_m2,
+        model=MiniMaxM2ForCausalLM,
         published_config=published_minimax_m2,
         block="block_sparse_moe",
         matrices=("w1", "w3", "w2"),
@@ -517,9 +487,10 @@ FAMILIES = {
         scale=torch.float32,
         bias="mlp.e_score_correction_bias",
         planted={"post_attention_layernorm.weight": READ_THE_MOE_NORM},
+        trained_with={"rope_parameters": ROPE | {"partial_rotary_factor": ROTARY_DIM / HEAD_DIM}},  # not `rotary_dim`
     ),
     "qwen3_moe": Family(
-        untrained=untrained_qwen3_moe,
+        model=Qwen3MoeForCausalLM,
         published_config=published_qwen3_moe,
         block="mlp",
         matrices=("gate_proj", "up_proj", "down_proj"),
@@ -530,9 +501,10 @@ FAMILIES = {
             "post_attention_layernorm.weight": READ_THE_MOE_NORM,
             "input_layernorm.weight": READ_THE_ATTENTIONS_NORM,
         },
+        trained_with={"output_router_logits": True, "router_aux_loss_coef": 0.0},  # their loss is `imbalance`
     ),
     "glm4_moe": Family(
-        untrained=untrained_glm4_moe,
+        model=Glm4MoeForCausalLM,
         published_config=published_glm4_moe,
         block="mlp",
         matrices=("gate_proj", "up_proj", "down_proj"),

@@ -160,8 +160,8 @@ def write_recipe(tiny_model: Path) -> Callable[..., Path]:
 
     def write(folder: Path, source: Path = tiny_model, **experts: Any) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
-        _write_set(folder / "calibration.yaml", CALIBRATION)
-        _write_set(folder / "held-out.yaml", HELD_OUT)
+        write_set(folder / "calibration.yaml", CALIBRATION)
+        write_set(folder / "held-out.yaml", HELD_OUT)
         recipe = {
             "source": {"model": str(source)},
             "calibration": "calibration.yaml",
@@ -178,7 +178,8 @@ def write_recipe(tiny_model: Path) -> Callable[..., Path]:
     return write
 
 
-def _write_set(path: Path, counts: dict[str, int]) -> None:
+def write_set(path: Path, counts: dict[str, int], length: int = SEQUENCE_LENGTH) -> None:
+    """A set of so many texts of each file of calibration/embedded, spread over the file."""
     sources = []
     for name, count in counts.items():
         lines = (REPOSITORY / "calibration" / "embedded" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
@@ -194,7 +195,7 @@ def _write_set(path: Path, counts: dict[str, int]) -> None:
                 "category": {"column": "category"},
             }
         )
-    body = {"name": path.stem, "sequence_length": SEQUENCE_LENGTH, "seed": 1, "sources": sources}
+    body = {"name": path.stem, "sequence_length": length, "seed": 1, "sources": sources}
     path.write_text(yaml.safe_dump(body, sort_keys=False))
 
 

@@ -37,7 +37,7 @@ def divergence(ours: list[Tensor], theirs: list[Tensor]) -> float:
     return float(torch.cat([(p.exp() * (p - q)).sum(-1) for p, q in zip(ours, theirs, strict=True)]).mean())
 
 
-def held_out_texts(recipe: Path, count: int = 2, length: int = 96) -> list[Tensor]:
-    """Token ids (T,) of the beginnings of some texts of the set beside a recipe."""
-    samples = load_set(recipe.parent / "held-out.yaml", recipe.parent / "model").samples[:count]
+def held_out_texts(folder: Path, count: int = 2, length: int = 96, model: Path | None = None) -> list[Tensor]:
+    """Token ids (T,) of the beginnings of some texts of the folder's held-out.yaml, by its model or another."""
+    samples = load_set(folder / "held-out.yaml", model or folder / "model").samples[:count]
     return [torch.from_numpy(sample.tokens[:length]).long() for sample in samples]

@@ -48,7 +48,7 @@ from stitch.audit.checkpoint import verify
 from stitch.write.config_files import output_config
 
 CPU = torch.device("cpu")
-MEAN_BITS = 4.375  # half of the layers in groups of 32, half of 64: what the tiny model's width allows
+MEAN_BITS = 4.375  # between groups of 64 and of 32 in every layer
 GATE, UP, DOWN = "w1", "w3", "w2"
 
 
@@ -137,7 +137,7 @@ def test_columns_are_scaled_by_their_inputs() -> None:
 @pytest.mark.slow
 def test_smaller_groups_make_the_error_smaller_and_more_bits_even_smaller(done: Any) -> None:
     job, _, report = done
-    assert job.allocation.candidates == tuple(s for s in CANDIDATES if s.group_size <= 64 and s.bits >= 4)
+    assert job.allocation.candidates == tuple(s for s in CANDIDATES if s.bits >= 4)
     for row in report["schemes"]["layers"]:
         errors = [row["error"][str(scheme)] for scheme in job.allocation.candidates]
         assert errors == sorted(errors, reverse=True)
@@ -175,7 +175,7 @@ def test_the_probe_is_the_whole_model_with_the_first_layer_rounded(
         for matrix in ("w1", "w2", "w3"):
             name = f"model.layers.0.block_sparse_moe.experts.{expert}.{matrix}.weight"
             w = weights[name]
-            coarse[name] = w + factor * (rounded(w, minmax_scales(w, 64, 4), 4) - w)
+            coarse[name] = w + factor * (rounded(w, minmax_scales(w, 128, 4), 4) - w)
 
     def passed(model: Any, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
         leaving: list[Tensor] = []
@@ -306,7 +306,7 @@ def test_compressed_tensors_finds_each_layers_own_scheme(done: Any) -> None:
 def mixed(tmp_path_factory: pytest.TempPathFactory, budgeted: Callable[..., Path]) -> tuple[Job, Path, dict[str, Any]]:
     """A finished run that chose 2, 3, 4 and 8 bits, whatever it measured."""
     folder = tmp_path_factory.mktemp("mixed")
-    job = prepare(str(budgeted(folder, bits_per_weight=4.2)))
+    job = prepare(str(budgeted(folder, bits_per_weight=4.1)))
     assert job.allocation is not None
     names = list(map(str, job.allocation.candidates))
     picked = [names.index(f"INT{bits} group {group}") for bits, group in ((3, 64), (8, 64), (2, 32), (4, 32))]
@@ -375,7 +375,7 @@ def test_plan_shows_candidates_before_and_the_choice_after(
 ) -> None:
     job, folder, report = done
     assert command("plan", job.path) == 0
-    assert "budget 4.375 bits per expert weight; possible are 4.25 to 8.5 bits per weight" in command.out
+    assert "budget 4.375 bits per expert weight; possible are 4.125 to 8.5 bits per weight" in command.out
     assert "the run measures, then chooses" in command.out
     assert command("plan", job.path, "--output", folder) == 0
     assert report["schemes"]["chosen"] in command.out

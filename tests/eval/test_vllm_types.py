@@ -144,7 +144,7 @@ def test_vllm_computes_what_was_evaluated(outputs: list[Path], say: Callable[[st
     """In float32 and in one process: KL(ours || vLLM), by types derived from transformers' class alone."""
     say("KL(ours || vLLM in float32), seconds")
     folders = {name: folder for name, folder in zip(TRIED, outputs, strict=True) if name in LOADED}
-    texts = [held_out_texts(folder.parent / "recipe.yaml", length=48) for folder in folders.values()]
+    texts = [held_out_texts(folder.parent, length=48) for folder in folders.values()]
     found = dict(zip(folders, computed([*folders.values()], texts), strict=True))
     for (name, one), own in zip(found.items(), texts, strict=True):
         if name in NOT_COMPUTED:

@@ -18,7 +18,7 @@ from quantizers.recipe.read import changes_of
 from quantizers.system.errors import CheckpointError, Stopped
 
 CPU = torch.device("cpu")
-TINY = "tiny-minimax-m2-fp8-int4"  # a trained model, whose recipe allows a perplexity of 42: it has 38.9
+TINY = "tiny-minimax-m2-fp8-int4"  # a trained model, whose recipe allows a perplexity of 37: it has 34.1
 Tensors = dict[str, Tensor]
 
 
@@ -54,9 +54,9 @@ def damaged(source: Path, folder: Path, damage: Callable[[Tensors, dict[str, obj
 @pytest.mark.parametrize(
     ("damage", "perplexity"),
     [
-        pytest.param(shuffled_vocabulary, 17_212, marks=pytest.mark.slow),
-        pytest.param(swapped_layers, 46.5, marks=pytest.mark.slow),
-        pytest.param(no_rotary_correction, 71.0, marks=pytest.mark.slow),
+        pytest.param(shuffled_vocabulary, 13_594, marks=pytest.mark.slow),
+        pytest.param(swapped_layers, 41.2, marks=pytest.mark.slow),
+        pytest.param(no_rotary_correction, 61.0, marks=pytest.mark.slow),
     ],
 )
 def test_a_source_that_is_mixed_up_is_refused(
@@ -65,7 +65,7 @@ def test_a_source_that_is_mixed_up_is_refused(
     source, output = damaged(tiny_model, tmp_path / "model", damage), tmp_path / "out"
     job = prepare(TINY, source_folder=source)
     with pytest.raises(
-        CheckpointError, match=r"makes no sense of text: .* its perplexity is ([\d,.]+), above 42 "
+        CheckpointError, match=r"makes no sense of text: .* its perplexity is ([\d,.]+), above 37 "
     ) as e:
         run(job, Options(output, CPU))
     said = float(str(e.value).partition("perplexity is ")[2].partition(", above")[0].replace(",", ""))
@@ -81,7 +81,7 @@ def test_a_model_that_is_sound_is_checked_once_and_any_other_on_demand(tiny_mode
     for _ in range(2):
         with pytest.raises(Stopped):
             run(prepare(TINY, changes=stop), Options(tmp_path / "out", CPU))
-        assert json.loads(record.read_text())["perplexity"] == pytest.approx(38.9, abs=0.1)
+        assert json.loads(record.read_text())["perplexity"] == pytest.approx(34.1, abs=0.1)
         record.write_text(record.read_text().replace("{", '{"kept": true,', 1))
     assert json.loads(record.read_text())["kept"]
     source = damaged(tiny_model, tmp_path / "model", shuffled_vocabulary)

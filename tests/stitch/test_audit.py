@@ -62,7 +62,7 @@ TAMPERED: dict[str, tuple[str, Callable[..., object], str]] = {
     ),
     "two experts swapped": (f"{MOE}.experts.0.w3.weight_packed", lambda t, name: swap_two_experts(t), "{}: "),
     "a zero among the scales": (
-        f"{MOE}.experts.7.w2.weight_scale", lambda t, name: t[name][3].fill_(0), "{}: 2 of its group scales are zero"
+        f"{MOE}.experts.7.w2.weight_scale", lambda t, name: t[name][3].fill_(0), "{}: 4 of its group scales are zero"
     ),
     "a NaN in a scale": (
         f"{MOE}.experts.5.w1.weight_scale", lambda t, name: t[name][0].fill_(float("nan")), f"{MOE}.experts.5"
