@@ -11,8 +11,10 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -117,6 +119,7 @@ def _oneshot(model: Any, tokens: Sequence[torch.Tensor], experts: Experts) -> No
     from llmcompressor.core import create_session
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
+    from llmcompressor.pipelines.cache import IntermediatesCache
     from torch.utils.data import DataLoader
 
     assert isinstance(experts.awq, Awq)
@@ -137,5 +140,7 @@ def _oneshot(model: Any, tokens: Sequence[torch.Tensor], experts: Experts) -> No
         QuantizationModifier(config_groups={"experts": scheme}),
     ]
     rows: Any = [{"input_ids": sequence} for sequence in tokens]
-    with create_session():
+    # 0.14 pins without asking, which torch refuses on a CPU alone.
+    unpinned = patch.object(IntermediatesCache, "pin_memory", lambda *_: None)
+    with create_session(), nullcontext() if torch.accelerator.is_available() else unpinned:
         oneshot(model=model, processor=object(), dataset=DataLoader(rows, batch_size=1), recipe=modifiers)

@@ -70,9 +70,8 @@ def ask_vllm(folder: Path, own: Own = None) -> dict[str, Any]:
     try:
         rules = engines.read_rules(section)
         queries = _Queries(section, facts)
-    # Whatever vLLM or our parser raises on a section becomes a difference, which fails the command.
-    except (Refused, ValueError, TypeError, KeyError, NotImplementedError) as failure:
-        result["differences"].append(f"quantization_config: refused ({' '.join(str(failure).split())})")
+    except Refused as refusal:  # a difference, which fails the command
+        result["differences"].append(f"quantization_config: refused ({refusal})")
         return result
     engine = VLLM if queries.expert_names() == VLLM.expert_parts(facts) else engines.VLLM_BEFORE
     result["rules"] = engine.name
@@ -90,12 +89,15 @@ def ask_vllm(folder: Path, own: Own = None) -> dict[str, Any]:
 
 
 class _Queries:
-    """vLLM's CompressedTensorsConfig, queried with bare layers."""
+    """vLLM's CompressedTensorsConfig, queried with bare layers; Refused if it does not take the section."""
 
     def __init__(self, section: Mapping[str, Any], facts: Architecture) -> None:
         self._facts = facts
         config = import_module(f"{QUANTIZATION}.compressed_tensors").CompressedTensorsConfig
-        self._config = config.from_config(copy.deepcopy(dict(section)))
+        try:
+            self._config = config.from_config(copy.deepcopy(dict(section)))
+        except (ValueError, TypeError, KeyError, NotImplementedError) as failure:  # as its checks and pydantic's raise
+            raise Refused(" ".join(str(failure).split())) from failure
         model = import_module("vllm.model_executor.models").ModelRegistry.models[facts.model_class].load_model_cls()
         import_module("vllm.model_executor.model_loader.utils").configure_quant_config(self._config, model)
         # What a model's class adds when it is built. Speculative decoding passes on the same object.

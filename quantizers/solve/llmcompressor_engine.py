@@ -15,8 +15,6 @@ Three things differ on purpose:
   that are quantized twice. So the events are sent here, in the order of the library's `SequentialPipeline` (which
   `oneshot` uses) and with quantization off as there.
 
-The only file that replaces code of another project while it runs, see `quiet_library`.
-
 Legend: E experts, H hidden, g group size.
 """
 
@@ -26,10 +24,11 @@ import copy
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from functools import partial
+from importlib import import_module
+from io import StringIO
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
@@ -45,29 +44,22 @@ LOG_DISABLED = "LLM_COMPRESSOR_LOG_DISABLED"  # else its import replaces loguru'
 
 @contextmanager
 def quiet_library() -> Iterator[None]:
-    """Suppress the library's progress bars, pinned memory and log within the block.
+    """Suppress the library's log, and what it writes to standard error, within the block.
 
-    Two functions are replaced within it: llm-compressor 0.14 has no option that hides its progress bars, and tqdm reads
-    TQDM_DISABLE only when imported; its AWQ pins tensors even where there is no accelerator, which torch refuses.
+    llm-compressor 0.14 has no option that hides its progress bars, and tqdm reads TQDM_DISABLE only when imported.
+    A bar of ours on a terminal stands still meanwhile.
     """
     from loguru import logger
-    from tqdm import tqdm
-
-    shown = tqdm.__init__
-
-    def hidden(bar: Any, *args: Any, **options: Any) -> None:
-        shown(bar, *args, **options | {"disable": True})
 
     with ExitStack() as stack:
-        stack.enter_context(patch.dict(os.environ, {LOG_DISABLED: "true"}))
+        if LOG_DISABLED not in os.environ:
+            os.environ[LOG_DISABLED] = "true"
+            stack.callback(os.environ.pop, LOG_DISABLED)
         for package in ("llmcompressor", "compressed_tensors"):
             logger.disable(package)
             stack.callback(logger.enable, package)
-        from llmcompressor.pipelines.cache import IntermediatesCache
-
-        stack.enter_context(patch.object(tqdm, "__init__", hidden))
-        if not torch.accelerator.is_available():
-            stack.enter_context(patch.object(IntermediatesCache, "pin_memory", lambda *_args, **_named: None))
+        stack.enter_context(redirect_stderr(StringIO()))
+        import_module("llmcompressor")
         yield
 
 
@@ -126,7 +118,7 @@ def solve_with_llmcompressor(
     fallbacks: list[str] = []
     with create_session() as session, torch.no_grad():
         session.initialize(model=torch.nn.ModuleDict({"layer": layer}), recipe=modifiers, start=-1)
-        tokens = _calibrate(layer, linear, inputs if settings.awq else ())
+        tokens = _calibrate(layer, linear, inputs if settings.awq else (), modifiers[0] if settings.awq else None)
         if settings.awq:
             error, fallbacks = _report(modifiers[0]._error_metrics, divided, modules.experts, linear.num_experts)
             error["expert_tokens"] = float(tokens)
@@ -178,8 +170,11 @@ def _awq_modifier(awq: Awq, norm: str | None, router: str | None, every: str) ->
     )
 
 
-def _calibrate(layer: torch.nn.Module, linear: Any, inputs: Sequence[Mapping[str, Any]]) -> int:
-    """Send the calibration's events, with one forward pass a sequence; returns the tokens that every expert saw."""
+def _calibrate(layer: torch.nn.Module, linear: Any, inputs: Sequence[Mapping[str, Any]], awq: Any) -> int:
+    """Send the calibration's events, with one forward pass a sequence; returns the tokens that every expert saw.
+
+    `awq` is the library's modifier, if there is one.
+    """
     from llmcompressor.core import LifecycleCallbacks
     from llmcompressor.modeling.moe.context import moe_calibration_context
     from llmcompressor.utils.helpers import DisableQuantization, eval_context
@@ -206,9 +201,23 @@ def _calibrate(layer: torch.nn.Module, linear: Any, inputs: Sequence[Mapping[str
                     f"expert {expert} saw {number} of {tokens} calibration tokens: "
                     "llm-compressor's all-experts calibration had no effect"
                 )
+        if awq is not None and not torch.accelerator.is_available():
+            _keep_unpinned(awq)
         LifecycleCallbacks.sequential_epoch_end(list(layer.modules()))
         LifecycleCallbacks.calibration_end()
     return tokens
+
+
+def _keep_unpinned(awq: Any) -> None:
+    """Give AWQ caches that do not pin: 0.14 pins what it gathered without asking, and torch refuses on a CPU alone."""
+    from llmcompressor.pipelines.cache import IntermediatesCache
+
+    class Unpinned(IntermediatesCache):  # type: ignore[misc]  # the library has no types
+        def pin_memory(self, *_arguments: Any, **_named: Any) -> None:
+            pass
+
+    for module, cache in awq._parent_args_cache.items():
+        awq._parent_args_cache[module] = Unpinned(cache.batch_intermediates, cache.offload_device)
 
 
 def _report(

@@ -18,6 +18,11 @@ import quantizers
 from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.job import prepare
 
+# Of each family a group size, and widths of whole FP8 blocks, since vLLM takes no experts in parts of one. Mixtral runs
+# in a vLLM as it is; MiniMax-M2 where its lists of what its kernels take are longer, see vllm_forward.py.
+CASES = {"mixtral": 128, "minimax_m2": 32}
+TEXTS = {"held-out-code": 60, "held-out-spoken": 12, "held-out-chat": 16}  # all short ones that travel with the program
+
 
 @pytest.mark.slow
 @needs_vllm
@@ -25,35 +30,35 @@ from quantizers.planning.job import prepare
     not torch.cpu._is_avx512_bf16_supported(), reason="vLLM's kernels were not run: they need AVX-512 with bfloat16"
 )
 def test_kl_as_served_is_predicted(tmp_path: Path, finished: Finished, say: Callable[[str], None]) -> None:
-    """KL(source || output), both as served: the median within a tenth; and how far the server is from our evaluation.
+    """KL(source || output), both as served, within a tenth; and how far the served output is from our evaluation.
 
-    Of the trained MiniMax-M2 that travels with the program, whose router and groups of 32 vLLM's kernels compute and do
-    not list (vllm_forward.py); and of a random Mixtral in groups of 128, which a vLLM serves as it is.
+    In the trained model the mean hangs on a few tokens, which a router sends to another expert by the last bit of a
+    sum: between the 88 texts drawn again its ratio to the prediction varies by 3 %. There the median is within a tenth.
     """
-    families.write(tmp_path / "model", "mixtral", intermediate_size=256)
-    recipe = tiny.write_recipe(tmp_path, words=60, samples=6, group_size=128)
-    change(recipe, lambda body: body.pop("verify"))
-    run(prepare(str(recipe)), Options(tmp_path / "output", torch.device("cpu")))
-    (more := tmp_path / "more").mkdir()  # texts: from the 12 of `finished` a mean is known to a tenth at best
-    write_set(more / "held-out.yaml", {"held-out-code": 28, "held-out-spoken": 8, "held-out-chat": 8}, 256)
-    jobs = [(more, finished.source, finished.folder), (tmp_path, tmp_path / "model", tmp_path / "output")]
-    texts = [held_out_texts(home, 44, 256, source) for home, source, _ in jobs]
-    folders = [folder for _, *both in jobs for folder in both]
+    jobs = {}
+    for family, group in CASES.items():
+        home = tmp_path / family
+        families.write(home / "model", family, intermediate_size=256)
+        recipe = tiny.write_recipe(home, words=60, samples=6, group_size=group)
+        change(recipe, lambda body: body.pop("verify"))
+        run(prepare(str(recipe)), Options(home / "output", torch.device("cpu")))
+        jobs[family] = (home, home / "model", home / "output")
+    jobs["minimax_m2, trained"] = (tmp_path, finished.source, finished.folder)
+    write_set(tmp_path / "held-out.yaml", TEXTS, 256)
+    texts = [held_out_texts(home, 88, 256, source) for home, source, _ in jobs.values()]
+    folders = [folder for _, *both in jobs.values() for folder in both]
     served = computed(folders, [own for own in texts for _ in range(2)], kernels=True)
     assert [one.problem for one in served] == [""] * len(served)
     say("KL(source || output) as stored, as served, as predicted, and their medians; KL(output as stored || as served)")
-    for number, (family, (home, *both), own) in enumerate(zip(("MiniMax-M2", "Mixtral"), jobs, texts, strict=True)):
+    for number, (name, (home, *both)) in enumerate(jobs.items()):
         found = quantizers.evaluate(*both, home / "held-out.yaml", as_served=["vllm-cpu"], device="cpu").candidates[0]
         predicted = found.figures["as_served"]["vllm-cpu"]["served"]["kl"]
         by_source, by_output = served[2 * number].logs, served[2 * number + 1].logs
-        apart = divergence(log_probabilities(both[1], own), by_output)
+        apart = divergence(log_probabilities(both[1], texts[number]), by_output)
         kl = torch.cat([(p.exp() * (p - q)).sum(-1) for p, q in zip(by_source, by_output, strict=True)])
-        figures = [
-            f"{found.figures['kl'][name]:.5f} {float(there):.5f} {predicted[name]:.5f}"
-            for name, there in (("mean", kl.mean()), ("median", kl.median()))
-        ]
-        say("  ".join([*figures, f"{apart:.5f}", family]))
-        # The mean hangs on the few tokens that a router sends to another expert by the last bit of a sum.
-        assert predicted["mean"] == pytest.approx(float(kl.mean()), rel=0.2)
-        assert predicted["median"] == pytest.approx(float(kl.median()), rel=0.1)
+        measured = {"mean": float(kl.mean()), "median": float(kl.median())}
+        figures = [f"{found.figures['kl'][one]:.5f} {measured[one]:.5f} {predicted[one]:.5f}" for one in measured]
+        say("  ".join([*figures, f"{apart:.5f}", name]))
+        assert predicted["median"] == pytest.approx(measured["median"], rel=0.1)
+        assert predicted["mean"] == pytest.approx(measured["mean"], rel=0.1 if name in CASES else 0.15)
         assert 1e-6 < apart < 0.02
