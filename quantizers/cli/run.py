@@ -113,8 +113,7 @@ def run_table(report: dict[str, Any], output: Path, source: str, recipe: str) ->
     apart = max(layer["proof"] for layer in report["layers"])
     lines += [
         f"proof     every layer gives what transformers' own call of it gives, to {apart:.1e} of what it adds",
-        f"audit     {report['audit']['tensors']:,} source tensors accounted for, "
-        f"{report['audit']['kept_tensors']:,} kept byte for byte",
+        f"audit     {common.accounted(report['audit'])}",
         *(f"          {line}" for line in collapse_lines(report["audit"]["differences"])[:10]),
         f"coverage  routed tokens per expert: min {coverage['min']:,}, median {coverage['median']:,.0f}; "
         f"{coverage['uncovered']} of {coverage['pairs']:,} below {coverage['min_routed_tokens']}",

@@ -450,9 +450,11 @@ def _fingerprint(job: Job, data: CalibrationData, device: torch.device) -> dict[
     """Every setting that the output's bytes depend on; gates and logging are not among them."""
     facts = {name: text_sha256(text) for name, text in facts_copy(job.facts_file).items()}
     drawn = {"calibration.tokens": data.drawn.asked} if data.drawn else {}
+    attention = {} if job.recipe.attention == "keep" else {"attention": job.recipe.attention}
     return {
         **facts,
         **drawn,
+        **attention,
         "method": METHOD,
         "experts": job.recipe.settings()["experts"],
         "source": source_stats(job.opened),

@@ -149,7 +149,7 @@ class _Phases:
         self._written = max(sum(spec.bytes for spec in plan.shard(n).values()) for n in numbers)
         self._codes = 3 * experts * width * hidden
         attention_rows = max(
-            sum(a.spec.shape[0] for a in plan.of_layer(number) if a.is_passthrough_matrix) for number in numbers
+            sum(a.spec.shape[0] for a in plan.of_layer(number) if a.is_other_matrix) for number in numbers
         )
         attention = max(longest, rows) * itemsize * 4 * (hidden + attention_rows)
         # For each routed copy of a token: x, gate and up, their activations and h; or x and the output, and twice the

@@ -64,6 +64,10 @@ def known_cards(names: Iterable[str]) -> tuple[Card, ...]:
     return tuple(card for card in CARDS if card in names)
 
 
+# What becomes of the linear modules that are not routed experts: they keep their bytes, or are converted, see
+# formats/conversion.py.
+Attention = Literal["keep", "bf16", "fp8", "fp8-block"]
+
 # An optional key that is part of the settings, and of their hash, only if a recipe gives it.
 ONLY_IF_GIVEN = Field(exclude_if=lambda value: value is None)
 
@@ -270,8 +274,12 @@ class Recipe(Strict):
     [calibration](calibration.md). Or `{set: NAME, tokens: 131072}` for a part of it."""
     experts: Experts = Experts()
     """How the routed experts are quantized."""
+    attention: Annotated[Attention, Field(exclude_if=lambda value: value == "keep")] = "keep"
+    """What becomes of attention, shared experts and dense layers. `keep`: the source's bytes. `bf16`: FP8 is
+    dequantized, for servers and cards that cannot mix it with integers. `fp8`: a source in 16 bits becomes FP8 with a
+    scale per row, `fp8-block` with one per block of 128 x 128. See [variants](variants.md)."""
     keep: Literal["everything-else"] = "everything-else"
-    """What keeps its original bytes: everything but the routed experts."""
+    """What keeps its original bytes: everything but the routed experts, and what `attention` converts."""
     verify: Verify | None = None
     """What is measured, and the gates: exit code 3 when one fails; the output is completed nevertheless."""
 
