@@ -21,6 +21,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -271,9 +272,20 @@ class _Run:
         scores = score(self.streams, self.texts, stage, dist=self.context.dist, pairs=compared)
         (on_cards,) = as_served(scores, 2, cards, self.texts)
         for model in served:
-            on_cards[model.card]["kernels"] = kernels_of(model, self.job.opened, "packed")
+            on_cards[model.card]["kernels"] = kernels_of(model, _with_converted(self.job), "packed")
         source, output = scores[:2]
         return Measured(source[0], *output, [entry["held_out"] for entry in entries], on_cards)
+
+
+def _with_converted(job: Job) -> Checkpoint:
+    """The source's headers, and those of its converted linear modules instead of their own."""
+    made = {
+        name: replace(job.opened.tensors[action.source], name=name, dtype=spec.dtype, shape=spec.shape)
+        for action in job.plan.actions
+        if action.kind == "convert"
+        for name, spec in action.outputs.items()
+    }
+    return replace(job.opened, tensors=job.opened.tensors | made)
 
 
 def _write_passthrough(job: Job, outside: LoadedTensors, context: Context) -> None:
