@@ -21,7 +21,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import quantize
 from edited import edit
 from runs import change
-from source_forms import write_plain
+from source_forms import write_variant
 from torch import Tensor
 from whole_models import finished_weights, run_whole, source_weights, stored
 
@@ -45,17 +45,6 @@ VARIANTS = [
 ]
 
 
-def write_variant(folder: Path, family: str, attention: str) -> Path:
-    """The recipe of a model of the family, in BF16 where it is to become FP8, and its sets."""
-    if attention == "bf16":
-        recipe = families.write_job(folder, family)
-    else:
-        write_plain(folder / "model", family, 3)
-        recipe = tiny.write_recipe(folder)
-    change(recipe, lambda body: body.update(attention=attention))
-    return recipe
-
-
 class Made(runs.Made):
     """A run whose recipe says `attention`."""
 
@@ -64,7 +53,7 @@ class Made(runs.Made):
         return str(self.report["settings"]["recipe"]["attention"])
 
 
-@pytest.fixture(scope="module", params=VARIANTS, ids=lambda one: " ".join(one))
+@pytest.fixture(scope="module", params=VARIANTS, ids=" ".join)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp("made")
     family, attention = request.param
