@@ -61,6 +61,7 @@ def html_report(report: dict[str, Any], drawn: Mapping[str, bytes]) -> str:
         drawn: of `plots.draw`, made from the same report.
     """
     place = "." if repository(report) == NAMELESS else repository(report)
+    parts = by_part(report) if "kl" in report else {}
     return _render(
         "report.html.jinja",
         report,
@@ -69,9 +70,10 @@ def html_report(report: dict[str, Any], drawn: Mapping[str, bytes]) -> str:
         tiles=_tiles(report),
         summary=summary(report),
         plots={name: f"data:image/png;base64,{base64.b64encode(raw).decode()}" for name, raw in drawn.items()},
+        parts=parts,
         fidelity=[
             (name, row)
-            for label, part in (by_part(report) if "kl" in report else {}).items()
+            for label, part in parts.items()
             for name, row in [(label, part), *shown_categories(part).items()]
         ],
         command_here=place == ".",

@@ -229,6 +229,8 @@ class PerplexityGate(Strict):
     """How much perplexity may rise, relative to the source: 0.02 is 2 %."""
     max_kl: Annotated[float, Field(ge=0.0)] | None = None
     """The largest mean KL(source || output), in nats."""
+    max_p99: Annotated[Annotated[float, Field(ge=0.0)] | None, ONLY_IF_GIVEN] = None
+    """The largest 99th percentile of KL(source || output) over the scored tokens, in nats."""
     max_source: Annotated[float, Field(gt=1.0)] | Literal["any"] = 100.0
     """The largest perplexity of the source itself, on the beginnings of a few texts, before anything is quantized: a
     checkpoint that is mixed up, or computed wrongly, makes no sense of text. `any`: it is not checked."""
