@@ -139,7 +139,7 @@ def test_vllm_reads_every_family_as_it_was_written(
         assert one["tensors"] == len(stored(folder)[1])
         assert "INT4 group 32" in str(one["schemes"]["experts"])
         has = any(families.is_mtp(source, name) for name in tensors)
-        experts = "plain" if "quantization_config" not in source else SCHEMES.get(source["model_type"], BLOCKS)
+        experts = "plain" if not source.get("quantization_config") else SCHEMES.get(source["model_type"], BLOCKS)
         assert [answer.partition(" (")[0] for answer in one["schemes"].get("MTP experts", ())] == [experts] * has
     assert code == 1
     assert any(line.startswith("vLLM, loading the MTP model's weights: ") for line in damaged["problems"])
