@@ -93,17 +93,17 @@ class LayerSaliency(Part):
 
 
 class LeastShares(Part):
-    """What part of a category's contributions, routing weight times norm, the least salient experts make."""
+    """The share of a category's weighted norms that comes from the experts which score least over all texts."""
 
-    quarter: float = key("The quarter of each layer's experts that score least over all texts", "share")
-    half: float = key("The half", "share")
+    quarter: float = key("From a quarter of each layer's experts", "share")
+    half: float = key("From half of them", "share")
 
 
 class CategorySaliency(Part):
     """The saliency over the texts of one category."""
 
     without_tokens: int = key("Pairs of layer and expert without tokens of it", "pairs")
-    in_least: LeastShares = key("What it would lose with the experts that score least over all texts")
+    in_least: LeastShares = key("What pruning would take from it")
     scores: list[list[float]] = key("By layer and expert")
 
 

@@ -37,7 +37,7 @@ def saliency(routed: Routed, blocks: Sequence[str]) -> dict[str, Any]:
     below = {name: ranks < int(share * scores.shape[1]) for name, share in PARTS.items()}  # as REAP prunes
 
     def lost(category: int, part: np.ndarray) -> float:
-        """The share of a category's contributions that the experts of a part make."""
+        """The share of a category's weighted norms that comes from the experts of a part."""
         whole = sums[:, category].sum()
         return float(sums[:, category][part].sum() / whole) if whole else 0.0
 
@@ -113,13 +113,13 @@ def saliency_table(found: dict[str, Any]) -> str:
     silent = found["without_tokens"]
     return "\n\n".join(
         [
-            "Saliency (REAP): mean of routing weight times norm of the output over an expert's tokens; those with the "
-            "least of their layer's mean",
-            text_table(("layer", "expert", "score", "of mean", "tokens", "of the mean of the category"), least),
-            "What a category would lose: the share of its contributions (weight times norm) that comes from the "
-            f"experts which score least over all texts{more}",
+            "Saliency (REAP): routing weight times norm of the output, mean over an expert's tokens. The experts with "
+            "the least, relative to the mean of their layer, and where they have most:",
+            text_table(("layer", "expert", "score", "of mean", "tokens", "of the mean in the category"), least),
+            "What pruning would take from a category: the share of its weighted norms that comes from the experts "
+            f"which score least over all texts{more}",
             text_table(("category", "experts without tokens", "least quarter", "least half"), categories),
-            f"{len(silent):,} experts without tokens, which score 0{': ' if silent else ''}{named(silent)}",
+            f"experts without tokens, which score 0: {len(silent):,}" + (f" ({named(silent)})" if silent else ""),
         ]
     )
 
