@@ -114,5 +114,5 @@ def coverage(
         if saliency and output:
             save(saliency_figure(result["per_layer"], result["saliency"]["per_layer"], title), output / "saliency.png")
     if output:
-        text += f"\n\nscores, lists of experts and heat map: {output}"
+        text += f"\n\nscores and lists of experts: {output}"
     common.emit(result, as_json, text, passed=found.passed)
