@@ -22,7 +22,8 @@ from quantizers.recipe.read import (
     source_location,
 )
 from quantizers.recipe.schema import CoverageGate
-from quantizers.system.errors import InputError
+from quantizers.system.errors import InputError, OutputError
+from quantizers.system.files import json_finite, write_json, write_text
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +38,7 @@ class Question:
     Attributes:
         tokens: how many to draw from the recipe's set; None to stream all of every set.
         without: sources of the recipe's set that are left out.
+        saliency: whether the experts are scored too; of one set only.
     """
 
     model: str
@@ -48,6 +50,7 @@ class Question:
     facts_file: Path | None = None
     tokens: int | None = None
     without: tuple[str, ...] = ()
+    saliency: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,8 @@ def coverage(
     model: str | Path | None = None,
     data: str | Path | None = None,
     compare: tuple[str | Path, str | Path] | None = None,
+    saliency: bool = False,
+    output: str | Path | None = None,
     min_routed_tokens: int | None = None,
     max_uncovered: float | None = None,
     device: str = "auto",
@@ -92,6 +97,8 @@ def coverage(
         model: without a recipe, or instead of its source: a checkpoint's folder or Hub id.
         data: without a recipe, or instead of its set: a calibration set.
         compare: two sets: experts whose share of tokens grows or shrinks, newly covered or no longer covered.
+        saliency: score the experts by what they contribute (REAP), over all texts and by category.
+        output: with `saliency`, a folder for the figures and lists of experts, see `eval.coverage.saliency.lists`.
         min_routed_tokens, max_uncovered: without a recipe, the gate: 1 token, and 0.01 of the experts by default.
         device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
         work: scratch folder for activations; a temporary one by default.
@@ -101,6 +108,7 @@ def coverage(
     Raises:
         InputError: something is missing, given twice, or wrong.
     """
+    from eval.coverage.saliency import lists
     from quantizers.device.determinism import ordered
     from quantizers.device.devices import choose_device
 
@@ -114,11 +122,15 @@ def coverage(
         raise InputError("--data and --compare name the sets; leave out --calibration and --set calibration")
     if compare and data:
         raise InputError("--compare names both sets; leave out --data")
+    if compare and saliency:
+        raise InputError("--saliency scores experts on one set; leave out --compare")
+    if output is not None and not saliency:
+        raise InputError(f"--output {output}: is for the files of --saliency; give that too, or leave it out")
     given = {"min_routed_tokens": min_routed_tokens, "max_uncovered": max_uncovered}
     gates = {key: value for key, value in given.items() if value is not None}
     sets = tuple(find_set(str(name)) for name in compare or ([data] if data else []))
     own = Path(facts) if facts is not None else None
-    question = Question(str(model), "main", trust_remote_code, sets, CoverageGate(), str(model), own)
+    question = Question(str(model), "main", trust_remote_code, sets, CoverageGate(), str(model), own, saliency=saliency)
     if recipe is not None:
         question = _with_recipe(question, str(recipe), changes, source, of_its_source=model is None)
         if gates:
@@ -134,10 +146,20 @@ def coverage(
         raise InputError("--data is missing; name a calibration set, such as embedded")
     else:
         question = replace(question, rule=question.rule.model_copy(update=gates))
+    files = Path(output) if output is not None and dist.is_main else None
+    if files is not None:
+        try:
+            files.mkdir(parents=True, exist_ok=True)
+        except OSError as failure:
+            raise OutputError(f"--output {files}: cannot be made a folder ({failure.strerror}); give another") from None
     if work is not None:
         Path(work).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=work) as folder, ordered():
         figures = measure_coverage(question, choose_device(device, dist), Path(folder), dist)
+    if files is not None:
+        write_json(files / "saliency.json", json_finite(figures))
+        for name, text in lists(figures).items():
+            write_text(text, files / name)
     return Coverage(figures if dist.is_main else {})
 
 
@@ -173,6 +195,7 @@ def measure_coverage(
     """
     from eval.coverage.compare import SIDES, compare_counts, labels
     from eval.coverage.routing import count_routes
+    from eval.coverage.saliency import saliency
     from eval.coverage.summary import check_floors, report
     from quantizers.architectures.families import architecture_for
     from quantizers.architectures.sizes import sizes_of
@@ -206,10 +229,14 @@ def measure_coverage(
     use_threads(sizes)
     model = StreamedModel(named, facts, sizes, device, forward_dtype(device))
     with rank_0_progress("streaming", sizes["layers"], 0, lambda: None, dist) as step:
-        routed = count_routes(model, sequences, categories, work, step, dist)
+        routed = count_routes(model, sequences, categories, work, step, dist, norms=question.saliency)
     names = [data.name for data in loaded]
     if len(loaded) == 1:
-        found = {"model": question.model, "set": names[0]} | report(routed.part("0:"), question.rule)
+        one = routed.part("0:")
+        found = {"model": question.model, "set": names[0]} | report(one, question.rule)
+        if question.saliency:
+            paths = (f"{model.skeleton.path}.{number}.{facts.modules.experts}" for number in one.layers)
+            found["saliency"] = saliency(one, [path.rpartition(".")[0] for path in paths])
         return found | ({"drawn": asdict(loaded[0].drawn)} if loaded[0].drawn else {})
     comparison = compare_counts(routed.part("0:"), routed.part("1:"), question.rule)
     for side, name, file, label in zip(SIDES, names, question.sets, labels(names, question.sets), strict=True):

@@ -170,7 +170,7 @@ def test_long_texts_by_several(finished: Finished, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_coverage_by_several(finished: Finished, tmp_path: Path) -> None:
-    question = Question(str(finished.source), "main", False, (finished.calibration,), CoverageGate(), "")
+    question = Question(str(finished.source), "main", False, (finished.calibration,), CoverageGate(), "", saliency=True)
     wanted = measure_coverage(question, CPU, tmp_path)
     for got in together(3, lambda dist: measure_coverage(question, CPU, tmp_path, dist)):
         assert got == wanted
