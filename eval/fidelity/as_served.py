@@ -30,8 +30,10 @@ from quantizers.architectures.sizes import Sizes
 from quantizers.architectures.skeleton import replaced_forward
 from quantizers.checkpoint.reader import CONFIG, Checkpoint
 from quantizers.checkpoint.safetensors_header import FP8
+from quantizers.formats import nvfp4
 from quantizers.formats.dequantization import PLAIN, unchecked_weight, weight_format
 from quantizers.formats.fp8 import block_size
+from quantizers.formats.nvfp4 import INPUT_SCALE
 from quantizers.layers.loop import Consumer, LayerStep
 from quantizers.model.activation_stream import ActivationStream
 from quantizers.model.streamed_model import DecoderLayer, StreamedModel
@@ -43,6 +45,7 @@ from .metrics import Text, table
 from .scoring import Pair, Scores
 
 DTYPE = torch.bfloat16
+Rounding = Activations | Tensor  # a tensor is NVFP4's global scale of the activations
 LARGEST_FP8, GROUP, BLOCK = 448.0, 128, 128
 SMALLEST_SCALE = 1 / (LARGEST_FP8 * 512)  # of activations; vLLM's _FP8_MIN_SCALING_FACTOR
 SMALLEST_PEAK = 1e-4  # of a block of weights whose scale becomes a power of two; per_block_cast_to_fp8
@@ -61,9 +64,21 @@ def power_of_two(scale: Tensor) -> Tensor:
     return torch.exp2(torch.ceil(torch.log2(scale)))
 
 
-def rounded_activations(x: Tensor, how: Activations) -> Tensor:
+def to_nvfp4(x: Tensor, whole: Tensor) -> Tensor:
+    """x (…, C) rounded to E2M1, with an E4M3 scale for every 16 and the global scale `whole` (1,); float32.
+
+    As compressed-tensors does it for `dynamic: local`.
+    """
+    grouped = x.unflatten(-1, (-1, nvfp4.GROUP))
+    scale = nvfp4.nearest_e4m3(whole * (grouped.abs().amax(-1, keepdim=True) / nvfp4.LARGEST_E2M1)).float() / whole
+    return nvfp4.nearest_e2m1_(grouped / scale).mul_(scale).flatten(-2)
+
+
+def rounded_activations(x: Tensor, how: Rounding) -> Tensor:
     """The activations (…, C) that a kernel multiplies, float32."""
     x = x.float()
+    if isinstance(how, Tensor):
+        return to_nvfp4(x, how)
     if how == "bfloat16":
         return x
     if how == "int8 per token":
@@ -91,6 +106,8 @@ def blocks_to_powers_of_two(weight: Tensor) -> Tensor:
 def stored_kind(stored: Checkpoint, module: str) -> Kind:
     """How a module's weight is stored, as kernels distinguish it."""
     found = weight_format(stored, module)
+    if found is not None and found.kind == "nvfp4":
+        return "nvfp4-a4" if f"{module}.{INPUT_SCALE}" in stored.tensors else "nvfp4"
     if found is not None:
         return found.kind
     weight = stored.tensors.get(f"{module}.weight")
@@ -117,14 +134,18 @@ def multiplied_weight(stored: Checkpoint, module: str, of: Kernel, device: torch
 # Modules -------------------------------------------------------------------------------------------------------------
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, how: Activations) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, how: Rounding) -> Tensor:
     """x (…, C) in bfloat16 times a weight (R, C) in float32, as a kernel computes it: (…, R) in bfloat16."""
     bias = None if bias is None else bias.float()
     return torch.nn.functional.linear(rounded_activations(x, how), weight, bias).to(x.dtype)
 
 
 def routed_experts(
-    weight: Callable[[int, int], tuple[Tensor, Activations]], gate: Gate, x: Tensor, chosen: Tensor, weights: Tensor
+    weight: Callable[[int, int], tuple[Tensor, Rounding]],
+    gate: Gate,
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
 ) -> Tensor:
     """The routed experts of a layer: Σ over the chosen ones of weights · w2(gate(w1 x, w3 x)), (T, H) in bfloat16.
 
@@ -201,12 +222,15 @@ class ServedModel(StreamedModel):
         facts, number = self.facts, layer.number
         gate = gate_of(self._experts(layer), facts.of_layer(number).own_gate)
 
-        def weight(expert: int, matrix: int) -> tuple[Tensor, Activations]:
+        def weight(expert: int, matrix: int) -> tuple[Tensor, Rounding]:
             module = facts.expert(number, expert, MATRICES[matrix])
             rules = kernel(
                 self.card, "experts", stored_kind(files, module), facts.expert_linears[MATRICES[matrix]].shape
             )
-            return multiplied_weight(files, module, rules, self.device), rules.activations
+            how: Rounding = rules.activations
+            if how == "NVFP4":
+                how = files.tensor(f"{module}.{INPUT_SCALE}").to(self.device)
+            return multiplied_weight(files, module, rules, self.device), how
 
         def forward(*args: Tensor, **kwargs: Tensor) -> Tensor:
             return routed_experts(weight, gate, *args, *kwargs.values())

@@ -32,7 +32,7 @@ from quantizers.system.strict_yaml import dump
 from .summary import (
     NAMELESS,
     REASONS,
-    expert_bits,
+    expert_schemes,
     layer_rows,
     repository,
     scheme_lines,
@@ -94,7 +94,7 @@ def _tiles(report: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         *tiles,
         (size(after), f"{after / before:.0%} of the source's {size(before)}"),
-        (_integers(report), "experts"),
+        (_numbers(report), "experts"),
         (f"{passed} of {len(report['gates'])}", "gates passed"),
     ]
 
@@ -142,25 +142,31 @@ def model_card(report: dict[str, Any]) -> str:
     return re.sub(r"\n{3,}", "\n\n", text).rstrip("\n") + "\n"
 
 
-def _integers(report: dict[str, Any]) -> str:
-    return " and ".join(f"INT{bits}" for bits in expert_bits(report))
+def _numbers(report: dict[str, Any]) -> str:
+    names = ("NVFP4" if s.format == "nvfp4" else f"INT{s.bits}" for s in expert_schemes(report))
+    return " and ".join(dict.fromkeys(names))
 
 
 def _title(report: dict[str, Any]) -> str:
     attention = "FP8 attention" if _fp8_form(report["plan"]) else "attention as published"
     if report["plan"].get("attention") == "bf16":
         attention = "BF16 attention"
-    return f"{base_name(report['source']['model'])}: {attention}, {_integers(report)} experts"
+    return f"{base_name(report['source']['model'])}: {attention}, {_numbers(report)} experts"
 
 
 def _stored(report: dict[str, Any]) -> str:
     """The storage format of the experts in words."""
     if "stitched" in report:
-        return " and ".join(f"INT{s['bits']} in groups of {s['group_size']}" for s in report["experts"]["schemes"])
+        return " and ".join(
+            str(s) if s.format == "nvfp4" else f"INT{s.bits} in groups of {s.group_size}"
+            for s in expert_schemes(report)
+        )
     if report.get("schemes"):
-        return f"{_integers(report)}, symmetric, one bfloat16 scale per group ({report['schemes']['chosen']})"
-    group = report["settings"]["recipe"]["experts"]["group_size"]
-    return f"{_integers(report)}, symmetric, one bfloat16 scale per {group} weights"
+        return f"{_numbers(report)}, symmetric, one bfloat16 scale per group ({report['schemes']['chosen']})"
+    (scheme,) = expert_schemes(report)
+    if scheme.format == "nvfp4":
+        return f"{scheme}: FP4 (E2M1), one FP8 scale per {scheme.group_size} weights, one float32 scale per matrix"
+    return f"{_numbers(report)}, symmetric, one bfloat16 scale per {scheme.group_size} weights"
 
 
 def _fp8_form(plan: dict[str, Any]) -> str | None:
@@ -305,7 +311,11 @@ def _tags(report: dict[str, Any]) -> list[str]:
     else:
         awq = report["settings"]["recipe"]["experts"]["awq"]
     kinds = (["awq"] if awq else []) + (["fp8"] if _fp8_form(report["plan"]) else [])
-    widths = (tag for n in expert_bits(report) for tag in (f"int{n}", f"w{n}a16"))
+    names = (
+        ("nvfp4" if s.format == "nvfp4" else f"int{s.bits}", f"w{s.bits}a{s.activations}")
+        for s in expert_schemes(report)
+    )
+    widths = dict.fromkeys(tag for pair in names for tag in pair)
     return ["compressed-tensors", *kinds, *widths, "moe", *(["vllm"] if "vllm" in report["serving"]["servers"] else [])]
 
 

@@ -45,7 +45,7 @@ class PackedExperts(Part):
     model: str = key("Hub id, or the name of its folder")
     revision: str | None = key("Revision on the Hub; None for a folder without one")
     digest: str = key("SHA-256 over the headers and sizes of its files, hexadecimal")
-    schemes: list[dict[str, int]] = key("bits and group_size of each scheme in it")
+    schemes: list[dict[str, int | str]] = key("bits and group_size of each scheme in it; of NVFP4 more")
     format: dict[str, str] | None = maybe("Quantization method and version in its config.json; absent where unknown")
     modifiers: list[str] | None = maybe("llm-compressor's modifiers in its recipe.yaml, in order; absent without any")
     card: dict[str, list[str]] | None = maybe("Base model, licence, data sets on its model card; absent without any")

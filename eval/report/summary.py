@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from typing import Any
 
+from quantizers.recipe.schema import NVFP4, Scheme
 from quantizers.system.formatting import number, size, text_table
 
 NAMES = {"gate": "w1 (gate)", "up": "w3 (up)", "down": "w2 (down)"}
@@ -148,13 +150,16 @@ def scheme_lines(report: dict[str, Any]) -> list[str]:
     return choice_lines(report["schemes"]) if "schemes" in report else []
 
 
-def expert_bits(report: dict[str, Any]) -> list[int]:
-    """Bit widths of the experts' integers; several if layers differ."""
+def expert_schemes(report: dict[str, Any]) -> list[Scheme]:
+    """The experts' schemes, smallest first; several if layers differ."""
     if report.get("schemes"):
-        return sorted({layer["bits"] for layer in report["schemes"]["layers"]})
+        return sorted({Scheme(layer["bits"], layer["group_size"]) for layer in report["schemes"]["layers"]})
     if "stitched" in report:
-        return sorted({scheme["bits"] for scheme in report["experts"]["schemes"]})
-    return [report["settings"]["recipe"]["experts"]["bits"]]
+        return sorted(Scheme(**scheme) for scheme in report["experts"]["schemes"])
+    experts = report["settings"]["recipe"]["experts"]
+    if experts.get("format") == "nvfp4":
+        return [replace(NVFP4, activations=experts.get("activations", NVFP4.activations))]
+    return [Scheme(experts["bits"], experts["group_size"])]
 
 
 # Serving -----------------------------------------------------------------------------------------------------------

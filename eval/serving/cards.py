@@ -1,19 +1,20 @@
 """The kernels that vLLM chooses on each kind of card, and the numbers that they multiply.
 
-A matrix is stored in FP8 blocks, in FP8 rows, packed integers or plain numbers. By that, by the card, and by whether
-the matrix belongs to the routed experts, vLLM chooses a kernel, and the kernel decides what is multiplied:
+A matrix is stored in FP8 blocks, in FP8 rows, packed integers, NVFP4 or plain numbers. By that, by the card, and by
+whether the matrix belongs to the routed experts, vLLM chooses a kernel, and the kernel decides what is multiplied:
 
     scales       as stored; rounded to bfloat16 (Marlin); or raised to a power of two, in which case the FP8 codes are
                  rounded again (DeepGEMM, E8M0)
     weights      codes times scales as they are, if a kernel applies scales to the sums; or rounded to bfloat16
-    activations  bfloat16, or rounded once more: to FP8 with a scale per token or per 128 channels (amax / 448), or to
-                 int8 with a scale per token (amax / 127)
+    activations  bfloat16, or rounded once more: to FP8 with a scale per token or per 128 channels (amax / 448), to
+                 int8 with a scale per token (amax / 127), or to NVFP4 (E2M1, an E4M3 scale per 16 channels from their
+                 amax, and the stored scale of the matrix)
 
 From the sources of vLLM 0.32 and 0.33: the lists of kernels in kernels/linear/__init__.py, each kernel's `is_supported`
 and `can_implement`, fused_moe/oracle/fp8.py and int_wna16.py, utils/deep_gemm.py and input_quant_fp8.py. The kernels of
-the CPU were run; those of GPUs were not. Left out: FlashInfer's kernel for fewer than 32 tokens on Hopper, the absorbed
-product of MLA when it decodes, expert parallelism, and the sum of the widths of fused matrices, on which DeepGEMM
-decides.
+the CPU were run; those of GPUs were not. Those for NVFP4 were not read: their numbers are those of the format. Left
+out: FlashInfer's kernel for fewer than 32 tokens on Hopper, the absorbed product of MLA when it decodes, expert
+parallelism, and the sum of the widths of fused matrices, on which DeepGEMM decides.
 """
 
 from __future__ import annotations
@@ -23,18 +24,23 @@ from typing import Literal
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.recipe.schema import Card
+from quantizers.system.errors import InputError
 
 from .engines import EXPERTS, MTP_EXPERTS, REFUSED, Engine, Lookup, ServedScheme
 from .kernels import MARLIN, is_packed, moe_kernels, refusal
 
 Where = Literal["linear", "experts"]
-Kind = Literal["blocks", "rows", "packed", "plain"]
-Activations = Literal["bfloat16", "FP8 per 128", "FP8 per 128, power of two", "FP8 per token", "int8 per token"]
+Kind = Literal["blocks", "rows", "packed", "nvfp4", "nvfp4-a4", "plain"]
+Activations = Literal[
+    "bfloat16", "FP8 per 128", "FP8 per 128, power of two", "FP8 per token", "int8 per token", "NVFP4"
+]
 KINDS: dict[Kind, str] = {
     "blocks": "FP8 in blocks", "rows": "FP8 per row", "packed": "packed integers", "plain": "BF16",
+    "nvfp4": "NVFP4 W4A16", "nvfp4-a4": "NVFP4 W4A4",
 }  # fmt: skip
 WHERE: dict[Where, str] = {"linear": "linear layers", "experts": "experts"}
 UNQUANTIZED = "unquantized"
+NOT_KNOWN = "not known"
 POWER = "power of two"
 E8M0 = "VLLM_USE_DEEP_GEMM_E8M0=0"  # with this in the environment, DeepGEMM takes scales as they are stored
 
@@ -107,6 +113,10 @@ EXPERT_KERNELS: dict[Card, dict[Kind, Kernel]] = {
         "packed": Kernel("AMX", f"{MOE}/cpu_moe.py", activations="int8 per token"),
     },
 }
+MARLIN_FP4 = Kernel("Marlin", f"{MOE}/marlin_moe.py")
+for _card in ("ampere", "ada", "hopper", "blackwell"):
+    EXPERT_KERNELS[_card] |= {"nvfp4": MARLIN_FP4, "nvfp4-a4": MARLIN_FP4}
+EXPERT_KERNELS["blackwell"]["nvfp4-a4"] = Kernel("native FP4", f"{MOE}", activations="NVFP4")
 # SGLang 0.5.23's for linear modules. Its experts in packed integers are Marlin's on all of them.
 SGLANG_LINEARS: dict[Card, dict[Kind, str]] = {
     "ampere": {"blocks": f"{REFUSED}: 'Unsupported weight strategy=block'", "rows": "Marlin"},
@@ -120,7 +130,9 @@ def kernel(card: Card, where: Where, kind: Kind, shape: tuple[int, ...]) -> Kern
     """The kernel for a matrix (R, C) that is stored so."""
     if kind == "plain":
         return PLAIN if where == "linear" else PLAIN_EXPERTS
-    found = (LINEAR_KERNELS if where == "linear" else EXPERT_KERNELS)[card][kind]
+    found = (LINEAR_KERNELS if where == "linear" else EXPERT_KERNELS)[card].get(kind)
+    if found is None:
+        raise InputError(f"as served on {card}: {KINDS[kind]} is not known for {WHERE[where]}; leave this card out")
     # vLLM's should_use_deepgemm_for_fp8_linear
     return CUTLASS_BLOCKS if found is DEEP_GEMM and (shape[0] % 64 or shape[1] % 128) else found
 
@@ -130,6 +142,10 @@ def on_card(engine: Engine, card: Card, lookup: Lookup, facts: Architecture) -> 
     scheme, routed = lookup.scheme, lookup.kind in (EXPERTS, MTP_EXPERTS)
     if problem := refusal(engine, lookup) or lookup.refused:
         return f"{REFUSED}: {problem}"
+    if scheme is not None and scheme.is_nvfp4:
+        if not routed or card == "vllm-cpu":
+            return NOT_KNOWN
+        return EXPERT_KERNELS[card]["nvfp4-a4" if scheme.activations else "nvfp4"].name
     if engine.is_sglang:
         return _by_sglang(card, scheme, routed)
     where: Where = "experts" if routed else "linear"

@@ -4,8 +4,8 @@ engines.py says which scheme an engine gives a module; here that is compared wit
 shapes are checked that tensor parallelism leaves on each rank. Most of these mistakes cause no error when the
 checkpoint is loaded, or an error that points elsewhere.
 
-A matrix of known shape is stored as packed integers (`weight_packed`, `weight_scale`), FP8 (`weight`, `weight_scale`)
-or plain (`weight`); bits, group size and block follow from the shapes.
+A matrix of known shape is stored as packed integers or NVFP4 (`weight_packed`, `weight_scale`), FP8 (`weight`,
+`weight_scale`) or plain (`weight`); bits, group size and block follow from the shapes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import CONFIG, open_folder
 from quantizers.checkpoint.safetensors_header import FLOATING, FP8, Stored
 from quantizers.formats.fp8 import SCALE, SCALE_INV, blocks_of
+from quantizers.formats.nvfp4 import GLOBAL_SCALE, INPUT_SCALE
 from quantizers.planning.serving_memory import obstacles, unsaid
-from quantizers.recipe.schema import CARDS
+from quantizers.recipe.schema import CARDS, NVFP4
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import places, text_table
 
@@ -302,7 +303,8 @@ def _check_kernels(
             elif needed := condition(engine, lookup):
                 said.setdefault(("warning", engine, lookup.kind, needed), []).append(lookup)
     for (how, engine, kind, consequence), found in said.items():
-        names = sorted({f"INT{lookup.scheme.bits}" for lookup in found if lookup.scheme})
+        schemes = [lookup.scheme for lookup in found if lookup.scheme]
+        names = sorted({str(s) if s.is_nvfp4 else f"INT{s.bits}" for s in schemes})
         for lookup in found:
             findings.add(how, [engine], lookup.asked, f"{kind}: {', '.join(names)}", consequence)
     return {*refused}
@@ -411,6 +413,8 @@ def _validation_errors(section: Mapping[str, Any]) -> list[tuple[str, str]]:
 def describe(parts: Parts, shape: tuple[int, ...]) -> str:
     """How a module is stored, in the words of `str(ServedScheme)`."""
     scale = parts.get(SCALE)
+    if PACKED in parts and parts[PACKED].dtype == "U8":
+        return f"NVFP4 W4A{4 if INPUT_SCALE in parts else 16}"
     if PACKED in parts:
         name = f"INT{parts[PACKED].shape[-1] * 32 / shape[-1]:g}"
         if scale is None:
@@ -466,9 +470,12 @@ def mistakes(scheme: ServedScheme | None, parts: Parts, shape: tuple[int, ...]) 
                for part, (dtypes, size) in needed.items() if part in parts)  # fmt: skip
     if not fits or next(iter(needed)) not in parts:
         return [*problems, ("another scheme", takes)]
-    if SCALE not in parts:
-        return [*problems, ("no scale", f"{SCALE} is missing: stored as {stored}")]
-    if PACKED in parts and parts[SCALE].dtype != "BF16":
+    for scale in needed:
+        if scale not in parts:
+            return [*problems, ("no scale", f"{scale} is missing: stored as {stored}")]
+    if scheme.is_nvfp4 and not scheme.activations and INPUT_SCALE in parts:
+        problems.append(("extra", f"{INPUT_SCALE} belongs to no scheme of weights alone"))
+    if PACKED in parts and not scheme.is_nvfp4 and parts[SCALE].dtype != "BF16":
         problems.append(("scale dtype", f"the scale is {parts[SCALE].dtype}, not BF16"))
     return problems
 
@@ -482,6 +489,10 @@ def _required(scheme: ServedScheme, shape: tuple[int, ...]) -> Needed | None:
     if scheme.type == "int" and scheme.strategy == "group" and scheme.group_size and not scheme.activations:
         packed = (rows, math.ceil(columns * scheme.bits / 32))
         return {PACKED: (("I32",), packed), SCALE: (FLOATING, (rows, columns // scheme.group_size))}
+    if scheme.is_nvfp4:
+        of_matrix = (GLOBAL_SCALE, INPUT_SCALE) if scheme.activations else (GLOBAL_SCALE,)
+        halves, groups = (rows, columns // 2), (rows, columns // NVFP4.group_size)
+        return {PACKED: (("U8",), halves), SCALE: ((FP8,), groups)} | dict.fromkeys(of_matrix, (("F32",), (1,)))
     if scheme.type == "float" and scheme.bits == 8 and scheme.strategy == "block" and scheme.block:
         return {"weight": ((FP8,), shape), SCALE: (FLOATING, blocks_of(shape, scheme.block))}
     if scheme.type == "float" and scheme.bits == 8 and scheme.strategy == "channel":
@@ -504,7 +515,7 @@ def tensor_parallel(ranks: int, facts: Architecture, sizes: Sizes, lookups: Sequ
     if problem := unsaid(facts):
         return problem
     experts = {lookup.scheme for lookup in lookups if lookup.kind == EXPERTS and lookup.scheme}
-    groups = {scheme.group_size for scheme in experts if scheme.type == "int" and scheme.group_size}
+    groups = {s.group_size for s in experts if (s.type == "int" or s.is_nvfp4) and s.group_size}
     linears = facts.every_linear()
     blocks = {
         name: lookup.scheme.block

@@ -35,6 +35,7 @@ from quantizers.architectures.facts import ServerFacts, ServerName
 from quantizers.architectures.fused import FUSED, FUSED_IN_SOME
 from quantizers.architectures.matrices import MATRICES, PROJECTIONS
 from quantizers.architectures.sizes import Sizes
+from quantizers.recipe.schema import NVFP4
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
@@ -87,10 +88,17 @@ class ServedScheme:
     target: str = field(default="", compare=False)
 
     def __str__(self) -> str:
+        if self.is_nvfp4:
+            return f"NVFP4 W4A{4 if self.activations else 16}"
         name = {"int": "INT", "float": "FP"}.get(self.type, self.type) + str(self.bits)
         if self.strategy == "block" and self.block:
             return f"{name} block {self.block[0]}x{self.block[1]}"
         return f"{name} group {self.group_size}" if self.strategy == "group" else f"{name} per {self.strategy}"
+
+    @property
+    def is_nvfp4(self) -> bool:
+        """Whether weights are FP4 with a scale per group and one of the matrix; activations are too, if there are."""
+        return (self.type, self.bits, self.strategy, self.group_size) == ("float", 4, "tensor_group", NVFP4.group_size)
 
     @property
     def origin(self) -> str:

@@ -1,4 +1,4 @@
-"""Which engine has kernels for packed integers, by their bits, groups and names.
+"""Which engine has kernels for packed integers, by their bits, groups and names; and what is known of NVFP4.
 
     vLLM           experts: Marlin and Triton take 4 bits and symmetric 8; Humming takes 2 to 8 in groups on NVIDIA GPUs
                    alone, since vLLM 0.29, but with zero points not all of 4 bits and none of 8
@@ -22,7 +22,7 @@ from typing import TypeGuard
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import MATRICES, PROJECTIONS
 
-from .engines import EXPERTS, MTP_EXPERTS, SGLANG, TRANSFORMERS, Engine, Lookup, ServedScheme
+from .engines import EXPERTS, MTP_EXPERTS, SGLANG, TRANSFORMERS, VLLM, VLLM_BEFORE, Engine, Lookup, ServedScheme
 
 MARLIN, TRITON, HUMMING = "Marlin", "Triton", "Humming"
 MARLIN_GROUPS = (32, 64, 128)  # besides whole rows; vLLM's check_moe_marlin_supports_config
@@ -38,6 +38,12 @@ PACKED_DENSELY = (
 )
 KTRANSFORMERS_PREFIXES = ("model.", "language_model.model.", "model.language_model.")
 TAKES_THEM = "takes them"
+# Of experts in NVFP4, by engine.
+NVFP4_KNOWN = {
+    VLLM.name: "known of vLLM 0.33 on NVIDIA GPUs: FP4 products on SM100 and SM120, elsewhere weights alone (Marlin)",
+    VLLM_BEFORE.name: "not known: such a version may refuse them",
+    SGLANG.name: "known of SGLang 0.5.23 on NVIDIA GPUs from SM80: FP4 products on SM100, elsewhere weights alone",
+}
 # docs/publish.md has the table with file and line of all others.
 NEGATIVE_SCALES = (
     "group scales may be negative; not verified for FlashInfer's TRT-LLM MXINT4 on SM100, for vLLM's Marlin with 8-bit "
@@ -76,8 +82,10 @@ def refusal(engine: Engine, lookup: Lookup) -> str | None:
 
 
 def condition(engine: str, lookup: Lookup) -> str | None:
-    """What an engine called `engine` needs for packed integers besides being there; None if nothing, or for others."""
+    """What an engine called `engine` needs for a scheme besides being there; None if nothing."""
     scheme = lookup.scheme
+    if scheme is not None and scheme.is_nvfp4:
+        return NVFP4_KNOWN.get(engine)
     if not is_packed(scheme) or engine == SGLANG.name:
         return None
     if engine == TRANSFORMERS:

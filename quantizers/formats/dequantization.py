@@ -5,6 +5,7 @@ Formats of which any rows can be dequantized (`WeightFormat`):
     blocks    weight F8_E4M3 (R, C), weight_scale_inv or weight_scale (⌈R / b⌉, ⌈C / b'⌉)   blocks b x b'
     rows      weight F8_E4M3 (R, C), weight_scale (R,) or (R, 1)
     packed    weight_packed I32 (R, C · bits / 32), weight_scale (R, n), weight_shape
+    nvfp4     weight_packed U8 (R, C / 2), weight_scale F8_E4M3 (R, C / 16), weight_global_scale F32 (1,)
     plain     weight BF16, F16 or F32 (R, C)
 
 Of other programs, as a whole:
@@ -14,8 +15,8 @@ Of other programs, as a whole:
     packed integers with zero points                    weight_packed, weight_scale, weight_shape, weight_zero_point
     integers of AutoAWQ, GPTQ and AutoRound             see awq_gptq.py
 
-compressed-tensors' pack-quantized, int-quantized, float-quantized and naive-quantized are among these. Other formats
-are refused in unsupported.py.
+compressed-tensors' pack-quantized, nvfp4-pack-quantized, int-quantized, float-quantized and naive-quantized are among
+these. Other formats are refused in unsupported.py.
 
 Legend: R rows (outputs), C columns (inputs), n groups of a row.
 """
@@ -34,6 +35,7 @@ from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.safetensors_header import FLOATING, FP8, TensorInfo
 from quantizers.system.errors import CheckpointError
 
+from . import nvfp4
 from .awq_gptq import dequantize_awq_gptq
 from .fp8 import SCALE, SCALE_INV, block_size, blocks_of, weight_schemes
 from .packed_integers import dequantize, unpack
@@ -101,7 +103,7 @@ class WeightFormat:
         block: of FP8 in blocks; (1, 1) elsewhere.
     """
 
-    kind: Literal["blocks", "rows", "packed", "plain"]
+    kind: Literal["blocks", "rows", "packed", "nvfp4", "plain"]
     parts: tuple[str, ...]
     shape: tuple[int, int]
     block: tuple[int, int] = (1, 1)
@@ -109,12 +111,16 @@ class WeightFormat:
     def band(self, parts: Sequence[torch.Tensor], first: int, last: int) -> list[torch.Tensor]:
         """The parts of rows `first` to `last`, both multiples of the block's rows or the matrix's end."""
         step = self.block[0]
+        if self.kind == "nvfp4":
+            return [*(part[first:last] for part in parts[:2]), parts[2]]
         return [parts[0][first:last], *(scale[first // step : math.ceil(last / step)] for scale in parts[1:])]
 
     def numbers(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Rows (r, C) from their parts, on the parts' device: a product in float32, or a plain weight as it is."""
         if self.kind == "plain":
             return parts[0]
+        if self.kind == "nvfp4":
+            return dequantize(nvfp4.unpack(parts[0]), parts[1].float() / parts[2])
         quantized, scale = parts
         if self.kind == "blocks":
             return dequantize_fp8(quantized, scale, self.block)
@@ -135,6 +141,8 @@ def weight_format(checkpoint: Checkpoint, module: str) -> WeightFormat | None:
     if f"{module}.qweight" in tensors:
         return None
     if f"{module}.{PACKED}" in tensors:
+        if tensors[f"{module}.{PACKED}"].dtype == "U8":
+            return _nvfp4(checkpoint, module)
         parts, shape, _ = _packed(checkpoint, module)
         return None if len(parts) > 2 else WeightFormat("packed", (PACKED, SCALE), shape)
     info = checkpoint.require(f"{module}.weight", "a linear layer's weight")
@@ -161,6 +169,20 @@ def weight_format(checkpoint: Checkpoint, module: str) -> WeightFormat | None:
             f"{list(block)} needs {list(expected)}"
         )
     return WeightFormat("blocks", ("weight", stored.name.rpartition(".")[2]), shape, block)
+
+
+def _nvfp4(checkpoint: Checkpoint, module: str) -> WeightFormat:
+    """The format of E2M1 codes with E4M3 scales, from headers."""
+    names = (PACKED, SCALE, nvfp4.GLOBAL_SCALE)
+    packed, scale, whole = (checkpoint.require(f"{module}.{name}", "part of an NVFP4 weight") for name in names)
+    rows, columns = (packed.shape[0], 2 * packed.shape[1]) if len(packed.shape) == 2 else (0, 0)
+    stored = [(info.dtype, info.shape) for info in (scale, whole)]
+    if not rows or stored != [(FP8, (rows, columns // nvfp4.GROUP)), ("F32", (1,))] or columns % nvfp4.GROUP:
+        raise CheckpointError(
+            f"{packed.file}: {module}: weight_packed U8 {list(packed.shape)}, weight_scale {scale.dtype} "
+            f"{list(scale.shape)} and {nvfp4.GLOBAL_SCALE} {whole.dtype} {list(whole.shape)} are no NVFP4 weight"
+        )
+    return WeightFormat("nvfp4", names, (rows, columns))
 
 
 def _packed(checkpoint: Checkpoint, module: str) -> tuple[list[TensorInfo], tuple[int, int], int]:

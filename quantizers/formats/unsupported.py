@@ -37,7 +37,10 @@ from .awq_gptq import is_awq_or_gptq, read_packing
 from .fp8 import declared_form
 
 SECTION = "quantization_config"
-SUPPORTED = {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense"}
+SUPPORTED = {
+    "pack-quantized", "nvfp4-pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision",
+    "dense",
+}  # fmt: skip
 # By quant_method: what to do instead.
 INSTEAD = {
     "gguf": EVALUATE_GGUF,

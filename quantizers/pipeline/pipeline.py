@@ -131,7 +131,8 @@ def run(job: Job, options: Options) -> dict[str, Any]:
             return {}
         if unfinished:
             schemes = job.allocation.candidates if job.allocation else job.plan.schemes
-            verify_kernels(options.device, {(s.bits, s.group_size, job.recipe.experts.signed) for s in schemes}, dist)
+            integers = {(s.bits, s.group_size, job.recipe.experts.signed) for s in schemes if s.format == "int"}
+            verify_kernels(options.device, integers, dist)
             _refuse_different_ranks(job, options)
         with journal.locked(options.output, dist):
             if unfinished and engines is not None:

@@ -32,6 +32,7 @@ from eval.fidelity.as_served import ServedModel, ServedTexts, as_served, kernels
 from eval.fidelity.comparison import Comparison
 from eval.fidelity.metrics import Measured, Text
 from eval.fidelity.scoring import score
+from eval.serving.cards import Kind
 from quantizers.calibration.samples import CalibrationData, category_names
 from quantizers.checkpoint.loaded_tensors import LoadedTensors, layer_names, load_tensors, tensors_in_memory
 from quantizers.checkpoint.reader import Checkpoint
@@ -272,9 +273,15 @@ class _Run:
         scores = score(self.streams, self.texts, stage, dist=self.context.dist, pairs=compared)
         (on_cards,) = as_served(scores, 2, cards, self.texts)
         for model in served:
-            on_cards[model.card]["kernels"] = kernels_of(model, _with_converted(self.job), "packed")
+            on_cards[model.card]["kernels"] = kernels_of(model, _with_converted(self.job), self._experts_kind())
         source, output = scores[:2]
         return Measured(source[0], *output, [entry["held_out"] for entry in entries], on_cards)
+
+    def _experts_kind(self) -> Kind:
+        scheme = self.job.plan.schemes[0]
+        if scheme.format == "nvfp4":
+            return "nvfp4-a4" if scheme.activations == 4 else "nvfp4"
+        return "packed"
 
 
 def _with_converted(job: Job) -> Checkpoint:

@@ -263,7 +263,7 @@ def stitch_report(
         written: digests of the shards, from when they were written.
     """
     source, model, theirs, examined = mix.source, settings["source"], mix.experts, describe_mix(mix.found)
-    schemes = [asdict(scheme) for scheme in dict.fromkeys(mix.plan.schemes)]
+    schemes = [scheme.as_dict for scheme in dict.fromkeys(mix.plan.schemes)]
     return {
         "stitched": settings,
         "source": _source(model, source.revision, source) | _about_source(mix.facts, model, source),

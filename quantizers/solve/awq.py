@@ -17,9 +17,11 @@ import torch
 
 from quantizers.device.timing import phase
 from quantizers.distributed.process_group import ProcessGroup
-from quantizers.formats.packed_integers import code_range, grouped
+from quantizers.formats.nvfp4 import global_scale
+from quantizers.formats.packed_integers import grouped
 from quantizers.recipe.schema import Awq, Experts
 
+from .grid import E2M1, Grid, grid_of, nearest_code_
 from .hessians import DownHessian, HessianCache
 from .rounding import column_parts, in_groups, minmax_steps
 from .routing_weights import ExpertBatch
@@ -75,7 +77,7 @@ def grid_scales(x_mean: torch.Tensor, w_mean: torch.Tensor, grid: int, duo_scali
 
 
 def scale_losses(
-    weight: torch.Tensor, hessian: torch.Tensor, scales: torch.Tensor, group: int, bits: int, *, signed: bool = True
+    weight: torch.Tensor, hessian: torch.Tensor, scales: torch.Tensor, group: int, grid: Grid, *, signed: bool = True
 ) -> torch.Tensor:
     """The loss (P, E) of every candidate for every expert, Q with min-max scales as they would be stored.
 
@@ -84,13 +86,15 @@ def scale_losses(
     weight = weight.mT.contiguous()  # (E, C, R): a column is contiguous
     errors = torch.empty_like(weight)
     table = []
-    for s in scales.unsqueeze(-1):  # (B, C, 1)
+    peaks = weight.abs().amax(-1, keepdim=True) if grid == E2M1 else None  # (E, C, 1)
+    for scale in scales.unsqueeze(-1):  # (B, C, 1)
+        s = scale if peaks is None else scale * global_scale((peaks * scale).amax(1, keepdim=True))
         for experts, columns in column_parts(weight, group):
             factor, part = s[experts if len(s) > 1 else slice(None), columns], weight[experts, columns]
             scaled = torch.mul(part, factor, out=errors[experts, columns])
             by_group = in_groups(scaled, group)
-            step = minmax_steps(by_group, bits, signed).float().unsqueeze(2)
-            by_group.div_(step).round_().clamp_(*code_range(bits)).mul_(step)
+            step = minmax_steps(by_group, grid, signed).float().unsqueeze(2)
+            nearest_code_(by_group.div_(step), grid).mul_(step)
             scaled.div_(factor).sub_(part)  # Q(W s) / s − W
         table.append(row_losses(errors.mT, hessian).sum(-1))
     losses = torch.stack(table, 1).T
@@ -143,7 +147,7 @@ def norm_scale(
     on the device.
     """
     assert isinstance(settings.awq, Awq)
-    group, bits, inputs, order = settings.group_size, settings.bits, cache.of_all, cache.routing.experts
+    group, on, inputs, order = settings.group_size, grid_of(settings), cache.of_all, cache.routing.experts
 
     def means(gate_up: torch.Tensor) -> torch.Tensor:
         return weight_means(gate_up.float(), group)
@@ -151,7 +155,7 @@ def norm_scale(
     def losses(points: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
         step = row_step(len(order) * gate_up.shape[1], NORM_ROWS)
         table = scale_losses(
-            gate_up[:, ::step].float(), inputs.hessian.unsqueeze(0), points, group, bits, signed=settings.signed
+            gate_up[:, ::step].float(), inputs.hessian.unsqueeze(0), points, group, on, signed=settings.signed
         )
         return table.T * step  # (c, P)
 
@@ -179,8 +183,8 @@ def width_scale(
         means = weight_means(down, settings.group_size)
         grid = grid_scales(inputs.mean, means, settings.awq.grid, settings.awq.duo_scaling)
         step = row_step(down.shape[1], WIDTH_ROWS)
-        rows, group, bits = down[:, ::step], settings.group_size, settings.bits
-        losses = scale_losses(rows, inputs.hessian, grid, group, bits, signed=settings.signed)  # (P, c)
+        rows, group, on = down[:, ::step], settings.group_size, grid_of(settings)
+        losses = scale_losses(rows, inputs.hessian, grid, group, on, signed=settings.signed)  # (P, c)
         losses *= step
         best = losses.argmin(0)
         chosen = grid[best, torch.arange(len(best), device=best.device)]

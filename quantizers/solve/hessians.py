@@ -36,10 +36,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class InputHessian:
-    """Hessian Σ x xᵀ (H, H) of all usable rows and mean |x| (H,), float32."""
+    """Hessian Σ x xᵀ (H, H) of all usable rows, and mean and largest |x| (H,), float32."""
 
     hessian: torch.Tensor
     mean: torch.Tensor
+    largest: torch.Tensor
 
 
 def sweep(
@@ -55,19 +56,21 @@ def sweep(
     Of each expert batch Σ r² x xᵀ (c, H, H) over its routed rows; the Hessian of all rows is zero without `with_all`.
     """
     device = routing.share.device
-    total, size = torch.zeros(hidden, hidden, device=device), torch.zeros(hidden, device=device)
+    total = torch.zeros(hidden, hidden, device=device)
+    size, largest = torch.zeros(hidden, device=device), torch.zeros(hidden, device=device)
     hessians = {batch: torch.zeros(batch[1] - batch[0], hidden, hidden, device=device) for batch in batches}
     for chunk, table in zip(chunks, routing.tables, strict=True):
         if with_all:
             add_hessian(total, chunk.x)
             size += torch.linalg.vector_norm(chunk.x, 1, dim=0, dtype=torch.float32)
+            largest = torch.maximum(largest, torch.linalg.vector_norm(chunk.x, torch.inf, dim=0, dtype=torch.float32))
         for batch, hessian in hessians.items():
             for rows, weight in table.routed(*batch):
                 picked = rows_of(chunk.x, rows).mul_(weight.unsqueeze(-1).to(chunk.x.dtype))  # (c, m, H)
                 add_hessian(hessian, picked)
     for hessian in hessians.values():
         mirror(hessian)
-    return InputHessian(mirror(total), size / max(routing.tokens, 1)), hessians
+    return InputHessian(mirror(total), size / max(routing.tokens, 1), largest), hessians
 
 
 def blended_hessian(
@@ -137,6 +140,7 @@ class DownHessian:
             unless asked for.
         seen, dropped: (c,) int64, rows of h that went into the Hessian, and rows left out: not usable themselves, or in
             the layer's input.
+        largest: |h| of all rows that are not left out, (c, I). None unless asked for.
     """
 
     hessian: torch.Tensor  # Σ h hᵀ (c, I, I)
@@ -144,6 +148,7 @@ class DownHessian:
     changes: torch.Tensor | None
     seen: torch.Tensor
     dropped: torch.Tensor
+    largest: torch.Tensor | None = None
 
 
 def collect_down_hessian(
@@ -155,6 +160,7 @@ def collect_down_hessian(
     batch: ExpertBatch,
     source: torch.Tensor | None = None,
     every: int = 1,
+    with_largest: bool = False,
 ) -> DownHessian:
     """Hessians of an expert batch, from every token through every expert of it.
 
@@ -162,6 +168,7 @@ def collect_down_hessian(
         gate_up: (c, 2I, H), w1 above w3, in the dtype of x; rounded or not.
         source: (c, 2I, H) of the same dtype: the weights that `gate_up` was rounded from, for `changes`.
         every: read every n-th token chunk only.
+        with_largest: whether `largest` is asked for.
     """
     count, width = len(gate_up), gate_up.shape[1] // 2
     zeros = partial(torch.zeros, device=gate_up.device)
@@ -170,6 +177,7 @@ def collect_down_hessian(
     by_kernel = gate_up.dtype == torch.bfloat16 and use_kernel("weigh_rows", gate_up.device)
     magnitude = zeros(count, width, kernels.SUMS if by_kernel else 1)  # in so many parts, added side by side
     mass, seen = zeros(count, 1), zeros(count, dtype=torch.int64)
+    largest = zeros(count, width) if with_largest else None
     routed_mass = zeros(count, dtype=torch.float64)
     routed = sum(sum(table.known) for table in routing.tables) // len(routing.experts)  # of an expert on average
     step = max(1, routed // (ROUTED_PER_COLUMN * width))
@@ -189,6 +197,10 @@ def collect_down_hessian(
             root = routing.roots(chunk, batch, good, h.dtype)
             mass += root.float().square().sum(1, keepdim=True)
             seen += good.sum(1)
+        if largest is not None:
+            with phase("Hessians"):
+                seen_here = torch.linalg.vector_norm(h.masked_fill(~good.unsqueeze(1), 0), torch.inf, dim=-1)
+                largest = torch.maximum(largest, seen_here.float())
         if source is not None and changes is not None:
             with phase("changes"):
                 for part in routing.tables[number].routed(*batch) if number % step == 0 else ():
@@ -207,7 +219,7 @@ def collect_down_hessian(
         share = routing.share[slice(*batch)] / routed_mass
         changes.mul_(torch.where(routed_mass > 0, share, torch.zeros_like(share)).float()[:, None, None])
     hessian = mirror(total).div_(mass.unsqueeze(-1))
-    return DownHessian(hessian, magnitude.sum(-1) / mass, changes, seen, rows - seen)
+    return DownHessian(hessian, magnitude.sum(-1) / mass, changes, seen, rows - seen, largest)
 
 
 def weigh_rows(h: torch.Tensor, root: torch.Tensor) -> None:

@@ -20,13 +20,16 @@ class LayerResult:
         smooth: (H,) float32: what the norm was divided by, exactly norm / norm' of the stored values;
             ones where nothing was folded.
         router: (E, H) float32: the router weight times `smooth`; None where nothing was folded.
-        codes: int8, gate and up (E, I, H), down (E, H, I), each in [-2^(bits-1), 2^(bits-1) - 1].
-        scales: bfloat16, (E, rows, columns / g); weight = code * scale.
+        codes: int8, gate and up (E, I, H), down (E, H, I), each in [-2^(bits-1), 2^(bits-1) - 1]; or E2M1's, see
+            grid.py.
+        scales: bfloat16, (E, rows, columns / g); weight = code * scale, and with NVFP4 divided by the global scale.
         error: numbers about the search and the rounding, for report.json.
         fallbacks: one line for each expert that did not get the method asked for, and why.
         under_routed: the experts that depend on tokens which the router did not send them, see routing_weights.py:
             `full_share_at` is n0, `experts` the number of those with fewer routed tokens, `smallest_share` the least
             share of all. None where all tokens count alike.
+        global_scales: (E,) float32 of each matrix, with NVFP4; gate and up have the same.
+        input_scales: the same of their inputs, where these are quantized too.
     """
 
     norm: torch.Tensor | None
@@ -37,3 +40,5 @@ class LayerResult:
     error: dict[str, float] = field(default_factory=dict)
     fallbacks: list[str] = field(default_factory=list)
     under_routed: dict[str, float] | None = None
+    global_scales: dict[Matrix, torch.Tensor] = field(default_factory=dict)
+    input_scales: dict[Matrix, torch.Tensor] = field(default_factory=dict)

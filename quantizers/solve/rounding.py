@@ -22,88 +22,87 @@ on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import tensor_to_host
 from quantizers.device.triton_support import use_kernel
-from quantizers.formats.packed_integers import code_range, dequantize, grouped
+from quantizers.formats.packed_integers import dequantize, grouped
 
 from . import kernels
+from .grid import E2M1, Grid, nearest_code_, reach, scale_candidates, stored_scale
 from .symmetric import ordered_sum
 
 DAMPING = 0.01  # of Hessians, as a share of their mean diagonal
-MSE_FACTORS = tuple(kernels.MSE_FIRST - kernels.MSE_LESS * k for k in range(kernels.MSE_COUNT))
 BLOCK = 32  # GPTQ columns of one kernel; one matmul adds the errors of their panel before it
 PANEL = 256  # columns that get the errors of all panels before them, or their part of P, by one matmul
 ATTEMPTS = 4  # dampings tried, each ten times the one before
 PART = 2**19  # numbers of a part that stays in a CPU's cache: 2 MiB of float32
 
 
-def minmax_scales(weight: torch.Tensor, group: int, bits: int, *, signed: bool = True) -> torch.Tensor:
+def minmax_scales(weight: torch.Tensor, group: int, grid: Grid, *, signed: bool = True) -> torch.Tensor:
     """Scale per group (…, R, n) bfloat16 from the largest magnitude in weight (…, R, C), 1 where that is zero.
 
-    max|w| / 7.5 for 4 bits, as compressed-tensors does; if `signed`, negative where the largest value is positive.
+    max|w| / 7.5 for 4 bits and max|w| / 6 for E2M1, as compressed-tensors does; if `signed`, that of integers is
+    negative where the largest value is positive.
     """
     rows = weight.shape[-2]
-    return minmax_steps(weight.mT.view(*weight.shape[:-2], -1, group, rows), bits, signed).mT.contiguous()
+    return minmax_steps(weight.mT.view(*weight.shape[:-2], -1, group, rows), grid, signed).mT.contiguous()
 
 
-def minmax_steps(by_group: torch.Tensor, bits: int, signed: bool) -> torch.Tensor:
+def minmax_steps(by_group: torch.Tensor, grid: Grid, signed: bool) -> torch.Tensor:
     """As `minmax_scales`, (…, n, R) bfloat16, of a transposed matrix (…, n, g, R) float32."""
-    low, high = code_range(bits)
     above, below = by_group.amax(-2), by_group.amin(-2).neg_()
     turned = above > below
     largest = torch.maximum(above, below, out=above)
     # Not by a number of Python: torch would multiply by its reciprocal on a GPU.
-    scale = largest.div_(torch.full_like(largest[..., :1], (high - low) / 2)).bfloat16()
+    scale = stored_scale(largest.div_(torch.full_like(largest[..., :1], reach(grid))), grid)
     scale = torch.where(scale == 0, 1, scale)
-    return torch.where(turned, -scale, scale) if signed else scale
+    return torch.where(turned, -scale, scale) if signed and grid != E2M1 else scale
 
 
-def nearest(weight: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
+def nearest(weight: torch.Tensor, scale: torch.Tensor, grid: Grid) -> torch.Tensor:
     """Codes (…, R, C) int8 nearest to weight (…, R, C) / scale (…, R, n), within the code range."""
     view = grouped(weight, weight.shape[-1] // scale.shape[-1])
-    return (view / scale.float().unsqueeze(-1)).round_().clamp_(*code_range(bits)).flatten(-2).to(torch.int8)
+    return nearest_code_(view / scale.float().unsqueeze(-1), grid).flatten(-2).to(torch.int8)
 
 
 def mse_scales(
-    weight: torch.Tensor, importance: torch.Tensor, group: int, bits: int, *, signed: bool = True
+    weight: torch.Tensor, importance: torch.Tensor, group: int, grid: Grid, *, signed: bool = True
 ) -> torch.Tensor:
     """The best of the min-max scale and 20 multiples of it, (E, R, n) bfloat16, by squared error weighted per column.
 
-    If `signed`, each multiple is tried with both signs.
+    If `signed`, each multiple is tried with both signs. E2M1 has other candidates, see grid.py.
 
     Both are float32: weight (E, R, C), and importance (E, C), not negative: the diagonal of the columns' Hessian. Where
     all of it is zero, the min-max scale is the best.
     """
     experts, rows, columns = weight.shape
     chosen = torch.empty(experts, columns // group, rows, dtype=torch.bfloat16, device=weight.device)
-    if use_kernel("mse_scales", weight.device):
-        kernels.mse_scales(weight.mT.contiguous(), importance.contiguous(), chosen, bits, signed)
+    if grid != E2M1 and use_kernel("mse_scales", weight.device):
+        kernels.mse_scales(weight.mT.contiguous(), importance.contiguous(), chosen, grid, signed)
         return chosen.mT.contiguous()
     for some, part in column_parts(weight.mT, group):
         by_group = in_groups(weight.mT[some, part].contiguous(), group)
         column = grouped(importance[some, part], group).unsqueeze(-1)  # (e, n, g, 1)
-        chosen[some, part.start // group : part.stop // group] = mse_steps(by_group, column, bits, signed)
+        chosen[some, part.start // group : part.stop // group] = mse_steps(by_group, column, grid, signed)
     return chosen.mT.contiguous()
 
 
-def mse_steps(by_group: torch.Tensor, column: torch.Tensor, bits: int, signed: bool) -> torch.Tensor:
+def mse_steps(by_group: torch.Tensor, column: torch.Tensor, grid: Grid, signed: bool) -> torch.Tensor:
     """Scales (e, n, R) bfloat16 of a part (e, n, g, R), with the importance `column` (e, n, g, 1) of each column."""
-    chosen = minmax_steps(by_group, bits, signed)
-    base, error = chosen.float(), torch.empty_like(by_group)
+    chosen = base = minmax_steps(by_group, grid, signed)
+    error = torch.empty_like(by_group)
 
     def loss_of(scale: torch.Tensor) -> torch.Tensor:
         step = scale.float().unsqueeze(2)
-        torch.div(by_group, step, out=error).round_().clamp_(*code_range(bits)).mul_(step).sub_(by_group)
+        nearest_code_(torch.div(by_group, step, out=error), grid).mul_(step).sub_(by_group)
         return ordered_sum(error.square_().mul_(column))
 
     best = loss_of(chosen)
-    for factor in (*MSE_FACTORS, *(-factor for factor in MSE_FACTORS if signed)):
-        scale = (base * factor).bfloat16()
+    for scale in scale_candidates(base, grid, signed):
         loss = loss_of(scale)
         better = loss < best
         best = torch.where(better, loss, best)
@@ -121,7 +120,7 @@ def damped(hessian: torch.Tensor, damping: torch.Tensor) -> torch.Tensor:
 
 
 def gptq(
-    weight: torch.Tensor, hessian: torch.Tensor, scale: torch.Tensor, bits: int
+    weight: torch.Tensor, hessian: torch.Tensor, scale: torch.Tensor, grid: Grid
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes (E, R, C) int8 column by column, each column's error spread over those not yet rounded; the damping (E,).
 
@@ -138,7 +137,8 @@ def gptq(
     steps, group_of = scale.mT.contiguous(), (order // (columns // scale.shape[-1])).int()
     codes = torch.empty_like(work, dtype=torch.int8)
     errors = torch.empty(experts, min(PANEL, columns), rows, dtype=work.dtype, device=work.device)
-    round_one = kernels.gptq_block if use_kernel("gptq_block", work.device) else round_block
+    by_kernel = grid != E2M1 and use_kernel("gptq_block", work.device)
+    round_one: Callable[..., None] = kernels.gptq_block if by_kernel else round_block
     for first in range(0, columns, PANEL):
         last = min(first + PANEL, columns)
         if first:
@@ -148,7 +148,7 @@ def gptq(
             block, left = slice(start, end), errors[:, start - first : end - first]
             if start > first:
                 work[:, block].baddbmm_(factor[:, first:start, block].mT, errors[:, : start - first], alpha=-1)
-            round_one(work[:, block], factor[:, block, block], steps, group_of[:, block], left, codes[:, block], bits)
+            round_one(work[:, block], factor[:, block, block], steps, group_of[:, block], left, codes[:, block], grid)
         # These columns are finished: their errors, which later ones need, replace them.
         work[:, first:last] = errors[:, : last - first]
     # Gathered by the inverse order: a deterministic scatter on a GPU sorts all elements, with several int64 for each.
@@ -162,13 +162,13 @@ def round_block(
     group_of: torch.Tensor,
     errors: torch.Tensor,
     codes: torch.Tensor,
-    bits: int,
+    grid: Grid,
 ) -> None:
     """The twin of `kernels.gptq_block`, with the same arguments; `work` is changed."""
     steps, rounded, shares = _in_order(scale, group_of.long()).float(), *(torch.empty_like(work) for _ in range(2))
     columns = (tensor.unbind(1) for tensor in (work, steps, rounded, errors))
     for j, (column, step, code, error) in enumerate(zip(*columns, strict=True)):
-        torch.div(column, step, out=code).round_().clamp_(*code_range(bits))
+        nearest_code_(torch.div(column, step, out=code), grid)
         torch.sub(column, torch.mul(code, step, out=error), out=error)
         later = torch.mul(factor[:, j, j + 1 :, None], error.unsqueeze(1), out=shares[:, j + 1 :])
         work[:, j + 1 :].sub_(later)
@@ -222,7 +222,7 @@ def refine(
     hessian: torch.Tensor,
     codes: torch.Tensor,
     scale: torch.Tensor,
-    bits: int,
+    grid: Grid,
     *,
     signed: bool = True,
     sweeps: int = 1,
@@ -239,7 +239,7 @@ def refine(
     by_group = hessian.view(len(hessian), -1, group, hessian.shape[2] // group, group)
     blocks = by_group.diagonal(dim1=1, dim2=3).movedim(-1, 1).contiguous()  # (E, n, g, g)
     for _ in range(sweeps):
-        _sweep(hessian, blocks, codes, scale, difference, bits=bits, signed=signed)
+        _sweep(hessian, blocks, codes, scale, difference, grid=grid, signed=signed)
     return codes.mT.contiguous(), scale.mT.contiguous()
 
 
@@ -250,14 +250,15 @@ def _sweep(
     scale: torch.Tensor,
     difference: torch.Tensor,
     *,
-    bits: int,
+    grid: Grid,
     signed: bool,
 ) -> None:
     """Set all codes (E, C, R) and scales (E, n, R), and with them (W − Ŵ)ᵀ (E, C, R); blocks (E, n, g, g) of G."""
     experts, columns, rows = codes.shape
     group = columns // scale.shape[1]
     panel = max(1, PANEL // group) * group
-    refine_one = kernels.refine_group if use_kernel("refine_group", codes.device) else refine_group
+    by_kernel = grid != E2M1 and use_kernel("refine_group", codes.device)
+    refine_one: Callable[..., None] = kernels.refine_group if by_kernel else refine_group
     for first in range(0, columns, panel):
         chosen = slice(first, min(first + panel, columns))
         near = torch.bmm(hessian[:, chosen], difference)  # Pᵀ
@@ -271,7 +272,7 @@ def _sweep(
                 near[:, part].baddbmm_(hessian[:, whole, first : whole.start], change[:, : part.start])
             refine_one(
                 blocks[:, at], scale[:, at], near[:, part],
-                image[:, at - groups.start], codes[:, whole], change[:, part], bits, signed,
+                image[:, at - groups.start], codes[:, whole], change[:, part], grid, signed,
             )  # fmt: skip
         difference[:, chosen].add_(change)
 
@@ -283,15 +284,15 @@ def refine_group(
     image: torch.Tensor,
     codes: torch.Tensor,
     change: torch.Tensor,
-    bits: int,
+    grid: Grid,
     signed: bool,
 ) -> None:
     """The twin of `kernels.refine_group`, with the same arguments."""
     old, before = scale.float(), codes.float()
     curvature, gradient = ordered_sum(torch.stack((image, near)).mul_(before))
-    rounded = (old + gradient / curvature.clamp(min=torch.finfo(torch.float32).tiny)).bfloat16()
+    rounded = stored_scale(old + gradient / curvature.clamp(min=torch.finfo(torch.float32).tiny), grid)
     step = rounded.float() - old
-    # Rounded to bfloat16 the step may overshoot: take it only where the parabola is lower there.
+    # Rounded, the step may overshoot: take it only where the parabola is lower there.
     better = (2 * gradient - step * curvature) * step > 0
     better &= ((rounded != 0) if signed else (rounded > 0)) & torch.isfinite(rounded)
     scale.copy_(torch.where(better, rounded, scale))
@@ -301,7 +302,7 @@ def refine_group(
     after = torch.empty_like(before)
     columns = (tensor.unbind(1) for tensor in (near, inverse, before, after))
     for j, (slope, inverted, code, best) in enumerate(zip(*columns, strict=True)):
-        torch.mul(slope, inverted, out=best).div_(now).add_(code).round_().clamp_(*code_range(bits))
+        nearest_code_(torch.mul(slope, inverted, out=best).div_(now).add_(code), grid)
         moved = torch.sub(best, code).mul_(now)
         later = torch.mul(block[:, j + 1 :, j, None], moved.unsqueeze(1), out=image[:, j + 1 :])
         near[:, j + 1 :].sub_(later)

@@ -7,10 +7,11 @@ is llmcompressor_engine.py.
 Of an expert batch w1 and w3 are rounded first, and w2's Hessian is that of the inputs which the rounded ones give it.
 w2 is corrected for the difference (`corrected`), a scale s per expert between w3 and w2 is searched, and w2 is rounded.
 
-With 8 bits s comes first. Found afterwards, it would divide w3's stored group scales, which bfloat16 then rounds a
-second time. That is far below the codes' error at 4 bits, but 4 to 39 % of it at 8. So s is searched from what the
-source's w1 and w3 give w2 (the rounded ones differ by half a percent), on a part of large sets, and w3 / s is rounded
-as it is stored: a median KL of 4.22e-6 on the tiny model instead of 4.58e-6.
+With NVFP4 s comes first, since E4M3 scales are too coarse to be divided and rounded again. So it does with 8 bits.
+Found afterwards, it would divide w3's stored group scales, which bfloat16 then rounds a second time. That is far below
+the codes' error at 4 bits, but 4 to 39 % of it at 8. So s is searched from what the source's w1 and w3 give w2 (the
+rounded ones differ by half a percent), on a part of large sets, and w3 / s is rounded as it is stored: with 8 bits a
+median KL of 4.22e-6 on the tiny model instead of 4.58e-6.
 
 Every matmul works on one token chunk or one expert batch, see planning/expert_batches.py. Memory decides no byte, see
 planning/device_memory.py.
@@ -34,6 +35,7 @@ from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import to_host
 from quantizers.device.timing import phase
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from quantizers.formats.nvfp4 import global_scale
 from quantizers.formats.packed_integers import dequantize, grouped
 from quantizers.model.moe_inputs import MoeInputs, MoeInputStore
 from quantizers.model.streamed_model import DecoderLayer, StreamedModel
@@ -42,6 +44,7 @@ from quantizers.planning.expert_batches import expert_batches, experts_per_batch
 from quantizers.recipe.schema import Experts
 
 from .awq import Weights, divided, fold_hessian, fold_norm, norm_scale, row_step, width_scale
+from .grid import E2M1, grid_of, unit
 from .hessians import HessianCache, blended_hessian, collect_down_hessian
 from .result import LayerResult
 from .rounding import DAMPING, damped, gptq, minmax_scales, mse_scales, nearest, refine
@@ -113,6 +116,10 @@ def solve(
     solved = {name: rows.pop(name).index_select(0, order) for name in list(rows)}
     codes = {matrix: solved.pop(f"codes.{matrix}") for matrix in MATRICES}
     scales = {matrix: solved.pop(f"scales.{matrix}") for matrix in MATRICES}
+    of_matrices = [
+        {matrix: solved.pop(f"{kind}.{matrix}") for matrix in MATRICES if f"{kind}.{matrix}" in solved}
+        for kind in ("global", "input")
+    ]
     solved |= {"routed_tokens": routing.routed_tokens[order], "share": routing.share[order]}
     numbers = to_host(solved | searched)  # only now, when all batches are under way
     under_routed = {
@@ -129,6 +136,7 @@ def solve(
         _errors(numbers, routing.tokens),
         _fallbacks(numbers, routing, settings, scales),
         under_routed if settings.routed_weight else None,
+        *of_matrices,
     )
 
 
@@ -145,8 +153,9 @@ def solve_batch(
     Returns:
         For each matrix `codes.…` and `scales.…` as in `LayerResult`. For each expert (c,): `damping.gate_up` and
         `damping.down`, see `rounding.gptq`; losses `…_lost`, and the squares that they are relative to `…_whole`; the
-        w2 search's objective `down_search_before` and `…_after`; rows `seen` and `dropped`, see `DownHessian`; and
-        `…_zero` of each matrix, see `_zero_groups`.
+        w2 search's objective `down_search_before` and `…_after`; with NVFP4 the matrices' `global.…`, and
+        `input.…` where activations are quantized; rows `seen` and `dropped`, see `DownHessian`; and `…_zero` of each
+        matrix, see `_zero_groups`.
     """
     batch, routing = waiting[0], cache.routing
     hessian = cache.take(waiting)
@@ -160,7 +169,9 @@ def solve_batch(
     gate_up, down = source * smooth, down.float()
     # w2's columns are multiplied by s (c, I), and w3's rows divided by it.
     s, rows = torch.ones_like(down[:, 0]), None
-    early = bool(settings.awq) and settings.bits == 8  # else w3's stored scales are divided after rounding
+    early = bool(settings.awq) and (
+        settings.bits == 8 or grid_of(settings) == E2M1
+    )  # else w3's stored scales are divided after rounding
     if early:
         every = max(1, routing.rows // (SEARCH_TOKENS * down.shape[-1]))
         s, searched = width_scale(down, collect(source, every=every), settings)
@@ -169,13 +180,17 @@ def solve_batch(
         gate_up.div_(rows)
     # gate and up read the same inputs, so they share one factorization.
     with phase("rounding"):
-        codes, scales = _round(gate_up, hessian, settings, "gate_up", numbers, rows)
-    rounded = dequantize(codes, scales)
+        codes, scales, divisor = _round(gate_up, hessian, settings, "gate_up", numbers, rows)
+    rounded = dequantize(codes, _divided(scales, divisor))
     if rows is not None:
         rounded.mul_(rows)
     # One rounding of the weights to the dtype of the forward pass, as a server does it.
     served = rounded if rounded.dtype == source.dtype else torch.empty_like(source)
-    inputs = collect(torch.div(rounded, smooth, out=served), source=source if settings.rounding == "gptq" else None)
+    inputs = collect(
+        torch.div(rounded, smooth, out=served),
+        source=source if settings.rounding == "gptq" else None,
+        with_largest=settings.activations == 4,
+    )
     del rounded, served
     if inputs.changes is not None:
         with phase("rounding"):
@@ -191,13 +206,24 @@ def solve_batch(
         down.mul_(s.unsqueeze(1))
         fold_hessian(inputs.hessian, s)
     with phase("rounding"):
-        down_codes, down_scales = _round(down, inputs.hessian, settings, "down", numbers)
+        down_codes, down_scales, down_divisor = _round(down, inputs.hessian, settings, "down", numbers)
     for name, found in (
         ("codes", (gate_codes, up_codes, down_codes)),
         ("scales", (gate_scales, up_scales, down_scales)),
     ):
         numbers |= {f"{name}.{matrix}": values for matrix, values in zip(MATRICES, found, strict=True)}
+    if divisor is not None and down_divisor is not None:
+        numbers |= {"global.gate": divisor, "global.up": divisor, "global.down": down_divisor}
+    if inputs.largest is not None:
+        of_x = global_scale((cache.of_all.largest / smooth).amax()).expand(len(s))
+        of_h = global_scale((inputs.largest / s).amax(1))
+        numbers |= {"input.gate": of_x, "input.up": of_x, "input.down": of_h}
     return numbers | {"seen": inputs.seen, "dropped": inputs.dropped}
+
+
+def _divided(scale: torch.Tensor, divisor: torch.Tensor | None) -> torch.Tensor:
+    """What codes are multiplied by: scales (c, R, n) divided by each matrix's own divisor (c,), if there is one."""
+    return scale if divisor is None else scale.float() / divisor[:, None, None]
 
 
 def _round(
@@ -207,34 +233,36 @@ def _round(
     name: str,
     numbers: dict[str, torch.Tensor],
     rows: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes int8 and scales bfloat16 of (c, R, C) matrices whose inputs have Hessian (c, C, C).
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Codes int8, scales bfloat16 and their divisor, see grid.py, of (c, R, C) matrices whose inputs have a Hessian.
 
     The numbers of `solve_batch` under `name` are added to `numbers`. Losses are those of the rows before they were
     divided by `rows` (c, R, 1).
     """
     weight = weight.mT.contiguous().mT  # columns are contiguous from here on
-    group, bits, signed = settings.group_size, settings.bits, settings.signed
+    group, grid, signed = settings.group_size, grid_of(settings), settings.signed
+    divisor = unit(weight, grid)
+    on_grid = weight if divisor is None else weight * divisor[:, None, None]
     if settings.scales == "mse":
-        scale = mse_scales(weight, hessian.diagonal(dim1=-2, dim2=-1), group, bits, signed=signed)
+        scale = mse_scales(on_grid, hessian.diagonal(dim1=-2, dim2=-1), group, grid, signed=signed)
     else:
-        scale = minmax_scales(weight, group, bits, signed=signed)
+        scale = minmax_scales(on_grid, group, grid, signed=signed)
     if settings.rounding == "gptq":
-        codes, used = gptq(weight, hessian, scale, bits)
+        codes, used = gptq(on_grid, hessian, scale, grid)
         numbers[f"damping.{name}"] = used
         solvable = torch.isfinite(used)[:, None, None]  # the others were rounded to nearest, and stay so
-        refined = refine(weight, damped(hessian, used), codes, scale, bits, signed=signed, sweeps=SWEEPS)
+        refined = refine(on_grid, damped(hessian, used), codes, scale, grid, signed=signed, sweeps=SWEEPS)
         codes, scale = torch.where(solvable, refined[0], codes), torch.where(solvable, refined[1], scale)
     else:
-        codes = nearest(weight, scale, bits)
+        codes = nearest(on_grid, scale, grid)
     step = row_step(weight.shape[1], REPORTED_ROWS)
     whole = weight[:, ::step]
-    lost = dequantize(codes[:, ::step], scale[:, ::step]).sub_(whole)
+    lost = dequantize(codes[:, ::step], _divided(scale[:, ::step], divisor)).sub_(whole)
     if rows is not None:
         lost, whole = lost.mul_(rows[:, ::step]), whole * rows[:, ::step]
     numbers[f"{name}_lost"] = row_losses(lost, hessian).sum(-1).double() * step
     numbers[f"{name}_whole"] = row_losses(whole, hessian).sum(-1).double() * step
-    return codes, scale
+    return codes, scale, divisor
 
 
 def corrected(down: torch.Tensor, hessian: torch.Tensor, changes: torch.Tensor) -> torch.Tensor:
@@ -275,7 +303,7 @@ def _errors(numbers: Numbers, tokens: int) -> dict[str, float]:
 
 
 def _zero_groups(gate_up: torch.Tensor, down: torch.Tensor, group: int) -> dict[str, torch.Tensor]:
-    """For each matrix `…_zero`, (c,) int64: the number of its groups that are all zero, and get scale 1."""
+    """For each matrix `…_zero`, (c,) int64: the number of its groups that are all zero."""
     matrices = zip(MATRICES, (*gate_up.chunk(2, dim=1), down), strict=True)
     return {f"{matrix}_zero": grouped(weight, group).any(-1).logical_not_().sum((1, 2)) for matrix, weight in matrices}
 
@@ -283,7 +311,7 @@ def _zero_groups(gate_up: torch.Tensor, down: torch.Tensor, group: int) -> dict[
 def _zero_lines(numbers: Numbers, scales: Mapping[Matrix, torch.Tensor]) -> list[str]:
     """A line for every expert's matrix with such groups."""
     return [
-        f"expert {expert}: {matrix}: {count:.0f} of {scales[matrix][0].numel()} groups are all zero, scale 1"
+        f"expert {expert}: {matrix}: {count:.0f} of {scales[matrix][0].numel()} groups are all zero"
         for matrix in MATRICES
         for expert, count in enumerate(numbers[f"{matrix}_zero"].tolist())
         if count

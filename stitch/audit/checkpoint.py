@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,15 @@ from quantizers.architectures.families import Own, architecture_for
 from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import CONFIG, WEIGHTS, Checkpoint, open_folder, side_files
 from quantizers.checkpoint.safetensors_header import FP8, Spec
+from quantizers.formats.dequantization import weight_format
 from quantizers.formats.fp8 import ROWS, SCALE, block_size, scale_shape
+from quantizers.formats.nvfp4 import INPUT_SCALE
 from quantizers.formats.tensor_names import published_names, split_fused_experts
 from quantizers.output.journal import MISSING, differences, short_value
 from quantizers.output.manifest import read_record
 from quantizers.planning.assign_actions import make_plan
 from quantizers.planning.plan import Plan
-from quantizers.recipe.schema import BITS, GROUPS, Attention, Experts, Scheme
+from quantizers.recipe.schema import BITS, GROUPS, NVFP4, Attention, Experts, Scheme
 from quantizers.system.errors import CheckpointError, RecipeError
 from quantizers.system.files import file_sha256
 from quantizers.system.thread_map import thread_map
@@ -160,9 +162,10 @@ def stored_plan(
 
     It has the settings of the recipe that folds all it can.
     """
+    experts = Experts(format=schemes[0].format)
     specs = {name: Spec(info.dtype, info.shape) for name, info in source.tensors.items()}
     where, block = str(source.folder), block_size(source)
-    return make_plan(facts, sizes, specs, Experts(), where, block, attention).with_schemes(schemes)
+    return make_plan(facts, sizes, specs, experts, where, block, attention).with_schemes(schemes)
 
 
 def stored_attention(source: Checkpoint, candidate: Checkpoint, facts: Architecture, sizes: Sizes) -> Attention:
@@ -285,6 +288,10 @@ def stored_schemes(experts: Checkpoint, facts: Architecture, sizes: Sizes) -> li
 
 def _stored_scheme(experts: Checkpoint, facts: Architecture, layer: int, count: int) -> Scheme:
     modules = [facts.expert(layer, expert, "gate") for expert in range(count)]
+    for module in modules:
+        info = experts.tensors.get(f"{module}.weight_packed")
+        if info is not None and info.dtype == "U8" and weight_format(experts, module) is not None:
+            return replace(NVFP4, activations=4 if f"{module}.{INPUT_SCALE}" in experts.tensors else 16)
     stored = {m: {part for part in (*PARTS, *UNSUPPORTED) if f"{m}.{part}" in experts.tensors} for m in modules}
     module = next((m for m in modules if stored[m] == set(PARTS)), modules[0])
     where = f"{experts.folder}: {module}"

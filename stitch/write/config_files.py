@@ -42,6 +42,7 @@ from quantizers.system.files import copy_file, write_text
 
 Scheme = Literal["fp8", "plain", "experts"]
 ANYWHERE = r"(.*\.)?"
+NVFP4 = {"group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
 
 
 def write_config_files(folder: Path, source: Checkpoint, plan: Plan, facts: Architecture) -> None:
@@ -98,7 +99,8 @@ def quantization_config(facts: Architecture, plan: Plan, fp8: Fp8 | None) -> dic
     return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
-        "format": "pack-quantized",  # accepted by vLLM, transformers and SGLang's INT4 MoE
+        # The experts' is accepted by vLLM and transformers, and SGLang demands it.
+        "format": next(iter(routed.values()))["format"] if routed else "pack-quantized",
         "config_groups": routed | attention if any("experts" in p for p in patterns) else attention | routed,
         "ignore": [*targets.ignore, *plain, *([] if in_fp8 else targets.unquantized)],
         "kv_cache_scheme": None,
@@ -122,6 +124,12 @@ def _routed_groups(facts: Architecture, plan: Plan, targets: Targets) -> dict[st
         elif plan.mtp:
             within = rf"\.{_list_of_layers(facts)}\.(?!{_one_of(plan.mtp)}\.)\d+\..*"
         pattern = f"{_beside_carried(plan, facts)}.*{within}{targets.experts}"
+        if scheme.format == "nvfp4":
+            weights, inputs = (_scheme(4, "float", "tensor_group", dynamic, **NVFP4) for dynamic in (False, "local"))
+            groups[name] = _group(
+                [pattern], "nvfp4-pack-quantized", weights, inputs if scheme.activations == 4 else None
+            )
+            continue
         weights = _scheme(scheme.bits, "int", "group", group_size=scheme.group_size)
         groups[name] = _group([pattern], "pack-quantized", weights, None)
     return groups
@@ -143,7 +151,7 @@ def _group(
     return {"targets": targets, "format": form, "weights": weights, "input_activations": inputs}
 
 
-def _scheme(bits: int, kind: str, strategy: str, dynamic: bool = False, **extra: Any) -> dict[str, Any]:
+def _scheme(bits: int, kind: str, strategy: str, dynamic: bool | str = False, **extra: Any) -> dict[str, Any]:
     fixed = {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": dynamic}
     return fixed | extra
 

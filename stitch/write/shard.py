@@ -14,9 +14,11 @@ from safetensors.torch import save_file
 from quantizers.checkpoint.reader import Checkpoint, torch_dtype
 from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import PinnedBuffers
+from quantizers.formats import nvfp4
 from quantizers.formats.conversion import converted
 from quantizers.formats.packed_integers import pack
 from quantizers.planning.plan import METADATA, PASSTHROUGH, Action, Plan
+from quantizers.recipe.schema import Scheme
 from quantizers.solve.result import LayerResult
 from quantizers.system.errors import CheckpointError, QuantizeError
 from quantizers.system.files import disk_errors, sync_folder
@@ -70,7 +72,7 @@ def layer_tensors(
     assert layer is not None
     assert solved is not None
     small = {action.source: _folded(action, source, solved) for action in made if action.kind != "quantize"}
-    arrays = _arrays(small, solved, plan.schemes[layer].bits)
+    arrays = _arrays(small, solved, plan.schemes[layer])
     places = [(device, arrays)]
     if written:
         copied = buffers.copied(arrays) if buffers else {key: tensor.cpu() for key, tensor in arrays.items()}
@@ -81,9 +83,13 @@ def layer_tensors(
                 assert action.matrix is not None
                 assert action.expert is not None
                 module = action.source.removesuffix(".weight")
-                found[f"{module}.weight_packed"] = values[action.matrix, "packed"][action.expert]
-                found[f"{module}.weight_scale"] = values[action.matrix, "scale"][action.expert]
-                found[f"{module}.weight_shape"] = torch.tensor(action.spec.shape, dtype=torch.int64)
+                for name in action.outputs:
+                    part = name.removeprefix(f"{module}.")
+                    found[name] = (
+                        torch.tensor(action.spec.shape, dtype=torch.int64)
+                        if part == "weight_shape"
+                        else values[action.matrix, part][action.expert]
+                    )
             else:
                 found[action.source] = values[action.source, ""]
     return LayerTensors(host, device)
@@ -109,17 +115,25 @@ def _folded(action: Action, source: Checkpoint, solved: LayerResult) -> torch.Te
     return router.to(torch_dtype(action.outputs[action.source].dtype))
 
 
-def _arrays(small: Mapping[str, torch.Tensor], solved: LayerResult, bits: int) -> dict[Key, torch.Tensor]:
+def _arrays(small: Mapping[str, torch.Tensor], solved: LayerResult, scheme: Scheme) -> dict[Key, torch.Tensor]:
     """The packed codes of each matrix, its scales and the small tensors, where they were made."""
     arrays: dict[Key, torch.Tensor] = {(name, ""): tensor.contiguous() for name, tensor in small.items()}
-    arrays |= {(matrix, "scale"): scale.contiguous() for matrix, scale in solved.scales.items()}
+    is_nvfp4, bits = scheme.format == "nvfp4", scheme.bits
+    for matrix, scale in solved.scales.items():
+        arrays[matrix, "weight_scale"] = nvfp4.nearest_e4m3(2 * scale) if is_nvfp4 else scale.contiguous()
+    for name, of_matrices in ((nvfp4.GLOBAL_SCALE, solved.global_scales), (nvfp4.INPUT_SCALE, solved.input_scales)):
+        arrays |= {(matrix, name): values.unsqueeze(-1) for matrix, values in of_matrices.items()}
     for matrix, codes in solved.codes.items():
-        shape = (*codes.shape[:-1], codes.shape[-1] * bits // 32)
-        packed = arrays[matrix, "packed"] = torch.empty(shape, dtype=torch.int32, device=codes.device)
+        if is_nvfp4:
+            shape, dtype = (*codes.shape[:-1], codes.shape[-1] // 2), torch.uint8
+        else:
+            shape, dtype = (*codes.shape[:-1], codes.shape[-1] * bits // 32), torch.int32
+        packed = arrays[matrix, "weight_packed"] = torch.empty(shape, dtype=dtype, device=codes.device)
         # On a CPU temporaries that fit in its cache are quicker.
         step = PACKED_AT_A_TIME if is_accelerator(codes.device) else 1
         for first in range(0, len(codes), step):
-            packed[first : first + step] = pack(codes[first : first + step], bits)
+            some = codes[first : first + step]
+            packed[first : first + step] = nvfp4.pack(some) if is_nvfp4 else pack(some, bits)
     return arrays
 
 

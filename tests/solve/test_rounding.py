@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from quantizers.formats.packed_integers import code_range, dequantize
 from quantizers.recipe.schema import BITS
-from quantizers.solve.rounding import MSE_FACTORS, gptq, minmax_scales, mse_scales, nearest
+from quantizers.solve.grid import MSE_FACTORS
+from quantizers.solve.rounding import gptq, minmax_scales, mse_scales, nearest
 
 FEW = settings(max_examples=25, deadline=None, database=None, derandomize=True)
 bit_widths = pytest.mark.parametrize("bits", [2, 4, 8])
