@@ -186,7 +186,7 @@ def mixed_tensors(mix: Mix, layer: int, source: Checkpoint, *, repair_router: bo
                 if tuple(tensor.shape) != spec.shape:
                     shapes = f"{list(tensor.shape)}, not {list(spec.shape)}"
                     raise CheckpointError(f"{experts.folder}: {part} has shape {shapes}")
-                tensors[part] = tensor.bfloat16() if part.endswith("weight_scale") else tensor
+                tensors[part] = tensor.to(torch_dtype(spec.dtype)) if part.endswith("weight_scale") else tensor
     return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
 
 

@@ -21,7 +21,7 @@ from eval.fidelity.tables import by_part, past_the_model, shown_categories
 from eval.serving.cards import E8M0, POWER
 from eval.serving.check import ONE_SCHEME, REFUSES
 from eval.serving.engines import SGLANG, TRANSFORMERS
-from eval.serving.kernels import NEGATIVE_SCALES
+from eval.serving.kernels import NEGATIVE_SCALES, UNSCALED
 from quantizers.calibration.samples import in_words
 from quantizers.calibration.set import CODES
 from quantizers.recipe.portable import is_hub_id
@@ -107,7 +107,7 @@ def model_card(report: dict[str, Any]) -> str:
     failing = {
         engine
         for one in findings
-        if one["consequence"].startswith((REFUSES, ONE_SCHEME))
+        if one["consequence"].startswith((REFUSES, ONE_SCHEME, UNSCALED))
         for engine in one["engine"].split(", ")
     }
     text = _render(

@@ -38,10 +38,12 @@ PACKED_DENSELY = (
 )
 KTRANSFORMERS_PREFIXES = ("model.", "language_model.model.", "model.language_model.")
 TAKES_THEM = "takes them"
+UNSCALED = "5.17 ignores the global scales of experts that it fuses, so that it loads wrong numbers"
 # Of experts in NVFP4, by engine.
 NVFP4_KNOWN = {
     VLLM.name: "known of vLLM 0.33 on NVIDIA GPUs: FP4 products on SM100 and SM120, elsewhere weights alone (Marlin)",
     VLLM_BEFORE.name: "not known: such a version may refuse them",
+    TRANSFORMERS: UNSCALED,
     SGLANG.name: "known of SGLang 0.5.23 on NVIDIA GPUs from SM80: FP4 products on SM100, elsewhere weights alone",
 }
 # docs/publish.md has the table with file and line of all others.

@@ -425,7 +425,8 @@ def _asking_for(scheme: Scheme, job: Job) -> str:
     if job.recipe.experts.budget is not None:
         plan = job.plan.with_schemes([scheme] * job.plan.layers)
         return f"budget: {sum(file_size(plan.shard(part)) for part in plan.parts)}B"
-    return f"bits: {scheme.bits} with group_size: {scheme.group_size}"
+    integers = "format: int, " if job.recipe.experts.format != "int" else ""
+    return f"{integers}bits: {scheme.bits} with group_size: {scheme.group_size}"
 
 
 def with_scheme(model: Model, scheme: Scheme) -> Model:

@@ -35,6 +35,8 @@ def rows() -> list[dict[str, str]]:
 def _size(experts: Experts) -> str:
     if experts.budget is not None:
         return f"2 to 8 bits, {experts.budget} in all"
+    if experts.format == "nvfp4":
+        return str(experts.scheme)
     return f"INT{experts.bits}, groups of {experts.group_size}"
 
 

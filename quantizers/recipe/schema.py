@@ -197,7 +197,7 @@ class Experts(Strict):
     @property
     def signed(self) -> bool:
         """Whether a group's scale may be negative."""
-        return self.scales_sign == "both"
+        return self.scales_sign == "both" and self.format == "int"
 
     @field_validator("budget", mode="before")
     @classmethod

@@ -22,6 +22,7 @@ from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import to_host
 from quantizers.formats.conversion import converted
 from quantizers.formats.dequantization import read_weight
+from quantizers.formats.nvfp4 import GLOBAL_SCALE, INPUT_SCALE
 from quantizers.model.layer_weights import ExpertWeights
 from quantizers.planning.expert_batches import expert_batches, experts_per_batch
 from quantizers.planning.plan import PASSTHROUGH, Action, Plan
@@ -124,7 +125,7 @@ def audit_layer(
     if smooth is None:
         return
     pair = _Pair(layer, facts, sizes, source, candidate, smooth, bits)
-    audit.differences += [*_router_differences(pair), *_other_readers(pair), *_zero_scales(pair)]
+    audit.differences += [*_router_differences(pair), *_other_readers(pair), *_zero_scales(pair), *_global_scales(pair)]
     for expert, errors in enumerate(_errors(pair)):
         if isinstance(errors, str):
             audit.differences.append(errors)
@@ -284,6 +285,21 @@ def _zero_scales(pair: _Pair) -> Iterator[str]:
     for name, count in zip(names, torch.stack(counts).tolist() if counts else (), strict=True):
         if count:
             yield f"{name}: {count} of its group scales are zero: these weights are lost"
+
+
+def _global_scales(pair: _Pair) -> Iterator[str]:
+    """Where a global scale of NVFP4 is no positive number, or gate's and up's differ: servers take gate's for both."""
+    for part in (GLOBAL_SCALE, INPUT_SCALE):
+        for expert in range(pair.sizes["experts"]):
+            names = [f"{pair.facts.expert(pair.layer, expert, matrix)}.{part}" for matrix in MATRICES]
+            found = [pair.candidate.tensor(name).item() for name in names if name in pair.candidate.tensors]
+            yield from (
+                f"{name}: {value} is no positive number: what it scales is lost"
+                for name, value in zip(names, found, strict=False)
+                if not 0 < value < math.inf
+            )
+            if found[1:] and found[0] != found[1]:
+                yield f"{names[1]}: is not that of {names[0]}, which servers take for both"
 
 
 def _other_readers(pair: _Pair) -> Iterator[str]:
