@@ -53,7 +53,7 @@ def kv_remarks(
         yield "warning", VLLM_NAMES, place, problem, ON_CARDS
     if "sglang" in facts.servers and facts.model_type not in SGLANG_LOADS:
         yield "warning", [SGLANG.name], place, problem, TAKES_ONES
-    bare = [n for n in range(sizes["layers"]) if n not in attention]
+    bare = [n for n in (*range(sizes["layers"]), *sizes.mtp) if n not in attention]
     if bare:
         where = f"layers {', '.join(map(str, bare))} have none"
         consequence = "where such a layer has a cache of keys and values, it is filled with scales of 1"
