@@ -1,0 +1,94 @@
+"""`quantize imatrix`: parse, call, print, exit code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from typer import Argument, Context, Option
+
+from quantizers.distributed.process_group import ProcessGroup
+from quantizers.system.formatting import ranges
+
+from . import common
+
+MOST = 5  # matrices that are named of each kind; --json has all
+
+
+def imatrix(
+    *,
+    context: Context,
+    recipe: Annotated[
+        str | None, Argument(metavar="[RECIPE]", help="recipe whose source and calibration set are used")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="the file; NAME.imatrix.gguf by default, after the recipe or the model",
+        ),
+    ] = None,
+    tokens: Annotated[
+        Literal["all", "routed"],
+        Option(help="of an expert: all, every token, so that none is without data; routed, those of its router"),
+    ] = "all",
+    source: common.Source = None,
+    calibration: common.Calibration = None,
+    settings: common.Settings = None,
+    facts: common.Facts = None,
+    model: Annotated[str | None, Option(help="without a recipe: a checkpoint's folder or Hub id")] = None,
+    data: Annotated[str | None, Option(metavar="SET", help="without a recipe: a calibration set")] = None,
+    device: common.Device = "auto",
+    work: Annotated[
+        Path | None, Option(metavar="DIR", help="scratch folder for activations; a temporary one by default")
+    ] = None,
+    trust_remote_code: common.TrustRemoteCode = False,
+    as_json: common.Json = False,
+    debug: common.Debug = False,
+) -> None:
+    """Write an importance matrix for llama.cpp's llama-quantize, from the source's activations.
+
+    Example: quantize imatrix tiny-minimax-m2-fp8-int4 -o tiny.imatrix.gguf
+    """
+    from quantizers.commands.imatrix import imatrix as write
+
+    dist: ProcessGroup = context.obj
+    made = write(
+        recipe,
+        output,
+        tokens=tokens,
+        source=source,
+        calibration=calibration,
+        settings=settings or (),
+        facts=facts,
+        model=model,
+        data=data,
+        device=device,
+        work=work,
+        trust_remote_code=trust_remote_code,
+        dist=dist,
+    )
+    if dist.is_main:
+        common.emit(made.figures, as_json, imatrix_table(made.figures))
+
+
+def imatrix_table(figures: dict[str, Any]) -> str:
+    """What `quantize imatrix` prints."""
+    lines = [
+        f"{figures['output']}: {figures['matrices']} matrices of {figures['architecture']}, "
+        f"{figures['tokens']:,} tokens of {figures['set']}, {figures['of']} tokens for each expert"
+    ]
+    empty = [f"{name} (experts {ranges(experts)})" for name, experts in figures["without_tokens"].items()]
+    left_out = [f"{name} ({rows:,} rows)" for name, rows in figures["left_out"].items()]
+    count = sum(map(len, figures["without_tokens"].values()))
+    for head, named in (
+        (f"{count} times an expert has no token, which llama.cpp calls partial data", empty),
+        ("rows that are not finite are left out", left_out),
+        ("without a name in llama.cpp, or unused, and left out", figures["unnamed"]),
+        ("layers that predict further tokens have no data", list(map(str, figures["not_computed"]))),
+    ):
+        more = f", and {len(named) - MOST} more (--json)" if len(named) > MOST else ""
+        lines += [f"{head}: {', '.join(named[:MOST])}{more}"] if named else []
+    return "\n".join(lines)

@@ -1,0 +1,218 @@
+"""Σ x² of the inputs of every matrix of a layer, and of how many tokens, while texts go through the source's layers.
+
+The inputs are the source's own, and so is the routing of the states that the next layer reads. Texts go through
+attention one at a time, since padding would be counted otherwise.
+
+A matrix of the routed experts has a sum for each expert: over the tokens that the router sends to it (`routed`, as
+llama.cpp's own tool counts), or over all tokens (`all`), so that no expert is without data. h, the input of down, is
+computed for these tokens as for a Hessian, see architectures/gates.py.
+
+Legend: T rows, C columns of a matrix, N experts or 1, E experts, H hidden, I expert width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from quantizers.architectures.gates import gate_of
+from quantizers.device.devices import is_accelerator
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from quantizers.layers.loop import Consumer, LayerStep, Need
+from quantizers.model.activation_store import ActivationStore
+from quantizers.model.activation_stream import embed
+from quantizers.model.layer_forward import attend, finish
+from quantizers.model.moe_inputs import MoeInputs, capture_moe_inputs, usable_rows
+from quantizers.model.streamed_model import DecoderLayer, StreamedModel
+from quantizers.planning.expert_batches import tokens_per_chunk
+
+Tokens = Literal["routed", "all"]
+LayerSums = dict[str, "Sums"]
+# Matrices that are no linear module of the source's, by what follows the layer's prefix.
+GATE, DOWN = "experts/gate", "experts/down"  # of the routed experts; up reads what gate reads
+K_B, V_B = "/k_b", "/v_b"  # what follows an attention module's name: the halves of its kv_b_proj, head by head
+
+
+@dataclass
+class Sums:
+    """Σ x² of the inputs of one matrix, or of the same matrix of all experts.
+
+    Attributes:
+        squares: (N, C), float64 while it is added up, then float32.
+        counts: (N,) int64, the rows that were added up.
+        left_out: (N,) int64, rows that are not finite, or whose squares would not be.
+    """
+
+    squares: torch.Tensor
+    counts: torch.Tensor
+    left_out: torch.Tensor
+
+    def add(self, rows: torch.Tensor, at: int | slice = 0, usable: torch.Tensor | None = None) -> None:
+        """Add rows (T, C) to some of the N; `usable` (T,) bool leaves out more than those that are not finite."""
+        good = usable_rows(rows) if usable is None else usable_rows(rows) & usable
+        self.squares[at] += rows.float().masked_fill(~good.unsqueeze(-1), 0).square().sum(0)
+        self.counts[at] += good.sum()
+        self.left_out[at] += (~good).sum()
+
+
+def no_sums(matrices: int, columns: int, device: torch.device) -> Sums:
+    """Sums of no rows."""
+    counts = torch.zeros(2, matrices, dtype=torch.int64, device=device)
+    return Sums(torch.zeros(matrices, columns, dtype=torch.float64, device=device), counts[0], counts[1])
+
+
+class InputSums(Consumer):
+    """Takes texts through the source's layers, and adds up the squares of what their matrices read.
+
+    Args:
+        model: the source.
+        sequences: token ids (T,) int64 of all texts, of which each process takes its share.
+        file: for the states of this process's texts.
+
+    Attributes:
+        layers: what was added up, by the layer's number; the same in every process.
+    """
+
+    needs: Need = "experts"
+
+    def __init__(
+        self,
+        model: StreamedModel,
+        sequences: Sequence[torch.Tensor],
+        file: Path,
+        tokens: Tokens,
+        check: Callable[[], None] = lambda: None,
+        dist: ProcessGroup = SINGLE_PROCESS,
+    ) -> None:
+        self.model, self.tokens, self._check, self._dist = model, tokens, check, dist
+        own = [sequences[i] for i in range(dist.rank, len(sequences), dist.world_size)]
+        chunk = tokens_per_chunk(is_accelerator(model.device))
+        self.states = ActivationStore(file, [len(t) for t in own], model.row_width, model.dtype, chunk=chunk)
+        embed(model, own, self.states)
+        self.layers: dict[int, LayerSums] = {}
+
+    def source_layer(self, step: LayerStep, layer: DecoderLayer) -> None:
+        """Take the texts through a layer, and add up what its matrices read."""
+        with self._watched(layer) as sums:
+            self.follow(layer)
+        self.layers[layer.number] = {name: self._of_all(one) for name, one in sums.items()}
+
+    def follow(self, layer: DecoderLayer) -> None:
+        """Take the texts through a layer. Raises a QuantizeError if an output is not finite."""
+        alone = replace(layer, alone=True)
+        attend(self.model, alone, self.states, self.states, self._check)
+        where = f"{self.model.checkpoint.name}: layer {layer.number}"
+        finish(self.model, alone, self.states, where, self._check)
+
+    def of_head(self) -> Sums:
+        """What the head reads, after the last layer."""
+        sums = no_sums(1, self.model.sizes["hidden"], self.model.device)
+        for rows in self.states.chunks():
+            sums.add(self.model.final(self.states.flat[rows]))
+        return self._of_all(sums)
+
+    def _of_all(self, sums: Sums) -> Sums:
+        """Those of all processes together, on the host."""
+        own = {name: getattr(sums, name).unsqueeze(0) for name in ("squares", "counts", "left_out")}
+        parts = self._dist.all_gather(own, torch.device("cpu"))
+        return Sums(parts["squares"].sum(0).float().cpu(), parts["counts"].sum(0).cpu(), parts["left_out"].sum(0).cpu())
+
+    @contextmanager
+    def _watched(self, layer: DecoderLayer) -> Iterator[LayerSums]:
+        """Sums of a layer's matrices, to which all that goes through them in the block is added."""
+        facts, device, sums, hooks = self.model.facts, self.model.device, LayerSums(), []
+        for name, (_, columns) in facts.of_layer(layer.number).linears.items():
+            module = layer.module.get_submodule(module_of(self.model, name))
+            sums[name] = no_sums(1, columns, device)
+            hooks.append(module.register_forward_pre_hook(_add_input(sums[name])))
+            attention, _, last = name.rpartition(".")
+            if last == "kv_b_proj":
+                hooks += self._watch_halves(layer, attention, sums)
+        if layer.number not in self.model.sizes.dense:
+            experts = layer.module.get_submodule(facts.modules.experts)
+            count, double, hidden = experts.gate_up_proj.shape
+            sums |= {GATE: no_sums(count, hidden, device), DOWN: no_sums(count, double // 2, device)}
+            own_gate = facts.of_layer(layer.number).own_gate
+
+            def called(module: Any, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
+                add_experts(sums, module, capture_moe_inputs(*args, *kwargs.values()), self.tokens, own_gate)
+
+            hooks.append(experts.register_forward_pre_hook(called, with_kwargs=True))
+        try:
+            yield sums
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _watch_halves(self, layer: DecoderLayer, attention: str, sums: LayerSums) -> list[Any]:
+        """Hooks for what the halves of latent attention's kv_b_proj read in llama.cpp, which stores them apart.
+
+        The half that makes keys is stored transposed, and multiplied with each head's query. What the half that makes
+        values reads is that of the whole, for each head.
+        """
+        linears, whole = self.model.facts.of_layer(layer.number).linears, f"{attention}.kv_b_proj"
+        query = next(name for name in (f"{attention}.q_b_proj", f"{attention}.q_proj") if name in linears)
+        first, second = (module_of(self.model, name) for name in (query, whole))
+        module: Any = layer.module.get_submodule(second.rpartition(".")[0])
+        rows, latent = linears[whole]
+        width: int = module.qk_nope_head_dim
+        heads = rows // (width + module.v_head_dim)
+        sums[attention + K_B] = keys = no_sums(1, heads * width, self.model.device)
+        sums[attention + V_B] = values = no_sums(1, heads * latent, self.model.device)
+
+        def of_query(_: Any, __: Any, output: torch.Tensor) -> None:
+            keys.add(output.flatten(0, -2).unflatten(-1, (heads, -1))[..., :width].flatten(1))
+
+        def of_latent(_: Any, args: tuple[torch.Tensor, ...]) -> None:
+            values.add(args[0].flatten(0, -2).repeat(1, heads))
+
+        return [
+            layer.module.get_submodule(first).register_forward_hook(of_query),
+            layer.module.get_submodule(second).register_forward_pre_hook(of_latent),
+        ]
+
+
+def _add_input(sums: Sums) -> Callable[[Any, tuple[torch.Tensor, ...]], None]:
+    """A forward pre-hook that adds a linear module's input."""
+
+    def add(_: Any, args: tuple[torch.Tensor, ...]) -> None:
+        sums.add(args[0].flatten(0, -2))
+
+    return add
+
+
+def module_of(model: StreamedModel, name: str) -> str:
+    """The path in transformers' layer of the module that a linear module, by its published name, is or is part of."""
+    weight = f"{name}.weight"
+    for parameter, parts in model.facts.modules.converted.items():
+        if weight in parts:
+            return parameter.removesuffix(".weight")
+    return model.facts.in_transformers(weight).removesuffix(".weight")
+
+
+def add_experts(sums: LayerSums, experts: Any, inputs: MoeInputs, tokens: Tokens, own_gate: bool) -> None:
+    """Add what the matrices of a layer's experts read of some rows to GATE and DOWN of `sums`.
+
+    Args:
+        experts: transformers' module with its weights, gate_up_proj (E, 2I, H).
+        own_gate: whether it has a gate of its own, see architectures/gates.py.
+    """
+    gate_up, gate = experts.gate_up_proj, gate_of(experts, own_gate)
+    if tokens == "all":
+        sums[GATE].add(inputs.x, slice(None), inputs.usable)
+        for expert, weight in enumerate(gate_up):
+            sums[DOWN].add(gate(weight @ inputs.x.mT).mT, expert, inputs.usable)
+        return
+    chosen = inputs.chosen.long().flatten()
+    order = chosen.argsort(stable=True)
+    counts: list[int] = chosen.bincount(minlength=len(gate_up)).tolist()
+    for expert, rows in enumerate((order // inputs.chosen.shape[1]).split(counts)):
+        if len(rows):
+            x, usable = inputs.x[rows], inputs.usable[rows]
+            sums[GATE].add(x, expert, usable)
+            sums[DOWN].add(gate(gate_up[expert] @ x.mT).mT, expert, usable)

@@ -1,0 +1,187 @@
+"""llama.cpp's names for a model's matrices, by gguf-py's own map, and its file of an importance matrix.
+
+A GGUF file with `general.type` "imatrix", and for each matrix two float32 tensors (tools/imatrix/imatrix.cpp):
+
+    NAME.in_sum2  (N, C)  Σ x² of its inputs
+    NAME.counts   (N, 1)  the rows that were added up
+
+N is the number of experts, or 1. `llama-quantize` divides the one by the other; where a count is 0 it weighs all
+columns of that expert alike. Matrices of each head, the halves of latent attention, are one row, head after head, with
+one count. Files are merged by adding both up.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.sizes import Sizes
+from quantizers.system.errors import ArchitectureError, QuantizeError
+from quantizers.system.files import atomic, disk_errors
+
+from .input_sums import DOWN, GATE, K_B, V_B, LayerSums, Sums
+
+if TYPE_CHECKING:
+    from gguf import MODEL_ARCH, MODEL_TENSOR
+
+# llama.cpp's architectures of the model types whose name is another one there, from its convert_hf_to_gguf.py.
+OTHERS = {
+    "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "glm4_moe_lite": "deepseek2", "glm4v_moe": "glm4moe",
+    "glm_moe_dsa": "glm-dsa", "granitemoehybrid": "granitehybrid", "granitemoeshared": "granitemoe",
+    "hunyuan_v1_moe": "hunyuan-moe", "kimi_k2": "deepseek2", "mimo_v2_flash": "mimo2", "mixtral": "llama",
+}  # fmt: skip
+OF_EXPERTS = {GATE: ("FFN_GATE_EXP", "FFN_UP_EXP", "FFN_GATE_UP_EXP"), DOWN: ("FFN_DOWN_EXP",)}
+HALVES = {K_B: "k_b_proj", V_B: "v_b_proj"}  # as convert_hf_to_gguf.py calls what it makes of kv_b_proj
+# Of Qwen3-Next it writes the one or the other two.
+ALSO = {"linear_attn.in_proj_qkvz": ("ATTN_QKV", "ATTN_GATE")}
+
+
+@dataclass
+class Matrices:
+    """The sums of a model by llama.cpp's names, and what has none.
+
+    Attributes:
+        named: by names such as blk.0.attn_q.weight.
+        unnamed: the published names of matrices that gguf-py has no name for, or that no text reached.
+    """
+
+    architecture: str
+    named: dict[str, Sums] = field(default_factory=dict)
+    unnamed: list[str] = field(default_factory=list)
+
+
+def architecture_of(facts: Architecture) -> MODEL_ARCH:
+    """gguf-py's architecture of a model type; an ArchitectureError if it knows none with experts."""
+    from gguf import MODEL_ARCH_NAMES, MODEL_TENSOR, MODEL_TENSORS
+
+    wanted = _letters(OTHERS.get(facts.model_type, facts.model_type))
+    for architecture, name in MODEL_ARCH_NAMES.items():
+        if _letters(name) == wanted and MODEL_TENSOR.FFN_DOWN_EXP in MODEL_TENSORS[architecture]:
+            return architecture
+    raise ArchitectureError(
+        f"{facts.model_type}: the installed gguf package knows no llama.cpp architecture with experts for this model "
+        "type, so its matrices have no names there; a newer gguf may"
+    )
+
+
+def _letters(name: str) -> str:
+    return re.sub("[^a-z0-9]", "", name)
+
+
+def by_llama_cpp_names(
+    layers: Mapping[int, LayerSums], head: Sums, facts: Architecture, sizes: Sizes, config: Mapping[str, Any]
+) -> Matrices:
+    """The sums of a whole model by llama.cpp's names.
+
+    Args:
+        config: config.json.
+
+    Raises:
+        ArchitectureError: see `architecture_of`.
+    """
+    from gguf import MODEL_ARCH_NAMES, MODEL_TENSORS, TENSOR_NAMES, get_tensor_name_map
+
+    architecture = architecture_of(facts)
+    names = get_tensor_name_map(architecture, sizes["layers"])
+    known = {tensor.name: tensor for tensor in MODEL_TENSORS[architecture]}
+    result = Matrices(MODEL_ARCH_NAMES[architecture])
+
+    def of_layer(number: int, name: str) -> Iterator[str | None]:
+        """The names of a matrix; None for one that there is none for."""
+
+        def blocks(tensors: Sequence[str]) -> list[str]:
+            found: list[MODEL_TENSOR] = [known[tensor] for tensor in tensors if tensor in known]
+            return [f"{TENSOR_NAMES[tensor].format(bid=number)}.weight" for tensor in found]
+
+        if name in OF_EXPERTS:
+            yield from blocks(OF_EXPERTS[name])
+            return
+        for half, projection in HALVES.items():
+            name = f"{name.removesuffix(half)}.{projection}" if name.endswith(half) else name
+        yield names.get_name(_plain(facts.layer(number, f"{name}.weight")), (".weight",))
+        yield from blocks(ALSO.get(name, ()))
+
+    for number, sums in layers.items():
+        for name, one in sums.items():
+            found = [full for full in of_layer(number, name) if full is not None]
+            if not found or not int(one.counts.sum()):
+                result.unnamed.append(facts.layer(number, name))
+                continue
+            tiled = result.architecture == "qwen35moe" and name.endswith("linear_attn.out_proj")
+            result.named |= dict.fromkeys(found, _tiled(one, config.get("text_config", config)) if tiled else one)
+    full = names.get_name(_plain(facts.head), (".weight",))
+    result.named |= {full: head} if full else {}
+    return result
+
+
+def _plain(name: str) -> str:
+    """A published name without the parts that a model with vision has."""
+    return re.sub(r"^(model\.)?language_model\.(model\.)?", "model.", name)
+
+
+def _tiled(sums: Sums, config: Mapping[str, Any]) -> Sums:
+    """Columns in the order of convert_hf_to_gguf.py for Qwen3.5's linear attention: the first value head of each key
+    head, then the second ones, where published are all of the first key head, then those of the second.
+    """
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    squares = sums.squares.unflatten(1, (keys, values // keys, -1)).transpose(1, 2).flatten(1)
+    return Sums(squares, sums.counts, sums.left_out)
+
+
+def write_imatrix(path: Path, matrices: Mapping[str, Sums], datasets: Sequence[str], lengths: Sequence[int]) -> None:
+    """Write the file, atomically.
+
+    Args:
+        datasets: what the texts are called.
+        lengths: tokens of each text; llama.cpp's "chunk size" is the longest one.
+
+    Raises:
+        QuantizeError: a sum is not finite in float32, or the disk is full.
+    """
+    from gguf import GGUFWriter
+
+    class Writer(GGUFWriter):
+        def add_architecture(self) -> None:  # which it would add; a matrix has a type instead
+            self.add_type("imatrix")
+
+    for name, sums in matrices.items():
+        if not bool(torch.isfinite(sums.squares).all()):
+            raise QuantizeError(f"{name}: Σ x² of its inputs is not finite; llama-quantize would refuse it")
+    with disk_errors(path), atomic(path) as stream:
+        writer = Writer(stream.name, "")
+        writer.add_array("imatrix.datasets", list(datasets))
+        writer.add_uint32("imatrix.chunk_count", max(1, sum(lengths) // max(lengths)))
+        writer.add_uint32("imatrix.chunk_size", max(lengths))
+        for name in sorted(matrices):
+            sums = matrices[name]
+            writer.add_tensor(f"{name}.in_sum2", sums.squares.numpy())
+            writer.add_tensor(f"{name}.counts", sums.counts.float().unsqueeze(1).numpy())
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+
+def figures_of(matrices: Matrices, mtp: Sequence[int]) -> dict[str, Any]:
+    """What is said of the matrix: of each that lacks something its experts without data, and rows left out.
+
+    Args:
+        mtp: the numbers of the layers that predict further tokens, through which no text goes.
+    """
+    experts = {name: sums for name, sums in matrices.named.items() if len(sums.counts) > 1}
+    empty = {name: (sums.counts == 0).nonzero().flatten().tolist() for name, sums in experts.items()}
+    left_out = {name: int(sums.left_out.sum()) for name, sums in matrices.named.items()}
+    return {
+        "architecture": matrices.architecture,
+        "matrices": len(matrices.named),
+        "without_tokens": {name: numbers for name, numbers in empty.items() if numbers},
+        "left_out": {name: rows for name, rows in left_out.items() if rows},
+        "unnamed": matrices.unnamed,
+        "not_computed": list(mtp),
+    }
