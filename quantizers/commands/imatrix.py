@@ -17,7 +17,7 @@ from .question import Question, opened, question_of
 if TYPE_CHECKING:
     import torch
 
-    from quantizers.imatrix.input_sums import Tokens
+    from quantizers.importance.input_sums import Tokens
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ def write_sums(
 ) -> dict[str, Any]:
     """Take the question's set through its model, and write the matrix."""
     from quantizers.calibration.samples import token_tensors
-    from quantizers.imatrix.input_sums import InputSums
-    from quantizers.imatrix.llama_cpp import architecture_of, by_llama_cpp_names, figures_of, write_imatrix
+    from quantizers.importance.input_sums import InputSums
+    from quantizers.importance.llama_cpp import architecture_of, by_llama_cpp_names, figures_of, write_imatrix
     from quantizers.layers.loop import all_tensors, layer_steps
 
     streamed, (data,) = opened(question, device, dist)
@@ -115,6 +115,7 @@ def write_sums(
         for one in steps:
             step(f"layer {one.number}")
     head = sums.of_head()
+    sums.states.remove()
     matrices = by_llama_cpp_names(sums.layers, head, facts, sizes, checkpoint.config)
     lengths = [len(sequence) for sequence in sequences]
     if dist.is_main:

@@ -134,7 +134,7 @@ class InputSums(Consumer):
             if last == "kv_b_proj":
                 hooks += self._watch_halves(layer, attention, sums)
         if layer.number not in self.model.sizes.dense:
-            experts = layer.module.get_submodule(facts.modules.experts)
+            experts: Any = layer.module.get_submodule(facts.modules.experts)
             count, double, hidden = experts.gate_up_proj.shape
             sums |= {GATE: no_sums(count, hidden, device), DOWN: no_sums(count, double // 2, device)}
             own_gate = facts.of_layer(layer.number).own_gate
