@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from typer import Argument, Context, Option
 
 from quantizers.distributed.process_group import ProcessGroup
-from quantizers.system.formatting import ranges
 
 from . import common
-
-MOST = 5  # matrices that are named of each kind; --json has all
 
 
 def imatrix(
@@ -53,6 +50,7 @@ def imatrix(
     Example: quantize imatrix tiny-minimax-m2-fp8-int4 -o tiny.imatrix.gguf
     """
     from quantizers.commands.imatrix import imatrix as write
+    from quantizers.importance.llama_cpp import imatrix_table
 
     dist: ProcessGroup = context.obj
     made = write(
@@ -72,23 +70,3 @@ def imatrix(
     )
     if dist.is_main:
         common.emit(made.figures, as_json, imatrix_table(made.figures))
-
-
-def imatrix_table(figures: dict[str, Any]) -> str:
-    """What `quantize imatrix` prints."""
-    lines = [
-        f"{figures['output']}: {figures['matrices']} matrices of {figures['architecture']}, "
-        f"{figures['tokens']:,} tokens of {figures['set']}, {figures['of']} tokens for each expert"
-    ]
-    empty = [f"{name} (experts {ranges(experts)})" for name, experts in figures["without_tokens"].items()]
-    left_out = [f"{name} ({rows:,} rows)" for name, rows in figures["left_out"].items()]
-    count = sum(map(len, figures["without_tokens"].values()))
-    for head, named in (
-        (f"{count} times an expert has no token, which llama.cpp calls partial data", empty),
-        ("rows that are not finite are left out", left_out),
-        ("without a name in llama.cpp, or unused, and left out", figures["unnamed"]),
-        ("layers that predict further tokens have no data", list(map(str, figures["not_computed"]))),
-    ):
-        more = f", and {len(named) - MOST} more (--json)" if len(named) > MOST else ""
-        lines += [f"{head}: {', '.join(named[:MOST])}{more}"] if named else []
-    return "\n".join(lines)

@@ -86,7 +86,7 @@ def imatrix(
         Path(work).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=work) as folder, ordered():
         figures = write_sums(question, path, tokens, choose_device(device, dist), Path(folder), dist)
-    return Imatrix(figures if dist.is_main else {})
+    return Imatrix(figures)
 
 
 def write_sums(
@@ -97,10 +97,14 @@ def write_sums(
     work: Path,
     dist: ProcessGroup = SINGLE_PROCESS,
 ) -> dict[str, Any]:
-    """Take the question's set through its model, and write the matrix."""
+    """Take the question's set through its model, and write the matrix; its figures, none in ranks except 0.
+
+    Args:
+        work: an empty folder.
+    """
     from quantizers.calibration.samples import token_tensors
     from quantizers.importance.input_sums import InputSums
-    from quantizers.importance.llama_cpp import architecture_of, by_llama_cpp_names, figures_of, write_imatrix
+    from quantizers.importance.llama_cpp import architecture_of, make_imatrix
     from quantizers.layers.loop import all_tensors, layer_steps
 
     streamed, (data,) = opened(question, device, dist)
@@ -109,17 +113,14 @@ def write_sums(
     sequences = token_tensors(data, sizes["vocabulary"])
     if not sequences:
         raise InputError(f"{question.sets[0]}: has no samples; an importance matrix needs some")
-    sums = InputSums(streamed, sequences, work / f"states-{dist.rank}.bin", tokens, dist=dist)
+    sums = InputSums(streamed, sequences, work, tokens, dist=dist)
     steps = layer_steps(checkpoint, all_tensors(streamed, checkpoint), [sums], streamed, dist=dist)
     with rank_0_progress("streaming", sizes["layers"], 0, lambda: None, dist) as step, closing(steps):
         for one in steps:
             step(f"layer {one.number}")
-    head = sums.of_head()
-    sums.states.remove()
-    matrices = by_llama_cpp_names(sums.layers, head, facts, sizes, checkpoint.config)
-    lengths = [len(sequence) for sequence in sequences]
-    if dist.is_main:
-        write_imatrix(output, matrices.named, [data.name], lengths)
+    sums.end()
+    if not dist.is_main:
+        return {}
+    figures = make_imatrix(output, work, facts, sizes, checkpoint.config, data)
     drawn = {"drawn": asdict(data.drawn)} if data.drawn else {}
-    found = {"output": str(output), "model": question.model, "set": data.name, "tokens": sum(lengths), "of": tokens}
-    return found | figures_of(matrices, sizes.mtp) | drawn
+    return {"model": question.model, "of": tokens} | figures | drawn

@@ -1,7 +1,8 @@
 """Σ x² of the inputs of every matrix of a layer, and of how many tokens, while texts go through the source's layers.
 
 The inputs are the source's own, and so is the routing of the states that the next layer reads. Texts go through
-attention one at a time, since padding would be counted otherwise.
+attention one at a time, since padding would be counted otherwise. The sums of a layer go to a file of their own: there
+a run that resumes finds them, and takes the texts through the layer alone.
 
 A matrix of the routed experts has a sum for each expert: over the tokens that the router sends to it (`routed`, as
 llama.cpp's own tool counts), or over all tokens (`all`), so that no expert is without data. h, the input of down, is
@@ -14,13 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import load, save
 
 from quantizers.architectures.gates import gate_of
+from quantizers.architectures.sizes import Sizes
 from quantizers.device.devices import is_accelerator
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.layers.loop import Consumer, LayerStep, Need
@@ -29,11 +32,13 @@ from quantizers.model.activation_stream import embed
 from quantizers.model.layer_forward import attend, finish
 from quantizers.model.moe_inputs import MoeInputs, capture_moe_inputs, usable_rows
 from quantizers.model.streamed_model import DecoderLayer, StreamedModel
-from quantizers.planning.expert_batches import tokens_per_chunk
+from quantizers.planning.expert_batches import FLOAT, tokens_per_chunk
+from quantizers.system.files import atomic, disk_errors
 
 Tokens = Literal["routed", "all"]
 LayerSums = dict[str, "Sums"]
 # Matrices that are no linear module of the source's, by what follows the layer's prefix.
+HEAD = "head"
 GATE, DOWN = "experts/gate", "experts/down"  # of the routed experts; up reads what gate reads
 K_B, V_B = "/k_b", "/v_b"  # what follows an attention module's name: the halves of its kv_b_proj, head by head
 
@@ -72,10 +77,9 @@ class InputSums(Consumer):
     Args:
         model: the source.
         sequences: token ids (T,) int64 of all texts, of which each process takes its share.
-        file: for the states of this process's texts.
-
-    Attributes:
-        layers: what was added up, by the layer's number; the same in every process.
+        folder: for the sums of each layer, which rank 0 writes, and for the states of each process's texts. Sums that
+            are there already are kept.
+        tokens: of each expert's matrices, see above.
     """
 
     needs: Need = "experts"
@@ -84,43 +88,54 @@ class InputSums(Consumer):
         self,
         model: StreamedModel,
         sequences: Sequence[torch.Tensor],
-        file: Path,
+        folder: Path,
         tokens: Tokens,
         check: Callable[[], None] = lambda: None,
         dist: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
-        self.model, self.tokens, self._check, self._dist = model, tokens, check, dist
+        self.model, self.folder, self.tokens, self._check, self._dist = model, folder, tokens, check, dist
+        folder.mkdir(parents=True, exist_ok=True)
         own = [sequences[i] for i in range(dist.rank, len(sequences), dist.world_size)]
         chunk = tokens_per_chunk(is_accelerator(model.device))
-        self.states = ActivationStore(file, [len(t) for t in own], model.row_width, model.dtype, chunk=chunk)
+        path, lengths = folder / f"states-{dist.rank}.bin", [len(sequence) for sequence in own]
+        self.states = ActivationStore(path, lengths, model.row_width, model.dtype, chunk=chunk)
         embed(model, own, self.states)
-        self.layers: dict[int, LayerSums] = {}
 
     def source_layer(self, step: LayerStep, layer: DecoderLayer) -> None:
-        """Take the texts through a layer, and add up what its matrices read."""
+        """Take the texts through a layer, and add up what its matrices read, unless that is done."""
+        file = sums_file(self.folder, layer.number)
+        if self._dist.broadcast_object(file.exists()):
+            self._follow(layer)
+            return
         with self._watched(layer) as sums:
-            self.follow(layer)
-        self.layers[layer.number] = {name: self._of_all(one) for name, one in sums.items()}
+            self._follow(layer)
+        self._keep(file, sums)
 
-    def follow(self, layer: DecoderLayer) -> None:
+    def end(self) -> None:
+        """After the last layer, add up what the head reads; the states are removed."""
+        sums = no_sums(1, self.model.sizes["hidden"], self.model.device)
+        for rows in self.states.chunks():
+            sums.add(self.model.final(self.states.flat[rows]))
+        self._keep(sums_file(self.folder, None), {HEAD: sums})
+        self.states.remove()
+
+    def _follow(self, layer: DecoderLayer) -> None:
         """Take the texts through a layer. Raises a QuantizeError if an output is not finite."""
         alone = replace(layer, alone=True)
         attend(self.model, alone, self.states, self.states, self._check)
         where = f"{self.model.checkpoint.name}: layer {layer.number}"
         finish(self.model, alone, self.states, where, self._check)
 
-    def of_head(self) -> Sums:
-        """What the head reads, after the last layer."""
-        sums = no_sums(1, self.model.sizes["hidden"], self.model.device)
-        for rows in self.states.chunks():
-            sums.add(self.model.final(self.states.flat[rows]))
-        return self._of_all(sums)
-
-    def _of_all(self, sums: Sums) -> Sums:
-        """Those of all processes together, on the host."""
-        own = {name: getattr(sums, name).unsqueeze(0) for name in ("squares", "counts", "left_out")}
-        parts = self._dist.all_gather(own, torch.device("cpu"))
-        return Sums(parts["squares"].sum(0).float().cpu(), parts["counts"].sum(0).cpu(), parts["left_out"].sum(0).cpu())
+    def _keep(self, file: Path, sums: LayerSums) -> None:
+        """Write the sums of all processes together, atomically."""
+        parts = {
+            f"{name}:{field.name}": getattr(one, field.name) for name, one in sums.items() for field in fields(one)
+        }
+        gathered = self._dist.all_gather({name: part.unsqueeze(0) for name, part in parts.items()}, torch.device("cpu"))
+        whole = {name: part.sum(0) for name, part in gathered.items()}
+        if self._dist.is_main:
+            with disk_errors(file), atomic(file) as stream:
+                stream.write(save({n: t.float() if t.is_floating_point() else t for n, t in whole.items()}))
 
     @contextmanager
     def _watched(self, layer: DecoderLayer) -> Iterator[LayerSums]:
@@ -175,6 +190,24 @@ class InputSums(Consumer):
             layer.module.get_submodule(first).register_forward_hook(of_query),
             layer.module.get_submodule(second).register_forward_pre_hook(of_latent),
         ]
+
+
+def sums_file(folder: Path, layer: int | None) -> Path:
+    """Where `InputSums` keeps the sums of a layer; None for those of the head, which come last."""
+    return folder / ("head.safetensors" if layer is None else f"{layer:05d}.safetensors")
+
+
+def read_sums(folder: Path, layer: int | None) -> LayerSums:
+    """The sums of a layer from their file; None for the head."""
+    stored = load(sums_file(folder, layer).read_bytes())
+    names = dict.fromkeys(name.rpartition(":")[0] for name in stored)
+    return {name: Sums(*(stored[f"{name}:{field.name}"] for field in fields(Sums))) for name in names}
+
+
+def bytes_of_sums(sizes: Sizes, tokens: int, itemsize: int) -> int:
+    """Bytes of all that `InputSums` writes for so many tokens, and of the matrix made of it."""
+    experts = len(sizes.moe_layers) * sizes["experts"] * (3 * sizes["hidden"] + 2 * sizes["width"])
+    return tokens * sizes.row_bytes(itemsize) + FLOAT * experts
 
 
 def _add_input(sums: Sums) -> Callable[[Any, tuple[torch.Tensor, ...]], None]:

@@ -24,11 +24,14 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.sizes import Sizes
 from quantizers.system.errors import ArchitectureError, QuantizeError
 from quantizers.system.files import atomic, disk_errors
+from quantizers.system.formatting import ranges
 
-from .input_sums import DOWN, GATE, K_B, V_B, LayerSums, Sums
+from .input_sums import DOWN, GATE, HEAD, K_B, V_B, Sums, read_sums
 
 if TYPE_CHECKING:
     from gguf import MODEL_ARCH, MODEL_TENSOR
+
+    from quantizers.calibration.samples import CalibrationData
 
 # llama.cpp's architectures of the model types whose name is another one there, from its convert_hf_to_gguf.py.
 OTHERS = {
@@ -37,6 +40,7 @@ OTHERS = {
     "hunyuan_v1_moe": "hunyuan-moe", "kimi_k2": "deepseek2", "mimo_v2_flash": "mimo2", "mixtral": "llama",
 }  # fmt: skip
 OF_EXPERTS = {GATE: ("FFN_GATE_EXP", "FFN_UP_EXP", "FFN_GATE_UP_EXP"), DOWN: ("FFN_DOWN_EXP",)}
+MOST = 5  # matrices that are named of each kind; --json has all
 HALVES = {K_B: "k_b_proj", V_B: "v_b_proj"}  # as convert_hf_to_gguf.py calls what it makes of kv_b_proj
 # Of Qwen3-Next it writes the one or the other two.
 ALSO = {"linear_attn.in_proj_qkvz": ("ATTN_QKV", "ATTN_GATE")}
@@ -74,12 +78,11 @@ def _letters(name: str) -> str:
     return re.sub("[^a-z0-9]", "", name)
 
 
-def by_llama_cpp_names(
-    layers: Mapping[int, LayerSums], head: Sums, facts: Architecture, sizes: Sizes, config: Mapping[str, Any]
-) -> Matrices:
+def by_llama_cpp_names(folder: Path, facts: Architecture, sizes: Sizes, config: Mapping[str, Any]) -> Matrices:
     """The sums of a whole model by llama.cpp's names.
 
     Args:
+        folder: where `InputSums` has kept them.
         config: config.json.
 
     Raises:
@@ -107,8 +110,8 @@ def by_llama_cpp_names(
         yield names.get_name(_plain(facts.layer(number, f"{name}.weight")), (".weight",))
         yield from blocks(ALSO.get(name, ()))
 
-    for number, sums in layers.items():
-        for name, one in sums.items():
+    for number in range(sizes["layers"]):
+        for name, one in read_sums(folder, number).items():
             found = [full for full in of_layer(number, name) if full is not None]
             if not found or not int(one.counts.sum()):
                 result.unnamed.append(facts.layer(number, name))
@@ -116,7 +119,8 @@ def by_llama_cpp_names(
             tiled = result.architecture == "qwen35moe" and name.endswith("linear_attn.out_proj")
             result.named |= dict.fromkeys(found, _tiled(one, config.get("text_config", config)) if tiled else one)
     full = names.get_name(_plain(facts.head), (".weight",))
-    result.named |= {full: head} if full else {}
+    result.named |= {full: read_sums(folder, None)[HEAD]} if full else {}
+    result.unnamed += [] if full else [facts.head]
     return result
 
 
@@ -168,20 +172,46 @@ def write_imatrix(path: Path, matrices: Mapping[str, Sums], datasets: Sequence[s
         writer.close()
 
 
-def figures_of(matrices: Matrices, mtp: Sequence[int]) -> dict[str, Any]:
-    """What is said of the matrix: of each that lacks something its experts without data, and rows left out.
-
-    Args:
-        mtp: the numbers of the layers that predict further tokens, through which no text goes.
-    """
+def make_imatrix(
+    path: Path, folder: Path, facts: Architecture, sizes: Sizes, config: Mapping[str, Any], data: CalibrationData
+) -> dict[str, Any]:
+    """Write the matrix of what `InputSums` has kept in a folder; returns what is said of it, see `imatrix_table`."""
+    matrices, lengths = by_llama_cpp_names(folder, facts, sizes, config), [len(s.tokens) for s in data.samples]
+    write_imatrix(path, matrices.named, [data.name], lengths)
     experts = {name: sums for name, sums in matrices.named.items() if len(sums.counts) > 1}
     empty = {name: (sums.counts == 0).nonzero().flatten().tolist() for name, sums in experts.items()}
     left_out = {name: int(sums.left_out.sum()) for name, sums in matrices.named.items()}
     return {
+        "output": str(path),
+        "set": data.name,
+        "tokens": sum(lengths),
         "architecture": matrices.architecture,
         "matrices": len(matrices.named),
         "without_tokens": {name: numbers for name, numbers in empty.items() if numbers},
         "left_out": {name: rows for name, rows in left_out.items() if rows},
         "unnamed": matrices.unnamed,
-        "not_computed": list(mtp),
+        "not_computed": list(sizes.mtp),
     }
+
+
+def imatrix_table(figures: Mapping[str, Any]) -> str:
+    """What is printed of a matrix: its file, and what lacks in it."""
+    lines = [
+        f"{figures['output']}: importance matrix of {figures['matrices']} matrices of {figures['architecture']}, from "
+        f"{figures['tokens']:,} tokens of {figures['set']}"
+    ]
+    down = {name: experts for name, experts in figures["without_tokens"].items() if "ffn_down_exps" in name}
+    count = sum(map(len, down.values()))
+    left_out = [f"{name} ({rows:,} rows)" for name, rows in figures["left_out"].items()]
+    for head, named in (
+        (
+            f"no token reached {count} experts, of which llama.cpp has partial data; --tokens all has it",
+            [f"{name.split('.ffn_')[0]} {ranges(experts)}" for name, experts in down.items()],
+        ),
+        ("rows that are not finite are left out of", left_out),
+        ("left out, without a name in llama.cpp or unused", figures["unnamed"]),
+        ("no data for layers that predict further tokens", list(map(str, figures["not_computed"]))),
+    ):
+        more = f", and {len(named) - MOST} more (--json)" if len(named) > MOST else ""
+        lines += [f"{head}: {', '.join(named[:MOST])}{more}"] if named else []
+    return "\n".join(lines)

@@ -15,6 +15,7 @@ import torch
 import zoo
 from commands import Command
 from rank_threads import together
+from runs import Small
 from safetensors import safe_open
 from sets import rows_set
 from torch import Tensor
@@ -26,7 +27,8 @@ from quantizers.commands.imatrix import write_sums
 from quantizers.commands.question import Question
 from quantizers.importance.input_sums import Sums, no_sums
 from quantizers.importance.llama_cpp import write_imatrix
-from quantizers.system.errors import QuantizeError
+from quantizers.pipeline import quantize
+from quantizers.system.errors import OutputError, QuantizeError
 
 CPU = torch.device("cpu")
 WORDS = "def add ( a , b ) return the sum of two numbers die Summe zweier Zahlen"
@@ -188,9 +190,12 @@ def test_linear_attention_of_qwen3_5_has_llama_cpps_order_of_heads(texts: Path, 
 def test_several_processes_add_up_to_one(texts: Path, tmp_path: Path) -> None:
     folder = families.write(tmp_path / "model", "qwen3_moe")
     question = Question(str(folder), "main", False, (texts,), "x")
-    write_sums(question, tmp_path / "one.gguf", "routed", CPU, tmp_path)
-    first, second = together(2, lambda dist: write_sums(question, tmp_path / "two.gguf", "routed", CPU, tmp_path, dist))
-    assert first == second
+    whole = write_sums(question, tmp_path / "one.gguf", "routed", CPU, tmp_path / "alone")
+    first, second = together(
+        2, lambda dist: write_sums(question, tmp_path / "two.gguf", "routed", CPU, tmp_path / "both", dist)
+    )
+    assert first == whole | {"output": str(tmp_path / "two.gguf")}
+    assert second == {}
     one, two = read(tmp_path / "one.gguf")[1], read(tmp_path / "two.gguf")[1]
     assert one.keys() == two.keys()
     for name in one:
@@ -218,15 +223,45 @@ def test_the_command(command: Command, texts: Path, tmp_path: Path) -> None:
     folder = families.write(tmp_path / "model", "minimax_m2")
     asked = ("imatrix", "--model", folder, "--data", few, "-o", path, "--tokens", "routed")
     assert command(*asked, "--json") == 0
-    empty = json.loads(command.out)["without_tokens"]["blk.0.ffn_down_exps.weight"]
+    found = json.loads(command.out)
+    empty = found["without_tokens"]["blk.0.ffn_down_exps.weight"]
     assert empty
     counts = read(path)[1]["blk.0.ffn_down_exps.weight"][1].flatten()
     assert [expert for expert, count in enumerate(counts.tolist()) if not count] == empty
     assert command(*asked) == 0
-    assert "times an expert has no token, which llama.cpp calls partial data: blk.0." in command.out
+    missing = sum(len(experts) for name, experts in found["without_tokens"].items() if "down" in name)
+    assert f"no token reached {missing} experts, of which llama.cpp has partial data" in command.out
     other = zoo.save("mellum", tmp_path / "other")
     assert command("imatrix", "--model", other, "--data", few, "-o", tmp_path / "other.gguf") == 2
     assert "mellum: the installed gguf package knows no llama.cpp architecture" in command.err
     assert not (tmp_path / "other.gguf").exists()
     assert command("imatrix", "--model", folder, "--data", few, "-o", tmp_path) == 2
     assert "is a folder, or lies in none" in command.err
+
+
+@pytest.mark.parametrize("from_the_start", [True, False])
+def test_a_run_that_resumes_writes_the_matrix_of_the_source(
+    from_the_start: bool, small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the command does, bit for bit; also where it is first asked for when the run resumes."""
+    wanted, output = tmp_path / "wanted.gguf", tmp_path / "output"
+    quantizers.imatrix(small.recipe, wanted)
+    real = quantize.write_json
+
+    def interrupted(path: Path, entry: Any) -> None:
+        real(path, entry)
+        if entry.get("layer") == 1:
+            raise QuantizeError("cut off")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(quantize, "write_json", interrupted)
+        with pytest.raises(QuantizeError, match="cut off"):
+            quantizers.run(small.recipe, output, imatrix=from_the_start)
+    assert len(list((output / ".quantize").glob("imatrix/0*.safetensors"))) == 2 * from_the_start
+    quantizers.run(small.recipe, output, imatrix=True)
+    assert (tmp_path / "output.imatrix.gguf").read_bytes() == wanted.read_bytes()
+    for file in output.glob("*.safetensors"):
+        assert file.read_bytes() == (small.whole / file.name).read_bytes()
+    (tmp_path / "output.imatrix.gguf").unlink()
+    with pytest.raises(OutputError, match="was finished before, without an importance matrix"):
+        quantizers.run(small.recipe, output, imatrix=True)
