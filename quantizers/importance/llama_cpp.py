@@ -35,15 +35,21 @@ if TYPE_CHECKING:
 
 # llama.cpp's architectures of the model types whose name is another one there, from its convert_hf_to_gguf.py.
 OTHERS = {
-    "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "glm4_moe_lite": "deepseek2", "glm4v_moe": "glm4moe",
-    "glm_moe_dsa": "glm-dsa", "granitemoehybrid": "granitehybrid", "granitemoeshared": "granitemoe",
-    "hunyuan_v1_moe": "hunyuan-moe", "kimi_k2": "deepseek2", "mimo_v2_flash": "mimo2", "mixtral": "llama",
+    "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "deepseek_v32": "deepseek32", "glm4_moe_lite": "deepseek2",
+    "glm4v_moe": "glm4moe", "glm_moe_dsa": "glm-dsa", "granitemoehybrid": "granitehybrid",
+    "granitemoeshared": "granitemoe", "hunyuan_v1_moe": "hunyuan-moe", "kimi_k2": "deepseek2",
+    "mimo_v2_flash": "mimo2", "minimax_m3_vl": "minimax-m3", "mixtral": "llama", "solar_open": "glm4moe",
+    "step3p7": "step35",
 }  # fmt: skip
 OF_EXPERTS = {GATE: ("FFN_GATE_EXP", "FFN_UP_EXP", "FFN_GATE_UP_EXP"), DOWN: ("FFN_DOWN_EXP",)}
 MOST = 5  # matrices that are named of each kind; --json has all
 HALVES = {K_B: "k_b_proj", V_B: "v_b_proj"}  # as convert_hf_to_gguf.py calls what it makes of kv_b_proj
-# Of Qwen3-Next it writes the one or the other two.
-ALSO = {"linear_attn.in_proj_qkvz": ("ATTN_QKV", "ATTN_GATE")}
+# What else it makes of a linear module: of Qwen3-Next's older releases wrote the whole.
+ALSO = {
+    "linear_attn.in_proj_qkvz": ("ATTN_QKV", "ATTN_GATE"),
+    "shared_mlp.input_linear": ("FFN_GATE_SHEXP", "FFN_UP_SHEXP"),
+}
+TILED = ("qwen3_5", "qwen4")  # beginnings of model types whose linear attention gets another order of heads
 
 
 @dataclass
@@ -64,7 +70,8 @@ def architecture_of(facts: Architecture) -> MODEL_ARCH:
     """gguf-py's architecture of a model type; an ArchitectureError if it knows none with experts."""
     from gguf import MODEL_ARCH_NAMES, MODEL_TENSOR, MODEL_TENSORS
 
-    wanted = _letters(OTHERS.get(facts.model_type, facts.model_type))
+    model_type = facts.model_type.removesuffix("_text")
+    wanted = _letters(OTHERS.get(model_type, model_type))
     for architecture, name in MODEL_ARCH_NAMES.items():
         if _letters(name) == wanted and MODEL_TENSOR.FFN_DOWN_EXP in MODEL_TENSORS[architecture]:
             return architecture
@@ -116,7 +123,7 @@ def by_llama_cpp_names(folder: Path, facts: Architecture, sizes: Sizes, config: 
             if not found or not int(one.counts.sum()):
                 result.unnamed.append(facts.layer(number, name))
                 continue
-            tiled = result.architecture == "qwen35moe" and name.endswith("linear_attn.out_proj")
+            tiled = facts.model_type.startswith(TILED) and name.endswith("linear_attn.out_proj")
             result.named |= dict.fromkeys(found, _tiled(one, config.get("text_config", config)) if tiled else one)
     full = names.get_name(_plain(facts.head), (".weight",))
     result.named |= {full: read_sums(folder, None)[HEAD]} if full else {}

@@ -74,7 +74,9 @@ def test_other_commands_are_for_one_process(
     assert command("recipes", "list") == 2
     said = command.err.splitlines()
     assert len(said) == lines
-    assert all(line.startswith("quantize: only run, eval and coverage work with several processes") for line in said)
+    assert all(
+        line.startswith("quantize: only run, eval, coverage and imatrix work with several processes") for line in said
+    )
 
 
 def test_the_librarys_engine_is_for_one_process(tmp_path: Path, write_recipe: Callable[..., Path]) -> None:

@@ -231,9 +231,9 @@ def test_the_command(command: Command, texts: Path, tmp_path: Path) -> None:
     assert command(*asked) == 0
     missing = sum(len(experts) for name, experts in found["without_tokens"].items() if "down" in name)
     assert f"no token reached {missing} experts, of which llama.cpp has partial data" in command.out
-    other = zoo.save("mellum", tmp_path / "other")
+    other = zoo.save("flex_olmo", tmp_path / "other")
     assert command("imatrix", "--model", other, "--data", few, "-o", tmp_path / "other.gguf") == 2
-    assert "mellum: the installed gguf package knows no llama.cpp architecture" in command.err
+    assert "flex_olmo: the installed gguf package knows no llama.cpp architecture" in command.err
     assert not (tmp_path / "other.gguf").exists()
     assert command("imatrix", "--model", folder, "--data", few, "-o", tmp_path) == 2
     assert "is a folder, or lies in none" in command.err
