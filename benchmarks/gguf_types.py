@@ -3,8 +3,9 @@
     pip install libgguf && python benchmarks/gguf_types.py tiny-minimax-m2-fp8-int4
 
 The types are quantized by libgguf's native reference with the importance matrix of `quantize imatrix`: for each expert
-the squares of its inputs, over the calibration tokens that the router sends to it, or over all (--importance). All but
-the experts stays as it is. Rows shorter than a super-block of 256 are laid end to end, with their importance repeated.
+the squares of its inputs, over the calibration tokens that the router sends to it, over all, or both (--importance).
+All but the experts stays as it is. Rows shorter than a super-block of 256 are laid end to end, with their importance
+repeated.
 
 The tiny model has outlier channels by powers of two, in the norm before the experts and between w3 and w2. AWQ folds
 such channels away, and a type of llama.cpp cannot, so both models are measured: with them, and with the same function
@@ -167,7 +168,7 @@ def types_table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Compare llama.cpp's types with ours on a recipe's model."""
     parser = options(__doc__)
-    parser.add_argument("--importance", choices=("routed", "all"), default="routed", help="as imatrix --tokens")
+    parser.add_argument("--importance", choices=("both", "routed", "all"), default="both", help="as imatrix --tokens")
     given = parser.parse_args()
     choose_device("cpu")
     rows = compare_types(given.recipe, given.tokens, given.importance)

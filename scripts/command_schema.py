@@ -91,7 +91,7 @@ class ImatrixReport(Part):
     model: str = key("As it was given")
     set: str = key("Name of the set")
     tokens: int = key("Tokens of the set", "tokens")
-    of: Literal["all", "routed"] = key("Which of them go into the sums of an expert's matrices")
+    of: Literal["both", "routed", "all"] = key("Which of them go into the sums of an expert's matrices")
     architecture: str = key("llama.cpp's name of the model's architecture")
     matrices: int = key("Matrices in the file", "matrices")
     without_tokens: dict[str, list[int]] = key("By matrix: experts without a token")

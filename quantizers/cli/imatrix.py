@@ -28,9 +28,12 @@ def imatrix(
         ),
     ] = None,
     tokens: Annotated[
-        Literal["all", "routed"],
-        Option(help="of an expert: all, every token, so that none is without data; routed, those of its router"),
-    ] = "all",
+        Literal["both", "routed", "all"],
+        Option(
+            help="of an expert: routed, those that the router sends to it, as llama.cpp counts; all, so that none is "
+            "without data; both, all of them, where routed ones count more"
+        ),
+    ] = "both",
     source: common.Source = None,
     calibration: common.Calibration = None,
     settings: common.Settings = None,

@@ -35,7 +35,7 @@ def imatrix(
     recipe: str | Path | None = None,
     output: str | Path | None = None,
     *,
-    tokens: Literal["all", "routed"] = "all",
+    tokens: Literal["both", "routed", "all"] = "both",
     source: str | Path | None = None,
     calibration: str | Path | None = None,
     settings: Mapping[str, Any] | Sequence[str] = (),
@@ -52,7 +52,8 @@ def imatrix(
     Args:
         recipe: recipe whose source and calibration set are used.
         output: the file, which may exist; NAME.imatrix.gguf by default, after the recipe or the model.
-        tokens: of each expert's matrices: all, every token through every expert; routed, those of its router.
+        tokens: of each expert's matrices: routed, those of its router; all, every token through every expert; both,
+            all of them, where routed ones count more.
         source, calibration, settings: of the recipe, as in `quantizers.run`.
         facts: the user's own architecture spec.
         model: without a recipe, or instead of its source: a checkpoint's folder or Hub id.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from quantizers.system.errors import ArchitectureError, QuantizeError
 from quantizers.system.files import atomic, disk_errors
 from quantizers.system.formatting import ranges
 
-from .input_sums import DOWN, GATE, HEAD, K_B, V_B, Sums, read_sums
+from .input_sums import DOWN, GATE, HEAD, KV_B, Sums, read_sums
 
 if TYPE_CHECKING:
     from gguf import MODEL_ARCH, MODEL_TENSOR
@@ -43,7 +43,7 @@ OTHERS = {
 }  # fmt: skip
 OF_EXPERTS = {GATE: ("FFN_GATE_EXP", "FFN_UP_EXP", "FFN_GATE_UP_EXP"), DOWN: ("FFN_DOWN_EXP",)}
 MOST = 5  # matrices that are named of each kind; --json has all
-HALVES = {K_B: "k_b_proj", V_B: "v_b_proj"}  # as convert_hf_to_gguf.py calls what it makes of kv_b_proj
+V_B = ".v_b_proj"  # as convert_hf_to_gguf.py calls the half of kv_b_proj that makes values
 # What else it makes of a linear module: of Qwen3-Next's older releases wrote the whole.
 ALSO = {
     "linear_attn.in_proj_qkvz": ("ATTN_QKV", "ATTN_GATE"),
@@ -102,6 +102,9 @@ def by_llama_cpp_names(folder: Path, facts: Architecture, sizes: Sizes, config: 
     known = {tensor.name: tensor for tensor in MODEL_TENSORS[architecture]}
     result = Matrices(MODEL_ARCH_NAMES[architecture])
 
+    def of_published(name: str) -> str | None:
+        return names.get_name(re.sub(r"^(model\.)?language_model\.(model\.)?", "model.", name), (".weight",))
+
     def of_layer(number: int, name: str) -> Iterator[str | None]:
         """The names of a matrix; None for one that there is none for."""
 
@@ -112,9 +115,7 @@ def by_llama_cpp_names(folder: Path, facts: Architecture, sizes: Sizes, config: 
         if name in OF_EXPERTS:
             yield from blocks(OF_EXPERTS[name])
             return
-        for half, projection in HALVES.items():
-            name = f"{name.removesuffix(half)}.{projection}" if name.endswith(half) else name
-        yield names.get_name(_plain(facts.layer(number, f"{name}.weight")), (".weight",))
+        yield of_published(facts.layer(number, f"{name}.weight"))
         yield from blocks(ALSO.get(name, ()))
 
     for number in range(sizes["layers"]):
@@ -125,15 +126,13 @@ def by_llama_cpp_names(folder: Path, facts: Architecture, sizes: Sizes, config: 
                 continue
             tiled = facts.model_type.startswith(TILED) and name.endswith("linear_attn.out_proj")
             result.named |= dict.fromkeys(found, _tiled(one, config.get("text_config", config)) if tiled else one)
-    full = names.get_name(_plain(facts.head), (".weight",))
+            values = of_published(facts.layer(number, f"{name.removesuffix(KV_B)}{V_B}.weight"))
+            if name.endswith(KV_B) and values:  # each head's part of it reads all of the input
+                result.named[values] = replace(one, squares=one.squares.repeat(1, sizes["heads"]))
+    full = of_published(facts.head)
     result.named |= {full: read_sums(folder, None)[HEAD]} if full else {}
     result.unnamed += [] if full else [facts.head]
     return result
-
-
-def _plain(name: str) -> str:
-    """A published name without the parts that a model with vision has."""
-    return re.sub(r"^(model\.)?language_model\.(model\.)?", "model.", name)
 
 
 def _tiled(sums: Sums, config: Mapping[str, Any]) -> Sums:
@@ -142,7 +141,7 @@ def _tiled(sums: Sums, config: Mapping[str, Any]) -> Sums:
     """
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     squares = sums.squares.unflatten(1, (keys, values // keys, -1)).transpose(1, 2).flatten(1)
-    return Sums(squares, sums.counts, sums.left_out)
+    return replace(sums, squares=squares)
 
 
 def write_imatrix(path: Path, matrices: Mapping[str, Sums], datasets: Sequence[str], lengths: Sequence[int]) -> None:
@@ -212,7 +211,7 @@ def imatrix_table(figures: Mapping[str, Any]) -> str:
     left_out = [f"{name} ({rows:,} rows)" for name, rows in figures["left_out"].items()]
     for head, named in (
         (
-            f"no token reached {count} experts, of which llama.cpp has partial data; --tokens all has it",
+            f"no token reached {count} experts, of which llama.cpp has partial data; --tokens both or all has it",
             [f"{name.split('.ffn_')[0]} {ranges(experts)}" for name, experts in down.items()],
         ),
         ("rows that are not finite are left out of", left_out),

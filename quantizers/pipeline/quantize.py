@@ -118,7 +118,7 @@ def quantize_layers(
         if done < job.sizes["layers"] or damaged or summing:
             sequences = run.quantizer.embed(tokens)
             if summing:
-                run.sums = InputSums(run.model, sequences, folder, "all", context.check, dist)
+                run.sums = InputSums(run.model, sequences, folder, "both", context.check, dist)
         run.begin(done)
         run.resume(done, damaged, entries)
         run.quantize(done, data, entries, stop)

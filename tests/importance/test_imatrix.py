@@ -148,6 +148,19 @@ def test_sums_equal_hooks_on_the_whole_model(family: str, tokens: Any, texts: Pa
     assert not (tokens == "all" and figures["without_tokens"])
 
 
+def test_routed_tokens_count_more_where_both_are_added(texts: Path, tmp_path: Path) -> None:
+    """At an even load, K of E experts a token, they have 9 times the weight of all tokens; and no count is 0."""
+    folder, kinds = families.write(tmp_path / "model", "qwen3_moe"), ("both", "all", "routed")
+    for kind in kinds:
+        quantizers.imatrix(model=folder, data=texts, output=tmp_path / kind, tokens=kind)
+    both, every, routed = (read(tmp_path / kind)[1] for kind in kinds)
+    times = 9 * 8 // 2
+    for name, (squares, counts) in both.items():
+        more = times if "exps" in name else 0
+        same((squares, counts), (every[name][0] + more * routed[name][0], every[name][1] + more * routed[name][1]))
+        assert bool((counts > 0).all())
+
+
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_names_are_those_of_every_matrix_that_is_published(family: str, texts: Path, tmp_path: Path) -> None:
     """As convert_hf_to_gguf.py makes them of a checkpoint's names: experts joined, kv_b_proj in halves."""
