@@ -71,6 +71,51 @@ class WorstExpert(Part):
     nearly_sent_by: dict[str, float] = key("Categories that nearly send most, per thousand of their tokens", "tokens")
 
 
+class LeastSalientExpert(Part):
+    """One of the experts with the least saliency relative to the mean of their layer."""
+
+    layer: int = key("Its layer")
+    expert: int = key("Its number")
+    score: float = key("Its score")
+    of_mean: float = key("The same relative to the mean of the layer's experts", "relative")
+    tokens: int = key("Its routed tokens", "tokens")
+    most_in: dict[str, float] = key(
+        "Categories in which it scores most, relative to the layer's mean there", "relative"
+    )
+
+
+class LayerSaliency(Part):
+    """The saliency of the experts of one layer."""
+
+    layer: int = key("Its number")
+    block: str = key("transformers' module that holds its router and experts")
+    scores: list[float] = key("Of each expert; 0 without tokens")
+
+
+class LeastShares(Part):
+    """The share of a category's weighted norms that comes from the experts which score least over all texts."""
+
+    quarter: float = key("From a quarter of each layer's experts", "share")
+    half: float = key("From half of them", "share")
+
+
+class CategorySaliency(Part):
+    """The saliency over the texts of one category."""
+
+    without_tokens: int = key("Pairs of layer and expert without tokens of it", "pairs")
+    in_least: LeastShares = key("What pruning would take from it")
+    scores: list[list[float]] = key("By layer and expert")
+
+
+class Saliency(Part):
+    """REAP's scores: the mean of routing weight times L2 norm of the output over an expert's routed tokens."""
+
+    without_tokens: list[list[int]] = key("Layer and expert of those without tokens, which score 0")
+    least: list[LeastSalientExpert] = key("Those that score least")
+    per_layer: list[LayerSaliency] = key("Layer by layer")
+    by_category: dict[str, CategorySaliency] = key("By category")
+
+
 class CoverageReport(Coverage):
     """What `quantize coverage --json` prints of one set."""
 
@@ -82,6 +127,7 @@ class CoverageReport(Coverage):
     counts: dict[str, list[list[int]]] = key("By category: routed tokens by layer and expert", "tokens")
     gates: list[Gate] = key("The gates on coverage")
     drawn: Drawn | None = maybe("What was drawn; absent where the whole set is used")
+    saliency: Saliency | None = maybe("What the experts contribute; with --saliency only")
 
 
 class ImatrixReport(Part):

@@ -10,12 +10,24 @@ from typing import Any
 import families
 import tiny
 import torch
+from runs import change
 from whole_models import stored
 
 
 def write_plain(folder: Path, family: str, layers: int = 2, **changes: Any) -> Path:
     """A model of the family in bfloat16."""
     return families.write(folder, family, num_hidden_layers=layers, quantization_config=None, **changes)
+
+
+def write_variant(folder: Path, family: str, attention: str) -> Path:
+    """The recipe of a model of the family, in BF16 where it is to become FP8, and its sets."""
+    if attention == "bf16":
+        recipe = families.write_job(folder, family)
+    else:
+        write_plain(folder / "model", family, 3)
+        recipe = tiny.write_recipe(folder)
+    change(recipe, lambda body: body.update(attention=attention))
+    return recipe
 
 
 def rewrite(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:

@@ -115,6 +115,7 @@ class Figures:
     """What two whole models differ by: at every scored position (N,), and layer by layer."""
 
     kl: Tensor
+    reverse: Tensor
     nll: tuple[Tensor, ...]
     same_top1: Tensor
     position: Tensor
@@ -133,6 +134,7 @@ def compared(source: Run, candidate: Run, texts: list[Tensor], numbers: Sequence
     states = ([torch.cat([rows[i] for i in numbers]) for rows in run.states] for run in (source, candidate))
     return Figures(
         torch.cat([(p.exp() * (p - q)).sum(-1) for p, q, _ in pairs]),
+        torch.cat([(q.exp() * (q - p)).sum(-1) for p, q, _ in pairs]),
         tuple(torch.cat([-pair[side].gather(1, pair[2])[:, 0] for pair in pairs]) for side in (0, 1)),
         torch.cat([p.argmax(-1) == q.argmax(-1) for p, q, _ in pairs]),
         torch.cat([torch.arange(1, len(p) + 1) for p, _, _ in pairs]),

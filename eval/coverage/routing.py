@@ -3,7 +3,8 @@
 Runs one sequence at a time without padding, so padding tokens cannot count. Two more counts are kept: of tokens whose
 choice depends on a margin below TIE, which another machine may route differently; and of tokens that rank an expert
 among the first 2 K, which shows what would help an expert that no token chooses. An expert outside the groups that a
-token's router chose has no rank.
+token's router chose has no rank. And on demand, routing weights times the norms of the outputs of the experts are added
+up, from which saliency.py makes scores.
 
 Legend: L layers with experts, C categories, E experts, T tokens of a sequence, K experts chosen per token.
 """
@@ -11,7 +12,7 @@ Legend: L layers with experts, C categories, E experts, T tokens of a sequence, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ TIE = 1e-6  # difference between the scores of the experts ranked K and K + 1, o
 
 @dataclass(frozen=True)
 class Routed:
-    """How the router distributed the tokens; all arrays int64.
+    """How the router distributed the tokens; arrays are int64 but for the last.
 
     Attributes:
         categories: names of the rows, C of them.
@@ -42,6 +43,8 @@ class Routed:
         counts: (L, C, E), tokens routed to each expert.
         close: (L, C, E), how many of these depend on a margin below TIE.
         near: (L, C, E), tokens that rank the expert among the first 2 K.
+        weighted_norms: (L, C, E) float64, routing weight times the L2 norm of the expert's output, which is not yet
+            weighted, added up over the tokens routed to it; None if it was not asked for.
     """
 
     categories: tuple[str, ...]
@@ -50,13 +53,15 @@ class Routed:
     counts: np.ndarray
     close: np.ndarray
     near: np.ndarray
+    weighted_norms: np.ndarray | None = None
 
     def part(self, prefix: str) -> Routed:
         """The categories that start with `prefix`, which is removed from their names."""
         rows = [i for i, name in enumerate(self.categories) if name.startswith(prefix)]
         names = tuple(self.categories[i].removeprefix(prefix) for i in rows)
-        tables = (table[:, rows] for table in (self.counts, self.close, self.near))
-        return Routed(names, self.tokens[rows], self.layers, *tables)
+        counts, close, near = (table[:, rows] for table in (self.counts, self.close, self.near))
+        norms = None if self.weighted_norms is None else self.weighted_norms[:, rows]
+        return Routed(names, self.tokens[rows], self.layers, counts, close, near, norms)
 
 
 def count_routes(
@@ -66,6 +71,8 @@ def count_routes(
     work: Path,
     step: Callable[[str], None],
     dist: ProcessGroup,
+    *,
+    norms: bool = False,
 ) -> Routed:
     """Run texts through a model with natural routing.
 
@@ -76,6 +83,7 @@ def count_routes(
         work: an empty folder for the hidden states.
         step: called after each layer.
         dist: the processes that share the sequences; each keeps the states of its own, and gets the result.
+        norms: whether `weighted_norms` are made, for which the chosen experts run once more.
 
     Raises:
         QuantizeError: a layer's output is not finite.
@@ -83,20 +91,24 @@ def count_routes(
     names = tuple(sorted(set(categories)))
     rows = [names.index(category) for category in categories]
     tokens = np.bincount(rows, weights=[len(sequence) for sequence in sequences]).astype(np.int64)
-    own = range(dist.rank, len(rows), dist.world_size)
-    states = work / f"states-{dist.rank}.bin"
-    counter = _RouteCounter(model, [sequences[i] for i in own], [rows[i] for i in own], len(names), states)
+    counter = _RouteCounter(model, sequences, rows, len(names), work / f"states-{dist.rank}.bin", dist, norms)
     steps = layer_steps(model.checkpoint, all_tensors(model, model.checkpoint), [counter], model, dist=dist)
     with closing(steps):
         for one in steps:
             step(f"layer {one.number}")
     counter.states.remove()
     tables = dist.all_gather({"tables": counter.tables.unsqueeze(0)}, torch.device("cpu"))["tables"]
-    return Routed(names, tokens, tuple(model.sizes.moe_layers), *tables.sum(0).numpy())
+    counts, close, near = tables.sum(0).numpy()
+    return Routed(names, tokens, tuple(model.sizes.moe_layers), counts, close, near, counter.weighted_norms)
 
 
 class _RouteCounter(Consumer):
-    """Counts the routes of sequences, each of one category by number; `tables` are counts, close, near of `Routed`."""
+    """Counts the routes of sequences, each of one category by number; a process takes every N-th of them.
+
+    Attributes:
+        tables: counts, close and near of `Routed`, of this process's sequences.
+        weighted_norms: that of `Routed`, of all sequences, added in their order in every process.
+    """
 
     needs: Need = "experts"
 
@@ -107,21 +119,32 @@ class _RouteCounter(Consumer):
         categories: Sequence[int],
         count: int,
         file: Path,
+        dist: ProcessGroup,
+        norms: bool,
     ) -> None:
-        self.model, self.categories = model, categories
-        self.states = ActivationStore(file, [len(sequence) for sequence in sequences], model.row_width, model.dtype)
+        self.model, self.categories, self.dist = model, categories, dist
+        # Of all ranks one after another, as they gather; and this one's.
+        every, ranks = range(len(sequences)), range(dist.world_size)
+        self.gathered = [i for rank in ranks for i in every[rank :: dist.world_size]]
+        self.own = every[dist.rank :: dist.world_size]
+        self.states = ActivationStore(file, [len(sequences[i]) for i in self.own], model.row_width, model.dtype)
         embedding = model.embedding()
-        for row, sequence in enumerate(sequences):
-            self.states[row] = model.begin(sequence, embedding)
-        shape = (3, len(model.sizes.moe_layers), count, model.sizes["experts"])
-        self.tables = torch.zeros(shape, dtype=torch.int64)
+        for row, i in enumerate(self.own):
+            self.states[row] = model.begin(sequences[i], embedding)
+        shape = (len(model.sizes.moe_layers), count, model.sizes["experts"])
+        self.tables = torch.zeros(3, *shape, dtype=torch.int64)
+        self.weighted_norms = np.zeros(shape) if norms else None
 
     def source_layer(self, step: LayerStep, layer: DecoderLayer) -> None:
         """Take the sequences through a layer, and count the choices of its router if it has one."""
         model, sizes, number = self.model, self.model.sizes, step.number
-        dense: AbstractContextManager[list[torch.Tensor]] = nullcontext([])
-        with dense if number in sizes.dense else _router_scores(layer, model) as scores:
-            for row, category in enumerate(self.categories):
+        experts, dense = sizes["experts"], number in sizes.dense
+        sums: list[torch.Tensor] = []
+        with ExitStack() as stack:
+            scores = [] if dense else stack.enter_context(_router_scores(layer, model))
+            if self.weighted_norms is not None and not dense:
+                sums = stack.enter_context(_weighted_norms(layer, model))
+            for row, i in enumerate(self.own):
                 output, chosen = model.run(layer, self.states[row])
                 if not bool(torch.isfinite(output[:, : model.hidden]).all()):
                     raise QuantizeError(f"{model.checkpoint.name}: layer {number}: its output is not finite")
@@ -129,8 +152,13 @@ class _RouteCounter(Consumer):
                 if chosen is not None:
                     near, tie = ranked(scores.pop(), sizes)
                     kinds = (chosen, chosen[tie.to(chosen.device)], near)
-                    counts = torch.stack([route_counts(experts, sizes["experts"]).cpu() for experts in kinds])
-                    self.tables[:, sizes.moe_layers.index(number), category] += counts
+                    counts = torch.stack([route_counts(each, experts).cpu() for each in kinds])
+                    self.tables[:, sizes.moe_layers.index(number), self.categories[i]] += counts
+        if self.weighted_norms is not None and not dense:
+            parts = self.dist.all_gather({"sums": torch.stack(sums)} if sums else {}, torch.device("cpu"))
+            rows = dict(zip(self.gathered, parts["sums"].numpy(), strict=True))
+            for i, category in enumerate(self.categories):
+                self.weighted_norms[sizes.moe_layers.index(number), category] += rows[i]
 
 
 def ranked(scores: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,6 +212,30 @@ def _router_scores(layer: DecoderLayer, model: StreamedModel) -> Iterator[list[t
         captured.append(found.flatten(0, -2)[:, :experts])
 
     hook = layer.module.get_submodule(model.facts.modules.router).register_forward_hook(capture)
+    try:
+        yield captured
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def _weighted_norms(layer: DecoderLayer, model: StreamedModel) -> Iterator[list[torch.Tensor]]:
+    """Captures, with a forward hook, (E,) float64: `weighted_norms` of `Routed` of each call of a layer's experts.
+
+    The outputs are those of transformers' own module, called again with each choice of a token as a row of its own,
+    and 1 as its weight: so gates, clamps and all else are the model's.
+    """
+    captured: list[torch.Tensor] = []
+
+    def capture(module: Any, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor], _: torch.Tensor) -> None:
+        x, chosen, weight = (*args, *kwargs.values())
+        rows = x.repeat_interleave(chosen.shape[1], 0)
+        outputs = module.forward(rows, chosen.reshape(-1, 1), torch.ones_like(weight).view(-1, 1))
+        norms = torch.linalg.vector_norm(outputs, dim=-1, dtype=torch.float32)
+        products = (weight.flatten().double() * norms).cpu()  # a GPU would add in no fixed order
+        captured.append(torch.bincount(chosen.flatten().cpu(), products, model.sizes["experts"]))
+
+    hook = layer.module.get_submodule(model.facts.modules.experts).register_forward_hook(capture, with_kwargs=True)
     try:
         yield captured
     finally:

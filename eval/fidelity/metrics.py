@@ -1,6 +1,8 @@
 """Figures of a candidate against its source: perplexity, bits per byte, KL, top-1, by category of text.
 
-KL is KL(source || candidate) in nats over the whole vocabulary at every scored position. Intervals are
+KL is KL(source || candidate) in nats over the whole vocabulary at every scored position; it is largest where the
+candidate lacks tokens that the source finds likely. The reverse, KL(candidate || source), is largest where the
+candidate finds tokens likely that the source would hardly ever choose. Intervals are
 95 % bootstrap intervals: whole samples are drawn with replacement, since the tokens of one text depend on
 each other; a category with a single sample has no interval. comparison.py and scoring.py collect the values.
 
@@ -35,12 +37,14 @@ class Text:
         category: e.g. code/rust.
         scored_bytes: UTF-8 bytes of the tokens that are predicted, all but the first.
         long: whether it counts as a long text.
+        place: of its row in the set.
     """
 
     tokens: torch.Tensor
     category: str
     scored_bytes: int
     long: bool = False
+    place: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Measured:
 
     Attributes:
         source_nll, candidate_nll: (N,) float64, −log p of the next token, nats.
-        kl: (N,) float64, nats.
+        kl, reverse_kl: (N,) float64, KL(source || candidate) and KL(candidate || source), nats.
         same_top1: (N,) bool, whether both models find the same token most likely.
         layers: what `comparison.compare` found in each layer, perhaps with the `weight_error` of experts and attention.
         as_served: figures by card, see as_served.py.
@@ -58,6 +62,7 @@ class Measured:
     source_nll: np.ndarray
     candidate_nll: np.ndarray
     kl: np.ndarray
+    reverse_kl: np.ndarray
     same_top1: np.ndarray
     layers: Sequence[dict[str, Any]]
     as_served: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -91,7 +96,9 @@ def figures(measured: Measured, texts: Sequence[Text]) -> dict[str, Any]:
     Raises:
         OverflowError: a loss is not finite, or so large that its perplexity is infinite.
     """
-    columns = np.stack([measured.source_nll, measured.candidate_nll, measured.kl, measured.same_top1])  # (4, N) float64
+    columns = np.stack(  # (5, N) float64
+        [measured.source_nll, measured.candidate_nll, measured.kl, measured.reverse_kl, measured.same_top1]
+    )
     if not np.isfinite(columns).all():
         raise OverflowError("a loss is not finite")
     ends = np.cumsum([len(text.tokens) - 1 for text in texts])
@@ -107,12 +114,14 @@ def figures(measured: Measured, texts: Sequence[Text]) -> dict[str, Any]:
     return report | ({"weight_error": weights} if weights else {})
 
 
-Scored = tuple[Text, np.ndarray]  # with its source_nll, candidate_nll, kl and same_top1 (4, positions) float64
+# With its source_nll, candidate_nll, kl, reverse_kl and same_top1 (5, positions) float64.
+Scored = tuple[Text, np.ndarray]
 
 
 def _part(scored: Sequence[Scored], layers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """All figures over these texts; `layers` were compared over the same texts."""
     agreement = [layer["agreement"] for layer in layers]
+    per_text = [_of_text(text, columns[2]) for text, columns in scored]
     by_name = {
         kind: {name: _table([scored[i] for i in members]) for name, members in group.items()}
         for kind, group in groups([text.category for text, _ in scored]).items()
@@ -125,19 +134,29 @@ def _part(scored: Sequence[Scored], layers: Sequence[dict[str, Any]]) -> dict[st
             "hidden_error": [layer["hidden_error"] for layer in layers],
         }
         | by_name
-        | {
-            "per_text": [
-                {"category": text.category, "tokens": len(kl), "kl": float(kl.mean())} for text, (_, _, kl, _) in scored
-            ]
-        }
+        | {"worst": max(per_text, key=lambda row: row["kl"]), "per_text": per_text}
     )
+
+
+def _of_text(text: Text, kl: np.ndarray) -> dict[str, Any]:
+    """`TextFigures` of eval/report/fidelity.py; kl (positions,)."""
+    worst = int(kl.argmax())
+    return {
+        "place": text.place,
+        "category": text.category,
+        "tokens": len(kl),
+        "kl": float(kl.mean()),
+        "max": float(kl[worst]),
+        "position": worst + 1,
+    }
 
 
 def table(texts: Sequence[Text], columns: np.ndarray) -> dict[str, Any]:
     """Figures over the texts of the top level alone.
 
     Args:
-        columns: the source's nll, the candidate's, KL and same top-1 (4, N) float64, at the positions of all texts.
+        columns: the source's nll, the candidate's, KL, its reverse and same top-1 (5, N) float64, at the positions of
+            all texts.
     """
     ends = np.cumsum([len(text.tokens) - 1 for text in texts])
     scored = list(zip(texts, np.split(columns, ends[:-1], axis=1), strict=True))
@@ -146,7 +165,7 @@ def table(texts: Sequence[Text], columns: np.ndarray) -> dict[str, Any]:
 
 def _table(scored: Sequence[Scored]) -> dict[str, Any]:
     """Figures over these texts."""
-    source, candidate, kl, same = np.concatenate([columns for _, columns in scored], axis=1)
+    source, candidate, kl, reverse, same = np.concatenate([columns for _, columns in scored], axis=1)
     bits = math.log(2) * float(sum(text.scored_bytes for text, _ in scored))
     lengths = np.array([columns.shape[1] for _, columns in scored])
     return {
@@ -157,14 +176,21 @@ def _table(scored: Sequence[Scored]) -> dict[str, Any]:
             name: float(nll.sum()) / bits if bits else None
             for name, nll in (("source", source), ("candidate", candidate))
         },
-        "kl": {
-            "mean": float(kl.mean()),
-            "median": float(np.median(kl)),
-            "p99": float(np.quantile(kl, 0.99)),
-            "max": float(kl.max()),
-        },
+        "kl": spread(kl),
+        "reverse_kl": spread(reverse),
         "top1": float(same.mean()),
         "interval": _intervals(lengths, np.stack([kl, same, candidate - source])),
+    }
+
+
+def spread(kl: np.ndarray) -> dict[str, float]:
+    """`Kl` of eval/report/fidelity.py: the mean of some values (N,), and how far they reach."""
+    return {
+        "mean": float(kl.mean()),
+        "median": float(np.median(kl)),
+        "p99": float(np.quantile(kl, 0.99)),
+        "p999": float(np.quantile(kl, 0.999)),
+        "max": float(kl.max()),
     }
 
 
@@ -186,13 +212,18 @@ def _intervals(lengths: np.ndarray, values: np.ndarray) -> dict[str, list[float]
 
 
 def by_position(
-    lengths: np.ndarray, source_nll: np.ndarray, candidate_nll: np.ndarray, kl: np.ndarray, same_top1: np.ndarray
+    lengths: np.ndarray,
+    source_nll: np.ndarray,
+    candidate_nll: np.ndarray,
+    kl: np.ndarray,
+    reverse_kl: np.ndarray,
+    same_top1: np.ndarray,
 ) -> list[dict[str, Any]]:
     """A row, `Band` of eval/report/fidelity.py, for each band of positions that has tokens.
 
     Args:
         lengths: (texts,), scored tokens of each.
-        source_nll, candidate_nll, kl, same_top1: (sum of lengths,), see `Measured`.
+        source_nll, candidate_nll, kl, reverse_kl, same_top1: (sum of lengths,), see `Measured`.
     """
     position = np.concatenate([np.arange(1, length + 1) for length in lengths])
     ends = [start for _, start in BANDS[1:]] + [None]
@@ -209,6 +240,7 @@ def by_position(
             "tokens": int(inside.sum()),
             "perplexity": _perplexity(source_nll[inside], candidate_nll[inside]),
             "kl": {"mean": float(kl[inside].mean())},
+            "reverse_kl": {"mean": float(reverse_kl[inside].mean())},
             "top1": float(same_top1[inside].mean()),
         }
         for name, start, end, inside in bands

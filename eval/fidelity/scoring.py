@@ -1,4 +1,4 @@
-"""Held-out texts, and their scores by source and candidates after all layers: −log p, KL, top-1.
+"""Held-out texts, and their scores by source and candidates after all layers: −log p, KL both ways, top-1.
 
 Nothing is scored past the model's `max_position_embeddings`: longer texts are truncated there and counted. How a model
 behaves beyond that says nothing about its quantization.
@@ -40,9 +40,10 @@ from quantizers.system.progress import Step
 from .metrics import Measured, Text, figures
 
 HEAD_ROWS = 16384  # rows of the head (vocabulary entries) that are multiplied at a time
+COLUMNS = ("nll", "kl", "reverse_kl", "same_top1")  # what `score_text` finds at a position
 CHUNK = 256  # positions whose logits are in memory at a time: 0.2 GB with a vocabulary of 200,064
 Stage = Callable[[str, int, int], AbstractContextManager[Step]]  # its name, its steps, steps done by an earlier call
-Scores = tuple[np.ndarray, np.ndarray, np.ndarray]  # nll, kl, same: (N,) each over all texts
+Scores = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # the COLUMNS, (N,) each over all texts
 Pair = tuple[int, int]  # numbers of two streams, P and Q: what is measured is Q, and KL(P || Q)
 
 
@@ -62,7 +63,8 @@ def score(
         texts: each has two tokens or more.
         stage: shows progress, see `Stage`; it counts this process's chunks of positions, since a long text takes as
             long as many short ones.
-        work: a folder for scored texts, with which the same call resumes after an interruption; None for nowhere.
+        work: a folder for scored texts, with which the same call resumes after an interruption; None for nowhere. What
+            a version with other columns left there is scored again.
         dist: the processes that share the texts; each scores its own.
         pairs: which streams are compared; by default each one with the source's.
     """
@@ -72,11 +74,12 @@ def score(
     tables: dict[str, torch.Tensor] = {}
     own = {i: math.ceil((len(texts[i].tokens) - 1) / CHUNK) for i in states[0].owned}
     paths = {i: work / f"scores-{i:05d}.npy" for i in own} if work else {}
-    done = {i for i, path in paths.items() if path.exists()}
+    kept = {i: np.load(path) for i, path in paths.items() if path.exists()}
+    done = {i: table for i, table in kept.items() if table.shape[1] == len(COLUMNS)}
     with stage("scoring", sum(own.values()), sum(own[i] for i in done)) as step:
         for i, chunks in own.items():
             if i in done:
-                tables[str(i)] = torch.from_numpy(np.load(paths[i]))
+                tables[str(i)] = torch.from_numpy(done[i])
                 continue
             models = []
             for model in (stream.model for stream in streams):
@@ -92,8 +95,8 @@ def score(
             for _ in range(chunks):
                 step(f"text {i + 1} of {len(texts)}")
     tables = dist.all_gather(tables, torch.device("cpu"))
-    nll, kl, same = np.moveaxis(np.concatenate([tables[str(i)].numpy() for i in range(len(texts))], axis=-1), 1, 0)
-    return [(nll[n], kl[n], same[n].astype(bool)) for n in range(len(nll))]
+    of_pairs = np.concatenate([tables[str(i)].numpy() for i in range(len(texts))], axis=-1)
+    return [(nll, kl, reverse, same.astype(bool)) for nll, kl, reverse, same in of_pairs]
 
 
 @torch.no_grad()
@@ -103,7 +106,9 @@ def score_text(
     states: Sequence[torch.Tensor],
     pairs: Sequence[Pair] = (),
 ) -> np.ndarray:
-    """(pairs, 3, T - 1) float64: of each pair Q's nll, KL(P || Q), and 1 where the top-1 token of both is the same.
+    """The COLUMNS of each pair, (pairs, len(COLUMNS), T - 1) float64.
+
+    They are Q's nll, KL(P || Q), KL(Q || P), and 1 where the top-1 token of both is the same.
 
     Args:
         models: with the head (V, H) of each.
@@ -124,12 +129,16 @@ def score_text(
         best = [log.argmax(-1) for log in logs]
         rows = []
         for p, q in pairs:
-            # A model against itself gives exactly 0, since the difference of equal logarithms is 0.
-            kl = (logs[p].exp() * (logs[p] - logs[q])).sum(-1, dtype=torch.float64)
+            kl, reverse = divergence(logs[p], logs[q]), divergence(logs[q], logs[p])
             nll = -logs[q].gather(1, target)[:, 0].double()
-            rows.append(torch.stack([nll, kl, (best[p] == best[q]).double()]).cpu())
+            rows.append(torch.stack([nll, kl, reverse, (best[p] == best[q]).double()]).cpu())
         chunks.append(torch.stack(rows).numpy())
     return np.concatenate(chunks, axis=-1)
+
+
+def divergence(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """KL(p || q) in nats, (T,) float64, from log-probabilities (T, V); exactly 0 where they are equal."""
+    return (log_p.exp() * (log_p - log_q)).sum(-1, dtype=torch.float64)
 
 
 def products(states: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
@@ -174,17 +183,30 @@ class HeldOut:
             ) from None
 
 
-def held_out(data: CalibrationData, source: Checkpoint, sizes: Sizes, trust_remote_code: bool) -> HeldOut:
+def held_out(
+    data: CalibrationData,
+    source: Checkpoint,
+    sizes: Sizes,
+    trust_remote_code: bool,
+    published: Callable[[str], str] = str,
+) -> HeldOut:
     """The texts of a set whose samples were tokenized with the source's tokenizer.
 
     Args:
         sizes: of the model, with its vocabulary for the check of token ids.
         trust_remote_code: whether the tokenizer may run code of its own.
+        published: the place of a row as figures name it.
     """
     limit = sizes.positions
     tokenizer = load_tokenizer(str(source.folder), trust_remote_code=trust_remote_code)
     texts = [
-        Text(tokens[:limit], sample.category, scored_bytes(tokenizer, tokens[:limit].tolist()), sample.long)
+        Text(
+            tokens[:limit],
+            sample.category,
+            scored_bytes(tokenizer, tokens[:limit].tolist()),
+            sample.long,
+            published(sample.place),
+        )
         for sample, tokens in zip(data.samples, token_tensors(data, sizes["vocabulary"]), strict=True)
     ]
     lost = [len(sample.tokens) - limit for sample in data.samples if limit is not None and len(sample.tokens) > limit]

@@ -22,8 +22,8 @@ import torch
 
 from quantizers.model.streamed_model import StreamedModel
 
-from .metrics import groups
-from .scoring import products
+from .metrics import groups, spread
+from .scoring import divergence, products
 
 ROWS = 32  # positions whose float64 probabilities are in memory at a time: 50 MB with a vocabulary of 200,064
 ROUNDING = 4 * float(np.finfo(np.float32).eps)  # by so much a sum of float32 probabilities, and thus q_rest, is off
@@ -92,7 +92,7 @@ def compare_text(
         likeliest = ids[part].gather(1, logs[part].argmax(-1, keepdim=True))[:, 0]
         from_source = [torch.full_like(kl, math.nan)] * 3
         if len(ours) > 1:
-            stored = (ours[1].exp() * (ours[1] - candidate)).sum(-1, dtype=torch.float64)
+            stored = divergence(ours[1], candidate)
             from_source = [bounded_kl(ours[1], ids[part], logs[part])[0], stored, nll[1]]
         same = (candidate.argmax(-1) == likeliest).double()
         found.append(torch.stack([kl, *from_source[:2], same, outside, from_source[2], nll[0], -following[part]]))
@@ -117,16 +117,7 @@ def _row(tables: Sequence[np.ndarray]) -> dict[str, Any]:
     return {
         "samples": len(tables),
         "tokens": len(columns["top1"]),
-        "kl": {
-            name: {
-                "mean": float(present[name].mean()),
-                "median": float(np.median(present[name])),
-                "p99": float(np.quantile(present[name], 0.99)),
-                "max": float(present[name].max()),
-            }
-            for name in KL
-            if name in present
-        },
+        "kl": {name: spread(present[name]) for name in KL if name in present},
         "top1": float(columns["top1"].mean()),
         "outside": float(columns["outside"].mean()),
         "perplexity": {name: float(np.exp(min(present[name].mean(), 700.0))) for name in PERPLEXITY if name in present},

@@ -33,8 +33,10 @@ def eval_table(report: dict[str, Any]) -> str:
     long = f", and {first['long']['samples']} long ones, {first['long']['tokens']:,} tokens" if "long" in first else ""
     parts = [
         fidelity_table(results),
+        worst_table(results),
         f"{first['samples']} samples, {first['tokens']:,} scored tokens of {first['evaluated_on']['name']}"
-        f"{long}; KL(source || candidate) in nats; router: share of equal choices in the worst layer; "
+        f"{long}; KL(source || candidate) in nats; reverse: mean KL(candidate || source); at: position of the "
+        "predicted token; router: share of equal choices in the worst layer; "
         "[95 % interval]",
     ]
     if any("as_served" in one for _, one in results):
@@ -112,6 +114,9 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "KL interval": lambda row: _interval(row, "kl", ".5f"),
     "median": lambda row: f"{row['kl']['median']:.5f}",
     "p99": lambda row: f"{row['kl']['p99']:.4f}",
+    "p99.9": lambda row: f"{row['kl']['p999']:.4f}",
+    "max": lambda row: f"{row['kl']['max']:.4f}",
+    "reverse": lambda row: f"{row['reverse_kl']['mean']:.5f}",
     "top-1": lambda row: f"{row['top1']:.2%}",
     "top-1 interval": lambda row: _interval(row, "top1", ".2%"),
     "router": lambda row: f"{row['router']['min']:.2%}",
@@ -124,7 +129,10 @@ def _figures_table(first: str, names: Sequence[str], rows: Iterable[tuple[str, d
 
 
 def _categories(one: dict[str, Any]) -> str:
-    columns = ("samples", "tokens", "ppl source", "change", "KL mean", "KL interval", "p99", "top-1", "top-1 interval")
+    columns = (
+        "samples", "tokens", "ppl source", "change", "KL mean", "KL interval", "p99", "reverse", "top-1",
+        "top-1 interval",
+    )  # fmt: skip
     rows = [row for label, part in by_part(one).items() for row in [*shown_categories(part).items(), (label, part)]]
     return _figures_table("category", columns, rows)
 
@@ -155,9 +163,28 @@ def _depth(one: dict[str, Any]) -> str:
 
 def fidelity_table(results: Sequence[tuple[str, dict[str, Any]]]) -> str:
     """One row per candidate, followed by one for its long texts if they were measured separately."""
-    rows = [(label, part) for name, r in results for label, part in ((name, r), ("long", r.get("long"))) if part]
-    columns = ("ppl source", "ppl", "change", "bits/byte", "KL mean", "median", "p99", "top-1", "router")
-    return _figures_table("", columns, rows)
+    columns = (
+        "ppl source", "ppl", "change", "bits/byte", "KL mean", "median", "p99", "p99.9", "max", "reverse", "top-1",
+        "router",
+    )  # fmt: skip
+    return _figures_table("", columns, _with_long(results))
+
+
+def worst_table(results: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    """The text with the largest mean KL of each candidate, and of its long texts if they were measured separately."""
+    rows = [
+        (
+            name, one["place"], one["category"], f"{one['tokens']:,}", f"{one['kl']:.5f}", f"{one['max']:.4f}",
+            f"{one['position']:,}",
+        )
+        for name, one in ((name, part["worst"]) for name, part in _with_long(results))
+    ]  # fmt: skip
+    return text_table(("", "worst text", "category", "tokens", "KL mean", "max", "at"), rows)
+
+
+def _with_long(results: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
+    """Each candidate, followed by its long texts if they were measured separately."""
+    return [(label, part) for name, r in results for label, part in ((name, r), ("long", r.get("long"))) if part]
 
 
 def served_table(results: Sequence[tuple[str, dict[str, Any]]]) -> str:
@@ -186,7 +213,7 @@ def _served(row: dict[str, Any]) -> list[str]:
 
 def positions_table(report: dict[str, Any]) -> str:
     """A row per band of positions; over the long texts if they were measured separately."""
-    columns = ("texts", "tokens", "ppl source", "ppl", "change", "KL mean", "top-1")
+    columns = ("texts", "tokens", "ppl source", "ppl", "change", "KL mean", "reverse", "top-1")
     first = "position, long" if "long" in report else "position"
     return _figures_table(first, columns, [(row["name"], row) for row in report["positions"]])
 

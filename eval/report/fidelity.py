@@ -21,11 +21,12 @@ class BitsPerByte(Part):
 
 
 class Kl(Part):
-    """KL(source || candidate) over the whole vocabulary."""
+    """KL divergence over the whole vocabulary."""
 
     mean: Number = key("Mean over the scored positions", "nats")
     median: Number = key("Median", "nats")
     p99: Number = key("99th percentile", "nats")
+    p999: Number = key("99.9th percentile", "nats")
     max: Number = key("Largest", "nats")
 
 
@@ -44,7 +45,8 @@ class Figures(Part):
     tokens: int = key("Scored tokens", "tokens")
     perplexity: Perplexity = key("Perplexity")
     bits_per_byte: BitsPerByte = key("Bits per byte")
-    kl: Kl = key("KL divergence from the source")
+    kl: Kl = key("KL(source || candidate)")
+    reverse_kl: Kl = key("KL(candidate || source)")
     top1: Number = key("How often both find the same token most likely", "share")
     interval: Interval | None = key("Intervals; None with a single text")
 
@@ -59,9 +61,12 @@ class Router(Part):
 class TextFigures(Part):
     """One held-out text."""
 
+    place: str = key("Its row in the set, such as `./texts.jsonl:12`; in a run a local file has its published name")
     category: str = key("Its category")
     tokens: int = key("Scored tokens", "tokens")
     kl: Number = key("Mean KL", "nats")
+    max: Number = key("Largest KL", "nats")
+    position: int = key("Where that is: the position of the predicted token, the text's first being 0", "tokens")
 
 
 class PartFigures(Figures):
@@ -72,6 +77,7 @@ class PartFigures(Figures):
     hidden_error: list[Number] = key("Error of the hidden states after each layer", "relative")
     categories: dict[str, Figures] = key("By category")
     families: dict[str, Figures] = key("By family of categories: `code` sums up `code/rust` and the like")
+    worst: TextFigures = key("The text with the largest mean KL")
     per_text: list[TextFigures] = key("Text by text, in the order of the set")
 
 
@@ -85,6 +91,7 @@ class Band(Part):
     tokens: int = key("Scored tokens", "tokens")
     perplexity: Perplexity = key("Perplexity")
     kl: dict[str, Number] = key("Mean KL", "nats")
+    reverse_kl: dict[str, Number] = key("Mean KL(candidate || source)", "nats")
     top1: Number = key("How often both find the same token most likely", "share")
 
 

@@ -44,6 +44,12 @@ from .summary import (
 )
 
 SHARED = ".shared_expert"  # in the names of the matrices of experts that every token passes through
+CONVERSIONS = {
+    "bf16": "dequantized from FP8 and rounded once to bfloat16, so not the source's bytes",
+    "fp8": "converted to FP8 with a scale per row, by least squares; servers quantize their inputs as they run",
+    "fp8-block": "converted to FP8 in blocks of 128 x 128, each scale a power of two; servers quantize their inputs as "
+    "they run",
+}
 DIGITS = 5  # significant digits of the figures in the front matter
 
 
@@ -55,6 +61,7 @@ def html_report(report: dict[str, Any], drawn: Mapping[str, bytes]) -> str:
         drawn: of `plots.draw`, made from the same report.
     """
     place = "." if repository(report) == NAMELESS else repository(report)
+    parts = by_part(report) if "kl" in report else {}
     return _render(
         "report.html.jinja",
         report,
@@ -63,9 +70,10 @@ def html_report(report: dict[str, Any], drawn: Mapping[str, bytes]) -> str:
         tiles=_tiles(report),
         summary=summary(report),
         plots={name: f"data:image/png;base64,{base64.b64encode(raw).decode()}" for name, raw in drawn.items()},
+        parts=parts,
         fidelity=[
             (name, row)
-            for label, part in (by_part(report) if "kl" in report else {}).items()
+            for label, part in parts.items()
             for name, row in [(label, part), *shown_categories(part).items()]
         ],
         command_here=place == ".",
@@ -117,6 +125,7 @@ def model_card(report: dict[str, Any]) -> str:
         moe_layers=plan["layers"] - len(dense),
         form=_fp8_form(plan) or "in 16 bits",
         attention=_attention(plan),
+        conversion=CONVERSIONS.get(plan.get("attention")),
         stored=_stored(report),
         plots={"calibration": CALIBRATION_PICTURE, "coverage": COVERAGE_PICTURE},
         parts=by_part(report) if "kl" in report else {},
@@ -139,6 +148,8 @@ def _integers(report: dict[str, Any]) -> str:
 
 def _title(report: dict[str, Any]) -> str:
     attention = "FP8 attention" if _fp8_form(report["plan"]) else "attention as published"
+    if report["plan"].get("attention") == "bf16":
+        attention = "BF16 attention"
     return f"{base_name(report['source']['model'])}: {attention}, {_integers(report)} experts"
 
 
@@ -153,7 +164,9 @@ def _stored(report: dict[str, Any]) -> str:
 
 
 def _fp8_form(plan: dict[str, Any]) -> str | None:
-    """How FP8 weights are passed through, if any are: scales per block are renamed, those per row keep their name."""
+    """How attention is FP8, if it is: of what passes through, scales per block are renamed, those per row are not."""
+    if (attention := plan.get("attention")) is not None:
+        return {"fp8": "in FP8 with a scale per row", "fp8-block": "in FP8 with a scale per block"}.get(attention)
     if any(row["action"] == "keep" and row["kind"].endswith(".weight_scale") for row in plan["kinds"]):
         return "in FP8 with a scale per row"
     return "in FP8 with a scale per block" if "rename" in plan["actions"] else None

@@ -1,8 +1,8 @@
 """The plots of the HTML report, the model card, `quantize eval` and `quantize coverage`. They need no display.
 
-An expert's load is its routed tokens divided by those of an even load of its layer. Every heat map shows it, or the
-ratio of two of them, on the same logarithmic scale from LOW to HIGH; values beyond it take the colour of the end. So
-plots of two runs can be compared side by side.
+An expert's load is its routed tokens divided by those of an even load of its layer. Every heat map shows it, the ratio
+of two of them, or an expert's saliency divided by the mean of its layer, on the same logarithmic scale from LOW to
+HIGH; values beyond it take the colour of the end. So plots of two runs can be compared side by side.
 """
 
 from __future__ import annotations
@@ -274,19 +274,41 @@ def coverage_figure(layers: Sequence[dict[str, Any]], minimum: int, title: str) 
         minimum: routed tokens that an expert needs to count as covered.
         title: the model and the set.
     """
-    from matplotlib.patches import Patch
-
     tokens = np.array([row["routed_tokens"] for row in layers])  # (layers, experts)
     load = np.array([loads(row["routed_tokens"]) for row in layers])
-    below = tokens < max(minimum, 1)
     even = tokens.sum(1).max() / tokens.shape[1]
     label = f"routed tokens / even load\n(which is {even:,.0f} tokens)"
-    numbers = [row["layer"] for row in layers]
-    figure, axes = _heat_map(np.where(below, np.nan, load), numbers, label, colours="viridis", without=UNCOVERED)
-    if below.any():
-        _crosses(axes, np.argwhere(below), marker="x", c="white")
-        label = f"below {max(minimum, 1):,} tokens: {int(below.sum()):,} of {tokens.size:,}"
-        figure.legend(handles=[Patch(color=UNCOVERED, label=label)], loc="outside lower right", frameon=False)
+    below = tokens < max(minimum, 1)
+    return _crossed_out(
+        load, [row["layer"] for row in layers], label, below, f"below {max(minimum, 1):,} tokens", title
+    )
+
+
+@own_style()
+def saliency_figure(layers: Sequence[dict[str, Any]], scored: Sequence[dict[str, Any]], title: str) -> Any:
+    """A heat map of layers by experts, brighter with the score; red with a cross without tokens.
+
+    Args:
+        layers, title: as for `coverage_figure`.
+        scored: the same layers with the `scores` of their experts.
+    """
+    scores = np.array([loads(row["scores"]) for row in scored])
+    silent = np.array([row["routed_tokens"] for row in layers]) == 0
+    label = "saliency / the layer's mean"
+    return _crossed_out(scores, [row["layer"] for row in layers], label, silent, "without tokens", f"{title}: saliency")
+
+
+def _crossed_out(
+    values: np.ndarray, numbers: Sequence[int], label: str, out: np.ndarray, words: str, title: str
+) -> Any:
+    """A heat map with a red cross over the cells that are `out`, which the words count."""
+    from matplotlib.patches import Patch
+
+    figure, axes = _heat_map(np.where(out, np.nan, values), numbers, label, colours="viridis", without=UNCOVERED)
+    if out.any():
+        _crosses(axes, np.argwhere(out), marker="x", c="white")
+        counted = f"{words}: {int(out.sum()):,} of {out.size:,}"
+        figure.legend(handles=[Patch(color=UNCOVERED, label=counted)], loc="outside lower right", frameon=False)
     _title(axes, title)
     return figure
 
@@ -442,8 +464,8 @@ def ticks(count: int) -> range:
     return range(0, count, max(1, -(-count // TICKS)))
 
 
-def loads(tokens: Sequence[int]) -> list[float]:
-    """The load of each expert of a layer, relative to an even one: 1 if all get the same."""
+def loads(tokens: Sequence[float]) -> list[float]:
+    """The load of each expert of a layer, or its score, relative to an even one: 1 if all get the same."""
     total = sum(tokens)
     return [n * len(tokens) / total if total else 0.0 for n in tokens]
 

@@ -146,7 +146,7 @@ class TensorKind(ActionTotals):
     """Tensors of one kind and action."""
 
     kind: str = key("Tensor name with * for layer and expert numbers")
-    action: str = key("keep, rename, carry, quantize, drop, fold or compensate")
+    action: str = key("keep, rename, carry, convert, quantize, drop, fold or compensate")
 
 
 class MtpLayers(Part):
@@ -171,6 +171,7 @@ class Plan(Part):
     output_bytes: int = key("Bytes of all shards and the index", "bytes")
     index_bytes: int = key("Bytes of the index", "bytes")
     layer_source_bytes: int = key("Source bytes of the largest layer", "bytes")
+    attention: str | None = maybe("What other linear modules were converted to: bf16, fp8, fp8-block; absent for keep")
     mtp: MtpLayers | None = maybe("Layers for speculative decoding; absent without any")
 
 
@@ -335,6 +336,7 @@ class AuditFigures(Part):
     differences: list[str] = key("One line each; empty if all is as planned")
     weight_error: list[Number] = key("Largest error of an expert's matrix by layer", "relative")
     digests_checked: bool = key("Whether the files were compared with the digests taken when they were written")
+    converted_matrices: int | None = maybe("Converted ones, compared bit by bit; absent without any", "tensors")
 
 
 class Audit(AuditFigures):
@@ -479,6 +481,7 @@ class RunReport(Report):
     perplexity: Perplexity | None = measured("perplexity")
     bits_per_byte: BitsPerByte | None = measured("bits_per_byte")
     kl: Kl | None = measured("kl")
+    reverse_kl: Kl | None = measured("reverse_kl")
     top1: Number = measured("top1")
     interval: Interval | None = measured("interval")
     longest: int | None = measured("longest")
@@ -486,6 +489,7 @@ class RunReport(Report):
     hidden_error: list[Number] | None = measured("hidden_error")
     categories: dict[str, Figures] | None = measured("categories")
     families: dict[str, Figures] | None = measured("families")
+    worst: TextFigures | None = measured("worst")
     per_text: list[TextFigures] | None = measured("per_text")
     evaluated_on: HeldOutSet | None = measured("evaluated_on")
     long: PartFigures | None = measured("long")

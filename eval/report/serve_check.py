@@ -20,7 +20,7 @@ class Served(Part):
     samples: int = key("Texts", "texts")
     tokens: int = key("Scored tokens", "tokens")
     kl: dict[str, dict[str, float]] = key(
-        "Mean, median, p99 and max of candidate_server and source_server, which are lower bounds, and of "
+        "Mean, median, p99, p999 and max of candidate_server and source_server, which are lower bounds, and of "
         "source_candidate, as stored; without a source the first alone",
         "nats",
     )

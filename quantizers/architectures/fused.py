@@ -1,4 +1,4 @@
-"""What servers make one linear module of, by the names of the parts."""
+"""What servers do with linear modules, by their names: which they make one of, and which they take in FP8."""
 
 from __future__ import annotations
 
@@ -15,3 +15,19 @@ FUSED_IN_SOME: Final = FUSED | {
     "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),  # SGLang
     "w13": ("w1", "w3"),
 }
+# Names of attention's, shared experts' and dense layers' matrices, which servers take in FP8. Not among them are those
+# that make a number for each head or token, such as `shared_expert_gate`: servers build them plain.
+ATTENTION: Final = (
+    "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "out_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa",
+    "kv_b_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz",
+)  # fmt: skip
+MLP: Final = (
+    "gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3", "input_linear", "output_linear",
+)  # fmt: skip
+NOT_IN_FP8: Final = ("indexer", "compressor", "gate", "router")  # below which modules of the same names lie
+
+
+def fits_fp8(name: str) -> bool:
+    """Whether servers take a linear module of a layer in FP8, by its name without the layer's prefix."""
+    *parents, last = name.split(".")
+    return last in (*ATTENTION, *MLP) and not any(parent in NOT_IN_FP8 for parent in parents)

@@ -104,7 +104,7 @@ def measure_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Co
             if dist.is_main:
                 write_json(_entry_file(work, one.number), measurement.entry | {"seconds": seconds})
             step(f"{seconds:.1f} s")
-    _, (_, kl, _) = score(measurement.streams, texts, partial(rank_0_progress, check=check, dist=dist), dist=dist)
+    _, (_, kl, *_) = score(measurement.streams, texts, partial(rank_0_progress, check=check, dist=dist), dist=dist)
     if not math.isfinite(float(kl.mean())):
         raise QuantizeError("the model's logits are not finite on the calibration texts; nothing can be compared")
     if dist.local_rank == 0:

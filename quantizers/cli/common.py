@@ -83,6 +83,15 @@ def typed() -> tuple[str, ...]:
     return ("quantize", *sys.argv[1:])
 
 
+def accounted(audit: dict[str, Any]) -> str:
+    """How many of the source's tensors an audit accounts for, and how."""
+    converted = audit.get("converted_matrices")
+    return (
+        f"{audit['tensors']:,} source tensors accounted for, {audit['kept_tensors']:,} compared byte for byte"
+        f"{f', {converted:,} converted again and compared' if converted else ''}"
+    )
+
+
 def asked(question: str, option: str) -> bool:
     """The user's answer to a question that `option` needs. Raises InputError without a terminal."""
     try:

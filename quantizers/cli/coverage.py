@@ -31,6 +31,18 @@ def coverage(
             help="compare two sets: experts whose share of tokens grows or shrinks, newly covered or no longer covered",
         ),
     ] = None,
+    saliency: Annotated[
+        bool,
+        Option(
+            "--saliency",
+            help="score the experts by what they contribute (REAP), by category too; writes scores, a heat map and "
+            "lists of experts",
+        ),
+    ] = False,
+    output: Annotated[
+        Path | None,
+        Option("--output", "-o", metavar="DIR", help="folder for the files of --saliency; saliency by default"),
+    ] = None,
     min_routed_tokens: Annotated[int | None, Option(min=0, help="without a recipe: gate; 1 by default")] = None,
     max_uncovered: Annotated[
         float | None, Option(min=0, max=1, help="without a recipe: gate, a share of experts; 0.01 by default")
@@ -58,11 +70,13 @@ def coverage(
     Example: quantize coverage tiny-minimax-m2-fp8-int4
     """
     from eval.coverage.compare import compare_table
+    from eval.coverage.saliency import saliency_table
     from eval.coverage.summary import coverage_table
-    from eval.report.plots import comparison_figure, coverage_figure, save
+    from eval.report.plots import comparison_figure, coverage_figure, saliency_figure, save
     from quantizers.commands.coverage import coverage as count_tokens
 
     dist: ProcessGroup = context.obj
+    output = output or (Path("saliency") if saliency else None)
     found = count_tokens(
         recipe,
         source=source,
@@ -72,6 +86,8 @@ def coverage(
         model=model,
         data=data,
         compare=compare,
+        saliency=saliency,
+        output=output,
         min_routed_tokens=min_routed_tokens,
         max_uncovered=max_uncovered,
         device=device,
@@ -83,6 +99,8 @@ def coverage(
         return
     result = found.figures
     text = (compare_table if compare else coverage_table)(result)
+    if saliency:
+        text += "\n\n" + saliency_table(result["saliency"])
     if not no_picture:
         name = Path(result["model"]).name
         if compare:
@@ -93,4 +111,8 @@ def coverage(
         picture = picture or Path(default)
         save(figure, picture)
         text += f"\n\npicture: {picture}"
+        if saliency and output:
+            save(saliency_figure(result["per_layer"], result["saliency"]["per_layer"], title), output / "saliency.png")
+    if output:
+        text += f"\n\nscores and lists of experts: {output}"
     common.emit(result, as_json, text, passed=found.passed)

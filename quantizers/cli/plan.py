@@ -104,7 +104,7 @@ def plan_table(numbers: dict[str, Any]) -> str:
         "",
         f"{numbers['layers']} layers, {dense_words(numbers)}{numbers['experts_per_layer']} experts each: "
         f"{numbers['quantized_matrices']:,} expert matrices quantized, "
-        f"{numbers['kept_attention_tensors']:,} attention tensors keep their bytes",
+        f"{numbers['kept_attention_tensors']:,} attention tensors keep their bytes{_converted(numbers)}",
         f"output {size(numbers['output_bytes'])} ({numbers['output_bytes']:,} bytes of shards and index) in "
         f"{len(numbers['shards'])} shards, {size(numbers['expert_bytes'])} of it experts; "
         f"source {size(numbers['source_bytes'])}",
@@ -115,6 +115,12 @@ def plan_table(numbers: dict[str, Any]) -> str:
         *([_memory_line(numbers["device_memory"])] if "device_memory" in numbers else []),
     ]
     return "\n".join(lines)
+
+
+def _converted(numbers: dict[str, Any]) -> str:
+    if (attention := numbers.get("attention")) is None:
+        return ""
+    return f", {numbers['actions']['convert']['tensors']:,} other matrices are converted ({attention})"
 
 
 def dense_words(numbers: dict[str, Any]) -> str:

@@ -103,12 +103,12 @@ def run(
 def run_table(report: dict[str, Any], output: Path, source: str, recipe: str) -> str:
     """The output of `quantize run`; `source` is a Hub id or a folder, `recipe` as the user typed it."""
     from eval.coverage.summary import gate_table
-    from eval.fidelity.tables import fidelity_table, past_the_model, positions_table, served_table
+    from eval.fidelity.tables import fidelity_table, past_the_model, positions_table, served_table, worst_table
 
     lines = [f"{output} was finished before; nothing was touched"] if report.get("already_done") else []
     lines += ["", gate_table(report["gates"]), ""]
     if "kl" in report:
-        lines += [fidelity_table([("output", report)]), ""]
+        lines += [fidelity_table([("output", report)]), "", worst_table([("output", report)]), ""]
         if len(report.get("positions", ())) > 1:
             lines += [positions_table(report), ""]
         if "as_served" in report:
@@ -117,8 +117,7 @@ def run_table(report: dict[str, Any], output: Path, source: str, recipe: str) ->
     apart = max(layer["proof"] for layer in report["layers"])
     lines += [
         f"proof     every layer gives what transformers' own call of it gives, to {apart:.1e} of what it adds",
-        f"audit     {report['audit']['tensors']:,} source tensors accounted for, "
-        f"{report['audit']['kept_tensors']:,} kept byte for byte",
+        f"audit     {common.accounted(report['audit'])}",
         *(f"          {line}" for line in collapse_lines(report["audit"]["differences"])[:10]),
         f"coverage  routed tokens per expert: min {coverage['min']:,}, median {coverage['median']:,.0f}; "
         f"{coverage['uncovered']} of {coverage['pairs']:,} below {coverage['min_routed_tokens']}",

@@ -64,8 +64,7 @@ def stitch_table(report: dict[str, Any], output: Path, source: str) -> str:
         )
     lines += [
         "",
-        f"audit     {audit['tensors']:,} source tensors accounted for, {audit['kept_tensors']:,} compared byte for "
-        f"byte, {len(audit['differences'])} differences",
+        f"audit     {common.accounted(audit)}, {len(audit['differences'])} differences",
         *(f"          {line}" for line in collapse_lines(audit["differences"])[:10]),
         f"servers   {f'{len(misread)} ways in which one would misread it' if misread else 'all read it as meant'}",
         *(f"          {finding['where']}: {finding['problem']}" for finding in misread[:10]),

@@ -58,7 +58,7 @@ def audit_table(audit: dict[str, Any]) -> str:
     """The part of `quantize verify`'s output that compares the files with the source and report.json."""
     digests = "compared with" if audit["digests_checked"] else "not compared: there are none in"
     lines = [
-        f"{audit['tensors']:,} source tensors accounted for, {audit['kept_tensors']:,} compared byte for byte",
+        common.accounted(audit),
         f"digests of the output: {digests} report.json",
         *audit["notes"],
     ]

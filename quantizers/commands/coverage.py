@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
 from quantizers.recipe.schema import CoverageGate
-from quantizers.system.errors import InputError
+from quantizers.system.errors import InputError, OutputError
+from quantizers.system.files import json_finite, write_json, write_text
 
 from .question import Question, opened, question_of
 
@@ -44,6 +45,8 @@ def coverage(
     model: str | Path | None = None,
     data: str | Path | None = None,
     compare: tuple[str | Path, str | Path] | None = None,
+    saliency: bool = False,
+    output: str | Path | None = None,
     min_routed_tokens: int | None = None,
     max_uncovered: float | None = None,
     device: str = "auto",
@@ -60,6 +63,8 @@ def coverage(
         model: without a recipe, or instead of its source: a checkpoint's folder or Hub id.
         data: without a recipe, or instead of its set: a calibration set.
         compare: two sets: experts whose share of tokens grows or shrinks, newly covered or no longer covered.
+        saliency: score the experts by what they contribute (REAP), over all texts and by category.
+        output: with `saliency`, a folder for the figures and lists of experts, see `eval.coverage.saliency.lists`.
         min_routed_tokens, max_uncovered: without a recipe, the gate: 1 token, and 0.01 of the experts by default.
         device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
         work: scratch folder for activations; a temporary one by default.
@@ -69,9 +74,14 @@ def coverage(
     Raises:
         InputError: something is missing, given twice, or wrong.
     """
+    from eval.coverage.saliency import lists
     from quantizers.device.determinism import ordered
     from quantizers.device.devices import choose_device
 
+    if compare and saliency:
+        raise InputError("--saliency scores experts on one set; leave out --compare")
+    if output is not None and not saliency:
+        raise InputError(f"--output {output}: is for the files of --saliency; give that too, or leave it out")
     given = {"min_routed_tokens": min_routed_tokens, "max_uncovered": max_uncovered}
     gates = {key: value for key, value in given.items() if value is not None}
     question, read = question_of(
@@ -93,18 +103,34 @@ def coverage(
             f"{question.where}: holds the gates; leave out --min-routed-tokens and --max-uncovered, or change it "
             "with --set verify.coverage.min_routed_tokens=N"
         )
+    files = Path(output) if output is not None and dist.is_main else None
+    if files is not None:
+        try:
+            files.mkdir(parents=True, exist_ok=True)
+        except OSError as failure:
+            raise OutputError(f"--output {files}: cannot be made a folder ({failure.strerror}); give another") from None
     if work is not None:
         Path(work).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=work) as folder, ordered():
-        figures = measure_coverage(question, rule, choose_device(device, dist), Path(folder), dist)
+        figures = measure_coverage(question, rule, choose_device(device, dist), Path(folder), dist, scored=saliency)
+    if files is not None:
+        write_json(files / "saliency.json", json_finite(figures))
+        for name, text in lists(figures).items():
+            write_text(text, files / name)
     return Coverage(figures if dist.is_main else {})
 
 
 def measure_coverage(
-    question: Question, rule: CoverageGate, device: torch.device, work: Path, dist: ProcessGroup = SINGLE_PROCESS
+    question: Question,
+    rule: CoverageGate,
+    device: torch.device,
+    work: Path,
+    dist: ProcessGroup = SINGLE_PROCESS,
+    *,
+    scored: bool = False,
 ) -> dict[str, Any]:
     """The report on one set, see `eval.coverage.summary.report`; or what the second of two sets wins and loses compared
-    with the first, see `eval.coverage.compare.compare_counts`.
+    with the first, see `eval.coverage.compare.compare_counts`. Experts are `scored` on one set only.
     """
     from eval.coverage.compare import SIDES, compare_counts, labels
     from eval.coverage.routing import count_routes
@@ -118,10 +144,14 @@ def measure_coverage(
     # All sets in one pass: the categories of set n get the prefix `n:`.
     categories = [f"{n}:{sample.category}" for n, data in enumerate(loaded) for sample in data.samples]
     with rank_0_progress("streaming", model.sizes["layers"], 0, lambda: None, dist) as step:
-        routed = count_routes(model, sequences, categories, work, step, dist)
+        routed = count_routes(model, sequences, categories, work, step, dist, norms=scored)
     names = [data.name for data in loaded]
     if len(loaded) == 1:
-        found = {"model": question.model, "set": names[0]} | report(routed.part("0:"), rule)
+        one = routed.part("0:")
+        found = {"model": question.model, "set": names[0]} | report(one, rule)
+        if scored:
+            paths = (f"{model.skeleton.path}.{number}.{model.facts.modules.experts}" for number in one.layers)
+            found["saliency"] = saliency(one, [path.rpartition(".")[0] for path in paths])
         return found | ({"drawn": asdict(loaded[0].drawn)} if loaded[0].drawn else {})
     comparison = compare_counts(routed.part("0:"), routed.part("1:"), rule)
     for side, name, file, label in zip(SIDES, names, question.sets, labels(names, question.sets), strict=True):

@@ -24,6 +24,7 @@ ROWS: Final = "rows"
 Fp8 = tuple[int, int] | Literal["rows"]  # rows and columns of a block, or ROWS for a scale per row
 SCALE = "weight_scale"
 SCALE_INV = "weight_scale_inv"  # the name of the scales of blocks where quant_method is fp8
+CONVERTED_BLOCK = (128, 128)  # of weights that are made FP8 here
 
 
 def block_size(checkpoint: Checkpoint) -> tuple[int, int]:

@@ -243,13 +243,13 @@ class _Inputs:
     Attributes:
         data, tokens: the calibration samples, and their token ids (T,) int64.
         evaluation: the held-out set; None if the recipe has nothing measured.
-        pins: what was read of the sets that have datasets of the Hub, by the file names of their copies.
+        resolved: the recipe as it is published, with locks of what was read of datasets of the Hub.
     """
 
     data: CalibrationData
     tokens: Sequence[torch.Tensor]
     evaluation: HeldOut | None
-    pins: dict[str, list[Pin]]
+    resolved: Resolved
 
     @property
     def texts(self) -> Sequence[Text]:
@@ -288,7 +288,7 @@ def _make_output(job: Job, options: Options, work: Path, check: Callable[[], Non
     started, output = time.monotonic(), work / "output"
     # Read the sets once, before anything slow: they may be edited during the run.
     inputs = _read_inputs(job, options.dist, work)
-    resolved = resolve_recipe(job.recipe, job.path, inputs.pins)
+    resolved = inputs.resolved
     if job.facts.probes:  # derived ones, for those who have the output alone
         resolved = replace(resolved, sets={**resolved.sets, FACTS: job.facts.as_yaml()})
     copied = resolved.data if options.with_data else {}
@@ -361,10 +361,12 @@ def _read_inputs(job: Job, dist: ProcessGroup, work: Path) -> _Inputs:
     )
     if recipe.verify and recipe.verify.coverage:
         check_floors(recipe.verify.coverage, [sample.category for sample in data.samples], str(job.path))
-    gate, texts = recipe.verify and recipe.verify.perplexity, None
-    if gate:
-        texts = held_out(read(gate.data, HELD_OUT, "held out"), job.opened, sizes, trusted)
-    return _Inputs(data, token_tensors(data, sizes["vocabulary"]), texts, pins)
+    gate = recipe.verify and recipe.verify.perplexity
+    other = read(gate.data, HELD_OUT, "held out") if gate else None
+    resolved = resolve_recipe(recipe, job.path, pins)
+    published = partial(resolved.published, target=HELD_OUT)
+    texts = held_out(other, job.opened, sizes, trusted, published) if other else None
+    return _Inputs(data, token_tensors(data, sizes["vocabulary"]), texts, resolved)
 
 
 def _share_memory(job: Job, inputs: _Inputs, options: Options) -> tuple[dict[str, Any], int]:
@@ -480,9 +482,11 @@ def _fingerprint(job: Job, data: CalibrationData, device: torch.device) -> dict[
     """Every setting that the output's bytes depend on; gates and logging are not among them."""
     facts = {name: text_sha256(text) for name, text in facts_copy(job.facts_file).items()}
     drawn = {"calibration.tokens": data.drawn.asked} if data.drawn else {}
+    attention = {} if job.recipe.attention == "keep" else {"attention": job.recipe.attention}
     return {
         **facts,
         **drawn,
+        **attention,
         "method": METHOD,
         "experts": job.recipe.settings()["experts"],
         "source": source_stats(job.opened),
@@ -537,7 +541,7 @@ def _perplexity(job: Job, texts: Sequence[Text], context: Context) -> float:
         for one in steps:
             stream.forget(one.number)
             step(f"layer {one.number}")
-    ((nll, _, _),) = score([stream], texts, partial(rank_0_progress, check=check, dist=dist), dist=dist)
+    ((nll, *_),) = score([stream], texts, partial(rank_0_progress, check=check, dist=dist), dist=dist)
     if dist.local_rank == 0:
         shutil.rmtree(folder)
     mean = float(nll.mean())

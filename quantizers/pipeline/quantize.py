@@ -19,8 +19,9 @@ import math
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -68,7 +69,7 @@ from quantizers.system.files import write_json
 from quantizers.system.progress import doing, forecast, peak_memory, progress
 from stitch.audit.layer import LayerAudit, audit_layer, written_from
 from stitch.write.digests import ShardDigest
-from stitch.write.shard import kept_hashes, layer_tensors, write_shard
+from stitch.write.shard import converted_tensors, kept_hashes, layer_tensors, write_shard
 
 Written = tuple[ShardDigest, LayerAudit]
 Entry = dict[str, Any]  # of the journal
@@ -297,13 +298,24 @@ class _Run:
         scores = score(self.streams, self.texts, stage, dist=self.context.dist, pairs=compared)
         (on_cards,) = as_served(scores, 2, cards, self.texts)
         for model in served:
-            on_cards[model.card]["kernels"] = kernels_of(model, self.job.opened, "packed")
+            on_cards[model.card]["kernels"] = kernels_of(model, _with_converted(self.job), "packed")
         source, output = scores[:2]
         return Measured(source[0], *output, [entry["held_out"] for entry in entries], on_cards)
 
 
+def _with_converted(job: Job) -> Checkpoint:
+    """The source's headers, and those of its converted linear modules instead of their own."""
+    made = {
+        name: replace(job.opened.tensors[action.source], name=name, dtype=spec.dtype, shape=spec.shape)
+        for action in job.plan.actions
+        if action.kind == "convert"
+        for name, spec in action.outputs.items()
+    }
+    return replace(job.opened, tensors=job.opened.tensors | made)
+
+
 def _write_passthrough(job: Job, outside: LoadedTensors, context: Context) -> None:
-    """Write every shard that nothing computes anew, and its journal entry, unless that is done.
+    """Write every shard that no states go through, and its journal entry, unless that is done.
 
     Tensors of a layer that predicts further tokens are read here, one layer at a time; those `outside` are given.
     """
@@ -314,8 +326,9 @@ def _write_passthrough(job: Job, outside: LoadedTensors, context: Context) -> No
             continue
         actions = plan.of_layer(part)
         stored = outside if part is None else load_tensors(source, [action.source for action in actions])
-        kept = kept_hashes(plan, part, stored)
-        digest = write_shard(layer_tensors(plan, part, stored, None).host, shard, kept, plan.unread(part))
+        kept, linears = kept_hashes(plan, part, stored), converted_tensors(plan, part, stored, torch.device("cpu"))
+        tensors = layer_tensors(plan, part, stored, None, linears=linears).host
+        digest = write_shard(tensors, shard, kept, plan.unread(part))
         write_json(file, {"shard": shard.name, "digest": digest, "audit": written_from(actions).as_dict()})
         context.check()
 
@@ -409,25 +422,50 @@ class Quantizer:
         return sequences
 
     def prepare(self, step: LayerStep, layer: DecoderLayer) -> None:
-        """Observe and solve the layer, and begin to write it. A layer without experts is only written."""
+        """Make the quantized layer, unless its attention is another than the source's: then `layer` does."""
+        if self.job.plan.attention == "keep":
+            self._make(step, layer, step.on_device, {})
+
+    def _make_converted(self, step: LayerStep) -> None:
+        """The same behind converted attention, whose output the experts are solved from."""
+        plan, number = self.job.plan, step.number
+        linears = converted_tensors(plan, number, step.on_device, self.model.device)
+        others = {
+            action.source: step.on_device.tensor(action.source)
+            for action in plan.of_layer(number)
+            if action.kind != "convert" and (action.kind != "drop" or action.expert is not None)
+        }
+        stored = tensors_in_memory(step.on_device, others | linears, step.on_device.folder)
+        with self.model.layer(number, stored, experts=False) as layer:
+            self._make(step, layer, stored, linears)
+
+    def _make(
+        self, step: LayerStep, layer: DecoderLayer, stored: LoadedTensors, linears: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Observe and solve the layer, and begin to write it. A layer without experts is only written.
+
+        Args:
+            stored: the layer's tensors on the device, with its experts as in the source.
+            linears: those among them that were converted.
+        """
         job, model, context, number = self.job, self.model, self.context, step.number
         doing("attention")
         if number in job.sizes.dense:
             attend(model, layer, self.states, self.states, context.check)
-            self._begin_writing(step, None)
+            self._begin_writing(step, None, linears)
             return
         settings = job.plan.settings(number)
         library = settings.engine == "llmcompressor"
         entering = [self.states[i].clone() for i in range(len(self.states))] if library else []
         observe(model, layer, self.states, self.moe_inputs, context.check)
         step.watch.lap("observe")
-        weights = ExpertWeights(step.on_device, job.facts, job.sizes, number, model.device, model.dtype)
+        weights = ExpertWeights(stored, job.facts, job.sizes, number, model.device, model.dtype)
         norm = job.facts.norm if job.plan.folds else None
-        with model.layer(number, step.on_device) if library else contextlib.nullcontext(layer) as whole:
+        with model.layer(number, stored) if library else contextlib.nullcontext(layer) as whole:
             solved = solve_layer(
                 model,
                 whole,
-                step.on_device.tensor(job.facts.layer(number, norm.tensor)) if norm else None,
+                stored.tensor(job.facts.layer(number, norm.tensor)) if norm else None,
                 self.moe_inputs,
                 settings,
                 weights=weights.batch,
@@ -439,15 +477,22 @@ class Quantizer:
         weights.require_finite()
         del entering
         step.watch.lap("solve")
-        self._begin_writing(step, solved)
+        self._begin_writing(step, solved, linears)
 
-    def _begin_writing(self, step: LayerStep, solved: LayerResult | None) -> None:
+    def _begin_writing(self, step: LayerStep, solved: LayerResult | None, linears: Mapping[str, torch.Tensor]) -> None:
         """Pack a layer, without experts if nothing was solved; let its shard be audited and written in its turn."""
         job, number, source, writes = self.job, step.number, step.source, self.writer.has_turn(step.number)
         path = self.context.work / "output" / job.plan.shard_file(number)
         doing("packing")
         tensors = layer_tensors(
-            job.plan, number, source, solved, near=step.on_device, buffers=self._packed, written=writes
+            job.plan,
+            number,
+            source,
+            solved,
+            linears=linears,
+            near=step.on_device,
+            buffers=self._packed,
+            written=writes,
         )
         self.made = made = tensors_in_memory(source, tensors.device, path)
         self._solved = _for_the_journal(solved)
@@ -467,6 +512,8 @@ class Quantizer:
     @contextlib.contextmanager
     def layer(self, step: LayerStep) -> Iterator[DecoderLayer]:
         """The quantized layer, read from the tensors that are being written; calibration passes through it first."""
+        if self.job.plan.attention != "keep":
+            self._make_converted(step)
         with self.model.layer(step.number, self.made) as layer:
             if not self._reread:
                 del self.made

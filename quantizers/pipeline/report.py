@@ -246,7 +246,7 @@ def _measured(job: Job, texts: list[Text]) -> Measured:
         {"agreement": None if number in job.sizes.dense else 1.0, "hidden_error": 0.1}
         for number in range(job.sizes["layers"])
     ]
-    cards, even = job.recipe.as_served, (loss, loss / 100, loss.astype(bool))
+    cards, even = job.recipe.as_served, (loss, loss / 100, loss / 100, loss.astype(bool))
     (on_cards,) = as_served([even] * len(pairs(2, len(cards))), 2, cards, texts)
     for card in cards:
         on_cards[card]["kernels"] = {}
@@ -326,6 +326,7 @@ def _fidelity_gates(result: dict[str, Any], asked: PerplexityGate) -> list[dict[
     limits = (
         ("perplexity", result["perplexity"]["increase"], asked.max_increase, "relative increase of perplexity"),
         ("kl", result["kl"]["mean"], asked.max_kl, "mean KL(source || output), nats"),
+        ("kl p99", result["kl"]["p99"], asked.max_p99, "99th percentile of KL(source || output), nats"),
     )
     return [_gate(name, value, limit, meaning) for name, value, limit, meaning in limits if limit is not None]
 

@@ -12,10 +12,12 @@ from typing import Any, Literal, NamedTuple
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.facts import TensorFacts
+from quantizers.architectures.fused import FUSED_IN_SOME, fits_fp8
 from quantizers.architectures.matrices import MATRICES, Matrix
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.safetensors_header import FLOATING, FP8, TORCH_DTYPES, Spec
 from quantizers.formats.fp8 import (
+    CONVERTED_BLOCK,
     ROWS,
     SCALE,
     SCALE_INV,
@@ -26,10 +28,10 @@ from quantizers.formats.fp8 import (
     stored_form,
     unreadable_scale,
 )
-from quantizers.recipe.schema import Experts, Scheme
+from quantizers.recipe.schema import Attention, Experts, Scheme
 from quantizers.system.errors import ArchitectureError, CheckpointError, RecipeError
 
-from .plan import Action, Kind, Plan, packed_specs
+from .plan import Action, Kind, Plan, converted_specs, packed_specs
 
 Remaining = dict[str, Spec]  # tensors without an action so far
 
@@ -90,19 +92,26 @@ def expected_tensors(facts: Architecture, sizes: Sizes, config: Mapping[str, Any
 
 
 def make_plan(
-    facts: Architecture, sizes: Sizes, tensors: Mapping[str, Spec], experts: Experts, where: str, block: tuple[int, int]
+    facts: Architecture,
+    sizes: Sizes,
+    tensors: Mapping[str, Spec],
+    experts: Experts,
+    where: str,
+    block: tuple[int, int],
+    attention: Attention = "keep",
 ) -> Plan:
     """The plan of a source named `where`.
 
     Args:
         tensors: the source's headers, or `expected_tensors`.
         block: rows and columns of an FP8 block, where FP8 weights have a scale per block.
+        attention: what becomes of linear modules that are no routed experts.
 
     Raises:
         CheckpointError: a tensor is missing, unknown, or has a wrong shape or dtype, or there are both forms of FP8.
         ArchitectureError: the facts name a tensor, and call it unread as well.
-        RecipeError: the group size does not divide the experts' matrices, or the recipe asks for a fold that is
-            not exact.
+        RecipeError: the group size does not divide the experts' matrices, the recipe asks for a fold that is not exact,
+            or for a conversion that this source does not need or that servers do not take.
     """
     for size in ("hidden", "width"):
         if sizes[size] % experts.group_size:
@@ -120,7 +129,7 @@ def make_plan(
     actions: list[Action] = []
     for module in _modules(facts, sizes, mtp):
         if module.facts is None:
-            actions += _linear_actions(remaining, module, scheme, form, mtp, where)
+            actions += _linear_actions(remaining, module, scheme, form, mtp, attention, where)
         elif module.name in remaining or not module.facts.optional:
             integers = module.facts.dtype not in FLOATING
             dtypes = (module.facts.dtype,) if integers else FLOATING
@@ -136,7 +145,8 @@ def make_plan(
         )
     last = sizes["layers"] + len(sizes.mtp)
     actions.sort(key=lambda action: last if action.layer is None else action.layer)
-    return Plan(tuple(actions), sizes["layers"], experts, (scheme,) * sizes["layers"], tuple(mtp))
+    _require_converted(attention, actions, where)
+    return Plan(tuple(actions), sizes["layers"], experts, (scheme,) * sizes["layers"], attention, tuple(mtp))
 
 
 def _tensor_action(module: _Module, spec: Spec, facts: Architecture, *, fold: bool) -> Action:
@@ -152,15 +162,29 @@ def _tensor_action(module: _Module, spec: Spec, facts: Architecture, *, fold: bo
 
 
 def _linear_actions(
-    remaining: Remaining, module: _Module, scheme: Scheme, form: Fp8, mtp: Collection[int], where: str
+    remaining: Remaining,
+    module: _Module,
+    scheme: Scheme,
+    form: Fp8,
+    mtp: Collection[int],
+    attention: Attention,
+    where: str,
 ) -> Iterator[Action]:
     """The actions of a linear module: of its weight, and of the scale that an FP8 one has."""
     of = module.layer, module.expert, module.matrix
     weight = f"{module.name}.weight"
     spec = take(remaining, weight, module.shape, (FP8, *FLOATING), where)
     quantized = module.expert is not None and module.layer not in mtp
-    outputs = packed_specs(module.name, spec.shape, scheme) if quantized else {weight: spec}
-    yield Action(weight, spec, "quantize" if quantized else "keep", outputs, *of)
+    converts = module.expert is None and (
+        spec.dtype == FP8 if attention == "bf16" else attention != "keep" and fits_fp8(module.name)
+    )
+    kind: Kind = "quantize" if quantized else "convert" if converts else "keep"
+    outputs = {weight: spec}
+    if quantized:
+        outputs = packed_specs(module.name, spec.shape, scheme)
+    elif converts:
+        outputs = converted_specs(module.name, spec.shape, attention)
+    yield Action(weight, spec, kind, outputs, *of)
     if spec.dtype != FP8:
         return
     written, other = f"{module.name}.{SCALE}", f"{module.name}.{SCALE_INV}"
@@ -176,10 +200,40 @@ def _linear_actions(
             "the model's release with such scales, or in BF16"
         )
     scale_spec = take(remaining, scale, scale_shape(form, spec.shape), ("F32", "BF16"), where)
-    if quantized:
+    if kind != "keep":
         yield Action(scale, scale_spec, "drop", {}, *of)
     else:
         yield Action(scale, scale_spec, "keep" if scale == written else "rename", {written: scale_spec}, *of)
+
+
+def _require_converted(attention: Attention, actions: Sequence[Action], where: str) -> None:
+    """Refuse a conversion of nothing, of what is FP8 already, or into blocks that servers do not take."""
+    if attention == "keep":
+        return
+    matrices, key = [action for action in actions if action.is_other_matrix], f"{where}: attention: {attention}"
+    found = [action for action in matrices if action.kind == "convert"]
+    if not found:
+        why = (
+            "no matrix of attention, shared experts or dense layers is FP8" if attention == "bf16" else "no matrix fits"
+        )
+        raise RecipeError(f"{key}: {why}; remove the key")
+    if attention == "bf16":
+        return
+    for action in matrices:
+        if action.spec.dtype == FP8:
+            raise RecipeError(f"{key}: {action.source} is FP8 already; remove the key, or give bf16")
+    if attention != "fp8-block":
+        return
+    merged = {part for parts in FUSED_IN_SOME.values() for part in parts[:-1]}
+    for action in found:
+        rows, columns = action.spec.shape
+        last = action.source.removesuffix(".weight").rpartition(".")[2]
+        for what, size, edge in (("rows", rows if last in merged else 0, 0), ("columns", columns, 1)):
+            if size % CONVERTED_BLOCK[edge]:
+                raise RecipeError(
+                    f"{key}: {action.source} has {size} {what}, not a multiple of {CONVERTED_BLOCK[edge]}, and servers "
+                    "take no such blocks; give fp8, which has a scale per row"
+                )
 
 
 def _unread_actions(

@@ -39,6 +39,7 @@ SHARE_FOR_STATES = 0.5  # of the free host memory: calibration activations that 
 FACTORIZED = 6, 2, 0
 ROUNDED = 3, 4, 5
 PANEL = 256
+CONVERTING = 24  # bytes for each number of a matrix that becomes FP8: its codes, and what they lose
 
 
 @dataclass(frozen=True)
@@ -148,8 +149,13 @@ class _Phases:
         self._rest = max(self.forward - itemsize * 3 * experts * width * hidden, 0)  # of the layer without its experts
         self._written = max(sum(spec.bytes for spec in plan.shard(n).values()) for n in numbers)
         self._codes = 3 * experts * width * hidden
+        # What is made of linear modules that are no experts, and temporaries for one of them.
+        made = [[a for a in plan.of_layer(number) if a.kind == "convert"] for number in numbers]
+        self._linears = max(sum(spec.bytes for a in layer for spec in a.outputs.values()) for layer in made)
+        largest = max((math.prod(a.spec.shape) for layer in made for a in layer), default=0)
+        self._converting = self._linears + CONVERTING * largest
         attention_rows = max(
-            sum(a.spec.shape[0] for a in plan.of_layer(number) if a.is_passthrough_matrix) for number in numbers
+            sum(a.spec.shape[0] for a in plan.of_layer(number) if a.is_other_matrix) for number in numbers
         )
         attention = max(longest, rows) * itemsize * 4 * (hidden + attention_rows)
         # For each routed copy of a token: x, gate and up, their activations and h; or x and the output, and twice the
@@ -163,12 +169,13 @@ class _Phases:
         self.one_batch = self.size * _expert_bytes(sizes, rows, itemsize)
 
     def solve(self, resident: int) -> int:
-        return self.layer + self._rest + self._codes + self._inputs + resident * self.routed + self.one_batch
+        own = self.layer + self._linears + self._rest + self._codes
+        return own + self._inputs + resident * self.routed + self.one_batch
 
     def peak(self, resident: int) -> int:
         pack = self.layer + self._rest + self._codes + self._written
         propagate = self.layer + self._written + self.forward + self._activations
-        return max(self.solve(resident), pack, propagate)
+        return max(self.solve(resident), pack, propagate, self.layer + self._converting)
 
 
 def _layer_bytes(plan: Plan, number: int, itemsize: int) -> int:

@@ -143,7 +143,7 @@ def layer_work(job: Job, number: int, lengths: Sequence[int], texts: Sequence[in
     hidden, width, experts, chosen = (float(sizes[name]) for name in ("hidden", "width", "experts", "chosen"))
     models = _models(job)
     tokens, passes = sum(lengths), sum(lengths) + models * sum(texts)
-    passthrough = [action for action in layer if action.is_passthrough_matrix]
+    passthrough = [action for action in layer if action.is_other_matrix]
     numbers = sum(math.prod(action.spec.shape) for action in passthrough)
     outputs = (a.spec.shape[1] for a in passthrough if "attn" in a.source and a.spec.shape[0] == sizes["hidden"])
     pairs = sum(n * n for n in lengths) + models * sum(n * n for n in texts)

@@ -3,15 +3,16 @@
     keep        the source's bytes under the source's name
     rename      the source's bytes under another name (the FP8 scale of a block, as compressed-tensors calls it)
     quantize    an expert's matrix: written as packed integers, scales and shape
-    drop        the FP8 scale of such a matrix: used to dequantize it, not written
+    drop        the FP8 scale of a matrix that is quantized or dequantized, not written
     fold        the norm that AWQ divides by its scales
     compensate  the router that reads this norm, multiplied by the scales
+    convert     a linear module that is no routed expert's, dequantized or made FP8 as the recipe's `attention` says
     carry       the source's bytes under the source's name, of a tensor that the facts call unread: never opened
                 (but an FP8 scale among them is renamed)
 
 Layers that predict further tokens (MTP) follow the others. They are not computed, and every tensor in them passes
-through, experts too. Each has a shard of its own, as every decoder layer has. A norm is folded only if the router and
-the experts are its only readers and the recipe wants it; else norm and router pass through.
+through, experts too, unless it is converted. Each has a shard of its own, as every decoder layer has. A norm is folded
+only if the router and the experts are its only readers and the recipe wants it; else norm and router pass through.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ from typing import Literal
 
 from quantizers.architectures.matrices import Matrix
 from quantizers.architectures.sizes import Sizes
-from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, Spec
-from quantizers.formats.fp8 import ROWS, SCALE, SCALE_INV, Fp8, is_per_row
-from quantizers.recipe.schema import Experts, Scheme
+from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, FP8, Spec
+from quantizers.formats.fp8 import CONVERTED_BLOCK, ROWS, SCALE, SCALE_INV, Fp8, is_per_row, scale_shape
+from quantizers.recipe.schema import Attention, Experts, Scheme
 
-Kind = Literal["keep", "rename", "quantize", "drop", "fold", "compensate", "carry"]
+Kind = Literal["keep", "rename", "quantize", "drop", "fold", "compensate", "convert", "carry"]
 PASSTHROUGH: tuple[Kind, ...] = ("keep", "rename", "carry")  # whose tensors keep their bytes
+CONVERTED: dict[Attention, Fp8] = {"fp8": ROWS, "fp8-block": CONVERTED_BLOCK}  # what is FP8 after its conversion
 METADATA = {"format": "pt"}
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # a whole part of a name
 
@@ -68,9 +70,14 @@ class Action:
         return not self.is_scale and self.kind != "carry"
 
     @property
-    def is_passthrough_matrix(self) -> bool:
+    def is_other_matrix(self) -> bool:
         """Whether it is a weight (rows, columns) of anything but a routed expert."""
         return self.is_weight and self.expert is None and len(self.spec.shape) == 2
+
+    @property
+    def in_fp8(self) -> bool:
+        """Whether its numbers are FP8 in the output."""
+        return any(spec.dtype == FP8 for spec in self.outputs.values())
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,7 @@ class Plan:
         layers: number of decoder layers, without those that predict further tokens.
         experts: the recipe's settings; use `schemes` instead of its bits and group size.
         schemes: of each layer's experts.
+        attention: what becomes of the other linear modules.
         mtp: the numbers of the layers that predict further tokens, as far as the source has them.
     """
 
@@ -88,6 +96,7 @@ class Plan:
     layers: int
     experts: Experts
     schemes: tuple[Scheme, ...]
+    attention: Attention = "keep"
     mtp: tuple[int, ...] = ()
 
     @property
@@ -97,7 +106,7 @@ class Plan:
 
     @property
     def passthrough_parts(self) -> tuple[int | None, ...]:
-        """Those of them that pass through whole: all but the decoder layers."""
+        """Those of them that no states go through: all but the decoder layers."""
         return self.parts[self.layers :]
 
     @property
@@ -146,11 +155,21 @@ class Plan:
         return by_layer
 
     def fp8_form(self, block: tuple[int, int]) -> Fp8 | None:
-        """The form of the FP8 weights that pass through: ROWS, or `block` as it is given; None without any."""
+        """The form of the output's FP8 weights: ROWS, or a block, `block` of those that pass through; None without any.
+
+        The experts of MTP layers count only if there are no others.
+        """
+        if self.attention in CONVERTED and any(action.kind == "convert" for action in self.actions):
+            return CONVERTED[self.attention]
         kept = [(w, s) for w, s in pairwise(self.actions) if s.is_scale and s.kind in ("keep", "rename")]
         if any(is_per_row(weight.spec.shape, scale.spec.shape, block) for weight, scale in kept):
             return ROWS
         return block if kept else None
+
+    @property
+    def linears_in_fp8(self) -> bool:
+        """Whether linear modules of the output other than experts are FP8."""
+        return any(action.in_fp8 for action in self.actions if action.is_other_matrix)
 
     @property
     def mtp_in_fp8(self) -> bool:
@@ -188,6 +207,13 @@ def stored_as(action: Action, scheme: Scheme) -> Action:
 def packed_specs(module: str, shape: tuple[int, ...], scheme: Scheme) -> dict[str, Spec]:
     """The tensors written for one quantized matrix of shape (rows, columns)."""
     return {f"{module}.{suffix}": spec for suffix, spec in _packed(shape, scheme.bits, scheme.group_size)}
+
+
+def converted_specs(module: str, shape: tuple[int, ...], to: Attention) -> dict[str, Spec]:
+    """The tensors written for a linear module whose weight (rows, columns) is converted, see formats/conversion.py."""
+    if to not in CONVERTED:
+        return {f"{module}.weight": Spec("BF16", shape)}
+    return {f"{module}.weight": Spec(FP8, shape), f"{module}.{SCALE}": Spec("F32", scale_shape(CONVERTED[to], shape))}
 
 
 @cache
@@ -272,6 +298,7 @@ def summary(plan: Plan, sizes: Sizes) -> dict[str, object]:
     shards = {file: file_size(tensors) for file, tensors in plan.shards().items()}
     source = {layer: sum(action.spec.bytes for action in plan.of_layer(layer)) for layer in plan.parts}
     index = len(index_json(plan).encode())
+    converted = {} if plan.attention == "keep" else {"attention": plan.attention}
     return {
         "layers": sizes["layers"],
         "dense_layers": sorted(sizes.dense),
@@ -286,4 +313,5 @@ def summary(plan: Plan, sizes: Sizes) -> dict[str, object]:
         "index_bytes": index,
         "shards": shards,
         "layer_source_bytes": max(source[layer] for layer in range(plan.layers)),
+        **converted,
     } | ({"mtp": {"layers": list(plan.mtp), "bytes": sum(source[n] for n in plan.mtp)}} if plan.mtp else {})

@@ -30,7 +30,6 @@ from quantizers.architectures.facts import Parts
 from quantizers.architectures.fused import FUSED
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes
-from quantizers.checkpoint.safetensors_header import FP8
 from quantizers.formats.fp8 import Fp8
 from quantizers.recipe.schema import Scheme
 from quantizers.system.errors import InputError
@@ -120,7 +119,7 @@ def serving_model(plan: Plan, facts: Architecture, sizes: Sizes, config: dict[st
             module = action.source.removeprefix(facts.layer(number, "")).rpartition(".")[0]
             part = EXPERTS if action.expert is not None else module if module in linears else OTHERS
             layer[part] += sum(spec.bytes for spec in action.outputs.values())
-            if part == module and action.spec.dtype == FP8 and isinstance(fp8, tuple):
+            if part == module and action.in_fp8 and isinstance(fp8, tuple):
                 blocks[module] = fp8
     return Model(
         facts=facts,

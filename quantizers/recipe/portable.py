@@ -48,17 +48,18 @@ class Resolved:
     published_hash: str  # of the portable recipe, which may have locks that this one has not
     sets: Mapping[str, str]  # text of each copied set and lock, and of the user's own facts if any, by file name
     data: Mapping[str, Path]  # path of each local data file on this machine, by its published name
-    renamed: Mapping[str, str]  # published name of each local file of the calibration set, by its name in the set
+    renamed: Mapping[str, Mapping[str, str]]  # published name of a set's local files, by its copy and their names in it
 
     def texts(self) -> dict[str, str]:
         """The files to write next to the checkpoint: text by name."""
         return {RECIPE: dump(self.recipe.settings()), **self.sets}
 
-    def published(self, place: str) -> str:
-        """A row's place in the calibration set, such as `./texts.jsonl:12`, with the file's published name instead."""
+    def published(self, place: str, target: str = CALIBRATION) -> str:
+        """A row's place in a set, such as `./texts.jsonl:12`, with the file's published name instead."""
         # Take the longest matching name: a place in a.jsonl starts with a.json too.
-        original = max((name for name in self.renamed if place.startswith(name)), key=len, default="")
-        return self.renamed[original] + place.removeprefix(original) if original else place
+        renamed = self.renamed[target]
+        original = max((name for name in renamed if place.startswith(name)), key=len, default="")
+        return renamed[original] + place.removeprefix(original) if original else place
 
 
 def is_hub_id(model: str) -> bool:
@@ -104,7 +105,7 @@ def resolve_recipe(recipe: Recipe, path: Path, pins: Pins = NO_PINS) -> Resolved
     texts = _copies(recipe, path, published_name, pins)
     names = renamed[CALIBRATION]
     portable = _with_copies(recipe, path, lambda name: names.get(name, name))
-    return Resolved(portable, settings_hash(recipe, path), settings_hash(recipe, path, pins), texts, data, names)
+    return Resolved(portable, settings_hash(recipe, path), settings_hash(recipe, path, pins), texts, data, renamed)
 
 
 def settings_hash(recipe: Recipe, path: Path, pins: Pins = NO_PINS) -> str:

@@ -64,6 +64,10 @@ def known_cards(names: Iterable[str]) -> tuple[Card, ...]:
     return tuple(card for card in CARDS if card in names)
 
 
+# What becomes of the linear modules that are not routed experts: they keep their bytes, or are converted, see
+# formats/conversion.py.
+Attention = Literal["keep", "bf16", "fp8", "fp8-block"]
+
 # An optional key that is part of the settings, and of their hash, only if a recipe gives it.
 ONLY_IF_GIVEN = Field(exclude_if=lambda value: value is None)
 
@@ -225,6 +229,8 @@ class PerplexityGate(Strict):
     """How much perplexity may rise, relative to the source: 0.02 is 2 %."""
     max_kl: Annotated[float, Field(ge=0.0)] | None = None
     """The largest mean KL(source || output), in nats."""
+    max_p99: Annotated[Annotated[float, Field(ge=0.0)] | None, ONLY_IF_GIVEN] = None
+    """The largest 99th percentile of KL(source || output) over the scored tokens, in nats."""
     max_source: Annotated[float, Field(gt=1.0)] | Literal["any"] = 100.0
     """The largest perplexity of the source itself, on the beginnings of a few texts, before anything is quantized: a
     checkpoint that is mixed up, or computed wrongly, makes no sense of text. `any`: it is not checked."""
@@ -270,8 +276,12 @@ class Recipe(Strict):
     [calibration](calibration.md). Or `{set: NAME, tokens: 131072}` for a part of it."""
     experts: Experts = Experts()
     """How the routed experts are quantized."""
+    attention: Annotated[Attention, Field(exclude_if=lambda value: value == "keep")] = "keep"
+    """What becomes of attention, shared experts and dense layers. `keep`: the source's bytes. `bf16`: FP8 is
+    dequantized, for servers and cards that cannot mix it with integers. `fp8`: a source in 16 bits becomes FP8 with a
+    scale per row, `fp8-block` with one per block of 128 x 128. See [variants](variants.md)."""
     keep: Literal["everything-else"] = "everything-else"
-    """What keeps its original bytes: everything but the routed experts."""
+    """What keeps its original bytes: everything but the routed experts, and what `attention` converts."""
     verify: Verify | None = None
     """What is measured, and the gates: exit code 3 when one fails; the output is completed nevertheless."""
 

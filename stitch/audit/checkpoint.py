@@ -1,10 +1,10 @@
 """Audit of a finished checkpoint against its source, from the files alone.
 
-Every source tensor must be accounted for: passthrough and renamed ones byte for byte, by hash; quantized ones by shape,
-range and closeness; the folded norm by its exact ratio, whose inverse must appear in the router (closure). Config,
-index and side files are compared with the source's too: a tokenizer, a chat template or rope_theta changes a model's
-output as much as its weights do. If report.json has the digests of the shards as they were written, every tensor that
-changed since is reported.
+Every source tensor must be accounted for: passthrough and renamed ones byte for byte, by hash; converted linear modules
+by the formula, applied again; quantized ones by shape, range and closeness; the folded norm by its exact ratio, whose
+inverse must appear in the router (closure). Config, index and side files are compared with the source's too: a
+tokenizer, a chat template or rope_theta changes a model's output as much as its weights do. If report.json has the
+digests of the shards as they were written, every tensor that changed since is reported.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import Own, architecture_for
 from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import CONFIG, WEIGHTS, Checkpoint, open_folder, side_files
-from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.formats.fp8 import block_size
+from quantizers.checkpoint.safetensors_header import FP8, Spec
+from quantizers.formats.fp8 import ROWS, SCALE, block_size, scale_shape
 from quantizers.formats.tensor_names import published_names, split_fused_experts
 from quantizers.output.journal import MISSING, differences, short_value
 from quantizers.output.manifest import read_record
 from quantizers.planning.assign_actions import make_plan
 from quantizers.planning.plan import Plan
-from quantizers.recipe.schema import BITS, GROUPS, Experts, Scheme
-from quantizers.system.errors import CheckpointError
+from quantizers.recipe.schema import BITS, GROUPS, Attention, Experts, Scheme
+from quantizers.system.errors import CheckpointError, RecipeError
 from quantizers.system.files import file_sha256
 from quantizers.system.thread_map import thread_map
 from stitch.write.config_files import output_config
@@ -50,6 +50,7 @@ class Audit:
 
     tensors: int = 0  # of the source, accounted for
     kept: int = 0  # compared byte for byte
+    converted: int = 0  # compared with what the formula makes of the source's
     differences: list[str] = field(default_factory=list)  # one line each, starting with the tensor's name
     weight_error: list[float] = field(default_factory=list)  # per layer, see `LayerAudit`
     digests_checked: bool = False  # whether there were digests from when the shards were written
@@ -59,6 +60,7 @@ class Audit:
         """Add the audit of a layer, or of the tensors outside the layers."""
         self.tensors += part.tensors
         self.kept += part.kept
+        self.converted += part.converted
         self.differences += part.differences
         if part.weight_error is not None:
             self.weight_error.append(part.weight_error)
@@ -72,7 +74,7 @@ class Audit:
             "differences": self.differences,
             "weight_error": self.weight_error,
             "digests_checked": self.digests_checked,
-        }
+        } | ({"converted_matrices": self.converted} if self.converted else {})
 
 
 def verify(
@@ -124,7 +126,11 @@ def verify(
     except CheckpointError as failure:
         audit.differences.append(str(failure))
         return _ordered(audit, folder)
-    plan = stored_plan(source, facts, sizes, schemes)
+    try:
+        plan = stored_plan(source, facts, sizes, schemes, stored_attention(source, candidate, facts, sizes))
+    except RecipeError as failure:  # converted so that it cannot be served
+        audit.differences.append(str(failure))
+        return _ordered(audit, folder)
     plan = plan.with_norms_kept(list(_unfolded(plan, source, renamed, facts, sizes)))
     audit.differences += _header_differences(plan, facts, candidate)
     config = output_config(source.config, facts, plan, plan.fp8_form(block_size(source)))
@@ -134,7 +140,7 @@ def verify(
         if audited is not None:
             audit.add(audited[position])
             continue
-        of_layer = audit_kept(plan.of_layer(layer), source, candidate)
+        of_layer = audit_kept(plan, layer, source, candidate, device)
         if layer is not None and layer not in plan.mtp:
             bits = schemes[layer].bits
             audit_layer(layer, facts, sizes, source, renamed, bits=bits, device=device, audit=of_layer)
@@ -143,10 +149,34 @@ def verify(
     return _ordered(audit, folder)
 
 
-def stored_plan(source: Checkpoint, facts: Architecture, sizes: Sizes, schemes: Sequence[Scheme]) -> Plan:
-    """The plan for a source and each layer's scheme, with the settings of the recipe that folds all it can."""
+def stored_plan(
+    source: Checkpoint,
+    facts: Architecture,
+    sizes: Sizes,
+    schemes: Sequence[Scheme],
+    attention: Attention = "keep",
+) -> Plan:
+    """The plan for a source, each layer's scheme and the conversion of other linear modules.
+
+    It has the settings of the recipe that folds all it can.
+    """
     specs = {name: Spec(info.dtype, info.shape) for name, info in source.tensors.items()}
-    return make_plan(facts, sizes, specs, Experts(), str(source.folder), block_size(source)).with_schemes(schemes)
+    where, block = str(source.folder), block_size(source)
+    return make_plan(facts, sizes, specs, Experts(), where, block, attention).with_schemes(schemes)
+
+
+def stored_attention(source: Checkpoint, candidate: Checkpoint, facts: Architecture, sizes: Sizes) -> Attention:
+    """How linear modules that are no experts were converted, by the first whose dtype is another than the source's."""
+    for layer in range(sizes["layers"]):
+        for module in (facts.layer(layer, name) for name in facts.of_layer(layer).linears):
+            before, now = (one.tensors.get(f"{module}.weight") for one in (source, candidate))
+            if before is None or now is None or (before.dtype == FP8) == (now.dtype == FP8):
+                continue
+            if now.dtype != FP8:
+                return "bf16"
+            scale = candidate.tensors.get(f"{module}.{SCALE}")
+            return "fp8" if scale is None or scale.shape == scale_shape(ROWS, now.shape) else "fp8-block"
+    return "keep"
 
 
 def _unfolded(

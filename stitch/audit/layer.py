@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -19,10 +20,11 @@ from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import to_host
+from quantizers.formats.conversion import converted
 from quantizers.formats.dequantization import read_weight
 from quantizers.model.layer_weights import ExpertWeights
 from quantizers.planning.expert_batches import expert_batches, experts_per_batch
-from quantizers.planning.plan import PASSTHROUGH, Action
+from quantizers.planning.plan import PASSTHROUGH, Action, Plan
 from quantizers.solve.folded_scales import (
     close_enough,
     is_uncompensated,
@@ -48,6 +50,7 @@ class LayerAudit:
 
     tensors: int = 0  # of the source, accounted for
     kept: int = 0  # compared byte for byte
+    converted: int = 0  # compared with what the formula makes of the source's
     differences: list[str] = field(default_factory=list)  # one line each, starting with the tensor's name
     weight_error: float | None = None
     by_expert: list[float | None] = field(default_factory=list)
@@ -59,18 +62,36 @@ class LayerAudit:
 
 def written_from(actions: Sequence[Action]) -> LayerAudit:
     """The audit of a shard whose passthrough tensors were compared when it was written, see `write_shard`."""
-    return LayerAudit(len(actions), sum(action.kind in PASSTHROUGH for action in actions))
+    kinds = Counter(action.kind for action in actions)
+    return LayerAudit(len(actions), sum(kinds[kind] for kind in PASSTHROUGH), kinds["convert"])
 
 
-def audit_kept(actions: Sequence[Action], source: Checkpoint, candidate: Checkpoint) -> LayerAudit:
-    """The audit of a layer's passthrough tensors, which are compared by SHA-256."""
+def audit_kept(
+    plan: Plan, layer: int | None, source: Checkpoint, candidate: Checkpoint, device: torch.device
+) -> LayerAudit:
+    """The audit of one shard's tensors that pass through, compared by SHA-256, and of converted linear modules.
+
+    Args:
+        device: where the latter are converted again, to be compared bit by bit.
+    """
+    actions = plan.of_layer(layer)
     audit = LayerAudit(len(actions))
     for action in actions:
-        if action.kind in PASSTHROUGH:
-            (name,) = action.outputs
-            if name not in candidate.tensors:
-                continue  # reported as missing
+        missing = not action.outputs.keys() <= candidate.tensors.keys()  # which is reported
+        if missing or action.kind not in (*PASSTHROUGH, "convert"):
+            continue
+        if action.kind == "convert":
+            audit.converted += 1
+            with _reading_the_source():
+                made = converted(source, action.source.removesuffix(".weight"), plan.attention, device)
+            audit.differences += [
+                f"{name}: is not what `attention: {plan.attention}` makes of the source's"
+                for name, tensor in made.items()
+                if not torch.equal(tensor.cpu().view(torch.uint8), candidate.tensor(name).view(torch.uint8))
+            ]
+        else:
             audit.kept += 1
+            (name,) = action.outputs
             if source.sha256(action.source) != candidate.sha256(name):
                 audit.differences.append(f"{name}: bytes differ from the source's {action.source}")
     return audit

@@ -36,7 +36,6 @@ from quantizers.architectures.facts import Targets
 from quantizers.architectures.fused import FUSED_IN_SOME
 from quantizers.architectures.matrices import PROJECTIONS
 from quantizers.checkpoint.reader import CONFIG, INDEX, Checkpoint, side_files
-from quantizers.checkpoint.safetensors_header import FP8
 from quantizers.formats.fp8 import ROWS, Fp8, block_size
 from quantizers.planning.plan import Plan, index_json
 from quantizers.system.files import copy_file, write_text
@@ -84,7 +83,8 @@ def quantization_config(facts: Architecture, plan: Plan, fp8: Fp8 | None) -> dic
     """
     targets = targets_of(plan, facts)
     mtp_experts = list(_mtp_experts(facts, plan, targets))
-    patterns = [*targets.fp8, *(mtp_experts if plan.mtp_in_fp8 else [])]
+    in_fp8 = plan.linears_in_fp8
+    patterns = [*(targets.fp8 if in_fp8 else []), *(mtp_experts if plan.mtp_in_fp8 else [])]
     routed = _routed_groups(facts, plan, targets)
     attention: dict[str, Any] = {}
     if fp8 == ROWS:
@@ -100,7 +100,7 @@ def quantization_config(facts: Architecture, plan: Plan, fp8: Fp8 | None) -> dic
         "quantization_status": "compressed",
         "format": "pack-quantized",  # accepted by vLLM, transformers and SGLang's INT4 MoE
         "config_groups": routed | attention if any("experts" in p for p in patterns) else attention | routed,
-        "ignore": [*targets.ignore, *plain, *(targets.unquantized if fp8 is None else [])],
+        "ignore": [*targets.ignore, *plain, *([] if in_fp8 else targets.unquantized)],
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
         "sparsity_config": {},
@@ -183,10 +183,10 @@ def targets_of(plan: Plan, facts: Architecture) -> Targets:
 
 def _plain_among_fp8(plan: Plan, facts: Architecture, targets: Targets) -> list[str]:
     """Expressions for modules that a source of FP8 keeps in another dtype in some layers, and for what they fuse to."""
-    kept = [a for a in plan.actions if a.is_passthrough_matrix and a.layer is not None]
-    if not any(action.spec.dtype == FP8 for action in kept):
+    kept = [a for a in plan.actions if a.is_other_matrix and a.layer is not None]
+    if not any(action.in_fp8 for action in kept):
         return []
-    schemes: dict[str, Scheme] = {_module(a.source): "plain" for a in kept if a.spec.dtype != FP8}
+    schemes: dict[str, Scheme] = {_module(a.source): "plain" for a in kept if not a.in_fp8}
     layers: dict[str, list[int]] = {}
     for name in [*schemes, *_fused(schemes)]:
         layer = _layer(name, facts)
@@ -211,7 +211,7 @@ def _list_of_layers(facts: Architecture) -> str:
 
 def _beside_carried(plan: Plan, facts: Architecture) -> str:
     """What the routed experts' expression begins with, where FP8 experts are carried along under other names."""
-    carried = (action for action in plan.actions if action.kind == "carry" and action.spec.dtype == FP8)
+    carried = (action for action in plan.actions if action.kind == "carry" and action.in_fp8)
     names = (_module(action.source) for action in carried)
     return _not_below(dict.fromkeys(_place(name, plan, facts).root for name in names if _is_expert(name, facts)))
 
@@ -241,7 +241,7 @@ def _schemes(plan: Plan, facts: Architecture) -> dict[str, Scheme]:
         if _is_expert(f"{parent}.{last}", facts):  # carried along: the first one stands for all
             names = _spellings(facts) if parent.endswith(".0") else []
         for name in names:
-            schemes[f"{parent}.{name}".strip(".")] = "fp8" if action.spec.dtype == FP8 else "plain"
+            schemes[f"{parent}.{name}".strip(".")] = "fp8" if action.in_fp8 else "plain"
     return schemes
 
 

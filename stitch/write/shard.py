@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from quantizers.checkpoint.reader import Checkpoint, torch_dtype
 from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import PinnedBuffers
+from quantizers.formats.conversion import converted
 from quantizers.formats.packed_integers import pack
 from quantizers.planning.plan import METADATA, PASSTHROUGH, Action, Plan
 from quantizers.solve.result import LayerResult
@@ -41,6 +42,7 @@ def layer_tensors(
     source: Checkpoint,
     solved: LayerResult | None,
     *,
+    linears: Mapping[str, torch.Tensor] = MappingProxyType({}),
     near: Checkpoint | None = None,
     buffers: PinnedBuffers | None = None,
     written: bool = True,
@@ -51,6 +53,7 @@ def layer_tensors(
         layer: a decoder layer, or None for the tensors outside the layers.
         source: on the CPU.
         solved: None if the plan neither quantizes nor folds in this layer.
+        linears: what `converted_tensors` made of them.
         near: the source's tensors where the layer was solved, if they are there too.
         buffers: where what was made on a device is copied to on the host; None for new memory.
         written: False if this process does not write the shard: then solved tensors are not copied to the host.
@@ -59,6 +62,8 @@ def layer_tensors(
     kept = {name: action.source for action in actions if action.kind in PASSTHROUGH for name in action.outputs}
     host = {name: source.tensor(own).contiguous() for name, own in kept.items()}
     device = dict(host) if near is None else {name: near.tensor(own) for name, own in kept.items()}
+    device |= linears
+    host |= {name: tensor.cpu() for name, tensor in linears.items()} if written else {}
     made = [action for action in actions if action.kind in ("quantize", "fold", "compensate")]
     if not made:
         return LayerTensors(host, device)
@@ -82,6 +87,16 @@ def layer_tensors(
             else:
                 found[action.source] = values[action.source, ""]
     return LayerTensors(host, device)
+
+
+def converted_tensors(
+    plan: Plan, layer: int | None, source: Checkpoint, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """The tensors of a shard that the recipe's `attention` makes of the source's linear modules, on `device`."""
+    modules = (a.source.removesuffix(".weight") for a in plan.of_layer(layer) if a.kind == "convert")
+    return {
+        name: tensor for module in modules for name, tensor in converted(source, module, plan.attention, device).items()
+    }
 
 
 def _folded(action: Action, source: Checkpoint, solved: LayerResult) -> torch.Tensor:

@@ -174,6 +174,6 @@ def test_long_texts_by_several(finished: Finished, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_coverage_by_several(finished: Finished, tmp_path: Path) -> None:
     question = Question(str(finished.source), "main", False, (finished.calibration,), "")
-    wanted = measure_coverage(question, CoverageGate(), CPU, tmp_path)
-    for got in together(3, lambda dist: measure_coverage(question, CoverageGate(), CPU, tmp_path, dist)):
+    wanted = measure_coverage(question, CoverageGate(), CPU, tmp_path, scored=True)
+    for got in together(3, lambda dist: measure_coverage(question, CoverageGate(), CPU, tmp_path, dist, scored=True)):
         assert got == wanted

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -156,13 +156,56 @@ def test_another_evaluations_work_folder_is_refused(finished: Finished, tmp_path
             measure(source, [candidate], data, CPU, tmp_path / "work", cut)
 
 
+def test_scores_with_other_columns_are_made_again(small: Small, tmp_path: Path) -> None:
+    """Scores of a version that had three columns lie in the work folder of an evaluation that goes on."""
+    source, candidate, work = open_folder(small.model), open_folder(small.whole), tmp_path / "work"
+    data, scored = small.folder / "held-out.yaml", list[Path]()
+
+    def cut() -> None:
+        scored.extend(work.glob("scores-*.npy"))
+        if scored:
+            raise Interrupted("cut", 2)
+
+    with pytest.raises(Interrupted):
+        measure(source, [candidate], data, CPU, work, cut)
+    (file,) = scored
+    np.save(file, np.load(file)[:, :3] + 1)
+    (found,) = measure(source, [candidate], data, CPU, work)
+    for name in ("perplexity", "kl", "reverse_kl", "top1"):
+        assert found[name] == small.report[name]
+    assert [text["place"] for text in found["per_text"]] == ["held-out.jsonl:1", "held-out.jsonl:2", "held-out.jsonl:3"]
+
+
+def test_the_worst_text_and_the_tails_of_a_known_case() -> None:
+    """One position of a thousand carries all of KL; the worst text is not the one in which that is."""
+    lengths, kl = [900, 60, 40], np.zeros(1000)
+    kl[500], kl[900:960] = 9.0, 0.5
+    measured = Measured(kl, kl, kl, kl[::-1], kl < 1, [{"agreement": 1.0, "hidden_error": 0.0}])
+    texts = [Text(torch.zeros(n + 1, dtype=torch.int64), "a", 1, place=f"a.jsonl:{n}") for n in lengths]
+    found = figures(measured, texts)
+    row = {"place": "a.jsonl:60", "category": "a", "tokens": 60, "kl": 0.5, "max": 0.5, "position": 1}
+    assert found["worst"] == found["per_text"][1] == row
+    assert (found["per_text"][0]["max"], found["per_text"][0]["position"]) == (9.0, 501)
+    assert found["kl"] == found["reverse_kl"]
+    assert (found["kl"]["median"], found["kl"]["p99"], found["kl"]["max"]) == (0.0, 0.5, 9.0)
+    assert found["kl"]["p999"] == pytest.approx(0.5 + 0.001 * 8.5)  # the last but one value, and of the step after it
+    assert [band["reverse_kl"]["mean"] for band in found["positions"]] == pytest.approx([*_means(kl[::-1], lengths)])
+
+
+def _means(values: np.ndarray, lengths: list[int]) -> Iterator[float]:
+    """The mean of the first 255 positions of all texts, and of the others."""
+    parts = np.split(values, np.cumsum(lengths)[:-1])
+    yield np.concatenate([part[:255] for part in parts]).mean()
+    yield np.concatenate([part[255:] for part in parts]).mean()
+
+
 def test_intervals_are_seeded_and_hold_the_mean() -> None:
     rng = np.random.default_rng(3)
     lengths = [50, 80, 20, 60, 90, 40]
     kl = rng.exponential(0.1, sum(lengths))
     loss = rng.normal(3, 1, sum(lengths))
     layers = [{"agreement": 1.0, "hidden_error": 0.0}]
-    measured = Measured(loss, loss + 0.1, kl, kl < 0.2, layers)
+    measured = Measured(loss, loss + 0.1, kl, 2 * kl, kl < 0.2, layers)
     texts = [Text(torch.zeros(n + 1, dtype=torch.int64), f"a/{i % 2}", 4 * n) for i, n in enumerate(lengths)]
     one, two = figures(measured, texts), figures(measured, texts)
     assert one == two
@@ -176,7 +219,7 @@ def test_intervals_are_seeded_and_hold_the_mean() -> None:
     assert one["interval"]["increase"] == pytest.approx([np.expm1(0.1)] * 2)
     assert set(one["families"]) == {"a"}
     assert one["families"]["a"]["kl"] == one["kl"]
-    alone = Measured(loss[:50], loss[:50], kl[:50], kl[:50] < 1, layers)
+    alone = Measured(loss[:50], loss[:50], kl[:50], kl[:50], kl[:50] < 1, layers)
     assert figures(alone, texts[:1])["interval"] is None
 
 

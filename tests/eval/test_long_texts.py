@@ -89,7 +89,7 @@ def random_measured(texts: list[Text], seed: int) -> Measured:
     nll, kl = rng.normal(3, 1, count), rng.exponential(0.1, count)
     long = {"agreement": 0.7, "hidden_error": 0.3}
     layers = [{"agreement": share, "hidden_error": error, "long": long} for share, error in ((1.0, 0.1), (0.5, 0.2))]
-    return Measured(nll, nll + rng.normal(0.1, 0.1, count), kl, kl < 0.1, layers)
+    return Measured(nll, nll + rng.normal(0.1, 0.1, count), kl, kl * rng.random(count), kl < 0.1, layers)
 
 
 def random_texts(*kinds: tuple[int, bool]) -> list[Text]:
@@ -101,7 +101,7 @@ def test_short_figures_do_not_move_by_one_bit_when_long_texts_are_added() -> Non
     texts = random_texts((60, False), (900, True), (40, False), (20, False), (700, True), (90, False))
     mixed = random_measured(texts, 1)
     mask = np.repeat([not text.long for text in texts], [len(text.tokens) - 1 for text in texts])
-    columns = (mixed.source_nll, mixed.candidate_nll, mixed.kl, mixed.same_top1)
+    columns = (mixed.source_nll, mixed.candidate_nll, mixed.kl, mixed.reverse_kl, mixed.same_top1)
     alone = Measured(*(column[mask] for column in columns), mixed.layers)
     both, short = figures(mixed, texts), figures(alone, [text for text in texts if not text.long])
     assert both.pop("long")["samples"] == 2
@@ -124,7 +124,7 @@ def test_a_set_of_one_kind_only_has_no_parts() -> None:
 @pytest.mark.parametrize("lengths", [[1], [255, 256, 257], [4095, 4096, 4097, 3], [10, 5000, 1023, 1024]])
 def test_bands_of_positions_against_a_loop(lengths: list[int]) -> None:
     rng = np.random.default_rng(7)
-    columns = [rng.exponential(1.0, sum(lengths)) for _ in range(3)] + [rng.random(sum(lengths)) < 0.5]
+    columns = [rng.exponential(1.0, sum(lengths)) for _ in range(4)] + [rng.random(sum(lengths)) < 0.5]
     tokens = zip(*columns, strict=True)
     placed = [(text, place, next(tokens)) for text, length in enumerate(lengths) for place in range(1, length + 1)]
     rows = iter(by_position(np.array(lengths), *columns))
@@ -137,10 +137,11 @@ def test_bands_of_positions_against_a_loop(lengths: list[int]) -> None:
         row = next(rows)
         assert (row["name"], row["tokens"]) == (name, len(values))
         assert row["samples"] == len({text for text, place, _ in placed if place in band})
-        source, candidate, kl, same = (sum(column) / len(values) for column in zip(*values, strict=True))
+        source, candidate, kl, reverse, same = (sum(column) / len(values) for column in zip(*values, strict=True))
         assert row["perplexity"]["source"] == pytest.approx(math.exp(source))
         assert row["perplexity"]["candidate"] == pytest.approx(math.exp(candidate))
         assert (row["kl"]["mean"], row["top1"]) == (pytest.approx(kl), pytest.approx(same))
+        assert row["reverse_kl"]["mean"] == pytest.approx(reverse)
     assert list(rows) == []
 
 
@@ -171,7 +172,7 @@ def test_texts_are_cut_at_the_positions_that_the_model_was_made_for(
 def test_both_parts_are_shown_everywhere(finished: Finished, report: dict[str, Any], tmp_path: Path) -> None:
     """At the end of a run, by `quantize eval`, in the card, on the page, in the picture; not where there are none."""
     whole = finished.report | report
-    parts = f"{report['long']['kl']['mean']:.5f}"
+    parts, worst = f"{report['long']['kl']['mean']:.5f}", report["long"]["worst"]
     beyond = f"{report['positions'][1]['kl']['mean']:.5f}"
     shown = {
         "run": run_table(whole, tmp_path, "source", "mine.yaml"),
@@ -182,6 +183,11 @@ def test_both_parts_are_shown_everywhere(finished: Finished, report: dict[str, A
     for name, text in shown.items():
         assert parts in text, name
         assert beyond in text, name
+        assert worst["place"] in text, name
+        assert f"{worst['max']:.4f}" in text, name
+        for way in (report, report["long"]):
+            assert f"{way['reverse_kl']['mean']:.5f}" in text, name
+            assert f"{way['kl']['p999']:.4f}" in text, name
     assert re.search(r"^output .*\nlong .*$", shown["run"], re.MULTILINE)
     assert re.search(r"^256 to 1k +2 +88 ", shown["run"], re.MULTILINE)
     assert f"on 2 long ones of at most {LONG}; not on longer contexts" in shown["card"]

@@ -151,6 +151,7 @@ def awkward(finished: Finished) -> dict[str, Any]:
     report["categories"] = report["families"] = dict.fromkeys(NAMES, figures)
     report["calibration"] |= {"categories": dict.fromkeys(NAMES, row), "name": NAMES[0]}
     report["evaluated_on"]["name"] = NAMES[0]
+    report["worst"] |= {"place": NAMES[4], "category": NAMES[5]}
     report["source"] |= {"model": NAMES[1].replace("/", ""), "revision": NAMES[2]}
     report["gates"] = [report["gates"][0] | {"name": name, "meaning": name, "passed": False} for name in NAMES]
     report["plan"]["kinds"] = [report["plan"]["kinds"][0] | {"kind": name} for name in NAMES]

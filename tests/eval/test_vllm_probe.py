@@ -16,7 +16,7 @@ import torch
 from conftest import Finished, needs_vllm
 from probed import computed, probed
 from runs import change
-from source_forms import per_row, write_plain
+from source_forms import per_row, write_plain, write_variant
 from streamed import divergence, held_out_texts, log_probabilities
 from torch import Tensor
 from whole_models import stored
@@ -99,15 +99,17 @@ DAMAGES: dict[str, tuple[Damage, list[str]]] = {
 
 
 pytestmark = [pytest.mark.slow, needs_vllm]
+VARIANTS = (("deepseek_v3", "bf16"), ("glm4_moe_lite", "fp8"), ("mixtral", "fp8"), ("qwen3_moe", "fp8-block"))
 
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], list[Path]]:
-    """A recipe and its output for each of families.MODELS, and for attention in FP8 rows."""
+    """A recipe and its output for each of families.MODELS, for attention in FP8 rows, and for each of VARIANTS."""
     home = tmp_path_factory.mktemp("families")
     recipes = [families.write_job(home / str(number), model) for number, model in enumerate(families.MODELS)]
     per_row(write_plain(home / "plain", "qwen3_moe"), home / "rows" / "model", torch.bfloat16)
     recipes.append(tiny.write_recipe(home / "rows"))
+    recipes += [write_variant(home / f"{family} {attention}", family, attention) for family, attention in VARIANTS]
     for recipe in recipes:
         change(recipe, lambda body: body.pop("verify"))
         run(prepare(str(recipe)), Options(recipe.parent / "output", torch.device("cpu")))
@@ -122,7 +124,7 @@ def test_vllm_reads_every_family_as_it_was_written(
     With a scale per block and per row of FP8, without FP8, with a layer that has no experts, and with one that predicts
     further tokens, whose experts are as the source has them; a config that takes them for INT4 is named by vLLM and us.
     """
-    recipes, folders = outputs
+    recipes, folders = (some[:-1] for some in outputs)  # the last one's scales, powers of two, are alike in many places
     misread = shutil.copytree(folders[[*families.MODELS].index("deepseek_v3")], tmp_path / "misread")
     config, _ = stored(misread)
     without_numbers(config)
@@ -137,7 +139,7 @@ def test_vllm_reads_every_family_as_it_was_written(
         assert one["tensors"] == len(stored(folder)[1])
         assert "INT4 group 32" in str(one["schemes"]["experts"])
         has = any(families.is_mtp(source, name) for name in tensors)
-        experts = "plain" if "quantization_config" not in source else SCHEMES.get(source["model_type"], BLOCKS)
+        experts = "plain" if not source.get("quantization_config") else SCHEMES.get(source["model_type"], BLOCKS)
         assert [answer.partition(" (")[0] for answer in one["schemes"].get("MTP experts", ())] == [experts] * has
     assert code == 1
     assert any(line.startswith("vLLM, loading the MTP model's weights: ") for line in damaged["problems"])
@@ -190,7 +192,12 @@ def test_vllm_computes_every_family_as_it_was_evaluated(
     assert [one.problem for one in found] == [""] * len(found)
     ours += [ours[minimax]] * len(damaged)
     apart = [divergence(own, one.logs) for own, one in zip(ours, found, strict=True)]
-    names = [*families.MODELS, "qwen3_moe in FP8 rows", *(mistake.__name__ for mistake in MISTAKES)]
+    names = [
+        *families.MODELS,
+        "qwen3_moe in FP8 rows",
+        *map(" as ".join, VARIANTS),
+        *(mistake.__name__ for mistake in MISTAKES),
+    ]
     say("KL(ours || vLLM in float32), seconds")
     for name, kl, one in zip(names, apart, found, strict=True):
         say(f"{kl:9.1e} {one.seconds:5.1f}  {name}")

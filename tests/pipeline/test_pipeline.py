@@ -160,6 +160,26 @@ def test_a_failed_gate_finishes_the_output_and_exits_3(
         assert (tmp_path / "output" / "config.json").exists()
 
 
+@pytest.mark.parametrize(("limit", "code"), [(0.0, 3), (1e3, 0)])
+def test_a_limit_of_the_99th_percentile(
+    limit: float, code: int, small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the KL that the report has; the mean's limit is kept either way."""
+    moved, output = small.copied(tmp_path / "job"), tmp_path / "output"
+    change(moved.recipe, lambda body: body["verify"]["perplexity"].update(max_kl=1e3, max_p99=limit))
+    assert quantize_command(monkeypatch, "run", moved.recipe, "--output", output) == code
+    report = json.loads((output / "report.json").read_text())
+    gates = {gate["name"]: gate for gate in report["gates"]}
+    assert gates["kl"]["passed"]
+    assert gates["kl p99"] == {
+        "name": "kl p99",
+        "passed": code == 0,
+        "value": small.report["kl"]["p99"],
+        "limit": limit,
+        "meaning": "99th percentile of KL(source || output), nats",
+    }
+
+
 def test_fresh_discards_an_unfinished_run_and_nothing_else(finished: Finished, tmp_path: Path) -> None:
     output = tmp_path / "output"
     shutil.copytree(finished.folder, output)

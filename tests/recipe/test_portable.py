@@ -112,9 +112,13 @@ def test_a_local_file_under_another_name_gives_the_same_samples_in_order(tmp_pat
 def test_a_place_is_published_by_the_file_that_it_is_in(tmp_path: Path) -> None:
     recipe, _ = read_recipe(str(private_job(tmp_path)))
     renamed = {"a.json": "data-1.json", "a.jsonl": "data-2.jsonl"}
-    resolved = replace(resolve_recipe(recipe, tmp_path / "recipes" / "recipe.yaml"), renamed=renamed)
+    resolved = replace(resolve_recipe(recipe, tmp_path / "recipes" / "recipe.yaml"), renamed={"held-out.yaml": renamed})
     places = ("a.json:1", "a.jsonl:2", "owner/dataset:3")
-    assert [resolved.published(place) for place in places] == ["data-1.json:1", "data-2.jsonl:2", "owner/dataset:3"]
+    assert [resolved.published(place, "held-out.yaml") for place in places] == [
+        "data-1.json:1",
+        "data-2.jsonl:2",
+        "owner/dataset:3",
+    ]
 
 
 def test_another_source_of_the_same_name_is_not_finished(finished: Finished, tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ def test_what_experts_refuse(write: Any, text: str, said: str) -> None:
             "r.yaml:3: verify.perplexity.data: missing; add it",
         ),
         ("source: {model: a}\nverify: {perplexity: {data: d, max_kl: -1}}", "r.yaml:3: verify.perplexity.max_kl:"),
+        ("source: {model: a}\nverify: {perplexity: {data: d, max_p99: -1}}", "r.yaml:3: verify.perplexity.max_p99:"),
         ("source: {model: a}\nverify: on", "r.yaml:3: verify: must be a mapping of keys to values, not 'on'"),
     ],
 )

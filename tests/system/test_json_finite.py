@@ -35,7 +35,7 @@ def strict(text: str) -> Any:
 
 
 def measured(**changes: Any) -> Measured:
-    rows = {name: np.full(sum(LENGTHS), 0.5) for name in ("source_nll", "candidate_nll", "kl")} | changes
+    rows = {name: np.full(sum(LENGTHS), 0.5) for name in ("source_nll", "candidate_nll", "kl", "reverse_kl")} | changes
     return Measured(**rows, same_top1=rows["kl"] < 1, layers=[{"agreement": 1.0, "hidden_error": 0.0}])
 
 
