@@ -134,6 +134,7 @@ def measure_coverage(
     """
     from eval.coverage.compare import SIDES, compare_counts, labels
     from eval.coverage.routing import count_routes
+    from eval.coverage.saliency import saliency
     from eval.coverage.summary import check_floors, report
     from quantizers.calibration.samples import token_tensors
 
