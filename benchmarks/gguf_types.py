@@ -168,7 +168,7 @@ def types_table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Compare llama.cpp's types with ours on a recipe's model."""
     parser = options(__doc__)
-    parser.add_argument("--importance", choices=("both", "routed", "all"), default="both", help="as imatrix --tokens")
+    parser.add_argument("--importance", choices=("routed", "both", "all"), default="routed", help="as imatrix --tokens")
     given = parser.parse_args()
     choose_device("cpu")
     rows = compare_types(given.recipe, given.tokens, given.importance)
