@@ -406,7 +406,8 @@ def _share_memory(job: Job, inputs: _Inputs, options: Options) -> tuple[dict[str
         "prefetch_to_device": memory.early,
     }
     on_cards = len(job.recipe.as_served) * held_out_bytes(job.sizes, text_rows, torch.bfloat16.itemsize)
-    return kept, held_out_bytes(job.sizes, text_rows, itemsize) + on_cards + in_files
+    as_stored = held_out_bytes(job.sizes, text_rows, itemsize) * (2 if job.plan.cached else 1)
+    return kept, as_stored + on_cards + in_files
 
 
 def _open_work_folder(
@@ -482,11 +483,12 @@ def _fingerprint(job: Job, data: CalibrationData, device: torch.device) -> dict[
     """Every setting that the output's bytes depend on; gates and logging are not among them."""
     facts = {name: text_sha256(text) for name, text in facts_copy(job.facts_file).items()}
     drawn = {"calibration.tokens": data.drawn.asked} if data.drawn else {}
-    attention = {} if job.recipe.attention == "keep" else {"attention": job.recipe.attention}
+    variant = {"attention": job.recipe.attention} if job.recipe.attention != "keep" else {}
+    variant |= {"kv_cache": job.recipe.kv_cache} if job.recipe.kv_cache != "none" else {}
     return {
         **facts,
         **drawn,
-        **attention,
+        **variant,
         "method": METHOD,
         "experts": job.recipe.settings()["experts"],
         "source": source_stats(job.opened),

@@ -31,8 +31,10 @@ import torch
 
 from eval.fidelity.as_served import ServedModel, ServedTexts, as_served, kernels_of, pairs
 from eval.fidelity.comparison import Comparison
+from eval.fidelity.kv_cache import KINDS, WITH_ONES, CachedModel, kv_figures
 from eval.fidelity.metrics import Measured, Text
 from eval.fidelity.scoring import score
+from quantizers.architectures.attention import keys_and_values
 from quantizers.calibration.samples import CalibrationData, category_names
 from quantizers.checkpoint.loaded_tensors import LoadedTensors, layer_names, load_tensors, tensors_in_memory
 from quantizers.checkpoint.reader import Checkpoint
@@ -53,7 +55,8 @@ from quantizers.layers.loop import (
 from quantizers.layers.writer import ShardWriter
 from quantizers.model.activation_store import ActivationStore
 from quantizers.model.activation_stream import ActivationStream, embed
-from quantizers.model.layer_forward import attend, finish, observe
+from quantizers.model.kv_cache import Peaks, scales_of
+from quantizers.model.layer_forward import attend, finish, observe, run_whole
 from quantizers.model.layer_weights import ExpertWeights
 from quantizers.model.moe_inputs import moe_input_store, route_counts
 from quantizers.model.streamed_model import DecoderLayer, StreamedModel
@@ -165,21 +168,29 @@ class _Run:
         device = context.device if context.texts_on_device else None
         new = partial(ActivationStream, durable=True, check=context.check, dist=dist, writer=background)
         cards = job.recipe.as_served if texts else ()
+        own = outside, job.facts, job.sizes, context.device
         self.models: list[StreamedModel] = [self.model]
-        self.models += [ServedModel(outside, job.facts, job.sizes, context.device, card) for card in cards]
+        self.models += [ServedModel(*own, card) for card in cards]
+        kinds = KINDS if texts and job.plan.cached else ()
+        self.cached = [CachedModel(*own, self.model.dtype, ones=kind == WITH_ONES) for kind in kinds]
         of_texts, names = [len(text.tokens) for text in texts], (job.opened.name, "the output")
         self.streams = [
             new(name, model, number, of_texts, folder, device=device if model is self.model else None)
             for number, (model, name) in enumerate(product(self.models, names))
         ]
+        self.streams += [
+            new(names[1], model, number, of_texts, folder)
+            for number, model in enumerate(self.cached, len(self.streams))
+        ]
+        self.models += self.cached
         behind = not stops and (dist.is_distributed or is_accelerator(context.device))
         self.writer: ShardWriter[ShardDigest, LayerAudit] = ShardWriter(dist, background, background=behind)
         self.quantizer = Quantizer(
-            job, self.model, self.streams[1], context, lengths, writer=self.writer, reread=bool(cards)
+            job, self.model, self.streams[1], context, lengths, writer=self.writer, reread=len(self.streams) > 2
         )
         self.comparison = Comparison(self.streams[0], [self.quantizer], texts, dist)
         files: list[Callable[[LayerStep], Checkpoint]] = [lambda step: step.on_device, lambda _: self.quantizer.made]
-        self.served = ServedTexts(self.streams[2:], files * len(cards))
+        self.served = ServedTexts(self.streams[2:], [*files * len(cards), *files[1:] * len(kinds)])
 
     def begin(self, done: int) -> None:
         """Take up the texts after `done` layers, and write the passthrough shards.
@@ -295,12 +306,15 @@ class _Run:
         stage = partial(rank_0_progress, check=self.context.check, dist=self.context.dist)
         served = [model for model in self.models if isinstance(model, ServedModel)]
         cards, compared = [model.card for model in served], pairs(2, len(served))
-        scores = score(self.streams, self.texts, stage, dist=self.context.dist, pairs=compared)
-        (on_cards,) = as_served(scores, 2, cards, self.texts)
+        first = len(self.streams) - len(self.cached)
+        with_cache = [(0, number) for number in range(first, len(self.streams))]
+        scores = score(self.streams, self.texts, stage, dist=self.context.dist, pairs=[*compared, *with_cache])
+        (on_cards,) = as_served(scores[: len(compared)], 2, cards, self.texts)
         for model in served:
             on_cards[model.card]["kernels"] = kernels_of(model, _with_converted(self.job), "packed")
         source, output = scores[:2]
-        return Measured(source[0], *output, [entry["held_out"] for entry in entries], on_cards)
+        cache = kv_figures(scores[len(compared) :], source, self.texts) if self.cached else {}
+        return Measured(source[0], *output, [entry["held_out"] for entry in entries], on_cards, cache)
 
 
 def _with_converted(job: Job) -> Checkpoint:
@@ -327,7 +341,7 @@ def _write_passthrough(job: Job, outside: LoadedTensors, context: Context) -> No
         actions = plan.of_layer(part)
         stored = outside if part is None else load_tensors(source, [action.source for action in actions])
         kept, linears = kept_hashes(plan, part, stored), converted_tensors(plan, part, stored, torch.device("cpu"))
-        tensors = layer_tensors(plan, part, stored, None, linears=linears).host
+        tensors = layer_tensors(plan, part, stored, None, made=linears).host
         digest = write_shard(tensors, shard, kept, plan.unread(part))
         write_json(file, {"shard": shard.name, "digest": digest, "audit": written_from(actions).as_dict()})
         context.check()
@@ -411,6 +425,7 @@ class Quantizer:
         self.moe_inputs = moe_input_store(partial(rows, context.inputs), job.sizes, model.dtype)
         self._packed = PinnedBuffers(model.device)  # a process has two shards on their way at most
         self._solved: Entry = {}
+        self._peaks: list[float] = []  # of the keys and of the values of the layer that was observed last
 
     def embed(self, tokens: Sequence[torch.Tensor] | None) -> Sequence[torch.Tensor]:
         """Fill the states that enter layer 0 from token ids (T,) int64, which rank 0 alone gives; all get them."""
@@ -450,14 +465,13 @@ class Quantizer:
         """
         job, model, context, number = self.job, self.model, self.context, step.number
         doing("attention")
-        if number in job.sizes.dense:
-            attend(model, layer, self.states, self.states, context.check)
-            self._begin_writing(step, None, linears)
-            return
         settings = job.plan.settings(number)
         library = settings.engine == "llmcompressor"
         entering = [self.states[i].clone() for i in range(len(self.states))] if library else []
-        observe(model, layer, self.states, self.moe_inputs, context.check)
+        made = {**linears, **self._observe(number, layer)}
+        if number in job.sizes.dense:
+            self._begin_writing(step, None, made)
+            return
         step.watch.lap("observe")
         weights = ExpertWeights(stored, job.facts, job.sizes, number, model.device, model.dtype)
         norm = job.facts.norm if job.plan.folds else None
@@ -477,10 +491,35 @@ class Quantizer:
         weights.require_finite()
         del entering
         step.watch.lap("solve")
-        self._begin_writing(step, solved, linears)
+        self._begin_writing(step, solved, made)
 
-    def _begin_writing(self, step: LayerStep, solved: LayerResult | None, linears: Mapping[str, torch.Tensor]) -> None:
-        """Pack a layer, without experts if nothing was solved; let its shard be audited and written in its turn."""
+    def _observe(self, number: int, layer: DecoderLayer) -> dict[str, torch.Tensor]:
+        """Take the states through the layer's first half, and capture what its experts are called with.
+
+        Returns:
+            The scales of its FP8 cache by name, if it gets any.
+        """
+        model, states, check, peaks = self.model, self.states, self.context.check, Peaks()
+        names = self.job.plan.kv_scales(number)
+        with keys_and_values(layer.module, peaks.see) if names else contextlib.nullcontext():
+            if number not in self.job.sizes.dense:
+                observe(model, layer, states, self.moe_inputs, check)
+            elif layer.halves or not names:
+                attend(model, layer, states, states, check)
+            else:
+                run_whole(model, layer, states, check)
+        if not names:
+            return {}
+        largest = peaks.of_all(self.context.dist, model.device)
+        self._peaks = largest.tolist()
+        return dict(zip(names, scales_of(largest).split(1), strict=True))
+
+    def _begin_writing(self, step: LayerStep, solved: LayerResult | None, made: Mapping[str, torch.Tensor]) -> None:
+        """Pack a layer, without experts if nothing was solved; let its shard be audited and written in its turn.
+
+        Args:
+            made: its tensors that were neither solved nor kept.
+        """
         job, number, source, writes = self.job, step.number, step.source, self.writer.has_turn(step.number)
         path = self.context.work / "output" / job.plan.shard_file(number)
         doing("packing")
@@ -489,20 +528,20 @@ class Quantizer:
             number,
             source,
             solved,
-            linears=linears,
+            made=made,
             near=step.on_device,
             buffers=self._packed,
             written=writes,
         )
-        self.made = made = tensors_in_memory(source, tensors.device, path)
-        self._solved = _for_the_journal(solved)
+        self.made = in_memory = tensors_in_memory(source, tensors.device, path)
+        self._solved = _for_the_journal(solved) | ({"kv_peaks": self._peaks} if job.plan.kv_scales(number) else {})
         if writes:
             host = tensors.host
             if self.writer.pending:  # the source's memory gets other bytes before the shard is on disk
                 host = {name: tensor.clone() if source.holds(tensor) else tensor for name, tensor in host.items()}
             self.writer.begin(
                 number,
-                partial(_audit_shard, job, number, step.on_device, made, self.context.device),
+                partial(_audit_shard, job, number, step.on_device, in_memory, self.context.device),
                 partial(write_shard, host, path, kept_hashes(job.plan, number, source), job.plan.unread(number)),
             )
         else:

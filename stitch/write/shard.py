@@ -42,7 +42,7 @@ def layer_tensors(
     source: Checkpoint,
     solved: LayerResult | None,
     *,
-    linears: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    made: Mapping[str, torch.Tensor] = MappingProxyType({}),
     near: Checkpoint | None = None,
     buffers: PinnedBuffers | None = None,
     written: bool = True,
@@ -53,7 +53,7 @@ def layer_tensors(
         layer: a decoder layer, or None for the tensors outside the layers.
         source: on the CPU.
         solved: None if the plan neither quantizes nor folds in this layer.
-        linears: what `converted_tensors` made of them.
+        made: what `converted_tensors` made, and scales of keys and values.
         near: the source's tensors where the layer was solved, if they are there too.
         buffers: where what was made on a device is copied to on the host; None for new memory.
         written: False if this process does not write the shard: then solved tensors are not copied to the host.
@@ -62,21 +62,21 @@ def layer_tensors(
     kept = {name: action.source for action in actions if action.kind in PASSTHROUGH for name in action.outputs}
     host = {name: source.tensor(own).contiguous() for name, own in kept.items()}
     device = dict(host) if near is None else {name: near.tensor(own) for name, own in kept.items()}
-    device |= linears
-    host |= {name: tensor.cpu() for name, tensor in linears.items()} if written else {}
-    made = [action for action in actions if action.kind in ("quantize", "fold", "compensate")]
-    if not made:
+    device |= made
+    host |= {name: tensor.cpu() for name, tensor in made.items()} if written else {}
+    computed = [action for action in actions if action.kind in ("quantize", "fold", "compensate")]
+    if not computed:
         return LayerTensors(host, device)
     assert layer is not None
     assert solved is not None
-    small = {action.source: _folded(action, source, solved) for action in made if action.kind != "quantize"}
+    small = {action.source: _folded(action, source, solved) for action in computed if action.kind != "quantize"}
     arrays = _arrays(small, solved, plan.schemes[layer].bits)
     places = [(device, arrays)]
     if written:
         copied = buffers.copied(arrays) if buffers else {key: tensor.cpu() for key, tensor in arrays.items()}
         places.append((host, copied))
     for found, values in places:
-        for action in made:
+        for action in computed:
             if action.kind == "quantize":
                 assert action.matrix is not None
                 assert action.expert is not None
