@@ -55,6 +55,9 @@ def run(
     with_data: Annotated[
         bool, Option("--with-data", help="copy the sets' local data files into the output, for publishing")
     ] = False,
+    imatrix: Annotated[
+        bool, Option("--imatrix", help="also write OUTPUT.imatrix.gguf, an importance matrix for llama.cpp")
+    ] = False,
     as_json: common.Json = False,
     debug: common.Debug = False,
 ) -> None:
@@ -88,6 +91,7 @@ def run(
         ignore_stop=ignore_stop,
         ignore_source_check=ignore_source_check,
         with_data=with_data,
+        imatrix=imatrix,
         command=common.typed(),
         dist=dist,
     )

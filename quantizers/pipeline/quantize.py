@@ -24,6 +24,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.devices import forward_dtype, is_accelerator, use_one_arena
 from quantizers.device.prefetch import PinnedBuffers, pin
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
+from quantizers.importance.input_sums import InputSums, sums_file
 from quantizers.layers.context import Context
 from quantizers.layers.loop import (
     LayerStep,
@@ -85,6 +87,7 @@ def quantize_layers(
     *,
     damaged: Sequence[int] = (),
     stop: Stop | None = None,
+    imatrix: bool = False,
 ) -> Measured | None:
     """Write all shards, with a journal entry for each, under the context's `work`; measure them on the way.
 
@@ -95,6 +98,7 @@ def quantize_layers(
         context: its `work` holds `layers/` and `output/`; layers that have a journal entry there are not made again.
         damaged: finished layers whose shards must be made again.
         stop: the figures of a layer after which the run stops.
+        imatrix: take the calibration samples through the source's layers too, for `input_sums_folder`.
 
     Returns:
         What the output does with the texts, compared with the source; None without texts, and of no use in ranks
@@ -110,15 +114,24 @@ def quantize_layers(
         _refuse(entry, stop)
     lengths = [len(sequence) for sequence in tokens or ()]
     done, damaged, lengths, stops = dist.broadcast_object((len(entries), damaged, lengths, stop is not None))
+    folder = input_sums_folder(context.work)
+    summing = dist.broadcast_object(imatrix and not sums_file(folder, None).exists())
     use_one_arena()
     with ThreadPoolExecutor(max_workers=1) as background:
         run = _Run(job, context, texts, lengths, background, stops=stops)
-        if done < job.sizes["layers"] or damaged:
-            run.quantizer.embed(tokens)
+        if done < job.sizes["layers"] or damaged or summing:
+            sequences = run.quantizer.embed(tokens)
+            if summing:
+                run.sums = InputSums(run.model, sequences, folder, "both", context.check, dist)
         run.begin(done)
         run.resume(done, damaged, entries)
         run.quantize(done, data, entries, stop)
         return run.measured(entries)
+
+
+def input_sums_folder(work: Path) -> Path:
+    """Where a run keeps the sums for an importance matrix, see importance/input_sums.py."""
+    return work / "imatrix"
 
 
 class _Run:
@@ -128,7 +141,12 @@ class _Run:
         lengths: tokens of each calibration sequence.
         background: one thread, which writes shards and held-out states.
         stops: whether layers have limits: then a run that stops after one has not worked on the next.
+
+    Attributes:
+        sums: the calibration samples in the source, for an importance matrix; None without one.
     """
+
+    sums: InputSums | None = None
 
     def __init__(
         self,
@@ -206,6 +224,12 @@ class _Run:
             check=context.check,
             dist=context.dist,
         )
+        if self.sums and done:
+            finished = {number: layer_names(job.opened, job.facts, number) for number in range(done)}
+            steps = layer_steps(job.opened, finished, [self.sums], self.model, check=context.check, dist=context.dist)
+            with rank_0_progress("resuming the source", done, 0, context.check, context.dist) as shown:
+                for step in steps:
+                    shown(f"layer {step.number}")
 
     def _make_again(self, entries: Sequence[Entry], number: int) -> None:
         source, dist = self.job.opened, self.context.dist
@@ -232,7 +256,7 @@ class _Run:
         steps = layer_steps(
             job.opened,
             all_tensors(self.model, job.opened, done),
-            [self.comparison, self.served],
+            [*([self.sums] if self.sums else []), self.comparison, self.served],
             self.model,
             check=context.check,
             dist=dist,
@@ -271,6 +295,8 @@ class _Run:
                 journal_them(shards)
             for states in (self.quantizer.states, self.quantizer.moe_inputs):
                 states.remove()  # their files, if there are any
+            if self.sums:
+                self.sums.end()
             journal_them(self.writer.finished(pending=0))
 
     def measured(self, entries: Sequence[Entry]) -> Measured | None:
@@ -401,12 +427,14 @@ class Quantizer:
         self._solved: Entry = {}
         self._peaks: list[float] = []  # of the keys and of the values of the layer that was observed last
 
-    def embed(self, tokens: Sequence[torch.Tensor] | None) -> None:
-        """Fill the states that enter layer 0 from token ids (T,) int64, which rank 0 alone gives."""
+    def embed(self, tokens: Sequence[torch.Tensor] | None) -> Sequence[torch.Tensor]:
+        """Fill the states that enter layer 0 from token ids (T,) int64, which rank 0 alone gives; all get them."""
         lengths = self.states.lengths
         together = torch.cat(list(tokens)) if tokens else torch.empty(sum(lengths), dtype=torch.int64)
         self.context.dist.broadcast(together)
-        embed(self.model, torch.split(together, lengths), self.states)
+        sequences = torch.split(together, lengths)
+        embed(self.model, sequences, self.states)
+        return sequences
 
     def prepare(self, step: LayerStep, layer: DecoderLayer) -> None:
         """Make the quantized layer, unless its attention is another than the source's: then `layer` does."""
