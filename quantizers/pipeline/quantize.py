@@ -15,9 +15,6 @@ meanwhile is made again on the way, and must get the bytes that the journal has 
 from __future__ import annotations
 
 import contextlib
-import math
-import re
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -25,7 +22,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -67,15 +63,14 @@ from quantizers.planning.job import Job
 from quantizers.recipe.schema import Stop
 from quantizers.solve.result import LayerResult
 from quantizers.solve.solver import solve_layer
-from quantizers.system.errors import QuantizeError, Stopped
+from quantizers.system.errors import QuantizeError
 from quantizers.system.files import write_json
 from quantizers.system.progress import doing, forecast, peak_memory, progress
 from stitch.audit.layer import LayerAudit, audit_layer, written_from
 from stitch.write.digests import ShardDigest
 from stitch.write.shard import converted_tensors, kept_hashes, layer_tensors, write_shard
 
-Written = tuple[ShardDigest, LayerAudit]
-Entry = dict[str, Any]  # of the journal
+from .layer_entry import Entry, Written, layer_note, of_shard, of_solution, refuse_layer
 
 
 def quantize_layers(
@@ -111,7 +106,7 @@ def quantize_layers(
     dist = context.dist
     entries = journal.done_layers(context.work, job.sizes["layers"]) if dist.is_main else []
     for entry in entries:
-        _refuse(entry, stop)
+        refuse_layer(entry, stop)
     lengths = [len(sequence) for sequence in tokens or ()]
     done, damaged, lengths, stops = dist.broadcast_object((len(entries), damaged, lengths, stop is not None))
     folder = input_sums_folder(context.work)
@@ -238,7 +233,7 @@ class _Run:
         run_step(step, self.model, [Comparison(self.streams[0], [self.quantizer], (), dist)])
         (shard,) = self.writer.finished(pending=0).values()
         if dist.is_main:
-            made = self.quantizer.entry(step) | _of_shard(shard)
+            made = self.quantizer.entry(step) | of_shard(shard)
             for key, what in (("source", "the source's tensors have"), ("digest", "it gets")):
                 if made[key] != entries[number][key]:
                     raise QuantizeError(
@@ -268,7 +263,7 @@ class _Run:
             for number, shard in shards.items():
                 entry = begun.pop(number, None)  # which rank 0 alone has
                 if entry is not None:
-                    entry |= _of_shard(shard)
+                    entry |= of_shard(shard)
                     for stream in self.streams:
                         stream.on_disk(number + 1)  # from there a run resumes once the layer is journaled
                     write_json(journal.layer_file(context.work, number), entry)
@@ -276,9 +271,9 @@ class _Run:
                 for stream in self.streams:
                     stream.forget(number)
                 if entry is not None:
-                    show(_note(entry))
+                    show(layer_note(entry))
                     say_forecast(entry)
-                    _refuse(entry, stop)
+                    refuse_layer(entry, stop)
 
         with shown or contextlib.nullcontext(lambda _: None) as show, contextlib.closing(steps):
             for step in steps:
@@ -345,37 +340,6 @@ def _write_passthrough(job: Job, outside: LoadedTensors, context: Context) -> No
         digest = write_shard(tensors, shard, kept, plan.unread(part))
         write_json(file, {"shard": shard.name, "digest": digest, "audit": written_from(actions).as_dict()})
         context.check()
-
-
-def _refuse(entry: Entry, stop: Stop | None) -> None:
-    """Stop after a layer whose figures are beyond what the recipe allows."""
-    figures = entry["held_out"]
-    if stop is None or not figures:
-        return
-    error, agreement = figures["hidden_error"], figures["agreement"]
-    if stop.max_hidden_error is not None and not error <= stop.max_hidden_error:
-        problem = f"hidden error {error:.4g} > {stop.max_hidden_error:g} (verify.stop.max_hidden_error)"
-    elif stop.min_router_agreement is not None and agreement is not None and not agreement >= stop.min_router_agreement:
-        problem = f"router agreement {agreement:.4g} < {stop.min_router_agreement:g} (verify.stop.min_router_agreement)"
-    else:
-        return
-    raise Stopped(
-        f"stopped after layer {entry['layer']}: {problem}; give the same command with --ignore-stop to continue"
-    )
-
-
-def _note(entry: Entry) -> str:
-    """What is shown of a layer when it is done."""
-    parts = [f"{sum(entry['seconds'].values()):.1f} s"]
-    if entry["routed"]:
-        parts.append(f"rounding {entry['error'].get('down_rounding') or 0.0:.4f}")
-    if entry["closeness"]:
-        parts.append(f"experts within {entry['closeness']['worst']:.1%}")
-    if figures := entry["held_out"]:
-        parts.append(f"hidden error {figures['hidden_error']:.4f}")
-        if figures["agreement"] is not None:
-            parts.append(f"router agreement {figures['agreement']:.2%}")
-    return ", ".join(parts)
 
 
 class Quantizer:
@@ -534,7 +498,7 @@ class Quantizer:
             written=writes,
         )
         self.made = in_memory = tensors_in_memory(source, tensors.device, path)
-        self._solved = _for_the_journal(solved) | ({"kv_peaks": self._peaks} if job.plan.kv_scales(number) else {})
+        self._solved = of_solution(solved) | ({"kv_peaks": self._peaks} if job.plan.kv_scales(number) else {})
         if writes:
             host = tensors.host
             if self.writer.pending:  # the source's memory gets other bytes before the shard is on disk
@@ -604,31 +568,3 @@ def _audit_shard(job: Job, number: int, source: LoadedTensors, made: LoadedTenso
     bits = job.plan.schemes[number].bits
     audit_layer(number, job.facts, job.sizes, source, made, bits=bits, device=device, audit=audit)
     return audit
-
-
-def _for_the_journal(solved: LayerResult | None) -> Entry:
-    if solved is None:
-        return {"error": {}, "fallbacks": [], "leaning": None}
-    return {
-        # JSON has no infinity. An infinite error means that an expert's weights or inputs overflow.
-        "error": {key: value if math.isfinite(value) else None for key, value in solved.error.items()},
-        "fallbacks": _by_expert(solved.fallbacks),
-        "leaning": solved.under_routed,
-    }
-
-
-def _by_expert(lines: Sequence[str]) -> list[str]:
-    """Sort lines by expert number, so that the report does not depend on how many experts were solved at a time."""
-    numbers = {line: re.match(r"expert (\d+)", line) for line in lines}
-    return sorted(lines, key=lambda line: int(match[1]) if (match := numbers[line]) else -1)
-
-
-def _of_shard(written: Written) -> Entry:
-    """What the entry says of a shard that is on disk; `closeness` is that of the experts' matrices to the source's."""
-    digest, audit = written
-    known = {expert: error for expert, error in enumerate(audit.by_expert) if error is not None}
-    closeness = None
-    if known:
-        worst = max(known, key=known.__getitem__)
-        closeness = {"median": statistics.median(known.values()), "worst": known[worst], "worst_expert": worst}
-    return {"digest": digest, "audit": audit.as_dict(), "closeness": closeness}
