@@ -2,9 +2,10 @@
 
     pip install libgguf && python benchmarks/gguf_types.py tiny-minimax-m2-fp8-int4
 
-The types are quantized by libgguf's native reference with an importance matrix: for each expert the squares of its
-inputs, summed over the calibration tokens that the router sends to it. Everything but the experts stays as it is. Rows
-shorter than a super-block of 256 are laid end to end, with their importance repeated.
+The types are quantized by libgguf's native reference with the importance matrix of `quantize imatrix`: for each expert
+the squares of its inputs, over the calibration tokens that the router sends to it, over all, or both (--importance).
+All but the experts stays as it is. Rows shorter than a super-block of 256 are laid end to end, with their importance
+repeated.
 
 The tiny model has outlier channels by powers of two, in the norm before the experts and between w3 and w2. AWQ folds
 such channels away, and a type of llama.cpp cannot, so both models are measured: with them, and with the same function
@@ -31,7 +32,10 @@ from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.device.devices import choose_device
 from quantizers.formats.dequantization import read_weight
+from quantizers.importance.input_sums import DOWN, GATE, InputSums, Tokens, read_sums
 from quantizers.layers.context import Context
+from quantizers.layers.loop import all_tensors, layer_steps
+from quantizers.model.streamed_model import StreamedModel
 from quantizers.planning.device_memory import Residents
 from quantizers.planning.job import Job, prepare
 from quantizers.recipe.read import changes_of
@@ -85,33 +89,18 @@ def written(tensors: Tensors, like: Checkpoint, folder: Path) -> Path:
     return folder
 
 
-def importances(folder: Path, job: Job, data: CalibrationData) -> dict[Expert, tuple[torch.Tensor, torch.Tensor]]:
-    """Of each expert Σ x² of w1's and w3's inputs (H,) and of w2's (I,), over the tokens that are routed to it."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    hidden, width = job.sizes["hidden"], job.sizes["width"]
-    sums = {
-        (layer, expert): (torch.zeros(hidden), torch.zeros(width))
-        for layer in job.sizes.moe_layers
-        for expert in range(job.sizes["experts"])
-    }
-
-    def record(layer: int, module: Any, x: torch.Tensor, chosen: torch.Tensor) -> None:
-        for expert in chosen.unique().tolist():
-            rows = x[(chosen == expert).any(-1)]
-            gate, up = (rows @ module.gate_up_proj[expert].T).chunk(2, -1)
-            of_x, of_h = sums[layer, expert]
-            of_x += rows.square().sum(0)
-            of_h += (module.act_fn(gate) * up).square().sum(0)
-
+def importances(job: Job, data: CalibrationData, tokens: Tokens, work: Path) -> dict[Expert, tuple[torch.Tensor, ...]]:
+    """Of each expert mean x² of w1's and w3's inputs (H,) and of w2's (I,), as `quantize imatrix` writes it."""
+    model = StreamedModel(job.opened, job.facts, job.sizes, CPU, torch.float32)
+    sums = InputSums(model, token_tensors(data, job.sizes["vocabulary"]), work, tokens)
+    for _ in layer_steps(job.opened, all_tensors(model, job.opened), [sums], model):
+        pass
+    found: dict[Expert, tuple[torch.Tensor, ...]] = {}
     for layer in job.sizes.moe_layers:
-        experts = model.model.layers[layer].mlp.experts
-        experts.register_forward_pre_hook(lambda module, given, n=layer: record(n, module, given[0], given[1]))
-    with torch.no_grad():
-        for tokens in token_tensors(data, job.sizes["vocabulary"]):
-            model(tokens[None])
-    return sums
+        stored = read_sums(work, layer)
+        means = [(stored[name].squares / stored[name].counts.unsqueeze(1)).nan_to_num(1) for name in (GATE, DOWN)]
+        found |= {(layer, expert): (means[0][expert], means[1][expert]) for expert in range(job.sizes["experts"])}
+    return found
 
 
 def in_type(name: str, weight: torch.Tensor, importance: torch.Tensor) -> tuple[torch.Tensor, float]:
@@ -126,9 +115,11 @@ def in_type(name: str, weight: torch.Tensor, importance: torch.Tensor) -> tuple[
     return torch.from_numpy(back).view(weight.shape), stored.nbytes * 8 / rows.size
 
 
-def outputs(job: Job, tensors: Tensors, data: CalibrationData, place: Path) -> Iterator[tuple[str, float, Checkpoint]]:
+def outputs(
+    job: Job, tensors: Tensors, data: CalibrationData, tokens: Tokens, place: Path
+) -> Iterator[tuple[str, float, Checkpoint]]:
     """Each type, scheme and budget with its bits per weight and output."""
-    source, important = job.opened, importances(job.opened.folder, job, data)
+    source, important = job.opened, importances(job, data, tokens, place / "imatrix")
     for name in TYPES:
         changed, bits = dict(tensors), 0.0
         for (layer, expert), (of_x, of_h) in important.items():
@@ -151,7 +142,7 @@ def outputs(job: Job, tensors: Tensors, data: CalibrationData, place: Path) -> I
         yield f"budget of {budget:g} bits", mean, quantized(chosen, data, place / f"budget-{budget}", CPU)
 
 
-def compare_types(recipe: str, most_tokens: int) -> list[dict[str, Any]]:
+def compare_types(recipe: str, most_tokens: int, tokens: Tokens) -> list[dict[str, Any]]:
     """A row for each type, scheme and budget: bits per weight, and KL on the flat and the planted model."""
     planted = recipe_job(recipe)
     rows: dict[str, dict[str, Any]] = {}
@@ -161,7 +152,7 @@ def compare_types(recipe: str, most_tokens: int) -> list[dict[str, Any]]:
             place.mkdir()
             tensors = plain_tensors(planted, flat)
             job = prepare(recipe, source_folder=written(tensors, planted.opened, place / "source"))
-            found = list(outputs(job, tensors, spread(calibration_data(job), most_tokens), place))
+            found = list(outputs(job, tensors, spread(calibration_data(job), most_tokens), tokens, place))
             results = held_out(job, [output for *_, output in found], place / "eval", CPU)
             for (name, bits, _), result in zip(found, results, strict=True):
                 rows.setdefault(name, {"name": name, "bits": bits})[key] = result["kl"]["mean"]
@@ -176,9 +167,11 @@ def types_table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Compare llama.cpp's types with ours on a recipe's model."""
-    given = options(__doc__).parse_args()
+    parser = options(__doc__)
+    parser.add_argument("--importance", choices=("routed", "both", "all"), default="routed", help="as imatrix --tokens")
+    given = parser.parse_args()
     choose_device("cpu")
-    rows = compare_types(given.recipe, given.tokens)
+    rows = compare_types(given.recipe, given.tokens, given.importance)
     print(json.dumps(rows, indent=1) if given.json else types_table(rows))
 
 

@@ -20,6 +20,7 @@ from quantizers.system.errors import InputError, QuantizeError
 if TYPE_CHECKING:
     from quantizers.commands.coverage import coverage
     from quantizers.commands.evaluate import evaluate
+    from quantizers.commands.imatrix import imatrix
     from quantizers.commands.plan import plan
     from quantizers.commands.run import run
     from quantizers.commands.serve_check import serve_check
@@ -33,6 +34,7 @@ __all__ = [
     "QuantizeError",
     "coverage",
     "evaluate",
+    "imatrix",
     "plan",
     "publish",
     "run",

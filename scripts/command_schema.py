@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from eval.report.fidelity import Fidelity
 from eval.report.keys import Number, Part, key, maybe
@@ -130,11 +130,29 @@ class CoverageReport(Coverage):
     saliency: Saliency | None = maybe("What the experts contribute; with --saliency only")
 
 
+class ImatrixReport(Part):
+    """What `quantize imatrix --json` prints."""
+
+    output: str = key("The file")
+    model: str = key("As it was given")
+    set: str = key("Name of the set")
+    tokens: int = key("Tokens of the set", "tokens")
+    of: Literal["both", "routed", "all"] = key("Which of them go into the sums of an expert's matrices")
+    architecture: str = key("llama.cpp's name of the model's architecture")
+    matrices: int = key("Matrices in the file", "matrices")
+    without_tokens: dict[str, list[int]] = key("By matrix: experts without a token")
+    left_out: dict[str, int] = key("By matrix: rows that are not finite and left out", "rows")
+    unnamed: list[str] = key("Published names of matrices that are left out: without a name in llama.cpp, or unused")
+    not_computed: list[int] = key("Layers that predict further tokens, which have no data")
+    drawn: Drawn | None = maybe("What was drawn; absent where the whole set is used")
+
+
 JSON_REPORTS: tuple[type[Part], ...] = (
     RunReport,
     StitchReport,
     EvalReport,
     VerifyReport,
     CoverageReport,
+    ImatrixReport,
     ServeCheckReport,
 )

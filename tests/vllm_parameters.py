@@ -27,6 +27,7 @@ COMPUTED: dict[str, Callable[[Tensor], Tensor]] = {".A_log": lambda tensor: -ten
 VOCABULARY = re.compile(r"\b(embed_tokens|lm_head|shared_head\.head)\.weight$")
 # The shape is one pair of numbers, for gate and up alike: vLLM writes both into the same place.
 SHAPE = "weight_shape"
+KV_SCALES = (".k_scale", ".v_scale")
 AGAIN = re.compile(rf"{VOCABULARY.pattern}|{SHAPE}$")  # may have another number of places than one each
 NUMBER = re.compile(r"\b(?:layers|blocks)\.(\d+)\.")
 EXPERT = re.compile(r"\.experts\.(\d+)\.(\w+)\.\w+$")
@@ -50,14 +51,15 @@ class Block(NamedTuple):
 def state_of(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, Tensor]]:
     """Parameters and persistent buffers by name, with the module they belong to; a tied one occurs once.
 
-    Without those of attention: they are placeholders for scales of a KV cache, which keep vLLM's 1.0 where a
-    checkpoint has none. A checkpoint that has some is found out, since its tensors then have no place.
+    Without those of attention whose cache is not quantized: they are placeholders for its scales, which keep vLLM's
+    1.0. A checkpoint that has some is found out, since its tensors then have no place.
     """
     state: dict[str, tuple[torch.nn.Module, Tensor]] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         owner = model.get_submodule(name.rpartition(".")[0])
-        if id(tensor) not in seen and not isinstance(owner, (Attention, MLAAttention)):
+        scale = isinstance(owner, Attention) and owner.kv_cache_dtype.startswith("fp8") and name.endswith(KV_SCALES)
+        if id(tensor) not in seen and (scale or not isinstance(owner, (Attention, MLAAttention))):
             state[name] = (owner, tensor)
             seen.add(id(tensor))
     return state

@@ -88,6 +88,7 @@ def finished_weights(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             again = fp8_by_the_library(parts["weight"], parts["weight_scale"], scheme.weights.block_structure)
             assert torch.equal(weight, again), module
         weights[f"{module}.weight"] = weight
+    used |= {name for name in tensors if name.endswith(("k_scale", "v_scale"))}  # of a cache
     plain = {name: tensor for name, tensor in tensors.items() if name not in used}
     for name, tensor in plain.items():  # numbers, and a model's own int64
         assert tensor.dtype == torch.int64 or (tensor.is_floating_point() and tensor.element_size() > 1), name

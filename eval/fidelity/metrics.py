@@ -57,6 +57,7 @@ class Measured:
         same_top1: (N,) bool, whether both models find the same token most likely.
         layers: what `comparison.compare` found in each layer, perhaps with the `weight_error` of experts and attention.
         as_served: figures by card, see as_served.py.
+        kv_cache: figures with an FP8 cache of keys and values, see kv_cache.py.
     """
 
     source_nll: np.ndarray
@@ -66,6 +67,7 @@ class Measured:
     same_top1: np.ndarray
     layers: Sequence[dict[str, Any]]
     as_served: dict[str, dict[str, Any]] = field(default_factory=dict)
+    kv_cache: dict[str, Any] = field(default_factory=dict)
 
 
 def parts(texts: Sequence[Text]) -> tuple[list[int], list[int]]:
@@ -111,6 +113,7 @@ def figures(measured: Measured, texts: Sequence[Text]) -> dict[str, Any]:
     report["positions"] = by_position(np.array([part.shape[1] for part in values]), *np.concatenate(values, axis=1))
     weights = [layer["weight_error"] for layer in measured.layers if "weight_error" in layer]
     report |= {"as_served": measured.as_served} if measured.as_served else {}
+    report |= {"kv_cache": measured.kv_cache} if measured.kv_cache else {}
     return report | ({"weight_error": weights} if weights else {})
 
 

@@ -16,8 +16,10 @@ PAIRED_WORDS = (
 )
 SERVED_WORDS = (
     "card: as vLLM's kernels there compute, see docs/verify-and-compare.md; KL(source there || candidate there); card "
-    "alone: KL(source as stored || source there); from stored: KL(source as stored || candidate there)"
+    "alone: KL(source as stored || source there); from stored: KL(source as stored || candidate there); FP8 cache: of "
+    "keys and values, all else as stored"
 )
+SERVED = {"as_served", "kv_cache"}
 CATEGORY_ROWS, WORST = 24, 5  # with more categories than rows, families and the WORST categories are shown
 
 
@@ -39,7 +41,7 @@ def eval_table(report: dict[str, Any]) -> str:
         "predicted token; router: share of equal choices in the worst layer; "
         "[95 % interval]",
     ]
-    if any("as_served" in one for _, one in results):
+    if any(SERVED & one.keys() for _, one in results):
         parts += [served_table(results), SERVED_WORDS]
     for name, one in results:
         parts += [
@@ -188,7 +190,10 @@ def _with_long(results: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[str,
 
 
 def served_table(results: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    """Rows for each candidate as stored, and as served on each card; of the short texts where there are long ones."""
+    """Rows for each candidate as stored, as served on each card, and with an FP8 cache of keys and values.
+
+    They are of the short texts where there are long ones.
+    """
     rows = [
         (name if number == 0 else "", *row)
         for name, one in results
@@ -204,6 +209,9 @@ def _on_cards(one: dict[str, Any]) -> list[tuple[str, ...]]:
             f"{row['from_stored']['kl']['mean']:.5f}",
         )
         for card, row in one.get("as_served", {}).items()
+    ] + [
+        (f"FP8 cache{'' if kind == 'calibrated' else ', scales of 1'}", *_served(row), "-", f"{row['kl']['mean']:.5f}")
+        for kind, row in one.get("kv_cache", {}).items()
     ]  # fmt: skip
 
 

@@ -112,6 +112,15 @@ class OnCard(Part):
     kernels: dict[str, str] = key("The kernel for each kind of matrix, and what it rounds")
 
 
+class KvCache(Part):
+    """Fidelity with keys and values in an FP8 cache; over the short texts where there are long ones."""
+
+    calibrated: Figures = key(
+        "With the checkpoint's scales, against the source as stored, whose cache is not quantized"
+    )
+    ones: Figures = key("The same with scales of 1, which servers take where a checkpoint has none")
+
+
 class Fidelity(PartFigures):
     """Fidelity of a candidate; of the short texts at this level where there are long ones as well."""
 
@@ -120,3 +129,4 @@ class Fidelity(PartFigures):
     positions: list[Band] = key("By position in the long texts, or else in all")
     weight_error: list[dict[str, Number]] | None = maybe("Error of the weights by layer; in an `eval`", "relative")
     as_served: dict[str, OnCard] | None = maybe("By card, see `--as-served`; absent where none was asked for")
+    kv_cache: KvCache | None = maybe("With an FP8 cache; absent for a checkpoint without scales for it")

@@ -126,6 +126,9 @@ def model_card(report: dict[str, Any]) -> str:
         form=_fp8_form(plan) or "in 16 bits",
         attention=_attention(plan),
         conversion=CONVERSIONS.get(plan.get("attention")),
+        peaks=[max(row["kv_peaks"][n] for row in report["layers"] if "kv_peaks" in row) for n in range(2)]
+        if plan.get("kv_cache")
+        else [],
         stored=_stored(report),
         plots={"calibration": CALIBRATION_PICTURE, "coverage": COVERAGE_PICTURE},
         parts=by_part(report) if "kl" in report else {},

@@ -18,6 +18,7 @@ from eval.report.fidelity import (
     HeldOutSet,
     Interval,
     Kl,
+    KvCache,
     OnCard,
     PartFigures,
     Perplexity,
@@ -172,6 +173,7 @@ class Plan(Part):
     index_bytes: int = key("Bytes of the index", "bytes")
     layer_source_bytes: int = key("Source bytes of the largest layer", "bytes")
     attention: str | None = maybe("What other linear modules were converted to: bf16, fp8, fp8-block; absent for keep")
+    kv_cache: list[int] | None = maybe("Layers with scales for an FP8 cache of keys and values; absent without any")
     mtp: MtpLayers | None = maybe("Layers for speculative decoding; absent without any")
 
 
@@ -262,6 +264,7 @@ class Layer(Part):
     fallbacks: list[str] = key("One line for each expert that did not get the method asked for")
     leaning: UnderRouted | None = key("Under-routed experts; None where all tokens count alike")
     closeness: Closeness | None = key("Distance of the written experts from the source's; None without experts")
+    kv_peaks: list[Number] | None = maybe("Largest magnitude of its keys and of its values, if scales follow from it")
 
 
 class StitchedLayer(Part):
@@ -495,6 +498,7 @@ class RunReport(Report):
     long: PartFigures | None = measured("long")
     positions: list[Band] | None = measured("positions")
     as_served: dict[str, OnCard] | None = measured("as_served")
+    kv_cache: KvCache | None = measured("kv_cache")
 
 
 def checked(report: dict[str, Any]) -> RunReport | StitchReport:

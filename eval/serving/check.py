@@ -48,6 +48,7 @@ from .engines import (
     ServedScheme,
 )
 from .kernels import HUMMING, MARLIN_GROUPS, condition, for_ktransformers, moe_kernels, refusal
+from .kv_cache import kv_remarks
 
 Severity = Literal["error", "warning"]
 Mistake = Literal[
@@ -229,6 +230,8 @@ def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Archi
     rules = _read_section(config.get(SECTION), packed, facts.section_keys, findings)
     if rules is None:
         return ServingCheck(table, findings.all())
+    for remark in kv_remarks(config[SECTION], tensors.keys(), facts, sizes):
+        findings.add(*remark)
     servers = [server for server in SERVERS if server.key in facts.servers] or [engines.UNKNOWN_SERVER]
     lookups = {server.name: list(engines.server_lookups(server, facts, sizes, rules, modules)) for server in servers}
     if engines.UNKNOWN_SERVER in servers:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -158,8 +158,9 @@ def _with_data(family: Family, config: dict[str, Any]) -> dict[str, Any]:
         probes=dict.fromkeys(("tokens", "product", "up_down", "large", "fold", "halves"), 0.0),  # as the data mean it
     )
     stored = sort_out(skeleton, _class_headers(skeleton, own.experts, family.float32))
+    heads = family.kv_cache.rows_of[0].rpartition(".")[0] if family.kv_cache and family.kv_cache.divided else None
     kinds = [
-        Kind(numbers, roles if own.experts in dict(skeleton.layers[numbers[0]].named_modules()) else None, 0.0)
+        Kind(numbers, roles if own.experts in dict(skeleton.layers[numbers[0]].named_modules()) else None, 0.0, heads)
         for numbers in kinds_of_layers(skeleton)
     ]
     result = _described(config, skeleton, stored, kinds, roles) | family.model_dump(exclude=BESIDES)
@@ -264,11 +265,12 @@ def skeleton_of(config: dict[str, Any]) -> Skeleton:
 
 
 class Kind(NamedTuple):
-    """Layers of one structure, the roles of their parts if they have experts, and the probe `batch`."""
+    """Layers of one structure, and what their probes found, see `probe`."""
 
     layers: list[int]
     roles: Roles | None
     batch: float
+    attention: str | None
 
 
 # The parts of the facts -----------------------------------------------------------------------------------------------
@@ -385,16 +387,25 @@ def _kinds(
         beside: whether more than a token's state is kept of it between layers; then none runs in halves.
     """
     result: dict[str, dict[str, Any]] = {}
-    for numbers, one, batch in kinds:
+    for numbers, one, batch, attention in kinds:
         for number in numbers:
-            facts = _of_layer(skeleton, stored, number, roles) | {
+            own = _of_layer(skeleton, stored, number, roles)
+            facts = own | {
                 "dense": one is None,
                 "halves": one is not None and one.probes["halves"] < EXACT and not beside,
                 "alone": not batch < EXACT,
                 "own_gate": one is not None and one.own_gate,
+                "cached": _cached(own["linears"], stored.layers[number], attention),
             }
             result.setdefault(json.dumps(facts), facts | {"layers": []})["layers"].append(number)
     return list(result.values())
+
+
+def _cached(linears: Collection[str], places: Mapping[str, Place], attention: str | None) -> str | None:
+    """The published name of the attention module at a path, if its keys and values are what servers cache."""
+    of_module = [name for name in linears if places[f"{name}.weight"].parameter.startswith(f"{attention}.")]
+    heads = [name for name in of_module if name.rpartition(".")[2] in ("k_proj", "qkv_proj")]
+    return heads[0].rpartition(".")[0] if len(heads) == 1 else None
 
 
 def _of_layer(skeleton: Skeleton, stored: StoredTensors, number: int, roles: Roles) -> dict[str, Any]:

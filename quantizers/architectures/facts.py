@@ -45,6 +45,7 @@ class KindFacts(Facts):
         halves: whether they run in two halves, see model/streamed_model.py.
         alone: whether each sequence must go through them alone, since others beside it would change its states.
         own_gate: whether their experts have a gate of their own, see gates.py.
+        cached: the attention module whose keys and values a server caches; None for linear or latent attention.
     """
 
     tensors: dict[str, TensorFacts] = {}
@@ -54,6 +55,7 @@ class KindFacts(Facts):
     halves: bool
     alone: bool
     own_gate: bool = False
+    cached: str | None = None
 
 
 class HandedFacts(Facts):

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from quantizers.system.errors import ArchitectureError
 
+from .attention import keys_and_values
 from .facts import HandedFacts
 from .gates import Gate, gate_of
 from .matrices import FUSED
@@ -93,8 +94,10 @@ def kinds_of_layers(skeleton: Skeleton) -> list[list[int]]:
 
 
 @torch.no_grad()
-def probe(skeleton: Skeleton, number: int, handed: HandedFacts | None = None) -> tuple[Roles | None, float]:
-    """The roles of a layer's parts, None if it has no routed experts; and the probe `batch`.
+def probe(skeleton: Skeleton, number: int, handed: HandedFacts | None = None) -> tuple[Roles | None, float, str | None]:
+    """The roles of a layer's parts, None if it has no routed experts; the probe `batch`; and the attention module.
+
+    That is the path of the one whose keys and values arrive at transformers' attention interface, None without any.
 
     Args:
         handed: what layers hand on; sequences then go through them alone, so `batch` is infinite.
@@ -123,19 +126,28 @@ def probe(skeleton: Skeleton, number: int, handed: HandedFacts | None = None) ->
             f"{model}: a text goes through {path} and {' and '.join(others)} of one layer; {NOT_QUANTIZED}"
         )
 
+    called: list[torch.nn.Module] = []
+
+    def see(module: torch.nn.Module, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        called.append(module)
+        return keys, values
+
     with contextlib.ExitStack() as stack:
         for other in others:
             stack.enter_context(replaced_forward(layer.get_submodule(other), refuse))
         try:
             found = _Layer(skeleton.calls(TOKENS)[number], value, layer, path, model) if path else None
-            batch = math.inf if handed else _batch(skeleton, number, layer, path)
+            with keys_and_values(layer, see):
+                batch = math.inf if handed else _batch(skeleton, number, layer, path)
         except KeyError as failure:
             raise ArchitectureError(
                 f"{model}: layer {number} cannot run alone: it looks for {failure}, which another layer makes; "
                 f"{NOT_BY_LAYER}"
             ) from None
         idle = [f"{other}.{name}" for other in others for name in layer.get_submodule(other).state_dict()]
-        return replace(found.roles(), idle=tuple(idle)) if found else None, batch
+        paths = {name for name, module in layer.named_modules() if module in called}
+        attention = next(iter(paths)) if len(paths) == 1 else None
+        return replace(found.roles(), idle=tuple(idle)) if found else None, batch, attention
 
 
 def require_usable(roles: Roles, model_type: str) -> None:

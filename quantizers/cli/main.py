@@ -16,10 +16,10 @@ from quantizers.system.errors import InputError, QuantizeError, first_line
 from quantizers.system.formatting import gib, printable
 from quantizers.system.interrupts import stoppable
 
-from . import calibration, coverage, evaluate, plan, publish, recipes, report, run, serve_check, stitch, verify
+from . import calibration, coverage, evaluate, imatrix, plan, publish, recipes, report, run, serve_check, stitch, verify
 from .common import emit
 
-SEVERAL = {"run", "eval", "coverage"}  # commands that work with several processes
+SEVERAL = {"run", "eval", "coverage", "imatrix"}  # commands that work with several processes
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -76,6 +76,7 @@ app.command()(run.run)
 app.command()(plan.plan)
 app.command()(verify.verify)
 app.command()(coverage.coverage)
+app.command()(imatrix.imatrix)
 app.command(name="eval")(evaluate.evaluate)
 app.command()(serve_check.serve_check)
 app.command()(stitch.stitch)
@@ -97,7 +98,9 @@ def main() -> None:
         with stoppable(by_launcher=launched() is not None), ordered():
             if ranks := launched():
                 if not {*sys.argv[1:2]} <= SEVERAL:
-                    raise InputError("only run, eval and coverage work with several processes; start this by itself")
+                    raise InputError(
+                        "only run, eval, coverage and imatrix work with several processes; start this by itself"
+                    )
                 from quantizers.distributed.torch_group import init_process_group  # imports torch
 
                 dist = init_process_group(*ranks)

@@ -55,6 +55,9 @@ def run(
     with_data: Annotated[
         bool, Option("--with-data", help="copy the sets' local data files into the output, for publishing")
     ] = False,
+    imatrix: Annotated[
+        bool, Option("--imatrix", help="also write OUTPUT.imatrix.gguf, an importance matrix for llama.cpp")
+    ] = False,
     as_json: common.Json = False,
     debug: common.Debug = False,
 ) -> None:
@@ -88,6 +91,7 @@ def run(
         ignore_stop=ignore_stop,
         ignore_source_check=ignore_source_check,
         with_data=with_data,
+        imatrix=imatrix,
         command=common.typed(),
         dist=dist,
     )
@@ -99,7 +103,7 @@ def run(
 def run_table(report: dict[str, Any], output: Path, source: str, recipe: str) -> str:
     """The output of `quantize run`; `source` is a Hub id or a folder, `recipe` as the user typed it."""
     from eval.coverage.summary import gate_table
-    from eval.fidelity.tables import fidelity_table, past_the_model, positions_table, served_table, worst_table
+    from eval.fidelity.tables import SERVED, fidelity_table, past_the_model, positions_table, served_table, worst_table
 
     lines = [f"{output} was finished before; nothing was touched"] if report.get("already_done") else []
     lines += ["", gate_table(report["gates"]), ""]
@@ -107,7 +111,7 @@ def run_table(report: dict[str, Any], output: Path, source: str, recipe: str) ->
         lines += [fidelity_table([("output", report)]), "", worst_table([("output", report)]), ""]
         if len(report.get("positions", ())) > 1:
             lines += [positions_table(report), ""]
-        if "as_served" in report:
+        if SERVED & report.keys():
             lines += [served_table([("output", report)]), ""]
     plan, seconds, coverage = report["plan"], report["seconds"], report["coverage"]
     apart = max(layer["proof"] for layer in report["layers"])

@@ -20,6 +20,7 @@ import torch
 
 from eval.fidelity.as_served import ServedModel, ServedTexts, as_served, kernels_of, pairs
 from eval.fidelity.comparison import Comparison, weight_errors
+from eval.fidelity.kv_cache import KINDS, WITH_ONES, CachedModel, kv_figures
 from eval.fidelity.metrics import Measured, Text
 from eval.fidelity.paired import NOTE, paired
 from eval.fidelity.scoring import HeldOut, held_out, score
@@ -32,6 +33,7 @@ from quantizers.checkpoint.reader import Checkpoint, open_checkpoint
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device, fingerprint, forward_dtype, use_threads
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
+from quantizers.formats.fp8 import has_kv_scales
 from quantizers.formats.tensor_names import published_names
 from quantizers.formats.unsupported import refuse_swapped_arguments
 from quantizers.layers.loop import LayerStep, all_tensors, layer_steps
@@ -208,11 +210,17 @@ def measure(
     parts = [load_tensors(one, outside_names(one, facts)) for one in opened]
     models = [StreamedModel(part, facts, sizes, device, forward_dtype(device)) for part in parts]
     models += [ServedModel(part, facts, sizes, device, card) for card in cards for part in parts]
+    with_scales = [number for number, one in enumerate(opened) if number and has_kv_scales(one.config)]
+    models += [
+        CachedModel(parts[number], facts, sizes, device, models[0].dtype, ones=kind == WITH_ONES)
+        for number in with_scales
+        for kind in KINDS
+    ]
     if dist.is_main:
         work.mkdir(parents=True, exist_ok=True)
         _same_evaluation(work, opened, data, device, cards)
     dist.barrier()
-    results = _compare(models, opened, held, work, check, dist, cards)
+    results = _compare(models, opened, held, work, check, dist, cards, with_scales)
     if dist.is_main:
         shutil.rmtree(work, ignore_errors=True)
     return [held.figures(one, candidate.name) for one, candidate in zip(results, candidates, strict=dist.is_main)]
@@ -257,19 +265,22 @@ def through_layers(
     dist: ProcessGroup = SINGLE_PROCESS,
     *,
     served: int = 0,
+    with_scales: Sequence[int] = (),
 ) -> tuple[list[ActivationStream], list[list[dict[str, Any]]]]:
     """Run all models over the texts, journaled layer by layer.
 
     Args:
-        models: of each checkpoint `opened`, the source first, and again on each card.
+        models: of each checkpoint `opened`, the source first, and again on each card; then with an FP8 cache.
         work: an existing folder for states and journal, from which a call resumes.
         served: the number of cards.
+        with_scales: the checkpoints of the models with such a cache, of which there are `KINDS` of each.
 
     Returns:
         The models' streams, whose states are those that leave the last layer; and by layer what `comparison.compare`
         found of each candidate, in rank 0.
     """
     layers, count = models[0].sizes["layers"], len(opened)
+    of = [*list(range(count)) * (1 + served), *(number for number in with_scales for _ in KINDS)]
 
     def journal(number: int) -> Path:
         return work / f"layer-{number:05d}.json"
@@ -277,7 +288,7 @@ def through_layers(
     done = dist.broadcast_object(next((n for n in range(layers) if not journal(n).exists()), layers))
     lengths = [len(text.tokens) for text in texts]
     streams = [
-        ActivationStream(opened[n % count].name, model, n, lengths, work, durable=True, check=check, dist=dist)
+        ActivationStream(opened[of[n]].name, model, n, lengths, work, durable=True, check=check, dist=dist)
         for n, model in enumerate(models)
     ]
     for stream in streams:
@@ -286,13 +297,16 @@ def through_layers(
         else:
             stream.resume(done)
     candidates = [
-        _FromFiles(stream, one, dist.is_main, bool(served))
+        _FromFiles(stream, one, dist.is_main, len(models) > count)
         for stream, one in zip(streams[1:count], opened[1:], strict=True)
     ]
     files: list[Callable[[LayerStep], Checkpoint]] = [lambda step: step.on_device]
     files += [partial(lambda one, _: one.part, candidate) for candidate in candidates]
     entries = [json.loads(journal(number).read_text()) for number in range(done if dist.is_main else 0)]
-    comparison, on_cards = Comparison(streams[0], candidates, texts, dist), ServedTexts(streams[count:], files * served)
+    comparison, on_cards = (
+        Comparison(streams[0], candidates, texts, dist),
+        ServedTexts(streams[count:], [files[n] for n in of[count:]]),
+    )
     tensors = all_tensors(models[0], opened[0], done)
     steps = layer_steps(opened[0], tensors, [comparison, on_cards], models[0], check=check, dist=dist)
     with rank_0_progress("evaluating", layers, done, check, dist) as shown_step, contextlib.closing(steps):
@@ -318,21 +332,36 @@ def _compare(
     check: Callable[[], None],
     dist: ProcessGroup,
     cards: Sequence[Card],
+    with_scales: Sequence[int],
 ) -> list[Measured]:
     """What is measured of each candidate; an empty list in all ranks except 0. Arguments as for `through_layers`."""
-    streams, entries = through_layers(models, opened, held.texts, work, check, dist, served=len(cards))
+    streams, entries = through_layers(
+        models, opened, held.texts, work, check, dist, served=len(cards), with_scales=with_scales
+    )
     kept = work if dist.node == 0 else None  # other machines have no such folder
     stage = partial(rank_0_progress, check=check, dist=dist)
-    scores = score(streams, held.texts, stage, kept, dist, pairs=pairs(len(opened), len(cards)))
+    compared = pairs(len(opened), len(cards))
+    with_cache = [(0, number) for number in range(len(models) - len(with_scales) * len(KINDS), len(models))]
+    scores = score(streams, held.texts, stage, kept, dist, pairs=[*compared, *with_cache])
     if not dist.is_main:
         return []
-    on_cards = as_served(scores, len(opened), cards, held.texts)
+    on_cards = as_served(scores[: len(compared)], len(opened), cards, held.texts)
+    caches = {
+        number: kv_figures(scores[first : first + len(KINDS)], scores[0], held.texts)
+        for number, first in zip(with_scales, range(len(compared), len(scores), len(KINDS)), strict=True)
+    }
     for model in models:
         for one, by_card in zip(opened[1:], on_cards, strict=True):
             if isinstance(model, ServedModel):
                 by_card[model.card]["kernels"] = kernels_of(model, one)
     return [
-        Measured(scores[0][0], *of_candidate, [entry[number] for entry in entries], on_cards[number])
+        Measured(
+            scores[0][0],
+            *of_candidate,
+            [entry[number] for entry in entries],
+            on_cards[number],
+            caches.get(number + 1, {}),
+        )
         for number, of_candidate in enumerate(scores[1 : len(opened)])
     ]
 

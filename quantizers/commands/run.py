@@ -65,6 +65,7 @@ def run(
     ignore_stop: bool = False,
     ignore_source_check: bool = False,
     with_data: bool = False,
+    imatrix: bool = False,
     command: Sequence[str] = (),
     dist: ProcessGroup = SINGLE_PROCESS,
 ) -> FinishedCheckpoint:
@@ -89,6 +90,7 @@ def run(
         ignore_source_check: quantize a source that makes no sense of text, such as random weights; see the recipe's
             `verify.perplexity.max_source`.
         with_data: copy the sets' local data files into the output, for publishing.
+        imatrix: also write OUTPUT.imatrix.gguf, the source's importance matrix for llama.cpp, as `quantizers.imatrix`.
         command: what the user typed, named where the run is found unfinished.
         dist: the processes that share the run; each of them calls this.
 
@@ -138,6 +140,7 @@ def run(
         ignore_source_check,
         dist,
         tuple(command),
+        imatrix,
     )
     with ordered():
         return FinishedCheckpoint(folder, run_job(job, options), job.location)

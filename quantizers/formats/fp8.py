@@ -94,6 +94,12 @@ def weight_schemes(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [weights for weights in schemes if isinstance(weights, Mapping)]
 
 
+def has_kv_scales(config: Mapping[str, Any]) -> bool:
+    """Whether config.json declares scales for an FP8 cache of keys and values."""
+    section = config.get("quantization_config")
+    return isinstance(section, Mapping) and bool(section.get("kv_cache_scheme"))
+
+
 def declared_form(config: Mapping[str, Any], where: str) -> Fp8:
     """The format that an FP8 model's config.json declares; `where` is its path, for messages.
 

@@ -100,6 +100,13 @@ def finish(
             kept.complete()
 
 
+def run_whole(model: StreamedModel, layer: DecoderLayer, states: ActivationStore, check: Check = lambda: None) -> None:
+    """Both halves of a layer without halves, of whose result nothing is kept: for what looks on."""
+    for _, _, entering in on_device(model, layer, states, in_chunks=False):
+        model.finish(layer, entering)
+        check()
+
+
 def routes(model: StreamedModel, layer: DecoderLayer, states: ActivationStore) -> Iterator[tuple[slice, MoeInputs]]:
     """Some rows of the `states` that the first half left, and what the experts are called with for them, each time."""
     for rows, lengths, entering in on_device(model, layer, states, in_chunks=layer.halves):

@@ -14,6 +14,7 @@ The state of an unfinished run is in the folder DIR/.quantize/:
     held-out/         hidden states of the held-out texts after the last finished layer: the source's and the output's
     states.bin        calibration states between two layers, and x.bin, chosen.bin, weight.bin: where they do not
                       fit in memory; not read again after the process has ended
+    imatrix/          with --imatrix: of each layer the sums over the source's activations, and states as states.bin
     output/           the checkpoint, as far as it is written
     moving            everything is verified, and the final move has started
     lock              locked while a process works here

@@ -37,6 +37,8 @@ from quantizers.checkpoint.reader import side_files
 from quantizers.checkpoint.source_identity import check_hashes, source_digest, source_stats
 from quantizers.device.devices import device_limit, fingerprint, forward_dtype, is_accelerator, versions
 from quantizers.distributed.process_group import RESUME, SINGLE_PROCESS, ProcessGroup, rank_0_progress
+from quantizers.importance.input_sums import bytes_of_sums
+from quantizers.importance.llama_cpp import architecture_of, imatrix_table, make_imatrix
 from quantizers.layers.context import Context
 from quantizers.layers.loop import all_tensors, layer_steps
 from quantizers.model.activation_stream import ActivationStream
@@ -58,7 +60,7 @@ from quantizers.system.output_files import CALIBRATION, FACTS, HELD_OUT, RECIPE
 from quantizers.system.progress import checked, progress
 from stitch.write.config_files import write_config_files
 
-from .quantize import quantize_layers
+from .quantize import input_sums_folder, quantize_layers
 from .report import of_plan, planned_report, rehearse, run_report
 from .report_files import write_report
 from .servable import planned_check
@@ -89,6 +91,7 @@ class Options:
         ignore_stop: continue after a layer whose figures are beyond the recipe's `verify.stop`.
         dist: the processes that share the run.
         command: what the user typed, from `quantize` on, to be named where the run is found unfinished.
+        imatrix: write an importance matrix for llama.cpp beside the output, see `imatrix_file`.
     """
 
     output: Path
@@ -101,6 +104,12 @@ class Options:
     ignore_source_check: bool = False
     dist: ProcessGroup = SINGLE_PROCESS
     command: tuple[str, ...] = ()
+    imatrix: bool = False
+
+    @property
+    def imatrix_file(self) -> Path:
+        """OUTPUT.imatrix.gguf."""
+        return self.output.with_name(f"{self.output.name}.imatrix.gguf")
 
 
 def run(job: Job, options: Options) -> dict[str, Any]:
@@ -116,6 +125,8 @@ def run(job: Job, options: Options) -> dict[str, Any]:
     dist, engines = options.dist, None
     work = journal.work_folder(options.output, dist.node)
     if dist.is_main:
+        if options.imatrix:
+            architecture_of(job.facts)  # for its error
         _warn_of_another_source(job)
         finished = journal.finished_report(options.output)
         if finished is not None:
@@ -153,6 +164,11 @@ def _already_done(job: Job, options: Options, finished: dict[str, Any]) -> dict[
         )
     if not isinstance(source, dict) or source.get("digest") != source_digest(job.opened):
         raise OutputError(f"{output}: holds the finished output of another source than {job.location}; {remedy}")
+    if options.imatrix and not options.imatrix_file.exists():
+        raise OutputError(
+            f"{output}: was finished before, without an importance matrix; quantize imatrix RECIPE --output "
+            f"{options.imatrix_file} writes it"
+        )
     if options.with_data:
         data = resolve_recipe(job.recipe, job.path).data
         if not set(data) <= set(finished["files"]):
@@ -209,6 +225,7 @@ def _refuse_different_ranks(job: Job, options: Options) -> None:
         "recipe": settings_hash(job.recipe, job.path),
         "source": source_digest(job.opened),
         "states": options.states,
+        "imatrix": options.imatrix,
     }
     first = dist.broadcast_object(of_this_process)
     for key, wanted, found in journal.differences(first, of_this_process):
@@ -261,7 +278,7 @@ def _quantize_share(job: Job, options: Options, work: Path, check: Callable[[], 
         context = Context(work, options.device, check=check, dist=dist, **kept)
         _check_source(job, texts, context, options)
         job = choose_schemes(job, None, context, options.output) if job.allocation else job
-        quantize_layers(job, None, None, context, texts)
+        quantize_layers(job, None, None, context, texts, imatrix=options.imatrix)
     finally:
         if dist.node:
             journal.leave(options.output, dist.node)
@@ -283,6 +300,7 @@ def _make_output(job: Job, options: Options, work: Path, check: Callable[[], Non
     files = (*side_files(job.opened.folder), *copied.values())
     needed = planned["plan"]["output_bytes"] + sum(file.stat().st_size for file in files) + temporary
     itemsize = forward_dtype(options.device).itemsize
+    needed += bytes_of_sums(job.sizes, inputs.counts[0], itemsize) if options.imatrix else 0
     probe = probe_bytes(job.sizes, [len(t) for t in inputs.tokens], itemsize) if job.allocation else 0
     journal.check_room(work, needed + probe)
     options.dist.broadcast_object((kept, inputs.texts))
@@ -293,7 +311,16 @@ def _make_output(job: Job, options: Options, work: Path, check: Callable[[], Non
         planned |= of_plan(job.plan, job.facts, job.sizes, job.opened, resolved.recipe.source.model)
         journal.check_room(work, needed)
     stop = job.recipe.verify.stop if job.recipe.verify and not options.ignore_stop else None
-    measured = quantize_layers(job, inputs.data, inputs.tokens, context, inputs.texts, damaged=damaged, stop=stop)
+    measured = quantize_layers(
+        job,
+        inputs.data,
+        inputs.tokens,
+        context,
+        inputs.texts,
+        damaged=damaged,
+        stop=stop,
+        imatrix=options.imatrix,
+    )
     write_config_files(output, job.opened, job.plan, job.facts)
     for name, text in resolved.texts().items():
         write_text(text, output / name)
@@ -303,6 +330,9 @@ def _make_output(job: Job, options: Options, work: Path, check: Callable[[], Non
     figures = inputs.evaluation.figures(measured, "the output") if inputs.evaluation and measured else None
     report = run_report(planned, job, inputs.data, figures, started, context)
     write_report(output, report, resolved.texts())
+    if options.imatrix:
+        sums, path = input_sums_folder(work), options.imatrix_file
+        print(imatrix_table(make_imatrix(path, sums, job.facts, job.sizes, job.config, inputs.data)), file=sys.stderr)
     write_text("", work / "moving")
 
 
@@ -377,7 +407,8 @@ def _share_memory(job: Job, inputs: _Inputs, options: Options) -> tuple[dict[str
         "prefetch_to_device": memory.early,
     }
     on_cards = len(job.recipe.as_served) * held_out_bytes(job.sizes, text_rows, torch.bfloat16.itemsize)
-    return kept, held_out_bytes(job.sizes, text_rows, itemsize) + on_cards + in_files
+    as_stored = held_out_bytes(job.sizes, text_rows, itemsize) * (2 if job.plan.cached else 1)
+    return kept, as_stored + on_cards + in_files
 
 
 def _open_work_folder(
@@ -453,11 +484,12 @@ def _fingerprint(job: Job, data: CalibrationData, device: torch.device) -> dict[
     """Every setting that the output's bytes depend on; gates and logging are not among them."""
     facts = {name: text_sha256(text) for name, text in facts_copy(job.facts_file).items()}
     drawn = {"calibration.tokens": data.drawn.asked} if data.drawn else {}
-    attention = {} if job.recipe.attention == "keep" else {"attention": job.recipe.attention}
+    variant = {"attention": job.recipe.attention} if job.recipe.attention != "keep" else {}
+    variant |= {"kv_cache": job.recipe.kv_cache} if job.recipe.kv_cache != "none" else {}
     return {
         **facts,
         **drawn,
-        **attention,
+        **variant,
         "method": METHOD,
         "experts": job.recipe.settings()["experts"],
         "source": source_stats(job.opened),

@@ -15,30 +15,30 @@ meanwhile is made again on the way, and must get the bytes that the journal has 
 from __future__ import annotations
 
 import contextlib
-import math
-import re
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any
+from pathlib import Path
 
 import torch
 
 from eval.fidelity.as_served import ServedModel, ServedTexts, as_served, kernels_of, pairs
 from eval.fidelity.comparison import Comparison
+from eval.fidelity.kv_cache import KINDS, WITH_ONES, CachedModel, kv_figures
 from eval.fidelity.metrics import Measured, Text
 from eval.fidelity.scoring import score
 from eval.serving.cards import Kind
+from quantizers.architectures.attention import keys_and_values
 from quantizers.calibration.samples import CalibrationData, category_names
 from quantizers.checkpoint.loaded_tensors import LoadedTensors, layer_names, load_tensors, tensors_in_memory
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.devices import forward_dtype, is_accelerator, use_one_arena
 from quantizers.device.prefetch import PinnedBuffers, pin
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
+from quantizers.importance.input_sums import InputSums, sums_file
 from quantizers.layers.context import Context
 from quantizers.layers.loop import (
     LayerStep,
@@ -52,7 +52,8 @@ from quantizers.layers.loop import (
 from quantizers.layers.writer import ShardWriter
 from quantizers.model.activation_store import ActivationStore
 from quantizers.model.activation_stream import ActivationStream, embed
-from quantizers.model.layer_forward import attend, finish, observe
+from quantizers.model.kv_cache import Peaks, scales_of
+from quantizers.model.layer_forward import attend, finish, observe, run_whole
 from quantizers.model.layer_weights import ExpertWeights
 from quantizers.model.moe_inputs import moe_input_store, route_counts
 from quantizers.model.streamed_model import DecoderLayer, StreamedModel
@@ -63,15 +64,14 @@ from quantizers.planning.job import Job
 from quantizers.recipe.schema import Stop
 from quantizers.solve.result import LayerResult
 from quantizers.solve.solver import solve_layer
-from quantizers.system.errors import QuantizeError, Stopped
+from quantizers.system.errors import QuantizeError
 from quantizers.system.files import write_json
 from quantizers.system.progress import doing, forecast, peak_memory, progress
 from stitch.audit.layer import LayerAudit, audit_layer, written_from
 from stitch.write.digests import ShardDigest
 from stitch.write.shard import converted_tensors, kept_hashes, layer_tensors, write_shard
 
-Written = tuple[ShardDigest, LayerAudit]
-Entry = dict[str, Any]  # of the journal
+from .layer_entry import Entry, Written, layer_note, of_shard, of_solution, refuse_layer
 
 
 def quantize_layers(
@@ -83,6 +83,7 @@ def quantize_layers(
     *,
     damaged: Sequence[int] = (),
     stop: Stop | None = None,
+    imatrix: bool = False,
 ) -> Measured | None:
     """Write all shards, with a journal entry for each, under the context's `work`; measure them on the way.
 
@@ -93,6 +94,7 @@ def quantize_layers(
         context: its `work` holds `layers/` and `output/`; layers that have a journal entry there are not made again.
         damaged: finished layers whose shards must be made again.
         stop: the figures of a layer after which the run stops.
+        imatrix: take the calibration samples through the source's layers too, for `input_sums_folder`.
 
     Returns:
         What the output does with the texts, compared with the source; None without texts, and of no use in ranks
@@ -105,18 +107,27 @@ def quantize_layers(
     dist = context.dist
     entries = journal.done_layers(context.work, job.sizes["layers"]) if dist.is_main else []
     for entry in entries:
-        _refuse(entry, stop)
+        refuse_layer(entry, stop)
     lengths = [len(sequence) for sequence in tokens or ()]
     done, damaged, lengths, stops = dist.broadcast_object((len(entries), damaged, lengths, stop is not None))
+    folder = input_sums_folder(context.work)
+    summing = dist.broadcast_object(imatrix and not sums_file(folder, None).exists())
     use_one_arena()
     with ThreadPoolExecutor(max_workers=1) as background:
         run = _Run(job, context, texts, lengths, background, stops=stops)
-        if done < job.sizes["layers"] or damaged:
-            run.quantizer.embed(tokens)
+        if done < job.sizes["layers"] or damaged or summing:
+            sequences = run.quantizer.embed(tokens)
+            if summing:
+                run.sums = InputSums(run.model, sequences, folder, "both", context.check, dist)
         run.begin(done)
         run.resume(done, damaged, entries)
         run.quantize(done, data, entries, stop)
         return run.measured(entries)
+
+
+def input_sums_folder(work: Path) -> Path:
+    """Where a run keeps the sums for an importance matrix, see importance/input_sums.py."""
+    return work / "imatrix"
 
 
 class _Run:
@@ -126,7 +137,12 @@ class _Run:
         lengths: tokens of each calibration sequence.
         background: one thread, which writes shards and held-out states.
         stops: whether layers have limits: then a run that stops after one has not worked on the next.
+
+    Attributes:
+        sums: the calibration samples in the source, for an importance matrix; None without one.
     """
+
+    sums: InputSums | None = None
 
     def __init__(
         self,
@@ -148,21 +164,29 @@ class _Run:
         device = context.device if context.texts_on_device else None
         new = partial(ActivationStream, durable=True, check=context.check, dist=dist, writer=background)
         cards = job.recipe.as_served if texts else ()
+        own = outside, job.facts, job.sizes, context.device
         self.models: list[StreamedModel] = [self.model]
-        self.models += [ServedModel(outside, job.facts, job.sizes, context.device, card) for card in cards]
+        self.models += [ServedModel(*own, card) for card in cards]
+        kinds = KINDS if texts and job.plan.cached else ()
+        self.cached = [CachedModel(*own, self.model.dtype, ones=kind == WITH_ONES) for kind in kinds]
         of_texts, names = [len(text.tokens) for text in texts], (job.opened.name, "the output")
         self.streams = [
             new(name, model, number, of_texts, folder, device=device if model is self.model else None)
             for number, (model, name) in enumerate(product(self.models, names))
         ]
+        self.streams += [
+            new(names[1], model, number, of_texts, folder)
+            for number, model in enumerate(self.cached, len(self.streams))
+        ]
+        self.models += self.cached
         behind = not stops and (dist.is_distributed or is_accelerator(context.device))
         self.writer: ShardWriter[ShardDigest, LayerAudit] = ShardWriter(dist, background, background=behind)
         self.quantizer = Quantizer(
-            job, self.model, self.streams[1], context, lengths, writer=self.writer, reread=bool(cards)
+            job, self.model, self.streams[1], context, lengths, writer=self.writer, reread=len(self.streams) > 2
         )
         self.comparison = Comparison(self.streams[0], [self.quantizer], texts, dist)
         files: list[Callable[[LayerStep], Checkpoint]] = [lambda step: step.on_device, lambda _: self.quantizer.made]
-        self.served = ServedTexts(self.streams[2:], files * len(cards))
+        self.served = ServedTexts(self.streams[2:], [*files * len(cards), *files[1:] * len(kinds)])
 
     def begin(self, done: int) -> None:
         """Take up the texts after `done` layers, and write the passthrough shards.
@@ -196,6 +220,12 @@ class _Run:
             check=context.check,
             dist=context.dist,
         )
+        if self.sums and done:
+            finished = {number: layer_names(job.opened, job.facts, number) for number in range(done)}
+            steps = layer_steps(job.opened, finished, [self.sums], self.model, check=context.check, dist=context.dist)
+            with rank_0_progress("resuming the source", done, 0, context.check, context.dist) as shown:
+                for step in steps:
+                    shown(f"layer {step.number}")
 
     def _make_again(self, entries: Sequence[Entry], number: int) -> None:
         source, dist = self.job.opened, self.context.dist
@@ -204,7 +234,7 @@ class _Run:
         run_step(step, self.model, [Comparison(self.streams[0], [self.quantizer], (), dist)])
         (shard,) = self.writer.finished(pending=0).values()
         if dist.is_main:
-            made = self.quantizer.entry(step) | _of_shard(shard)
+            made = self.quantizer.entry(step) | of_shard(shard)
             for key, what in (("source", "the source's tensors have"), ("digest", "it gets")):
                 if made[key] != entries[number][key]:
                     raise QuantizeError(
@@ -222,7 +252,7 @@ class _Run:
         steps = layer_steps(
             job.opened,
             all_tensors(self.model, job.opened, done),
-            [self.comparison, self.served],
+            [*([self.sums] if self.sums else []), self.comparison, self.served],
             self.model,
             check=context.check,
             dist=dist,
@@ -234,7 +264,7 @@ class _Run:
             for number, shard in shards.items():
                 entry = begun.pop(number, None)  # which rank 0 alone has
                 if entry is not None:
-                    entry |= _of_shard(shard)
+                    entry |= of_shard(shard)
                     for stream in self.streams:
                         stream.on_disk(number + 1)  # from there a run resumes once the layer is journaled
                     write_json(journal.layer_file(context.work, number), entry)
@@ -242,9 +272,9 @@ class _Run:
                 for stream in self.streams:
                     stream.forget(number)
                 if entry is not None:
-                    show(_note(entry))
+                    show(layer_note(entry))
                     say_forecast(entry)
-                    _refuse(entry, stop)
+                    refuse_layer(entry, stop)
 
         with shown or contextlib.nullcontext(lambda _: None) as show, contextlib.closing(steps):
             for step in steps:
@@ -261,6 +291,8 @@ class _Run:
                 journal_them(shards)
             for states in (self.quantizer.states, self.quantizer.moe_inputs):
                 states.remove()  # their files, if there are any
+            if self.sums:
+                self.sums.end()
             journal_them(self.writer.finished(pending=0))
 
     def measured(self, entries: Sequence[Entry]) -> Measured | None:
@@ -270,12 +302,15 @@ class _Run:
         stage = partial(rank_0_progress, check=self.context.check, dist=self.context.dist)
         served = [model for model in self.models if isinstance(model, ServedModel)]
         cards, compared = [model.card for model in served], pairs(2, len(served))
-        scores = score(self.streams, self.texts, stage, dist=self.context.dist, pairs=compared)
-        (on_cards,) = as_served(scores, 2, cards, self.texts)
+        first = len(self.streams) - len(self.cached)
+        with_cache = [(0, number) for number in range(first, len(self.streams))]
+        scores = score(self.streams, self.texts, stage, dist=self.context.dist, pairs=[*compared, *with_cache])
+        (on_cards,) = as_served(scores[: len(compared)], 2, cards, self.texts)
         for model in served:
             on_cards[model.card]["kernels"] = kernels_of(model, _with_converted(self.job), self._experts_kind())
         source, output = scores[:2]
-        return Measured(source[0], *output, [entry["held_out"] for entry in entries], on_cards)
+        cache = kv_figures(scores[len(compared) :], source, self.texts) if self.cached else {}
+        return Measured(source[0], *output, [entry["held_out"] for entry in entries], on_cards, cache)
 
     def _experts_kind(self) -> Kind:
         scheme = self.job.plan.schemes[0]
@@ -308,41 +343,10 @@ def _write_passthrough(job: Job, outside: LoadedTensors, context: Context) -> No
         actions = plan.of_layer(part)
         stored = outside if part is None else load_tensors(source, [action.source for action in actions])
         kept, linears = kept_hashes(plan, part, stored), converted_tensors(plan, part, stored, torch.device("cpu"))
-        tensors = layer_tensors(plan, part, stored, None, linears=linears).host
+        tensors = layer_tensors(plan, part, stored, None, made=linears).host
         digest = write_shard(tensors, shard, kept, plan.unread(part))
         write_json(file, {"shard": shard.name, "digest": digest, "audit": written_from(actions).as_dict()})
         context.check()
-
-
-def _refuse(entry: Entry, stop: Stop | None) -> None:
-    """Stop after a layer whose figures are beyond what the recipe allows."""
-    figures = entry["held_out"]
-    if stop is None or not figures:
-        return
-    error, agreement = figures["hidden_error"], figures["agreement"]
-    if stop.max_hidden_error is not None and not error <= stop.max_hidden_error:
-        problem = f"hidden error {error:.4g} > {stop.max_hidden_error:g} (verify.stop.max_hidden_error)"
-    elif stop.min_router_agreement is not None and agreement is not None and not agreement >= stop.min_router_agreement:
-        problem = f"router agreement {agreement:.4g} < {stop.min_router_agreement:g} (verify.stop.min_router_agreement)"
-    else:
-        return
-    raise Stopped(
-        f"stopped after layer {entry['layer']}: {problem}; give the same command with --ignore-stop to continue"
-    )
-
-
-def _note(entry: Entry) -> str:
-    """What is shown of a layer when it is done."""
-    parts = [f"{sum(entry['seconds'].values()):.1f} s"]
-    if entry["routed"]:
-        parts.append(f"rounding {entry['error'].get('down_rounding') or 0.0:.4f}")
-    if entry["closeness"]:
-        parts.append(f"experts within {entry['closeness']['worst']:.1%}")
-    if figures := entry["held_out"]:
-        parts.append(f"hidden error {figures['hidden_error']:.4f}")
-        if figures["agreement"] is not None:
-            parts.append(f"router agreement {figures['agreement']:.2%}")
-    return ", ".join(parts)
 
 
 class Quantizer:
@@ -392,13 +396,16 @@ class Quantizer:
         self.moe_inputs = moe_input_store(partial(rows, context.inputs), job.sizes, model.dtype)
         self._packed = PinnedBuffers(model.device)  # a process has two shards on their way at most
         self._solved: Entry = {}
+        self._peaks: list[float] = []  # of the keys and of the values of the layer that was observed last
 
-    def embed(self, tokens: Sequence[torch.Tensor] | None) -> None:
-        """Fill the states that enter layer 0 from token ids (T,) int64, which rank 0 alone gives."""
+    def embed(self, tokens: Sequence[torch.Tensor] | None) -> Sequence[torch.Tensor]:
+        """Fill the states that enter layer 0 from token ids (T,) int64, which rank 0 alone gives; all get them."""
         lengths = self.states.lengths
         together = torch.cat(list(tokens)) if tokens else torch.empty(sum(lengths), dtype=torch.int64)
         self.context.dist.broadcast(together)
-        embed(self.model, torch.split(together, lengths), self.states)
+        sequences = torch.split(together, lengths)
+        embed(self.model, sequences, self.states)
+        return sequences
 
     def prepare(self, step: LayerStep, layer: DecoderLayer) -> None:
         """Make the quantized layer, unless its attention is another than the source's: then `layer` does."""
@@ -429,14 +436,13 @@ class Quantizer:
         """
         job, model, context, number = self.job, self.model, self.context, step.number
         doing("attention")
-        if number in job.sizes.dense:
-            attend(model, layer, self.states, self.states, context.check)
-            self._begin_writing(step, None, linears)
-            return
         settings = job.plan.settings(number)
         library = settings.engine == "llmcompressor"
         entering = [self.states[i].clone() for i in range(len(self.states))] if library else []
-        observe(model, layer, self.states, self.moe_inputs, context.check)
+        made = {**linears, **self._observe(number, layer)}
+        if number in job.sizes.dense:
+            self._begin_writing(step, None, made)
+            return
         step.watch.lap("observe")
         weights = ExpertWeights(stored, job.facts, job.sizes, number, model.device, model.dtype)
         norm = job.facts.norm if job.plan.folds else None
@@ -456,10 +462,35 @@ class Quantizer:
         weights.require_finite()
         del entering
         step.watch.lap("solve")
-        self._begin_writing(step, solved, linears)
+        self._begin_writing(step, solved, made)
 
-    def _begin_writing(self, step: LayerStep, solved: LayerResult | None, linears: Mapping[str, torch.Tensor]) -> None:
-        """Pack a layer, without experts if nothing was solved; let its shard be audited and written in its turn."""
+    def _observe(self, number: int, layer: DecoderLayer) -> dict[str, torch.Tensor]:
+        """Take the states through the layer's first half, and capture what its experts are called with.
+
+        Returns:
+            The scales of its FP8 cache by name, if it gets any.
+        """
+        model, states, check, peaks = self.model, self.states, self.context.check, Peaks()
+        names = self.job.plan.kv_scales(number)
+        with keys_and_values(layer.module, peaks.see) if names else contextlib.nullcontext():
+            if number not in self.job.sizes.dense:
+                observe(model, layer, states, self.moe_inputs, check)
+            elif layer.halves or not names:
+                attend(model, layer, states, states, check)
+            else:
+                run_whole(model, layer, states, check)
+        if not names:
+            return {}
+        largest = peaks.of_all(self.context.dist, model.device)
+        self._peaks = largest.tolist()
+        return dict(zip(names, scales_of(largest).split(1), strict=True))
+
+    def _begin_writing(self, step: LayerStep, solved: LayerResult | None, made: Mapping[str, torch.Tensor]) -> None:
+        """Pack a layer, without experts if nothing was solved; let its shard be audited and written in its turn.
+
+        Args:
+            made: its tensors that were neither solved nor kept.
+        """
         job, number, source, writes = self.job, step.number, step.source, self.writer.has_turn(step.number)
         path = self.context.work / "output" / job.plan.shard_file(number)
         doing("packing")
@@ -468,20 +499,20 @@ class Quantizer:
             number,
             source,
             solved,
-            linears=linears,
+            made=made,
             near=step.on_device,
             buffers=self._packed,
             written=writes,
         )
-        self.made = made = tensors_in_memory(source, tensors.device, path)
-        self._solved = _for_the_journal(solved)
+        self.made = in_memory = tensors_in_memory(source, tensors.device, path)
+        self._solved = of_solution(solved) | ({"kv_peaks": self._peaks} if job.plan.kv_scales(number) else {})
         if writes:
             host = tensors.host
             if self.writer.pending:  # the source's memory gets other bytes before the shard is on disk
                 host = {name: tensor.clone() if source.holds(tensor) else tensor for name, tensor in host.items()}
             self.writer.begin(
                 number,
-                partial(_audit_shard, job, number, step.on_device, made, self.context.device),
+                partial(_audit_shard, job, number, step.on_device, in_memory, self.context.device),
                 partial(write_shard, host, path, kept_hashes(job.plan, number, source), job.plan.unread(number)),
             )
         else:
@@ -544,31 +575,3 @@ def _audit_shard(job: Job, number: int, source: LoadedTensors, made: LoadedTenso
     bits = job.plan.schemes[number].bits
     audit_layer(number, job.facts, job.sizes, source, made, bits=bits, device=device, audit=audit)
     return audit
-
-
-def _for_the_journal(solved: LayerResult | None) -> Entry:
-    if solved is None:
-        return {"error": {}, "fallbacks": [], "leaning": None}
-    return {
-        # JSON has no infinity. An infinite error means that an expert's weights or inputs overflow.
-        "error": {key: value if math.isfinite(value) else None for key, value in solved.error.items()},
-        "fallbacks": _by_expert(solved.fallbacks),
-        "leaning": solved.under_routed,
-    }
-
-
-def _by_expert(lines: Sequence[str]) -> list[str]:
-    """Sort lines by expert number, so that the report does not depend on how many experts were solved at a time."""
-    numbers = {line: re.match(r"expert (\d+)", line) for line in lines}
-    return sorted(lines, key=lambda line: int(match[1]) if (match := numbers[line]) else -1)
-
-
-def _of_shard(written: Written) -> Entry:
-    """What the entry says of a shard that is on disk; `closeness` is that of the experts' matrices to the source's."""
-    digest, audit = written
-    known = {expert: error for expert, error in enumerate(audit.by_expert) if error is not None}
-    closeness = None
-    if known:
-        worst = max(known, key=known.__getitem__)
-        closeness = {"median": statistics.median(known.values()), "worst": known[worst], "worst_expert": worst}
-    return {"digest": digest, "audit": audit.as_dict(), "closeness": closeness}

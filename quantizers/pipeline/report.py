@@ -23,6 +23,7 @@ import yaml
 from eval.coverage.summary import gates as coverage_gates
 from eval.coverage.summary import summarise
 from eval.fidelity.as_served import as_served, pairs
+from eval.fidelity.kv_cache import KINDS, kv_figures
 from eval.fidelity.metrics import Measured, Text
 from eval.fidelity.scoring import HeldOut
 from eval.serving.check import ServingCheck, check_folder
@@ -226,7 +227,7 @@ def _entry(number: int, job: Job, categories: int) -> dict[str, Any]:
         "leaning": None,
         "closeness": None,
         "routed": [[1] * job.sizes["experts"]] * categories if routed else [],
-    }
+    } | ({"kv_peaks": [1.0, 1.0]} if job.plan.kv_scales(number) else {})
 
 
 def _measurement(number: int, allocation: Allocation) -> dict[str, Any]:
@@ -250,7 +251,8 @@ def _measured(job: Job, texts: list[Text]) -> Measured:
     (on_cards,) = as_served([even] * len(pairs(2, len(cards))), 2, cards, texts)
     for card in cards:
         on_cards[card]["kernels"] = {}
-    return Measured(loss, *even, [part | {"long": part} for part in parts], on_cards)
+    cache = kv_figures([even] * len(KINDS), even, texts) if job.plan.cached else {}
+    return Measured(loss, *even, [part | {"long": part} for part in parts], on_cards, cache)
 
 
 def stitch_report(

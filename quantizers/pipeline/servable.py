@@ -6,6 +6,7 @@ import copy
 
 from eval.serving.check import ServingCheck, check
 from quantizers.planning.job import Job
+from quantizers.planning.plan import KV_SCALE
 from quantizers.system.errors import CheckpointError
 from stitch.write.config_files import output_config
 
@@ -21,6 +22,7 @@ def planned_check(job: Job, one_expert: bool = False) -> ServingCheck:
     """
     actions = (action for action in job.plan.actions if not (one_expert and action.expert))
     written = {name: spec for action in actions for name, spec in action.outputs.items()}
+    written |= {name: KV_SCALE for layer in job.plan.cached for name in job.plan.kv_scales(layer)}
     sizes = copy.copy(job.sizes)
     if one_expert:
         sizes["experts"] = 1

@@ -33,6 +33,8 @@ from quantizers.system.errors import ArchitectureError, CheckpointError, RecipeE
 
 from .plan import Action, Kind, Plan, converted_specs, packed_specs
 
+LATENT = ("kv_a_proj_with_mqa", "kv_b_proj")  # linear modules of latent attention
+SERVED_NAME = "self_attn"
 Remaining = dict[str, Spec]  # tensors without an action so far
 
 
@@ -99,6 +101,8 @@ def make_plan(
     where: str,
     block: tuple[int, int],
     attention: Attention = "keep",
+    *,
+    kv_cache: bool = False,
 ) -> Plan:
     """The plan of a source named `where`.
 
@@ -106,6 +110,7 @@ def make_plan(
         tensors: the source's headers, or `expected_tensors`.
         block: rows and columns of an FP8 block, where FP8 weights have a scale per block.
         attention: what becomes of linear modules that are no routed experts.
+        kv_cache: whether there are scales for an FP8 cache of keys and values.
 
     Raises:
         CheckpointError: a tensor is missing, unknown, or has a wrong shape or dtype, or there are both forms of FP8.
@@ -148,7 +153,8 @@ def make_plan(
     last = sizes["layers"] + len(sizes.mtp)
     actions.sort(key=lambda action: last if action.layer is None else action.layer)
     _require_converted(attention, actions, where)
-    return Plan(tuple(actions), sizes["layers"], experts, (scheme,) * sizes["layers"], attention, tuple(mtp))
+    cached = _cached(facts, sizes, where) if kv_cache else {}
+    return Plan(tuple(actions), sizes["layers"], experts, (scheme,) * sizes["layers"], attention, tuple(mtp), cached)
 
 
 def _tensor_action(module: _Module, spec: Spec, facts: Architecture, *, fold: bool) -> Action:
@@ -206,6 +212,24 @@ def _linear_actions(
         yield Action(scale, scale_spec, "drop", {}, *of)
     else:
         yield Action(scale, scale_spec, "keep" if scale == written else "rename", {written: scale_spec}, *of)
+
+
+def _cached(facts: Architecture, sizes: Sizes, where: str) -> dict[int, str]:
+    """The attention modules whose keys and values servers cache, by layer; refused where there are none."""
+    latent = [name for name in facts.every_linear() if name.rpartition(".")[2] in LATENT]
+    if latent:
+        raise RecipeError(
+            f"{where}: kv_cache: fp8: {latent[0]} is of latent attention (MLA), of whose cache servers read no scales; "
+            "remove the key"
+        )
+    found = {n: name for n in range(sizes["layers"]) if (name := facts.of_layer(n).cached) is not None}
+    other = next((name for name in found.values() if not name.endswith(SERVED_NAME)), None)
+    if not found or other:
+        why = (
+            f"servers look for scales in {SERVED_NAME}, not in {other}" if other else "no layer caches keys and values"
+        )
+        raise RecipeError(f"{where}: kv_cache: fp8: {why}; remove the key")
+    return {n: facts.layer(n, name) for n, name in found.items()}
 
 
 def _require_converted(attention: Attention, actions: Sequence[Action], where: str) -> None:

@@ -114,7 +114,9 @@ def prepare(
     else:
         tensors = expected_tensors(facts, sizes, config, where) if tensors is None else tensors
         tensors = split_fused_specs(tensors, facts, sizes, where)
-    plan = make_plan(facts, sizes, tensors, recipe.experts, where, block, recipe.attention)
+    plan = make_plan(
+        facts, sizes, tensors, recipe.experts, where, block, recipe.attention, kv_cache=recipe.kv_cache == "fp8"
+    )
     choices = None
     if recipe.experts.by_budget:
         key = "budget" if recipe.experts.budget is not None else "bits_per_weight"

@@ -22,7 +22,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import pairwise
 from typing import Literal
@@ -38,6 +38,8 @@ Kind = Literal["keep", "rename", "quantize", "drop", "fold", "compensate", "conv
 PASSTHROUGH: tuple[Kind, ...] = ("keep", "rename", "carry")  # whose tensors keep their bytes
 CONVERTED: dict[Attention, Fp8] = {"fp8": ROWS, "fp8-block": CONVERTED_BLOCK}  # what is FP8 after its conversion
 METADATA = {"format": "pt"}
+KV_SCALES = ("k_scale", "v_scale")
+KV_SCALE = Spec("F32", (1,))
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # a whole part of a name
 
 
@@ -91,6 +93,7 @@ class Plan:
         schemes: of each layer's experts.
         attention: what becomes of the other linear modules.
         mtp: the numbers of the layers that predict further tokens, as far as the source has them.
+        cached: the attention modules, by layer, that get scales for an FP8 cache of keys and values.
     """
 
     actions: tuple[Action, ...]
@@ -99,6 +102,7 @@ class Plan:
     schemes: tuple[Scheme, ...]
     attention: Attention = "keep"
     mtp: tuple[int, ...] = ()
+    cached: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def parts(self) -> tuple[int | None, ...]:
@@ -185,9 +189,15 @@ class Plan:
         """Number of source tensors by kind of action."""
         return dict(Counter(action.kind for action in self.actions))
 
+    def kv_scales(self, layer: int | None) -> tuple[str, ...]:
+        """The names of a layer's scales of keys and of values, each F32 (1,); none without."""
+        attention = None if layer is None else self.cached.get(layer)
+        return tuple(f"{attention}.{name}" for name in KV_SCALES) if attention else ()
+
     def shard(self, layer: int | None) -> dict[str, Spec]:
         """The tensors of one output shard."""
-        return {name: spec for action in self.of_layer(layer) for name, spec in action.outputs.items()}
+        made = {name: spec for action in self.of_layer(layer) for name, spec in action.outputs.items()}
+        return made | dict.fromkeys(self.kv_scales(layer), KV_SCALE)
 
     def shard_file(self, layer: int | None) -> str:
         """File name of a layer's shard; the tensors outside the layers are in the last shard."""
@@ -322,4 +332,5 @@ def summary(plan: Plan, sizes: Sizes) -> dict[str, object]:
         "shards": shards,
         "layer_source_bytes": max(source[layer] for layer in range(plan.layers)),
         **converted,
+        **({"kv_cache": sorted(plan.cached)} if plan.cached else {}),
     } | ({"mtp": {"layers": list(plan.mtp), "bytes": sum(source[n] for n in plan.mtp)}} if plan.mtp else {})

@@ -75,6 +75,7 @@ class Model:
         padded: the layers whose experts vLLM's Humming has, which fills their shapes up.
         blocks: of the passthrough linear modules that are FP8 in blocks.
         longest: the model's maximum context in tokens; 0 if config.json does not say.
+        fp8_cache: whether servers cache keys and values in FP8 by themselves.
     """
 
     facts: Architecture
@@ -85,6 +86,7 @@ class Model:
     padded: frozenset[int]
     blocks: Blocks
     longest: int
+    fp8_cache: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,7 @@ def serving_model(plan: Plan, facts: Architecture, sizes: Sizes, config: dict[st
         padded=frozenset(layer for layer in plan.quantized_layers if plan.schemes[layer].bits not in MARLIN_BITS),
         blocks=blocks,
         longest=sizes.positions or 0,
+        fp8_cache=bool(plan.cached),
     )
 
 
@@ -161,7 +164,7 @@ def kv_bytes_per_token(model: Model, kv: KvType, tensor_parallel: int = 1, pipel
     numbers = sum(linears[name][0] for name in cache.rows_of)
     layers = math.ceil(model.sizes["layers"] / pipeline_parallel)
     gpus = min(tensor_parallel, model.sizes["kv_heads"]) if cache.divided else 1
-    return layers * numbers // gpus * KV_BYTES[kv]
+    return layers * numbers // gpus * KV_BYTES["fp8" if model.fp8_cache else kv]
 
 
 def fit(
@@ -176,6 +179,7 @@ def fit(
         InputError: the requested tensor parallelism is impossible, or the context longer than the model's maximum.
     """
     split = tensor, pipeline = split_over(model, gpus, tensor_parallel)
+    kv = "fp8" if model.fp8_cache else kv
     context = model.longest if context is None else context
     if context < 1 or (model.longest and context > model.longest):
         raise InputError(f"--context {context}: this model takes 1 to {model.longest:,} tokens")
@@ -274,19 +278,20 @@ def common_fits(model: Model) -> list[Fit]:
     """Estimates for common sets of GPUs, from small to large, without those that fit fewer than 8,192 tokens.
 
     The last is the second that fits the model's maximum context with a 16-bit KV cache; an FP8 one is listed only
-    where that does not fit. Without a known maximum there are none.
+    where that does not fit, or the model has scales for it. Without a known maximum there are none.
     """
     rows: list[Fit] = []
     if not model.longest:
         return rows
+    kvs = tuple(KV_BYTES)[model.fp8_cache :]
     for gpus in (parse_gpus(f"{text}GiB") for text in COMMON.split()):
-        for kv in KV_BYTES:
+        for kv in kvs:
             row = fit(model, gpus, kv=kv)
             if row.longest >= min(8192, model.longest):
                 rows.append(row)
             if row.fits:
                 break
-        if sum(row.fits and row.kv == "auto" for row in rows) == 2:
+        if sum(row.fits and row.kv == kvs[0] for row in rows) == 2:
             break
     return rows
 

@@ -325,6 +325,9 @@ class Recipe(Strict):
     """What becomes of attention, shared experts and dense layers. `keep`: the source's bytes. `bf16`: FP8 is
     dequantized, for servers and cards that cannot mix it with integers. `fp8`: a source in 16 bits becomes FP8 with a
     scale per row, `fp8-block` with one per block of 128 x 128. See [variants](variants.md)."""
+    kv_cache: Annotated[Literal["none", "fp8"], Field(exclude_if=lambda value: value == "none")] = "none"
+    """`fp8`: scales for an FP8 cache of keys and values, from their largest magnitudes on the calibration set. Servers
+    then cache in FP8 by themselves. See [variants](variants.md)."""
     keep: Literal["everything-else"] = "everything-else"
     """What keeps its original bytes: everything but the routed experts, and what `attention` converts."""
     verify: Verify | None = None

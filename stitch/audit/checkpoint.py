@@ -23,13 +23,13 @@ from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import CONFIG, WEIGHTS, Checkpoint, open_folder, side_files
 from quantizers.checkpoint.safetensors_header import FP8, Spec
 from quantizers.formats.dequantization import weight_format
-from quantizers.formats.fp8 import ROWS, SCALE, block_size, scale_shape
+from quantizers.formats.fp8 import ROWS, SCALE, block_size, has_kv_scales, scale_shape
 from quantizers.formats.nvfp4 import INPUT_SCALE
 from quantizers.formats.tensor_names import published_names, split_fused_experts
 from quantizers.output.journal import MISSING, differences, short_value
 from quantizers.output.manifest import read_record
 from quantizers.planning.assign_actions import make_plan
-from quantizers.planning.plan import Plan
+from quantizers.planning.plan import KV_SCALE, KV_SCALES, Plan
 from quantizers.recipe.schema import BITS, GROUPS, NVFP4, Attention, Experts, Scheme
 from quantizers.system.errors import CheckpointError, RecipeError
 from quantizers.system.files import file_sha256
@@ -129,8 +129,9 @@ def verify(
         audit.differences.append(str(failure))
         return _ordered(audit, folder)
     try:
-        plan = stored_plan(source, facts, sizes, schemes, stored_attention(source, candidate, facts, sizes))
-    except RecipeError as failure:  # converted so that it cannot be served
+        attention = stored_attention(source, candidate, facts, sizes)
+        plan = stored_plan(source, facts, sizes, schemes, attention, kv_cache=_has_kv_scales(candidate))
+    except RecipeError as failure:  # made so that it cannot be served
         audit.differences.append(str(failure))
         return _ordered(audit, folder)
     plan = plan.with_norms_kept(list(_unfolded(plan, source, renamed, facts, sizes)))
@@ -143,6 +144,7 @@ def verify(
             audit.add(audited[position])
             continue
         of_layer = audit_kept(plan, layer, source, candidate, device)
+        of_layer.differences += _kv_differences(plan, layer, candidate)
         if layer is not None and layer not in plan.mtp:
             bits = schemes[layer].bits
             audit_layer(layer, facts, sizes, source, renamed, bits=bits, device=device, audit=of_layer)
@@ -157,15 +159,32 @@ def stored_plan(
     sizes: Sizes,
     schemes: Sequence[Scheme],
     attention: Attention = "keep",
+    *,
+    kv_cache: bool = False,
 ) -> Plan:
-    """The plan for a source, each layer's scheme and the conversion of other linear modules.
+    """The plan for a source, each layer's scheme, the conversion of other linear modules, and scales of a cache.
 
     It has the settings of the recipe that folds all it can.
     """
     experts = Experts(format=schemes[0].format)
     specs = {name: Spec(info.dtype, info.shape) for name, info in source.tensors.items()}
     where, block = str(source.folder), block_size(source)
-    return make_plan(facts, sizes, specs, experts, where, block, attention).with_schemes(schemes)
+    plan = make_plan(facts, sizes, specs, experts, where, block, attention, kv_cache=kv_cache)
+    return plan.with_schemes(schemes)
+
+
+def _has_kv_scales(candidate: Checkpoint) -> bool:
+    """Whether a candidate has scales of keys or values, or says that it has."""
+    return has_kv_scales(candidate.config) or any(name.endswith(KV_SCALES) for name in candidate.tensors)
+
+
+def _kv_differences(plan: Plan, layer: int | None, candidate: Checkpoint) -> Iterator[str]:
+    """Scales of keys and values that are no positive numbers."""
+    for name in plan.kv_scales(layer):
+        if name in candidate.tensors:
+            value = candidate.tensor(name).float()
+            if not bool((torch.isfinite(value) & (value > 0)).all()):
+                yield f"{name}: is {value.flatten().tolist()}, and a positive number is needed"
 
 
 def stored_attention(source: Checkpoint, candidate: Checkpoint, facts: Architecture, sizes: Sizes) -> Attention:
@@ -217,16 +236,21 @@ def _header_differences(plan: Plan, facts: Architecture, candidate: Checkpoint) 
         for layer in absent
     ]
     unknown = dict.fromkeys(candidate.tensors)
-    for action in plan.actions:
-        if action.layer in absent:
-            continue
-        for name, spec in action.outputs.items():
-            unknown.pop(name, None)
-            info = candidate.tensors.get(name)
-            if info is None:
-                lines.append(f"{name}: missing ({action.kind} of {action.source})")
-            elif info.dtype != spec.dtype or info.shape != spec.shape:
-                lines.append(f"{name}: is {info.dtype} {list(info.shape)}, should be {spec.dtype} {list(spec.shape)}")
+    planned = [
+        (name, spec, f"{action.kind} of {action.source}")
+        for action in plan.actions
+        if action.layer not in absent
+        for name, spec in action.outputs.items()
+    ]
+    scales = (name for layer in plan.cached for name in plan.kv_scales(layer))
+    planned += [(name, KV_SCALE, "servers then take 1 without a word") for name in scales]
+    for name, spec, why in planned:
+        unknown.pop(name, None)
+        info = candidate.tensors.get(name)
+        if info is None:
+            lines.append(f"{name}: missing ({why})")
+        elif info.dtype != spec.dtype or info.shape != spec.shape:
+            lines.append(f"{name}: is {info.dtype} {list(info.shape)}, should be {spec.dtype} {list(spec.shape)}")
     return lines + [f"{name}: no tensor of the source accounts for it" for name in unknown]
 
 

@@ -103,7 +103,7 @@ def quantization_config(facts: Architecture, plan: Plan, fp8: Fp8 | None) -> dic
         "format": next(iter(routed.values()))["format"] if routed else "pack-quantized",
         "config_groups": routed | attention if any("experts" in p for p in patterns) else attention | routed,
         "ignore": [*targets.ignore, *plain, *([] if in_fp8 else targets.unquantized)],
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": _scheme(8, "float", "tensor") if plan.cached else None,
         "global_compression_ratio": None,
         "sparsity_config": {},
         "transform_config": {},

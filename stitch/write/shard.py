@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from quantizers.device.prefetch import PinnedBuffers
 from quantizers.formats import nvfp4
 from quantizers.formats.conversion import converted
 from quantizers.formats.packed_integers import pack
-from quantizers.planning.plan import METADATA, PASSTHROUGH, Action, Plan
+from quantizers.planning.plan import METADATA, PASSTHROUGH, Action, Plan, packed_specs
 from quantizers.recipe.schema import Scheme
 from quantizers.solve.result import LayerResult
 from quantizers.system.errors import CheckpointError, QuantizeError
@@ -44,7 +45,7 @@ def layer_tensors(
     source: Checkpoint,
     solved: LayerResult | None,
     *,
-    linears: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    made: Mapping[str, torch.Tensor] = MappingProxyType({}),
     near: Checkpoint | None = None,
     buffers: PinnedBuffers | None = None,
     written: bool = True,
@@ -55,7 +56,7 @@ def layer_tensors(
         layer: a decoder layer, or None for the tensors outside the layers.
         source: on the CPU.
         solved: None if the plan neither quantizes nor folds in this layer.
-        linears: what `converted_tensors` made of them.
+        made: what `converted_tensors` made, and scales of keys and values.
         near: the source's tensors where the layer was solved, if they are there too.
         buffers: where what was made on a device is copied to on the host; None for new memory.
         written: False if this process does not write the shard: then solved tensors are not copied to the host.
@@ -64,21 +65,21 @@ def layer_tensors(
     kept = {name: action.source for action in actions if action.kind in PASSTHROUGH for name in action.outputs}
     host = {name: source.tensor(own).contiguous() for name, own in kept.items()}
     device = dict(host) if near is None else {name: near.tensor(own) for name, own in kept.items()}
-    device |= linears
-    host |= {name: tensor.cpu() for name, tensor in linears.items()} if written else {}
-    made = [action for action in actions if action.kind in ("quantize", "fold", "compensate")]
-    if not made:
+    device |= made
+    host |= {name: tensor.cpu() for name, tensor in made.items()} if written else {}
+    computed = [action for action in actions if action.kind in ("quantize", "fold", "compensate")]
+    if not computed:
         return LayerTensors(host, device)
     assert layer is not None
     assert solved is not None
-    small = {action.source: _folded(action, source, solved) for action in made if action.kind != "quantize"}
+    small = {action.source: _folded(action, source, solved) for action in computed if action.kind != "quantize"}
     arrays = _arrays(small, solved, plan.schemes[layer])
     places = [(device, arrays)]
     if written:
         copied = buffers.copied(arrays) if buffers else {key: tensor.cpu() for key, tensor in arrays.items()}
         places.append((host, copied))
     for found, values in places:
-        for action in made:
+        for action in computed:
             if action.kind == "quantize":
                 assert action.matrix is not None
                 assert action.expert is not None
@@ -118,22 +119,20 @@ def _folded(action: Action, source: Checkpoint, solved: LayerResult) -> torch.Te
 def _arrays(small: Mapping[str, torch.Tensor], solved: LayerResult, scheme: Scheme) -> dict[Key, torch.Tensor]:
     """The packed codes of each matrix, its scales and the small tensors, where they were made."""
     arrays: dict[Key, torch.Tensor] = {(name, ""): tensor.contiguous() for name, tensor in small.items()}
-    is_nvfp4, bits = scheme.format == "nvfp4", scheme.bits
+    is_nvfp4 = scheme.format == "nvfp4"
+    packing = nvfp4.pack if is_nvfp4 else partial(pack, bits=scheme.bits)
     for matrix, scale in solved.scales.items():
         arrays[matrix, "weight_scale"] = nvfp4.nearest_e4m3(2 * scale) if is_nvfp4 else scale.contiguous()
     for name, of_matrices in ((nvfp4.GLOBAL_SCALE, solved.global_scales), (nvfp4.INPUT_SCALE, solved.input_scales)):
         arrays |= {(matrix, name): values.unsqueeze(-1) for matrix, values in of_matrices.items()}
     for matrix, codes in solved.codes.items():
-        if is_nvfp4:
-            shape, dtype = (*codes.shape[:-1], codes.shape[-1] // 2), torch.uint8
-        else:
-            shape, dtype = (*codes.shape[:-1], codes.shape[-1] * bits // 32), torch.int32
-        packed = arrays[matrix, "weight_packed"] = torch.empty(shape, dtype=dtype, device=codes.device)
+        spec = packed_specs(matrix, codes.shape[1:], scheme)[f"{matrix}.weight_packed"]
+        packed = torch.empty((len(codes), *spec.shape), dtype=torch_dtype(spec.dtype), device=codes.device)
         # On a CPU temporaries that fit in its cache are quicker.
         step = PACKED_AT_A_TIME if is_accelerator(codes.device) else 1
         for first in range(0, len(codes), step):
-            some = codes[first : first + step]
-            packed[first : first + step] = nvfp4.pack(some) if is_nvfp4 else pack(some, bits)
+            packed[first : first + step] = packing(codes[first : first + step])
+        arrays[matrix, "weight_packed"] = packed
     return arrays
 
 

@@ -12,7 +12,7 @@ import pytest
 from conftest import Finished
 
 import quantizers
-from quantizers.cli import coverage, evaluate, plan, publish, run, serve_check, stitch, verify
+from quantizers.cli import coverage, evaluate, imatrix, plan, publish, run, serve_check, stitch, verify
 
 COMMANDS = {
     "run": run.run,
@@ -20,6 +20,7 @@ COMMANDS = {
     "evaluate": evaluate.evaluate,
     "verify": verify.verify,
     "coverage": coverage.coverage,
+    "imatrix": imatrix.imatrix,
     "serve_check": serve_check.serve_check,
     "stitch": stitch.stitch,
     "publish": publish.publish,

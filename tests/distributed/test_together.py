@@ -16,8 +16,9 @@ from runs import Small
 from sets import write_set
 
 from quantizers.checkpoint.reader import open_folder
-from quantizers.commands.coverage import Question, measure_coverage
+from quantizers.commands.coverage import measure_coverage
 from quantizers.commands.evaluate import measure
+from quantizers.commands.question import Question
 from quantizers.device import devices
 from quantizers.device.devices import choose_device
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
@@ -73,7 +74,9 @@ def test_other_commands_are_for_one_process(
     assert command("recipes", "list") == 2
     said = command.err.splitlines()
     assert len(said) == lines
-    assert all(line.startswith("quantize: only run, eval and coverage work with several processes") for line in said)
+    assert all(
+        line.startswith("quantize: only run, eval, coverage and imatrix work with several processes") for line in said
+    )
 
 
 def test_the_librarys_engine_is_for_one_process(tmp_path: Path, write_recipe: Callable[..., Path]) -> None:
@@ -170,7 +173,7 @@ def test_long_texts_by_several(finished: Finished, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_coverage_by_several(finished: Finished, tmp_path: Path) -> None:
-    question = Question(str(finished.source), "main", False, (finished.calibration,), CoverageGate(), "", saliency=True)
-    wanted = measure_coverage(question, CPU, tmp_path)
-    for got in together(3, lambda dist: measure_coverage(question, CPU, tmp_path, dist)):
+    question = Question(str(finished.source), "main", False, (finished.calibration,), "")
+    wanted = measure_coverage(question, CoverageGate(), CPU, tmp_path, scored=True)
+    for got in together(3, lambda dist: measure_coverage(question, CoverageGate(), CPU, tmp_path, dist, scored=True)):
         assert got == wanted

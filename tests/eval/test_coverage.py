@@ -26,7 +26,8 @@ from eval.coverage.summary import check_floors, coverage_table, entropy, gates, 
 from eval.report.plots import HIGH, LOW, comparison_figure
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
-from quantizers.commands.coverage import Question, measure_coverage
+from quantizers.commands.coverage import measure_coverage
+from quantizers.commands.question import Question
 from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.job import prepare
 from quantizers.recipe.schema import CoverageGate
@@ -87,7 +88,7 @@ def test_counts_equal_the_whole_models(
     samples = [(s.category, torch.from_numpy(s.tokens).long()) for s in data.samples]
     assert len({len(tokens) for _, tokens in samples}) > 5, "without padding, padding is not tested"
     names, counts, close = oracle(whole_model(*weights), samples)
-    found = measure_coverage(Question(str(folder), "main", False, (uneven,), CoverageGate(), "x"), CPU, tmp_path)
+    found = measure_coverage(Question(str(folder), "main", False, (uneven,), "x"), CoverageGate(), CPU, tmp_path)
     assert list(found["counts"]) == names
     ours = np.array([found["counts"][name] for name in names]).swapaxes(0, 1)
     tied = max(int(close.sum()), found["tied_choices"])

@@ -24,7 +24,8 @@ from whole_models import finished_weights, source_weights, stored
 from eval.coverage.saliency import lists, saliency_table
 from eval.report.plots import saliency_figure
 from quantizers.calibration.load_set import load_set
-from quantizers.commands.coverage import Question, measure_coverage
+from quantizers.commands.coverage import measure_coverage
+from quantizers.commands.question import Question
 from quantizers.recipe.schema import CoverageGate
 
 CPU = torch.device("cpu")
@@ -96,8 +97,8 @@ def test_scores_equal_those_from_the_whole_model(model: str, texts: Path, tmp_pa
         limits, whole = None, families.whole_model(*source_weights(folder))
     samples = [(s.category, torch.from_numpy(s.tokens).long()) for s in load_set(texts, str(folder)).samples]
     wanted = contributions(whole, samples, limits)
-    question = Question(str(folder), "main", False, (texts,), CoverageGate(), "x", saliency=True)
-    report = measure_coverage(question, CPU, tmp_path)
+    question = Question(str(folder), "main", False, (texts,), "x")
+    report = measure_coverage(question, CoverageGate(), CPU, tmp_path, scored=True)
     assert CoverageReport.model_validate(report).as_dict() == report
     found = report["saliency"]
     assert [row["layer"] for row in found["per_layer"]] == list(wanted)

@@ -99,17 +99,24 @@ DAMAGES: dict[str, tuple[Damage, list[str]]] = {
 
 
 pytestmark = [pytest.mark.slow, needs_vllm]
+CACHED = ("minimax_m2", "qwen3_moe")  # with scales for an FP8 cache of keys and values, which lie in their parameters
 VARIANTS = (("deepseek_v3", "bf16"), ("glm4_moe_lite", "fp8"), ("mixtral", "fp8"), ("qwen3_moe", "fp8-block"))
 
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], list[Path]]:
-    """A recipe and its output for each of families.MODELS, for attention in FP8 rows, and for each of VARIANTS."""
+    """A recipe and its output for each of families.MODELS, for attention in FP8 rows, and for each of VARIANTS.
+
+    Those of CACHED follow.
+    """
     home = tmp_path_factory.mktemp("families")
     recipes = [families.write_job(home / str(number), model) for number, model in enumerate(families.MODELS)]
     per_row(write_plain(home / "plain", "qwen3_moe"), home / "rows" / "model", torch.bfloat16)
     recipes.append(tiny.write_recipe(home / "rows"))
     recipes += [write_variant(home / f"{family} {attention}", family, attention) for family, attention in VARIANTS]
+    recipes += [families.write_job(home / f"{family} cached", family) for family in CACHED]
+    for recipe in recipes[-len(CACHED) :]:
+        change(recipe, lambda body: body.update(kv_cache="fp8"))
     for recipe in recipes:
         change(recipe, lambda body: body.pop("verify"))
         run(prepare(str(recipe)), Options(recipe.parent / "output", torch.device("cpu")))
@@ -124,7 +131,8 @@ def test_vllm_reads_every_family_as_it_was_written(
     With a scale per block and per row of FP8, without FP8, with a layer that has no experts, and with one that predicts
     further tokens, whose experts are as the source has them; a config that takes them for INT4 is named by vLLM and us.
     """
-    recipes, folders = (some[:-1] for some in outputs)  # the last one's scales, powers of two, are alike in many places
+    # The scales of FP8 blocks, which are powers of two, are alike in many places.
+    recipes, folders = ([*some[: -len(CACHED) - 1], *some[-len(CACHED) :]] for some in outputs)
     misread = shutil.copytree(folders[[*families.MODELS].index("deepseek_v3")], tmp_path / "misread")
     config, _ = stored(misread)
     without_numbers(config)
@@ -179,7 +187,7 @@ def test_vllm_computes_every_family_as_it_was_evaluated(
     outputs: tuple[list[Path], list[Path]], tmp_path: Path, say: Callable[[str], None]
 ) -> None:
     """In float32, on any CPU: KL(ours || vLLM). A mistake in the output of one family is far from nothing."""
-    recipes, folders = outputs
+    recipes, folders = (some[: -len(CACHED)] for some in outputs)
     texts = [held_out_texts(recipe.parent) for recipe in recipes]
     ours = [log_probabilities(folder, own) for folder, own in zip(folders, texts, strict=True)]
     minimax = [*families.MODELS].index("minimax_m2")

@@ -17,8 +17,8 @@ from runs import hashes
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.samples import token_tensors
 from quantizers.pipeline import quantize
+from quantizers.pipeline.layer_entry import _by_expert
 from quantizers.pipeline.pipeline import Options, run
-from quantizers.pipeline.quantize import _by_expert
 from quantizers.planning import expert_batches
 from quantizers.planning.device_memory import device_memory
 from quantizers.planning.job import prepare

@@ -1,0 +1,66 @@
+"""A candidate whose keys and values go through an FP8 cache: what the cache costs, and what its scales are worth.
+
+Its texts go through it twice more: with the scales of its files, and with scales of 1, which a server takes where a
+checkpoint has none. Left out: a query that is quantized too, as FlashAttention 3 and Triton do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.sizes import Sizes
+from quantizers.checkpoint.reader import Checkpoint
+from quantizers.model.kv_cache import through_cache
+from quantizers.model.streamed_model import DecoderLayer, StreamedModel
+from quantizers.planning.plan import KV_SCALES
+
+from .metrics import Text, table
+from .scoring import Scores
+
+WITH_SCALES, WITH_ONES = "calibrated", "ones"
+KINDS = (WITH_SCALES, WITH_ONES)
+
+
+def kv_scale_names(facts: Architecture, number: int) -> list[str]:
+    """The names that a layer's scales of keys and of values would have; none without a cache of them."""
+    attention = facts.of_layer(number).cached
+    return [] if attention is None else [facts.layer(number, f"{attention}.{name}") for name in KV_SCALES]
+
+
+class CachedModel(StreamedModel):
+    """A streamed model that reads keys and values from an FP8 cache, with its own scales or, for `ones`, 1."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        facts: Architecture,
+        sizes: Sizes,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        ones: bool,
+    ) -> None:
+        super().__init__(checkpoint, facts, sizes, device, dtype)
+        self._ones = ones
+
+    @contextlib.contextmanager
+    def layer(self, number: int, stored: Checkpoint | None = None, *, experts: bool = True) -> Iterator[DecoderLayer]:
+        """A decoder layer with its cache; see `StreamedModel.layer`. A layer without scales has an unquantized one."""
+        files = stored or self.checkpoint
+        names = [name for name in kv_scale_names(self.facts, number) if name in files.tensors]
+        with super().layer(number, stored, experts=experts) as layer, contextlib.ExitStack() as stack:
+            if len(names) == len(KV_SCALES):
+                scales = torch.cat([files.tensor(name).view(1) for name in names]).to(self.device, torch.float32)
+                stack.enter_context(through_cache(layer, torch.ones_like(scales) if self._ones else scales))
+            yield layer
+
+
+def kv_figures(scores: Sequence[Scores], source: Scores, texts: Sequence[Text]) -> dict[str, Any]:
+    """Figures of both kinds, from their scores against the source as stored, and its own; see `metrics.table`."""
+    return {kind: table(texts, np.stack([source[0], *one])) for kind, one in zip(KINDS, scores, strict=True)}

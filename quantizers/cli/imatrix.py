@@ -1,0 +1,75 @@
+"""`quantize imatrix`: parse, call, print, exit code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from typer import Argument, Context, Option
+
+from quantizers.distributed.process_group import ProcessGroup
+
+from . import common
+
+
+def imatrix(
+    *,
+    context: Context,
+    recipe: Annotated[
+        str | None, Argument(metavar="[RECIPE]", help="recipe whose source and calibration set are used")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="the file; NAME.imatrix.gguf by default, after the recipe or the model",
+        ),
+    ] = None,
+    tokens: Annotated[
+        Literal["both", "routed", "all"],
+        Option(
+            help="of an expert: routed, those that the router sends to it, as llama.cpp counts; all, so that none is "
+            "without data; both, all of them, where routed ones count more"
+        ),
+    ] = "both",
+    source: common.Source = None,
+    calibration: common.Calibration = None,
+    settings: common.Settings = None,
+    facts: common.Facts = None,
+    model: Annotated[str | None, Option(help="without a recipe: a checkpoint's folder or Hub id")] = None,
+    data: Annotated[str | None, Option(metavar="SET", help="without a recipe: a calibration set")] = None,
+    device: common.Device = "auto",
+    work: Annotated[
+        Path | None, Option(metavar="DIR", help="scratch folder for activations; a temporary one by default")
+    ] = None,
+    trust_remote_code: common.TrustRemoteCode = False,
+    as_json: common.Json = False,
+    debug: common.Debug = False,
+) -> None:
+    """Write an importance matrix for llama.cpp's llama-quantize, from the source's activations.
+
+    Example: quantize imatrix tiny-minimax-m2-fp8-int4 -o tiny.imatrix.gguf
+    """
+    from quantizers.commands.imatrix import imatrix as write
+    from quantizers.importance.llama_cpp import imatrix_table
+
+    dist: ProcessGroup = context.obj
+    made = write(
+        recipe,
+        output,
+        tokens=tokens,
+        source=source,
+        calibration=calibration,
+        settings=settings or (),
+        facts=facts,
+        model=model,
+        data=data,
+        device=device,
+        work=work,
+        trust_remote_code=trust_remote_code,
+        dist=dist,
+    )
+    if dist.is_main:
+        common.emit(made.figures, as_json, imatrix_table(made.figures))
