@@ -26,6 +26,7 @@ from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve.llmcompressor_engine import quiet_library
 from quantizers.system.errors import InputError
 
+EXPERTS = "re:.*experts.*_proj$"
 STEPS = ("convert to BF16", "load", "oneshot", "save", "stitch")
 
 
@@ -68,11 +69,12 @@ def library_route(
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the library's use of torch and transformers warns
-        _convert(source, folders["bf16"])
+        convert(source, folders["bf16"])
         lap(STEPS[0])
-        model = _load(folders["bf16"], facts)
+        model = load(folders["bf16"], facts)
         lap(STEPS[1])
-        _oneshot(model, tokens, experts)
+        assert isinstance(experts.awq, Awq)
+        oneshot(model, tokens, [awq_modifier(experts.awq), quantization_modifier(experts)])
         lap(STEPS[2])
         model.save_pretrained(folders["saved"], save_compressed=True)
         lap(STEPS[3])
@@ -85,7 +87,8 @@ def library_route(
     }
 
 
-def _convert(source: Checkpoint, folder: Path) -> None:
+def convert(source: Checkpoint, folder: Path) -> None:
+    """The copy in BF16."""
     from compressed_tensors.entrypoints.convert import FP8BlockDequantizer, convert_checkpoint
 
     class Dequantizer(FP8BlockDequantizer):
@@ -107,40 +110,49 @@ def _convert(source: Checkpoint, folder: Path) -> None:
     convert_checkpoint(source.folder, folder, converter)
 
 
-def _load(folder: Path, facts: Architecture) -> Any:
+def load(folder: Path, facts: Architecture) -> Any:
+    """The model in float32, by transformers."""
     import transformers
 
     config = config_of(getattr(transformers, facts.model_class), open_folder(folder).config)
     return transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
 
 
-def _oneshot(model: Any, tokens: Sequence[torch.Tensor], experts: Experts) -> None:
-    from llmcompressor import oneshot
-    from llmcompressor.core import create_session
-    from llmcompressor.modifiers.quantization import QuantizationModifier
+def awq_modifier(awq: Awq) -> Any:
+    """The library's AWQ, with the router in the mapping."""
     from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
+
+    return AWQModifier(
+        mappings=[
+            AWQMapping(
+                "re:.*post_attention_layernorm$",
+                ["re:.*mlp.gate$", "re:.*experts.*gate_proj$", "re:.*experts.*up_proj$"],
+            ),
+            AWQMapping("re:.*up_proj$", ["re:.*down_proj$"]),
+        ],
+        n_grid=awq.grid,
+        duo_scaling=awq.duo_scaling,
+    )
+
+
+def quantization_modifier(experts: Experts) -> Any:
+    """Rounding of the experts to integers, to nearest."""
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+
+    weights = {"num_bits": experts.bits, "type": "int", "symmetric": True, "strategy": "group"}
+    scheme = {"targets": [EXPERTS], "weights": weights | {"group_size": experts.group_size}}
+    return QuantizationModifier(config_groups={"experts": scheme})
+
+
+def oneshot(model: Any, tokens: Sequence[torch.Tensor], modifiers: list[Any]) -> None:
+    """The library's calibration of a model with some modifiers."""
+    import llmcompressor
+    from llmcompressor.core import create_session
     from llmcompressor.pipelines.cache import IntermediatesCache
     from torch.utils.data import DataLoader
 
-    assert isinstance(experts.awq, Awq)
-    weights = {"num_bits": experts.bits, "type": "int", "symmetric": True, "strategy": "group"}
-    scheme = {"targets": ["re:.*experts.*_proj$"], "weights": weights | {"group_size": experts.group_size}}
-    modifiers = [
-        AWQModifier(
-            mappings=[
-                AWQMapping(
-                    "re:.*post_attention_layernorm$",
-                    ["re:.*mlp.gate$", "re:.*experts.*gate_proj$", "re:.*experts.*up_proj$"],
-                ),
-                AWQMapping("re:.*up_proj$", ["re:.*down_proj$"]),
-            ],
-            n_grid=experts.awq.grid,
-            duo_scaling=experts.awq.duo_scaling,
-        ),
-        QuantizationModifier(config_groups={"experts": scheme}),
-    ]
     rows: Any = [{"input_ids": sequence} for sequence in tokens]
     # 0.14 pins without asking, which torch refuses on a CPU alone.
     unpinned = patch.object(IntermediatesCache, "pin_memory", lambda *_: None)
     with create_session(), nullcontext() if torch.accelerator.is_available() else unpinned:
-        oneshot(model=model, processor=object(), dataset=DataLoader(rows, batch_size=1), recipe=modifiers)
+        llmcompressor.oneshot(model=model, processor=object(), dataset=DataLoader(rows, batch_size=1), recipe=modifiers)

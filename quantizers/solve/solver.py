@@ -169,9 +169,8 @@ def solve_batch(
     gate_up, down = source * smooth, down.float()
     # w2's columns are multiplied by s (c, I), and w3's rows divided by it.
     s, rows = torch.ones_like(down[:, 0]), None
-    early = bool(settings.awq) and (
-        settings.bits == 8 or grid_of(settings) == E2M1
-    )  # else w3's stored scales are divided after rounding
+    # Otherwise w3's stored scales are divided after rounding.
+    early = bool(settings.awq) and grid_of(settings) in (8, E2M1)
     if early:
         every = max(1, routing.rows // (SEARCH_TOKENS * down.shape[-1]))
         s, searched = width_scale(down, collect(source, every=every), settings)
@@ -237,31 +236,34 @@ def _round(
     """Codes int8, scales bfloat16 and their divisor, see grid.py, of (c, R, C) matrices whose inputs have a Hessian.
 
     The numbers of `solve_batch` under `name` are added to `numbers`. Losses are those of the rows before they were
-    divided by `rows` (c, R, 1).
+    divided by `rows` (c, R, 1). The weight is worthless afterwards.
     """
     weight = weight.mT.contiguous().mT  # columns are contiguous from here on
     group, grid, signed = settings.group_size, grid_of(settings), settings.signed
     divisor = unit(weight, grid)
-    on_grid = weight if divisor is None else weight * divisor[:, None, None]
+    if divisor is not None:
+        weight.mul_(divisor[:, None, None])
     if settings.scales == "mse":
-        scale = mse_scales(on_grid, hessian.diagonal(dim1=-2, dim2=-1), group, grid, signed=signed)
+        scale = mse_scales(weight, hessian.diagonal(dim1=-2, dim2=-1), group, grid, signed=signed)
     else:
-        scale = minmax_scales(on_grid, group, grid, signed=signed)
+        scale = minmax_scales(weight, group, grid, signed=signed)
     if settings.rounding == "gptq":
-        codes, used = gptq(on_grid, hessian, scale, grid)
+        codes, used = gptq(weight, hessian, scale, grid)
         numbers[f"damping.{name}"] = used
         solvable = torch.isfinite(used)[:, None, None]  # the others were rounded to nearest, and stay so
-        refined = refine(on_grid, damped(hessian, used), codes, scale, grid, signed=signed, sweeps=SWEEPS)
+        refined = refine(weight, damped(hessian, used), codes, scale, grid, signed=signed, sweeps=SWEEPS)
         codes, scale = torch.where(solvable, refined[0], codes), torch.where(solvable, refined[1], scale)
     else:
-        codes = nearest(on_grid, scale, grid)
+        codes = nearest(weight, scale, grid)
     step = row_step(weight.shape[1], REPORTED_ROWS)
     whole = weight[:, ::step]
-    lost = dequantize(codes[:, ::step], _divided(scale[:, ::step], divisor)).sub_(whole)
+    lost = dequantize(codes[:, ::step], scale[:, ::step]).sub_(whole)
     if rows is not None:
         lost, whole = lost.mul_(rows[:, ::step]), whole * rows[:, ::step]
-    numbers[f"{name}_lost"] = row_losses(lost, hessian).sum(-1).double() * step
-    numbers[f"{name}_whole"] = row_losses(whole, hessian).sum(-1).double() * step
+    for what, rows_of_it in (("lost", lost), ("whole", whole)):
+        numbers[f"{name}_{what}"] = row_losses(rows_of_it, hessian).sum(-1).double() * step
+        if divisor is not None:
+            numbers[f"{name}_{what}"] /= divisor.double().square()
     return codes, scale, divisor
 
 

@@ -202,6 +202,37 @@ def test_bits_that_an_engine_has_no_kernel_for_are_named_and_no_error(bits: Any,
     assert mixed.schemes[S][EXPERTS] == "refused (1), INT4 group 32 (1), INT8 group 32 (1), INT4 group 64 (1)"
 
 
+NVFP4_TENSORS: dict[str, tuple[int, Callable[[Tensors], object], str]] = {
+    "no scale of a matrix": (16, lambda t: t.pop(f"{EXPERT}.w3.weight_global_scale"), "weight_global_scale is missing"),
+    "no scale of activations": (4, lambda t: t.pop(f"{EXPERT}.w1.input_global_scale"), "input_global_scale is missing"),
+    "one too many": (
+        16, lambda t: t.update({f"{EXPERT}.w1.input_global_scale": Spec("F32", (1,))}), "belongs to no scheme",
+    ),
+    "integers": (16, lambda t: t.update({f"{EXPERT}.w1.weight_packed": Spec("I32", (64, 16))}), "takes the scheme NV"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("activations", [16, 4])
+def test_what_is_known_of_nvfp4_is_said_and_no_error(activations: Any) -> None:
+    found = checked(made(tiny.config(), Experts(format="nvfp4", activations=activations)))
+    assert found.errors == []
+    assert {one.problem for one in found.findings} == {f"experts: NVFP4 W4A{activations}"}
+    said_of = {one.engine: one.consequence for one in found.findings}
+    assert "0.33" in said_of[V]
+    assert "not known" in said_of[B]
+    assert "0.5.23" in said_of[S]
+    assert "ignores the global scales" in said_of[T]
+    assert {found.schemes[engine][EXPERTS] for engine in (V, B, S, T)} == {f"NVFP4 W4A{activations}"}
+
+
+@pytest.mark.parametrize("name", NVFP4_TENSORS)
+def test_a_mistake_in_the_tensors_of_nvfp4(name: str) -> None:
+    activations, change, part = NVFP4_TENSORS[name]
+    config, tensors = made(tiny.config(), Experts(format="nvfp4", activations=activations))  # type: ignore[arg-type]
+    change(tensors)
+    assert part in said(checked((config, tensors)), V)
+
+
 def test_bits_that_no_server_has_a_kernel_for_are_an_error() -> None:
     """In a family that SGLang alone knows; or in whole rows, which Humming does not take."""
     config, tensors = made(tiny.config(), Experts(bits=2))

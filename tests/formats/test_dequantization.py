@@ -193,6 +193,37 @@ def test_a_broken_packed_weight_is_a_checkpoint_error(name: str, tmp_path: Path)
     assert "\n" not in str(caught.value)
 
 
+BROKEN_NVFP4: dict[str, dict[str, torch.Tensor | None]] = {
+    "no scale": {"weight_scale": None},
+    "no scale of the matrix": {"weight_global_scale": None},
+    "MXFP4's scales": {"weight_scale": torch.ones(6, 4, dtype=torch.uint8), "weight_global_scale": None},
+    "scales of another dtype": {"weight_scale": torch.ones(6, 8).bfloat16()},
+    "groups of 32": {"weight_scale": torch.ones(6, 4).to(torch.float8_e4m3fn)},
+    "scale of other rows": {"weight_scale": torch.ones(5, 8).to(torch.float8_e4m3fn)},
+    "a scale for each row": {"weight_global_scale": torch.ones(6)},
+    "codes of one dimension": {"weight_packed": torch.zeros(384, dtype=torch.uint8)},
+    "a matrix divided by zero": {"weight_global_scale": torch.zeros(1)},
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_NVFP4)
+def test_a_broken_nvfp4_weight_is_a_checkpoint_error(name: str, tmp_path: Path) -> None:
+    tensors = {
+        "m.weight_packed": torch.full((6, 64), 0x31, dtype=torch.uint8),
+        "m.weight_scale": torch.full((6, 8), 2.0).to(torch.float8_e4m3fn),
+        "m.weight_global_scale": torch.full((1,), 4.0),
+    }
+    whole = read_weight(stored(tmp_path / "whole", tensors), "m", CPU)
+    assert torch.equal(whole, torch.tensor([0.25, 0.75]).repeat(6, 64))  # the even column in the low half of a byte
+    for suffix, tensor in BROKEN_NVFP4[name].items():
+        tensors.pop(f"m.{suffix}")
+        if tensor is not None:
+            tensors[f"m.{suffix}"] = tensor
+    with pytest.raises(CheckpointError) as caught:
+        read_weight(stored(tmp_path, tensors), "m", CPU)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["post_attention_layernorm.weight", "block_sparse_moe.gate.weight"])
 def test_a_layer_with_a_nan_is_refused(name: str, tmp_path: Path) -> None:
     """The message names the tensor."""

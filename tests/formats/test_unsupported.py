@@ -27,9 +27,9 @@ SECTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "HQQ": ({"quant_method": "hqq"}, "evaluate it with the program that made it; here give the checkpoint that it"),
     "NVFP4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_method is 'modelopt', which is not"),
     "MXFP4": ({"quant_method": "mxfp4"}, "quant_method is 'mxfp4', which is not supported"),
-    "compressed-tensors' NVFP4": (
-        {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {}},
-        "format 'nvfp4-pack-quantized' is not one of",
+    "compressed-tensors' MXFP4": (
+        {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "config_groups": {}},
+        "format 'mxfp4-pack-quantized' is not one of",
     ),
     "rotated activations": (
         {"quant_method": "compressed-tensors", "config_groups": {}, "transform_config": {"config_groups": {}}},
