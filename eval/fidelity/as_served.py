@@ -181,7 +181,7 @@ class ServedModel(StreamedModel):
         if (block := block_size(checkpoint)) != (BLOCK, BLOCK):
             raise CheckpointError(
                 f"{checkpoint.folder / CONFIG}: FP8 in blocks of {block[0]} x {block[1]}, and only those of "
-                f"{BLOCK} x {BLOCK} are known as served; leave as_served out"
+                f"{BLOCK} x {BLOCK} are known as served; leave as_served out, or give `as_served: []`"
             )
         super().__init__(checkpoint, facts, sizes, device, DTYPE)
         self.card = card

@@ -298,8 +298,8 @@ class Verify(Strict):
     """How close the output must be to the source on a held-out set."""
     as_served: Annotated[tuple[Card, ...] | None, Field(strict=False), ONLY_IF_GIVEN] = None
     """Cards on which source and output are measured as well, as vLLM's kernels there would compute them; needs
-    `perplexity`. Each takes two more passes of the held-out texts. Default: none, with `experts.activations: 4`
-    `[blackwell]`."""
+    `perplexity`. Each takes two more passes of the held-out texts. Default: none; `[blackwell]` with
+    `experts.activations: 4`."""
     stop: Annotated[Stop | None, ONLY_IF_GIVEN] = None
     """When to stop after a layer instead of finishing the output; needs `perplexity`."""
 
