@@ -82,6 +82,8 @@ experts:
   routed_weight: 0.9                   # 0: all tokens count alike; 1: only those the router sends
   scales: mse                          # mse | minmax
   rounding: gptq                       # gptq | nearest
+# attention: bf16                      # of an FP8 source, for SGLang on Ampere; or fp8 | fp8-block of one in 16 bits
+# kv_cache: fp8                        # scales with which servers cache keys and values in FP8
 verify:                                # exit code 3 when one fails; the output is completed nevertheless
   coverage: {{min_routed_tokens: 1, max_uncovered: 0.01}}
   perplexity: {{data: held-out, {chosen.limits}}}   # relative; nats

@@ -45,7 +45,7 @@ def small(name: str, **changes: Any) -> Skeleton:
 
 
 def roles_of(skeleton: Skeleton, number: int) -> Roles:
-    roles, _ = probe(skeleton, number)
+    roles, *_ = probe(skeleton, number)
     assert roles is not None
     return roles
 

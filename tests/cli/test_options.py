@@ -78,7 +78,7 @@ def test_two_outputs_are_refused(finished: Finished, command: Command) -> None:
     [
         ("quantize ver", ["verify"]),
         ("quantize run tiny", ["tiny-minimax-m2-fp8-int4"]),
-        ("quantize run minimax-m2.1-fp8-int4", ["minimax-m2.1-fp8-int4", "minimax-m2.1-fp8-int4-131k"]),
+        ("quantize run minimax-m2.1-fp8-int4-", ["minimax-m2.1-fp8-int4-131k", "minimax-m2.1-fp8-int4-kv8"]),
         ("quantize run x --dev", ["--device", "--device-memory"]),
     ],
 )
