@@ -99,6 +99,9 @@ def assert_same(a: LayerResult, b: LayerResult) -> None:
     for matrix in MATRICES:
         assert torch.equal(a.codes[matrix], b.codes[matrix]), matrix
         assert torch.equal(a.scales[matrix], b.scales[matrix]), matrix
+    for ours, theirs in ((a.global_scales, b.global_scales), (a.input_scales, b.input_scales)):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[matrix], theirs[matrix]) for matrix in ours)
     assert torch.equal(a.norm, b.norm)
     assert torch.equal(a.smooth, b.smooth)
     assert (a.router is None) == (b.router is None)

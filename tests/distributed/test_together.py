@@ -44,12 +44,17 @@ def one_of(rank: int, count: int, local: int = 0) -> ProcessGroup:
 
 @pytest.mark.parametrize(
     ("count", "unit", "options"),
-    [(2, 2, {}), (3, 1, {"awq": False, "rounding": "nearest", "scales": "minmax"}), (EXPERTS + 2, 1, {})],
+    [
+        (2, 2, {}),
+        (2, 1, {"format": "nvfp4", "activations": 4}),
+        (3, 1, {"awq": False, "rounding": "nearest", "scales": "minmax"}),
+        (EXPERTS + 2, 1, {}),
+    ],
 )
 def test_a_layer_solved_by_several(count: int, unit: int, options: dict[str, Any]) -> None:
     """Every rank gets what one process gets, bit for bit, the report's numbers and lines included."""
     layer = make_layer(3)
-    settings = Experts(**({"group_size": GROUP, "awq": Awq(grid=8)} | options))
+    settings = Experts(**({"awq": Awq(grid=8)} | options)).model_copy(update={"group_size": GROUP})
 
     def work(dist: ProcessGroup) -> LayerResult:
         return solve(
