@@ -10,6 +10,7 @@ import copy
 import traceback
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,4 +151,7 @@ class _Queries:
             built = [frame.f_locals["self"] for frame, _ in frames if frame.f_code.co_name == "__init__"]
             kernel = type(built[0]).__name__ if built else type(failure).__name__
         found = self._lookups[-1][1] if self._lookups else None
-        return (str(engines.scheme_of(found["weights"])) if found else "plain"), kernel
+        if not found:
+            return "plain", kernel
+        inputs = "as declared" if found.get("input_activations") else None
+        return str(replace(engines.scheme_of(found["weights"]), activations=inputs)), kernel

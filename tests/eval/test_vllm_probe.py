@@ -164,6 +164,18 @@ def test_vllm_reads_every_family_as_it_was_written(
         assert one["router_dtype"] == held
 
 
+@pytest.mark.parametrize("activations", [16, 4])
+def test_vllm_takes_nvfp4_as_our_rules_say_and_its_cpu_build_has_no_kernel(activations: int, tmp_path: Path) -> None:
+    recipe = families.write_job(tmp_path, "qwen3_moe", format="nvfp4", activations=activations)
+    change(recipe, lambda body: body.pop("verify"))
+    run(prepare(str(recipe)), Options(tmp_path / "output", torch.device("cpu")))
+    (found,) = probed(tmp_path / "output")[1]["checked"]
+    (problem,) = found["problems"]
+    assert problem.endswith("No NvFp4 MoE backend supports the deployment configuration.")
+    (scheme,) = found["schemes"]["experts"]
+    assert scheme == f"NVFP4 W4A{activations} (CompressedTensorsW4A4Nvfp4MoEMethod)"
+
+
 def uncompensated(source: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
     for name in (name for name in tensors if name.endswith("block_sparse_moe.gate.weight")):
         tensors[name] = source[name]

@@ -36,9 +36,9 @@ def test_a_model_with_one_recipe_stands_for_it(name: str, recipe: str) -> None:
     [
         (
             "MiniMaxAI/MiniMax-M2.1",
-            "7 recipes are shipped for this model; name one: minimax-m2.1-bf16-int4, minimax-m2.1-fp8-1x96gb, "
+            "8 recipes are shipped for this model; name one: minimax-m2.1-bf16-int4, minimax-m2.1-fp8-1x96gb, "
             "minimax-m2.1-fp8-96gb, minimax-m2.1-fp8-int3, minimax-m2.1-fp8-int4, minimax-m2.1-fp8-int4-131k, "
-            "minimax-m2.1-fp8-int4-kv8",
+            "minimax-m2.1-fp8-int4-kv8, minimax-m2.1-fp8-nvfp4",
         ),
         (
             "minimax-m2.1",
