@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
+from eval.fidelity.kv_cache import CachedModel
 from eval.fidelity.metrics import Text
 from eval.fidelity.scoring import held_out
 from eval.fidelity.served import UNLIKE, compare_text, figures, verdict
@@ -34,6 +35,7 @@ from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_checkpoint, re
 from quantizers.checkpoint.source_identity import source_digest
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import use_threads, versions
+from quantizers.formats.fp8 import has_kv_scales
 from quantizers.formats.tensor_names import published_names
 from quantizers.formats.unsupported import refuse_swapped_arguments
 from quantizers.model.streamed_model import StreamedModel
@@ -294,7 +296,11 @@ def _compare(
     use_threads(sizes)
     named = [published_names(one, facts) for one in reversed(checkpoints)]  # the source first
     parts = (load_tensors(one, outside_names(one, facts)) for one in named)
-    models = [StreamedModel(part, facts, sizes, torch.device("cpu"), torch.float32) for part in parts]
+    models: list[StreamedModel] = []
+    for part in parts:
+        own = part, facts, sizes, torch.device("cpu"), torch.float32
+        # A server caches in FP8 by itself where a checkpoint has scales for it.
+        models.append(CachedModel(*own, ones=False) if has_kv_scales(part.config) else StreamedModel(*own))
     with tempfile.TemporaryDirectory() as folder:
         streams, _ = through_layers(models, named, texts, Path(folder), check)
         streams.reverse()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from edited import edit
 from runs import change
+from server_stand_in import ServerStandIn
 from torch import Tensor
 from transformers import DynamicCache
 from whole_models import finished_weights, source_weights, stored
@@ -124,6 +126,23 @@ def test_evaluating_the_files_gives_the_same(made: runs.Made, command: Command) 
     assert candidate["kv_cache"] == made.report["kv_cache"]
     assert command("eval", made.model, made.output, "--data", made.folder / "held-out.yaml") == 0
     assert "FP8 cache, scales of 1" in command.out
+
+
+def test_a_server_that_caches_in_fp8_is_found_exact(
+    made: runs.Made, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that does not is found out: its log-probabilities are others than those of what it should serve."""
+    monkeypatch.chdir(tmp_path)
+    model, scales = families.whole_model(*finished_weights(made.output)), written_scales(made)
+    for cache, code in ((lambda: RoundedCache(scales), 0), (DynamicCache, 3)):
+
+        @torch.no_grad()
+        def logs(tokens: list[int], cache: Callable[[], DynamicCache] = cache) -> Tensor:
+            return log_probabilities(model, torch.tensor(tokens), cache()).float()
+
+        with ServerStandIn(logs) as server:
+            words = ("--server", f"{server.url}/v1", "--source", made.model, "--data", made.folder / "held-out.yaml")
+            assert command("serve-check", made.output, *words, "--exact") == code, command.out + command.err
 
 
 def test_a_cache_rounds_as_compressed_tensors_does() -> None:
