@@ -32,8 +32,7 @@ from quantizers.checkpoint.reader import CONFIG, Checkpoint
 from quantizers.checkpoint.safetensors_header import FP8
 from quantizers.formats import nvfp4
 from quantizers.formats.dequantization import PLAIN, unchecked_weight, weight_format
-from quantizers.formats.fp8 import block_size
-from quantizers.formats.nvfp4 import INPUT_SCALE
+from quantizers.formats.fp8 import INPUT_SCALE, block_size
 from quantizers.layers.loop import Consumer, LayerStep
 from quantizers.model.activation_stream import ActivationStream
 from quantizers.model.streamed_model import DecoderLayer, StreamedModel

@@ -25,8 +25,7 @@ from quantizers.architectures.matrices import MATRICES, PROJECTIONS
 from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import CONFIG, open_folder
 from quantizers.checkpoint.safetensors_header import FLOATING, FP8, Stored
-from quantizers.formats.fp8 import SCALE, SCALE_INV, blocks_of
-from quantizers.formats.nvfp4 import GLOBAL_SCALE, INPUT_SCALE
+from quantizers.formats.fp8 import GLOBAL_SCALE, INPUT_SCALE, SCALE, SCALE_INV, blocks_of
 from quantizers.planning.serving_memory import obstacles, unsaid
 from quantizers.recipe.schema import CARDS, NVFP4
 from quantizers.system.errors import InputError

@@ -37,7 +37,7 @@ from quantizers.system.errors import CheckpointError
 
 from . import nvfp4
 from .awq_gptq import dequantize_awq_gptq
-from .fp8 import SCALE, SCALE_INV, block_size, blocks_of, weight_schemes
+from .fp8 import GLOBAL_SCALE, SCALE, SCALE_INV, block_size, blocks_of, weight_schemes
 from .packed_integers import dequantize, unpack
 
 PLAIN = (*FLOATING, "F64")
@@ -173,14 +173,14 @@ def weight_format(checkpoint: Checkpoint, module: str) -> WeightFormat | None:
 
 def _nvfp4(checkpoint: Checkpoint, module: str) -> WeightFormat:
     """The format of E2M1 codes with E4M3 scales, from headers."""
-    names = (PACKED, SCALE, nvfp4.GLOBAL_SCALE)
+    names = (PACKED, SCALE, GLOBAL_SCALE)
     packed, scale, whole = (checkpoint.require(f"{module}.{name}", "part of an NVFP4 weight") for name in names)
     rows, columns = (packed.shape[0], 2 * packed.shape[1]) if len(packed.shape) == 2 else (0, 0)
     stored = [(info.dtype, info.shape) for info in (scale, whole)]
     if not rows or stored != [(FP8, (rows, columns // nvfp4.GROUP)), ("F32", (1,))] or columns % nvfp4.GROUP:
         raise CheckpointError(
             f"{packed.file}: {module}: weight_packed U8 {list(packed.shape)}, weight_scale {scale.dtype} "
-            f"{list(scale.shape)} and {nvfp4.GLOBAL_SCALE} {whole.dtype} {list(whole.shape)} are no NVFP4 weight"
+            f"{list(scale.shape)} and {GLOBAL_SCALE} {whole.dtype} {list(whole.shape)} are no NVFP4 weight"
         )
     return WeightFormat("nvfp4", names, (rows, columns))
 

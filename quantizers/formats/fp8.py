@@ -24,6 +24,7 @@ ROWS: Final = "rows"
 Fp8 = tuple[int, int] | Literal["rows"]  # rows and columns of a block, or ROWS for a scale per row
 SCALE = "weight_scale"
 SCALE_INV = "weight_scale_inv"  # the name of the scales of blocks where quant_method is fp8
+GLOBAL_SCALE, INPUT_SCALE = "weight_global_scale", "input_global_scale"  # of whole matrices in NVFP4, see nvfp4.py
 CONVERTED_BLOCK = (128, 128)  # of weights that are made FP8 here
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import torch
 
 GROUP = 16
-GLOBAL_SCALE, INPUT_SCALE = "weight_global_scale", "input_global_scale"
 LARGEST_E2M1, LARGEST_E4M3, SMALLEST_E4M3 = 6.0, 448.0, 2.0**-9
 
 

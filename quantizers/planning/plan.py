@@ -30,8 +30,17 @@ from typing import Literal
 from quantizers.architectures.matrices import Matrix
 from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, FP8, Spec
-from quantizers.formats.fp8 import CONVERTED_BLOCK, ROWS, SCALE, SCALE_INV, Fp8, is_per_row, scale_shape
-from quantizers.formats.nvfp4 import GLOBAL_SCALE, INPUT_SCALE
+from quantizers.formats.fp8 import (
+    CONVERTED_BLOCK,
+    GLOBAL_SCALE,
+    INPUT_SCALE,
+    ROWS,
+    SCALE,
+    SCALE_INV,
+    Fp8,
+    is_per_row,
+    scale_shape,
+)
 from quantizers.recipe.schema import Attention, Experts, Scheme
 
 Kind = Literal["keep", "rename", "quantize", "drop", "fold", "compensate", "convert", "carry"]

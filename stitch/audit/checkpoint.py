@@ -23,8 +23,7 @@ from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import CONFIG, WEIGHTS, Checkpoint, open_folder, side_files
 from quantizers.checkpoint.safetensors_header import FP8, Spec
 from quantizers.formats.dequantization import weight_format
-from quantizers.formats.fp8 import ROWS, SCALE, block_size, has_kv_scales, scale_shape
-from quantizers.formats.nvfp4 import INPUT_SCALE
+from quantizers.formats.fp8 import INPUT_SCALE, ROWS, SCALE, block_size, has_kv_scales, scale_shape
 from quantizers.formats.tensor_names import published_names, split_fused_experts
 from quantizers.output.journal import MISSING, differences, short_value
 from quantizers.output.manifest import read_record

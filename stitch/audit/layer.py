@@ -22,7 +22,7 @@ from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import to_host
 from quantizers.formats.conversion import converted
 from quantizers.formats.dequantization import read_weight
-from quantizers.formats.nvfp4 import GLOBAL_SCALE, INPUT_SCALE
+from quantizers.formats.fp8 import GLOBAL_SCALE, INPUT_SCALE
 from quantizers.model.layer_weights import ExpertWeights
 from quantizers.planning.expert_batches import expert_batches, experts_per_batch
 from quantizers.planning.plan import PASSTHROUGH, Action, Plan

@@ -84,7 +84,7 @@ def quantization_config(facts: Architecture, plan: Plan, fp8: Fp8 | None) -> dic
     """
     targets = targets_of(plan, facts)
     mtp_experts = list(_mtp_experts(facts, plan, targets))
-    in_fp8 = plan.linears_in_fp8
+    in_fp8 = plan.linears_in_fp8 or facts.targets is None  # targets that are made have what is FP8 alone
     patterns = [*(targets.fp8 if in_fp8 else []), *(mtp_experts if plan.mtp_in_fp8 else [])]
     routed = _routed_groups(facts, plan, targets)
     attention: dict[str, Any] = {}

@@ -17,6 +17,7 @@ from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import PinnedBuffers
 from quantizers.formats import nvfp4
 from quantizers.formats.conversion import converted
+from quantizers.formats.fp8 import GLOBAL_SCALE, INPUT_SCALE
 from quantizers.formats.packed_integers import pack
 from quantizers.planning.plan import METADATA, PASSTHROUGH, Action, Plan, packed_specs
 from quantizers.recipe.schema import Scheme
@@ -123,7 +124,7 @@ def _arrays(small: Mapping[str, torch.Tensor], solved: LayerResult, scheme: Sche
     packing = nvfp4.pack if is_nvfp4 else partial(pack, bits=scheme.bits)
     for matrix, scale in solved.scales.items():
         arrays[matrix, "weight_scale"] = nvfp4.nearest_e4m3(2 * scale) if is_nvfp4 else scale.contiguous()
-    for name, of_matrices in ((nvfp4.GLOBAL_SCALE, solved.global_scales), (nvfp4.INPUT_SCALE, solved.input_scales)):
+    for name, of_matrices in ((GLOBAL_SCALE, solved.global_scales), (INPUT_SCALE, solved.input_scales)):
         arrays |= {(matrix, name): values.unsqueeze(-1) for matrix, values in of_matrices.items()}
     for matrix, codes in solved.codes.items():
         spec = packed_specs(matrix, codes.shape[1:], scheme)[f"{matrix}.weight_packed"]

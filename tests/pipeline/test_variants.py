@@ -16,9 +16,11 @@ import pytest
 import runs
 import tiny
 import torch
+import zoo
 from commands import Command
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import quantize
+from compressed_tensors.utils.match import match_name
 from edited import edit
 from runs import change
 from source_forms import write_variant
@@ -30,6 +32,7 @@ from quantizers.checkpoint.reader import open_folder
 from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.job import prepare
 from stitch.audit.checkpoint import verify
+from stitch.write.config_files import output_config
 
 CPU = torch.device("cpu")
 ATTENTION = "model.layers.1.self_attn.o_proj.weight"
@@ -203,3 +206,36 @@ def test_only_matrices_that_servers_take_in_fp8_fit() -> None:
     )  # fmt: skip
     assert all(fits_fp8(f"model.layers.0.{name}") for name in fit)
     assert not any(fits_fp8(f"model.layers.0.{name}") for name in stay)
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        ("qwen3_5_moe as published", "bf16"),  # layers that predict further tokens stay FP8, under another name
+        pytest.param("qwen3_next", "fp8", marks=pytest.mark.slow),
+        pytest.param("minimax", "fp8", marks=pytest.mark.slow),
+    ],
+)
+def test_a_derived_types_config_has_what_is_fp8_in_its_fp8_group_and_nothing_else(
+    name: str, attention: str, tmp_path: Path
+) -> None:
+    """By compressed-tensors' own matching of names, in the order of the groups."""
+    zoo.save(name, tmp_path / "model")
+    recipe = tiny.write_recipe(tmp_path)
+    change(recipe, lambda body: body.update(attention=attention))
+    job = prepare(str(recipe))
+    section = output_config(job.config, job.facts, job.plan, job.fp8)["quantization_config"]
+    groups = section["config_groups"]
+    found: dict[str, set[str]] = {"fp8": set(), "plain": set()}
+    for file in job.plan.shards().values():
+        for tensor, spec in file.items():
+            module = tensor.removesuffix(".weight")
+            if module == tensor or len(spec.shape) != 2:
+                continue
+            matched = [g for g, one in groups.items() if any(match_name(module, target) for target in one["targets"])]
+            ignored = any(match_name(module, target) for target in section["ignore"])
+            kind = "fp8" if spec.dtype == "F8_E4M3" else "plain"
+            found[kind].add(module)
+            assert matched == ([g for g in groups if "fp8" in g] if kind == "fp8" else []), module
+            assert not (ignored and kind == "fp8"), module
+    assert all(found.values())
