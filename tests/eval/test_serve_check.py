@@ -244,6 +244,7 @@ def source_json(finished: Finished, in_bfloat16: dict[str, Logs], tmp_path_facto
     return path
 
 
+@pytest.mark.slow
 def test_as_served_is_bounded_by_the_source(
     finished: Finished, copied: Path, in_bfloat16: dict[str, Logs], source_json: Path, command: Command
 ) -> None:

@@ -94,8 +94,8 @@ def same(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
     torch.testing.assert_close(found[0].flatten(), wanted[0].flatten(), rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.parametrize("tokens", ["all", "routed"])
-@pytest.mark.parametrize("family", ["minimax_m2", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("tokens", [pytest.param("all", marks=pytest.mark.slow), "routed"])
+@pytest.mark.parametrize("family", [pytest.param("minimax_m2", marks=pytest.mark.slow), "qwen3_moe", "deepseek_v3"])
 def test_sums_equal_hooks_on_the_whole_model(family: str, tokens: Any, texts: Path, tmp_path: Path) -> None:
     """Attention, latent and not, dense layers, shared and routed experts, and the head."""
     folder, path = families.write(tmp_path / "model", family), tmp_path / "out.gguf"
@@ -252,7 +252,7 @@ def test_the_command(command: Command, texts: Path, tmp_path: Path) -> None:
     assert "is a folder, or lies in none" in command.err
 
 
-@pytest.mark.parametrize("from_the_start", [True, False])
+@pytest.mark.parametrize("from_the_start", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_run_that_resumes_writes_the_matrix_of_the_source(
     from_the_start: bool, small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

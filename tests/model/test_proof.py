@@ -88,7 +88,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return chosen
 
 
-@pytest.mark.parametrize("model", ["minimax_m2", *WINDOWS])
+@pytest.mark.parametrize("model", ["minimax_m2", *(pytest.param(name, marks=pytest.mark.slow) for name in WINDOWS)])
 def test_what_is_computed_rightly_passes_far_within_the_bound(model: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """With torch's portable kernels: those for AVX512-BF16 round sums of bfloat16 three times as coarsely as AVX2's."""
     folder = families.write(tmp_path / "model", families.family_of(model), **families.MODELS[model])

@@ -31,7 +31,11 @@ from quantizers.formats.dequantization import read_weight
 from stitch.audit.checkpoint import verify
 
 CPU = torch.device("cpu")
-FORMS = [("minimax_m2", 4), ("mixtral", 16), pytest.param(("deepseek_v3", 4), marks=pytest.mark.slow)]
+FORMS = [
+    ("minimax_m2", 4),
+    pytest.param(("mixtral", 16), marks=pytest.mark.slow),
+    pytest.param(("deepseek_v3", 4), marks=pytest.mark.slow),
+]
 
 
 class Made(runs.Made):

@@ -40,10 +40,10 @@ SERVED = {"bf16": "plain", "fp8": "FP8 per channel", "fp8-block": "FP8 block 128
 # Sources in FP8 become BF16, those in BF16 become FP8.
 VARIANTS = [
     ("deepseek_v3", "bf16"),
-    ("glm4_moe_lite", "fp8"),
+    ("mixtral", "fp8"),
     pytest.param(("minimax_m2", "bf16"), marks=pytest.mark.slow),
     pytest.param(("glm4_moe", "bf16"), marks=pytest.mark.slow),
-    pytest.param(("mixtral", "fp8"), marks=pytest.mark.slow),
+    pytest.param(("glm4_moe_lite", "fp8"), marks=pytest.mark.slow),
     pytest.param(("qwen3_moe", "fp8-block"), marks=pytest.mark.slow),
 ]
 
@@ -163,12 +163,12 @@ def test_the_card_says_what_was_converted(made: Made) -> None:
     assert ("fp8" in card.partition("---\n")[2].partition("---")[0]) == (made.attention != "bf16")
 
 
-@pytest.mark.parametrize("layer", [1, 2])
-def test_a_run_that_was_cut_off_gives_the_same_bytes(layer: int, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_run_that_was_cut_off_gives_the_same_bytes(tmp_path: Path) -> None:
     recipe = write_variant(tmp_path, "mixtral", "fp8")
     whole = run(prepare(str(recipe)), Options(tmp_path / "whole", CPU))
     again = Options(tmp_path / "output", CPU)
-    runs.cut_in_layer(layer, prepare(str(recipe)), again)
+    runs.cut_in_layer(1, prepare(str(recipe)), again)
     report = run(prepare(str(recipe)), again)
     assert runs.timeless(report) == runs.timeless(whole)
     assert runs.hashes(tmp_path / "output") == runs.hashes(tmp_path / "whole")
