@@ -120,7 +120,10 @@ def test_the_cost_of_the_cache_is_that_of_the_librarys_rounding(made: runs.Made)
         assert abs(measured - made.report["kl"]["mean"]) > 1e-5, "the cache costs something"
 
 
-def test_evaluating_the_files_gives_the_same(made: runs.Made, command: Command) -> None:
+def test_evaluating_the_files_gives_the_same(
+    made: runs.Made, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where the picture goes
     assert command("eval", made.model, made.output, "--data", made.folder / "held-out.yaml", "--json") == 0
     (candidate,) = json.loads(command.out)["candidates"]
     assert candidate["kv_cache"] == made.report["kv_cache"]
