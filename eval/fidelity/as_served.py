@@ -31,6 +31,7 @@ from quantizers.architectures.skeleton import replaced_forward
 from quantizers.checkpoint.reader import CONFIG, Checkpoint
 from quantizers.checkpoint.safetensors_header import FP8
 from quantizers.formats import nvfp4
+from quantizers.formats.conversion import LARGEST, to_fp8
 from quantizers.formats.dequantization import PLAIN, unchecked_weight, weight_format
 from quantizers.formats.fp8 import INPUT_SCALE, block_size
 from quantizers.layers.loop import Consumer, LayerStep
@@ -45,17 +46,12 @@ from .scoring import Pair, Scores
 
 DTYPE = torch.bfloat16
 Rounding = Activations | Tensor  # a tensor is NVFP4's global scale of the activations
-LARGEST_FP8, GROUP, BLOCK = 448.0, 128, 128
-SMALLEST_SCALE = 1 / (LARGEST_FP8 * 512)  # of activations; vLLM's _FP8_MIN_SCALING_FACTOR
+GROUP, BLOCK = 128, 128
+SMALLEST_SCALE = 1 / (LARGEST * 512)  # of activations; vLLM's _FP8_MIN_SCALING_FACTOR
 SMALLEST_PEAK = 1e-4  # of a block of weights whose scale becomes a power of two; per_block_cast_to_fp8
 
 
 # The numbers that kernels multiply -----------------------------------------------------------------------------------
-
-
-def to_fp8(x: Tensor, scale: Tensor) -> Tensor:
-    """x / scale rounded to FP8 (E4M3) and multiplied by the scale again, float32."""
-    return (x / scale).clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn).float() * scale
 
 
 def power_of_two(scale: Tensor) -> Tensor:
@@ -84,10 +80,10 @@ def rounded_activations(x: Tensor, how: Rounding) -> Tensor:
         scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-7) / 127
         return (x / scale).round_().mul_(scale)
     if how == "FP8 per token":
-        return to_fp8(x, (x.abs().amax(-1, keepdim=True) / LARGEST_FP8).clamp(min=SMALLEST_SCALE))
+        return to_fp8(x, (x.abs().amax(-1, keepdim=True) / LARGEST).clamp(min=SMALLEST_SCALE))
     columns = x.shape[-1]
     grouped = torch.nn.functional.pad(x, (0, -columns % GROUP)).unflatten(-1, (-1, GROUP))
-    scale = grouped.abs().amax(-1, keepdim=True) / LARGEST_FP8
+    scale = grouped.abs().amax(-1, keepdim=True) / LARGEST
     if how == "FP8 per 128, power of two":
         scale = power_of_two(scale)
     return to_fp8(grouped, scale.clamp(min=SMALLEST_SCALE)).flatten(-2)[..., :columns]
@@ -98,7 +94,7 @@ def blocks_to_powers_of_two(weight: Tensor) -> Tensor:
     rows, columns = weight.shape
     padded = torch.nn.functional.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # (R / 128, 128, C / 128, 128)
-    scale = power_of_two(blocks.abs().amax((1, 3), keepdim=True).clamp(min=SMALLEST_PEAK) / LARGEST_FP8)
+    scale = power_of_two(blocks.abs().amax((1, 3), keepdim=True).clamp(min=SMALLEST_PEAK) / LARGEST)
     return to_fp8(blocks, scale).flatten(2, 3).flatten(0, 1)[:rows, :columns]
 
 

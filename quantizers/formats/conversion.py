@@ -60,6 +60,11 @@ def fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes.contiguous(), scale[:, 0, :, 0].contiguous()
 
 
+def to_fp8(x: Tensor, scale: Tensor) -> Tensor:
+    """x / scale rounded to FP8 (E4M3), what is beyond its largest number to that, times the scale again; float32."""
+    return (x / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float() * scale
+
+
 def _least_scale(peak: Tensor) -> Tensor:
     """The smallest scale that clips nothing, for the largest magnitude; 1 where that is 0."""
     return torch.where(peak > 0, peak / LARGEST, 1.0).clamp(min=torch.finfo(torch.float32).tiny)

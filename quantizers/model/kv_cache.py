@@ -16,10 +16,11 @@ from torch import Tensor
 
 from quantizers.architectures.attention import keys_and_values
 from quantizers.distributed.process_group import ProcessGroup
+from quantizers.formats.conversion import LARGEST, to_fp8
 
 from .streamed_model import DecoderLayer
 
-LARGEST, HEADROOM = 448.0, 2.0
+HEADROOM = 2.0
 
 
 class Peaks:
@@ -46,8 +47,7 @@ def scales_of(peaks: Tensor) -> Tensor:
 
 def cached(x: Tensor, scale: Tensor) -> Tensor:
     """Keys or values as attention reads them from an FP8 cache, in their own dtype."""
-    codes = (x.float() / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
-    return (codes.float() * scale).to(x.dtype)
+    return to_fp8(x.float(), scale).to(x.dtype)
 
 
 @contextlib.contextmanager

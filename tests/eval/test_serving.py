@@ -228,7 +228,7 @@ def test_what_is_known_of_nvfp4_is_said_and_no_error(activations: Any) -> None:
 @pytest.mark.parametrize("name", NVFP4_TENSORS)
 def test_a_mistake_in_the_tensors_of_nvfp4(name: str) -> None:
     activations, change, part = NVFP4_TENSORS[name]
-    config, tensors = made(tiny.config(), Experts(format="nvfp4", activations=activations))  # type: ignore[arg-type]
+    config, tensors = made(tiny.config(), Experts.model_validate({"format": "nvfp4", "activations": activations}))
     change(tensors)
     assert part in said(checked((config, tensors)), V)
 
