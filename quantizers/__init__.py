@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from quantizers.system.errors import InputError, QuantizeError
 
 if TYPE_CHECKING:
+    from quantizers.commands.compare import compare
     from quantizers.commands.coverage import coverage
     from quantizers.commands.evaluate import evaluate
     from quantizers.commands.imatrix import imatrix
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 __all__ = [
     "InputError",
     "QuantizeError",
+    "compare",
     "coverage",
     "evaluate",
     "imatrix",

@@ -65,6 +65,7 @@ def load_set(
     run: Path | None = None,
     require_languages: bool = True,
     positions: int | None = None,
+    draw: int = 0,
 ) -> CalibrationData:
     """Load a calibration or held-out set.
 
@@ -80,13 +81,15 @@ def load_set(
             set, tokenizer and local files are the same, whatever has become of the datasets on the Hub.
         require_languages: whether the set's `languages.required` is enforced.
         positions: of the model, at which every text is cut; None for the limits of the set alone.
+        draw: another draw of the set than its own, 0: see `CalibrationSet.drawn_again`. A lock then says which version
+            of a source is read, and not which of its rows.
 
     Raises:
         CalibrationError: the set, the tokenizer or a source is wrong or cannot be reached; a line for each fault.
     """
     import rich.console
 
-    calibration = read_set(path)
+    calibration = read_set(path).drawn_again(draw)
     refuse_unknown(calibration, without, path)
     with rich.console.Console(stderr=True).status("loading calibration data"):
         renderer = Renderer(str(tokenizer), revision, trust_remote_code)
@@ -94,7 +97,7 @@ def load_set(
         data = _read_loaded(own) if own else None
         if data is None:
             with Hub() as hub:
-                data = _Loading(calibration, path, renderer, workers, hub, without).load()
+                data = _Loading(calibration, path, renderer, workers, hub, without, any_rows=draw > 0).load()
             if own:
                 own.parent.mkdir(parents=True, exist_ok=True)
                 with atomic(own) as stream:
@@ -178,9 +181,12 @@ class _Loading:
     workers: int
     hub: Hub
     without: Sequence[str]
+    any_rows: bool = False  # whether others may be read than the set's lock says
 
     def __post_init__(self) -> None:
         pins, self.sources = read_lock(self.path, self.calibration), list[_Source]()
+        if pins and self.any_rows:
+            pins = [one.model_copy(update={"rows": {}}) for one in pins]
         self.locked = pins is not None
         for index, asked in enumerate(self.calibration.sources):
             seed, left_out = self.calibration.order_of(index), "--without" if asked.dataset in self.without else ""

@@ -263,6 +263,19 @@ class CalibrationSet(Strict):
         text = ":".join(map(str, (self.seed, *key, repeats)))
         return hashlib.sha256(text.encode()).hexdigest()[:16] if source.is_local else text
 
+    def drawn_again(self, draw: int) -> CalibrationSet:
+        """The set with its seed increased by `draw`: other rows of its sources, and other languages assigned to them.
+
+        What `samples: all` takes stays as it is.
+        """
+        if not draw:
+            return self
+        sources = tuple(
+            source.model_copy(update={"order": f"{source.order}:{draw}"}) if source.order else source
+            for source in self.sources
+        )
+        return self.model_copy(update={"seed": self.seed + draw, "sources": sources})
+
     def assigned_before(self, index: int, kind: Kind) -> int:
         """How many samples of the sources before number `index` are assigned a language of a kind."""
         counts = (source.samples for source in self.sources[:index] if kind in source.assigns)

@@ -108,15 +108,23 @@ class ActivationStream:
         self.left.flat.copy_(other.left.flat)
         self._states.pop(number, None)
 
+    def begin(self, number: int) -> ActivationStore:
+        """Fill `left` with the states that enter a layer, for a caller that takes it through the layer in place."""
+        self.left = self.states(number + 1)
+        self.left.flat.copy_(self.states(number).flat)
+        self._states.pop(number)
+        return self.left
+
     def finish(self, number: int, layer: DecoderLayer) -> None:
         """Take them through the second half; a QuantizeError if an output is not finite."""
         where = f"{self.name}: layer {number}"
         finish(self.model, layer, self.left, where, self._check, chosen=self.chosen)
-        if self._durable:
-            self._keep(number + 1)
+        self.keep(number + 1)
 
-    def _keep(self, layer: int) -> None:
-        """Write the states that enter a layer to their file, and flush it."""
+    def keep(self, layer: int) -> None:
+        """Write the states that enter a layer to their file if they are durable, and flush it."""
+        if not self._durable:
+            return
         whole = self._whole(layer) if self._dist.is_main and not self._in_files else self.left
         if not self._in_files:
             self.left.collect(whole.flat if self._dist.is_main else None)

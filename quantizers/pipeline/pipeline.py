@@ -336,14 +336,19 @@ def _make_output(job: Job, options: Options, work: Path, check: Callable[[], Non
     write_text("", work / "moving")
 
 
+def refuse_library(job: Job, dist: ProcessGroup) -> None:
+    """Raise an InputError if the recipe's engine cannot share its work among the processes."""
+    if dist.is_distributed and job.recipe.experts.engine != "gram":
+        raise InputError(
+            f"{job.path}: experts.engine: {job.recipe.experts.engine} works in one process; start quantize without "
+            "torchrun, or choose gram"
+        )
+
+
 def _read_inputs(job: Job, dist: ProcessGroup, work: Path) -> _Inputs:
     """Read and tokenize all sets before anything slow, so that a fault in one is found now."""
     recipe, sizes, trusted = job.recipe, job.sizes, job.recipe.source.trusts_tokenizer
-    if dist.is_distributed and recipe.experts.engine != "gram":
-        raise InputError(
-            f"{job.path}: experts.engine: {recipe.experts.engine} works in one process; start quantize without "
-            "torchrun, or choose gram"
-        )
+    refuse_library(job, dist)
     pins: dict[str, list[Pin]] = {}
 
     def read(name: str, target: str, title: str = "calibration", **chosen: Any) -> CalibrationData:

@@ -55,7 +55,7 @@ from quantizers.model.activation_stream import ActivationStream, embed
 from quantizers.model.kv_cache import Peaks, scales_of
 from quantizers.model.layer_forward import attend, finish, observe, run_whole
 from quantizers.model.layer_weights import ExpertWeights
-from quantizers.model.moe_inputs import moe_input_store, route_counts
+from quantizers.model.moe_inputs import MoeInputStore, moe_input_store, route_counts
 from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 from quantizers.output import journal
 from quantizers.planning.device_memory import Place
@@ -355,16 +355,20 @@ class Quantizer:
     Args:
         stream: its held-out states.
         lengths: calibration tokens of each sequence.
-        writer: writes and audits shards in the background.
+        writer: writes and audits shards in the background; None to write nothing, and to make a layer only when its
+            texts pass through it, so that layers of several of these are not in memory together.
         reread: whether a layer's tensors are read again after it.
+        states: instead of new ones.
 
     Attributes:
         states: the calibration states between the layers.
-        moe_inputs: what the experts of the last layer were called with.
+        moe_inputs: what the experts of the last layer were called with; without a writer, the caller's to make and
+            remove.
         made: the tensors of the layer that was made last; with `reread` until the next one, else until they are read.
     """
 
     made: LoadedTensors
+    moe_inputs: MoeInputStore
 
     def __init__(
         self,
@@ -374,8 +378,9 @@ class Quantizer:
         context: Context,
         lengths: Sequence[int],
         *,
-        writer: ShardWriter[ShardDigest, LayerAudit],
-        reread: bool,
+        writer: ShardWriter[ShardDigest, LayerAudit] | None = None,
+        reread: bool = False,
+        states: ActivationStore | None = None,
     ) -> None:
         self.job, self.model, self.stream, self.context, self.writer = job, model, stream, context, writer
         self._reread = reread
@@ -392,8 +397,11 @@ class Quantizer:
                 pin(made.flat, model.device)
             return made
 
-        self.states = rows(context.states, "states", model.row_width, model.dtype, context.dist)
-        self.moe_inputs = moe_input_store(partial(rows, context.inputs), job.sizes, model.dtype)
+        new = partial(rows, context.states, "states", model.row_width, model.dtype, context.dist)
+        self.states = new() if states is None else states
+        self.new_inputs = partial(moe_input_store, partial(rows, context.inputs), job.sizes, model.dtype)
+        if writer:
+            self.moe_inputs = self.new_inputs()
         self._packed = PinnedBuffers(model.device)  # a process has two shards on their way at most
         self._solved: Entry = {}
         self._peaks: list[float] = []  # of the keys and of the values of the layer that was observed last
@@ -408,12 +416,14 @@ class Quantizer:
         return sequences
 
     def prepare(self, step: LayerStep, layer: DecoderLayer) -> None:
-        """Make the quantized layer, unless its attention is another than the source's: then `layer` does."""
-        if self.job.plan.attention == "keep":
+        """Make the quantized layer, unless its attention is another than the source's, or nothing is written: then
+        `layer` does.
+        """
+        if self.writer and self.job.plan.attention == "keep":
             self._make(step, layer, step.on_device, {})
 
-    def _make_converted(self, step: LayerStep) -> None:
-        """The same behind converted attention, whose output the experts are solved from."""
+    def _make_later(self, step: LayerStep) -> None:
+        """The same once the source's module is freed, behind the output's attention, from which experts are solved."""
         plan, number = self.job.plan, step.number
         linears = converted_tensors(plan, number, step.on_device, self.model.device)
         others = {
@@ -491,7 +501,7 @@ class Quantizer:
         Args:
             made: its tensors that were neither solved nor kept.
         """
-        job, number, source, writes = self.job, step.number, step.source, self.writer.has_turn(step.number)
+        job, number, source, writer = self.job, step.number, step.source, self.writer
         path = self.context.work / "output" / job.plan.shard_file(number)
         doing("packing")
         tensors = layer_tensors(
@@ -502,28 +512,28 @@ class Quantizer:
             made=made,
             near=step.on_device,
             buffers=self._packed,
-            written=writes,
+            written=writer is not None and writer.has_turn(number),
         )
         self.made = in_memory = tensors_in_memory(source, tensors.device, path)
         self._solved = of_solution(solved) | ({"kv_peaks": self._peaks} if job.plan.kv_scales(number) else {})
-        if writes:
+        if writer and writer.has_turn(number):
             host = tensors.host
-            if self.writer.pending:  # the source's memory gets other bytes before the shard is on disk
+            if writer.pending:  # the source's memory gets other bytes before the shard is on disk
                 host = {name: tensor.clone() if source.holds(tensor) else tensor for name, tensor in host.items()}
-            self.writer.begin(
+            writer.begin(
                 number,
                 partial(_audit_shard, job, number, step.on_device, in_memory, self.context.device),
                 partial(write_shard, host, path, kept_hashes(job.plan, number, source), job.plan.unread(number)),
             )
-        else:
-            self.writer.skip(number)
+        elif writer:
+            writer.skip(number)
         step.watch.lap("pack")
 
     @contextlib.contextmanager
     def layer(self, step: LayerStep) -> Iterator[DecoderLayer]:
         """The quantized layer, read from the tensors that are being written; calibration passes through it first."""
-        if self.job.plan.attention != "keep":
-            self._make_converted(step)
+        if not self.writer or self.job.plan.attention != "keep":
+            self._make_later(step)
         with self.model.layer(step.number, self.made) as layer:
             if not self._reread:
                 del self.made

@@ -1,0 +1,293 @@
+"""Figures of calibration sets that were measured side by side: of each set, of each pair of sets, of each source.
+
+Everything here is over the short texts, as in a report; the long ones are one more field. See estimate.py for how
+intervals, p-values and verdicts come about.
+
+Legend: K draws, n texts, L layers with experts that were quantized, C categories, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from eval.coverage.compare import SIDES, compare_counts
+from eval.coverage.routing import Routed
+from eval.fidelity.metrics import Text, groups, parts
+from eval.fidelity.paired import FEWEST
+from quantizers.recipe.schema import CoverageGate
+
+from .estimate import ERROR, POWER, Estimate, Verdict, holm, log_ratio, verdict
+
+EFFECTS: dict[Verdict, str] = {"worse": "helps", "better": "hurts"}  # of what is left out; other verdicts as they are
+
+
+@dataclass(frozen=True)
+class MeasuredSet:
+    """What was measured of one set's draws.
+
+    Attributes:
+        label: what to call it, distinct among the sets.
+        name, file: as in the set, and where it was read.
+        samples, tokens: (K) of each draw.
+        different: how many of the draws hold different texts.
+        kl, top1, nll: (K, n) sums over each text's scored tokens, see `eval.fidelity.metrics.Measured`.
+        same: (K, n) the source's expert choices that the output makes too.
+        hidden_error: (K, layers).
+        routed: calibration tokens routed to each expert, of all draws together.
+    """
+
+    label: str
+    name: str
+    file: str
+    samples: list[int]
+    tokens: list[int]
+    different: int
+    kl: np.ndarray
+    top1: np.ndarray
+    nll: np.ndarray
+    same: np.ndarray
+    hidden_error: np.ndarray
+    routed: Routed
+
+    @property
+    def draws(self) -> int:
+        """K."""
+        return len(self.kl)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The texts that all sets were measured on.
+
+    Attributes:
+        nll: (n,), the source's −log p, summed over each text's scored tokens.
+        choices: (n,), the source's expert choices, in all layers.
+    """
+
+    texts: Sequence[Text]
+    nll: np.ndarray
+    choices: np.ndarray
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Scored tokens of each, (n,)."""
+        return np.array([len(text.tokens) - 1 for text in self.texts], dtype=float)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """`ScoredText` of eval/report/set_comparison.py, of each text."""
+        return [
+            {"place": text.place, "category": text.category, "tokens": len(text.tokens) - 1, "long": text.long}
+            for text in self.texts
+        ]
+
+    @property
+    def top(self) -> list[int]:
+        """Indices of the texts of all figures but those of the long ones."""
+        return parts(self.texts)[0]
+
+    @property
+    def fields(self) -> dict[str, tuple[str, list[int]]]:
+        """The kind of each field, and the indices of its texts."""
+        top, long = parts(self.texts)
+        found = groups([self.texts[i].category for i in top])
+        named = {
+            name: (kind, [top[i] for i in members])
+            for kind, of_kind in (("family", found["families"]), ("category", found["categories"]))
+            for name, members in of_kind.items()
+        }  # a family that is one category alone is that category
+        return named | ({"long texts": ("long", long)} if long else {})
+
+
+def comparison(sets: Sequence[MeasuredSet], scored: Scored, rule: CoverageGate, error: float = ERROR) -> dict[str, Any]:
+    """`sets` and `pairs` of `SetComparison` in eval/report/set_comparison.py.
+
+    Args:
+        sets: two or more, with equally many draws.
+        rule: what a covered expert is.
+        error: the probability that an interval misses the truth.
+    """
+    pairs = list(combinations(sets, 2))
+    estimates = [log_ratio(b.kl[:, scored.top], a.kl[:, scored.top]) for a, b in pairs]
+    adjusted = holm([one.p for one in estimates])
+    return {
+        "sets": [set_figures(one, scored, error) for one in sets],
+        "pairs": [
+            {
+                "first": a.label,
+                "other": b.label,
+                **_difference(estimate, p, error),
+                "detectable": _or_none(estimate.detectable(error)),
+                "words": pair_words(a, b, estimate, verdict(estimate, p, error), scored, error),
+                "fields": _field_differences(a, b, scored, error),
+                "routing": _routing(a, b, rule),
+            }
+            for (a, b), estimate, p in zip(pairs, estimates, adjusted, strict=True)
+        ],
+    }
+
+
+def set_figures(one: MeasuredSet, scored: Scored, error: float = ERROR) -> dict[str, Any]:
+    """`SetFigures` of eval/report/set_comparison.py."""
+    top, tokens = scored.top, np.broadcast_to(scored.tokens, one.kl.shape)
+    source_nll, choices = (np.broadcast_to(array, one.kl.shape) for array in (scored.nll, scored.choices))
+
+    def mean(sums: np.ndarray, of: np.ndarray, members: Sequence[int]) -> dict[str, Any]:
+        estimate = log_ratio(sums[:, members], of[:, members])
+        ends = estimate.interval(error)
+        return {"mean": math.exp(estimate.value), "interval": ends and [math.exp(end) for end in ends]}
+
+    mean_nll = float(scored.nll[top].sum() / scored.tokens[top].sum())
+    worse = log_ratio(one.nll[:, top], source_nll[:, top])
+
+    def increase(log: float) -> float:
+        return math.expm1(mean_nll * math.expm1(log))
+
+    ends = worse.interval(error)
+    errors = one.hidden_error
+    return {
+        "label": one.label,
+        "name": one.name,
+        "file": one.file,
+        "draws": one.different,
+        "samples": one.samples,
+        "tokens": one.tokens,
+        "kl": mean(one.kl, tokens, top) | {"per_draw": (one.kl[:, top].sum(1) / scored.tokens[top].sum()).tolist()},
+        "kl_by_text": (one.kl / scored.tokens).tolist(),
+        "top1": mean(one.top1, tokens, top),
+        "perplexity": {
+            "source": math.exp(mean_nll),
+            "candidate": math.exp(mean_nll) * (1 + increase(worse.value)),
+            "increase": increase(worse.value),
+            "interval": ends and [increase(end) for end in ends],
+        },
+        "router": mean(one.same, choices, top) if scored.choices.any() else None,
+        "hidden_error": [
+            {"mean": float(row.mean()), "low": float(row.min()), "high": float(row.max())} for row in errors.T
+        ],
+        "fields": {
+            name: {
+                "kind": kind,
+                "texts": len(members),
+                "tokens": int(scored.tokens[members].sum()),
+                "kl": mean(one.kl, tokens, members),
+            }
+            for name, (kind, members) in scored.fields.items()
+        },
+    }
+
+
+def _difference(estimate: Estimate, adjusted: float, error: float) -> dict[str, Any]:
+    ends = estimate.interval(error)
+    return {
+        "change": estimate.change,
+        "interval": ends and [math.expm1(end) for end in ends],
+        "p": estimate.p,
+        "adjusted": adjusted,
+        "verdict": verdict(estimate, adjusted, error),
+    }
+
+
+def _field_differences(a: MeasuredSet, b: MeasuredSet, scored: Scored, error: float) -> list[dict[str, Any]]:
+    """Of each field, tested together."""
+    fields = scored.fields
+    estimates = [log_ratio(b.kl[:, members], a.kl[:, members]) for _, members in fields.values()]
+    tested = [n for n, one in enumerate(estimates) if one.resamples is not None]
+    adjusted = dict(zip(tested, holm([estimates[n].p for n in tested]), strict=True))
+    return [
+        {
+            "name": name,
+            "kind": kind,
+            "texts": len(members),
+            "first": float(a.kl[:, members].mean(0).sum() / scored.tokens[members].sum()),
+            "other": float(b.kl[:, members].mean(0).sum() / scored.tokens[members].sum()),
+            **_difference(estimate, adjusted.get(n, 1.0), error),
+        }
+        for n, ((name, (kind, members)), estimate) in enumerate(zip(fields.items(), estimates, strict=True))
+    ]
+
+
+def _routing(a: MeasuredSet, b: MeasuredSet, rule: CoverageGate) -> dict[str, Any]:
+    found = compare_counts(a.routed, b.routed, rule)
+    for side, one in zip(SIDES, (a, b), strict=True):
+        found[side] |= {"name": one.name, "file": one.file, "label": one.label}
+    return found
+
+
+def pair_words(
+    a: MeasuredSet, b: MeasuredSet, estimate: Estimate, found: Verdict, scored: Scored, error: float = ERROR
+) -> str:
+    """A sentence on which of two sets is better."""
+    count, ends = len(scored.top), estimate.interval(error)
+    if found == "too few texts":
+        return f"{a.label}, {b.label}: {_too_few(count)}"
+    if ends is None or found == "no difference":
+        seen = estimate.detectable(error)
+        could = f"; {percent(math.expm1(seen))} would have been seen" if seen else ""
+        what = f"{b.label} and {a.label}: no difference"
+        return f"{what} that {_amount(a.draws, 'draw')} of {count} texts could show{could}"
+    ends = [abs(math.expm1(end)) for end in ends]
+    between = f"{percent(min(ends), False)} to {percent(max(ends), False)}"
+    return f"{b.label} is {found} than {a.label} by {percent(abs(estimate.change))} ({between})"
+
+
+def source_effects(
+    whole: MeasuredSet, without: Sequence[MeasuredSet], scored: Scored, error: float = ERROR
+) -> list[dict[str, Any]]:
+    """`sources` of `SourceEffects` in eval/report/set_comparison.py: what the whole set loses without each source.
+
+    Args:
+        without: the same draws without one source, whose name is the label; `samples` and `tokens` are what it had.
+    """
+    top = scored.top
+    estimates = [log_ratio(one.kl[:, top], whole.kl[:, top]) for one in without]
+    adjusted = holm([one.p for one in estimates])
+    rows = []
+    for one, estimate, p in zip(without, estimates, adjusted, strict=True):
+        found = _difference(estimate, p, error)
+        effect = EFFECTS.get(found["verdict"], found["verdict"])
+        words = {
+            "helps": f"helps: without it KL is {percent(found['change'])} larger",
+            "hurts": f"hurts: without it KL is {percent(-found['change'])} smaller",
+            "too few texts": _too_few(len(top)),
+        }
+        seen = estimate.detectable(error)
+        could = f"; {percent(math.expm1(seen))} would have been seen" if seen else ""
+        row = {"source": one.label, "texts": one.samples, "tokens": one.tokens, **found, "verdict": effect}
+        rows.append(row | {"words": words.get(effect, f"makes no difference that could be seen{could}")})
+    return sorted(rows, key=lambda row: -row["change"])
+
+
+def decided(pairs: Sequence[dict[str, Any]]) -> bool:
+    """Whether every pair has a verdict that further draws are not needed for."""
+    return all(pair["verdict"] in ("better", "worse", "too few texts") for pair in pairs)
+
+
+def percent(value: float, unit: bool = True) -> str:
+    """A share in percent: `12 %`, `4.1 %`, `0.35 %`."""
+    digits = 0 if abs(value) >= 0.0995 else 1 if abs(value) >= 0.00995 else 2
+    return f"{100 * value:.{digits}f}" + " %" * unit
+
+
+def _too_few(texts: int) -> str:
+    return f"too few texts ({texts}) for a verdict, or too few that differ; {FEWEST} are needed"
+
+
+def _amount(count: int, what: str) -> str:
+    return f"{count} {what}{'s' if count != 1 else ''}"
+
+
+def _or_none(log: float | None) -> float | None:
+    return None if log is None else math.expm1(log)
+
+
+NOTES = {
+    "power": f"What would have been seen is the difference that is found with a probability of {POWER:.0%}.",
+    "fields": "Fields are tested together with Holm's correction; their intervals are not widened.",
+}

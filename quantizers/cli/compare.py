@@ -1,0 +1,161 @@
+"""`quantize compare` and `quantize calibration why`: parse, call, print."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Context, Option
+
+from quantizers.commands.compare import DRAWS
+from quantizers.distributed.process_group import ProcessGroup
+from quantizers.system.formatting import parse_bytes
+
+from . import common
+
+Draws = Annotated[int, Option(min=1, help="of each set; draw n is the set with its seed increased by n")]
+Tokens = Annotated[
+    int | None, Option(min=1, help="calibration tokens of a draw; the recipe's, or else the whole set, by default")
+]
+Layers = Annotated[
+    str | None,
+    Option(metavar="first:N", help="quantize the first N layers alone, which is quicker; the others are the source's"),
+]
+Data = Annotated[str | None, Option(metavar="SET", help="held-out set; the recipe's by default")]
+Override = Annotated[
+    list[str] | None,
+    Option(metavar="KEY=VALUE", help="override a key of the recipe, such as experts.bits=3; may be repeated"),
+]
+Work = Annotated[
+    Path | None,
+    Option(metavar="DIR", help="folder for states and a journal; an interrupted comparison resumes from it"),
+]
+
+
+def compare(
+    *,
+    context: Context,
+    recipe: common.Recipe,
+    sets: Annotated[
+        list[str],
+        Option("--set", metavar="SET", help="a calibration set: a file, or the name of a shipped one; two or more"),
+    ],
+    draws: Draws = DRAWS,
+    at_most: Annotated[
+        int | None,
+        Option(min=1, help="while a pair of sets is undecided, draw as many again, up to these; keeps the error rate"),
+    ] = None,
+    tokens: Tokens = None,
+    layers: Layers = None,
+    data: Data = None,
+    source: common.Source = None,
+    override: Override = None,
+    picture: Annotated[Path, Option(metavar="FILE", help="file for the plot")] = Path("compare.png"),
+    no_picture: common.NoPicture = False,
+    device: common.Device = "auto",
+    device_memory: common.DeviceMemory = None,
+    work: Work = None,
+    trust_remote_code: common.TrustRemoteCode = False,
+    as_json: common.Json = False,
+    debug: common.Debug = False,
+) -> None:
+    """Find out which calibration set gives the better output, whichever samples are drawn from it.
+
+    The recipe's model is quantized with several draws of each set, in one pass over its source, and measured on the
+    held-out texts; nothing is written. Intervals and verdicts cover both the draws and the texts.
+
+    Example: quantize compare tiny-minimax-m2-fp8-int4 --set embedded --set mine.yaml --tokens 16384
+    """
+    from eval.report.set_comparison import sets_table
+
+    from quantizers.commands.compare import compare as compare_sets
+
+    dist: ProcessGroup = context.obj
+    found = compare_sets(
+        recipe,
+        sets,
+        draws=draws,
+        at_most=at_most,
+        tokens=tokens,
+        layers=layers,
+        data=data,
+        source=source,
+        settings=override or (),
+        device=device,
+        device_memory=parse_bytes(device_memory, "--device-memory") if device_memory else None,
+        work=work,
+        trust_remote_code=trust_remote_code,
+        dist=dist,
+    ).figures
+    if not dist.is_main:
+        return
+    text = sets_table(found)
+    if not no_picture:
+        from eval.report.set_figures import sets_figure
+
+        from eval.report.plots import save
+
+        save(sets_figure(found), picture)
+        text += f"\n\npicture: {picture}"
+    common.emit(found, as_json, text)
+
+
+def why(
+    *,
+    context: Context,
+    set_: Annotated[str, Argument(metavar="SET", help="a set's file, or the name of a shipped set")],
+    recipe: Annotated[
+        str, Option(metavar="RECIPE", help="recipe whose source, experts and held-out set are used")
+    ] = "tiny-minimax-m2-fp8-int4",
+    draws: Draws = DRAWS,
+    tokens: Tokens = None,
+    layers: Layers = None,
+    data: Data = None,
+    source: common.Source = None,
+    override: Override = None,
+    picture: Annotated[Path, Option(metavar="FILE", help="file for the plot")] = Path("why.png"),
+    no_picture: common.NoPicture = False,
+    device: common.Device = "auto",
+    device_memory: common.DeviceMemory = None,
+    work: Work = None,
+    trust_remote_code: common.TrustRemoteCode = False,
+    as_json: common.Json = False,
+    debug: common.Debug = False,
+) -> None:
+    """Find out which sources of a set help, which hurt, and which make no difference.
+
+    Each source is taken out of the same draws, and nothing takes its place; see `quantize compare`.
+
+    Example: quantize calibration why embedded --tokens 16384
+    """
+    from eval.report.set_comparison import sources_table
+
+    from quantizers.commands.compare import why as effects_of_sources
+
+    dist: ProcessGroup = context.obj
+    found = effects_of_sources(
+        set_,
+        recipe,
+        draws=draws,
+        tokens=tokens,
+        layers=layers,
+        data=data,
+        source=source,
+        settings=override or (),
+        device=device,
+        device_memory=parse_bytes(device_memory, "--device-memory") if device_memory else None,
+        work=work,
+        trust_remote_code=trust_remote_code,
+        dist=dist,
+    ).figures
+    if not dist.is_main:
+        return
+    text = sources_table(found)
+    if not no_picture:
+        from eval.report.set_figures import sources_figure
+
+        from eval.report.plots import save
+
+        save(sources_figure(found), picture)
+        text += f"\n\npicture: {picture}"
+    common.emit(found, as_json, text)

@@ -1,0 +1,422 @@
+"""Which of several calibration sets is better, and which sources of a set are: `quantizers.compare` and `why`."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from quantizers.planning.job import Job, prepare
+from quantizers.recipe.read import changes_of, find_set, set_location
+from quantizers.recipe.schema import CoverageGate
+from quantizers.system.errors import CalibrationError, InputError
+
+if TYPE_CHECKING:
+    import torch
+
+    from eval.fidelity.scoring import HeldOut
+    from eval.sets.figures import MeasuredSet, Scored
+    from quantizers.calibration.samples import CalibrationData
+    from quantizers.pipeline.lanes import Measured
+
+FIRST = "first:"
+DRAWS = 5
+
+
+@dataclass(frozen=True)
+class SetComparison:
+    """The result of `compare` or `why`.
+
+    Attributes:
+        figures: what `--json` prints, see eval/report/set_comparison.py; empty in ranks except 0.
+    """
+
+    figures: dict[str, Any]
+
+
+def compare(
+    recipe: str | Path,
+    sets: Sequence[str | Path],
+    *,
+    draws: int = DRAWS,
+    at_most: int | None = None,
+    tokens: int | None = None,
+    layers: str | None = None,
+    data: str | Path | None = None,
+    source: str | Path | None = None,
+    settings: Mapping[str, Any] | Sequence[str] = (),
+    device: str = "auto",
+    device_memory: int | None = None,
+    work: str | Path | None = None,
+    trust_remote_code: bool = False,
+    dist: ProcessGroup = SINGLE_PROCESS,
+) -> SetComparison:
+    """Find out which calibration set gives the better output, whichever samples are drawn from it.
+
+    Every set is drawn several times. The recipe's model is quantized with each draw, all in one pass over its source,
+    and measured on the held-out texts; nothing is written.
+
+    Args:
+        recipe: whose source, experts and held-out set are used.
+        sets: two or more, files or names of shipped sets.
+        draws: of each set; draw n of a set is the set with its seed increased by n.
+        at_most: as long as a pair is undecided, draw as many again, up to these. Each look has an equal share of the
+            probability of error (Bonferroni).
+        tokens: calibration tokens of a draw; the recipe's by default, or else each set as it is.
+        layers: `first:N` to quantize the first N layers alone; the others keep the source's experts.
+        data: the held-out set; the recipe's by default.
+        source, settings: of the recipe, as in `quantizers.run`.
+        device, device_memory: as in `quantizers.run`.
+        work: folder for states and a journal, from which an interrupted comparison resumes; a temporary one by default.
+        trust_remote_code: allow custom tokenizer code.
+        dist: the processes that share the work; each of them calls this.
+
+    Raises:
+        InputError: something that was given is wrong; a line for each set that is.
+        QuantizeError: the model's states are not finite, or there is no room for them. Interrupted: by a signal.
+    """
+    from eval.sets.estimate import ERROR
+    from eval.sets.figures import NOTES, comparison, decided
+
+    if len(sets) < 2:
+        raise InputError("give two sets or more, each with --set")
+    most = draws if at_most is None else at_most
+    if most < draws:
+        raise InputError(f"--at-most {most}: is less than --draws {draws}; give more, or leave it out")
+    looks = -(-most // draws)
+    files = [find_set(str(name)) for name in sets]
+    for number, file in enumerate(files):
+        if file.resolve() in [one.resolve() for one in files[:number]]:
+            raise InputError(f"--set {file}: is given twice; give each set once")
+    with _asked(
+        recipe, files, tokens, layers, data, source, settings, device, device_memory, work, trust_remote_code, dist
+    ) as asked:
+        drawn: list[list[CalibrationData]] = [[] for _ in files]
+        lanes: list[list[Measured]] = [[] for _ in files]
+        for look in range(looks):
+            numbers = range(look * draws, min((look + 1) * draws, most))
+            now = [[asked.load(file, number) for number in numbers] for file in files]
+            found, scored = asked.measure(f"draws-{look}", now)
+            drawn = [[*before, *more] for before, more in zip(drawn, now, strict=True)]
+            lanes = [[*before, *more] for before, more in zip(lanes, found, strict=True)]
+            labels = _labels([one[0].name for one in drawn], files)
+            measured = [asked.of_set(*one) for one in zip(labels, files, drawn, lanes, strict=True)]
+            result = comparison(measured, scored, asked.rule, ERROR / looks)
+            if decided(result["pairs"]):
+                break
+        notes = [*asked.notes, *(NOTES.values()), *_of_draws(measured, asked.tokens)]
+        if looks > 1:
+            notes.append(
+                f"{look + 1} of at most {looks} looks; each has an error of {ERROR / looks:.3g}, so that all together "
+                f"have one of {ERROR:.2g} at most (Bonferroni)"
+            )
+        about: dict[str, Any] = {"draws": measured[0].draws, "looks": looks, "error": ERROR / looks}
+        about |= {"texts": scored.rows, "notes": notes}
+        return SetComparison(asked.about | about | result if dist.is_main else {})
+
+
+def why(
+    set_: str | Path,
+    recipe: str | Path,
+    *,
+    draws: int = DRAWS,
+    tokens: int | None = None,
+    layers: str | None = None,
+    data: str | Path | None = None,
+    source: str | Path | None = None,
+    settings: Mapping[str, Any] | Sequence[str] = (),
+    device: str = "auto",
+    device_memory: int | None = None,
+    work: str | Path | None = None,
+    trust_remote_code: bool = False,
+    dist: ProcessGroup = SINGLE_PROCESS,
+) -> SetComparison:
+    """Find out which sources of a calibration set help, which hurt, and which make no difference.
+
+    Each source's samples are taken out of the same draws of the set, and nothing takes their place. Arguments and
+    errors are those of `compare`.
+    """
+    from eval.sets.figures import NOTES, set_figures, source_effects
+    from quantizers.calibration.samples import digest_of
+
+    file = find_set(str(set_))
+    with _asked(
+        recipe, [file], tokens, layers, data, source, settings, device, device_memory, work, trust_remote_code, dist
+    ) as asked:
+        drawn = [asked.load(file, number) for number in range(draws)]
+        names = list(dict.fromkeys(sample.source for one in drawn for sample in one.samples))
+        if len(names) < 2:
+            raise InputError(f"{file}: all its samples are of {names[0]}; a set of several sources can be asked about")
+
+        def without(name: str) -> list[CalibrationData]:
+            kept = [tuple(sample for sample in one.samples if sample.source != name) for one in drawn]
+            if not all(kept):
+                raise InputError(f"{file}: a draw without {name} holds no sample; draw more --tokens")
+            return [replace(one, samples=few, digest=digest_of(few)) for one, few in zip(drawn, kept, strict=True)]
+
+        cut = [without(name) for name in names]
+        (of_whole, *of_cut), scored = asked.measure("draws-0", [drawn, *cut])
+        whole = asked.of_set(drawn[0].name, file, drawn, of_whole)
+        left_out = []
+        for name, fewer, lanes in zip(names, cut, of_cut, strict=True):
+            one = asked.of_set(name, file, fewer, lanes)
+            samples, tokens_ = (
+                [a - b for a, b in zip(*both, strict=True)]
+                for both in ((whole.samples, one.samples), (whole.tokens, one.tokens))
+            )
+            left_out.append(replace(one, samples=samples, tokens=tokens_))
+        result = {"set": set_figures(whole, scored), "sources": source_effects(whole, left_out, scored)}
+        notes = [*asked.notes, NOTES["power"], *_of_draws([whole], asked.tokens)]
+        about = {"draws": draws, "texts": scored.rows, "notes": notes}
+        return SetComparison(asked.about | about | result if dist.is_main else {})
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What both commands prepare.
+
+    Attributes:
+        about: what begins their results.
+        notes: what a reader should know; filled as sets are loaded.
+    """
+
+    job: Job
+    held: HeldOut
+    tokens: int | None
+    quantized: int
+    device: torch.device
+    limit: int | None
+    work: Path
+    check: Callable[[], None]
+    trust_remote_code: bool
+    dist: ProcessGroup
+    about: dict[str, Any]
+    notes: list[str]
+
+    @property
+    def rule(self) -> CoverageGate:
+        """What a covered expert is."""
+        return (self.job.recipe.verify and self.job.recipe.verify.coverage) or CoverageGate()
+
+    def load(self, file: Path, draw: int) -> CalibrationData:
+        """One draw of a set, the same in all processes."""
+        from quantizers.calibration.load_set import load_set, said
+
+        def read() -> CalibrationData:
+            data = load_set(
+                file,
+                self.job.opened.folder,
+                self.trust_remote_code,
+                self.tokens,
+                draw=draw,
+                run=self.work / "calibration",
+                positions=self.job.sizes.positions,
+            )
+            return said(data, str(file)) if draw == 0 else data
+
+        data: CalibrationData = self.dist.broadcast_object(read() if self.dist.is_main else None)
+        held = {text.tokens.numpy().tobytes() for text in self.held.texts}
+        shared = sum(sample.tokens.astype("int64").tobytes() in held for sample in data.samples)
+        if shared and draw == 0:
+            self.notes.append(f"{file}: {shared} of its texts are held-out texts too, so its KL is too small")
+        return data
+
+    def measure(self, folder: str, sets: Sequence[Sequence[CalibrationData]]) -> tuple[list[list[Measured]], Scored]:
+        """What was measured of each draw of each set; draws with the same texts are measured once."""
+        import numpy as np
+
+        from eval.sets.figures import Scored
+        from quantizers.calibration.samples import identity
+        from quantizers.checkpoint.source_identity import source_stats
+        from quantizers.device.devices import fingerprint
+        from quantizers.output.journal import refuse_changes
+        from quantizers.pipeline.lanes import lanes_context, measure_lanes
+
+        lanes = list({_texts_of(data): data for draws in sets for data in draws}.items())
+        numbers = {key: number for number, (key, _) in enumerate(lanes)}
+        work, texts = self.work / folder, self.held.texts
+        draws = [data for _, data in lanes]
+        if self.dist.is_main:
+            work.mkdir(parents=True, exist_ok=True)
+            settings = {
+                "lanes": [identity(data.samples) for data in draws],
+                "held_out": self.held.identity,
+                "experts": self.job.recipe.settings()["experts"],
+                "attention": self.job.recipe.attention,
+                "source": source_stats(self.job.opened),
+                "quantized": self.quantized,
+                "machine": fingerprint(self.device),
+            }
+            refuse_changes(work, settings, self.work, "lanes.json")
+            each = "one pass" if len(draws) == 1 else f"{len(draws)} draws in one pass"
+            print(f"{each} over {self.job.opened.name}, on {len(texts)} texts", file=sys.stderr, flush=True)
+        self.dist.barrier()
+        context = lanes_context(self.job, draws, texts, self.device, work, self.check, self.dist, self.limit)
+        nll, measured = measure_lanes(self.job, draws, texts, context, self.quantized)
+        sizes = self.job.sizes
+        choices = np.array([len(text.tokens) * sizes["chosen"] * len(sizes.moe_layers) for text in texts], dtype=float)
+        return [[measured[numbers[_texts_of(data)]] for data in one] for one in sets], Scored(texts, nll, choices)
+
+    def of_set(
+        self, label: str, file: Path, draws: Sequence[CalibrationData], lanes: Sequence[Measured]
+    ) -> MeasuredSet:
+        """The draws of one set together."""
+        import numpy as np
+
+        from eval.coverage.routing import Routed
+        from eval.sets.figures import MeasuredSet
+        from quantizers.calibration.samples import category_names
+
+        names = tuple(sorted({sample.category for data in draws for sample in data.samples}))
+        tokens = np.zeros(len(names), dtype=np.int64)
+        layers = tuple(number for number in self.job.sizes.moe_layers if number < self.quantized)
+        counts = np.zeros((len(layers), len(names), self.job.sizes["experts"]), dtype=np.int64)
+        for data, lane in zip(draws, lanes, strict=True):
+            rows = [names.index(name) for name in category_names(data.samples)]
+            counts[:, rows] += np.stack(lane.routed)
+            for sample in data.samples:
+                tokens[names.index(sample.category)] += len(sample.tokens)
+        none = np.zeros_like(counts)
+        arrays = {key: np.stack([getattr(one, key) for one in lanes]) for key in ("kl", "top1", "nll", "same")}
+        return MeasuredSet(
+            label,
+            draws[0].name,
+            str(file),
+            [len(data.samples) for data in draws],
+            [sum(len(sample.tokens) for sample in data.samples) for data in draws],
+            len({_texts_of(data) for data in draws}),
+            **arrays,
+            hidden_error=np.array([one.hidden_error for one in lanes]),
+            routed=Routed(names, tokens, layers, counts, none, none),
+        )
+
+
+@contextlib.contextmanager
+def _asked(
+    recipe: str | Path,
+    files: Sequence[Path],
+    tokens: int | None,
+    layers: str | None,
+    data: str | Path | None,
+    source: str | Path | None,
+    settings: Mapping[str, Any] | Sequence[str],
+    device: str,
+    device_memory: int | None,
+    work: str | Path | None,
+    trust_remote_code: bool,
+    dist: ProcessGroup,
+) -> Iterator[_Asked]:
+    """Read and check everything, and lend a folder to work in."""
+    _refuse_wrong_sets(files)
+    changes = changes_of(settings)
+    place = Path(source) if source is not None else None
+    job = dist.in_turn(lambda: prepare(str(recipe), source_folder=place, changes=changes))
+    if job.allocation:
+        raise InputError(
+            f"{job.path}: a budget chooses other bits for each set; compare with the same: --override "
+            "experts.budget=null --override experts.bits=4"
+        )
+    gate = job.recipe.verify.perplexity if job.recipe.verify else None
+    if data is not None:
+        held_out_file = find_set(str(data), "held-out")
+    elif gate is not None:
+        held_out_file = set_location(gate.data, job.path)
+    else:
+        raise InputError(f"{job.path}: has no verify.perplexity, so no held-out texts; give --data SET")
+
+    from eval.fidelity.scoring import held_out
+    from quantizers.calibration.load_set import load_set, said
+    from quantizers.device.determinism import ordered
+    from quantizers.device.devices import choose_device, use_threads
+    from quantizers.output.journal import begun_with
+    from quantizers.pipeline.pipeline import refuse_library
+    from quantizers.system.interrupts import interruptible
+
+    refuse_library(job, dist)
+    trusted, depth = trust_remote_code or job.recipe.source.trusts_tokenizer, job.sizes["layers"]
+    read = said(load_set(held_out_file, job.opened.folder, trusted), "held out") if dist.is_main else None
+    held = held_out(dist.broadcast_object(read), job.opened, job.sizes, trusted)
+    quantized = _first(layers, depth, min(job.sizes.moe_layers))
+    tokens = tokens or job.recipe.calibration_tokens
+    about: dict[str, Any] = {"model": job.recipe.source.model, "evaluated_on": held.about}
+    about |= {"solved_layers": quantized, "layers": depth, "tokens": tokens}
+    begun = begun_with(Path(work) / "draws-0", "lanes.json") if work else {}
+    use_threads(job.sizes, dist.broadcast_object(begun.get("threads")), dist)
+    advice = "give the same command again" + (" to resume" if work else "; with --work DIR it would resume")
+    scratch = tempfile.TemporaryDirectory() if work is None else contextlib.nullcontext(str(work))
+    of_part = (
+        f"Only the first {quantized} of {depth} layers are quantized, the others are the source's: KL is of these."
+    )
+    with scratch as folder, interruptible(advice) as interrupt, ordered():
+        yield _Asked(
+            job,
+            held,
+            tokens,
+            quantized,
+            choose_device(device, dist),
+            device_memory,
+            Path(dist.broadcast_object(folder)),
+            dist.watch(interrupt),
+            trusted,
+            dist,
+            about,
+            [of_part] if quantized < depth else [],
+        )
+
+
+def _refuse_wrong_sets(files: Sequence[Path]) -> None:
+    """Read all sets, and raise a CalibrationError with a line for each fault."""
+    from quantizers.calibration.set import read_set
+
+    faults = []
+    for file in files:
+        try:
+            read_set(file)
+        except CalibrationError as fault:
+            faults.append(str(fault))
+    if faults:
+        raise CalibrationError("\n".join(faults))
+
+
+def _first(layers: str | None, depth: int, dense: int) -> int:
+    """How many layers are quantized, where as many have no experts before the first that has."""
+    if layers is None:
+        return depth
+    number = layers.removeprefix(FIRST)
+    if not layers.startswith(FIRST) or not number.isdecimal() or not dense < int(number) <= depth:
+        raise InputError(f"--layers {layers}: is not {FIRST}N with N from {dense + 1} to {depth}; correct it")
+    return int(number)
+
+
+def _texts_of(data: CalibrationData) -> tuple[str, ...]:
+    """What a draw holds, in whatever order."""
+    from quantizers.calibration.samples import digest_of
+
+    return tuple(sorted(digest_of([sample]) for sample in data.samples))
+
+
+def _labels(names: Sequence[str], files: Sequence[Path]) -> list[str]:
+    """What to call sets: their names if those differ; else their files, as short as still distinct."""
+    paths = [file.resolve().with_suffix("") for file in files]
+    shortened = (
+        ["/".join(path.parts[-parts:]) for path in paths] for parts in range(1, max(len(p.parts) for p in paths))
+    )
+    return next(
+        (found for found in (list(names), *shortened) if len(set(found)) == len(found)), [str(p) for p in paths]
+    )
+
+
+def _of_draws(sets: Sequence[MeasuredSet], tokens: int | None) -> list[str]:
+    """What is to be said of draws that say nothing of other draws."""
+    if sets[0].draws == 1:
+        return ["With one draw of each set, intervals cover the texts alone; another draw may decide otherwise."]
+    whole = [one.label for one in sets if one.different == 1]
+    remedy = f"ask for fewer --tokens than {tokens:,}" if tokens else "give --tokens N to draw a part of it"
+    return [
+        f"{label}: every draw is the whole set, so its interval covers the texts alone; {remedy}" for label in whole
+    ]
