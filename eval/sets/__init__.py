@@ -1,1 +1,1 @@
-"""Calibration sets compared by the outputs that they give: estimates that cover draws and texts, and figures of them."""
+"""Calibration sets compared by the outputs that they give: estimates, verdicts, and figures of them."""

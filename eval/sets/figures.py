@@ -97,11 +97,13 @@ class Scored:
         """The kind of each field, and the indices of its texts."""
         top, long = parts(self.texts)
         found = groups([self.texts[i].category for i in top])
+        single = list(found["categories"].values())
         named = {
             name: (kind, [top[i] for i in members])
             for kind, of_kind in (("family", found["families"]), ("category", found["categories"]))
             for name, members in of_kind.items()
-        }  # a family that is one category alone is that category
+            if kind == "category" or members not in single  # a family of one category is that category
+        }
         return named | ({"long texts": ("long", long)} if long else {})
 
 

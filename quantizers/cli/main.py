@@ -16,10 +16,24 @@ from quantizers.system.errors import InputError, QuantizeError, first_line
 from quantizers.system.formatting import gib, printable
 from quantizers.system.interrupts import stoppable
 
-from . import calibration, coverage, evaluate, imatrix, plan, publish, recipes, report, run, serve_check, stitch, verify
+from . import (
+    calibration,
+    compare,
+    coverage,
+    evaluate,
+    imatrix,
+    plan,
+    publish,
+    recipes,
+    report,
+    run,
+    serve_check,
+    stitch,
+    verify,
+)
 from .common import emit
 
-SEVERAL = {"run", "eval", "coverage", "imatrix"}  # commands that work with several processes
+SEVERAL = {"run", "eval", "coverage", "imatrix", "compare", "calibration why"}  # that work with several processes
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -77,6 +91,7 @@ app.command()(plan.plan)
 app.command()(verify.verify)
 app.command()(coverage.coverage)
 app.command()(imatrix.imatrix)
+app.command()(compare.compare)
 app.command(name="eval")(evaluate.evaluate)
 app.command()(serve_check.serve_check)
 app.command()(stitch.stitch)
@@ -84,6 +99,7 @@ app.command()(report.report)
 app.command()(publish.publish)
 app.add_typer(recipes.recipes, name="recipes")
 app.command()(recipes.new)
+calibration.calibration.command()(compare.why)
 app.add_typer(calibration.calibration, name="calibration")
 
 
@@ -97,9 +113,10 @@ def main() -> None:
     try:
         with stoppable(by_launcher=launched() is not None), ordered():
             if ranks := launched():
-                if not {*sys.argv[1:2]} <= SEVERAL:
+                if sys.argv[1:] and not SEVERAL & {sys.argv[1], " ".join(sys.argv[1:3])}:
                     raise InputError(
-                        "only run, eval, coverage and imatrix work with several processes; start this by itself"
+                        "only run, eval, coverage, imatrix, compare and calibration why work with several processes; "
+                        "start this by itself"
                     )
                 from quantizers.distributed.torch_group import init_process_group  # imports torch
 

@@ -28,7 +28,7 @@ import torch
 
 from eval.fidelity.comparison import by_text
 from eval.fidelity.metrics import Text
-from eval.fidelity.scoring import score
+from eval.fidelity.scoring import Scores, score
 from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.checkpoint.loaded_tensors import load_tensors, outside_names
 from quantizers.device.devices import device_limit, forward_dtype, is_accelerator, use_one_arena
@@ -42,7 +42,7 @@ from quantizers.planning.device_memory import Residents, device_memory, held_out
 from quantizers.planning.job import Job
 from quantizers.system.files import write_json
 from quantizers.system.host_memory import available
-from quantizers.system.progress import doing
+from quantizers.system.progress import Step, doing
 
 from .quantize import Quantizer
 
@@ -214,26 +214,35 @@ def _scored(
     entries: Sequence[Sequence[dict[str, Any]]],
 ) -> tuple[np.ndarray, list[Measured]]:
     """The results of `measure_lanes`, from states that have left the last layer and the journal's entries by layer."""
-    stage = partial(rank_0_progress, check=context.check, dist=context.dist)
+    groups = range(0, len(lanes), SCORED_TOGETHER)
     starts = np.cumsum([0, *(len(text.tokens) - 1 for text in texts)])[:-1]
-    of_source, measured = np.zeros(len(texts)), list[Measured]()
-    for first in range(0, len(lanes), SCORED_TOGETHER):
-        group = lanes[first : first + SCORED_TOGETHER]
-        kept = context.work / f"scores-{first}" if context.dist.node == 0 else None
-        if kept:
-            kept.mkdir(exist_ok=True)
-        source, *scores = score([reference, *(lane.stream for lane in group)], texts, stage, kept, dist=context.dist)
-        of_source = np.add.reduceat(source[0], starts)
-        for number, (nll, kl, _, top1) in enumerate(scores, first):
-            sums = {
-                name: np.add.reduceat(column.astype(float), starts)
-                for name, column in (("nll", nll), ("kl", kl), ("top1", top1))
-            }
-            found = [entry[number] for entry in entries]
-            errors = [float(np.sqrt(np.sum(one["difference"]) / np.sum(one["size"]))) for one in found]
-            routed = [np.array(one["routed"], dtype=np.int64) for one in found if one.get("routed")]
-            same = np.sum([one["same"] for one in found], axis=0)
-            measured.append(Measured(**sums, same=same, hidden_error=errors, routed=routed))
+    of_source, scores, measured = np.zeros(len(texts)), list[Scores](), list[Measured]()
+    with rank_0_progress("scoring", len(groups), 0, context.check, context.dist) as shown:
+
+        @contextlib.contextmanager
+        def silent(*_: object) -> Iterator[Step]:
+            yield lambda _: context.check()
+
+        for first in groups:
+            group = lanes[first : first + SCORED_TOGETHER]
+            kept = context.work / f"scores-{first}" if context.dist.node == 0 else None
+            if kept:
+                kept.mkdir(exist_ok=True)
+            streams = [reference, *(lane.stream for lane in group)]
+            source, *of_group = score(streams, texts, silent, kept, dist=context.dist)
+            of_source = np.add.reduceat(source[0], starts)
+            scores += of_group
+            shown(f"{len(scores)} of {len(lanes)} draws")
+    for number, (nll, kl, _, top1) in enumerate(scores):
+        sums = {
+            name: np.add.reduceat(column.astype(float), starts)
+            for name, column in (("nll", nll), ("kl", kl), ("top1", top1))
+        }
+        found = [entry[number] for entry in entries]
+        errors = [float(np.sqrt(np.sum(one["difference"]) / np.sum(one["size"]))) for one in found]
+        routed = [np.array(one["routed"], dtype=np.int64) for one in found if one.get("routed")]
+        same = np.sum([one["same"] for one in found], axis=0)
+        measured.append(Measured(**sums, same=same, hidden_error=errors, routed=routed))
     return of_source, measured
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,3 +54,48 @@ def quantize(monkeypatch: pytest.MonkeyPatch, command: Command) -> Callable[...,
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
     return lambda *arguments: (command(*arguments), command.out, command.err)
+
+
+class Counting:
+    """A file that counts the bytes that are read from it."""
+
+    def __init__(self, stream: Any, count: Callable[[int], None]) -> None:
+        self._stream, self._count = stream, count
+
+    def read(self, *size: int) -> bytes:
+        found: bytes = self._stream.read(*size)
+        self._count(len(found))
+        return found
+
+    def readinto(self, buffer: Any) -> int:
+        found: int = self._stream.readinto(buffer)
+        self._count(found)
+        return found
+
+    def __enter__(self) -> Counting:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Bytes read from safetensors files so far, by the folder that they lie in."""
+    counts, real = Counter[str](), Path.open
+
+    def opened(path: Path, mode: str = "r", *arguments: Any, **named: Any) -> Any:
+        stream = real(path, mode, *arguments, **named)
+        if ".safetensors" not in path.name or "r" not in mode:
+            return stream
+
+        def count(size: int) -> None:
+            counts[path.parent.name] += size
+
+        return Counting(stream, count)
+
+    monkeypatch.setattr(Path, "open", opened)
+    return counts

@@ -41,51 +41,6 @@ KEPT = "model.layers.1.self_attn.q_proj.weight"
 PACKED = "model.layers.1.block_sparse_moe.experts.3.w2.weight_packed"
 
 
-class Counting:
-    """A file that counts the bytes that are read from it."""
-
-    def __init__(self, stream: Any, count: Callable[[int], None]) -> None:
-        self._stream, self._count = stream, count
-
-    def read(self, *size: int) -> bytes:
-        found: bytes = self._stream.read(*size)
-        self._count(len(found))
-        return found
-
-    def readinto(self, buffer: Any) -> int:
-        found: int = self._stream.readinto(buffer)
-        self._count(found)
-        return found
-
-    def __enter__(self) -> Counting:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stream.close()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-@pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Bytes read from safetensors files so far, by the folder that they lie in."""
-    counts, real = Counter[str](), Path.open
-
-    def opened(path: Path, mode: str = "r", *arguments: Any, **named: Any) -> Any:
-        stream = real(path, mode, *arguments, **named)
-        if ".safetensors" not in path.name or "r" not in mode:
-            return stream
-
-        def count(size: int) -> None:
-            counts[path.parent.name] += size
-
-        return Counting(stream, count)
-
-    monkeypatch.setattr(Path, "open", opened)
-    return counts
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("experts", "source_limit"), [({}, 1.02), ({"bits_per_weight": 4.4}, 2.04)])
 def test_each_byte_is_read_once(
