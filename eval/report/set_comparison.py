@@ -16,7 +16,7 @@ class Estimate(Part):
     """A mean over draws and texts."""
 
     mean: Number = key("The mean, in the unit of what it is of")
-    interval: list[Number] | None = key("Its 95 % interval over draws and texts; None with too few texts")
+    interval: list[float] | None = key("Its 95 % interval over draws and texts; None with too few texts")
 
 
 class KlEstimate(Estimate):
@@ -28,7 +28,7 @@ class KlEstimate(Estimate):
 class PerplexityEstimate(Perplexity):
     """Perplexity of a set's outputs."""
 
-    interval: list[Number] | None = key("95 % interval of the increase; None with too few texts", "relative")
+    interval: list[float] | None = key("95 % interval of the increase; None with too few texts", "relative")
 
 
 class LayerError(Part):
@@ -69,7 +69,7 @@ class Change(Part):
     """A relative change of mean KL, and what it says."""
 
     change: Number = key("Mean KL / mean KL before - 1", "relative")
-    interval: list[Number] | None = key("Its 95 % interval over draws and texts; None with too few texts", "relative")
+    interval: list[float] | None = key("Its 95 % interval over draws and texts; None with too few texts", "relative")
     p: Number = key("Chance of such a change without a difference; None with too few texts", "share")
     adjusted: Number = key("The same by Holm for all that are tested together; None with too few texts", "share")
 
