@@ -12,11 +12,20 @@ Closeness = Literal["better", "worse", "no difference", "too few texts"]
 FieldKind = Literal["family", "category", "long"]
 
 
+class ScoredText(Part):
+    """A held-out text."""
+
+    place: str = key("Its row in the set, such as `./texts.jsonl:12`")
+    category: str = key("Its category")
+    tokens: int = key("Scored tokens", "tokens")
+    long: bool = key("Whether it is a long text")
+
+
 class Estimate(Part):
     """A mean over draws and texts."""
 
     mean: Number = key("The mean, in the unit of what it is of")
-    interval: list[float] | None = key("Its 95 % interval over draws and texts; None with too few texts")
+    interval: list[float] | None = key("Its interval over draws and texts; None with too few texts")
 
 
 class KlEstimate(Estimate):
@@ -28,7 +37,7 @@ class KlEstimate(Estimate):
 class PerplexityEstimate(Perplexity):
     """Perplexity of a set's outputs."""
 
-    interval: list[float] | None = key("95 % interval of the increase; None with too few texts", "relative")
+    interval: list[float] | None = key("Interval of the increase; None with too few texts", "relative")
 
 
 class LayerError(Part):
@@ -48,7 +57,7 @@ class FieldFigures(Part):
     kl: Estimate = key("KL(source || output)", "nats")
 
 
-class ComparedSet(Part):
+class SetFigures(Part):
     """A calibration set, and what the outputs that were made with it are like."""
 
     label: str = key("What it is called here; short, and distinct from the others")
@@ -58,6 +67,7 @@ class ComparedSet(Part):
     samples: list[int] = key("Samples of each draw", "samples")
     tokens: list[int] = key("Tokens of each draw", "tokens")
     kl: KlEstimate = key("KL(source || output)", "nats")
+    kl_by_text: list[list[Number]] = key("Mean KL by draw and text, in the order of `texts`", "nats")
     top1: Estimate = key("How often source and output find the same token most likely", "share")
     perplexity: PerplexityEstimate = key("Perplexity")
     router: Estimate | None = key("The source's choices of experts that the output makes too; None if unknown", "share")
@@ -69,9 +79,9 @@ class Change(Part):
     """A relative change of mean KL, and what it says."""
 
     change: Number = key("Mean KL / mean KL before - 1", "relative")
-    interval: list[float] | None = key("Its 95 % interval over draws and texts; None with too few texts", "relative")
-    p: Number = key("Chance of such a change without a difference; None with too few texts", "share")
-    adjusted: Number = key("The same by Holm for all that are tested together; None with too few texts", "share")
+    interval: list[float] | None = key("Its interval over draws and texts; None with too few texts", "relative")
+    p: float = key("Probability of such a change where there is no difference; 1 with too few texts", "share")
+    adjusted: float = key("The same by Holm, for all that are tested together", "share")
 
 
 class FieldChange(Change):
@@ -117,7 +127,9 @@ class LayerRouting(Part):
 class RoutedSet(Part):
     """The routed tokens of one set, of all its draws together."""
 
-    label: str = key("The set")
+    label: str = key("What it is called here")
+    name: str = key("Name of the set")
+    file: str = key("Its file")
     min: int = key("Fewest routed tokens of an expert", "tokens")
     median: float = key("Median over all experts of all layers", "tokens")
     uncovered: int = key("Pairs of layer and expert below the minimum", "pairs")
@@ -172,7 +184,7 @@ class SourceEffect(Change):
     texts: list[int] = key("Its samples in each draw", "samples")
     tokens: list[int] = key("Its tokens in each draw", "tokens")
     verdict: Literal["helps", "hurts", "no difference", "too few texts"] = key("What it does")
-    words: str = key("The same as a sentence")
+    words: str = key("The same in words, to follow the source's name")
 
 
 class DrawnOutputs(Part):
@@ -182,22 +194,23 @@ class DrawnOutputs(Part):
     evaluated_on: HeldOutSet = key("The held-out set")
     solved_layers: int = key("Layers whose experts were quantized; the others keep the source's", "layers")
     layers: int = key("Layers of the model", "layers")
-    draws: int = key("Draws asked for of each set", "draws")
+    draws: int = key("Draws of each set", "draws")
     tokens: int | None = key("Tokens asked for in each draw; None for whole sets", "tokens")
+    texts: list[ScoredText] = key("The held-out texts; figures are over the short ones where there are both")
     notes: list[str] = key("What a reader should know")
 
 
 class SetComparison(DrawnOutputs):
     """What `quantize compare --json` prints."""
 
-    looks: int = key("Looks at the result that were planned")
-    error: float = key("Chance of a false verdict that is allowed in one look: 0.05 / looks", "share")
-    sets: list[ComparedSet] = key("In the order of the command line")
+    looks: int = key("Looks at the result, at most; another is taken while a pair is undecided")
+    error: float = key("Probability that an interval misses the truth: 0.05 / looks", "share")
+    sets: list[SetFigures] = key("In the order of the command line")
     pairs: list[SetPair] = key("Each two sets; the first is the one that was given before the other")
 
 
 class SourceEffects(DrawnOutputs):
-    """What `quantize calibration why --json` prints: each source left out of the same draws, without a substitute."""
+    """What `quantize calibration why --json` prints: each source left out of the same draws; intervals are of 95 %."""
 
-    set: ComparedSet = key("The whole set")
+    set: SetFigures = key("The whole set")
     sources: list[SourceEffect] = key("By change, largest first")

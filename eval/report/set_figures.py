@@ -83,7 +83,7 @@ def _changes(axes: Any, pairs: Sequence[dict[str, Any]], fields: Sequence[str]) 
     few = "" if all(row["interval"] for row in shown) else "; cross: too few texts"
     _around_zero(axes, f"change of mean KL against {short(pairs[0]['first'])}, %", shown)
     shares = f"{len(fields)} of {len(pairs[0]['fields'])} fields"
-    _rows(axes, ["all texts", *map(short, fields)], f"change by field ({shares}); filled: significant{few}")
+    _rows(axes, ["all texts", *map(short, fields)], f"change by field ({shares}); filled: significant, by Holm{few}")
 
 
 def _errors(axes: Any, sets: Sequence[dict[str, Any]]) -> None:
@@ -119,7 +119,7 @@ def sources_figure(found: dict[str, Any]) -> Any:
     left_out = len(found["sources"]) - len(rows)
     more = f"; {left_out} with smaller changes are left out" if left_out else ""
     names = [short(row["source"], LETTERS) for row in rows]
-    _rows(axes, names, f"sources of {short(found['set']['label'], LETTERS)}{more}")
+    _rows(axes, names, f"sources of {short(found['set']['label'], LETTERS)}, verdicts by Holm{more}")
     marks = [
         Line2D([], [], linestyle="", label=verdict, **_mark(hue, hue != UNTOLD, verdict != "too few texts"))
         for verdict, hue in EFFECTS.items()

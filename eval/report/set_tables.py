@@ -6,13 +6,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from eval.fidelity.tables import past_the_model
+from eval.sets.estimate import ERROR
 from quantizers.system.formatting import number, text_table
 
 ROWS, LAYERS, LANGUAGES = 15, 5, 5  # of a table of fields, of layers, and categories that are named, at most
 UNTOLD = ("no difference", "too few texts")
 SETS_WORDS = (
     "KL: mean KL(source || output), nats per token; perplexity: its increase; router: the source's choices of experts "
-    "that the output makes too; [95 % interval over draws and texts]; p: adjusted by Holm"
+    "that the output makes too; [{} interval over draws and texts]; p: adjusted by Holm"
 )
 
 
@@ -23,9 +24,9 @@ def sets_table(found: dict[str, Any]) -> str:
         found: see `SetComparison` in eval/report/set_comparison.py.
     """
     pairs = against_first(found)
-    parts = ["\n".join(pair["words"] for pair in found["pairs"]), _sets(found["sets"]), SETS_WORDS, _model(found)]
+    parts = ["\n".join(pair["words"] for pair in found["pairs"]), *_sets(found["sets"], found)]
     for pair in pairs:
-        parts += [*_fields(pair, found["sets"]), _routing(pair)]
+        parts += [*_fields(pair, found), _routing(pair)]
     more = len(found["pairs"]) - len(pairs)
     if more:
         parts.append(f"pairs without the first set, field by field and expert by expert with --json: {more}")
@@ -39,19 +40,17 @@ def sources_table(found: dict[str, Any]) -> str:
         found: see `SourceEffects` in eval/report/set_comparison.py.
     """
     sources, label = found["sources"], found["set"]["label"]
-    said = [row["words"] for row in sources if row["verdict"] not in UNTOLD]
+    said = [f"{row['source']} {row['words']}" for row in sources if row["verdict"] not in UNTOLD]
     rows = [
         (row["source"], span(row["texts"]), span(row["tokens"]), *_change(row), row["verdict"]) for row in sources
     ]  # fmt: skip
-    columns = ("source", "samples", "tokens", "KL without it", "95 % interval", "p", "verdict")
+    columns = ("source", "samples", "tokens", "KL without it", f"{level(found)} interval", "p", "verdict")
     return "\n\n".join(
         [
             "\n".join(said) or f"The effect of no source of {label} can be told from chance.",
             text_table(columns, rows),
             "KL without it: mean KL of outputs without the source, against those with it; more means that it helps",
-            _sets([found["set"]]),
-            SETS_WORDS,
-            _model(found),
+            *_sets([found["set"]], found),
             *past_the_model(found),
             *found["notes"],
         ]
@@ -82,11 +81,12 @@ def measured(found: dict[str, Any]) -> str:
     return f"{draws}, {tokens}; {layers}; measured on {found['evaluated_on']['name']}"
 
 
-def _model(found: dict[str, Any]) -> str:
-    return f"{found['model']}: {measured(found)}"
+def level(found: dict[str, Any]) -> str:
+    """How often the intervals hold the truth: `95 %`."""
+    return f"{100 * (1 - found.get('error', ERROR)):.3g} %"
 
 
-def _sets(sets: Sequence[dict[str, Any]]) -> str:
+def _sets(sets: Sequence[dict[str, Any]], found: dict[str, Any]) -> list[str]:
     rows = [
         (
             one["label"], one["draws"], span(one["samples"]), span(one["tokens"]), *_estimate(one["kl"], ".5f"),
@@ -97,7 +97,7 @@ def _sets(sets: Sequence[dict[str, Any]]) -> str:
         for one in sets
     ]  # fmt: skip
     columns = ("set", "draws", "samples", "tokens", "KL", "", "top-1", "", "perplexity", "", "router", "")
-    return text_table(columns, rows)
+    return [text_table(columns, rows), SETS_WORDS.format(level(found)), f"{found['model']}: {measured(found)}"]
 
 
 def _estimate(one: dict[str, Any], form: str) -> tuple[str, str]:
@@ -110,16 +110,16 @@ def _interval(one: dict[str, Any], form: str) -> str:
 
 def _change(row: dict[str, Any]) -> tuple[str, str, str]:
     """Change, its interval, and p adjusted."""
-    p = row["adjusted"]
-    return number(row["change"], "+.2%"), _interval(row, "+.2%"), "" if p is None else f"{p:.3f}"
+    p = f"{row['adjusted']:.3f}" if row["interval"] else ""
+    return number(row["change"], "+.2%"), _interval(row, "+.2%"), p
 
 
-def _fields(pair: dict[str, Any], sets: Sequence[dict[str, Any]]) -> list[str]:
+def _fields(pair: dict[str, Any], found: dict[str, Any]) -> list[str]:
     known = [row for row in pair["fields"] if row["verdict"] != "too few texts"]
     shown, few = telling(known)[:ROWS], len(pair["fields"]) - len(known)
     counts = [f"{len(known) - len(shown)} more with --json"] if len(known) > len(shown) else []
     counts += [f"{few} with too few texts"] if few else []
-    means = {one["label"]: one["kl"]["mean"] for one in sets}
+    means = {one["label"]: one["kl"]["mean"] for one in found["sets"]}
     whole = pair | {"name": "all texts", "texts": "", "first": means[pair["first"]], "other": means[pair["other"]]}
     rows = [
         (
@@ -129,7 +129,7 @@ def _fields(pair: dict[str, Any], sets: Sequence[dict[str, Any]]) -> list[str]:
         for row in (whole, *shown)
     ]  # fmt: skip
     title = f"{pair['other']} against {pair['first']}, by field{' (' + ', '.join(counts) + ')' if counts else ''}"
-    columns = ("field", "texts", "KL first", "KL other", "change", "95 % interval", "p", "verdict")
+    columns = ("field", "texts", "KL first", "KL other", "change", f"{level(found)} interval", "p", "verdict")
     return [title, text_table(columns, rows)]
 
 
@@ -137,9 +137,10 @@ def _routing(pair: dict[str, Any]) -> str:
     routing, other = pair["routing"], pair["other"]
     top = [row for row in routing["languages"] if row["won"] or row["lost"]][:LANGUAGES]
     most = ", ".join(f"{row['category']} +{row['won']:,} −{row['lost']:,}" for row in top)
+    minimum = routing["min_routed_tokens"]
     return (
         f"experts newly covered by {other}: {len(routing['won']):,}; no longer covered: {len(routing['lost']):,} (of "
-        f"{routing['after']['pairs']:,}, at equal size, by {routing['min_routed_tokens']:,} routed tokens)"
+        f"{routing['after']['pairs']:,}; at equal size, {minimum:,} routed token{'' if minimum == 1 else 's'} at least)"
         + (f"\nby the texts of one category alone: {most}" if most else "")
     )
 
