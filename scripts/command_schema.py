@@ -8,6 +8,7 @@ from eval.report.fidelity import Fidelity
 from eval.report.keys import Number, Part, key, maybe
 from eval.report.schema import AuditFigures, Coverage, Drawn, Engines, Gate, RunReport, StitchReport
 from eval.report.serve_check import ServeCheckReport
+from eval.report.set_comparison import SetComparison, SourceEffects
 
 
 class EvaluatedCandidate(Fidelity):
@@ -155,4 +156,6 @@ JSON_REPORTS: tuple[type[Part], ...] = (
     CoverageReport,
     ImatrixReport,
     ServeCheckReport,
+    SetComparison,
+    SourceEffects,
 )

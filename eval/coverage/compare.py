@@ -3,7 +3,7 @@
 Sets are seldom of one size, so shares of the routed tokens are compared, not counts. An expert is called covered
 if its share would give it `min_routed_tokens` in a set of as many tokens as the smaller of the two has.
 
-Legend: L layers, E experts.
+Legend: L layers, C categories of either set, E experts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quantizers.recipe.schema import CoverageGate
 from quantizers.system.formatting import text_table
 
 from .routing import Routed
-from .summary import WORST, entropy, named, report
+from .summary import HELPFUL, WORST, entropy, named, report
 
 SIDES = ("before", "after")
 KEPT = ("min", "median", "uncovered", "pairs", "min_entropy", "tokens", "gates")  # of the report on each set
@@ -29,17 +29,24 @@ def compare_counts(before: Routed, after: Routed, rule: CoverageGate) -> dict[st
 
     Returns:
         common_tokens: tokens of the smaller set, see above; won: pairs (layer, expert) that only the second set
-        covers; lost: those that only the first covers; more, fewer: the pairs whose share changes most, with counts
-        and `of_even`, which is the share divided by the even share 1 / E; per_layer: of each side the counts, the
-        shares and the entropy of the load, `entropy_change`, and `moved`, the share of the routed tokens that go to
-        other experts (the total variation distance, half the sum of the differences of the shares); before, after: a
-        summary of each set.
+        covers; lost: those that only the first covers; won_by, lost_by: for each of these the categories that send most
+        tokens to it in the set that covers it; languages: for each category of either set the number of pairs that the
+        second set's texts of it cover alone and the first's do not, and the reverse, most changes first; more, fewer:
+        the pairs whose share changes most, with counts and `of_even`, which is the share divided by the even share
+        1 / E; per_layer: of each side the counts, the shares and the entropy of the load, `entropy_change`, and
+        `moved`, the share of the routed tokens that go to other experts (the total variation distance, half the sum of
+        the differences of the shares); before, after: a summary of each set.
     """
-    numbers = before.layers
-    counts = np.stack([routed.counts.sum(1) for routed in (before, after)])  # (2, L, E)
+    numbers, names = before.layers, sorted({*before.categories, *after.categories})
+    sent = np.zeros((2, len(names), len(numbers), before.counts.shape[2]), dtype=np.int64)  # (2, C, L, E)
+    for n, routed in enumerate((before, after)):
+        sent[n, [names.index(name) for name in routed.categories]] = routed.counts.swapaxes(0, 1)
+    counts = sent.sum(1)  # (2, L, E)
     sizes = np.array([routed.tokens.sum() for routed in (before, after)]).reshape(2, 1, 1)
     common, minimum = int(sizes.min()), rule.min_routed_tokens
     covered = counts * common >= minimum * sizes
+    covered_by = sent * common >= minimum * sizes[..., None]
+    changes = [(~covered_by[n] & covered_by[1 - n]).sum((1, 2)) for n in (0, 1)]  # two of (C,): won, lost
     scaled = counts * (common / sizes) + 1  # + 1: from 0 to 2 tokens is no infinite change
     ratio = np.log(scaled[1] / scaled[0])
     changed = counts[1] * sizes[0] != counts[0] * sizes[1]
@@ -58,6 +65,11 @@ def compare_counts(before: Routed, after: Routed, rule: CoverageGate) -> dict[st
     def pairs(chosen: np.ndarray) -> list[list[int]]:
         return [[numbers[int(a)], int(b)] for a, b in np.argwhere(chosen)]
 
+    def senders(n: int, chosen: np.ndarray) -> list[dict[str, int]]:
+        tokens = sent[n][:, chosen].T  # (pairs, C)
+        order = np.argsort(-tokens, axis=1, kind="stable")[:, :HELPFUL]
+        return [{names[c]: int(row[c]) for c in most if row[c]} for most, row in zip(order, tokens, strict=True)]
+
     def layer(i: int) -> dict[str, Any]:
         load = [entropy(counts[n, i]) for n in (0, 1)]
         found = {
@@ -71,11 +83,16 @@ def compare_counts(before: Routed, after: Routed, rule: CoverageGate) -> dict[st
         found = report(routed, rule)
         return {key: found[key] for key in KEPT} | {"uncovered_at_common": int((~covered[n]).sum())}
 
+    won, lost = ~covered[0] & covered[1], covered[0] & ~covered[1]
+    languages = [{"category": name, "won": int(a), "lost": int(b)} for name, a, b in zip(names, *changes, strict=True)]
     return {
         "common_tokens": common,
         "min_routed_tokens": minimum,
-        "won": pairs(~covered[0] & covered[1]),
-        "lost": pairs(covered[0] & ~covered[1]),
+        "won": pairs(won),
+        "lost": pairs(lost),
+        "won_by": senders(1, won),
+        "lost_by": senders(0, lost),
+        "languages": sorted(languages, key=lambda row: -row["won"] - row["lost"]),
         "fewer": listed([pair for pair in order if ratio.flat[pair] < 0][:WORST]),
         "more": listed([pair for pair in reversed(order) if ratio.flat[pair] > 0][:WORST]),
         "per_layer": [layer(i) for i in range(len(numbers))],
@@ -117,6 +134,7 @@ def compare_table(found: dict[str, Any]) -> str:
         for row in layers
     ]  # fmt: skip
     left_out = len(found["per_layer"]) - len(layers)
+    changed = [(row["category"], row["won"], row["lost"]) for row in found["languages"] if row["won"] or row["lost"]]
     lines = [
         text_table(columns, sides),
         "",
@@ -124,6 +142,10 @@ def compare_table(found: dict[str, Any]) -> str:
         f"least {minimum:,} routed tokens.",
         f"newly covered by {second}:      {named(found['won']) or 'none'}",
         f"no longer covered by {second}:  {named(found['lost']) or 'none'}",
+        "",
+        "Experts that the texts of a category alone cover, or no longer cover, at that size"
+        + (f"; {len(changed) - WORST} categories more with --json" if len(changed) > WORST else ""),
+        text_table(("category", "newly covered", "no longer covered"), changed[:WORST]) if changed else "none",
         "",
         "Entropy of the load, 1 is even; moved: share of the routed tokens that go to other experts"
         + (f"; the {len(layers)} layers where most move, {left_out} more with --json" if left_out else ""),

@@ -152,7 +152,7 @@ def _categories(axes: Any, results: Results) -> None:
     axes.grid(axis="x", color="#e4e7eb", linewidth=0.8)
     axes.set_xlabel("mean KL(source || candidate), nats per token\nwhiskers: 95 % bootstrap interval over texts")
     all_of_them = len(results[0][1]["categories"]) <= CATEGORY_ROWS
-    _title(axes, "KL by category" if all_of_them else "KL by family, then the worst categories")
+    panel_title(axes, "KL by category" if all_of_them else "KL by family, then the worst categories")
 
 
 def _positions(axes: Any, results: Results) -> None:
@@ -165,7 +165,7 @@ def _positions(axes: Any, results: Results) -> None:
     axes.set_xlabel("position of the predicted token")
     axes.margins(0.12)
     axes.set_ylim(bottom=0)
-    _title(axes, f"KL by position, {'long texts' if 'long' in results[0][1] else 'all texts'}")
+    panel_title(axes, f"KL by position, {'long texts' if 'long' in results[0][1] else 'all texts'}")
 
 
 def _errors(axes: Any, results: Results) -> None:
@@ -173,7 +173,7 @@ def _errors(axes: Any, results: Results) -> None:
 
     weights = any("weight_error" in one for _, one in results)
     for i, (_, one) in enumerate(results):
-        axes.plot(_finite(one["hidden_error"]), color=colour(i), marker="o", markersize=3)
+        axes.plot(finite(one["hidden_error"]), color=colour(i), marker="o", markersize=3)
         if "weight_error" in one:
             axes.plot([layer["experts"] for layer in one["weight_error"]], color=colour(i), linestyle="--")
     axes.set_ylabel("relative error")
@@ -187,7 +187,7 @@ def _router(axes: Any, results: Results) -> None:
     from matplotlib.ticker import PercentFormatter
 
     for i, (_, one) in enumerate(results):
-        missed = [1 - share for share in _finite(one["router"]["agreement"])]
+        missed = [1 - share for share in finite(one["router"]["agreement"])]
         axes.plot(missed, color=colour(i), marker="o", markersize=3)
     axes.yaxis.set_major_formatter(PercentFormatter(1))
     axes.set_ylabel("share of all choices")
@@ -198,15 +198,15 @@ def _depth(axes: Any, results: Results, title: str) -> None:
     axes.set_xlabel("layer")
     axes.set_xticks(ticks(len(results[0][1]["hidden_error"])))
     axes.set_ylim(bottom=0)
-    _title(axes, f"{title}, short texts" if "long" in results[0][1] else title)
+    panel_title(axes, f"{title}, short texts" if "long" in results[0][1] else title)
 
 
-def _finite(values: Sequence[float | None]) -> list[float]:
+def finite(values: Sequence[float | None]) -> list[float]:
     """Numbers of a report for a line, which is interrupted where there is none."""
     return [np.nan if value is None else value for value in values]
 
 
-def _title(axes: Any, words: str) -> None:
+def panel_title(axes: Any, words: str) -> None:
     axes.set_title(words, loc="left", fontsize=10)
 
 
@@ -253,12 +253,12 @@ def layers_figure(panels: Mapping[str, Mapping[str, Sequence[float | None]]]) ->
     for axes, (title, series) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         bare(axes)
         for number, (name, values) in enumerate(series.items()):
-            axes.plot(_finite(values), color=colour(number), marker="o", markersize=3, label=name)
+            axes.plot(finite(values), color=colour(number), marker="o", markersize=3, label=name)
             axes.set_xticks(ticks(len(values)))
         axes.set_ylim(bottom=0)
         axes.set_xlabel("layer")
         axes.legend(fontsize=8, frameon=False)
-        _title(axes, title)
+        panel_title(axes, title)
     return figure
 
 
@@ -304,12 +304,13 @@ def _crossed_out(
     """A heat map with a red cross over the cells that are `out`, which the words count."""
     from matplotlib.patches import Patch
 
-    figure, axes = _heat_map(np.where(out, np.nan, values), numbers, label, colours="viridis", without=UNCOVERED)
+    figure, shown = _heat_figure(*values.shape), np.where(out, np.nan, values)
+    axes = _heat_map(figure, shown, numbers, label, colours="viridis", without=UNCOVERED)
     if out.any():
         _crosses(axes, np.argwhere(out), marker="x", c="white")
         counted = f"{words}: {int(out.sum()):,} of {out.size:,}"
         figure.legend(handles=[Patch(color=UNCOVERED, label=counted)], loc="outside lower right", frameon=False)
-    _title(axes, title)
+    panel_title(axes, title)
     return figure
 
 
@@ -321,40 +322,53 @@ def comparison_figure(found: dict[str, Any], title: str) -> Any:
         found: what `quantizers.commands.coverage.measure_coverage` returns for two sets.
         title: the model.
     """
+    sides = [found[side] for side in ("before", "after")]
+    tokens = (f"{side['label']} ({sum(side['tokens'].values()):,} tokens)" for side in sides)
+    figure = _heat_figure(len(found["per_layer"]), len(found["per_layer"][0]["before"]["routed_tokens"]))
+    label = "share of routed tokens,\n" + " / ".join(side["label"] for side in reversed(sides))
+    comparison_map(figure, found, f"{title}: {' and '.join(tokens)}", label)
+    return figure
+
+
+def comparison_map(figure: Any, found: dict[str, Any], title: str, label: str) -> None:
+    """The same in a figure or a part of one; `label` is that of the colour bar."""
     layers, sides = found["per_layer"], ("before", "after")
     before, after = (np.array([loads(row[side]["routed_tokens"]) for row in layers]) for side in sides)  # (L, E)
-    names = [found[side]["label"] for side in sides]
     with np.errstate(divide="ignore", invalid="ignore"):
         change = after / before  # infinite where only the second set sends any tokens, NaN where none
     shown = np.where(np.isinf(change), HIGH * 2, np.where(change == 0, LOW / 2, change))
-    label = f"share of routed tokens,\n{names[1]} / {names[0]}"
     rows = {row["layer"]: i for i, row in enumerate(layers)}
-    figure, axes = _heat_map(shown, list(rows), label, colours=DIVERGING, without="#bbbbbb")
+    axes = _heat_map(figure, shown, list(rows), label, colours=DIVERGING, without="#bbbbbb")
     for key, marker, words in (("won", "+", "newly covered"), ("lost", "x", "no longer covered")):
         if found[key]:
             cells = np.array([(rows[layer], expert) for layer, expert in found[key]])
             _crosses(axes, cells, marker=marker, c="black", label=f"{words}: {len(cells):,}")
-    sets = zip(names, (sum(found[side]["tokens"].values()) for side in sides), strict=True)
-    tokens = (f"{name} ({count:,} tokens)" for name, count in sets)
-    axes.set_title(f"{title}: {' and '.join(tokens)}", loc="left", fontsize=10)
+    panel_title(axes, title)
     if found["won"] or found["lost"]:
         figure.legend(loc="outside lower right", frameon=False, fontsize=8, ncols=2)
-    return figure
 
 
-def _heat_map(values: np.ndarray, layers: Sequence[int], label: str, *, colours: str, without: str) -> tuple[Any, Any]:
-    """A figure and its axes: values (layers, experts) on the logarithmic scale, NaN in the colour `without`.
+def heat_size(rows: int, experts: int) -> tuple[float, float]:
+    """Width and height of a heat map, in inches."""
+    return min(18.0, max(8.0, 0.11 * experts + 3)), min(14.0, max(2.8, 0.2 * rows + 1.6))
+
+
+def _heat_figure(rows: int, experts: int) -> Any:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=heat_size(rows, experts), layout="constrained", dpi=120)
+
+
+def _heat_map(figure: Any, values: np.ndarray, layers: Sequence[int], label: str, *, colours: str, without: str) -> Any:
+    """Axes in a figure or a part of one: values (layers, experts) on the logarithmic scale, NaN in `without`.
 
     Args:
         layers: the number of each row.
         label: of the colour bar.
     """
     from matplotlib.colors import LogNorm
-    from matplotlib.figure import Figure
 
     rows, experts = values.shape
-    size = min(18.0, max(8.0, 0.11 * experts + 3)), min(14.0, max(2.8, 0.2 * rows + 1.6))  # inches
-    figure = Figure(figsize=size, layout="constrained", dpi=120)
     axes = figure.add_subplot()
     scale = LogNorm(LOW, HIGH)
     masked = np.ma.masked_invalid(values)
@@ -364,11 +378,11 @@ def _heat_map(values: np.ndarray, layers: Sequence[int], label: str, *, colours:
     axes.set_ylabel("layer")
     axes.set_xticks(ticks(experts))
     axes.set_yticks(ticks(rows), [str(layers[i]) for i in ticks(rows)])
-    bar = figure.colorbar(image, ax=axes, extend="both", aspect=max(20, 6 * figure.get_figheight()))
+    bar = figure.colorbar(image, ax=axes, extend="both", aspect=max(20, 6 * heat_size(rows, experts)[1]))
     bar.set_ticks(list(MARKS), labels=list(MARKS.values()))
     bar.minorticks_off()
     bar.set_label(label, fontsize=9)
-    return figure, axes
+    return axes
 
 
 def _crosses(axes: Any, cells: np.ndarray, **how: Any) -> None:
@@ -453,10 +467,10 @@ def _heading(calibration: dict[str, Any], model: str) -> str:
 # Style -------------------------------------------------------------------------------------------------------------
 
 
-def short(name: str) -> str:
-    """A name in one line of at most WIDEST letters."""
+def short(name: str, widest: int = WIDEST) -> str:
+    """A name in one line of at most `widest` letters."""
     line = " ".join(name.split())
-    return line if len(line) <= WIDEST else f"{line[: WIDEST - 1]}…"
+    return line if len(line) <= widest else f"{line[: widest - 1]}…"
 
 
 def ticks(count: int) -> range:

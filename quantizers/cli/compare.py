@@ -66,8 +66,7 @@ def compare(
 
     Example: quantize compare tiny-minimax-m2-fp8-int4 --set embedded --set mine.yaml --tokens 16384
     """
-    from eval.report.set_comparison import sets_table
-
+    from eval.report.set_tables import sets_table
     from quantizers.commands.compare import compare as compare_sets
 
     dist: ProcessGroup = context.obj
@@ -91,9 +90,8 @@ def compare(
         return
     text = sets_table(found)
     if not no_picture:
-        from eval.report.set_figures import sets_figure
-
         from eval.report.plots import save
+        from eval.report.set_figures import sets_figure
 
         save(sets_figure(found), picture)
         text += f"\n\npicture: {picture}"
@@ -128,8 +126,7 @@ def why(
 
     Example: quantize calibration why embedded --tokens 16384
     """
-    from eval.report.set_comparison import sources_table
-
+    from eval.report.set_tables import sources_table
     from quantizers.commands.compare import why as effects_of_sources
 
     dist: ProcessGroup = context.obj
@@ -152,9 +149,8 @@ def why(
         return
     text = sources_table(found)
     if not no_picture:
-        from eval.report.set_figures import sources_figure
-
         from eval.report.plots import save
+        from eval.report.set_figures import sources_figure
 
         save(sources_figure(found), picture)
         text += f"\n\npicture: {picture}"

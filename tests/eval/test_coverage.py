@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from fractions import Fraction
@@ -208,6 +209,40 @@ def test_an_expert_is_won_and_lost_by_its_share_at_the_smaller_sets_size() -> No
     by_hand = [-(p * np.log(p)).sum() / np.log(5) for p in shares]
     assert layer["entropy_change"] == pytest.approx(by_hand[1] - by_hand[0])
     assert layer["moved"] == pytest.approx(np.maximum(shares[1] - shares[0], 0).sum())
+
+
+def test_what_each_category_covers_equals_a_slow_loop() -> None:
+    rng = np.random.default_rng(3)
+    names, tokens = [("code/c", "math", "spoken/fr"), ("code/rust", "math")], [[700, 400, 100], [300, 100]]
+    tables = [rng.poisson(rng.gamma(0.6, 5, (2, len(one), 8))) for one in names]
+    rule = CoverageGate(min_routed_tokens=3)
+    sets = [routed(table.tolist(), size, name) for table, size, name in zip(tables, tokens, names, strict=True)]
+    found = compare_counts(sets[0], sets[1], rule)
+
+    def sent(n: int, name: str, layer: int, expert: int) -> Fraction:
+        row = names[n].index(name) if name in names[n] else None
+        return Fraction(0 if row is None else int(tables[n][layer, row, expert])) * 400 / sum(tokens[n])
+
+    every = sorted({*names[0], *names[1]})
+    changes = {name: {"category": name, "won": 0, "lost": 0} for name in every}
+    for name, layer, expert in itertools.product(every, range(2), range(8)):
+        old, new = (sent(n, name, layer, expert) >= 3 for n in (0, 1))
+        changes[name]["won"] += new and not old
+        changes[name]["lost"] += old and not new
+    assert found["languages"] == sorted(changes.values(), key=lambda row: -row["won"] - row["lost"])
+    assert len({row["won"] + row["lost"] for row in found["languages"]}) > 2, "the order is tested"
+    for n, key in ((1, "won"), (0, "lost")):
+        assert found[key]
+        for (layer, expert), most in zip(found[key], found[f"{key}_by"], strict=True):
+            tally = {name: int(tables[n][layer, i, expert]) for i, name in enumerate(names[n])}
+            assert list(most.values()) == sorted(filter(None, tally.values()), reverse=True)
+            assert most.items() <= tally.items()
+    for side in ("before", "after"):
+        found[side]["label"] = side
+    rows = [line.split() for line in compare_table(found).splitlines()]
+    assert [row[0] for row in rows if row and row[0] in every] == [
+        row["category"] for row in found["languages"] if row["won"] or row["lost"]
+    ]
 
 
 def test_sets_are_called_by_name_or_by_as_much_of_their_paths_as_differs(tmp_path: Path) -> None:
