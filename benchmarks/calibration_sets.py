@@ -2,10 +2,12 @@
 
     python benchmarks/calibration_sets.py damaged tiny-minimax-m2-fp8-int4 --tokens 16384 --draws 5
     python benchmarks/calibration_sets.py proxy tiny-minimax-m2-fp8-int4 --tokens 8192 --draws 3
+    python benchmarks/calibration_sets.py why tiny-minimax-m2-fp8-int4 --tokens 16384 --draws 5
     python benchmarks/calibration_sets.py draws tiny-minimax-m2-fp8-int4 --tokens 8192 --draws 24 --json
 
-All sets are made of the texts of the set `embedded`. `draws` prints the KL of each text with each draw of two sets, by
-which tests/eval/test_estimate.py checks intervals.
+All sets are made of the texts of the set `embedded`. `why` asks which sources of a set help, in which two are planted:
+copies of texts that are there anyway, and random letters in their place. `draws` prints the KL of each text with each
+draw of two sets, by which tests/eval/test_estimate.py checks intervals.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ import numpy as np
 import yaml
 
 import quantizers
+from eval.report.set_tables import sources_table
+from quantizers.commands.compare import why
 from quantizers.planning.job import prepare
 from quantizers.system.formatting import text_table
 from quantizers.system.package_data import shipped
@@ -99,6 +103,12 @@ OTHERS: dict[str, Callable[[Rows], Rows]] = {
 LENGTHS = {"texts of 32 tokens": 32}
 
 
+def planted(rows: Rows) -> Rows:
+    """The embedded set, copies of a third of its code, and for each prompt and answer of it four of random letters."""
+    letters = noise(rows)
+    return dict(rows) | {"copies": rows["code"][::3], "letters": [*letters["code"], *letters["spoken"]] * 4}
+
+
 def write(folder: Path, name: str, rows: Rows) -> Path:
     """A set's YAML, and its files beside it."""
     place, sources = folder / name.replace(" ", "-").replace(",", ""), list[dict[str, Any]]()
@@ -106,7 +116,7 @@ def write(folder: Path, name: str, rows: Rows) -> Path:
     for kind, some in rows.items():
         (place / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
         column = {"category": {"column": "category"}, "samples": "all"}
-        sources.append({"dataset": f"{kind}.jsonl", **SHAPES[kind], **column})
+        sources.append({"dataset": f"{kind}.jsonl", **SHAPES.get(kind, SHAPES["code"]), **column})
     body = {"name": name, "sequence_length": LENGTHS.get(name, LENGTH), "seed": 42, "sources": sources}
     (place / "set.yaml").write_text(yaml.safe_dump(body, sort_keys=False, allow_unicode=True))
     return place / "set.yaml"
@@ -141,7 +151,7 @@ def damaged_table(found: dict[str, Any]) -> str:
 def main() -> None:
     """Parse, compare, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("damaged", "proxy", "draws"))
+    parser.add_argument("what", choices=("damaged", "proxy", "why", "draws"))
     parser.add_argument("recipe")
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=16384)
@@ -153,8 +163,11 @@ def main() -> None:
         wanted = {name: DAMAGED[name] for name in ("whole", "without spoken languages")}
     with tempfile.TemporaryDirectory() as name:
         folder, rows = Path(name), embedded()
-        files = [write(folder, label, make(rows)) for label, make in wanted.items()]
         common = {"draws": given.draws, "tokens": given.tokens, "data": held_out(folder), "device": given.device}
+        if given.what == "why":
+            print(sources_table(why(write(folder, "planted", planted(rows)), given.recipe, **common).figures))
+            return
+        files = [write(folder, label, make(rows)) for label, make in wanted.items()]
         found = quantizers.compare(given.recipe, files, **common).figures
         if given.what != "proxy":
             if given.json:

@@ -313,7 +313,7 @@ def _asked(
 ) -> Iterator[_Asked]:
     """Read and check everything, and lend a folder to work in."""
     _refuse_wrong_sets(files)
-    changes = changes_of(settings)
+    changes = changes_of(settings, option="--override")
     place = Path(source) if source is not None else None
     job = dist.in_turn(lambda: prepare(str(recipe), source_folder=place, changes=changes))
     if job.allocation:

@@ -140,7 +140,11 @@ def test_a_source_that_is_left_out(job: Path) -> None:
         (["a", "a"], ["a.yaml: is given twice; give each set once"]),
         (["a", "nowhere"], ["nowhere.yaml: no such set; give a file"]),
         (["a", "b", "--at-most", "1"], ["--at-most 1: is less than --draws 5; give more, or leave it out"]),
-        (["a", "b", "--override", "experts.bits=null", "--override", "experts.budget=1MB"], ["a budget chooses other"]),
+        (["a", "b", "--override", "experts.budget=1MB"], ["a budget chooses other"]),
+        (
+            ["a", "b", "--override", "experts"],
+            ["--override experts: is not key=value; write it as --override experts.g"],
+        ),
         (["a", "b", "--override", "verify=null"], ["has no verify.perplexity, so no held-out texts; give --data SET"]),
     ],
 )
