@@ -118,7 +118,7 @@ def write(folder: Path, name: str, rows: Rows) -> Path:
         column = {"category": {"column": "category"}, "samples": "all"}
         sources.append({"dataset": f"{kind}.jsonl", **SHAPES.get(kind, SHAPES["code"]), **column})
     body = {"name": name, "sequence_length": LENGTHS.get(name, LENGTH), "seed": 42, "sources": sources}
-    (place / "set.yaml").write_text(yaml.safe_dump(body, sort_keys=False, allow_unicode=True))
+    (place / "set.yaml").write_text(json.dumps(body, indent=1))  # which is YAML
     return place / "set.yaml"
 
 

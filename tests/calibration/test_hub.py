@@ -137,6 +137,23 @@ def test_a_moved_revision_is_loaded_anew_unless_a_lock_holds_it(small: Path, hub
     assert f"org/streamed: no revision {before.versions[1]}; correct the source's revision, or lock" in line
 
 
+@pytest.mark.parametrize("locked", [False, True])
+def test_another_draw_takes_other_rows_of_the_same_version(
+    locked: bool, small: Path, hub: HubStandIn, load: Load
+) -> None:
+    """Those of the set with another seed, also where a lock names the rows of the first draw."""
+    if locked:
+        lock.lock_set(small)
+    first, other = load(small), load(small, draw=3)
+    assert first.versions == other.versions
+    assert first.digest != other.digest == load(small, draw=3, kept=small.parent / "none").digest
+    assert {sample.place for sample in first.samples} != {sample.place for sample in other.samples}
+    small.write_text(small.read_text() + f"seed: {read_set(small).seed + 3}\n")
+    lock.lock_path(small).unlink(missing_ok=True)
+    assert load(small).digest == other.digest
+    assert load(small, draw=3, tokens=40).digest != load(small, tokens=40).digest
+
+
 def test_another_row_than_the_locks_is_refused_by_name(
     small: Path, hub: HubStandIn, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
