@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from eval.fidelity.scoring import HeldOut
     from eval.sets.figures import MeasuredSet, Scored
     from quantizers.calibration.samples import CalibrationData
-    from quantizers.pipeline.lanes import Measured
+    from quantizers.pipeline.lanes import LaneFigures
 
 FIRST = "first:"
 DRAWS = 5
@@ -94,10 +94,21 @@ def compare(
         if file.resolve() in [one.resolve() for one in files[:number]]:
             raise InputError(f"--set {file}: is given twice; give each set once")
     with _asked(
-        recipe, files, tokens, layers, data, source, settings, device, device_memory, work, trust_remote_code, dist
+        recipe,
+        files,
+        tokens=tokens,
+        layers=layers,
+        data=data,
+        source=source,
+        settings=settings,
+        device=device,
+        device_memory=device_memory,
+        work=work,
+        trust_remote_code=trust_remote_code,
+        dist=dist,
     ) as asked:
         drawn: list[list[CalibrationData]] = [[] for _ in files]
-        lanes: list[list[Measured]] = [[] for _ in files]
+        lanes: list[list[LaneFigures]] = [[] for _ in files]
         for look in range(looks):
             numbers = range(look * draws, min((look + 1) * draws, most))
             now = [[asked.load(file, number) for number in numbers] for file in files]
@@ -146,7 +157,18 @@ def why(
 
     file = find_set(str(set_))
     with _asked(
-        recipe, [file], tokens, layers, data, source, settings, device, device_memory, work, trust_remote_code, dist
+        recipe,
+        [file],
+        tokens=tokens,
+        layers=layers,
+        data=data,
+        source=source,
+        settings=settings,
+        device=device,
+        device_memory=device_memory,
+        work=work,
+        trust_remote_code=trust_remote_code,
+        dist=dist,
     ) as asked:
         drawn = [asked.load(file, number) for number in range(draws)]
         names = list(dict.fromkeys(sample.source for one in drawn for sample in one.samples))
@@ -226,7 +248,7 @@ class _Asked:
             self.notes.append(f"{file}: {shared} of its texts are held-out texts too, so its KL is too small")
         return data
 
-    def measure(self, folder: str, sets: Sequence[Sequence[CalibrationData]]) -> tuple[list[list[Measured]], Scored]:
+    def measure(self, folder: str, sets: Sequence[Sequence[CalibrationData]]) -> tuple[list[list[LaneFigures]], Scored]:
         """What was measured of each draw of each set; draws with the same texts are measured once."""
         import numpy as np
 
@@ -256,14 +278,16 @@ class _Asked:
             each = "one pass" if len(draws) == 1 else f"{len(draws)} draws in one pass"
             print(f"{each} over {self.job.opened.name}, on {len(texts)} texts", file=sys.stderr, flush=True)
         self.dist.barrier()
-        context = lanes_context(self.job, draws, texts, self.device, work, self.check, self.dist, self.limit)
+        context = lanes_context(
+            self.job, draws, texts, self.device, work, check=self.check, dist=self.dist, limit=self.limit
+        )
         nll, measured = measure_lanes(self.job, draws, texts, context, self.quantized)
         sizes = self.job.sizes
         choices = np.array([len(text.tokens) * sizes["chosen"] * len(sizes.moe_layers) for text in texts], dtype=float)
         return [[measured[numbers[_texts_of(data)]] for data in one] for one in sets], Scored(texts, nll, choices)
 
     def of_set(
-        self, label: str, file: Path, draws: Sequence[CalibrationData], lanes: Sequence[Measured]
+        self, label: str, file: Path, draws: Sequence[CalibrationData], lanes: Sequence[LaneFigures]
     ) -> MeasuredSet:
         """The draws of one set together."""
         import numpy as np
@@ -300,6 +324,7 @@ class _Asked:
 def _asked(
     recipe: str | Path,
     files: Sequence[Path],
+    *,
     tokens: int | None,
     layers: str | None,
     data: str | Path | None,

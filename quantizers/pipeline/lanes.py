@@ -50,7 +50,7 @@ SCORED_TOGETHER = 4  # lanes whose logits are in memory together
 
 
 @dataclass(frozen=True)
-class Measured:
+class LaneFigures:
     """What was measured of one lane.
 
     Attributes:
@@ -147,7 +147,7 @@ def measure_lanes(
     texts: Sequence[Text],
     context: Context,
     quantized: int,
-) -> tuple[np.ndarray, list[Measured]]:
+) -> tuple[np.ndarray, list[LaneFigures]]:
     """Quantize the source with each draw, and measure all outputs on the same texts; all processes call this.
 
     Args:
@@ -212,11 +212,11 @@ def _scored(
     texts: Sequence[Text],
     context: Context,
     entries: Sequence[Sequence[dict[str, Any]]],
-) -> tuple[np.ndarray, list[Measured]]:
+) -> tuple[np.ndarray, list[LaneFigures]]:
     """The results of `measure_lanes`, from states that have left the last layer and the journal's entries by layer."""
     groups = range(0, len(lanes), SCORED_TOGETHER)
     starts = np.cumsum([0, *(len(text.tokens) - 1 for text in texts)])[:-1]
-    of_source, scores, measured = np.zeros(len(texts)), list[Scores](), list[Measured]()
+    of_source, scores, measured = np.zeros(len(texts)), list[Scores](), list[LaneFigures]()
     with rank_0_progress("scoring", len(groups), 0, context.check, context.dist) as shown:
 
         @contextlib.contextmanager
@@ -242,7 +242,7 @@ def _scored(
         errors = [float(np.sqrt(np.sum(one["difference"]) / np.sum(one["size"]))) for one in found]
         routed = [np.array(one["routed"], dtype=np.int64) for one in found if one.get("routed")]
         same = np.sum([one["same"] for one in found], axis=0)
-        measured.append(Measured(**sums, same=same, hidden_error=errors, routed=routed))
+        measured.append(LaneFigures(**sums, same=same, hidden_error=errors, routed=routed))
     return of_source, measured
 
 
@@ -252,7 +252,8 @@ def lanes_context(
     texts: Sequence[Text],
     device: torch.device,
     work: Path,
-    check: Callable[[], None],
+    *,
+    check: Callable[[], None] = lambda: None,
     dist: ProcessGroup = SINGLE_PROCESS,
     limit: int | None = None,
 ) -> Context:

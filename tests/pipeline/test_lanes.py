@@ -18,6 +18,7 @@ from sets import rows_set
 from tiny import write_job
 
 import quantizers
+from eval.sets import figures
 from quantizers.commands.compare import why
 from quantizers.pipeline import lanes
 from quantizers.system.errors import InputError, QuantizeError
@@ -113,6 +114,29 @@ def test_the_first_layers_alone(job: Path) -> None:
     for wrong in ("first:0", "first:4", "8", "first:x"):
         with pytest.raises(InputError, match=r"is not first:N with N from 1 to 3"):
             compared(job, layers=wrong)
+
+
+@pytest.mark.slow
+def test_more_draws_are_taken_until_it_is_decided(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same as all of them at once, with wider intervals; once it is decided there is no further look."""
+    looked, at_once = compared(job, at_most=3), compared(job, draws=3)
+    assert (looked["draws"], looked["looks"], looked["error"]) == (3, 2, 0.025)
+    assert any("2 of at most 2 looks; each has an error of 0.025" in note for note in looked["notes"])
+    for one, other in zip(looked["sets"], at_once["sets"], strict=True):
+        assert one["kl_by_text"] == other["kl_by_text"]
+        assert one["kl"]["interval"][0] < other["kl"]["interval"][0]
+    assert looked["pairs"][0]["routing"] == at_once["pairs"][0]["routing"]
+    monkeypatch.setattr(figures, "decided", lambda pairs: [one["adjusted"] for one in pairs])
+    found = compared(job, at_most=8)
+    assert (found["draws"], found["looks"], found["error"]) == (2, 4, 0.0125)
+
+
+def test_held_out_texts_in_a_set_are_said(job: Path) -> None:
+    """Its KL would be too small."""
+    held = job.parent / "held-out.yaml"
+    (job.parent / "b.yaml").write_text(held.read_text().replace("name: held-out", "name: b"))
+    found = compared(job, draws=1, tokens=None)
+    assert [note for note in found["notes"] if "9 of its texts are held-out texts too" in note]
 
 
 def test_a_source_that_is_left_out(job: Path) -> None:
