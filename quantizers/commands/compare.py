@@ -263,8 +263,8 @@ class _Asked:
         numbers = {key: number for number, (key, _) in enumerate(lanes)}
         work, texts = self.work / folder, self.held.texts
         draws = [data for _, data in lanes]
+        work.mkdir(parents=True, exist_ok=True)
         if self.dist.is_main:
-            work.mkdir(parents=True, exist_ok=True)
             settings = {
                 "lanes": [identity(data.samples) for data in draws],
                 "held_out": self.held.identity,
@@ -378,6 +378,7 @@ def _asked(
         f"Only the first {quantized} of {depth} layers are quantized, the others are the source's: KL is of these."
     )
     with scratch as folder, interruptible(advice) as interrupt, ordered():
+        of_rank_0: str = dist.broadcast_object(folder)  # which other machines do not see
         yield _Asked(
             job,
             held,
@@ -385,7 +386,7 @@ def _asked(
             quantized,
             choose_device(device, dist),
             device_memory,
-            Path(dist.broadcast_object(folder)),
+            Path(folder if dist.node else of_rank_0),
             dist.watch(interrupt),
             trusted,
             dist,

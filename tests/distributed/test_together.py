@@ -80,7 +80,10 @@ def test_other_commands_are_for_one_process(
     said = command.err.splitlines()
     assert len(said) == lines
     assert all(
-        line.startswith("quantize: only run, eval, coverage and imatrix work with several processes") for line in said
+        line.startswith(
+            "quantize: only run, eval, coverage, imatrix, compare and calibration why work with several processes"
+        )
+        for line in said
     )
 
 
