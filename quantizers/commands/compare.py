@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -393,6 +394,10 @@ def _asked(
             about,
             [of_part] if quantized < depth else [],
         )
+        dist.barrier()
+        if dist.local_rank == 0:
+            for made in (*Path(folder).glob("draws-*"), Path(folder) / "calibration"):
+                shutil.rmtree(made, ignore_errors=True)
 
 
 def _refuse_wrong_sets(files: Sequence[Path]) -> None:

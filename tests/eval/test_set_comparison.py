@@ -99,6 +99,7 @@ def test_the_picture_of_sources_has_their_verdicts() -> None:
     assert list(marks(axes).values()) == [(EFFECTS["helps"], True), (UNTOLD, False), (EFFECTS["hurts"], True)]
 
 
+@pytest.mark.slow
 def test_many_sets_and_sources_are_drawn() -> None:
     """Nothing fails with 40 layers, a set of one draw, names of 60 letters and 80 sources."""
     found = compared([f"{LONG} {n}" for n in range(3)], layers=40, experts=64)

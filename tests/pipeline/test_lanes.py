@@ -42,6 +42,7 @@ def compared(job: Path, **more: Any) -> dict[str, Any]:
     return quantizers.compare(job, sets, **{"draws": 2, "tokens": TOKENS} | more).figures
 
 
+@pytest.mark.slow
 def test_figures_are_those_of_separate_runs(job: Path, tmp_path: Path, read: Counter[str]) -> None:
     """KL, top-1, perplexity, router and hidden error of two draws of two sets, from bytes that are read once."""
     found = compared(job)
@@ -68,11 +69,22 @@ def test_figures_are_those_of_separate_runs(job: Path, tmp_path: Path, read: Cou
     assert single["router"]["mean"] == pytest.approx(sum(last["router"]["agreement"]) / 3)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["attention=bf16", "kv_cache=fp8", "experts.engine=llmcompressor"])
+def test_variants_are_those_of_runs(setting: str, job: Path, tmp_path: Path) -> None:
+    """The same layers are made of what a run makes otherwise."""
+    one = compared(job, draws=1, settings=[setting])["sets"][0]
+    change(job, lambda body: body.update(calibration={"set": one["file"], "tokens": TOKENS}))
+    made = quantizers.run(job, tmp_path / "output", settings=[setting])
+    assert made.kl == pytest.approx(one["kl"]["mean"], abs=1e-9)
+
+
 def report_of(job: Path, output: Path, one: dict[str, Any], key: str) -> Any:
     change(job, lambda body: body.update(calibration={"set": one["file"], "tokens": TOKENS}))
     return quantizers.run(job, output).report[key]
 
 
+@pytest.mark.slow
 def test_it_resumes_after_any_layer(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the figures of an unbroken call; not with other draws."""
     whole, real, written = compared(job), lanes.write_json, list[str]()
@@ -93,6 +105,7 @@ def test_it_resumes_after_any_layer(job: Path, tmp_path: Path, monkeypatch: pyte
     with pytest.raises(QuantizeError, match="holds an unfinished run with another lanes"):
         compared(job, work=tmp_path / "work", draws=1)
     assert compared(job, work=tmp_path / "work") == whole
+    assert not list((tmp_path / "work").iterdir()), "states of finished comparisons stay"
 
 
 @pytest.mark.slow
@@ -139,6 +152,7 @@ def test_held_out_texts_in_a_set_are_said(job: Path) -> None:
     assert [note for note in found["notes"] if "9 of its texts are held-out texts too" in note]
 
 
+@pytest.mark.slow
 def test_a_source_that_is_left_out(job: Path) -> None:
     """`why` gives KL of the set with and without a source, as a set without it has."""
     folder = job.parent
@@ -157,28 +171,28 @@ def test_a_source_that_is_left_out(job: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "lines"),
+    ("sets", "more", "lines"),
     [
-        (["a", "broken", "torn"], [r"broken.yaml:\d+: sources\[0\].samples", r"torn.yaml:\d+: sources\[0\].samples"]),
-        (["a"], ["give two sets or more, each with --set"]),
-        (["a", "a"], ["a.yaml: is given twice; give each set once"]),
-        (["a", "nowhere"], ["nowhere.yaml: no such set; give a file"]),
-        (["a", "b", "--at-most", "1"], ["--at-most 1: is less than --draws 5; give more, or leave it out"]),
-        (["a", "b", "--override", "experts.budget=1MB"], ["a budget chooses other"]),
+        (["a", "broken", "torn"], [], [r"broken.yaml:\d+: sources\[0\].samp", r"torn.yaml:\d+: sources\[0\].samp"]),
+        (["a"], [], ["give two sets or more, each with --set"]),
+        (["a", "a"], [], ["a.yaml: is given twice; give each set once"]),
+        (["a", "nowhere"], [], ["nowhere.yaml: no such set; give a file"]),
+        (["a", "b"], ["--at-most", "1"], ["--at-most 1: is less than --draws 5; give more, or leave it out"]),
+        (["a", "b"], ["--override", "experts.budget=1MB"], ["a budget chooses other bits for each set"]),
+        (["a", "b"], ["--override", "bits"], ["--override bits: is not key=value; write it as --override experts.g"]),
         (
-            ["a", "b", "--override", "experts"],
-            ["--override experts: is not key=value; write it as --override experts.g"],
+            ["a", "b"],
+            ["--override", "verify=null"],
+            ["has no verify.perplexity, so no held-out texts; give --data SET"],
         ),
-        (["a", "b", "--override", "verify=null"], ["has no verify.perplexity, so no held-out texts; give --data SET"]),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line_each(
-    arguments: list[str], lines: list[str], job: Path, command: Command
+    sets: list[str], more: list[str], lines: list[str], job: Path, command: Command
 ) -> None:
     for name in ("broken", "torn"):
         (job.parent / f"{name}.yaml").write_text((job.parent / "a.yaml").read_text().replace(": 5", ": 0"))
-    names = [name for name in arguments if len(name) < 8 and not name.isdecimal()]
-    given = [part for name in names for part in ("--set", str(job.parent / f"{name}.yaml"))]
-    assert command("compare", job, *given, *arguments[len(names) :]) == 2
+    given = [part for name in sets for part in ("--set", str(job.parent / f"{name}.yaml"))]
+    assert command("compare", job, *given, *more) == 2
     for line, wanted in zip(command.err.splitlines(), lines, strict=True):
         assert re.search(wanted, line)
