@@ -110,7 +110,7 @@ def _interval(one: dict[str, Any], form: str) -> str:
 
 def _change(row: dict[str, Any]) -> tuple[str, str, str]:
     """Change, its interval, and p adjusted."""
-    p = f"{row['adjusted']:.3f}" if row["interval"] else ""
+    p = ("< 0.001" if row["adjusted"] < 0.001 else f"{row['adjusted']:.3f}") if row["interval"] else ""
     return number(row["change"], "+.2%"), _interval(row, "+.2%"), p
 
 

@@ -90,6 +90,9 @@ def compare(
     if most < draws:
         raise InputError(f"--at-most {most}: is less than --draws {draws}; give more, or leave it out")
     looks = -(-most // draws)
+    for name in map(str, sets):
+        if "=" in name and not Path(name).exists():
+            raise InputError(f"--set {name}: is no calibration set; write --override {name} to change the recipe")
     files = [find_set(str(name)) for name in sets]
     for number, file in enumerate(files):
         if file.resolve() in [one.resolve() for one in files[:number]]:

@@ -178,6 +178,7 @@ def test_a_source_that_is_left_out(job: Path) -> None:
         (["a", "a"], [], ["a.yaml: is given twice; give each set once"]),
         (["a", "nowhere"], [], ["nowhere.yaml: no such set; give a file"]),
         (["a", "b"], ["--at-most", "1"], ["--at-most 1: is less than --draws 5; give more, or leave it out"]),
+        (["a", "b"], ["--set", "experts.bits=3"], ["write --override experts.bits=3 to change the recipe"]),
         (["a", "b"], ["--override", "experts.budget=1MB"], ["a budget chooses other bits for each set"]),
         (["a", "b"], ["--override", "bits"], ["--override bits: is not key=value; write it as --override experts.g"]),
         (
