@@ -258,10 +258,9 @@ class _Asked:
 
         from eval.sets.figures import Scored
         from quantizers.calibration.samples import identity
-        from quantizers.checkpoint.source_identity import source_stats
-        from quantizers.device.devices import fingerprint
         from quantizers.output.journal import refuse_changes
         from quantizers.pipeline.lanes import lanes_context, measure_lanes
+        from quantizers.pipeline.pipeline import deciding
 
         lanes = list({_texts_of(data): data for draws in sets for data in draws}.items())
         numbers = {key: number for number, (key, _) in enumerate(lanes)}
@@ -269,16 +268,9 @@ class _Asked:
         draws = [data for _, data in lanes]
         work.mkdir(parents=True, exist_ok=True)
         if self.dist.is_main:
-            settings = {
-                "lanes": [identity(data.samples) for data in draws],
-                "held_out": self.held.identity,
-                "experts": self.job.recipe.settings()["experts"],
-                "attention": self.job.recipe.attention,
-                "source": source_stats(self.job.opened),
-                "quantized": self.quantized,
-                "machine": fingerprint(self.device),
-            }
-            refuse_changes(work, settings, self.work, "lanes.json")
+            settings = deciding(self.job, [identity(data.samples) for data in draws], self.device)
+            settings |= {"held_out": self.held.identity, "quantized": self.quantized}
+            refuse_changes(work, settings, self.work, "lanes.json", anew="give another --work")
             each = "one pass" if len(draws) == 1 else f"{len(draws)} draws in one pass"
             print(f"{each} over {self.job.opened.name}, on {len(texts)} texts", file=sys.stderr, flush=True)
         self.dist.barrier()

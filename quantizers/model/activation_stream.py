@@ -76,7 +76,9 @@ class ActivationStream:
         """Take the states that enter a layer from their file, of which rank 0 gives each process its part."""
         path = self._file(layer)
         if self._dist.is_main and self._lengths and not path.exists():
-            raise QuantizeError(f"{path}: is missing, so the run cannot be resumed; start over with --fresh")
+            raise QuantizeError(
+                f"{path}: is missing, so the run cannot be resumed; start over with --fresh, or in another --work"
+            )
         if not self._in_files:
             self.states(layer).deal(self._whole(layer).flat if self._dist.is_main else None)
 

@@ -49,6 +49,7 @@ FINGERPRINT = "run.json"
 HELD_OUT = "held-out.json"
 COMMAND = "command.txt"
 LIBRARIES = ("torch", "transformers")  # of the fingerprint's part `machine`
+FRESH = "start over with --fresh"
 MISSING = object()  # in place of a value, for `differences` of what is nowhere null
 MOVED_LAST = (REPORT, CARD, INDEX, CONFIG)  # moved last, because these files mark a folder as finished
 
@@ -216,8 +217,10 @@ def leave(output: Path, node: int) -> None:
         output.rmdir()
 
 
-def refuse_changes(work: Path, fingerprint: dict[str, Any], output: Path, name: str = FINGERPRINT) -> None:
-    """Write the fingerprint of a new run, or compare it with that of the run to resume.
+def refuse_changes(
+    work: Path, fingerprint: dict[str, Any], output: Path, name: str = FINGERPRINT, *, anew: str = FRESH
+) -> None:
+    """Write the fingerprint of a new run, or compare it with that of the run to resume; `anew` is how to start over.
 
     Raises:
         OutputError: a setting that decides bytes differs; the message has the old and the new value.
@@ -229,14 +232,14 @@ def refuse_changes(work: Path, fingerprint: dict[str, Any], output: Path, name: 
     try:
         old = json.loads(path.read_text())
     except ValueError:
-        raise OutputError(f"{path}: cannot be read; start over with --fresh") from None
+        raise OutputError(f"{path}: cannot be read; {anew}") from None
     changes = list(differences(old, json.loads(json.dumps(fingerprint))))
     # Report a changed device first, because other differences follow from it, and the digest of the calibration data
     # last, because it follows from others.
     for key, before, now in sorted(changes, key=lambda one: (not one[0].endswith(".device"), one[0] == "calibration")):
         raise OutputError(
             f"{output}: holds an unfinished run with another {key} ({short_value(before)}, now {short_value(now)}); "
-            f"{_remedy(key, before)}, or start over with --fresh"
+            f"{_remedy(key, before)}, or {anew}"
         )
 
 

@@ -425,7 +425,8 @@ def _open_work_folder(
     resume without any.
     """
     output = options.output
-    journal.refuse_changes(work, _fingerprint(job, inputs.data, options.device), output)
+    drawn = {"calibration.tokens": inputs.data.drawn.asked} if inputs.data.drawn else {}
+    journal.refuse_changes(work, deciding(job, identity(inputs.data.samples), options.device) | drawn, output)
     journal.note_command(work, options.command)
     entries = journal.done_layers(work, job.sizes["layers"])
     line = _opening_line(job, options, resolved.recipe.source.model, inputs.counts, len(entries))
@@ -485,21 +486,23 @@ def _opening_line(job: Job, options: Options, model: str, counts: tuple[int, int
     )
 
 
-def _fingerprint(job: Job, data: CalibrationData, device: torch.device) -> dict[str, Any]:
-    """Every setting that the output's bytes depend on; gates and logging are not among them."""
+def deciding(job: Job, samples: str | Sequence[str], device: torch.device) -> dict[str, Any]:
+    """Every setting that the output's bytes depend on; gates and logging are not among them.
+
+    Args:
+        samples: the `identity` of the calibration samples, or of those of several outputs.
+    """
     facts = {name: text_sha256(text) for name, text in facts_copy(job.facts_file).items()}
-    drawn = {"calibration.tokens": data.drawn.asked} if data.drawn else {}
     variant = {"attention": job.recipe.attention} if job.recipe.attention != "keep" else {}
     variant |= {"kv_cache": job.recipe.kv_cache} if job.recipe.kv_cache != "none" else {}
     return {
         **facts,
-        **drawn,
         **variant,
         "method": METHOD,
         "experts": job.recipe.settings()["experts"],
         "source": source_stats(job.opened),
         "source_config": job.config,
-        "calibration": identity(data.samples),
+        "calibration": samples,
         "machine": fingerprint(device),
         "batches": batch_sizes(is_accelerator(device), job.sizes),
     }
