@@ -103,7 +103,7 @@ def test_it_resumes_after_any_layer(job: Path, tmp_path: Path, monkeypatch: pyte
                 compared(job, work=tmp_path / "work")
     assert written == ["layer-00000.json", "cut", "layer-00001.json", "cut"]
     with pytest.raises(
-        QuantizeError, match="holds an unfinished run with another calibration .*, or give another --work"
+        QuantizeError, match=r"holds an unfinished run with another calibration .*, or give another --work"
     ):
         compared(job, work=tmp_path / "work", draws=1)
     assert compared(job, work=tmp_path / "work") == whole
