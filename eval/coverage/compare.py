@@ -102,15 +102,11 @@ def compare_counts(before: Routed, after: Routed, rule: CoverageGate) -> dict[st
 
 
 def labels(names: Sequence[str], files: Sequence[Path]) -> list[str]:
-    """What to call two sets: their names; if equal, their files, as short as still distinct; else numbers."""
-    if names[0] != names[1]:
-        return list(names)
+    """What to call sets: their names; if two are equal, their files, as short as still distinct; else numbers."""
     paths = [file.resolve() for file in files]
-    for parts in range(1, max(len(path.parts) for path in paths) + 1):
-        ends = ["/".join(path.parts[-parts:]) for path in paths]
-        if ends[0] != ends[1]:
-            return ends
-    return [f"{paths[0].name} ({number})" for number in (1, 2)]
+    ends = (["/".join(path.parts[-n:]) for path in paths] for n in range(1, max(len(path.parts) for path in paths) + 1))
+    numbered = [f"{path.name} ({number})" for number, path in enumerate(paths, 1)]
+    return next((found for found in (list(names), *ends) if len(set(found)) == len(found)), numbered)
 
 
 def compare_table(found: dict[str, Any]) -> str:

@@ -81,6 +81,7 @@ def compare(
         InputError: something that was given is wrong; a line for each set that is.
         QuantizeError: the model's states are not finite, or there is no room for them. Interrupted: by a signal.
     """
+    from eval.coverage.compare import labels
     from eval.sets.estimate import ERROR
     from eval.sets.figures import NOTES, comparison, decided
 
@@ -119,8 +120,8 @@ def compare(
             found, scored = asked.measure(f"draws-{look}", now)
             drawn = [[*before, *more] for before, more in zip(drawn, now, strict=True)]
             lanes = [[*before, *more] for before, more in zip(lanes, found, strict=True)]
-            labels = _labels([one[0].name for one in drawn], files)
-            measured = [asked.of_set(*one) for one in zip(labels, files, drawn, lanes, strict=True)]
+            called = labels([one[0].name for one in drawn], files)
+            measured = [asked.of_set(*one) for one in zip(called, files, drawn, lanes, strict=True)]
             result = comparison(measured, scored, asked.rule, ERROR / looks)
             if decided(result["pairs"]):
                 break
@@ -424,17 +425,6 @@ def _texts_of(data: CalibrationData) -> tuple[str, ...]:
     from quantizers.calibration.samples import digest_of
 
     return tuple(sorted(digest_of([sample]) for sample in data.samples))
-
-
-def _labels(names: Sequence[str], files: Sequence[Path]) -> list[str]:
-    """What to call sets: their names if those differ; else their files, as short as still distinct."""
-    paths = [file.resolve().with_suffix("") for file in files]
-    shortened = (
-        ["/".join(path.parts[-parts:]) for path in paths] for parts in range(1, max(len(p.parts) for p in paths))
-    )
-    return next(
-        (found for found in (list(names), *shortened) if len(set(found)) == len(found)), [str(p) for p in paths]
-    )
 
 
 def _of_draws(sets: Sequence[MeasuredSet], tokens: int | None) -> list[str]:
