@@ -116,23 +116,34 @@ def comparison(sets: Sequence[MeasuredSet], scored: Scored, rule: CoverageGate, 
         error: the probability that an interval misses the truth.
     """
     pairs = list(combinations(sets, 2))
-    estimates = [log_ratio(b.kl[:, scored.top], a.kl[:, scored.top]) for a, b in pairs]
-    adjusted = holm([one.p for one in estimates])
+    changes = _differences([(a, b) for a, b in pairs], scored, error)
     return {
         "sets": [set_figures(one, scored, error) for one in sets],
         "pairs": [
             {
                 "first": a.label,
                 "other": b.label,
-                **_difference(estimate, p, error),
-                "detectable": _or_none(estimate.detectable(error)),
-                "words": pair_words(a, b, estimate, verdict(estimate, p, error), scored, error),
+                **change,
+                "words": pair_words(a, b, change, len(scored.top)),
                 "fields": _field_differences(a, b, scored, error),
                 "routing": _routing(a, b, rule),
             }
-            for (a, b), estimate, p in zip(pairs, estimates, adjusted, strict=True)
+            for (a, b), change in zip(pairs, changes, strict=True)
         ],
     }
+
+
+def _differences(
+    pairs: Sequence[tuple[MeasuredSet, MeasuredSet]], scored: Scored, error: float
+) -> list[dict[str, Any]]:
+    """Of each second set against the first, tested together; what is detectable is so whatever the others are."""
+    estimates = [log_ratio(b.kl[:, scored.top], a.kl[:, scored.top]) for a, b in pairs]
+    adjusted = holm([one.p for one in estimates])
+    detectable = [one.detectable(error / len(pairs)) for one in estimates]
+    return [
+        _difference(one, p, error) | {"detectable": None if seen is None else math.expm1(seen)}
+        for one, p, seen in zip(estimates, adjusted, detectable, strict=True)
+    ]
 
 
 def set_figures(one: MeasuredSet, scored: Scored, error: float = ERROR) -> dict[str, Any]:
@@ -222,21 +233,16 @@ def _routing(a: MeasuredSet, b: MeasuredSet, rule: CoverageGate) -> dict[str, An
     return found
 
 
-def pair_words(
-    a: MeasuredSet, b: MeasuredSet, estimate: Estimate, found: Verdict, scored: Scored, error: float = ERROR
-) -> str:
-    """A sentence on which of two sets is better."""
-    count, ends = len(scored.top), estimate.interval(error)
-    if found == "too few texts":
-        return f"{a.label}, {b.label}: {_too_few(count)}"
-    if ends is None or found == "no difference":
-        seen = estimate.detectable(error)
-        could = f"; {percent(math.expm1(seen))} would have been seen" if seen else ""
+def pair_words(a: MeasuredSet, b: MeasuredSet, found: dict[str, Any], texts: int) -> str:
+    """A sentence on which of two sets is better, from what `comparison` finds of them on so many texts."""
+    if found["verdict"] == "too few texts":
+        return f"{a.label}, {b.label}: {_too_few(texts)}"
+    if found["verdict"] == "no difference" or found["interval"] is None:
         what = f"{b.label} and {a.label}: no difference"
-        return f"{what} that {_amount(a.draws, 'draw')} of {count} texts could show{could}"
-    ends = [abs(math.expm1(end)) for end in ends]
-    between = f"{percent(min(ends), False)} to {percent(max(ends), False)}"
-    return f"{b.label} is {found} than {a.label} by {percent(abs(estimate.change))} ({between})"
+        return f"{what} that {_amount(a.draws, 'draw')} of {texts} texts could show{_seen(found)}"
+    low, high = sorted(map(abs, found["interval"]))
+    between = f"{percent(low, False)} to {percent(high, False)}"
+    return f"{b.label} is {found['verdict']} than {a.label} by {percent(abs(found['change']))} ({between})"
 
 
 def source_effects(
@@ -247,22 +253,16 @@ def source_effects(
     Args:
         without: the same draws without one source, whose name is the label; `samples` and `tokens` are what it had.
     """
-    top = scored.top
-    estimates = [log_ratio(one.kl[:, top], whole.kl[:, top]) for one in without]
-    adjusted = holm([one.p for one in estimates])
     rows = []
-    for one, estimate, p in zip(without, estimates, adjusted, strict=True):
-        found = _difference(estimate, p, error)
+    for one, found in zip(without, _differences([(whole, one) for one in without], scored, error), strict=True):
         effect = EFFECTS.get(found["verdict"], found["verdict"])
         words = {
             "helps": f"helps: without it KL is {percent(found['change'])} larger",
             "hurts": f"hurts: without it KL is {percent(-found['change'])} smaller",
-            "too few texts": _too_few(len(top)),
-        }
-        seen = estimate.detectable(error)
-        could = f"; {percent(math.expm1(seen))} would have been seen" if seen else ""
-        row = {"source": one.label, "texts": one.samples, "tokens": one.tokens, **found, "verdict": effect}
-        rows.append(row | {"words": words.get(effect, f"makes no difference that could be seen{could}")})
+            "too few texts": _too_few(len(scored.top)),
+        }.get(effect, f"makes no difference that could be seen{_seen(found)}")
+        own = {"source": one.label, "texts": one.samples, "tokens": one.tokens, "verdict": effect, "words": words}
+        rows.append({key: found[key] for key in ("change", "interval", "p", "adjusted")} | own)
     return sorted(rows, key=lambda row: -row["change"])
 
 
@@ -285,11 +285,11 @@ def _amount(count: int, what: str) -> str:
     return f"{count} {what}{'s' if count != 1 else ''}"
 
 
-def _or_none(log: float | None) -> float | None:
-    return None if log is None else math.expm1(log)
+def _seen(found: dict[str, Any]) -> str:
+    return f"; {percent(found['detectable'])} would have been seen" if found["detectable"] else ""
 
 
 NOTES = {
-    "power": f"What would have been seen is the difference that is found with a probability of {POWER:.0%}.",
+    "power": f"What would have been seen is the difference that is found with a probability of {100 * POWER:.0f} %.",
     "fields": "Fields are tested together with Holm's correction; their intervals are not widened.",
 }

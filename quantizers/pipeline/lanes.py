@@ -183,6 +183,7 @@ def measure_lanes(
         for lane in lanes:
             if done:
                 lane.calibration.resume(done)
+                lane.calibration.forget(0)  # which a new lane begins with
             else:
                 lane.calibration.embed(token_tensors(lane.data, job.sizes["vocabulary"]))
     entries = [json.loads(journal(number).read_text()) for number in range(done)] if dist.is_main else []
