@@ -26,7 +26,7 @@ from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.system.errors import CheckpointError
 from quantizers.system.thread_map import thread_map
 
-from .reader import Checkpoint, as_bytes, as_tensor, read_into, torch_dtype
+from .reader import Checkpoint, as_bytes, as_tensor, torch_dtype
 from .safetensors_header import TORCH_DTYPES, TensorInfo
 
 if TYPE_CHECKING:
@@ -146,13 +146,22 @@ def load_tensors(
     wanted.sort(key=lambda info: (info.file, info.start, info.end))
     starts = accumulate((_aligned(info.size) for info in wanted), initial=0)
     places = [(info, buffer[start : start + info.size]) for info, start in zip(wanted, starts, strict=False)]
-    reading = read_into((info, as_bytes(raw)) for info, raw in places if not (stop and stop.is_set()))
+    asked = ((info, as_bytes(raw)) for info, raw in places if not (stop and stop.is_set()))
+    reading = checkpoint.read_into(asked, stop)
     arriving = (raw for _, (_, raw) in zip(reading, places, strict=False))
     with closing(thread_map(_sha256, arriving)) as found:  # while the next tensors are read
         hashes = {info.name: digest for digest, info in zip(found, wanted, strict=False)}
     stored = {info.name: as_tensor(info, raw) for info, raw in places}
     like = checkpoint
     return LoadedTensors(like.folder, like.name, like.config, infos, like.revision, stored, hashes, buffer[:size])
+
+
+def load_once(checkpoint: Checkpoint, names: Sequence[str], dist: ProcessGroup) -> LoadedTensors:
+    """`load_tensors` of a part that all processes read, and that is not read again in this pass."""
+    loaded = load_tensors(checkpoint, names)
+    dist.barrier()
+    checkpoint.release(names)
+    return loaded
 
 
 def _sha256(raw: torch.Tensor) -> str:
@@ -215,6 +224,7 @@ def prefetched_tensors(
                 loaded = reading.pop().result()
                 reading = begin(position + 1)  # the part before this one is in use no more
                 _require_the_same_bytes(loaded, dist)
+                checkpoint.release(parts[position])
                 yield loaded
                 loaded.empty()
         finally:

@@ -16,13 +16,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from quantizers.system.caches import downloads_are_lost
 from quantizers.system.errors import CheckpointError, first_line
 from quantizers.system.formatting import places
 from quantizers.system.output_files import CARD, is_own
+from quantizers.system.thread_map import thread_map
 
+from .remote import HubFiles, open_hub
 from .safetensors_header import TORCH_DTYPES, TensorInfo, printed, read_errors, read_header
 
 if TYPE_CHECKING:
@@ -37,6 +40,7 @@ OTHER_FORMS = ("onnx", "original")  # folders with the model's weights in other 
 LARGEST_SIDE_FILE = 100_000_000  # bytes
 UNREAD = "weights that are not read"
 POINTER = b"version https://git-lfs.github.com/spec/"  # what git-lfs leaves in place of a file
+COMMIT = re.compile(r"[0-9a-f]{40}")
 BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # the name of a file in the Hub's cache, its hash
 GIVE_ORIGINAL = "here give the checkpoint that it was made from"
 EVALUATE_GGUF = f"evaluate it with llama.cpp's llama-perplexity --kl-divergence; {GIVE_ORIGINAL}"
@@ -50,14 +54,26 @@ class Checkpoint:
     name: str  # the user's name for it: a Hub id or a folder
     config: dict[str, Any]  # the content of config.json
     tensors: dict[str, TensorInfo] = field(repr=False)  # of every shard, by name
-    revision: str | None = None  # on the Hub; None for a local checkpoint
+    revision: str | None = None  # on the Hub, a commit if that is known; None for a local checkpoint
+    remote: HubFiles | None = field(default=None, repr=False, kw_only=True)  # has the shards, which are not in `folder`
 
     def raw(self, name: str) -> bytearray:
         """The bytes of one tensor as stored in the file; raises as `read_into`."""
         buffer = bytearray(self.tensors[name].size)
-        for _ in read_into([(self.tensors[name], memoryview(buffer))]):
+        for _ in self.read_into([(self.tensors[name], memoryview(buffer))]):
             pass
         return buffer
+
+    def read_into(
+        self, wanted: Iterable[tuple[TensorInfo, memoryview]], stop: Event | None = None
+    ) -> Iterator[TensorInfo]:
+        """`read_into`, from the Hub if the shards are there; waiting for a shard ends once `stop` is set."""
+        return self.remote.read_into(wanted, stop) if self.remote else read_into(wanted)
+
+    def release(self, names: Iterable[str]) -> None:
+        """Say that all processes of this machine have read these tensors, and do not need them until the next pass."""
+        if self.remote:
+            self.remote.release(self.tensors[name] for name in names)
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor in its stored dtype, in newly allocated memory."""
@@ -108,13 +124,20 @@ def refuse_gguf(model: str) -> None:
 
 
 def open_folder(
-    folder: Path, name: str | None = None, revision: str | None = None, *, strays: bool = False
+    folder: Path,
+    name: str | None = None,
+    revision: str | None = None,
+    *,
+    strays: bool = False,
+    remote: HubFiles | None = None,
 ) -> Checkpoint:
     """Read config.json, the index and every shard's header of a folder in the Hugging Face layout.
 
     Args:
         name: the user's name for it; None for the folder's path.
+        revision: on the Hub, unless the folder's own name in the Hub's cache is the commit.
         strays: whether other weights may lie there, which some loaders read instead; an audit reports them.
+        remote: has the shards, which then need not be in the folder.
 
     Raises:
         CheckpointError: one line naming the file or tensor at fault.
@@ -127,29 +150,33 @@ def open_folder(
     config, has_index = read_config(folder), os.path.isfile(folder / INDEX)
     if not strays:
         _refuse_other_weights(folder, config, INDEX if has_index else SINGLE)
-    if not has_index and not os.path.isfile(folder / SINGLE):
+    if has_index:
+        tensors = _indexed_tensors(folder / INDEX, strays, remote)
+    elif _is_there(folder / SINGLE, remote):
+        tensors = _header(folder / SINGLE, remote)
+    else:
         raise CheckpointError(f"{folder}: neither {INDEX} nor {SINGLE}; give a safetensors checkpoint")
-    tensors = _indexed_tensors(folder / INDEX, strays) if has_index else read_header(folder / SINGLE)
-    return Checkpoint(folder, name or str(folder), config, tensors, revision)
+    return Checkpoint(folder, name or str(folder), config, tensors, commit_of(folder) or revision, remote=remote)
 
 
-def _indexed_tensors(index: Path, strays: bool) -> dict[str, TensorInfo]:
+def _indexed_tensors(index: Path, strays: bool, remote: HubFiles | None) -> dict[str, TensorInfo]:
     """The tensors of all shards of an index, if it agrees with them."""
     folder = index.parent
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map is missing or empty; download this file again")
     shards = sorted({_shard_name(index, shard) for shard in weight_map.values()})
-    if SINGLE not in shards and os.path.isfile(folder / SINGLE) and not strays:
+    if SINGLE not in shards and _is_there(folder / SINGLE, remote) and not strays:
         raise CheckpointError(
             f"{folder}: holds two sets of weights: {SINGLE}, which transformers reads, and those of {INDEX} "
             f"({shards[0]}, …), which servers read; remove one of them"
         )
     tensors: dict[str, TensorInfo] = {}
     for file in shards:
-        if not os.path.isfile(folder / file):
+        if not _is_there(folder / file, remote):
             raise CheckpointError(f"{index}: names {file}, which is not in the folder; download it")
-        for tensor, info in read_header(folder / file).items():
+    for file, infos in zip(shards, thread_map(lambda one: _header(folder / one, remote), shards), strict=True):
+        for tensor, info in infos.items():
             if tensor in tensors:
                 raise CheckpointError(f"{folder / file}: {tensor} is also in {tensors[tensor].file.name}; keep one")
             tensors[tensor] = info
@@ -164,6 +191,14 @@ def _indexed_tensors(index: Path, strays: bool) -> dict[str, TensorInfo]:
                 f"{info.file}: {tensor} is not in {INDEX}; index and shards do not belong together, download both"
             )
     return tensors
+
+
+def _is_there(shard: Path, remote: HubFiles | None) -> bool:
+    return shard.name in remote.files if remote else shard.is_file()
+
+
+def _header(shard: Path, remote: HubFiles | None) -> dict[str, TensorInfo]:
+    return remote.header(shard) if remote else read_header(shard)
 
 
 def _shard_name(index: Path, shard: object) -> str:
@@ -251,11 +286,12 @@ def _others(folder: Path, within: str = "") -> Iterator[tuple[str, str]]:
             yield from _others(folder, f"{name}/")
 
 
-def resolve(model: str, revision: str = "main", patterns: Iterable[str] | None = None) -> Path:
+def resolve(model: str, revision: str = "main", patterns: Iterable[str] | None = None, *, shards: bool = True) -> Path:
     """The folder of a checkpoint: the given one, or that of a Hub id in the cache, after downloading missing files.
 
     Args:
         patterns: glob patterns of the files to download; None for all files of the checkpoint.
+        shards: whether its shards are among them.
 
     Raises:
         CheckpointError: the Hub does not know the id or cannot be reached, and the cache does not have it.
@@ -266,7 +302,7 @@ def resolve(model: str, revision: str = "main", patterns: Iterable[str] | None =
     refuse_gguf(model)
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise CheckpointError(f"{model}: no such folder, and not a Hub id (owner/name); correct it")
-    if patterns is None and downloads_are_lost():
+    if patterns is None and shards and downloads_are_lost():
         raise CheckpointError(
             f"{model}: there is no home folder to keep it in; set HF_HOME to a folder with room for it"
         )
@@ -274,6 +310,7 @@ def resolve(model: str, revision: str = "main", patterns: Iterable[str] | None =
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     ignored = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", *(f"{name}/*" for name in OTHER_FORMS)]
+    ignored += [] if shards else ["*.safetensors"]
     try:
         allowed = list(patterns) if patterns else None
         return Path(snapshot_download(model, revision=revision, ignore_patterns=ignored, allow_patterns=allowed))
@@ -284,9 +321,32 @@ def resolve(model: str, revision: str = "main", patterns: Iterable[str] | None =
         ) from None
 
 
-def open_checkpoint(model: str, revision: str = "main") -> Checkpoint:
-    """`resolve`, then `open_folder`."""
-    return open_folder(resolve(model, revision), model, revision)
+def locate(
+    model: str, revision: str = "main", *, stream: bool = False, patterns: Iterable[str] | None = None
+) -> tuple[Path, HubFiles | None]:
+    """The folder of a checkpoint, as `resolve`; with `stream` without its shards, and the Hub's files that has them.
+
+    Raises:
+        CheckpointError: also if `stream` is asked for a folder.
+    """
+    if not stream:
+        return resolve(model, revision, patterns), None
+    if os.path.isdir(os.path.expanduser(model)):
+        raise CheckpointError(f"{model}: is a folder, which is read where it lies; leave --stream out")
+    refuse_gguf(model)
+    remote = open_hub(model, revision)
+    return resolve(model, remote.commit, patterns, shards=False), remote
+
+
+def open_checkpoint(model: str, revision: str = "main", *, stream: bool = False) -> Checkpoint:
+    """`locate`, then `open_folder`."""
+    folder, remote = locate(model, revision, stream=stream)
+    return open_folder(folder, model, revision, remote=remote)
+
+
+def commit_of(folder: Path) -> str | None:
+    """The commit that a folder in the Hub's cache holds; None for any other folder."""
+    return folder.name if folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name) else None
 
 
 def read_into(wanted: Iterable[tuple[TensorInfo, memoryview]]) -> Iterator[TensorInfo]:

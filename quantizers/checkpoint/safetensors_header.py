@@ -77,12 +77,22 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             another, has an unknown dtype, or its size contradicts its shape.
     """
     with read_errors(file), file.open("rb") as stream:
-        length, start = file.stat().st_size, int.from_bytes(stream.read(8), "little")
-        if length < 8 or start > MAX_HEADER or 8 + start > length:
-            raise _corrupt(file, "the header is cut off or corrupt")
-        raw = stream.read(start)
+        length, begun = file.stat().st_size, stream.read(8)
+        return parse_header(file, length, begun + stream.read(min(header_length(begun), MAX_HEADER)))
+
+
+def header_length(begun: bytes) -> int:
+    """Bytes of a file's header, from the first 8 bytes of the file."""
+    return int.from_bytes(begun[:8], "little")
+
+
+def parse_header(file: Path, length: int, begun: bytes) -> dict[str, TensorInfo]:
+    """The same from the file's length and its first bytes, with the whole header, if they are not on the disk."""
+    start = header_length(begun)
+    if length < 8 or start > MAX_HEADER or 8 + start > length:
+        raise _corrupt(file, "the header is cut off or corrupt")
     try:
-        header = json.loads(raw)
+        header = json.loads(begun[8:])
     except (ValueError, RecursionError):
         raise _corrupt(file, "the header is not JSON") from None
     if not isinstance(header, dict):

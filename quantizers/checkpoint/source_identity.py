@@ -13,7 +13,7 @@ from quantizers.system.errors import OutputError
 from quantizers.system.files import file_sha256, write_json
 from quantizers.system.progress import progress
 
-from .reader import Checkpoint
+from .reader import COMMIT, Checkpoint
 from .safetensors_header import read_errors
 
 SPOTS, PIECE = 32, 4096  # number and bytes of the pieces of each shard that `source_digest` covers
@@ -25,9 +25,13 @@ def shard_files(source: Checkpoint) -> list[Path]:
 
 
 def source_stats(source: Checkpoint) -> dict[str, Any]:
-    """Size and modification time (in nanoseconds) of each shard."""
+    """Size and modification time (in nanoseconds) of each shard; of one on the Hub its size and the Hub's hash."""
     stats: dict[str, Any] = {}
     for file in shard_files(source):
+        if source.remote:
+            on_hub = source.remote.files[file.name]
+            stats[file.name] = {"bytes": on_hub.size, "hash": on_hub.digest}
+            continue
         with read_errors(file):
             stat = file.stat()
         stats[file.name] = {"bytes": stat.st_size, "changed": stat.st_mtime_ns}
@@ -39,12 +43,15 @@ def source_digest(source: Checkpoint) -> str:
 
     It covers config.json, every tensor's name, dtype and shape, and of each shard the size and SPOTS evenly spaced
     pieces. As it only samples the data, two checkpoints of the same layout have the same digest if they differ
-    only between the pieces.
+    only between the pieces. Of shards that are on the Hub it covers the Hub's hashes instead, see `is_source`.
     """
     digest = hashlib.sha256(json.dumps(source.config, sort_keys=True).encode())
     for name, info in sorted(source.tensors.items()):
         digest.update(f"{name}\0{info.dtype}\0{list(info.shape)}\0".encode())
     for file in shard_files(source):
+        if source.remote:
+            digest.update(f"{source.remote.files[file.name].digest}\0".encode())
+            continue
         with read_errors(file), file.open("rb") as stream:
             size = file.stat().st_size
             digest.update(f"{size}\0".encode())
@@ -54,8 +61,26 @@ def source_digest(source: Checkpoint) -> str:
     return digest.hexdigest()
 
 
+def is_source(recorded: Any, source: Checkpoint, model: str) -> bool:
+    """Whether a report's `source` is this one: by its digest, or as the same commit of `model`, a Hub id.
+
+    A source that is read from the Hub has another kind of digest than the same in a folder.
+    """
+    if not isinstance(recorded, dict):
+        return False
+    made_at = recorded.get("revision")
+    if (recorded.get("model"), made_at) == (model, source.revision) and COMMIT.fullmatch(str(made_at)):
+        return True
+    return recorded.get("digest") == source_digest(source)
+
+
 def check_hashes(source: Checkpoint, work: Path, output: Path, check: Callable[[], None]) -> None:
-    """Hash every shard. A new run stores the hashes; a resumed run raises an OutputError if one has changed."""
+    """Hash every shard. A new run stores the hashes; a resumed run raises an OutputError if one has changed.
+
+    Shards from the Hub are compared with its hashes as they arrive.
+    """
+    if source.remote:
+        return
     hash_file, hashes, files = work / "source.json", dict[str, str](), shard_files(source)
     with progress("hashing", len(files), unit="shard") as step:
         for file in files:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quantizers.checkpoint.reader import Checkpoint
+from quantizers.checkpoint.window import Parts, streamed
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.planning.device_memory import Place, Residents
 
@@ -33,3 +36,8 @@ class Context:
     states: Place = "memory"  # calibration activations between layers
     texts_on_device: bool = False  # held-out activations; else only in their files
     prefetch_to_device: bool = False  # the next layer's bytes
+    window: int | None = None  # bytes of a source on the Hub that lie on the disk at most; None for the default
+
+    def streamed(self, source: Checkpoint, parts: Parts) -> contextlib.AbstractContextManager[Checkpoint]:
+        """A source for one pass over these parts, see `window.streamed`."""
+        return streamed(source, parts, self.work / "source", self.window, check=self.check, dist=self.dist)

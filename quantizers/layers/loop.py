@@ -28,6 +28,7 @@ from quantizers.device.prefetch import BufferPrefetch, pin
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
 from quantizers.model.proof import Proof
 from quantizers.model.streamed_model import DecoderLayer, StreamedModel
+from quantizers.planning.job import Job
 from quantizers.system.errors import QuantizeError
 from quantizers.system.progress import doing
 
@@ -178,7 +179,7 @@ def layer_steps(
             release_free_memory()
 
 
-def all_tensors(model: StreamedModel, source: Checkpoint, first: int = 0) -> dict[int, list[str]]:
+def all_tensors(model: StreamedModel | Job, source: Checkpoint, first: int = 0) -> dict[int, list[str]]:
     """The names of all tensors of each layer from `first` on, by the layer's number."""
     return {number: layer_names(source, model.facts, number) for number in range(first, model.sizes["layers"])}
 

@@ -28,7 +28,7 @@ def planned_check(job: Job, one_expert: bool = False) -> ServingCheck:
         sizes["experts"] = 1
     found = check(output_config(job.config, job.facts, job.plan, job.fp8), written, job.facts, sizes)
     for error in found.errors:
-        where = job.source.folder if job.source else job.location
+        where = job.source.folder if job.source and not job.source.remote else job.location
         raise CheckpointError(
             f"{where}: of this source no output can be made that servers read: {str(error).removeprefix('error: ')}; "
             "give a source in which what servers fuse is stored alike"

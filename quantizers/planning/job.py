@@ -5,22 +5,33 @@ All of this happens before any long computation starts, so that errors are repor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for, published_config
 from quantizers.architectures.sizes import Sizes, sizes_of
-from quantizers.checkpoint.reader import CONFIG, INDEX, SINGLE, Checkpoint, open_folder, read_config, read_json, resolve
-from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, Spec, printed
+from quantizers.checkpoint.reader import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    Checkpoint,
+    locate,
+    open_folder,
+    read_config,
+    read_json,
+    resolve,
+)
+from quantizers.checkpoint.safetensors_header import Spec, printed
 from quantizers.formats.fp8 import Fp8, declared_block
 from quantizers.formats.tensor_names import split_fused_experts, split_fused_specs
 from quantizers.formats.unsupported import refuse_unquantizable
+from quantizers.recipe.portable import is_hub_id
 from quantizers.recipe.read import Change, facts_location, given_at, read_recipe, set_location, source_location
 from quantizers.recipe.schema import Recipe
-from quantizers.system.errors import CheckpointError, InputError, did_you_mean, first_line
+from quantizers.system.errors import CheckpointError, InputError, did_you_mean
 from quantizers.system.package_data import shipped_names
 
 from .allocation import Allocation, allocation
@@ -31,12 +42,15 @@ from .plan import Plan
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")
 
 
+HEADERS: Literal["headers"] = "headers"  # of a model on the Hub, which are asked for
+
+
 @dataclass(frozen=True)
 class Job:
     """A recipe with its source and its plan.
 
     Attributes:
-        source: the opened checkpoint; None if the plan was made without the source's shards.
+        source: the opened checkpoint, of which the Hub may have the shards; None if the plan was made without headers.
         location: where the source is: a folder, or a Hub id.
         basis: what the plan was made from, as text for users.
         fp8: the form of the FP8 weights that pass through; None if none do.
@@ -73,6 +87,8 @@ def prepare(
     facts_file: Path | None = None,
     changes: Sequence[Change] = (),
     sets_first: bool = False,
+    stream: bool = False,
+    commit: str | None = None,
 ) -> Job:
     """Read a recipe, find and check its source, and make the plan.
 
@@ -83,6 +99,8 @@ def prepare(
         hub: with `offline_facts`, prefer the headers on the Hub to the built-in architecture spec.
         source_folder, facts_file, changes: instead of the source, the facts and the settings that the recipe names.
         sets_first: before a source is downloaded, load the recipe's sets, with its tokenizer alone.
+        stream: leave the source's shards on the Hub.
+        commit: with `stream`, of the source, instead of what the recipe's revision is now.
 
     Raises:
         InputError: the recipe, a set or the source is wrong.
@@ -92,28 +110,27 @@ def prepare(
     location = source_location(recipe, path) if source_folder is None else given_folder(source_folder)
     facts_file = facts_file or facts_location(recipe, path)
     source: Checkpoint | None = None
-    tensors: Mapping[str, Spec] | None = None
-    offline = _without_shards(location, recipe.source.revision, hub, facts_file) if offline_facts else None
-    if offline:
-        config, tensors, where = offline
+    offline = _without_headers(location, recipe.source.revision, hub, facts_file) if offline_facts else None
+    if isinstance(offline, tuple):
+        config, where = offline
         basis = config_name = where
     else:
         _refuse_unknown_source(location, given_at(("source", "model"), path, changes))
         if sets_first and not Path(location).is_dir() and not _in_cache(location, recipe.source.revision):
             _load_sets(location, recipe, path)
-        source = _open_source(location, recipe)
+        source = _open_source(location, recipe, stream or offline == HEADERS, commit, headers=offline == HEADERS)
         config, where, config_name = source.config, str(source.folder), str(source.folder / CONFIG)
         basis = f"the headers of {where}"
-    stored = source.tensors if source else tensors
-    facts = architecture_for(config, config_name, facts_file, stored)
+        if offline == HEADERS:
+            basis = f"the headers of {location} on the Hub, commit {source.revision}"
+    facts = architecture_for(config, config_name, facts_file, source.tensors if source else None)
     block = declared_block(config, config_name)
     sizes = sizes_of(facts)
     if source:
         source = split_fused_experts(source, facts, sizes)
         tensors = {tensor: Spec(info.dtype, info.shape) for tensor, info in source.tensors.items()}
     else:
-        tensors = expected_tensors(facts, sizes, config, where) if tensors is None else tensors
-        tensors = split_fused_specs(tensors, facts, sizes, where)
+        tensors = split_fused_specs(expected_tensors(facts, sizes, config, where), facts, sizes, where)
     plan = make_plan(
         facts, sizes, tensors, recipe.experts, where, block, recipe.attention, kv_cache=recipe.kv_cache == "fp8"
     )
@@ -126,13 +143,17 @@ def prepare(
     return Job(recipe, path, facts, sizes, config, plan, source, basis, fp8, choices, location, facts_file)
 
 
-def _open_source(location: str, recipe: Recipe) -> Checkpoint:
-    folder = resolve(location, recipe.source.revision)
+def _open_source(
+    location: str, recipe: Recipe, stream: bool, commit: str | None = None, *, headers: bool = False
+) -> Checkpoint:
+    """The source; for its `headers` alone no file is downloaded that they do not need."""
+    revision = commit or recipe.source.revision
+    folder, remote = locate(location, revision, stream=stream, patterns=(CONFIG, INDEX) if headers else None)
     if not (folder / CONFIG).is_file():
-        raise CheckpointError(f"{folder}: has no config.json; give a checkpoint folder")
+        raise CheckpointError(f"{location if remote else folder}: has no config.json; give a checkpoint folder")
     # Before the shards, whose dtypes may be unknown here.
-    refuse_unquantizable(read_config(folder), str(folder / CONFIG))
-    return open_folder(folder, recipe.source.model, recipe.source.revision)
+    refuse_unquantizable(read_config(folder), f"{location}: {CONFIG}" if remote else str(folder / CONFIG))
+    return open_folder(folder, recipe.source.model, revision, remote=remote)
 
 
 def _sets(recipe: Recipe) -> dict[str, tuple[str, ...]]:
@@ -173,62 +194,26 @@ def given_folder(folder: Path) -> str:
     return str(folder.resolve())
 
 
-def _without_shards(
+def _without_headers(
     location: str, revision: str, hub: bool, facts_file: Path | None
-) -> tuple[dict[str, Any], dict[str, Spec] | None, str] | None:
-    """config.json, headers (None unless from the Hub) and basis of a source whose shards are not on this machine.
+) -> tuple[dict[str, Any], str] | Literal["headers"] | None:
+    """config.json and basis of a source whose headers are not on this machine, or that the Hub is to be asked for them.
 
-    None if its shards are here, or if `location` is neither a folder nor a Hub id. With the user's own facts the
-    built-in config.json is not this model's: then the Hub is asked.
+    None if they are here, or if `location` is neither a folder nor a Hub id. With the user's own facts the built-in
+    config.json is not this model's: then the Hub is asked.
     """
     folder = Path(location)
     config_file = folder / CONFIG
     if config_file.is_file() and not any(folder.glob("*.safetensors")):
         config = read_json(config_file)
         refuse_unquantizable(config, str(config_file))
-        return config, None, f"{config_file} alone, without shards"
+        return config, f"{config_file} alone, without shards"
     if folder.is_dir() or (_in_cache(location, revision) and not hub):
         return None
     built_in = None if hub or facts_file is not None else published_config(location)
     if built_in is not None:
-        return built_in, None, f"the built-in architecture spec of {location} (its files are not on this machine)"
-    if location.startswith((".", "/", "~")) or location.count("/") != 1:
-        return None  # not a Hub id; `resolve` reports that
-    config, headers, commit = read_hub(location, revision)
-    return config, headers, f"the headers of {location} on the Hub, commit {commit}"
-
-
-def read_hub(model: str, revision: str) -> tuple[dict[str, Any], dict[str, Spec], str]:
-    """config.json, dtype and shape of every tensor, and the commit of a model on the Hub, without downloading shards.
-
-    Raises:
-        CheckpointError: the Hub cannot be reached or has no such model, it is not a safetensors checkpoint, or it has
-            4-bit weights.
-    """
-    from httpx import HTTPError  # base class of the Hub's own errors
-    from huggingface_hub import HfApi, hf_hub_download
-    from huggingface_hub.errors import HFValidationError, NotASafetensorsRepoError, SafetensorsParsingError
-
-    failures = (HTTPError, HFValidationError, NotASafetensorsRepoError, SafetensorsParsingError, OSError, ValueError)
-    try:
-        api = HfApi()
-        commit = api.model_info(model, revision=revision).sha or revision
-        config = read_json(Path(hf_hub_download(model, CONFIG, revision=commit)))
-        refuse_unquantizable(config, f"{model}: {CONFIG}")  # before the headers, whose dtypes may be unknown here
-        files = api.get_safetensors_metadata(model, revision=commit).files_metadata
-    except failures as failure:
-        reason = first_line(failure)
-        raise CheckpointError(
-            f"{model}: the Hub did not give its headers ({reason}); check the name and the network, or name a folder"
-        ) from None
-    specs: dict[str, Spec] = {}
-    for file, metadata in sorted(files.items()):
-        for name, info in metadata.tensors.items():
-            if info.dtype not in DTYPE_BYTES or name in specs:
-                what = "is in two shards" if name in specs else f"has the unknown dtype {info.dtype}"
-                raise CheckpointError(f"{model}: {file}: {name} {what}; give another revision")
-            specs[name] = Spec(info.dtype, tuple(info.shape))
-    return config, specs, commit
+        return built_in, f"the built-in architecture spec of {location} (its files are not on this machine)"
+    return HEADERS if is_hub_id(location) else None  # `resolve` reports what is neither
 
 
 def _in_cache(model: str, revision: str) -> bool:

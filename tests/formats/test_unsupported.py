@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +12,12 @@ import tiny
 import torch
 from awq_gptq import Kind
 from commands import Command
+from hub_stand_in import HubStandIn, reached
 from safetensors.torch import save_file
 
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.formats.unsupported import refuse_four_bits, refuse_swapped_arguments, refuse_unsupported
-from quantizers.planning.job import read_hub
+from quantizers.planning.job import prepare
 from quantizers.system.errors import CheckpointError
 
 SECTIONS: dict[str, tuple[dict[str, Any], str]] = {
@@ -219,11 +219,13 @@ def test_every_command_that_takes_a_source_says_so_first(
 def test_a_model_on_the_hub_is_refused_before_its_headers_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(FOUR_BITS["DeepSeek-V4"][0]))
-    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: SimpleNamespace(sha="c0ffee"))
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: str(tmp_path / "config.json"))
-    with pytest.raises(CheckpointError, match=r"^me/model: config.json: expert_dtype is 'fp4': this model already"):
-        read_hub("me/model", "main")
+    config = json.dumps(FOUR_BITS["DeepSeek-V4"][0]).encode()
+    (tmp_path / "r.yaml").write_text("source: {model: me/model}\ncalibration: embedded\n")
+    with HubStandIn(repositories={"me/model": {"main": {"config.json": config, "model.safetensors": b"x"}}}) as hub:
+        reached(hub, tmp_path / "home", monkeypatch)
+        with pytest.raises(CheckpointError, match=r"^me/model: config.json: expert_dtype is 'fp4': this model already"):
+            prepare(str(tmp_path / "r.yaml"), offline_facts=True)
+        assert not [asked for asked in hub.asked if asked.endswith(".safetensors")]
 
 
 # Source and candidate in the wrong order ------------------------------------------------------------

@@ -15,13 +15,13 @@ import torch
 import yaml
 from calibration_tokenizer import write_tokenizer
 from commands import Command
+from hub_stand_in import HubStandIn, reached
 from runs import cut_in_layer
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for, known
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
-from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.commands.verify import verify_folder
 from quantizers.model.streamed_model import StreamedModel
 from quantizers.pipeline.pipeline import Options, run
@@ -121,12 +121,12 @@ def test_a_plan_with_facts_of_ones_own_is_not_made_from_a_kept_config(
     job: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who gives facts says that the kept ones are not this model's, so its own headers are needed."""
-    source = open_folder(job.parent / "model")
-    tensors = {name: Spec(info.dtype, info.shape) for name, info in source.tensors.items()}
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(job.parent))
-    monkeypatch.setattr("quantizers.planning.job.read_hub", lambda *_: (source.config, tensors, "abc"))
-    planned = prepare("minimax-m2.1-fp8-int4", offline_facts=True, facts_file=job.parent / "mine.yaml")
-    assert planned.basis == "the headers of MiniMaxAI/MiniMax-M2.1 on the Hub, commit abc"
+    model = "MiniMaxAI/MiniMax-M2.1"
+    files = {path.name: path.read_bytes() for path in (job.parent / "model").iterdir()}
+    with HubStandIn(repositories={model: {"main": files}}) as hub:
+        reached(hub, job.parent / "home", monkeypatch)
+        planned = prepare("minimax-m2.1-fp8-int4", offline_facts=True, facts_file=job.parent / "mine.yaml")
+        assert planned.basis == f"the headers of {model} on the Hub, commit {hub.commit(model)}"
     assert planned.sizes["layers"] == 2
 
 

@@ -1,0 +1,214 @@
+"""The files of one commit of a model on the Hub: headers, and any range of bytes, without the disk.
+
+Requests go through huggingface_hub's own retries: a lost connection, a 429 and a 5xx are tried again, as often as it
+does so, with the token of its login. What the Hub has for good, a SHA-256 of each large file, is for whoever reads one
+as a whole, see window.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event
+
+from quantizers.system.errors import CheckpointError, QuantizeError, first_line
+from quantizers.system.thread_map import thread_map
+
+from .safetensors_header import MAX_HEADER, TensorInfo, header_length, parse_header
+
+PIECE = 1 << 26  # bytes of one request, at most
+AGAIN = "give the same command again, which resumes"
+PATIENCE = 60.0  # seconds to wait for the next bytes of an answer
+TOKEN = "log in with `hf auth login`, or set HF_TOKEN"
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file of a commit."""
+
+    name: str
+    size: int  # bytes
+    sha256: str | None  # of a file that the Hub stores as LFS or Xet
+    blob: str  # git's id, the SHA-1 of any other
+
+    @property
+    def digest(self) -> str:
+        """What `hasher` must arrive at, hexadecimal."""
+        return self.sha256 or self.blob
+
+    def hasher(self) -> hashlib._Hash:
+        """A new hash, to be fed with all bytes of the file."""
+        if self.sha256:
+            return hashlib.sha256()
+        return hashlib.sha1(b"blob %d\0" % self.size, usedforsecurity=False)
+
+
+@dataclass
+class HubFiles:
+    """The files of one commit.
+
+    Attributes:
+        commit: 40 hexadecimal digits.
+        files: by their names in the repository.
+        begun: the first bytes of a file, as far as its header reaches: they are not asked for twice.
+        fetched: bytes received so far, by all threads.
+    """
+
+    model: str
+    commit: str
+    files: dict[str, HubFile] = field(repr=False)
+    begun: dict[str, bytes] = field(default_factory=dict, repr=False)
+    fetched: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def range(self, name: str, start: int, end: int) -> bytes:
+        """Bytes `start` to `end` of a file.
+
+        Raises:
+            CheckpointError: the file or its commit is gone, or access is refused.
+            QuantizeError: the Hub does not answer, also after the library's retries.
+        """
+        if start == end:
+            return b""
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff  # type: ignore[attr-defined]
+
+        with hub_errors(self.model, name, self.commit):
+            headers = {**build_hf_headers(), "Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
+            url = hf_hub_url(self.model, name, revision=self.commit)
+            answer = http_backoff("GET", url, headers=headers, timeout=PATIENCE)
+            hf_raise_for_status(answer)
+        if answer.status_code != 206 or len(answer.content) != end - start:
+            raise QuantizeError(
+                f"{self.model}: {name}: asked for {end - start:,} bytes, got {len(answer.content):,}: what answers "
+                "there serves no ranges; leave --stream out"
+            )
+        with self._lock:
+            self.fetched += end - start
+        return answer.content
+
+    def header(self, file: Path) -> dict[str, TensorInfo]:
+        """The tensors of a safetensors file, as `read_header`; `file` is where it would lie in a folder."""
+        name, length = file.name, self.files[file.name].size
+        begun = self.range(name, 0, min(8, length))
+        end = min(8 + header_length(begun), length, 8 + MAX_HEADER)
+        self.begun[name] = begun + self.range(name, len(begun), end)
+        return parse_header(file, length, self.begun[name])
+
+    def read_into(
+        self, wanted: Iterable[tuple[TensorInfo, memoryview]], stop: Event | None = None
+    ) -> Iterator[TensorInfo]:
+        """Fill memory with tensors' bytes, as `reader.read_into`; neighbours in a file come in one request.
+
+        Args:
+            stop: not looked at here, since `wanted` ends with it.
+        """
+        for done in thread_map(self._fill, _requests(wanted)):
+            yield from done
+
+    def _fill(self, request: _Request) -> list[TensorInfo]:
+        raw, at = memoryview(self.range(request.file.name, request.start, request.end)), 0
+        for view in request.views:
+            view[:] = raw[at : at + len(view)]
+            at += len(view)
+        return request.complete
+
+    def release(self, infos: Iterable[TensorInfo]) -> None:
+        """Nothing is kept."""
+
+
+@dataclass
+class _Request:
+    """Consecutive bytes of a file, the memory that they fill, and the tensors that are complete with them."""
+
+    file: Path
+    start: int
+    end: int
+    views: list[memoryview] = field(default_factory=list)
+    complete: list[TensorInfo] = field(default_factory=list)
+
+
+def _requests(wanted: Iterable[tuple[TensorInfo, memoryview]]) -> Iterator[_Request]:
+    """What to ask for: tensors next to each other together, large ones in pieces."""
+    request: _Request | None = None
+    for info, view in wanted:
+        for at in range(0, max(info.size, 1), PIECE):
+            part = view[at : at + PIECE]
+            start, end = info.start + at, info.start + at + len(part)
+            if request and ((request.file, request.end) != (info.file, start) or end - request.start > PIECE):
+                yield request
+                request = None
+            request = request or _Request(info.file, start, start)
+            request.end = end
+            request.views.append(part)
+            if end == info.end:
+                request.complete.append(info)
+    if request:
+        yield request
+
+
+def open_hub(model: str, revision: str) -> HubFiles:
+    """The files of the commit that a branch, tag or commit is now.
+
+    Raises:
+        CheckpointError: there is no such model or revision, access is refused, or the Hub does not answer.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.hf_api import RepoFile
+
+    with hub_errors(model, "its headers", revision, begun=False):
+        api = HfApi()
+        commit = api.model_info(model, revision=revision).sha or revision
+        entries = [
+            one for one in api.list_repo_tree(model, revision=commit, recursive=True) if isinstance(one, RepoFile)
+        ]
+    files = {one.path: HubFile(one.path, one.size, one.lfs.sha256 if one.lfs else None, one.blob_id) for one in entries}
+    return HubFiles(model, commit, files)
+
+
+@contextlib.contextmanager
+def hub_errors(model: str, what: str, revision: str, *, begun: bool = True) -> Iterator[None]:
+    """Turn the library's exceptions into one line that says what to do.
+
+    Args:
+        what: that is asked for.
+        begun: whether the same command would go on from here; else a name or the network may be wrong from the start.
+    """
+    from httpx import HTTPError
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        yield
+    except GatedRepoError:
+        raise CheckpointError(
+            f"{model}: is gated, and the Hub refuses {what}; accept its terms on https://huggingface.co/{model}, and "
+            f"{TOKEN}"
+        ) from None
+    except (RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError) as failure:
+        if begun:
+            raise CheckpointError(
+                f"{model}: the Hub no longer has {what} of revision {revision}; start over with another revision"
+            ) from None
+        raise _refused(model, what, first_line(failure)) from None
+    except (HTTPError, OSError, ValueError, json.JSONDecodeError) as failure:
+        if begun:
+            raise QuantizeError(
+                f"{model}: {what}: the Hub stopped answering ({first_line(failure)}); {AGAIN}"
+            ) from None
+        raise _refused(model, what, first_line(failure)) from None
+
+
+def _refused(model: str, what: str, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{model}: the Hub did not give {what} ({reason}); check the name and the network, or name a folder"
+    )
