@@ -58,6 +58,15 @@ def run(
     imatrix: Annotated[
         bool, Option("--imatrix", help="also write OUTPUT.imatrix.gguf, an importance matrix for llama.cpp")
     ] = False,
+    stream: Annotated[
+        bool, Option("--stream", help="leave the source on the Hub; fetch its shards when layers need them")
+    ] = False,
+    window: Annotated[
+        str | None,
+        Option(
+            metavar="SIZE", help="with --stream: the source's part on the disk; 40GB, or what is needed, by default"
+        ),
+    ] = None,
     as_json: common.Json = False,
     debug: common.Debug = False,
 ) -> None:
@@ -92,6 +101,8 @@ def run(
         ignore_source_check=ignore_source_check,
         with_data=with_data,
         imatrix=imatrix,
+        stream=stream,
+        window=parse_bytes(window, "--window") if window else None,
         command=common.typed(),
         dist=dist,
     )

@@ -66,6 +66,8 @@ def run(
     ignore_source_check: bool = False,
     with_data: bool = False,
     imatrix: bool = False,
+    stream: bool = False,
+    window: int | None = None,
     command: Sequence[str] = (),
     dist: ProcessGroup = SINGLE_PROCESS,
 ) -> FinishedCheckpoint:
@@ -91,6 +93,8 @@ def run(
             `verify.perplexity.max_source`.
         with_data: copy the sets' local data files into the output, for publishing.
         imatrix: also write OUTPUT.imatrix.gguf, the source's importance matrix for llama.cpp, as `quantizers.imatrix`.
+        stream: leave the source on the Hub: its shards are fetched ahead of the layers that need them, and removed.
+        window: with `stream`, bytes of the source that lie on the disk at most; 40 GB, or what is needed, by default.
         command: what the user typed, named where the run is found unfinished.
         dist: the processes that share the run; each of them calls this.
 
@@ -102,16 +106,30 @@ def run(
         Stopped: the recipe's `verify.stop` ended the run after a layer.
         QuantizeError: the run failed. Interrupted: by a signal. What was finished stays on disk in both cases.
     """
+    if window is not None and not stream:
+        raise InputError("--window is that of --stream; give both, or leave it out")
+    if stream and source is not None:
+        raise InputError(f"--source {source}: a folder is read where it lies; leave --stream out")
     changes = changes_of(settings, calibration, without)
     path = find_recipe(str(recipe))
     folder = Path("out") / _run_name(path) if output is None else Path(output)
+
+    commits = {} if fresh else journal.begun_with(journal.work_folder(folder), part="commits")
+    commits = dist.broadcast_object(commits)
 
     def begin() -> Job:
         """Everything that may refuse or download; rank 0 does it first."""
         if dist.is_main:
             journal.refuse_second_run(folder)
         folder_given = Path(source) if source is not None else None
-        job = prepare(str(recipe), source_folder=folder_given, changes=changes, sets_first=dist.is_main)
+        job = prepare(
+            str(recipe),
+            source_folder=folder_given,
+            changes=changes,
+            sets_first=dist.is_main,
+            stream=stream,
+            commits=commits,
+        )
         if fresh and dist.is_main:
             if Path(os.path.abspath(job.path)).parent.resolve() == folder.resolve():
                 raise InputError(
@@ -141,6 +159,7 @@ def run(
         dist,
         tuple(command),
         imatrix,
+        window,
     )
     with ordered():
         return FinishedCheckpoint(folder, run_job(job, options), job.location)

@@ -16,6 +16,7 @@ The state of an unfinished run is in the folder DIR/.quantize/:
                       fit in memory; not read again after the process has ended
     imatrix/          with --imatrix: of each layer the sums over the source's activations, and states as states.bin
     output/           the checkpoint, as far as it is written
+    source/           with --stream: the shards that are fetched, see checkpoint/window.py
     moving            everything is verified, and the final move has started
     lock              locked while a process works here
 
@@ -245,6 +246,8 @@ def refuse_changes(
 
 def _remedy(key: str, before: Any) -> str:
     """The way to give a setting the value that it had when the run began."""
+    if key.startswith("commits"):
+        return "give --stream, or leave it out, as before"
     remedies = {
         "machine.threads": f"set OMP_NUM_THREADS={before}",
         "machine.device": "give --device cpu" if before == "cpu" else f"resume on the device {before}",
@@ -252,13 +255,13 @@ def _remedy(key: str, before: Any) -> str:
     return remedies.get(key, "restore it") if before is not None else "restore it"
 
 
-def begun_with(work: Path, name: str = FINGERPRINT) -> dict[str, Any]:
-    """The machine's part of the fingerprint of the run to resume; empty if there is none."""
+def begun_with(work: Path, name: str = FINGERPRINT, part: str = "machine") -> dict[str, Any]:
+    """A part of the fingerprint of the run to resume; empty if there is none."""
     try:
-        machine = json.loads((work / name).read_text())["machine"]
+        found = json.loads((work / name).read_text())[part]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-    return machine if isinstance(machine, dict) else {}
+    return found if isinstance(found, dict) else {}
 
 
 def differences(old: Any, new: Any, path: str = "", missing: Any = None) -> Iterator[tuple[str, Any, Any]]:

@@ -33,8 +33,9 @@ from quantizers.calibration.lock import Pin
 from quantizers.calibration.samples import CalibrationData, identity, token_tensors
 from quantizers.calibration.set import read_set
 from quantizers.checkpoint.loaded_tensors import load_tensors, outside_names
-from quantizers.checkpoint.reader import side_files
-from quantizers.checkpoint.source_identity import check_hashes, source_digest, source_stats
+from quantizers.checkpoint.reader import COMMIT, side_files
+from quantizers.checkpoint.source_identity import check_hashes, is_source, source_digest, source_stats
+from quantizers.checkpoint.window import schedule
 from quantizers.device.devices import device_limit, fingerprint, forward_dtype, is_accelerator, versions
 from quantizers.distributed.process_group import RESUME, SINGLE_PROCESS, ProcessGroup, rank_0_progress
 from quantizers.importance.input_sums import bytes_of_sums
@@ -47,7 +48,7 @@ from quantizers.output import journal
 from quantizers.output.manifest import add_files, seal_of, text_sha256, write_record
 from quantizers.planning.device_memory import Residents, device_memory, held_out_bytes, placement
 from quantizers.planning.expert_batches import batch_sizes
-from quantizers.planning.job import Job
+from quantizers.planning.job import Job, parts_of_run
 from quantizers.recipe.portable import Resolved, facts_copy, is_made_by, meaning, resolve_recipe, settings_hash
 from quantizers.recipe.read import read_recipe, set_location
 from quantizers.solve.kernel_check import verify_kernels
@@ -92,6 +93,7 @@ class Options:
         dist: the processes that share the run.
         command: what the user typed, from `quantize` on, to be named where the run is found unfinished.
         imatrix: write an importance matrix for llama.cpp beside the output, see `imatrix_file`.
+        window: bytes of a source on the Hub that lie on the disk at most; None for the default.
     """
 
     output: Path
@@ -105,6 +107,7 @@ class Options:
     dist: ProcessGroup = SINGLE_PROCESS
     command: tuple[str, ...] = ()
     imatrix: bool = False
+    window: int | None = None
 
     @property
     def imatrix_file(self) -> Path:
@@ -155,14 +158,14 @@ def run(job: Job, options: Options) -> dict[str, Any]:
 
 def _already_done(job: Job, options: Options, finished: dict[str, Any]) -> dict[str, Any]:
     """The report of an output that this recipe and source made; with `with_data`, data files are added first."""
-    output, source = options.output, finished.get("source")
+    output = options.output
     remedy = "choose another --output, or start over with --fresh"
     if not is_made_by(finished, job.recipe, job.path):
         changed = _changes(output, job)
         raise OutputError(
             f"{output}: holds the finished output of another recipe{f' ({changed})' if changed else ''}; {remedy}"
         )
-    if not isinstance(source, dict) or source.get("digest") != source_digest(job.opened):
+    if not is_source(finished.get("source"), job.opened, job.location):
         raise OutputError(f"{output}: holds the finished output of another source than {job.location}; {remedy}")
     if options.imatrix and not options.imatrix_file.exists():
         raise OutputError(
@@ -206,7 +209,7 @@ def _changes(output: Path, job: Job) -> str:
 def _warn_of_another_source(job: Job) -> None:
     """Say it if the recipe lies in a finished checkpoint that was made from another source, so that its run differs."""
     made = (journal.finished_report(job.path.parent) or {}).get("source")
-    if isinstance(made, dict) and made.get("digest") not in (None, source_digest(job.opened)):
+    if isinstance(made, dict) and made.get("digest") and not is_source(made, job.opened, job.location):
         print(
             f"{job.path}: the checkpoint beside it was made from another source than {job.location}, so this will "
             "not give the same bytes",
@@ -275,7 +278,7 @@ def _quantize_share(job: Job, options: Options, work: Path, check: Callable[[], 
     try:
         dist.all_gather_object(_memory(options))
         kept, texts = dist.broadcast_object()
-        context = Context(work, options.device, check=check, dist=dist, **kept)
+        context = Context(work, options.device, check=check, dist=dist, window=options.window, **kept)
         _check_source(job, texts, context, options)
         job = choose_schemes(job, None, context, options.output) if job.allocation else job
         quantize_layers(job, None, None, context, texts, imatrix=options.imatrix)
@@ -301,10 +304,11 @@ def _make_output(job: Job, options: Options, work: Path, check: Callable[[], Non
     needed = planned["plan"]["output_bytes"] + sum(file.stat().st_size for file in files) + temporary
     itemsize = forward_dtype(options.device).itemsize
     needed += bytes_of_sums(job.sizes, inputs.counts[0], itemsize) if options.imatrix else 0
+    needed += schedule(job.opened, parts_of_run(job)).window(options.window) if job.opened.remote else 0
     probe = probe_bytes(job.sizes, [len(t) for t in inputs.tokens], itemsize) if job.allocation else 0
     journal.check_room(work, needed + probe)
     options.dist.broadcast_object((kept, inputs.texts))
-    context = Context(work, options.device, check=check, dist=options.dist, **kept)
+    context = Context(work, options.device, check=check, dist=options.dist, window=options.window, **kept)
     _check_source(job, inputs.texts, context, options)
     if job.allocation:
         job = choose_schemes(job, inputs.tokens, context, options.output)
@@ -328,6 +332,8 @@ def _make_output(job: Job, options: Options, work: Path, check: Callable[[], Non
         copy_file(file, output / name)
     check()
     figures = inputs.evaluation.figures(measured, "the output") if inputs.evaluation and measured else None
+    if job.opened.remote and figures:
+        _refuse_source(job, figures["perplexity"]["source"], f"the {len(inputs.texts)} texts", options)
     report = run_report(planned, job, inputs.data, figures, started, context)
     write_report(output, report, resolved.texts())
     if options.imatrix:
@@ -369,7 +375,8 @@ def _read_inputs(job: Job, dist: ProcessGroup, work: Path) -> _Inputs:
         check_floors(recipe.verify.coverage, [sample.category for sample in data.samples], str(job.path))
     gate = recipe.verify and recipe.verify.perplexity
     other = read(gate.data, HELD_OUT, "held out") if gate else None
-    resolved = resolve_recipe(recipe, job.path, pins)
+    commit = job.opened.revision if COMMIT.fullmatch(job.opened.revision or "") else None
+    resolved = resolve_recipe(recipe, job.path, pins, commit)
     published = partial(resolved.published, target=HELD_OUT)
     texts = held_out(other, job.opened, sizes, trusted, published) if other else None
     return _Inputs(data, token_tensors(data, sizes["vocabulary"]), texts, resolved)
@@ -495,8 +502,11 @@ def deciding(job: Job, samples: str | Sequence[str], device: torch.device) -> di
     facts = {name: text_sha256(text) for name, text in facts_copy(job.facts_file).items()}
     variant = {"attention": job.recipe.attention} if job.recipe.attention != "keep" else {}
     variant |= {"kv_cache": job.recipe.kv_cache} if job.recipe.kv_cache != "none" else {}
+    remote, revision = job.opened.remote, job.recipe.source.revision
+    commits = {"commits": {f"{job.location}@{revision}": remote.commit}} if remote else {}
     return {
         **facts,
+        **commits,
         **variant,
         "method": METHOD,
         "experts": job.recipe.settings()["experts"],
@@ -520,19 +530,33 @@ def _check_source(job: Job, texts: Sequence[Text], context: Context, options: Op
     gate, record = job.recipe.verify.perplexity if job.recipe.verify else None, context.work / "source-check.json"
     if options.ignore_source_check or gate is None or gate.max_source == "any" or not texts:
         return
+    if job.opened.remote:
+        if context.dist.is_main:
+            print(
+                "whether the source makes sense of text is checked at the end: before, it would be fetched twice",
+                file=sys.stderr,
+            )
+        return
     if context.dist.broadcast_object(record.exists()):
         return
     chosen = probes_of([len(text.tokens) for text in texts], CHECKED_TOKENS, CHECKED_LENGTH)
     beginnings = [Text(texts[i].tokens[:length], "source", 1) for i, length in chosen.items()]
     perplexity = _perplexity(job, beginnings, context)
-    if not perplexity <= gate.max_source:
-        raise CheckpointError(
-            f"{job.opened.folder}: makes no sense of text: on the beginnings of {len(beginnings)} texts of {gate.data} "
-            f"its perplexity is {perplexity:,.1f}, above {gate.max_source:g} (verify.perplexity.max_source); check its "
-            "files and its config.json, or give --ignore-source-check if its weights are random"
-        )
+    _refuse_source(job, perplexity, f"the beginnings of {len(beginnings)} texts", options)
     if context.dist.is_main:
         write_json(record, {"perplexity": perplexity, "texts": len(beginnings)})
+
+
+def _refuse_source(job: Job, perplexity: float, where: str, options: Options) -> None:
+    """Raise the CheckpointError of `_check_source` if the source's perplexity, measured `where`, is too large."""
+    gate = job.recipe.verify and job.recipe.verify.perplexity
+    if options.ignore_source_check or not gate or gate.max_source == "any" or perplexity <= gate.max_source:
+        return
+    raise CheckpointError(
+        f"{job.opened.folder}: makes no sense of text: on {where} of {gate.data} its perplexity is {perplexity:,.1f}, "
+        f"above {gate.max_source:g} (verify.perplexity.max_source); check its files and its config.json, or give "
+        "--ignore-source-check if its weights are random"
+    )
 
 
 def _perplexity(job: Job, texts: Sequence[Text], context: Context) -> float:

@@ -33,7 +33,7 @@ from eval.fidelity.scoring import score
 from eval.serving.cards import Kind
 from quantizers.architectures.attention import keys_and_values
 from quantizers.calibration.samples import CalibrationData, category_names
-from quantizers.checkpoint.loaded_tensors import LoadedTensors, layer_names, load_tensors, tensors_in_memory
+from quantizers.checkpoint.loaded_tensors import LoadedTensors, layer_names, load_once, tensors_in_memory
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.devices import forward_dtype, is_accelerator, use_one_arena
 from quantizers.device.prefetch import PinnedBuffers, pin
@@ -60,7 +60,7 @@ from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 from quantizers.output import journal
 from quantizers.planning.device_memory import Place
 from quantizers.planning.expert_batches import tokens_per_chunk
-from quantizers.planning.job import Job
+from quantizers.planning.job import Job, parts_of_run
 from quantizers.recipe.schema import Stop
 from quantizers.solve.result import LayerResult
 from quantizers.solve.solver import solve_layer
@@ -112,14 +112,18 @@ def quantize_layers(
     done, damaged, lengths, stops = dist.broadcast_object((len(entries), damaged, lengths, stop is not None))
     folder = input_sums_folder(context.work)
     summing = dist.broadcast_object(imatrix and not sums_file(folder, None).exists())
+    passing = dist.broadcast_object(
+        [part for part in job.plan.passthrough_parts if not _is_written(job, part, context)]
+    )
     use_one_arena()
-    with ThreadPoolExecutor(max_workers=1) as background:
-        run = _Run(job, context, texts, lengths, background, stops=stops)
+    parts = parts_of_run(job, done, passing if dist.node == 0 else (), [*damaged, *range(done if summing else 0)])
+    with context.streamed(job.opened, parts) as source, ThreadPoolExecutor(max_workers=1) as background:
+        run = _Run(replace(job, source=source), context, texts, lengths, background, stops=stops)
         if done < job.sizes["layers"] or damaged or summing:
             sequences = run.quantizer.embed(tokens)
             if summing:
                 run.sums = InputSums(run.model, sequences, folder, "both", context.check, dist)
-        run.begin(done)
+        run.begin(done, passing)
         run.resume(done, damaged, entries)
         run.quantize(done, data, entries, stop)
         return run.measured(entries)
@@ -155,7 +159,7 @@ class _Run:
         stops: bool,
     ) -> None:
         self.job, self.context, self.texts, dist = job, context, texts, context.dist
-        outside = load_tensors(job.opened, [action.source for action in job.plan.of_layer(None)])
+        outside = load_once(job.opened, [action.source for action in job.plan.of_layer(None)], dist)
         self.model = StreamedModel(outside, job.facts, job.sizes, context.device, forward_dtype(context.device))
         self.model.head()  # only to check it: otherwise a NaN in it would be found after the last layer
         folder = context.work / "held-out"
@@ -188,8 +192,8 @@ class _Run:
         files: list[Callable[[LayerStep], Checkpoint]] = [lambda step: step.on_device, lambda _: self.quantizer.made]
         self.served = ServedTexts(self.streams[2:], [*files * len(cards), *files[1:] * len(kinds)])
 
-    def begin(self, done: int) -> None:
-        """Take up the texts after `done` layers, and write the passthrough shards.
+    def begin(self, done: int, passing: Sequence[int | None]) -> None:
+        """Take up the texts after `done` layers, and write these passthrough shards.
 
         Of the tensors outside the layers only what the end needs stays in memory.
         """
@@ -202,7 +206,7 @@ class _Run:
         outside = self.model.checkpoint
         assert isinstance(outside, LoadedTensors)
         if self.context.dist.is_main:
-            _write_passthrough(self.job, outside, self.context)
+            _write_passthrough(self.job, outside, passing, self.context)
         for model in self.models:
             model.checkpoint = outside.only([self.job.facts.head])
 
@@ -229,7 +233,7 @@ class _Run:
 
     def _make_again(self, entries: Sequence[Entry], number: int) -> None:
         source, dist = self.job.opened, self.context.dist
-        loaded = load_tensors(source, layer_names(source, self.job.facts, number))
+        loaded = load_once(source, layer_names(source, self.job.facts, number), dist)
         step = LayerStep(number, loaded, loaded.to(self.model.device))
         run_step(step, self.model, [Comparison(self.streams[0], [self.quantizer], (), dist)])
         (shard,) = self.writer.finished(pending=0).values()
@@ -251,7 +255,7 @@ class _Run:
         say_forecast = forecast(layers)
         steps = layer_steps(
             job.opened,
-            all_tensors(self.model, job.opened, done),
+            all_tensors(job, job.opened, done),
             [*([self.sums] if self.sums else []), self.comparison, self.served],
             self.model,
             check=context.check,
@@ -330,18 +334,22 @@ def _with_converted(job: Job) -> Checkpoint:
     return replace(job.opened, tensors=job.opened.tensors | made)
 
 
-def _write_passthrough(job: Job, outside: LoadedTensors, context: Context) -> None:
-    """Write every shard that no states go through, and its journal entry, unless that is done.
+def _is_written(job: Job, part: int | None, context: Context) -> bool:
+    """Whether the shard of a passthrough part is written and journaled."""
+    shard = context.work / "output" / job.plan.shard_file(part)
+    return journal.passthrough_file(context.work, part).exists() and shard.exists()
+
+
+def _write_passthrough(job: Job, outside: LoadedTensors, parts: Sequence[int | None], context: Context) -> None:
+    """Write shards that no states go through, and their journal entries.
 
     Tensors of a layer that predicts further tokens are read here, one layer at a time; those `outside` are given.
     """
     plan, source = job.plan, job.opened
-    for part in plan.passthrough_parts:
+    for part in parts:
         file, shard = journal.passthrough_file(context.work, part), context.work / "output" / plan.shard_file(part)
-        if file.exists() and shard.exists():
-            continue
         actions = plan.of_layer(part)
-        stored = outside if part is None else load_tensors(source, [action.source for action in actions])
+        stored = outside if part is None else load_once(source, [action.source for action in actions], SINGLE_PROCESS)
         kept, linears = kept_hashes(plan, part, stored), converted_tensors(plan, part, stored, torch.device("cpu"))
         tensors = layer_tensors(plan, part, stored, None, made=linears).host
         digest = write_shard(tensors, shard, kept, plan.unread(part))

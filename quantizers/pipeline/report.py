@@ -87,10 +87,10 @@ def planned_report(job: Job, resolved: Resolved, data: CalibrationData, device: 
     Args:
         resolved: the recipe as it is published with the output.
     """
-    recipe, source, model = job.recipe, job.opened, resolved.recipe.source.model
+    source, model = job.opened, resolved.recipe.source.model
     found = job.facts.found()
     return {
-        "source": _source(model, recipe.source.revision, source) | _about_source(job.facts, model, source),
+        "source": _source(model, source.revision, source) | _about_source(job.facts, model, source),
         "settings": {
             "recipe": resolved.recipe.settings(),
             "hash": resolved.hash,

@@ -5,14 +5,16 @@ All of this happens before any long computation starts, so that errors are repor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for, published_config
 from quantizers.architectures.sizes import Sizes, sizes_of
+from quantizers.checkpoint.loaded_tensors import layer_names
 from quantizers.checkpoint.reader import (
     CONFIG,
     INDEX,
@@ -43,6 +45,7 @@ TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"
 
 
 HEADERS: Literal["headers"] = "headers"  # of a model on the Hub, which are asked for
+NO_COMMITS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ def prepare(
     changes: Sequence[Change] = (),
     sets_first: bool = False,
     stream: bool = False,
-    commit: str | None = None,
+    commits: Mapping[str, str] = NO_COMMITS,
 ) -> Job:
     """Read a recipe, find and check its source, and make the plan.
 
@@ -100,7 +103,7 @@ def prepare(
         source_folder, facts_file, changes: instead of the source, the facts and the settings that the recipe names.
         sets_first: before a source is downloaded, load the recipe's sets, with its tokenizer alone.
         stream: leave the source's shards on the Hub.
-        commit: with `stream`, of the source, instead of what the recipe's revision is now.
+        commits: with `stream`, those that models had when a run was begun, by `model@revision`.
 
     Raises:
         InputError: the recipe, a set or the source is wrong.
@@ -118,10 +121,12 @@ def prepare(
         _refuse_unknown_source(location, given_at(("source", "model"), path, changes))
         if sets_first and not Path(location).is_dir() and not _in_cache(location, recipe.source.revision):
             _load_sets(location, recipe, path)
-        source = _open_source(location, recipe, stream or offline == HEADERS, commit, headers=offline == HEADERS)
+        revision = commits.get(f"{location}@{recipe.source.revision}", recipe.source.revision)
+        headers = offline == HEADERS
+        source = _open_source(location, recipe, revision, stream=stream or headers, headers=headers)
         config, where, config_name = source.config, str(source.folder), str(source.folder / CONFIG)
         basis = f"the headers of {where}"
-        if offline == HEADERS:
+        if headers:
             basis = f"the headers of {location} on the Hub, commit {source.revision}"
     facts = architecture_for(config, config_name, facts_file, source.tensors if source else None)
     block = declared_block(config, config_name)
@@ -143,11 +148,26 @@ def prepare(
     return Job(recipe, path, facts, sizes, config, plan, source, basis, fp8, choices, location, facts_file)
 
 
-def _open_source(
-    location: str, recipe: Recipe, stream: bool, commit: str | None = None, *, headers: bool = False
-) -> Checkpoint:
+def parts_of_run(
+    job: Job, done: int = 0, passing: Sequence[int | None] | None = None, again: Sequence[int] = ()
+) -> list[list[str]]:
+    """The names of the tensors that a run reads of its source together, in its order.
+
+    Args:
+        done: finished layers.
+        passing: passthrough parts that are not written yet; None for all.
+        again: finished layers that are read once more.
+    """
+    passing = job.plan.passthrough_parts if passing is None else passing
+    outside = (None, *(part for part in passing if part is not None))
+    return [
+        *([action.source for action in job.plan.of_layer(part)] for part in outside),
+        *(layer_names(job.opened, job.facts, number) for number in (*again, *range(done, job.sizes["layers"]))),
+    ]
+
+
+def _open_source(location: str, recipe: Recipe, revision: str, *, stream: bool, headers: bool) -> Checkpoint:
     """The source; for its `headers` alone no file is downloaded that they do not need."""
-    revision = commit or recipe.source.revision
     folder, remote = locate(location, revision, stream=stream, patterns=(CONFIG, INDEX) if headers else None)
     if not (folder / CONFIG).is_file():
         raise CheckpointError(f"{location if remote else folder}: has no config.json; give a checkpoint folder")

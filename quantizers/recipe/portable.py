@@ -83,16 +83,18 @@ def source_name(model: str, beside: Path) -> str:
     return folder.name
 
 
-def resolve_recipe(recipe: Recipe, path: Path, pins: Pins = NO_PINS) -> Resolved:
+def resolve_recipe(recipe: Recipe, path: Path, pins: Pins = NO_PINS, commit: str | None = None) -> Resolved:
     """Make a recipe portable: read its sets, and hash the local files that they name.
 
     Args:
         path: the recipe's path; paths in the recipe are relative to its folder.
         pins: of the copies that have datasets of the Hub, what was read of them; each gets a lock.
+        commit: of the source on the Hub, which takes the place of a branch; None for a folder.
 
     Raises:
         CalibrationError: a set is wrong, or one of its local files is missing.
     """
+    given, recipe = recipe, _pinned(recipe, commit)
     data: dict[str, Path] = {}
     renamed: dict[str, dict[str, str]] = {CALIBRATION: {}, HELD_OUT: {}}
 
@@ -105,7 +107,12 @@ def resolve_recipe(recipe: Recipe, path: Path, pins: Pins = NO_PINS) -> Resolved
     texts = _copies(recipe, path, published_name, pins)
     names = renamed[CALIBRATION]
     portable = _with_copies(recipe, path, lambda name: names.get(name, name))
-    return Resolved(portable, settings_hash(recipe, path), settings_hash(recipe, path, pins), texts, data, renamed)
+    return Resolved(portable, settings_hash(given, path), settings_hash(recipe, path, pins), texts, data, renamed)
+
+
+def _pinned(recipe: Recipe, commit: str | None) -> Recipe:
+    source = recipe.source.model_copy(update={"revision": commit})
+    return recipe.model_copy(update={"source": source}) if commit else recipe
 
 
 def settings_hash(recipe: Recipe, path: Path, pins: Pins = NO_PINS) -> str:
