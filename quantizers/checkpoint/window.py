@@ -34,6 +34,7 @@ from .safetensors_header import TensorInfo
 
 CONNECTIONS = 4  # shards fetched at a time, at most
 POLL = 0.05  # seconds between two looks for a shard that is waited for
+LINES = 20.0  # seconds of waiting between two lines about it
 UNFINISHED = ".part"
 DEFAULT = 40_000_000_000  # bytes of a window, unless more is needed
 
@@ -69,8 +70,8 @@ class Schedule:
         needed, whole = self.needed, sum(self.sizes.values())
         if limit is not None and limit < needed:
             raise InputError(
-                f"--window {limit / 1e9:.3g}GB: {needed / 1e9:.3g} GB of the source must lie on the disk at a time, as "
-                f"its layers lie in its shards; give --window {max(-(-needed // 10**8), 1) / 10:g}GB or more"
+                f"--window {size(limit)}: {size(needed)} of the source must lie on the disk at a time, as its layers "
+                f"lie in its shards; give --window {-(-needed // 10**6)}MB or more"
             )
         return min(max(needed, DEFAULT) if limit is None else limit, whole)
 
@@ -231,6 +232,7 @@ class Window(HubFiles):
         self, wanted: Iterable[tuple[TensorInfo, memoryview]], stop: Event | None
     ) -> Iterator[tuple[TensorInfo, memoryview]]:
         began, file = time.monotonic(), ""
+        said = began
         for info, view in wanted:
             if info.file.name != file:
                 file = info.file.name
@@ -238,9 +240,20 @@ class Window(HubFiles):
                     self._check()
                     if stop and stop.is_set():
                         return
+                    if self.fetches and time.monotonic() - said > LINES:
+                        said = time.monotonic()
+                        print(f"waiting for {self._received(file)}", file=sys.stderr, flush=True)
                 self.waited += time.monotonic() - began
             yield replace(info, file=self.folder / file), view
             began = time.monotonic()
+
+    def _received(self, file: str) -> str:
+        """How much of a shard has arrived, and how much of all that is fetched, for the user."""
+        part, whole = self.folder / f"{file}{UNFINISHED}", sum(self.planned.sizes.values())
+        there = part.stat().st_size if part.exists() else 0
+        return (
+            f"{file}: {size(there)} of {size(self.planned.sizes[file])} ({size(self.fetched)} of {size(whole)} so far)"
+        )
 
     def _is_there(self, file: str) -> bool:
         """Whether a shard has arrived, after a short wait if it has not. Raises what ended the fetching."""

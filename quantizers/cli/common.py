@@ -73,6 +73,7 @@ Device = Annotated[str, Option(help="cpu, cuda, cuda:N, or auto (the first GPU i
 DeviceMemory = Annotated[
     str | None, Option(metavar="SIZE", help="limit the device's memory, e.g. 20GiB (slower; the output is unchanged)")
 ]
+Stream = Annotated[bool, Option("--stream", help="leave shards that are on the Hub there, and read what is needed")]
 NoPicture = Annotated[bool, Option("--no-picture", help="do not draw a picture")]
 Json = Annotated[bool, Option("--json", help="one JSON object on standard output, all else on standard error")]
 Debug = Annotated[bool, Option("--debug", help="show a traceback with every error")]

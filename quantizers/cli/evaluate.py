@@ -36,6 +36,7 @@ def evaluate(
         Path | None,
         Option(metavar="DIR", help="folder for activations and a journal; an interrupted evaluation resumes from it"),
     ] = None,
+    stream: common.Stream = False,
     trust_remote_code: common.TrustRemoteCode = False,
     as_json: common.Json = False,
     debug: common.Debug = False,
@@ -63,6 +64,7 @@ def evaluate(
         as_served=as_served or (),
         device=device,
         work=work,
+        stream=stream,
         trust_remote_code=trust_remote_code,
         dist=dist,
     )

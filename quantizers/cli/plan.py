@@ -14,6 +14,8 @@ from quantizers.system.progress import duration
 
 from . import common
 
+WAYS = {"cached": "on the disk, or in the Hub's cache", "streamed": "--stream, smallest --window"}
+
 
 def plan(
     *,
@@ -112,6 +114,11 @@ def plan_table(numbers: dict[str, Any]) -> str:
         "",
         *(_scheme_lines(numbers["schemes"]) if "schemes" in numbers else []),
         *_needs_lines(numbers["needs"]),
+        "",
+        *_source_lines(numbers["source_ways"]),
+        *_time_lines(numbers["needs"]),
+        "assumed:",
+        *(f"  {line}" for line in numbers["needs"]["assumptions"]),
         *([_memory_line(numbers["device_memory"])] if "device_memory" in numbers else []),
     ]
     return "\n".join(lines)
@@ -154,7 +161,7 @@ def _scheme_lines(schemes: dict[str, Any]) -> list[str]:
 
 
 def _needs_lines(needs: dict[str, Any]) -> list[str]:
-    """Disk, memory and estimated time of a run, with the assumptions."""
+    """Disk and memory of a run."""
     rows = []
     for device in ("CPU", "GPU"):
         states = "?" if needs["states"] is None else size(needs["states"][device])
@@ -167,13 +174,25 @@ def _needs_lines(needs: dict[str, Any]) -> list[str]:
     return [
         f"a run with its {tokens} needs about",
         text_table(("on a", "disk for the output", "activations", "memory of the device"), rows),
-        f"and {size(needs['host'])} of host memory, {size(needs['source'])} of source on the disk or in the Hub's "
-        "cache. Activations are kept in host memory if they fit, else on disk.",
-        "",
-        *_time_lines(needs),
-        "assumed:",
-        *(f"  {line}" for line in needs["assumptions"]),
+        f"and {size(needs['host'])} of host memory. Activations are kept in host memory if they fit, else on disk.",
     ]
+
+
+def _source_lines(ways: list[dict[str, Any]]) -> list[str]:
+    """Disk and traffic of each way for the source to get to the run."""
+    rows = [
+        (
+            WAYS[way["name"]],
+            "?" if way["source"] is None else size(way["source"]),
+            size(way["output"]),
+            size(way["download"]),
+            size(way["upload"]),
+        )
+        for way in ways
+    ]
+    unknown = ["?: as shards and layers lie; --hub reads the headers"] if any(row[1] == "?" for row in rows) else []
+    header = ("source", "on the disk", "output on the disk", "from the Hub", "to the Hub")
+    return [text_table(header, rows), *unknown, ""]
 
 
 def _time_lines(needs: dict[str, Any]) -> list[str]:

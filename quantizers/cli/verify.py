@@ -25,6 +25,7 @@ def verify(
         bool, Option("--with-vllm", help="also ask the installed vLLM for the scheme of every layer")
     ] = False,
     facts: common.Facts = None,
+    stream: common.Stream = False,
     device: common.Device = "auto",
     as_json: common.Json = False,
     debug: common.Debug = False,
@@ -41,7 +42,9 @@ def verify(
     from eval.serving.check import render
     from quantizers.commands.verify import verify as verify_checkpoint
 
-    found = verify_checkpoint(candidate, source, revision=revision, with_vllm=with_vllm, facts=facts, device=device)
+    found = verify_checkpoint(
+        candidate, source, revision=revision, with_vllm=with_vllm, facts=facts, stream=stream, device=device
+    )
     report = found.as_dict()
     text = audit_table(report)
     if found.consumers is not None:

@@ -30,6 +30,7 @@ from quantizers.calibration.load_set import load_set, said
 from quantizers.calibration.samples import CalibrationData, identity
 from quantizers.checkpoint.loaded_tensors import LoadedTensors, layer_names, load_tensors, outside_names
 from quantizers.checkpoint.reader import Checkpoint, open_checkpoint
+from quantizers.checkpoint.source_identity import source_stats
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device, fingerprint, forward_dtype, use_threads
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
@@ -43,7 +44,7 @@ from quantizers.output.journal import begun_with, refuse_unfinished
 from quantizers.output.manifest import output_facts
 from quantizers.recipe.read import find_set
 from quantizers.recipe.schema import Card, known_cards
-from quantizers.system.errors import CheckpointError, OutputError
+from quantizers.system.errors import CheckpointError, InputError, OutputError
 from quantizers.system.files import json_finite, write_json
 from quantizers.system.interrupts import interruptible
 
@@ -106,6 +107,7 @@ def evaluate(
     as_served: Sequence[str] = (),
     device: str = "auto",
     work: str | Path | None = None,
+    stream: bool = False,
     trust_remote_code: bool = False,
     dist: ProcessGroup = SINGLE_PROCESS,
 ) -> Evaluation:
@@ -121,6 +123,7 @@ def evaluate(
         device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
         work: folder for activations and a journal, from which an interrupted evaluation resumes; a temporary one by
             default.
+        stream: leave the shards of Hub ids on the Hub, and read each layer's bytes from there.
         trust_remote_code: allow custom tokenizer code.
         dist: the processes that share the work; each of them calls this.
 
@@ -133,7 +136,10 @@ def evaluate(
     for name in names:
         refuse_unfinished(Path(name))
     data_set = find_set(str(data), "held-out")
-    opened = dist.in_turn(lambda: [open_checkpoint(name) for name in names])
+    remote = [stream and not Path(name).expanduser().is_dir() for name in names]
+    if stream and not any(remote):
+        raise InputError("--stream: all checkpoints are folders, which are read where they lie; leave it out")
+    opened = dist.in_turn(lambda: [open_checkpoint(n, stream=one) for n, one in zip(names, remote, strict=True)])
     own = Path(facts) if facts is not None else None
     if own is None:
         own = next(filter(None, (output_facts(candidate.folder) for candidate in opened[1:])), None)
@@ -372,11 +378,7 @@ def _same_evaluation(
     """Write the settings that the figures depend on beside the states, or compare them with those already there."""
     settings = {
         "data": identity(data.samples),
-        "checkpoints": [
-            {f.name: [f.stat().st_size, f.stat().st_mtime_ns] for f in {info.file for info in c.tensors.values()}}
-            | {"folder": str(c.folder)}
-            for c in opened
-        ],
+        "checkpoints": [source_stats(c) | {"folder": str(c.folder)} for c in opened],
         "machine": fingerprint(device),
         "as_served": list(cards),
     }

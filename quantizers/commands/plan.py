@@ -11,7 +11,7 @@ from eval.serving.kernels import NEGATIVE_SCALES, TAKES_THEM
 from quantizers.budget.choice import apply_choice
 from quantizers.checkpoint.reader import left_behind
 from quantizers.pipeline.servable import planned_check
-from quantizers.planning.estimate import DISK, estimate_run, memory_on_gpu
+from quantizers.planning.estimate import DISK, estimate_run, memory_on_gpu, ways_of_source
 from quantizers.planning.gpus import parse_gpus
 from quantizers.planning.host_experts import host_ways
 from quantizers.planning.job import Job, prepare
@@ -124,6 +124,7 @@ def plan(
     figures |= summary(job.plan, job.sizes) | {"cards_unknown": unsaid(job.facts)}
     needs = estimate_run(job, int(figures["output_bytes"]), nodes * gpus, disk or DISK)
     figures |= {"needs": asdict(needs), "asked": {"machines": nodes, "gpus": gpus}}
+    figures |= {"source_ways": [asdict(way) for way in ways_of_source(job, needs.output)]}
     if device_memory:
         figures |= {"device_memory": asdict(memory_on_gpu(job, device_memory))}
     if schemes:

@@ -75,6 +75,7 @@ def verify(
     revision: str | None = None,
     with_vllm: bool = False,
     facts: str | Path | None = None,
+    stream: bool = False,
     device: str = "auto",
 ) -> Verification:
     """Compare a finished checkpoint with its source, with its own report, and with the rules of serving engines.
@@ -85,6 +86,7 @@ def verify(
         revision: of the source on the Hub; the one in report.json by default.
         with_vllm: also ask the installed vLLM for the scheme of every layer.
         facts: the user's own architecture spec, instead of one that the folder carries.
+        stream: leave the source's shards on the Hub, and read their bytes from there.
         device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
 
     Raises:
@@ -98,7 +100,7 @@ def verify(
     refuse_unfinished(folder)
     if source is not None:
         refuse_unfinished(Path(source))
-    opened = source_of(folder, str(source) if source is not None else None, revision)
+    opened = source_of(folder, str(source) if source is not None else None, revision, stream=stream)
     with ordered():
         found = verify_folder(folder, opened, choose_device(device), own)
     if not with_vllm:
@@ -173,12 +175,13 @@ def _refuse(folder: Path, source: Checkpoint) -> None:
     refuse_swapped_arguments(source, candidate, f"quantize verify {source.name} --source {folder}")
 
 
-def source_of(folder: Path, given: str | None, revision: str | None) -> Checkpoint:
+def source_of(folder: Path, given: str | None, revision: str | None, *, stream: bool = False) -> Checkpoint:
     """The source of a finished checkpoint: the one given, or the one that its report.json names.
 
     Args:
         given: a folder or Hub id; if None, the report's Hub id, or the shipped model with the report's name.
         revision: on the Hub; if None, the report's, or main.
+        stream: leave its shards on the Hub.
 
     Raises:
         InputError: the report names a folder and no shipped model has that name, or there is no report.
@@ -201,8 +204,8 @@ def source_of(folder: Path, given: str | None, revision: str | None) -> Checkpoi
                 f"{folder}: has no {REPORT} that names its source; say where that is with --source"
             ) from failure
     if given is not None or is_hub_id(model):
-        return open_checkpoint(model if given is None else given, revision or made_at)
+        return open_checkpoint(model if given is None else given, revision or made_at, stream=stream)
     for kept in sorted(shipped("models").iterdir()):
         if kept.name == model:
-            return open_checkpoint(str(kept))
+            return open_checkpoint(str(kept), stream=stream)
     raise InputError(f"{folder}: was made from a folder called {model}; say where that is with --source")

@@ -136,6 +136,8 @@ def run(job: Job, options: Options) -> dict[str, Any]:
             dist.broadcast_object(False)
             return _already_done(job, options, finished)
         engines = planned_check(job)  # this and what is missing is said before a folder is made
+        if job.opened.remote:
+            schedule(job.opened, parts_of_run(job)).window(options.window)  # for its error
         resolve_recipe(job.recipe, job.path)
         journal.refuse_strangers(options.output)
     with interruptible(RESUME) as interrupt:

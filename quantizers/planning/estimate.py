@@ -13,11 +13,12 @@ from itertools import accumulate
 from pathlib import Path
 
 from quantizers.calibration.set import DataSource, read_set
+from quantizers.checkpoint.window import schedule
 from quantizers.recipe.read import set_location
 
 from .device_memory import DeviceMemory, calibration_bytes, device_memory
 from .gpus import CPU_SHARES, GPU_SHARES, Rates, rates_of_cpu, rates_of_gpus
-from .job import Job
+from .job import Job, parts_of_run
 
 ITEMSIZES = {"CPU": 4, "GPU": 2}  # bytes of one element of a hidden state
 HOST = 1 << 30  # bytes of host memory for the program and its libraries
@@ -122,6 +123,38 @@ def estimate_run(job: Job, output_bytes: int, processes: int = 1, disk: float = 
         several,
         _assumptions(drawn, processes, disk, nvfp4=job.recipe.experts.format == "nvfp4"),
     )
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a source gets to a run, and the output to the Hub: bytes on the disk and over the network.
+
+    Attributes:
+        source: of the source on the disk; None if its headers are needed to know it.
+        output: of the output on the disk.
+        download, upload: from and to the Hub, with all passes of a run.
+    """
+
+    name: str
+    source: int | None
+    output: int
+    download: int
+    upload: int = 0
+
+
+def ways_of_source(job: Job, output_bytes: int) -> list[Way]:
+    """The source on the disk or in the Hub's cache, and streamed through the smallest window.
+
+    With a budget a run reads the source twice: to measure, and to quantize.
+    """
+    stored = sum(action.spec.bytes for action in job.plan.actions)
+    passes = 2 if job.allocation else 1
+    planned = None if job.source is None else schedule(job.source, parts_of_run(job))
+    through = planned.traffic if planned else stored
+    return [
+        Way("cached", stored, output_bytes, stored),
+        Way("streamed", planned.needed if planned else None, output_bytes, passes * through),
+    ]
 
 
 def _work_of_layers(job: Job, lengths: Sequence[int], texts: Sequence[int]) -> list[Work]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import Own, architecture_for
 from quantizers.architectures.sizes import Sizes, sizes_of
+from quantizers.checkpoint.loaded_tensors import prefetched_tensors
 from quantizers.checkpoint.reader import CONFIG, WEIGHTS, Checkpoint, open_folder, side_files
 from quantizers.checkpoint.safetensors_header import FP8, Spec
 from quantizers.formats.dequantization import weight_format
@@ -138,18 +140,27 @@ def verify(
     config = output_config(source.config, facts, plan, plan.fp8_form(block_size(source)))
     audit.differences += _config_differences(candidate.config, config, ours=audit.digests_checked)
     audit.differences += strays(folder, {info.file.name for info in candidate.tensors.values()})
-    for position, layer in enumerate(plan.parts):
-        if audited is not None:
-            audit.add(audited[position])
-            continue
-        of_layer = audit_kept(plan, layer, source, candidate, device)
+    if audited is not None:
+        for of_layer in audited:
+            audit.add(of_layer)
+        return _ordered(audit, folder)
+    for layer, part in zip(plan.parts, _parts_of(source, plan), strict=True):
+        of_layer = audit_kept(plan, layer, part, candidate, device)
         of_layer.differences += _kv_differences(plan, layer, candidate)
         if layer is not None and layer not in plan.mtp:
             bits = schemes[layer].bits
-            audit_layer(layer, facts, sizes, source, renamed, bits=bits, device=device, audit=of_layer)
+            audit_layer(layer, facts, sizes, part, renamed, bits=bits, device=device, audit=of_layer)
             step(f"layer {layer}")
         audit.add(of_layer)
     return _ordered(audit, folder)
+
+
+def _parts_of(source: Checkpoint, plan: Plan) -> Iterator[Checkpoint]:
+    """The source for each part of a plan: itself, or that part in memory if it comes from the Hub."""
+    if source.remote is None:
+        yield from repeat(source, len(plan.parts))
+    else:
+        yield from prefetched_tensors(source, [[a.source for a in plan.of_layer(part)] for part in plan.parts])
 
 
 def stored_plan(
