@@ -1,6 +1,6 @@
 """Runs that are killed at seeded moments, forked from a process that has imported everything.
 
-    python tests/forked_runs.py RECIPE FOLDER SIGNAL KILLS SEED
+    python tests/forked_runs.py RECIPE FOLDER SIGNAL KILLS SEED [OPTION…]
 
 The parent makes FOLDER/whole in its own process, unbroken, which also loads whatever is imported late.
 Then it starts runs into FOLDER/0, FOLDER/1, …, each of which gets the signal at a moment drawn from the
@@ -23,7 +23,8 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
@@ -34,13 +35,14 @@ from quantizers.cli import main as cli
 from quantizers.pipeline import pipeline
 
 pipeline.rehearse = lambda *_: None  # which writes nothing that stays, and would get most of the moments
+OPTIONS = sys.argv[6:]
 MOMENTS = ".moments"  # suffix of the file with their number
 OWN = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (evaluation, quantizers, stitch))
 
 
 def quantize(recipe: str, output: Path) -> int:
     """`quantize run` in this process; its exit code."""
-    sys.argv = ["quantize", "run", recipe, "--output", str(output), "--device", "cpu"]
+    sys.argv = ["quantize", "run", recipe, "--output", str(output), "--device", "cpu", *OPTIONS]
     try:
         cli.main()
     except SystemExit as ended:
@@ -115,5 +117,5 @@ def main(recipe: str, folder: Path, number: signal.Signals, kills: int, seed: in
 
 
 if __name__ == "__main__":
-    recipe, folder, name, kills, seed = sys.argv[1:]
+    recipe, folder, name, kills, seed = sys.argv[1:6]
     print(json.dumps(main(recipe, Path(folder), signal.Signals[name], int(kills), int(seed))))

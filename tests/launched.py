@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from conftest import REPOSITORY
@@ -23,9 +24,17 @@ def environment(**more: str) -> dict[str, str]:
     return os.environ | own | more
 
 
-def quantize(recipe: Path, output: Path, count: int, launcher: list[str] = TORCHRUN, **more: str) -> tuple[int, str]:
-    """The exit code of a run by so many processes, and what it said."""
+def quantize(
+    recipe: Path,
+    output: Path,
+    count: int,
+    launcher: list[str] = TORCHRUN,
+    *,
+    options: Sequence[str] = (),
+    **more: str,
+) -> tuple[int, str]:
+    """The exit code of a run by so many processes, and what it said; `more` are environment variables."""
     started = [*launcher, str(count)] if count > 1 else []
     command = [sys.executable, *started, str(STOPPING), "run", str(recipe), "--output", str(output), "--device", "cpu"]
-    done = subprocess.run(command, env=environment(**more), capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, *options], env=environment(**more), capture_output=True, text=True, check=False)
     return done.returncode, done.stderr
