@@ -419,11 +419,12 @@ class Seconds(Part):
 
 
 class Published(Part):
-    """What `quantize publish` was given."""
+    """What `quantize publish` was given, or `quantize run --publish-as-you-go`."""
 
     repo: str = key("The repository on the Hub")
     license: str | None = maybe("Licence; absent if none was given")
     base_model: str | None = maybe("Base model; absent if none was given")
+    removed: list[str] | None = maybe("Shards that are in the repository alone; absent if all were here")
 
 
 class Forced(Part):

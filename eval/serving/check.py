@@ -24,6 +24,7 @@ from quantizers.architectures.families import Own, architecture_for
 from quantizers.architectures.matrices import MATRICES, PROJECTIONS
 from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import CONFIG, open_folder
+from quantizers.checkpoint.remote import HubFiles
 from quantizers.checkpoint.safetensors_header import FLOATING, FP8, Stored
 from quantizers.formats.fp8 import GLOBAL_SCALE, INPUT_SCALE, SCALE, SCALE_INV, blocks_of
 from quantizers.planning.serving_memory import obstacles, unsaid
@@ -196,14 +197,15 @@ def render(result: ServingCheck) -> str:
 # The check ---------------------------------------------------------------------------------------------------------
 
 
-def check_folder(folder: Path, own: Own = None) -> ServingCheck | None:
+def check_folder(folder: Path, own: Own = None, remote: HubFiles | None = None) -> ServingCheck | None:
     """`check` of a checkpoint folder; None if it cannot be opened, which the audit reports.
 
     Args:
         own: its architecture, or a file of the user's with it; None for a kept one.
+        remote: has shards that are not in the folder.
     """
     try:
-        candidate = open_folder(folder, strays=True)
+        candidate = open_folder(folder, strays=True, remote=remote)
         facts = architecture_for(candidate.config, str(folder / CONFIG), own)
         sizes = sizes_of(facts)
     except InputError:

@@ -15,11 +15,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
+from typing import TYPE_CHECKING
 
 from quantizers.system.errors import CheckpointError, QuantizeError, first_line
 from quantizers.system.thread_map import thread_map
 
 from .safetensors_header import MAX_HEADER, TensorInfo, header_length, parse_header
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import RepoFile, RepoFolder
 
 PIECE = 1 << 26  # bytes of one request, at most
 AGAIN = "give the same command again, which resumes"
@@ -158,17 +162,25 @@ def open_hub(model: str, revision: str) -> HubFiles:
     Raises:
         CheckpointError: there is no such model or revision, access is refused, or the Hub does not answer.
     """
+    with hub_errors(model, "its headers", revision, begun=False):
+        return HubFiles(model, *files_of(model, revision))
+
+
+def files_of(model: str, revision: str) -> tuple[str, dict[str, HubFile]]:
+    """The commit that a branch, tag or commit is now, and its files; the library's exceptions pass through."""
     from huggingface_hub import HfApi
+
+    api = HfApi()
+    commit = api.model_info(model, revision=revision).sha or revision
+    return commit, by_name(api.list_repo_tree(model, revision=commit, recursive=True))
+
+
+def by_name(entries: Iterable[RepoFile | RepoFolder]) -> dict[str, HubFile]:
+    """Files by their names in the repository, from the library's answer; without the folders."""
     from huggingface_hub.hf_api import RepoFile
 
-    with hub_errors(model, "its headers", revision, begun=False):
-        api = HfApi()
-        commit = api.model_info(model, revision=revision).sha or revision
-        entries = [
-            one for one in api.list_repo_tree(model, revision=commit, recursive=True) if isinstance(one, RepoFile)
-        ]
-    files = {one.path: HubFile(one.path, one.size, one.lfs.sha256 if one.lfs else None, one.blob_id) for one in entries}
-    return HubFiles(model, commit, files)
+    files = (entry for entry in entries if isinstance(entry, RepoFile))
+    return {one.path: HubFile(one.path, one.size, one.lfs.sha256 if one.lfs else None, one.blob_id) for one in files}
 
 
 @contextlib.contextmanager

@@ -67,6 +67,16 @@ def run(
             metavar="SIZE", help="with --stream: the source's part on the disk; 40GB, or what is needed, by default"
         ),
     ] = None,
+    publish_as_you_go: Annotated[
+        str | None,
+        Option(metavar="OWNER/NAME", help="upload shards as they are finished, to a repository private until the end"),
+    ] = None,
+    remove_uploaded: Annotated[
+        bool, Option("--remove-uploaded", help="with --publish-as-you-go: remove shards here once they are there")
+    ] = False,
+    private: Annotated[
+        bool, Option("--private", help="with --publish-as-you-go: leave the repository private at the end")
+    ] = False,
     as_json: common.Json = False,
     debug: common.Debug = False,
 ) -> None:
@@ -103,6 +113,9 @@ def run(
         imatrix=imatrix,
         stream=stream,
         window=parse_bytes(window, "--window") if window else None,
+        publish_as_you_go=publish_as_you_go,
+        remove_uploaded=remove_uploaded,
+        private=private,
         command=common.typed(),
         dist=dist,
     )
@@ -147,10 +160,11 @@ def run_table(report: dict[str, Any], output: Path, source: str, recipe: str) ->
 
 def _where(report: dict[str, Any], output: Path) -> list[str]:
     """The paths of the output, the report, the model card and the pictures."""
-    folder, files = Path(short_path(output)), report["files"]
+    folder, files, published = Path(short_path(output)), report["files"], report.get("published", {})
     rows = [("report", [PAGE, REPORT]), ("card", [CARD]), ("pictures", [CALIBRATION_PICTURE, COVERAGE_PICTURE])]
     named = [(word, [str(folder / name) for name in names if name in (*files, REPORT)]) for word, names in rows]
-    return [f"output    {folder}", *(f"{word:<10}{', '.join(paths)}" for word, paths in named if paths)]
+    there = [f"published {published['repo']}, on the Hub"] if published else []
+    return [f"output    {folder}", *(f"{word:<10}{', '.join(paths)}" for word, paths in named if paths), *there]
 
 
 def _what_next(report: dict[str, Any], output: Path, source: str, recipe: str) -> list[str]:
@@ -161,7 +175,9 @@ def _what_next(report: dict[str, Any], output: Path, source: str, recipe: str) -
     model = str(report["source"]["model"])  # by which `quantize verify` finds it on the Hub or among the shipped models
     found = model == source if is_hub_id(model) else (shipped("models") / model).is_dir()
     verify = f"quantize verify {folder}" + ("" if found else f" --source {source}")
-    commands = [verify, f"quantize eval {source} {folder} --data held-out"]
+    published = report.get("published", {})
+    back = [f"hf download {published['repo']} --local-dir {folder}"] if "removed" in published else []
+    commands = [*back, verify, f"quantize eval {source} {folder} --data held-out"]
     advice: dict[str, list[str]] = {}  # and the gates that it is for
     for gate in report["gates"]:
         if not gate["passed"]:

@@ -13,7 +13,7 @@ from quantizers.device.determinism import ordered
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.output import journal
 from quantizers.planning.job import Job, prepare
-from quantizers.recipe.portable import source_name
+from quantizers.recipe.portable import is_hub_id, source_name
 from quantizers.recipe.read import changes_of, find_recipe
 from quantizers.system.errors import InputError
 from quantizers.system.output_files import RECIPE, REPORT
@@ -68,6 +68,9 @@ def run(
     imatrix: bool = False,
     stream: bool = False,
     window: int | None = None,
+    publish_as_you_go: str | None = None,
+    remove_uploaded: bool = False,
+    private: bool = False,
     command: Sequence[str] = (),
     dist: ProcessGroup = SINGLE_PROCESS,
 ) -> FinishedCheckpoint:
@@ -95,6 +98,11 @@ def run(
         imatrix: also write OUTPUT.imatrix.gguf, the source's importance matrix for llama.cpp, as `quantizers.imatrix`.
         stream: leave the source on the Hub: its shards are fetched ahead of the layers that need them, and removed.
         window: with `stream`, bytes of the source that lie on the disk at most; 40 GB, or what is needed, by default.
+        publish_as_you_go: owner/name of a repository on the Hub, to which finished shards are uploaded during the run,
+            and the rest once all gates have passed. It is private until then; one that exists must be private and
+            empty, and stays private.
+        remove_uploaded: remove shards here once they are there.
+        private: leave the repository private.
         command: what the user typed, named where the run is found unfinished.
         dist: the processes that share the run; each of them calls this.
 
@@ -110,6 +118,11 @@ def run(
         raise InputError("--window is that of --stream; give both, or leave it out")
     if stream and source is not None:
         raise InputError(f"--source {source}: a folder is read where it lies; leave --stream out")
+    if (remove_uploaded or private) and publish_as_you_go is None:
+        given = "--remove-uploaded" if remove_uploaded else "--private"
+        raise InputError(f"{given} is that of --publish-as-you-go; give both, or leave it out")
+    if publish_as_you_go is not None and not is_hub_id(publish_as_you_go):
+        raise InputError(f"--publish-as-you-go {publish_as_you_go}: write it as owner/name")
     changes = changes_of(settings, calibration, without)
     path = find_recipe(str(recipe))
     folder = Path("out") / _run_name(path) if output is None else Path(output)
@@ -144,6 +157,7 @@ def run(
     from quantizers.device.devices import choose_device, use_threads  # which take seconds, as what refuses does not
     from quantizers.pipeline.pipeline import Options
     from quantizers.pipeline.pipeline import run as run_job
+    from quantizers.pipeline.publication import Publication
 
     begun = journal.begun_with(journal.work_folder(folder))
     use_threads(job.sizes, dist.broadcast_object(begun.get("threads")), dist)
@@ -160,6 +174,7 @@ def run(
         tuple(command),
         imatrix,
         window,
+        Publication(publish_as_you_go, remove_uploaded, private) if publish_as_you_go else None,
     )
     with ordered():
         return FinishedCheckpoint(folder, run_job(job, options), job.location)

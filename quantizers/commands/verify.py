@@ -13,7 +13,7 @@ from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_checkpoint, re
 from quantizers.formats.awq_gptq import is_awq_or_gptq
 from quantizers.formats.unsupported import refuse_swapped_arguments, refuse_unsupported
 from quantizers.output.journal import refuse_unfinished
-from quantizers.output.manifest import output_facts
+from quantizers.output.manifest import output_facts, refuse_removed
 from quantizers.pipeline.report_files import Record, check_manifest
 from quantizers.recipe.portable import is_hub_id
 from quantizers.system.errors import ArchitectureError, CheckpointError, DamagedRecord, InputError
@@ -98,6 +98,7 @@ def verify(
 
     folder, own = Path(folder), Path(facts) if facts is not None else None
     refuse_unfinished(folder)
+    refuse_removed(folder)
     if source is not None:
         refuse_unfinished(Path(source))
     opened = source_of(folder, str(source) if source is not None else None, revision, stream=stream)

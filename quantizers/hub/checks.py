@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from eval.report.pages import front_matter, strange_licenses
+from eval.report.pages import front_matter
 from quantizers.output.journal import refuse_unfinished
-from quantizers.output.manifest import output_facts, read_record, seal_of
+from quantizers.output.manifest import output_facts, read_record, refuse_removed, seal_of
+from quantizers.output.uploads import LOGIN, LocalFile, hashed
+from quantizers.pipeline.publication import card_gaps
 from quantizers.pipeline.report_files import check_manifest
 from quantizers.system.errors import OutputError
 from quantizers.system.formatting import gate_figures
@@ -23,24 +24,13 @@ if TYPE_CHECKING:
 
     from quantizers.checkpoint.reader import Checkpoint
 
-LOGIN = "log in with `hf auth login`, or set HF_TOKEN to one with write access"
 PATIENCE = 10.0  # seconds to wait for the Hub's answer
-CHUNK = 1 << 24  # bytes read at a time
-
-
-@dataclass(frozen=True)
-class LocalFile:
-    """A file to upload."""
-
-    name: str  # in the folder, with those of subfolders, and on the Hub
-    size: int  # bytes
-    sha256: str  # the Hub's hash of a file stored as LFS or Xet
-    blob: str  # git's blob id (SHA-1), the Hub's hash of any other file
 
 
 def read_report(folder: Path) -> dict[str, Any]:
     """The report of a finished run or stitch; an OutputError without one, or if it was modified since."""
     refuse_unfinished(folder)
+    refuse_removed(folder)
     report = read_record(folder)
     if not {"source", "gates", "files"} <= report.keys() or not {"settings", "stitched"} & report.keys():
         raise OutputError(
@@ -62,18 +52,6 @@ def local_files(folder: Path, report: dict[str, Any], step: Step = lambda _: Non
             files.append(hashed(folder, name))
             step(name)
     return files
-
-
-def hashed(folder: Path, name: str) -> LocalFile:
-    """A file with its hashes."""
-    path = folder / name
-    length = path.stat().st_size
-    sha256, blob = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % length, usedforsecurity=False)
-    with path.open("rb") as stream:
-        while block := stream.read(CHUNK):
-            sha256.update(block)
-            blob.update(block)
-    return LocalFile(name, length, sha256.hexdigest(), blob.hexdigest())
 
 
 def check_output(
@@ -152,23 +130,12 @@ class Point:
 
 def card_points(report: dict[str, Any]) -> list[Point]:
     """Whether the card names a licence, and the model on the Hub that was quantized."""
-    front = front_matter(report)
-    said = report.get("experts", {}).get("card", {}).get("license", ())
-    license_hint = f" (the experts' card says {', '.join(said)})" if said else ""
-    made_from = report["source"].get("made_from", ())
-    model_hint = f" (made from {', '.join(made_from)} according to its card)" if made_from else ""
-    missing = {
-        "license": f"the source names none{license_hint}; give --license NAME",
-        "base_model": f"the source was a folder{model_hint}; give --base-model OWNER/NAME",
-    }
-    strange = [] if "license" in report.get("published", {}) else strange_licenses(report["source"]["license"])
-    if strange:
-        missing["license"] = f"{', '.join(strange)}: no name of the Hub's, so the card says other; give --license NAME"
+    front, gaps = front_matter(report), card_gaps(report)
     return [
-        Point(key, "missing", words)
-        if not front.get(key) or (key == "license" and strange)
+        Point(key, "missing", f"{gaps[key]}; give {option}")
+        if key in gaps
         else Point(key, "done", _said(front.get(f"{key}_name", front[key])))
-        for key, words in missing.items()
+        for key, option in (("license", "--license NAME"), ("base_model", "--base-model OWNER/NAME"))
     ]
 
 

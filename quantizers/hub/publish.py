@@ -1,8 +1,7 @@
 """A finished checkpoint checked and uploaded to the Hub: `quantizers.publish`.
 
 Report and card are rewritten for the publication: repository, licence, base model, and a forced publication. The upload
-can be resumed, and ends with a comparison of the Hub's hashes with the local ones. The Hub library takes the token from
-its own login or environment; it is masked in every message of the library.
+can be resumed, and ends with a comparison of the Hub's hashes with the local ones, see output/uploads.py.
 """
 
 from __future__ import annotations
@@ -18,26 +17,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from quantizers.checkpoint.remote import files_of
 from quantizers.device.devices import choose_device
 from quantizers.output.manifest import add_files, write_record
+from quantizers.output.uploads import AGAIN, MESSAGE, LocalFile, compare, hashed, require_token, upload_errors
 from quantizers.pipeline.report_files import FRONT_MATTER, pictures, read_front_matter, write_with_card
 from quantizers.recipe.portable import is_hub_id
-from quantizers.system.errors import CheckpointError, InputError, QuantizeError, first_line
+from quantizers.system.errors import CheckpointError, InputError
 from quantizers.system.files import write_text
 from quantizers.system.interrupts import handle_signals
 from quantizers.system.output_files import CARD, PAGE, REPORT, files_below
 from quantizers.system.progress import Step, progress
 from quantizers.system.strict_yaml import dump
 
-from .checks import LOGIN, LocalFile, account_points, card_points, check_output, hashed, local_files, read_report
-
-if TYPE_CHECKING:
-    from huggingface_hub.hf_api import RepoFile
+from .checks import account_points, card_points, check_output, local_files, read_report
 
 PUBLICATION_KEYS = ("license", "license_name", "license_link", "base_model", "base_model_relation")
-AGAIN = "give the same command again; it resumes the upload"
 
 
 @dataclass(frozen=True)
@@ -152,7 +149,8 @@ def with_publication(report: dict[str, Any], repo: str, license: str | None, bas
     if base_model is not None and not is_hub_id(base_model):
         raise InputError(f"--base-model {base_model}: write it as owner/name")
     given = {"repo": repo, "license": license, "base_model": base_model}
-    return report | {"published": report.get("published", {}) | {key: v for key, v in given.items() if v is not None}}
+    before = {key: value for key, value in report.get("published", {}).items() if key != "removed"}  # all are here now
+    return report | {"published": before | {key: v for key, v in given.items() if v is not None}}
 
 
 def rewrite(folder: Path, before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -210,11 +208,9 @@ def upload(
         InputError: no token, or one without write access.
         QuantizeError: the Hub cannot be reached, or its files differ afterwards. The same command resumes the upload.
     """
-    from huggingface_hub import HfApi, get_token
-    from huggingface_hub.hf_api import RepoFile
+    from huggingface_hub import HfApi
 
-    if get_token() is None:
-        raise InputError(f"no Hub token; {LOGIN}")
+    require_token()
     api = HfApi()
     with _hub_errors(repo):
         url = str(api.create_repo(repo, private=private, exist_ok=True))
@@ -226,38 +222,16 @@ def upload(
             folder_path=folder,
             revision=revision,
             allow_patterns=[glob.escape(file.name) for file in files],
-            commit_message="Upload with moe-quantizers",
+            commit_message=MESSAGE,
         )
         step("comparing")
-        commit = api.model_info(repo, revision=revision).sha or revision
-        entries = api.list_repo_tree(repo, recursive=True, revision=commit)
-        on_hub = {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
-    different = [file.name for file in files if not _same(file, on_hub.get(file.name))]
-    if different:
-        raise QuantizeError(
-            f"{repo}: the Hub has other content in {', '.join(different[:5])}"
-            f"{f' and {len(different) - 5} more' if len(different) > 5 else ''}; publish again"
-        )
-    strangers = sorted(on_hub.keys() - {file.name for file in files} - {".gitattributes"})
-    return {"url": url, "commit": commit, "strangers": strangers}
-
-
-def _same(file: LocalFile, entry: RepoFile | None) -> bool:
-    """Whether the Hub's entry has this file's content: by SHA-256 if stored as LFS or Xet, else by git blob id.
-
-    `HfApi.verify_repo_checksums` compares the same hashes, but of the local files as they are after the upload; these
-    are the hashes of the files that were checked.
-    """
-    if entry is None or entry.size != file.size:
-        return False
-    return entry.lfs.sha256 == file.sha256 if entry.lfs else entry.blob_id == file.blob
+        commit, on_hub = files_of(repo, revision)
+    return {"url": url, "commit": commit, "strangers": compare(repo, files, on_hub, "publish again")}
 
 
 @contextmanager
 def _hub_errors(repo: str) -> Iterator[None]:
-    """Within the block the library's exceptions become ours, in one line without the token; signals end the process."""
-    from httpx import HTTPError
-    from huggingface_hub import get_token
+    """`upload_errors`; within the block signals end the process."""
 
     def end(number: int, _frame: FrameType | None) -> None:
         os.write(2, f"quantize: {repo}: interrupted while uploading; {AGAIN}\n".encode())
@@ -265,17 +239,7 @@ def _hub_errors(repo: str) -> Iterator[None]:
 
     restore = handle_signals(end, signal.SIGINT, signal.SIGTERM)
     try:
-        yield
-    except (HTTPError, OSError, RuntimeError, ValueError) as failure:
-        status = getattr(getattr(failure, "response", None), "status_code", None)
-        if status in (401, 403):
-            raise InputError(
-                f"{repo}: the Hub refuses this token ({status}); log in with `hf auth login` to an account with write "
-                "access, or choose another --repo"
-            ) from None
-        reason = first_line(failure)
-        if token := get_token():
-            reason = reason.replace(token, "***")
-        raise QuantizeError(f"{repo}: the upload stopped ({reason}); {AGAIN}") from None
+        with upload_errors(repo):
+            yield
     finally:
         restore()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quantizers.checkpoint.reader import Checkpoint
+from quantizers.checkpoint.remote import HubFiles
 from quantizers.checkpoint.window import Parts, streamed
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from quantizers.output.uploads import Uploads, written_shard
 from quantizers.planning.device_memory import Place, Residents
 
 if TYPE_CHECKING:
@@ -37,7 +39,18 @@ class Context:
     texts_on_device: bool = False  # held-out activations; else only in their files
     prefetch_to_device: bool = False  # the next layer's bytes
     window: int | None = None  # bytes of a source on the Hub that lie on the disk at most; None for the default
+    uploads: Uploads | None = None  # of finished shards, by rank 0 alone
 
     def streamed(self, source: Checkpoint, parts: Parts) -> contextlib.AbstractContextManager[Checkpoint]:
         """A source for one pass over these parts, see `window.streamed`."""
         return streamed(source, parts, self.work / "source", self.window, check=self.check, dist=self.dist)
+
+    @property
+    def on_hub(self) -> HubFiles | None:
+        """Has finished shards that are no longer here; None if all are."""
+        return self.uploads.there if self.uploads else None
+
+    def upload(self, entry: Mapping[str, Any]) -> None:
+        """Let the shard of a journal entry be uploaded, if the run publishes as it goes."""
+        if self.uploads:
+            self.uploads.put([written_shard(entry)], self.check)

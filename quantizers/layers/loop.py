@@ -32,6 +32,8 @@ from quantizers.planning.job import Job
 from quantizers.system.errors import QuantizeError
 from quantizers.system.progress import doing
 
+from .context import Context
+
 Need = Literal["attention", "experts"]
 
 
@@ -219,10 +221,10 @@ def resume_layers(
             step(f"layer {number}")
 
 
-def finished_shard(source: Checkpoint, shard: Path, dist: ProcessGroup) -> LoadedTensors:
-    """The tensors of a finished shard of `source`'s copy, which rank 0 reads from its file and passes on."""
-    loaded = None
+def finished_shard(source: Checkpoint, shard: Path, context: Context) -> LoadedTensors:
+    """The tensors of a finished shard of `source`'s copy, which rank 0 reads, here or on the Hub, and passes on."""
+    loaded, dist, remote = None, context.dist, context.on_hub
     if dist.is_main:
-        tensors = read_header(shard)
-        loaded = load_tensors(Checkpoint(shard.parent, source.name, source.config, tensors), tensors)
+        tensors = remote.header(shard) if remote else read_header(shard)
+        loaded = load_tensors(Checkpoint(shard.parent, source.name, source.config, tensors, remote=remote), tensors)
     return broadcast_tensors(loaded, dist)

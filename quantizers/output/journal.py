@@ -17,6 +17,7 @@ The state of an unfinished run is in the folder DIR/.quantize/:
     imatrix/          with --imatrix: of each layer the sums over the source's activations, and states as states.bin
     output/           the checkpoint, as far as it is written
     source/           with --stream: the shards that are fetched, see checkpoint/window.py
+    uploaded.json     with --publish-as-you-go: what is on the Hub, see output/uploads.py
     moving            everything is verified, and the final move has started
     lock              locked while a process works here
 
@@ -47,6 +48,7 @@ from quantizers.system.thread_map import thread_map
 
 WORK = ".quantize"
 FINGERPRINT = "run.json"
+UPLOADED = "uploaded.json"
 HELD_OUT = "held-out.json"
 COMMAND = "command.txt"
 LIBRARIES = ("torch", "transformers")  # of the fingerprint's part `machine`
@@ -144,12 +146,32 @@ def done_layers(work: Path, layers: int) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in done]
 
 
+def passthrough_entries(work: Path) -> list[dict[str, Any]]:
+    """The journal entries of all passthrough shards written so far."""
+    return [json.loads(file.read_text()) for file in sorted(work.glob("passthrough-*.json"))]
+
+
+def uploads(work: Path) -> dict[str, Any]:
+    """What a run has uploaded so far, see `uploads.Uploads`; empty if it does not publish as it goes."""
+    file = work / UPLOADED
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def uploaded(work: Path, shard: str) -> str | None:
+    """The SHA-256 of a finished shard on the Hub, where this call of the run found it or sent it; None if it is not."""
+    found: str | None = uploads(work).get("files", {}).get(shard)
+    return found
+
+
 def damaged_shards(
     work: Path, entries: Sequence[dict[str, Any]], step: Callable[[str], None] = lambda _: None
 ) -> dict[int, str]:
-    """The problem of each damaged finished shard, by its index in `entries` of the journal. Every shard is read."""
+    """The problem of each damaged finished shard, by its index in `entries` of the journal.
+
+    Every shard is read; of one that was removed after its upload, the Hub's hash is compared.
+    """
     damaged = {}
-    with contextlib.closing(thread_map(partial(_damage, work / "output"), entries)) as problems:
+    with contextlib.closing(thread_map(partial(_damage, work), entries)) as problems:
         for index, problem in enumerate(problems):
             if problem:
                 damaged[index] = problem
@@ -157,9 +179,11 @@ def damaged_shards(
     return damaged
 
 
-def _damage(folder: Path, entry: dict[str, Any]) -> str:
+def _damage(work: Path, entry: dict[str, Any]) -> str:
     """How a finished shard differs from what was written; empty if it does not."""
-    path, written = folder / entry["shard"], entry["digest"]
+    path, written = work / "output" / entry["shard"], entry["digest"]
+    if not path.exists() and uploaded(work, path.name) == written["sha256"]:
+        return ""
     try:
         size = path.stat().st_size
         if size != written["bytes"]:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from quantizers.checkpoint.reader import read_json
-from quantizers.system.errors import CheckpointError
+from quantizers.system.errors import CheckpointError, OutputError
 from quantizers.system.files import disk_errors, file_sha256, json_finite, write_json
-from quantizers.system.output_files import CARD, FACTS, PAGE, REPORT, files_below
+from quantizers.system.output_files import CARD, FACTS, PAGE, REPORT, files_below, is_within
 
 
 def seal_of(report: dict[str, Any]) -> str:
@@ -26,18 +26,18 @@ def seal_of(report: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def describe_files(folder: Path, texts: Mapping[str, str], later: Iterable[str] = ()) -> dict[str, Any]:
+def describe_files(folder: Path, texts: Mapping[str, str], others: Iterable[str] = ()) -> dict[str, Any]:
     """`files` and `sha256` of a folder that is complete except for report.json and the files made from it.
 
     Args:
         texts: the original text of some files, by name; their hashes cover this text, not the file on disk.
-        later: names of files that will be added later.
+        others: names of files that will be added later, and of shards that were removed after their upload.
     """
     names = set(files_below(folder)) - {REPORT, CARD, PAGE}
     with disk_errors(folder):
         hashes = {name: file_sha256(folder / name) for name in names if not name.endswith(".safetensors")}
     hashes |= {name: text_sha256(text) for name, text in texts.items()}
-    return {"files": sorted(names | set(later)), "sha256": hashes}
+    return {"files": sorted(names | set(others)), "sha256": hashes}
 
 
 def text_sha256(text: str) -> str:
@@ -66,6 +66,19 @@ def read_record(folder: Path) -> dict[str, Any]:
         return read_json(folder / REPORT)
     except CheckpointError:
         return {}
+
+
+def refuse_removed(folder: Path) -> None:
+    """Raise an OutputError if shards of a finished output are on the Hub alone, since `--remove-uploaded` was given."""
+    published = read_record(folder).get("published")
+    removed = published.get("removed") if isinstance(published, dict) else None
+    gone = [name for name in removed or () if is_within(name) and not (folder / name).is_file()]
+    if gone and isinstance(published, dict):
+        repo, more = published.get("repo"), f" and {len(gone) - 1} more" if len(gone) > 1 else ""
+        raise OutputError(
+            f"{folder}: {gone[0]}{more} were removed here after their upload to {repo}; "
+            f"`hf download {repo} --local-dir {folder}` brings them back"
+        )
 
 
 def write_record(folder: Path, report: dict[str, Any]) -> dict[str, Any]:

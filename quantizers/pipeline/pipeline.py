@@ -46,6 +46,7 @@ from quantizers.model.activation_stream import ActivationStream
 from quantizers.model.streamed_model import StreamedModel
 from quantizers.output import journal
 from quantizers.output.manifest import add_files, seal_of, text_sha256, write_record
+from quantizers.output.uploads import Uploads
 from quantizers.planning.device_memory import Residents, device_memory, held_out_bytes, placement
 from quantizers.planning.expert_batches import batch_sizes
 from quantizers.planning.job import Job, parts_of_run
@@ -61,6 +62,8 @@ from quantizers.system.output_files import CALIBRATION, FACTS, HELD_OUT, RECIPE
 from quantizers.system.progress import checked, progress
 from stitch.write.config_files import write_config_files
 
+from . import publication as publishing
+from .publication import Publication
 from .quantize import input_sums_folder, quantize_layers
 from .report import of_plan, planned_report, rehearse, run_report
 from .report_files import write_report
@@ -94,6 +97,7 @@ class Options:
         command: what the user typed, from `quantize` on, to be named where the run is found unfinished.
         imatrix: write an importance matrix for llama.cpp beside the output, see `imatrix_file`.
         window: bytes of a source on the Hub that lie on the disk at most; None for the default.
+        publication: where the output is published as it is made; None to publish nothing.
     """
 
     output: Path
@@ -108,6 +112,7 @@ class Options:
     command: tuple[str, ...] = ()
     imatrix: bool = False
     window: int | None = None
+    publication: Publication | None = None
 
     @property
     def imatrix_file(self) -> Path:
@@ -125,7 +130,7 @@ def run(job: Job, options: Options) -> dict[str, Any]:
         InputError: exit 2; also if this process differs from rank 0 in something that the output's bytes depend on.
         QuantizeError: exit 1. Interrupted: 130 or 143.
     """
-    dist, engines = options.dist, None
+    dist, engines, uploads = options.dist, None, None
     work = journal.work_folder(options.output, dist.node)
     if dist.is_main:
         if options.imatrix:
@@ -140,6 +145,7 @@ def run(job: Job, options: Options) -> dict[str, Any]:
             schedule(job.opened, parts_of_run(job)).window(options.window)  # for its error
         resolve_recipe(job.recipe, job.path)
         journal.refuse_strangers(options.output)
+        uploads = publishing.uploads_of(options.publication, options.output)
     with interruptible(RESUME) as interrupt:
         check = dist.watch(interrupt)
         unfinished: bool = dist.broadcast_object(not (work / "moving").exists())
@@ -152,9 +158,11 @@ def run(job: Job, options: Options) -> dict[str, Any]:
             _refuse_different_ranks(job, options)
         with journal.locked(options.output, dist):
             if unfinished and engines is not None:
-                _make_output(job, options, work, check, engines)
+                with publishing.begun(uploads, options.publication):
+                    _make_output(job, options, work, check, engines, uploads)
             elif unfinished:
                 _quantize_share(job, options, work, check)
+            publishing.open_up(uploads, options.publication)
             return journal.move_into_place(work, options.output) if dist.is_main else {}
 
 
@@ -174,6 +182,7 @@ def _already_done(job: Job, options: Options, finished: dict[str, Any]) -> dict[
             f"{output}: was finished before, without an importance matrix; quantize imatrix RECIPE --output "
             f"{options.imatrix_file} writes it"
         )
+    publishing.refuse_unpublished(finished, options.publication, output)
     if options.with_data:
         data = resolve_recipe(job.recipe, job.path).data
         if not set(data) <= set(finished["files"]):
@@ -289,28 +298,33 @@ def _quantize_share(job: Job, options: Options, work: Path, check: Callable[[], 
             journal.leave(options.output, dist.node)
 
 
-def _make_output(job: Job, options: Options, work: Path, check: Callable[[], None], engines: ServingCheck) -> None:
+def _make_output(
+    job: Job, options: Options, work: Path, check: Callable[[], None], engines: ServingCheck, uploads: Uploads | None
+) -> None:
     """All that rank 0 does: make work/output, up to the mark that lets it be moved into place."""
-    started, output = time.monotonic(), work / "output"
+    started, output, dist = time.monotonic(), work / "output", options.dist
     # Read the sets once, before anything slow: they may be edited during the run.
-    inputs = _read_inputs(job, options.dist, work)
+    inputs = _read_inputs(job, dist, work)
     resolved = inputs.resolved
     if job.facts.probes:  # derived ones, for those who have the output alone
         resolved = replace(resolved, sets={**resolved.sets, FACTS: job.facts.as_yaml()})
     copied = resolved.data if options.with_data else {}
     planned = planned_report(job, resolved, inputs.data, options.device)
-    rehearse(job, planned, inputs.data, inputs.evaluation, engines, resolved.texts())
+    named = planned | publishing.named(options.publication)
+    rehearsed = rehearse(job, named, inputs.data, inputs.evaluation, engines, resolved.texts())
+    publishing.say_gaps(rehearsed, options.publication)
     kept, temporary = _share_memory(job, inputs, options)
     damaged = _open_work_folder(job, resolved, inputs, options, work, check)
     files = (*side_files(job.opened.folder), *copied.values())
     needed = planned["plan"]["output_bytes"] + sum(file.stat().st_size for file in files) + temporary
+    needed -= publishing.room_saved(job.plan, options.publication, dist.world_size)
     itemsize = forward_dtype(options.device).itemsize
     needed += bytes_of_sums(job.sizes, inputs.counts[0], itemsize) if options.imatrix else 0
     needed += schedule(job.opened, parts_of_run(job)).window(options.window) if job.opened.remote else 0
     probe = probe_bytes(job.sizes, [len(t) for t in inputs.tokens], itemsize) if job.allocation else 0
     journal.check_room(work, needed + probe)
-    options.dist.broadcast_object((kept, inputs.texts))
-    context = Context(work, options.device, check=check, dist=options.dist, window=options.window, **kept)
+    dist.broadcast_object((kept, inputs.texts))
+    context = Context(work, options.device, check=check, dist=dist, window=options.window, uploads=uploads, **kept)
     _check_source(job, inputs.texts, context, options)
     if job.allocation:
         job = choose_schemes(job, inputs.tokens, context, options.output)
@@ -337,10 +351,11 @@ def _make_output(job: Job, options: Options, work: Path, check: Callable[[], Non
     if job.opened.remote and figures:
         _refuse_source(job, figures["perplexity"]["source"], f"the {len(inputs.texts)} texts", options)
     report = run_report(planned, job, inputs.data, figures, started, context)
-    write_report(output, report, resolved.texts())
+    write_report(output, report | publishing.published(report, options.publication, output), resolved.texts())
     if options.imatrix:
         sums, path = input_sums_folder(work), options.imatrix_file
         print(imatrix_table(make_imatrix(path, sums, job.facts, job.sizes, job.config, inputs.data)), file=sys.stderr)
+    publishing.finish(uploads, work, options.output, check)
     write_text("", work / "moving")
 
 

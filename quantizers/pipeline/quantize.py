@@ -218,7 +218,7 @@ class _Run:
             done if done < job.sizes["layers"] else max(damaged, default=-1) + 1,
             damaged,
             follow=lambda number: self.quantizer.follow(
-                number, finished_shard(job.opened, output / job.plan.shard_file(number), context.dist)
+                number, finished_shard(job.opened, output / job.plan.shard_file(number), context)
             ),
             make_again=partial(self._make_again, entries),
             check=context.check,
@@ -252,6 +252,8 @@ class _Run:
         """The loop over the layers that are left; rank 0 adds the entry of each one that is done to `entries`."""
         job, context, begun = self.job, self.context, dict[int, Entry]()  # begun: shards are not on disk yet
         layers, dist = job.sizes["layers"], context.dist
+        for entry in [*journal.passthrough_entries(context.work), *entries]:
+            context.upload(entry)  # unless an earlier call did
         say_forecast = forecast(layers)
         steps = layer_steps(
             job.opened,
@@ -278,6 +280,7 @@ class _Run:
                 if entry is not None:
                     show(layer_note(entry))
                     say_forecast(entry)
+                    context.upload(entry)
                     refuse_layer(entry, stop)
 
         with shown or contextlib.nullcontext(lambda _: None) as show, contextlib.closing(steps):
@@ -337,7 +340,8 @@ def _with_converted(job: Job) -> Checkpoint:
 def _is_written(job: Job, part: int | None, context: Context) -> bool:
     """Whether the shard of a passthrough part is written and journaled."""
     shard = context.work / "output" / job.plan.shard_file(part)
-    return journal.passthrough_file(context.work, part).exists() and shard.exists()
+    there = shard.exists() or journal.uploaded(context.work, shard.name)
+    return journal.passthrough_file(context.work, part).exists() and bool(there)
 
 
 def _write_passthrough(job: Job, outside: LoadedTensors, parts: Sequence[int | None], context: Context) -> None:

@@ -7,7 +7,6 @@ is met then.
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -45,6 +44,7 @@ from quantizers.calibration.samples import (
 )
 from quantizers.calibration.set import read_set
 from quantizers.checkpoint.reader import Checkpoint, left_behind, read_json, side_files
+from quantizers.checkpoint.remote import HubFiles
 from quantizers.checkpoint.source_identity import source_digest
 from quantizers.device.devices import machine, versions
 from quantizers.formats.fp8 import block_size
@@ -131,8 +131,9 @@ def run_report(
         `RunReport` without the keys of the files.
     """
     layers = journal.done_layers(context.work, job.sizes["layers"])
-    written, audit = _last_reading(job, layers, context)
-    engines = check_folder(context.work / "output", job.facts)
+    on_hub = context.uploads.settle(context.check) if context.uploads else None
+    written, audit = _last_reading(job, layers, context, on_hub)
+    engines = check_folder(context.work / "output", job.facts, on_hub)
     report = planned | _found_report(job, data, figures, layers, written, audit, engines)
     report["seconds"] = seconds = {
         "this_process": time.monotonic() - started,
@@ -179,8 +180,8 @@ def rehearse(
     evaluation: HeldOut | None,
     engines: ServingCheck,
     texts: Mapping[str, str],
-) -> None:
-    """Make report, card, page and pictures of stand-in figures.
+) -> dict[str, Any]:
+    """Make report, card, page and pictures of stand-in figures; the report.
 
     Args:
         planned: of `planned_report`.
@@ -202,9 +203,10 @@ def rehearse(
             measurements = [_measurement(number, job.allocation) for number in job.sizes.moe_layers]
             report["schemes"] = describe_choice(job.allocation, measurements)
         with TemporaryDirectory() as folder:
-            write_report(Path(folder), report, texts)
+            made = write_report(Path(folder), report, texts)
         for file in side_files(job.opened.folder):  # which are copied at the end
             file.open("rb").close()
+        return made
     except QuantizeError:  # which is a line of its own, such as of a full disk
         raise
     except Exception as failure:
@@ -279,15 +281,18 @@ def stitch_report(
     }
 
 
-def _last_reading(job: Job, layers: Sequence[dict[str, Any]], context: Context) -> tuple[dict[str, ShardDigest], Audit]:
+def _last_reading(
+    job: Job, layers: Sequence[dict[str, Any]], context: Context, on_hub: HubFiles | None
+) -> tuple[dict[str, ShardDigest], Audit]:
     """Read every shard once more, from the disk: their digests, by file name, and the audit of the whole folder.
+
+    Of shards that are `on_hub` alone, its hashes are compared.
 
     Raises:
         QuantizeError: a shard has changed since it was written; the same command makes it again.
     """
     folder = context.work / "output"
-    passthrough = (journal.passthrough_file(context.work, part) for part in job.plan.passthrough_parts)
-    entries = [*layers, *(json.loads(file.read_text()) for file in passthrough)]
+    entries = [*layers, *journal.passthrough_entries(context.work)]
     written = {entry["shard"]: entry["digest"] for entry in entries}
     with progress("last reading", len(written), unit="shard") as step:
         audit = verify(
@@ -298,6 +303,7 @@ def _last_reading(job: Job, layers: Sequence[dict[str, Any]], context: Context) 
             checked(step, context.check),
             [LayerAudit(**entry["audit"]) for entry in entries],
             own=job.facts,
+            remote=on_hub,
         )
     if audit.changed:
         more = f", and {len(audit.changed) - 1} more" if len(audit.changed) > 1 else ""

@@ -36,11 +36,11 @@ CARD_KEYS = (
 PLOTS = {"calibration": CALIBRATION_PICTURE, "coverage": COVERAGE_PICTURE}  # that are files beside the model card
 
 
-def write_report(folder: Path, report: dict[str, Any], texts: Mapping[str, str]) -> None:
+def write_report(folder: Path, report: dict[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
     """Finish an output that is complete but for its report: plots, page, card, and the report with all files' hashes.
 
     Args:
-        report: of `report.run_report` or `report.stitch_report`.
+        report: of `report.run_report` or `report.stitch_report`; shards of its audit may be missing in the folder.
         texts: the original text of some files, by name; see `describe_files`.
 
     Raises:
@@ -55,8 +55,10 @@ def write_report(folder: Path, report: dict[str, Any], texts: Mapping[str, str])
         if name in drawn:
             with disk_errors(folder / file), atomic(folder / file) as stream:
                 stream.write(drawn[name])
-    files = describe_files(folder, texts, later=(CARD, PAGE))
-    checked(write_with_card(folder, report | files, drawn))
+    files = describe_files(folder, texts, others=(CARD, PAGE, *report["audit"]["digests"]))
+    written = write_with_card(folder, report | files, drawn)
+    checked(written)
+    return written
 
 
 def write_with_card(folder: Path, report: dict[str, Any], drawn: Mapping[str, bytes] | None = None) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from quantizers.architectures.families import Own, architecture_for
 from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.loaded_tensors import prefetched_tensors
 from quantizers.checkpoint.reader import CONFIG, WEIGHTS, Checkpoint, open_folder, side_files
+from quantizers.checkpoint.remote import HubFiles
 from quantizers.checkpoint.safetensors_header import FP8, Spec
 from quantizers.formats.dequantization import weight_format
 from quantizers.formats.fp8 import INPUT_SCALE, ROWS, SCALE, block_size, has_kv_scales, scale_shape
@@ -89,6 +90,7 @@ def verify(
     audited: Sequence[LayerAudit] | None = None,
     *,
     own: Own = None,
+    remote: HubFiles | None = None,
 ) -> Audit:
     """Compare a finished checkpoint with its source.
 
@@ -99,6 +101,7 @@ def verify(
         audited: the audits that a run made when it wrote the shards, in their order. The files are then compared with
             `digests` only, bypassing the system's file cache, and no tensor is read a second time.
         own: the architecture, or a file of the user's with it; None for a kept or a derived one.
+        remote: has shards that are not in the folder: their hashes there are compared.
 
     Raises:
         CheckpointError: the folder does not exist, or the source is damaged. Damage to the candidate is a difference.
@@ -114,6 +117,9 @@ def verify(
     audit.differences += _side_file_differences(folder, source.folder)
 
     def changed(name: str) -> list[str]:
+        if remote and not (folder / name).is_file():
+            same = name in remote.files and remote.files[name].sha256 == recorded[name]["sha256"]
+            return [] if same else [f"{name}: on the Hub it is not as the run wrote it"]
         return changes(folder / name, recorded[name], past_the_cache=audited is not None)
 
     with closing(thread_map(changed, recorded)) as found:  # first: behind a damaged header nothing can be read
@@ -123,7 +129,7 @@ def verify(
                 step(name)
     audit.differences += audit.changed
     try:
-        candidate = open_folder(folder, strays=True)
+        candidate = open_folder(folder, strays=True, remote=remote)
         renamed = published_names(candidate, facts)
         schemes = stored_schemes(renamed, facts, sizes)
     except CheckpointError as failure:

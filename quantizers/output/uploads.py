@@ -1,0 +1,339 @@
+"""Uploads to the Hub: hashes before and after, and the shards of a run that go there while it works.
+
+What a run has uploaded is in DIR/.quantize/uploaded.json:
+
+    repo      the repository
+    created   whether this run made it, private: then it becomes public at the end
+    proven    whether all files of the output are there, compared by hash
+    files     SHA-256 of each shard that is there, compared by hash: such a shard may be missing in DIR
+
+A shard that is on the Hub, but not noted yet, is not sent again: what the Hub has is looked at first. The Hub library
+takes the token from its own login or environment; it is masked in every message of the library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from threading import Condition, Event, Thread
+from typing import Any
+
+from quantizers.checkpoint.reader import read_into
+from quantizers.checkpoint.remote import HubFile, HubFiles, by_name, files_of
+from quantizers.checkpoint.safetensors_header import TensorInfo, read_header
+from quantizers.system.errors import InputError, QuantizeError, first_line
+from quantizers.system.files import disk_errors, write_json
+
+from . import journal
+
+LOGIN = "log in with `hf auth login`, or set HF_TOKEN to one with write access"
+AGAIN = "give the same command again; it resumes the upload"
+CHUNK = 1 << 24  # bytes read at a time
+ATTRIBUTES = ".gitattributes"  # which the Hub adds
+MESSAGE = "Upload with moe-quantizers"
+WAITING = 2  # shards that may wait for their upload while a run goes on, if they are removed after it
+POLL = 0.1  # seconds between two looks at what is waited for
+LINES = 20.0  # seconds of waiting between two lines about it
+
+
+@dataclass(frozen=True)
+class LocalFile:
+    """A file to upload."""
+
+    name: str  # in the folder, with those of subfolders, and on the Hub
+    size: int  # bytes
+    sha256: str  # the Hub's hash of a file stored as LFS or Xet
+    blob: str  # git's blob id (SHA-1), the Hub's hash of any other file; empty for a shard, which is none
+
+
+def hashed(folder: Path, name: str) -> LocalFile:
+    """A file with its hashes."""
+    path = folder / name
+    length = path.stat().st_size
+    sha256, blob = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % length, usedforsecurity=False)
+    with path.open("rb") as stream:
+        while block := stream.read(CHUNK):
+            sha256.update(block)
+            blob.update(block)
+    return LocalFile(name, length, sha256.hexdigest(), blob.hexdigest())
+
+
+def written_shard(entry: Mapping[str, Any]) -> LocalFile:
+    """A shard as its journal entry has it."""
+    return LocalFile(entry["shard"], entry["digest"]["bytes"], entry["digest"]["sha256"], "")
+
+
+def compare(repo: str, files: Iterable[LocalFile], on_hub: Mapping[str, HubFile], remedy: str) -> list[str]:
+    """Compare files with those on the Hub: by SHA-256 if stored as LFS or Xet, else by git's blob id.
+
+    `HfApi.verify_repo_checksums` compares the same hashes, but of the local files as they are after the upload; these
+    are the hashes of the files that were checked.
+
+    Returns the names of other files on the Hub. Raises a QuantizeError if one differs.
+    """
+    files = list(files)
+    different = [file.name for file in files if not _is_same(file, on_hub.get(file.name))]
+    if different:
+        raise QuantizeError(
+            f"{repo}: the Hub has other content in {', '.join(different[:5])}"
+            f"{f' and {len(different) - 5} more' if len(different) > 5 else ''}; {remedy}"
+        )
+    return sorted(on_hub.keys() - {file.name for file in files} - {ATTRIBUTES})
+
+
+def _is_same(file: LocalFile, entry: HubFile | None) -> bool:
+    return entry is not None and (entry.size, entry.digest) == (file.size, file.sha256 if entry.sha256 else file.blob)
+
+
+@contextmanager
+def upload_errors(repo: str) -> Iterator[None]:
+    """Within the block the library's exceptions become ours, in one line without the token."""
+    from httpx import HTTPError
+    from huggingface_hub import get_token
+
+    try:
+        yield
+    except (HTTPError, OSError, RuntimeError, ValueError) as failure:
+        status = getattr(getattr(failure, "response", None), "status_code", None)
+        if status in (401, 403):
+            raise InputError(
+                f"{repo}: the Hub refuses this token ({status}); log in with `hf auth login` to an account with write "
+                "access, or name another repository"
+            ) from None
+        reason = first_line(failure)
+        if token := get_token():
+            reason = reason.replace(token, "***")
+        raise QuantizeError(f"{repo}: the upload stopped ({reason}); {AGAIN}") from None
+
+
+def require_token() -> None:
+    """Raise an InputError if the Hub library has no token."""
+    from huggingface_hub import get_token
+
+    if get_token() is None:
+        raise InputError(f"no Hub token; {LOGIN}")
+
+
+class HereOrHub(HubFiles):
+    """The shards of a folder of which some are on the Hub alone."""
+
+    def header(self, file: Path) -> dict[str, TensorInfo]:
+        """As `HubFiles.header`."""
+        return read_header(file) if file.is_file() else super().header(file)
+
+    def read_into(
+        self, wanted: Iterable[tuple[TensorInfo, memoryview]], stop: Event | None = None
+    ) -> Iterator[TensorInfo]:
+        """As `HubFiles.read_into`."""
+        for file, of_file in groupby(wanted, lambda one: one[0].file):
+            read = read_into if file.is_file() else super().read_into
+            yield from read(of_file)
+
+
+class Uploads:
+    """The uploads of a run: a thread sends what is finished, several files in one commit if they have piled up.
+
+    What fails in the thread is raised by the next call of `put` or `wait`, and the same command then goes on. The
+    process ends without waiting for the thread.
+
+    Args:
+        work: the run's work folder.
+        remove: whether shards are removed once they are on the Hub.
+
+    Attributes:
+        there: the Hub's files of the run's last commit, and those of the output that are here; not to be read while
+            the thread works.
+    """
+
+    def __init__(self, work: Path, repo: str, *, remove: bool) -> None:
+        self.repo, self.remove = repo, remove
+        self.there = HereOrHub(repo, "main", {})
+        self._work, self._state = work, journal.uploads(work)
+        self._is_new = True  # the repository
+        self._waiting: dict[str, LocalFile] = {}
+        self._turn, self._ended = Condition(), Event()
+        self._failure: Exception | None = None
+
+    @property
+    def url(self) -> str:
+        """Of the repository."""
+        from huggingface_hub import constants
+
+        return f"{constants.ENDPOINT}/{self.repo}"
+
+    @property
+    def stays_private(self) -> bool:
+        """Whether the repository is not this run's own: it existed before."""
+        return not self._state["created"]
+
+    @property
+    def proven(self) -> bool:
+        """Whether `finish` has come to its end."""
+        return bool(self._state["proven"])
+
+    def look(self) -> None:
+        """Refuse what would fail later; nothing is changed.
+
+        Raises:
+            InputError: no token; the repository is public, or holds files of somebody else.
+            QuantizeError: the Hub does not answer.
+        """
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import RepositoryNotFoundError
+
+        require_token()
+        with upload_errors(self.repo):
+            try:
+                info = HfApi().model_info(self.repo)
+            except RepositoryNotFoundError:
+                return
+        self._is_new = False
+        if not info.private:
+            raise InputError(
+                f"{self.repo}: is public, and nothing of a run is to be public before its proof; name a new repository"
+            )
+        others = sorted({one.rfilename for one in info.siblings or ()} - {ATTRIBUTES})
+        if others and not self._state:
+            raise InputError(
+                f"{self.repo}: has {others[0]}{f' and {len(others) - 1} more files' if len(others) > 1 else ''}, "
+                "which this run did not upload; name a new repository, or delete this one"
+            )
+
+    def begin(self) -> None:
+        """Create the repository, private, if there is none; forget what it no longer has; start the thread."""
+        from huggingface_hub import HfApi
+
+        new: dict[str, Any] = {"repo": self.repo, "created": self._is_new, "files": {}}
+        self._state = new | self._state | {"proven": False}
+        self._note()  # first: otherwise a kill would leave a repository of which nobody knows whose it is
+        with upload_errors(self.repo):
+            if self._is_new:
+                HfApi().create_repo(self.repo, private=True, exist_ok=True)
+            self._list()
+        found = {name: one.sha256 for name, one in self.there.files.items()}
+        self._state["files"] = {k: v for k, v in self._state["files"].items() if found.get(k) == v}
+        self._note()
+        Thread(target=self._run, daemon=True).start()
+
+    def put(self, files: Iterable[LocalFile], check: Callable[[], None]) -> None:
+        """Let finished files be uploaded. If shards are removed, this waits while more than WAITING of them are here.
+
+        Args:
+            check: called again and again; may raise to interrupt.
+        """
+        with self._turn:
+            for file in files:
+                if self._state["files"].get(file.name) != file.sha256:
+                    self._waiting[file.name] = file
+                else:
+                    self._remove(file)
+            self._turn.notify_all()
+        self.wait(check, WAITING if self.remove else sys.maxsize)
+
+    def wait(self, check: Callable[[], None], most: int = 0) -> None:
+        """Wait until at most so many files are not on the Hub yet."""
+        said = time.monotonic()
+        while True:
+            check()
+            with self._turn:
+                if self._failure:
+                    raise self._failure
+                waiting = len(self._waiting)
+                if waiting > most:
+                    self._turn.wait(POLL)
+            if waiting <= most:
+                return
+            if time.monotonic() - said > LINES:
+                said = time.monotonic()
+                print(f"waiting for {waiting} files to be uploaded to {self.repo}", file=sys.stderr, flush=True)
+
+    def settle(self, check: Callable[[], None]) -> HubFiles:
+        """Wait for all files, and ask the Hub for what it has now."""
+        self.wait(check)
+        with upload_errors(self.repo):
+            self._list()
+        return self.there
+
+    def finish(self, files: Sequence[LocalFile], shards: Iterable[LocalFile], check: Callable[[], None]) -> list[str]:
+        """Upload the rest of a proven output, and compare all its files. Returns the names of others on the Hub."""
+        with self._turn:
+            self._waiting |= {file.name: file for file in files}
+            self._turn.notify_all()
+        self.settle(check)
+        others = compare(self.repo, [*files, *shards], self.there.files, AGAIN)
+        self._state["proven"] = True
+        self._note()
+        return others
+
+    def make_public(self) -> None:
+        """Let everybody see the repository."""
+        from huggingface_hub import HfApi
+
+        with upload_errors(self.repo):
+            HfApi().update_repo_settings(self.repo, private=False)
+
+    def end(self) -> None:
+        """Let the thread end, and note nothing more; what it is sending is not waited for."""
+        with self._turn:
+            self._ended.set()
+            self._turn.notify_all()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._turn:
+                    self._turn.wait_for(lambda: self._waiting or self._ended.is_set())
+                    if self._ended.is_set():
+                        return
+                    files = list(self._waiting.values())
+                self._upload(files)
+                with self._turn:
+                    if self._ended.is_set():
+                        return
+                    shards = [file for file in files if not file.blob]
+                    self._state["files"] |= {file.name: file.sha256 for file in shards}
+                    self._note()
+                    for file in shards:
+                        self._remove(file)
+                    for file in files:
+                        del self._waiting[file.name]
+                    self._turn.notify_all()
+        except Exception as failure:  # for the run's own thread
+            with self._turn:
+                self._failure = failure
+                self._turn.notify_all()
+
+    def _upload(self, files: Sequence[LocalFile]) -> None:
+        from huggingface_hub import CommitOperationAdd, HfApi
+
+        new = [file for file in files if not _is_same(file, self.there.files.get(file.name))]
+        if new:
+            api, additions = HfApi(), []
+            with upload_errors(self.repo):
+                for file in new:
+                    addition = CommitOperationAdd(file.name, self._work / "output" / file.name)
+                    # One at a time: for several the library starts threads, which would keep an interrupted process.
+                    api.preupload_lfs_files(self.repo, [addition])
+                    additions.append(addition)
+                self.there.commit = api.create_commit(self.repo, additions, commit_message=MESSAGE).oid
+                names = [file.name for file in new]
+                self.there.files |= by_name(api.get_paths_info(self.repo, names, revision=self.there.commit))
+        compare(self.repo, files, self.there.files, AGAIN)
+
+    def _list(self) -> None:
+        self.there = HereOrHub(self.repo, *files_of(self.repo, "main"))
+
+    def _note(self) -> None:
+        write_json(self._work / journal.UPLOADED, self._state)
+
+    def _remove(self, file: LocalFile) -> None:
+        path = self._work / "output" / file.name
+        if self.remove:
+            with disk_errors(path):
+                path.unlink(missing_ok=True)

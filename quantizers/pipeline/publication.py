@@ -1,0 +1,168 @@
+"""`--publish-as-you-go`: what of a run's publication goes beyond its uploads.
+
+The repository is private until the output is proven: the gates have passed, and every file on the Hub has the hash of
+the one here, or, of a shard that was removed here, the hash with which it was written. A run that fails its gates
+uploads nothing but its shards.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantizers.output import journal
+from quantizers.output.uploads import WAITING, LocalFile, Uploads, hashed, require_token, written_shard
+from quantizers.planning.plan import Plan
+from quantizers.system.errors import OutputError
+from quantizers.system.output_files import REPORT
+
+
+@dataclass(frozen=True)
+class Publication:
+    """Where a run publishes its output as it goes.
+
+    Attributes:
+        repo: owner/name, on the Hub.
+        remove: remove shards here once they are there.
+        private: leave the repository private at the end.
+    """
+
+    repo: str
+    remove: bool = False
+    private: bool = False
+
+
+def named(publication: Publication | None) -> dict[str, Any]:
+    """What a report says of a publication, from which its card has its commands."""
+    return {"published": {"repo": publication.repo}} if publication else {}
+
+
+def room_saved(plan: Plan, publication: Publication | None, processes: int) -> int:
+    """Bytes of the output's shards that need no room on the disk: all but the largest that may wait at a time."""
+    sizes = sorted(sum(spec.bytes for spec in shard.values()) for shard in plan.shards().values())
+    return sum(sizes[: -(WAITING + 1 + processes)]) if publication and publication.remove else 0
+
+
+def uploads_of(publication: Publication | None, output: Path) -> Uploads | None:
+    """The uploads of a run in this folder; None if it does not publish as it goes.
+
+    Raises:
+        OutputError: an earlier call of the run published elsewhere.
+        InputError: the Hub or the repository is not as it must be, see `Uploads.look`.
+    """
+    work = journal.work_folder(output)
+    before = journal.uploads(work).get("repo")
+    if before not in (None, publication and publication.repo):
+        raise OutputError(
+            f"{output}: this run publishes to {before} as it goes; give --publish-as-you-go {before} as before, or "
+            "start over with --fresh"
+        )
+    if publication is None:
+        return None
+    uploads = Uploads(work, publication.repo, remove=publication.remove)
+    if (work / "moving").exists():
+        require_token()
+    else:
+        uploads.look()
+    return uploads
+
+
+@contextmanager
+def begun(uploads: Uploads | None, publication: Publication | None) -> Iterator[None]:
+    """Within the block finished shards are uploaded."""
+    if uploads is None or publication is None:
+        yield
+        return
+    uploads.begin()
+    until = "private" if publication.private or uploads.stays_private else "private until the end"
+    print(f"publishing as it goes to {uploads.url}, {until}", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        uploads.end()
+
+
+def card_gaps(report: dict[str, Any]) -> dict[str, str]:
+    """Why the card has no licence of the Hub's, and no model on the Hub that was quantized, by their keys in it."""
+    from eval.report.pages import front_matter, strange_licenses
+
+    front = front_matter(report)
+    said = report.get("experts", {}).get("card", {}).get("license", ())
+    license_hint = f" (the experts' card says {', '.join(said)})" if said else ""
+    made_from = report["source"].get("made_from", ())
+    model_hint = f" (made from {', '.join(made_from)} according to its card)" if made_from else ""
+    gaps = {
+        "license": f"the source names none{license_hint}",
+        "base_model": f"the source was a folder{model_hint}",
+    }
+    gaps = {key: words for key, words in gaps.items() if not front.get(key)}
+    strange = [] if "license" in report.get("published", {}) else strange_licenses(report["source"]["license"])
+    return gaps | (
+        {"license": f"{', '.join(strange)}: no name of the Hub's, so the card says other"} if strange else {}
+    )
+
+
+def say_gaps(report: dict[str, Any], publication: Publication | None) -> None:
+    """Name on standard error what the card of a run that publishes will lack."""
+    for key, words in card_gaps(report).items() if publication else ():
+        print(f"the card has no {key}: {words}; add it on the Hub, after the run", file=sys.stderr)
+
+
+def _failed(report: dict[str, Any]) -> list[str]:
+    return [gate["name"] for gate in report["gates"] if not gate["passed"]]
+
+
+def published(report: dict[str, Any], publication: Publication | None, output: Path) -> dict[str, Any]:
+    """What a report says of its publication, and of shards that were removed; nothing if a gate failed."""
+    if publication is None or _failed(report):
+        return {}
+    removed = sorted(name for name in report["audit"]["digests"] if not (output / name).is_file())
+    return {"published": {"repo": publication.repo} | ({"removed": removed} if removed else {})}
+
+
+def refuse_unpublished(report: dict[str, Any], publication: Publication | None, output: Path) -> None:
+    """Raise an OutputError if an output that was finished before is to be published as it is made."""
+    repo = report.get("published", {}).get("repo")
+    if publication and repo != publication.repo and not _failed(report):
+        raise OutputError(
+            f"{output}: was finished before{f' and published as {repo}' if repo else ', without publishing'}; "
+            f"`quantize publish {output} --repo {publication.repo}` uploads it"
+        )
+
+
+def finish(uploads: Uploads | None, work: Path, output: Path, check: Callable[[], None]) -> None:
+    """Upload the rest of a complete output and compare all of it, or say why not."""
+    if uploads is None:
+        return
+    folder = work / "output"
+    report = json.loads((folder / REPORT).read_text())
+    if failed := _failed(report):
+        print(
+            f"{uploads.repo}: stays private, with shards alone: a gate failed ({', '.join(failed)}); delete it; or "
+            f"`hf download {uploads.repo} --local-dir {output}` brings removed shards back, and `quantize publish "
+            f"{output} --repo {uploads.repo} --force REASON` publishes all the same",
+            file=sys.stderr,
+        )
+        return
+    shards = [written_shard({"shard": name, "digest": one}) for name, one in report["audit"]["digests"].items()]
+    known = {shard.name for shard in shards}
+    files: list[LocalFile] = [hashed(folder, name) for name in sorted({*report["files"], REPORT} - known)]
+    if others := uploads.finish(files, shards, check):
+        print(f"on {uploads.url}, but not of this output: {', '.join(others)}", file=sys.stderr)
+
+
+def open_up(uploads: Uploads | None, publication: Publication | None) -> None:
+    """Make the repository of a proven output public, unless it is to stay private; say which."""
+    if uploads is None or publication is None or not uploads.proven:
+        return
+    why = "as --private says" if publication.private else "as it was before" if uploads.stays_private else ""
+    if not why:
+        uploads.make_public()
+    print(
+        f"{uploads.url}: {f'private, {why}' if why else 'public'}; the Hub's hashes equal those here", file=sys.stderr
+    )
