@@ -1,0 +1,304 @@
+"""A run that publishes as it goes, to a stand-in for the Hub on the loopback interface."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from commands import Command
+from conftest import REPOSITORY
+from hub_stand_in import HubStandIn, reached
+from on_the_hub import Watching
+from publishing import REPO, TOKEN
+
+from quantizers.output import journal, uploads
+
+# huggingface_hub's own way of sending a file by the LFS protocol, in this process.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+
+LAYERS = 6
+VARYING = {"report.json", "README.md", "report.html"}  # these carry times, and the repository's name
+
+
+@pytest.fixture(scope="session")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a recipe, with the output of a run that was not published in `whole`, and what it `needed`."""
+    import torch
+
+    from quantizers.pipeline.pipeline import Options, run
+    from quantizers.planning.job import prepare
+
+    folder = tmp_path_factory.mktemp("job")
+    recipe = tiny.write_job(folder, layers=LAYERS, words=12, samples=2, rounding="nearest")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(journal, "check_room", lambda _, asked: (folder / "needed").write_text(str(asked)))
+        run(prepare(str(recipe)), Options(folder / "whole", torch.device("cpu")))
+    return folder
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStandIn]:
+    with HubStandIn(TOKEN) as stand_in:
+        reached(stand_in, tmp_path / "home", monkeypatch)
+        monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no-token"))
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield stand_in
+
+
+@pytest.fixture
+def publish(job: Path, hub: HubStandIn, command: Command, tmp_path: Path) -> Iterator[Callable[..., int]]:
+    """`publish(*options)`: the command; after the test the token is in no file that was made."""
+
+    def call(*options: object) -> int:
+        words = ("run", job / "recipe.yaml", "--output", tmp_path / "output", "--device", "cpu")
+        code = command(*words, "--publish-as-you-go", REPO, *options)
+        assert TOKEN not in command.out + command.err
+        return code
+
+    yield call
+    assert [path for path in tmp_path.rglob("*") if path.is_file() and TOKEN.encode() in path.read_bytes()] == []
+    assert not any(TOKEN.encode() in raw for files in hub.repositories.values() for raw in files["main"].values())
+
+
+def below(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def lasting(files: dict[str, bytes]) -> dict[str, str]:
+    """SHA-256 of the files that no two runs have differently."""
+    return {name: hashlib.sha256(raw).hexdigest() for name, raw in files.items() if name not in VARYING}
+
+
+def on_hub(hub: HubStandIn) -> dict[str, bytes]:
+    return {name: raw for name, raw in hub.repositories[REPO]["main"].items() if name != ".gitattributes"}
+
+
+def shards(files: dict[str, bytes]) -> dict[str, bytes]:
+    return {name: raw for name, raw in files.items() if name.endswith(".safetensors")}
+
+
+def test_shards_go_first_and_all_is_public_at_the_end(
+    hub: HubStandIn, publish: Callable[..., int], command: Command, job: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "output"
+    assert publish() == 0, command.err
+    assert "the card has no base_model: the source was a folder" in command.err
+    assert f"{REPO}: public; the Hub's hashes equal those here" in command.err
+    assert f"published {REPO}" in command.out
+    assert on_hub(hub) == below(output)
+    assert lasting(on_hub(hub)) == lasting(below(job / "whole"))
+    assert hub.private == {REPO: False}
+    assert all(private for _, private in hub.commits)
+    *first, last = [set(names) for names, _ in hub.commits]
+    assert set().union(*first) == set(shards(on_hub(hub)))
+    assert not last & set().union(*first)
+    assert f"vllm serve {REPO}" in (output / "README.md").read_text()
+    before = len(hub.asked)
+    assert publish("--json") == 0, command.err
+    assert json.loads(command.out)["already_done"]
+    assert len(hub.asked) == before
+    assert command("run", job / "recipe.yaml", "--output", job / "whole", "--publish-as-you-go", REPO) == 2
+    assert f"was finished before, without publishing; `quantize publish {job / 'whole'} --repo" in command.err
+
+
+@pytest.mark.slow
+def test_removed_shards_never_pile_up(
+    hub: HubStandIn,
+    publish: Callable[..., int],
+    command: Command,
+    job: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a Hub that is slower than the work."""
+    output, whole, needed = tmp_path / "output", below(job / "whole"), list[int]()
+    hub.slow = {"/lfs/": 0.5}
+    monkeypatch.setattr(journal, "check_room", lambda _, asked: needed.append(asked))
+    with Watching(output / ".quantize" / "output") as watched:
+        assert publish("--remove-uploaded", "--private") == 0, command.err
+    assert "private, as --private says" in command.err
+    assert hub.private == {REPO: True}
+    sizes = sorted(map(len, shards(whole).values()))
+    others = sum(len(raw) for name, raw in whole.items() if not name.endswith(".safetensors"))
+    assert 0 < watched.largest <= sum(sizes[-uploads.WAITING - 1 :]) + 1.1 * others < sum(sizes)
+    assert 0.9 * sum(sizes[:3]) < int((job / "needed").read_text()) - needed[0] < sum(sizes[:3])
+    assert lasting(on_hub(hub)) == lasting(whole)
+    here = below(output)
+    assert here == {name: raw for name, raw in on_hub(hub).items() if name not in shards(whole)}
+    report = json.loads(here["report.json"])
+    assert report["published"] == {"repo": REPO, "removed": sorted(shards(whole))}
+    assert set(report["files"]) | {"report.json"} == set(whole)
+    for words in (("verify", output), ("publish", output, "--repo", REPO)):
+        assert command(*words) == 2
+        assert len(command.err.splitlines()) == 1
+        assert f"{LAYERS} more were removed here after their upload to {REPO}; `hf download {REPO}" in command.err
+    for name, raw in shards(on_hub(hub)).items():
+        (output / name).write_bytes(raw)
+    assert command("verify", output, "--source", job / "model") == 0, command.out
+
+
+# Where a process is killed: the request, how many of its kind come before, and whether the Hub has done it by then.
+CUTS = [
+    (r"PUT /lfs/.*", 1, False),
+    (r"POST .*/commit/main", 1, True),
+    (r"POST .*/commit/main", -1, True),  # that of the rest
+    (r"PUT .*/settings", 0, False),
+    (r"PUT .*/settings", 0, True),
+]
+
+
+@pytest.mark.slow
+def test_killed_wherever_the_hub_is_asked(hub: HubStandIn, job: Path, tmp_path: Path) -> None:
+    """One run that is stopped at one place after the other: its shards are made once, and the files are the same."""
+    own = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1", "HF_DEBUG": "1"}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    output, script = tmp_path / "output", REPOSITORY / "tests" / "stopping.py"
+    words: list[Any] = [sys.executable, script, "run", job / "recipe.yaml", "--output", output, "--device", "cpu"]
+    words += ["--publish-as-you-go", REPO, "--remove-uploaded"]
+    started: list[subprocess.Popen[str]] = []
+
+    def start() -> subprocess.Popen[str]:
+        pipe, environ = subprocess.PIPE, environment | own | {"HF_TOKEN": TOKEN}
+        started.append(subprocess.Popen(words, env=environ, stdout=pipe, stderr=pipe, text=True, cwd="/"))
+        return started[-1]
+
+    def ended() -> tuple[int, str]:
+        out, err = started[-1].communicate(timeout=300)
+        assert TOKEN not in out + err
+        assert "made again" not in err
+        return started[-1].returncode, err
+
+    hub.stall_after = 1
+    process = start()
+    while not hub.stalled.wait(0.1) and process.poll() is None:
+        pass
+    process.send_signal(signal.SIGINT)
+    code, err = ended()  # though the upload does not end
+    assert code == 130, err
+    assert "give the same command again" in err
+    hub.stall_after = None
+    hub.release.set()
+
+    for pattern, ahead, done in CUTS:
+        seen: list[str] = []
+
+        def kill(request: str, pattern: str = pattern, ahead: int = ahead, seen: list[str] = seen) -> None:
+            if re.fullmatch(pattern, request):
+                seen.append(request)
+                rest = ahead < 0 and "config.json" in hub.commits[-1][0]
+                if rest or len(seen) == ahead + 1:
+                    started[-1].kill()
+                    started[-1].wait()
+
+        hub.before, hub.after = (lambda _: None, kill) if done else (kill, lambda _: None)
+        start()
+        code, err = ended()
+        assert code == -signal.SIGKILL, err
+        assert all(private for _, private in hub.commits)
+    assert not (output / "config.json").exists()
+    hub.before = hub.after = lambda _: None
+    start()
+    code, err = ended()
+    assert code == 0, err
+    assert lasting(on_hub(hub)) == lasting(below(job / "whole"))
+    assert below(output) == {k: v for k, v in on_hub(hub).items() if not k.endswith(".safetensors")}
+    assert len(hub.received) == len(set(hub.received)), "an object was sent twice"
+    assert hub.private == {REPO: False}
+
+
+@pytest.mark.slow
+def test_a_hub_that_fails_ends_the_run_which_goes_on(
+    hub: HubStandIn,
+    publish: Callable[..., int],
+    command: Command,
+    job: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
+    whole = below(job / "whole")
+    first, second = sorted(shards(whole))[:2]
+    hub.damage = lambda path, raw: raw[:-1] + b"?" if path == first else raw
+    assert publish("--remove-uploaded") == 1
+    assert f"{REPO}: the Hub has other content in {first}; give the same command again" in command.err.splitlines()[-1]
+    hub.damage = lambda _, raw: raw
+    hub.failing = {REPO}
+    assert publish("--remove-uploaded") == 1
+    assert f"{REPO}: the upload stopped" in command.err.splitlines()[-1]
+    hub.failing = set()
+    real, count = uploads.compare, iter(range(1000))
+
+    def cut(*arguments: Any) -> Any:
+        if next(count) == 2:  # turns of the thread
+            raise RuntimeError("cut here")
+        return real(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(uploads, "compare", cut)
+        assert publish("--remove-uploaded") == 1
+    assert "cut here" in command.err
+    assert second in hub.repositories[REPO]["main"]
+    hub.repositories[REPO]["main"][second] = b"damaged meanwhile, and no longer here"
+    assert command("run", job / "recipe.yaml", "--output", tmp_path / "output") == 2
+    assert f"this run publishes to {REPO} as it goes; give --publish-as-you-go {REPO} as before" in command.err
+    assert publish("--remove-uploaded") == 0, command.err
+    assert "made again" in command.err
+    assert lasting(on_hub(hub)) == lasting(whole)
+
+
+@pytest.mark.slow
+def test_a_failed_gate_leaves_it_private(
+    hub: HubStandIn, publish: Callable[..., int], command: Command, job: Path, tmp_path: Path
+) -> None:
+    limit = ("--set", "verify.perplexity.max_kl=1e-9")
+    assert publish(*limit) == 3
+    assert f"{REPO}: stays private, with shards alone: a gate failed (kl); delete it; or " in command.err
+    assert set(on_hub(hub)) == set(shards(below(job / "whole")))
+    assert hub.private == {REPO: True}
+    assert "published" not in json.loads((tmp_path / "output" / "report.json").read_text())
+    assert publish(*limit) == 3
+    assert "was finished before; nothing was touched" in command.out
+
+
+@pytest.mark.slow
+def test_an_empty_private_repository_stays_private(
+    hub: HubStandIn, publish: Callable[..., int], command: Command
+) -> None:
+    hub.repositories[REPO], hub.private[REPO] = {"main": {".gitattributes": b""}}, True
+    assert publish() == 0, command.err
+    assert f"{REPO}: private, as it was before" in command.err
+    assert hub.private == {REPO: True}
+
+
+def test_what_is_refused_before_anything_else(
+    hub: HubStandIn, publish: Callable[..., int], command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(words: str) -> None:
+        assert words in command.err.splitlines()[-1]
+        assert not (tmp_path / "output").exists()
+
+    hub.repositories[REPO] = {"main": {".gitattributes": b""}}
+    assert publish() == 2
+    refused(f"{REPO}: is public, and nothing of a run is to be public before its proof")
+    hub.private[REPO] = True
+    hub.repositories[REPO]["main"]["notes.txt"] = b"mine"
+    assert publish() == 2
+    refused(f"{REPO}: has notes.txt, which this run did not upload")
+    monkeypatch.delenv("HF_TOKEN")
+    assert publish() == 2
+    refused("no Hub token; log in")
+    assert publish("--publish-as-you-go", "tiny") == 2
+    refused("--publish-as-you-go tiny: write it as owner/name")
+    for option in ("--remove-uploaded", "--private"):
+        assert command("run", "any", "--output", tmp_path / "output", option) == 2
+        refused(f"{option} is that of --publish-as-you-go")
