@@ -163,7 +163,7 @@ def _where(report: dict[str, Any], output: Path) -> list[str]:
     folder, files, published = Path(short_path(output)), report["files"], report.get("published", {})
     rows = [("report", [PAGE, REPORT]), ("card", [CARD]), ("pictures", [CALIBRATION_PICTURE, COVERAGE_PICTURE])]
     named = [(word, [str(folder / name) for name in names if name in (*files, REPORT)]) for word, names in rows]
-    there = [f"published {published['repo']}, on the Hub"] if published else []
+    there = [f"on Hub    {published['repo']}"] if published else []
     return [f"output    {folder}", *(f"{word:<10}{', '.join(paths)}" for word, paths in named if paths), *there]
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from quantizers.device.determinism import ordered
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.output import journal
+from quantizers.pipeline.publication import Publication, refuse_early
 from quantizers.planning.job import Job, prepare
 from quantizers.recipe.portable import is_hub_id, source_name
 from quantizers.recipe.read import changes_of, find_recipe
@@ -123,6 +124,7 @@ def run(
         raise InputError(f"{given} is that of --publish-as-you-go; give both, or leave it out")
     if publish_as_you_go is not None and not is_hub_id(publish_as_you_go):
         raise InputError(f"--publish-as-you-go {publish_as_you_go}: write it as owner/name")
+    publication = Publication(publish_as_you_go, remove_uploaded, private) if publish_as_you_go else None
     changes = changes_of(settings, calibration, without)
     path = find_recipe(str(recipe))
     folder = Path("out") / _run_name(path) if output is None else Path(output)
@@ -134,6 +136,7 @@ def run(
         """Everything that may refuse or download; rank 0 does it first."""
         if dist.is_main:
             journal.refuse_second_run(folder)
+            refuse_early(publication, folder, fresh=fresh)
         folder_given = Path(source) if source is not None else None
         job = prepare(
             str(recipe),
@@ -157,7 +160,6 @@ def run(
     from quantizers.device.devices import choose_device, use_threads  # which take seconds, as what refuses does not
     from quantizers.pipeline.pipeline import Options
     from quantizers.pipeline.pipeline import run as run_job
-    from quantizers.pipeline.publication import Publication
 
     begun = journal.begun_with(journal.work_folder(folder))
     use_threads(job.sizes, dist.broadcast_object(begun.get("threads")), dist)
@@ -174,7 +176,7 @@ def run(
         tuple(command),
         imatrix,
         window,
-        Publication(publish_as_you_go, remove_uploaded, private) if publish_as_you_go else None,
+        publication,
     )
     with ordered():
         return FinishedCheckpoint(folder, run_job(job, options), job.location)

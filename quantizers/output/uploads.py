@@ -120,6 +120,40 @@ def require_token() -> None:
         raise InputError(f"no Hub token; {LOGIN}")
 
 
+def is_to_be_made(repo: str, *, ours: bool) -> bool:
+    """Whether there is no such repository yet; nothing is changed.
+
+    Args:
+        ours: whether what lies there is of the run that asks.
+
+    Raises:
+        InputError: no token, or one without write access; the repository is public, or holds other files.
+        QuantizeError: the Hub does not answer.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    require_token()
+    with upload_errors(repo):
+        try:
+            info = HfApi().model_info(repo)
+        except RepositoryNotFoundError:
+            return True
+    if not info.private:
+        raise InputError(
+            f"{repo}: is public, and nothing of a run is to be public before its proof; name a new repository"
+        )
+    others = sorted({one.rfilename for one in info.siblings or ()} - {ATTRIBUTES})
+    if others and not ours:
+        raise InputError(
+            f"{repo}: has {others[0]}{f' and {len(others) - 1} more files' if len(others) > 1 else ''}, which this run "
+            "did not upload; name a new repository, or delete this one"
+        )
+    with upload_errors(repo):
+        HfApi().auth_check(repo, write=True)
+    return False
+
+
 class HereOrHub(HubFiles):
     """The shards of a folder of which some are on the Hub alone."""
 
@@ -145,17 +179,17 @@ class Uploads:
     Args:
         work: the run's work folder.
         remove: whether shards are removed once they are on the Hub.
+        is_new: whether the repository is to be made.
 
     Attributes:
         there: the Hub's files of the run's last commit, and those of the output that are here; not to be read while
             the thread works.
     """
 
-    def __init__(self, work: Path, repo: str, *, remove: bool) -> None:
-        self.repo, self.remove = repo, remove
+    def __init__(self, work: Path, repo: str, *, remove: bool, is_new: bool) -> None:
+        self.repo, self.remove, self._is_new = repo, remove, is_new
         self.there = HereOrHub(repo, "main", {})
         self._work, self._state = work, journal.uploads(work)
-        self._is_new = True  # the repository
         self._waiting: dict[str, LocalFile] = {}
         self._turn, self._ended = Condition(), Event()
         self._failure: Exception | None = None
@@ -177,40 +211,13 @@ class Uploads:
         """Whether `finish` has come to its end."""
         return bool(self._state["proven"])
 
-    def look(self) -> None:
-        """Refuse what would fail later; nothing is changed.
-
-        Raises:
-            InputError: no token; the repository is public, or holds files of somebody else.
-            QuantizeError: the Hub does not answer.
-        """
-        from huggingface_hub import HfApi
-        from huggingface_hub.errors import RepositoryNotFoundError
-
-        require_token()
-        with upload_errors(self.repo):
-            try:
-                info = HfApi().model_info(self.repo)
-            except RepositoryNotFoundError:
-                return
-        self._is_new = False
-        if not info.private:
-            raise InputError(
-                f"{self.repo}: is public, and nothing of a run is to be public before its proof; name a new repository"
-            )
-        others = sorted({one.rfilename for one in info.siblings or ()} - {ATTRIBUTES})
-        if others and not self._state:
-            raise InputError(
-                f"{self.repo}: has {others[0]}{f' and {len(others) - 1} more files' if len(others) > 1 else ''}, "
-                "which this run did not upload; name a new repository, or delete this one"
-            )
-
     def begin(self) -> None:
         """Create the repository, private, if there is none; forget what it no longer has; start the thread."""
         from huggingface_hub import HfApi
 
-        new: dict[str, Any] = {"repo": self.repo, "created": self._is_new, "files": {}}
-        self._state = new | self._state | {"proven": False}
+        if self._state.get("repo") != self.repo:
+            self._state = {"repo": self.repo, "created": self._is_new, "files": {}}
+        self._state["proven"] = False
         self._note()  # first: otherwise a kill would leave a repository of which nobody knows whose it is
         with upload_errors(self.repo):
             if self._is_new:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from quantizers.output import journal
-from quantizers.output.uploads import WAITING, LocalFile, Uploads, hashed, require_token, written_shard
+from quantizers.output.uploads import WAITING, LocalFile, Uploads, hashed, is_to_be_made, require_token, written_shard
 from quantizers.planning.plan import Plan
 from quantizers.system.errors import OutputError
 from quantizers.system.output_files import REPORT
@@ -48,28 +48,34 @@ def room_saved(plan: Plan, publication: Publication | None, processes: int) -> i
     return sum(sizes[: -(WAITING + 1 + processes)]) if publication and publication.remove else 0
 
 
+def refuse_early(publication: Publication | None, output: Path, *, fresh: bool) -> None:
+    """Raise what `uploads_of` raises, before a source is downloaded; if `fresh`, for a run that begins anew."""
+    if publication and fresh:
+        is_to_be_made(publication.repo, ours=False)
+    elif publication and journal.finished_report(output) is None:
+        uploads_of(publication, output)
+
+
 def uploads_of(publication: Publication | None, output: Path) -> Uploads | None:
     """The uploads of a run in this folder; None if it does not publish as it goes.
 
     Raises:
         OutputError: an earlier call of the run published elsewhere.
-        InputError: the Hub or the repository is not as it must be, see `Uploads.look`.
+        InputError: the Hub or the repository is not as it must be, see `is_to_be_made`.
     """
     work = journal.work_folder(output)
-    before = journal.uploads(work).get("repo")
-    if before not in (None, publication and publication.repo):
+    before = journal.uploads(work)
+    if before.get("files") and before["repo"] != (publication and publication.repo):
         raise OutputError(
-            f"{output}: this run publishes to {before} as it goes; give --publish-as-you-go {before} as before, or "
-            "start over with --fresh"
+            f"{output}: this run publishes to {before['repo']} as it goes; give --publish-as-you-go {before['repo']} "
+            "as before, or start over with --fresh"
         )
     if publication is None:
         return None
-    uploads = Uploads(work, publication.repo, remove=publication.remove)
-    if (work / "moving").exists():
+    if moving := (work / "moving").exists():  # then all is uploaded, and it may be public
         require_token()
-    else:
-        uploads.look()
-    return uploads
+    is_new = not moving and is_to_be_made(publication.repo, ours=before.get("repo") == publication.repo)
+    return Uploads(work, publication.repo, remove=publication.remove, is_new=is_new)
 
 
 @contextmanager
@@ -118,10 +124,10 @@ def _failed(report: dict[str, Any]) -> list[str]:
 
 
 def published(report: dict[str, Any], publication: Publication | None, output: Path) -> dict[str, Any]:
-    """What a report says of its publication, and of shards that were removed; nothing if a gate failed."""
-    if publication is None or _failed(report):
-        return {}
+    """What a report says of its publication: nothing if a gate failed, unless shards were removed."""
     removed = sorted(name for name in report["audit"]["digests"] if not (output / name).is_file())
+    if publication is None or (_failed(report) and not removed):
+        return {}
     return {"published": {"repo": publication.repo} | ({"removed": removed} if removed else {})}
 
 

@@ -18,10 +18,13 @@ import tiny
 from commands import Command
 from conftest import REPOSITORY
 from hub_stand_in import HubStandIn, reached
-from on_the_hub import Watching
+from launched import quantize as launched
+from on_the_hub import MODEL, Watching, job_on_the_hub
 from publishing import REPO, TOKEN
 
+from quantizers.checkpoint.window import schedule
 from quantizers.output import journal, uploads
+from quantizers.planning.job import parts_of_run, prepare
 
 # huggingface_hub's own way of sending a file by the LFS protocol, in this process.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -94,7 +97,7 @@ def test_shards_go_first_and_all_is_public_at_the_end(
     assert publish() == 0, command.err
     assert "the card has no base_model: the source was a folder" in command.err
     assert f"{REPO}: public; the Hub's hashes equal those here" in command.err
-    assert f"published {REPO}" in command.out
+    assert f"on Hub    {REPO}" in command.out
     assert on_hub(hub) == below(output)
     assert lasting(on_hub(hub)) == lasting(below(job / "whole"))
     assert hub.private == {REPO: False}
@@ -149,7 +152,6 @@ def test_removed_shards_never_pile_up(
 
 # Where a process is killed: the request, how many of its kind come before, and whether the Hub has done it by then.
 CUTS = [
-    (r"PUT /lfs/.*", 1, False),
     (r"POST .*/commit/main", 1, True),
     (r"POST .*/commit/main", -1, True),  # that of the rest
     (r"PUT .*/settings", 0, False),
@@ -302,3 +304,27 @@ def test_what_is_refused_before_anything_else(
     for option in ("--remove-uploaded", "--private"):
         assert command("run", "any", "--output", tmp_path / "output", option) == 2
         refused(f"{option} is that of --publish-as-you-go")
+
+
+@pytest.mark.slow
+def test_two_windows(hub: HubStandIn, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the Hub to the Hub, in two processes too: neither the source nor the output ever lies here as a whole."""
+    hub.repositories[MODEL] = {"main": job_on_the_hub(tmp_path)}
+    monkeypatch.chdir(tmp_path)
+    source = prepare("recipe.yaml", stream=True)
+    needed = schedule(source.opened, parts_of_run(source)).needed
+    options = ["--stream", "--window", f"{needed}B", "--remove-uploaded", "--publish-as-you-go"]
+    work = tmp_path / "output" / ".quantize"
+    hub.slow = {"/lfs/": 0.3}
+    with Watching(work / "source") as read, Watching(work / "output") as made:
+        assert command("run", "recipe.yaml", "--output", tmp_path / "output", *options, REPO) == 0, command.err
+    sizes = sorted(map(len, shards(on_hub(hub)).values()))
+    others = sum(len(raw) for name, raw in on_hub(hub).items() if not name.endswith(".safetensors"))
+    assert 0 < read.largest <= needed
+    assert 0 < made.largest <= sum(sizes[-uploads.WAITING - 1 :]) + 1.1 * others < sum(sizes)
+    environment = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN}
+    code, said = launched(tmp_path / "recipe.yaml", tmp_path / "two", 2, options=[*options, "me/two"], **environment)
+    assert code == 0, said
+    assert TOKEN not in said
+    assert shards(hub.repositories["me/two"]["main"]) == shards(on_hub(hub))
+    assert not shards(below(tmp_path / "two"))
