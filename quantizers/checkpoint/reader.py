@@ -194,7 +194,7 @@ def _indexed_tensors(index: Path, strays: bool, remote: HubFiles | None) -> dict
 
 
 def _is_there(shard: Path, remote: HubFiles | None) -> bool:
-    return shard.name in remote.files if remote else shard.is_file()
+    return shard.name in remote.files if remote else os.path.isfile(shard)
 
 
 def _header(shard: Path, remote: HubFiles | None) -> dict[str, TensorInfo]:
