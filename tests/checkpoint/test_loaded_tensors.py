@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from tiny import make
 
 from quantizers.architectures.families import architecture_for
-from quantizers.checkpoint import loaded_tensors as module
+from quantizers.checkpoint import reader
 from quantizers.checkpoint.loaded_tensors import (
     LoadedTensors,
     bytes_needed,
@@ -40,14 +40,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the tensors that were read, in their order."""
-    names, real = list[str](), module.read_into
+    names, real = list[str](), reader.read_into
 
     def counted(wanted: Iterable[tuple[TensorInfo, memoryview]]) -> Iterator[TensorInfo]:
         for info in real(wanted):
             names.append(info.name)
             yield info
 
-    monkeypatch.setattr(module, "read_into", counted)
+    monkeypatch.setattr(reader, "read_into", counted)
     return names
 
 

@@ -317,8 +317,11 @@ def test_a_plan_from_a_lone_config(tmp_path: Path, command: Command) -> None:
     (model / "config.json").write_text(config)
     lone = numbers()
     assert lone["basis"] == f"{model / 'config.json'} alone, without shards"
-    assert {key: value for key, value in lone.items() if key != "basis"} == {
-        key: value for key, value in whole.items() if key != "basis"
+    assert lone["source_ways"][0] == whole["source_ways"][0]
+    assert [ways["source_ways"][1]["source"] for ways in (lone, whole)] == [None, whole["source_ways"][1]["download"]]
+    of_headers = ("basis", "source_ways")
+    assert {key: value for key, value in lone.items() if key not in of_headers} == {
+        key: value for key, value in whole.items() if key not in of_headers
     }
 
 

@@ -207,7 +207,7 @@ def test_verify_knows_a_shipped_source_and_asks_for_any_other_folder(
         source_of(tmp_path, None, None)
     asked: list[tuple[str, str]] = []
     with monkeypatch.context() as patched:
-        patched.setattr(verification, "open_checkpoint", lambda *words: asked.append(words))
+        patched.setattr(verification, "open_checkpoint", lambda *words, **_: asked.append(words))
         (tmp_path / "report.json").write_text('{"source": {"model": "a/b", "revision": "v2"}}')
         for given, revision in ((None, None), ("c/d", None), ("c/d", "v3")):
             source_of(tmp_path, given, revision)
