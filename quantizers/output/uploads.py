@@ -38,6 +38,11 @@ CHUNK = 1 << 24  # bytes read at a time
 ATTRIBUTES = ".gitattributes"  # which the Hub adds
 MESSAGE = "Upload with moe-quantizers"
 WAITING = 2  # shards that may wait for their upload while a run goes on, if they are removed after it
+PAUSES = (
+    10.0,
+    60.0,
+    300.0,
+)  # seconds between the tries of an upload, beside those of the library, which tries no commit
 POLL = 0.1  # seconds between two looks at what is waited for
 LINES = 20.0  # seconds of waiting between two lines about it
 
@@ -221,7 +226,11 @@ class Uploads:
         self._note()  # first: otherwise a kill would leave a repository of which nobody knows whose it is
         with upload_errors(self.repo):
             if self._is_new:
-                HfApi().create_repo(self.repo, private=True, exist_ok=True)
+                try:
+                    HfApi().create_repo(self.repo, private=True)
+                except Exception:
+                    (self._work / journal.UPLOADED).unlink()  # which says that this run made it
+                    raise
             self._list()
         found = {name: one.sha256 for name, one in self.there.files.items()}
         self._state["files"] = {k: v for k, v in self._state["files"].items() if found.get(k) == v}
@@ -317,21 +326,31 @@ class Uploads:
                 self._turn.notify_all()
 
     def _upload(self, files: Sequence[LocalFile]) -> None:
+        new = [file.name for file in files if not _is_same(file, self.there.files.get(file.name))]
+        for pause in (*PAUSES, None) if new else ():
+            try:
+                with upload_errors(self.repo):
+                    self._send(new)
+                break
+            except QuantizeError as failure:
+                if isinstance(failure, InputError) or pause is None:
+                    raise
+                print(f"{self.repo}: the Hub did not take an upload; trying again in {pause:g} s", file=sys.stderr)
+                if self._ended.wait(pause):
+                    raise
+        compare(self.repo, files, self.there.files, AGAIN)
+
+    def _send(self, names: Sequence[str]) -> None:
         from huggingface_hub import CommitOperationAdd, HfApi
 
-        new = [file for file in files if not _is_same(file, self.there.files.get(file.name))]
-        if new:
-            api, additions = HfApi(), []
-            with upload_errors(self.repo):
-                for file in new:
-                    addition = CommitOperationAdd(file.name, self._work / "output" / file.name)
-                    # One at a time: for several the library starts threads, which would keep an interrupted process.
-                    api.preupload_lfs_files(self.repo, [addition])
-                    additions.append(addition)
-                self.there.commit = api.create_commit(self.repo, additions, commit_message=MESSAGE).oid
-                names = [file.name for file in new]
-                self.there.files |= by_name(api.get_paths_info(self.repo, names, revision=self.there.commit))
-        compare(self.repo, files, self.there.files, AGAIN)
+        api, additions = HfApi(), []
+        for name in names:
+            addition = CommitOperationAdd(name, self._work / "output" / name)
+            # One at a time: for several the library starts threads, for which an interrupted process would wait.
+            api.preupload_lfs_files(self.repo, [addition])
+            additions.append(addition)
+        self.there.commit = api.create_commit(self.repo, additions, commit_message=MESSAGE).oid
+        self.there.files |= by_name(api.get_paths_info(self.repo, list(names), revision=self.there.commit))
 
     def _list(self) -> None:
         self.there = HereOrHub(self.repo, *files_of(self.repo, "main"))

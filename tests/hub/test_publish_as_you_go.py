@@ -228,6 +228,7 @@ def test_a_hub_that_fails_ends_the_run_which_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
+    monkeypatch.setattr(uploads, "PAUSES", (0.01,))
     whole = below(job / "whole")
     first, second = sorted(shards(whole))[:2]
     hub.damage = lambda path, raw: raw[:-1] + b"?" if path == first else raw
@@ -238,6 +239,11 @@ def test_a_hub_that_fails_ends_the_run_which_goes_on(
     assert publish("--remove-uploaded") == 1
     assert f"{REPO}: the upload stopped" in command.err.splitlines()[-1]
     hub.failing = set()
+    hub.limited = {f"/api/models/{REPO}/commit": 2}
+    assert publish("--remove-uploaded") == 1
+    assert "the Hub did not take an upload; trying again in 0.01 s" in command.err
+    assert f"{REPO}: the upload stopped (" in command.err.splitlines()[-1]
+    hub.limited = {f"/api/models/{REPO}/commit": 1}
     real, count = uploads.compare, iter(range(1000))
 
     def cut(*arguments: Any) -> Any:
@@ -259,15 +265,18 @@ def test_a_hub_that_fails_ends_the_run_which_goes_on(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("remove", [False, True])
 def test_a_failed_gate_leaves_it_private(
-    hub: HubStandIn, publish: Callable[..., int], command: Command, job: Path, tmp_path: Path
+    remove: bool, hub: HubStandIn, publish: Callable[..., int], command: Command, job: Path, tmp_path: Path
 ) -> None:
-    limit = ("--set", "verify.perplexity.max_kl=1e-9")
+    limit = ("--set", "verify.perplexity.max_kl=1e-9", *(["--remove-uploaded"] if remove else []))
     assert publish(*limit) == 3
     assert f"{REPO}: stays private, with shards alone: a gate failed (kl); delete it; or " in command.err
     assert set(on_hub(hub)) == set(shards(below(job / "whole")))
     assert hub.private == {REPO: True}
-    assert "published" not in json.loads((tmp_path / "output" / "report.json").read_text())
+    assert ("published" in json.loads((tmp_path / "output" / "report.json").read_text())) == remove
+    verified = command("verify", tmp_path / "output", "--source", job / "model")
+    assert (verified, "were removed here after" in command.err) == ((2, True) if remove else (0, False))
     assert publish(*limit) == 3
     assert "was finished before; nothing was touched" in command.out
 
