@@ -30,7 +30,6 @@ from quantizers.checkpoint.safetensors_header import Spec, printed
 from quantizers.formats.fp8 import Fp8, declared_block
 from quantizers.formats.tensor_names import split_fused_experts, split_fused_specs
 from quantizers.formats.unsupported import refuse_unquantizable
-from quantizers.recipe.portable import is_hub_id
 from quantizers.recipe.read import Change, facts_location, given_at, read_recipe, set_location, source_location
 from quantizers.recipe.schema import Recipe
 from quantizers.system.errors import CheckpointError, InputError, did_you_mean
@@ -233,7 +232,8 @@ def _without_headers(
     built_in = None if hub or facts_file is not None else published_config(location)
     if built_in is not None:
         return built_in, f"the built-in architecture spec of {location} (its files are not on this machine)"
-    return HEADERS if is_hub_id(location) else None  # `resolve` reports what is neither
+    is_hub_id = not location.startswith((".", "/", "~")) and location.count("/") == 1
+    return HEADERS if is_hub_id else None  # `resolve` reports what is neither
 
 
 def _in_cache(model: str, revision: str) -> bool:

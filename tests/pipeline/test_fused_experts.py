@@ -8,14 +8,15 @@ import shutil
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiny
 import torch
 from edited import edit
+from hub_stand_in import HubStandIn, reached
 from runs import cut_in_layer, hashes
+from safetensors.torch import save
 from source_forms import fused, write_plain
 from whole_models import stored
 
@@ -23,7 +24,7 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes, sizes_of
-from quantizers.checkpoint.reader import Checkpoint, open_folder
+from quantizers.checkpoint.reader import Checkpoint, open_folder, torch_dtype
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.checkpoint.source_identity import source_digest
 from quantizers.formats.tensor_names import published_names, split_fused_experts, split_fused_specs
@@ -160,15 +161,13 @@ def test_tensors_under_names_that_the_facts_say_are_taken_apart_with_the_scales_
 
 
 def test_headers_from_the_hub_are_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     recipe = tiny.write_recipe(tmp_path)
     recipe.write_text(recipe.read_text().replace("model: model", "model: me/model"))
-    tensors = {n: SimpleNamespace(dtype=s.dtype, shape=list(s.shape)) for n, s in headers().items()}
-    files = SimpleNamespace(files_metadata={"model.safetensors": SimpleNamespace(tensors=tensors)})
-    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: SimpleNamespace(sha="c0ffee"))
-    monkeypatch.setattr("huggingface_hub.HfApi.get_safetensors_metadata", lambda *_, **__: files)
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: str(tmp_path / "config.json"))
-    job = prepare(str(recipe), offline_facts=True)
+    zeros = {name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype)) for name, spec in headers().items()}
+    files = {"config.json": json.dumps(CONFIG).encode(), "model.safetensors": save(zeros)}
+    with HubStandIn(repositories={"me/model": {"main": files}}) as hub:
+        reached(hub, tmp_path / "home", monkeypatch)
+        job = prepare(str(recipe), offline_facts=True)
     assert {action.source: action.spec for action in job.plan.actions} == APART
 
 
