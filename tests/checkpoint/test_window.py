@@ -172,6 +172,18 @@ def test_what_an_earlier_call_left_is_used_if_its_bytes_are_right(
     assert sent(hub) - before == size - len(raw[first]) - 30_000 + again - known
 
 
+def test_what_an_earlier_call_left_of_a_larger_window_goes(hub: HubStandIn, ordered: Path, tmp_path: Path) -> None:
+    """All shards lie there, and then as many as the window has room for when the first request is sent."""
+    source, window = put(hub, ordered), tmp_path / "window"
+    parts, there = parts_of(source), list[int]()
+    planned = schedule(source, parts)
+    shutil.copytree(ordered, window, ignore=lambda _, names: [n for n in names if not n.endswith(".safetensors")])
+    with streamed(source, parts, window, planned.needed):
+        there.append(sum(path.stat().st_size for path in window.iterdir()))
+    assert 0 < there[0] <= planned.needed
+    assert read_all(source, parts, window).keys() == source.tensors.keys()
+
+
 FAULTS: dict[str, tuple[Callable[[HubStandIn], Any], type[QuantizeError], str]] = {
     "a wrong byte": (
         lambda hub: hub.spoiled.update({f"{MODEL}/model-00003-of-00006.safetensors": 9}),
@@ -187,7 +199,7 @@ FAULTS: dict[str, tuple[Callable[[HubStandIn], Any], type[QuantizeError], str]] 
     "the commit is gone": (
         lambda hub: hub.repositories[MODEL]["main"].update({"README.md": b"new"}),
         CheckpointError,
-        r"the Hub no longer has .* of revision [0-9a-f]{40}; start over with another revision",
+        r"the Hub has no revision [0-9a-f]{40}, or no longer; give another one, with --fresh if a run was begun$",
     ),
 }
 
@@ -252,7 +264,7 @@ def test_what_is_not_on_the_hub_is_refused(hub: HubStandIn, ordered: Path) -> No
     for model, revision, words in (
         (str(ordered), "main", "is a folder, which is read where it lies; leave --stream out"),
         ("org/none", "main", r"org/none: the Hub did not give its headers \("),
-        (MODEL, "no-such-branch", r"org/tiny: the Hub did not give its headers \("),
+        (MODEL, "no-such-branch", r"org/tiny: the Hub has no revision no-such-branch, or no longer; give another one"),
     ):
         with pytest.raises(CheckpointError, match=words):
             open_checkpoint(model, revision, stream=True)

@@ -153,7 +153,7 @@ def test_faults_end_with_a_line_and_the_same_command_goes_on(
     hub.gated = set()
     main = hub.repositories[MODEL]["main"]
     hub.repositories[MODEL]["main"] = main | {"README.md": b"# another"}
-    refused(2, "the Hub")  # which has the commit no more that the run was begun with
+    refused(2, "the Hub has no revision")  # which the run was begun with
     hub.repositories[MODEL] = {"main": main | {"README.md": b"# another"}, "before": main}
     assert command("run", "recipe.yaml", "--output", output, *RUN) == 2
     assert "give --stream, or leave it out, as before" in command.err.splitlines()[-1]
