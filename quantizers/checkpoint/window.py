@@ -160,7 +160,7 @@ class Window(HubFiles):
         with self._changed:
             self._changed.notify_all()
         for thread in self._threads:
-            thread.join(timeout=1)
+            thread.join(timeout=1 / CONNECTIONS)
 
     def _work(self) -> None:
         try:

@@ -270,6 +270,15 @@ def test_what_is_not_on_the_hub_is_refused(hub: HubStandIn, ordered: Path) -> No
             open_checkpoint(model, revision, stream=True)
 
 
+def test_a_shard_that_the_hub_lacks_is_named(hub: HubStandIn, ordered: Path) -> None:
+    put(hub, ordered)
+    del hub.repositories[MODEL]["main"]["model-00003-of-00006.safetensors"]
+    with pytest.raises(
+        CheckpointError, match=r"names model-00003-of-00006\.safetensors, which the Hub lacks; give anoth"
+    ):
+        open_checkpoint(MODEL, stream=True)
+
+
 def test_files_next_to_the_shards_are_hashed_too(hub: HubStandIn, ordered: Path) -> None:
     """The hashes that the Hub lists, of files of both kinds, are those of the files."""
     source = put(hub, ordered)

@@ -77,6 +77,8 @@ def test_a_run_through_the_smallest_window(scattered: bool, hub: HubStandIn, com
     with Watching(output / ".quantize" / "source") as watched:
         assert command("run", "recipe.yaml", "--output", output, "--stream", "--window", f"{needed}B", *RUN) == 0
     assert "shards, compared with the Hub's SHA-256" in command.err
+    assert "quantize verify streamed --stream\n" in command.out
+    assert f"quantize eval {MODEL} streamed --data held-out --stream" in command.out
     assert "whether the source makes sense" not in command.err  # which was not asked for
     assert sent(hub) - before <= 1.02 * size
     assert 0 < watched.largest <= needed
