@@ -174,7 +174,8 @@ def _indexed_tensors(index: Path, strays: bool, remote: HubFiles | None) -> dict
     tensors: dict[str, TensorInfo] = {}
     for file in shards:
         if not _is_there(folder / file, remote):
-            raise CheckpointError(f"{index}: names {file}, which is not in the folder; download it")
+            lacking = "the Hub lacks; give another revision" if remote else "is not in the folder; download it"
+            raise CheckpointError(f"{index}: names {file}, which {lacking}")
     for file, infos in zip(shards, thread_map(lambda one: _header(folder / one, remote), shards), strict=True):
         for tensor, info in infos.items():
             if tensor in tensors:

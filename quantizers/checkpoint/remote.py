@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -206,21 +205,15 @@ def hub_errors(model: str, what: str, revision: str, *, begun: bool = True) -> I
             f"{model}: is gated, and the Hub refuses {what}; accept its terms on https://huggingface.co/{model}, and "
             f"{TOKEN}"
         ) from None
-    except (RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError) as failure:
-        if begun:
-            raise CheckpointError(
-                f"{model}: the Hub no longer has {what} of revision {revision}; start over with another revision"
-            ) from None
-        raise _refused(model, what, first_line(failure)) from None
-    except (HTTPError, OSError, ValueError, json.JSONDecodeError) as failure:
-        if begun:
-            raise QuantizeError(
-                f"{model}: {what}: the Hub stopped answering ({first_line(failure)}); {AGAIN}"
-            ) from None
-        raise _refused(model, what, first_line(failure)) from None
-
-
-def _refused(model: str, what: str, reason: str) -> CheckpointError:
-    return CheckpointError(
-        f"{model}: the Hub did not give {what} ({reason}); check the name and the network, or name a folder"
-    )
+    except RevisionNotFoundError:
+        raise CheckpointError(
+            f"{model}: the Hub has no revision {revision}, or no longer; give another one, with --fresh if a run was "
+            "begun"
+        ) from None
+    except (HTTPError, OSError, ValueError) as failure:
+        reason = first_line(failure)
+        if begun and not isinstance(failure, RepositoryNotFoundError | EntryNotFoundError):
+            raise QuantizeError(f"{model}: {what}: the Hub stopped answering ({reason}); {AGAIN}") from None
+        raise CheckpointError(
+            f"{model}: the Hub did not give {what} ({reason}); check the name and the network, or name a folder"
+        ) from None

@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from threading import Condition, Event, Thread
 
@@ -85,7 +85,7 @@ def window_needed(sizes: Mapping[str, int], reads: Sequence[set[str]]) -> int:
 
 def schedule(source: Checkpoint, parts: Parts) -> Schedule:
     """The schedule of a pass over a checkpoint, wherever its shards are."""
-    read = {(info.file.name, info.start, info.end) for part in parts for info in map(source.tensors.get, part) if info}
+    read = {(info.file.name, info.start, info.end) for part in parts for info in map(source.tensors.__getitem__, part)}
     stored = {(info.file.name, info.start, info.end) for info in source.tensors.values()}
     needed, held, ends = Counter[str](), Counter[str](), dict[str, int]()
     for file, start, end in stored:
@@ -133,14 +133,19 @@ class Window(HubFiles):
         self._threads: list[Thread] = []
 
     def start(self) -> None:
-        """Begin to fetch. What an earlier call left in the folder is used again, once its bytes have been compared."""
+        """Begin to fetch. What an earlier call left in the folder is used again, once its bytes have been compared.
+
+        Only of the shards for which there is room at once: that call's window may have been larger.
+        """
         if not self.fetches:
             return
+        sums = zip(self.planned.sizes, accumulate(self.planned.sizes.values()), strict=True)
+        first = {name for name, total in sums if total <= self.limit}
         with disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             for file in self.folder.iterdir():
                 name = file.name.removesuffix(UNFINISHED)
-                if name in self.planned.sizes:
+                if name in first:
                     os.replace(file, self.folder / f"{name}{UNFINISHED}")
                 else:
                     file.unlink()
@@ -155,7 +160,7 @@ class Window(HubFiles):
         with self._changed:
             self._changed.notify_all()
         for thread in self._threads:
-            thread.join(timeout=1)
+            thread.join(timeout=1 / CONNECTIONS)
 
     def _work(self) -> None:
         try:

@@ -121,11 +121,15 @@ def run(
     )
     if not dist.is_main:
         return
-    common.emit(made.report, as_json, run_table(made.report, made.folder, made.source, recipe), passed=made.passed)
+    table = run_table(made.report, made.folder, made.source, recipe, stream=stream)
+    common.emit(made.report, as_json, table, passed=made.passed)
 
 
-def run_table(report: dict[str, Any], output: Path, source: str, recipe: str) -> str:
-    """The output of `quantize run`; `source` is a Hub id or a folder, `recipe` as the user typed it."""
+def run_table(report: dict[str, Any], output: Path, source: str, recipe: str, *, stream: bool = False) -> str:
+    """The output of `quantize run`; `source` is a Hub id, with `stream` still there, or a folder.
+
+    `recipe` is as the user typed it.
+    """
     from eval.coverage.summary import gate_table
     from eval.fidelity.tables import SERVED, fidelity_table, past_the_model, positions_table, served_table, worst_table
 
@@ -155,7 +159,9 @@ def run_table(report: dict[str, Any], output: Path, source: str, recipe: str) ->
         lines.append(f"shares    {under_routed}")
     if fallbacks := sum(len(layer["fallbacks"]) for layer in report["layers"]):
         lines.append(f"fallbacks {fallbacks}, listed in report.json under layers")
-    return "\n".join([*lines, *_where(report, output), "", *_what_next(report, output, source, recipe)]).strip("\n")
+    return "\n".join([*lines, *_where(report, output), "", *_what_next(report, output, source, recipe, stream)]).strip(
+        "\n"
+    )
 
 
 def _where(report: dict[str, Any], output: Path) -> list[str]:
@@ -167,17 +173,18 @@ def _where(report: dict[str, Any], output: Path) -> list[str]:
     return [f"output    {folder}", *(f"{word:<10}{', '.join(paths)}" for word, paths in named if paths), *there]
 
 
-def _what_next(report: dict[str, Any], output: Path, source: str, recipe: str) -> list[str]:
+def _what_next(report: dict[str, Any], output: Path, source: str, recipe: str, stream: bool) -> list[str]:
     """Suggested next commands; after a failed gate what to change, and not how to serve the output."""
     from quantizers.recipe.portable import is_hub_id
 
     folder, source = quote(short_path(output)), quote(short_path(source))
     model = str(report["source"]["model"])  # by which `quantize verify` finds it on the Hub or among the shipped models
     found = model == source if is_hub_id(model) else (shipped("models") / model).is_dir()
-    verify = f"quantize verify {folder}" + ("" if found else f" --source {source}")
+    there = " --stream" if stream else ""
     published = report.get("published", {})
     back = [f"hf download {published['repo']} --local-dir {folder}"] if "removed" in published else []
-    commands = [*back, verify, f"quantize eval {source} {folder} --data held-out"]
+    verify = f"quantize verify {folder}" + ("" if found else f" --source {source}") + there
+    commands = [*back, verify, f"quantize eval {source} {folder} --data held-out{there}"]
     advice: dict[str, list[str]] = {}  # and the gates that it is for
     for gate in report["gates"]:
         if not gate["passed"]:

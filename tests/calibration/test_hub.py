@@ -138,6 +138,7 @@ def test_a_moved_revision_is_loaded_anew_unless_a_lock_holds_it(small: Path, hub
 
 
 @pytest.mark.parametrize("locked", [False, True])
+@pytest.mark.slow
 def test_another_draw_takes_other_rows_of_the_same_version(
     locked: bool, small: Path, hub: HubStandIn, load: Load
 ) -> None:
@@ -172,6 +173,7 @@ def test_another_row_than_the_locks_is_refused_by_name(
 
 
 @pytest.mark.parametrize("stage", ["changed", "deleted", "gated", "failing", "limited"])
+@pytest.mark.slow
 def test_a_run_goes_on_from_the_sets_that_it_has_loaded(stage: str, small: Path, hub: HubStandIn, load: Load) -> None:
     run = small.parent / "run"
     before = load(small, run=run)
@@ -461,6 +463,7 @@ def test_types_of_columns_that_nobody_reads_do_not_matter_and_requests_are_few(
 
 
 @pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.slow
 def test_a_first_look_at_a_list_does_not_read_it_all(
     indent: int | None, small: Path, hub: HubStandIn, load: Load
 ) -> None:

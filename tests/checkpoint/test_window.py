@@ -139,6 +139,7 @@ def test_a_pass_through_the_smallest_window(
     assert not window.exists()
 
 
+@pytest.mark.slow
 def test_a_shard_of_which_little_is_needed_is_not_fetched(hub: HubStandIn, ordered: Path, tmp_path: Path) -> None:
     source, window = put(hub, ordered), tmp_path / "window"
     before, parts = sent(hub), [["model.norm.weight"], parts_of(source)[2]]
@@ -153,6 +154,7 @@ def test_a_shard_of_which_little_is_needed_is_not_fetched(hub: HubStandIn, order
     assert source.sha256("model.norm.weight") == found["model.norm.weight"]
 
 
+@pytest.mark.slow
 def test_what_an_earlier_call_left_is_used_if_its_bytes_are_right(
     hub: HubStandIn, ordered: Path, tmp_path: Path
 ) -> None:
@@ -172,6 +174,19 @@ def test_what_an_earlier_call_left_is_used_if_its_bytes_are_right(
     assert sent(hub) - before == size - len(raw[first]) - 30_000 + again - known
 
 
+@pytest.mark.slow
+def test_what_an_earlier_call_left_of_a_larger_window_goes(hub: HubStandIn, ordered: Path, tmp_path: Path) -> None:
+    """All shards lie there, and then as many as the window has room for when the first request is sent."""
+    source, window = put(hub, ordered), tmp_path / "window"
+    parts, there = parts_of(source), list[int]()
+    planned = schedule(source, parts)
+    shutil.copytree(ordered, window, ignore=lambda _, names: [n for n in names if not n.endswith(".safetensors")])
+    with streamed(source, parts, window, planned.needed):
+        there.append(sum(path.stat().st_size for path in window.iterdir()))
+    assert 0 < there[0] <= planned.needed
+    assert read_all(source, parts, window).keys() == source.tensors.keys()
+
+
 FAULTS: dict[str, tuple[Callable[[HubStandIn], Any], type[QuantizeError], str]] = {
     "a wrong byte": (
         lambda hub: hub.spoiled.update({f"{MODEL}/model-00003-of-00006.safetensors": 9}),
@@ -187,13 +202,14 @@ FAULTS: dict[str, tuple[Callable[[HubStandIn], Any], type[QuantizeError], str]] 
     "the commit is gone": (
         lambda hub: hub.repositories[MODEL]["main"].update({"README.md": b"new"}),
         CheckpointError,
-        r"the Hub no longer has .* of revision [0-9a-f]{40}; start over with another revision",
+        r"the Hub has no revision [0-9a-f]{40}, or no longer; give another one, with --fresh if a run was begun$",
     ),
 }
 
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.slow
 def test_a_fault_is_one_line_and_the_next_call_goes_on(
     fault: str, hub: HubStandIn, ordered: Path, tmp_path: Path
 ) -> None:
@@ -218,6 +234,7 @@ def test_a_fault_is_one_line_and_the_next_call_goes_on(
 
 
 @pytest.mark.usefixtures("impatient")
+@pytest.mark.slow
 def test_cut_limited_and_slow_answers_are_asked_for_again(hub: HubStandIn, ordered: Path, tmp_path: Path) -> None:
     source = put(hub, ordered)
     hub.cut = {f"{MODEL}/model-0000{n}-of-00006.safetensors": [7, 5000] for n in (2, 5)}
@@ -229,6 +246,7 @@ def test_cut_limited_and_slow_answers_are_asked_for_again(hub: HubStandIn, order
     assert hub.limited == {f"/{MODEL}/resolve": 0}
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line(
     hub: HubStandIn, ordered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,17 +265,29 @@ def test_a_full_disk_is_one_line(
     assert read_all(source, parts_of(source), tmp_path / "window")["lm_head.weight"] == local.sha256("lm_head.weight")
 
 
+@pytest.mark.slow
 def test_what_is_not_on_the_hub_is_refused(hub: HubStandIn, ordered: Path) -> None:
     put(hub, ordered)
     for model, revision, words in (
         (str(ordered), "main", "is a folder, which is read where it lies; leave --stream out"),
         ("org/none", "main", r"org/none: the Hub did not give its headers \("),
-        (MODEL, "no-such-branch", r"org/tiny: the Hub did not give its headers \("),
+        (MODEL, "no-such-branch", r"org/tiny: the Hub has no revision no-such-branch, or no longer; give another one"),
     ):
         with pytest.raises(CheckpointError, match=words):
             open_checkpoint(model, revision, stream=True)
 
 
+@pytest.mark.slow
+def test_a_shard_that_the_hub_lacks_is_named(hub: HubStandIn, ordered: Path) -> None:
+    put(hub, ordered)
+    del hub.repositories[MODEL]["main"]["model-00003-of-00006.safetensors"]
+    with pytest.raises(
+        CheckpointError, match=r"names model-00003-of-00006\.safetensors, which the Hub lacks; give anoth"
+    ):
+        open_checkpoint(MODEL, stream=True)
+
+
+@pytest.mark.slow
 def test_files_next_to_the_shards_are_hashed_too(hub: HubStandIn, ordered: Path) -> None:
     """The hashes that the Hub lists, of files of both kinds, are those of the files."""
     source = put(hub, ordered)

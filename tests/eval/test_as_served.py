@@ -148,6 +148,7 @@ def served_whole(model: Any, attention: Kernel, experts: Kernel, texts: list[Ten
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_figures_are_those_of_whole_models_with_the_same_kernels(
     finished: Finished, whole_model: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +175,7 @@ def test_figures_are_those_of_whole_models_with_the_same_kernels(
     assert figures["card_alone"]["kl"]["mean"] > found.kl
 
 
+@pytest.mark.slow
 def test_a_run_and_an_evaluation_give_the_same(small: Small, command: Command, tmp_path: Path) -> None:
     """The run has its layers in memory, the evaluation reads its files; and what is not known is refused."""
     words = ("eval", small.model, small.whole, "--data", small.folder / "held-out.yaml", "--no-picture", "--as-served")

@@ -86,6 +86,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("model", ["minimax_m2", "qwen3_moe with a dense layer and windows", "step3p7"])
+@pytest.mark.slow
 def test_scores_equal_those_from_the_whole_model(model: str, texts: Path, tmp_path: Path) -> None:
     """Sigmoid and softmax routers, a dense layer, and gates with limits of their own; and REAP's own tracker."""
     if model == "step3p7":
@@ -151,6 +152,7 @@ def unreachable(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_recipe(folder)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_pruned_by_the_list_runs(unreachable: Path, tmp_path: Path, command: Command) -> None:
     """Six of eight experts of each layer: quantized as usual, and transformers' whole model computes it as we do."""
     files = tmp_path / "files"

@@ -137,6 +137,7 @@ def test_the_verdict_of_an_exact_server() -> None:
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.slow
 def test_an_exact_server_is_found_exact(kind: str, plain: Plain, command: Command) -> None:
     with ServerStandIn(plain.logs, kind) as server:
         words = ("--server", f"{server.url}/v1", "--data", plain.data, "--exact")
@@ -273,6 +274,7 @@ def test_as_served_is_bounded_by_the_source(
     assert "closer to the source than to this checkpoint" in command.out
 
 
+@pytest.mark.slow
 def test_a_record_of_something_else_is_refused(
     finished: Finished, copied: Path, plain: Plain, in_bfloat16: dict[str, Logs], source_json: Path, command: Command
 ) -> None:
@@ -356,6 +358,7 @@ def test_a_fault_is_one_line(fault: str, plain: Plain, command: Command, monkeyp
     assert not Path("serve-check.json").exists()
 
 
+@pytest.mark.slow
 def test_the_remedies_work(plain: Plain, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "right\n")
     with ServerStandIn(plain.logs, key="right", max_logprobs=WORDS) as server:

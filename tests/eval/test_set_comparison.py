@@ -83,6 +83,7 @@ def marks(axes: Any) -> dict[float, tuple[str, bool]]:
     }
 
 
+@pytest.mark.slow
 def test_the_picture_of_sets_fills_what_is_significant() -> None:
     found = compared()
     found["pairs"][0]["fields"][0] |= TOO_FEW

@@ -96,6 +96,7 @@ def same(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
 
 @pytest.mark.parametrize("tokens", [pytest.param("all", marks=pytest.mark.slow), "routed"])
 @pytest.mark.parametrize("family", [pytest.param("minimax_m2", marks=pytest.mark.slow), "qwen3_moe", "deepseek_v3"])
+@pytest.mark.slow
 def test_sums_equal_hooks_on_the_whole_model(family: str, tokens: Any, texts: Path, tmp_path: Path) -> None:
     """Attention, latent and not, dense layers, shared and routed experts, and the head."""
     folder, path = families.write(tmp_path / "model", family), tmp_path / "out.gguf"
@@ -162,6 +163,7 @@ def test_routed_tokens_count_more_where_both_are_added(texts: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.slow
 def test_names_are_those_of_every_matrix_that_is_published(family: str, texts: Path, tmp_path: Path) -> None:
     """As convert_hf_to_gguf.py makes them of a checkpoint's names: experts joined, kv_b_proj in halves."""
     folder, path = families.write(tmp_path / "model", family), tmp_path / "out.gguf"
@@ -254,6 +256,7 @@ def test_the_command(command: Command, texts: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("from_the_start", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_run_that_resumes_writes_the_matrix_of_the_source(
     from_the_start: bool, small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,6 +113,7 @@ def test_every_family_that_is_known_is_tested() -> None:
 # What is computed ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_streamed_model_is_transformers_whole_model(made: Made, whole: Any, streamed: StreamedModel) -> None:
     text = made.texts("held-out")[0]
     assert len(text) > 2 * families.MODELS[made.name].get("sliding_window", 0), "a window would not show"

@@ -88,6 +88,7 @@ def written_scales(made: runs.Made) -> dict[int, Tensor]:
     return {n: torch.cat([tensors[name.format(n, kind)] for kind in "kv"]) for n in range(3)}
 
 
+@pytest.mark.slow
 def test_the_scales_are_those_of_the_largest_keys_and_values_of_the_whole_model(made: runs.Made) -> None:
     """Layer by layer with the quantized layers before it, over the calibration texts."""
     model, scales = families.whole_model(*finished_weights(made.output)), written_scales(made)
@@ -120,6 +121,7 @@ def test_the_cost_of_the_cache_is_that_of_the_librarys_rounding(made: runs.Made)
         assert abs(measured - made.report["kl"]["mean"]) > 1e-5, "the cache costs something"
 
 
+@pytest.mark.slow
 def test_evaluating_the_files_gives_the_same(
     made: runs.Made, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +133,7 @@ def test_evaluating_the_files_gives_the_same(
     assert "FP8 cache, scales of 1" in command.out
 
 
+@pytest.mark.slow
 def test_a_server_that_caches_in_fp8_is_found_exact(
     made: runs.Made, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

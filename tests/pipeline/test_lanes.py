@@ -118,6 +118,7 @@ def test_several_processes_find_the_same(job: Path) -> None:
     assert second == {}
 
 
+@pytest.mark.slow
 def test_the_first_layers_alone(job: Path) -> None:
     """The others are the source's: nothing is lost there but what comes from before."""
     found = compared(job, layers="first:1", draws=1)

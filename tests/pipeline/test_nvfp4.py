@@ -67,6 +67,7 @@ def scheme_of(made: Made) -> QuantizationScheme:
     return QuantizationScheme.model_validate(group)
 
 
+@pytest.mark.slow
 def test_every_matrix_is_read_and_packed_as_by_compressed_tensors(made: Made) -> None:
     """Bit for bit: its decompressor's numbers, which are bfloat16, its dequantizer's in float32, and its packing."""
     tensors, scheme, checkpoint = stored(made.output)[1], scheme_of(made), open_folder(made.output)

@@ -77,6 +77,8 @@ def test_a_run_through_the_smallest_window(scattered: bool, hub: HubStandIn, com
     with Watching(output / ".quantize" / "source") as watched:
         assert command("run", "recipe.yaml", "--output", output, "--stream", "--window", f"{needed}B", *RUN) == 0
     assert "shards, compared with the Hub's SHA-256" in command.err
+    assert "quantize verify streamed --stream\n" in command.out
+    assert f"quantize eval {MODEL} streamed --data held-out --stream" in command.out
     assert "whether the source makes sense" not in command.err  # which was not asked for
     assert sent(hub) - before <= 1.02 * size
     assert 0 < watched.largest <= needed
@@ -153,7 +155,7 @@ def test_faults_end_with_a_line_and_the_same_command_goes_on(
     hub.gated = set()
     main = hub.repositories[MODEL]["main"]
     hub.repositories[MODEL]["main"] = main | {"README.md": b"# another"}
-    refused(2, "the Hub")  # which has the commit no more that the run was begun with
+    refused(2, "the Hub has no revision")  # which the run was begun with
     hub.repositories[MODEL] = {"main": main | {"README.md": b"# another"}, "before": main}
     assert command("run", "recipe.yaml", "--output", output, *RUN) == 2
     assert "give --stream, or leave it out, as before" in command.err.splitlines()[-1]

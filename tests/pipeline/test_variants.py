@@ -95,6 +95,7 @@ def check_blocks(weight: Tensor, scale: Tensor) -> None:
             assert 224 < float(block.abs().max() / scale[row, column]) <= 448
 
 
+@pytest.mark.slow
 def test_every_converted_tensor_is_what_the_library_makes_of_the_source(made: Made) -> None:
     config, source = source_weights(made.model)
     output, raw = stored(made.output)[1], stored(made.model)[1]
