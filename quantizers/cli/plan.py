@@ -14,7 +14,11 @@ from quantizers.system.progress import duration
 
 from . import common
 
-WAYS = {"cached": "on the disk, or in the Hub's cache", "streamed": "--stream, smallest --window"}
+WAYS = {
+    "cached": "on the disk, or in the Hub's cache",
+    "streamed": "--stream, smallest --window",
+    "published": "the same, --publish-as-you-go --remove-uploaded",
+}
 
 
 def plan(

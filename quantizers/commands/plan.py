@@ -124,7 +124,7 @@ def plan(
     figures |= summary(job.plan, job.sizes) | {"cards_unknown": unsaid(job.facts)}
     needs = estimate_run(job, int(figures["output_bytes"]), nodes * gpus, disk or DISK)
     figures |= {"needs": asdict(needs), "asked": {"machines": nodes, "gpus": gpus}}
-    figures |= {"source_ways": [asdict(way) for way in ways_of_source(job, needs.output)]}
+    figures |= {"source_ways": [asdict(way) for way in ways_of_source(job, needs.output, nodes * gpus)]}
     if device_memory:
         figures |= {"device_memory": asdict(memory_on_gpu(job, device_memory))}
     if schemes:

@@ -37,12 +37,7 @@ AGAIN = "give the same command again; it resumes the upload"
 CHUNK = 1 << 24  # bytes read at a time
 ATTRIBUTES = ".gitattributes"  # which the Hub adds
 MESSAGE = "Upload with moe-quantizers"
-WAITING = 2  # shards that may wait for their upload while a run goes on, if they are removed after it
-PAUSES = (
-    10.0,
-    60.0,
-    300.0,
-)  # seconds between the tries of an upload, beside those of the library, which tries no commit
+PAUSES = (10.0, 60.0, 300.0)  # seconds before an upload is tried again; the library itself tries no commit again
 POLL = 0.1  # seconds between two looks at what is waited for
 LINES = 20.0  # seconds of waiting between two lines about it
 
@@ -183,7 +178,7 @@ class Uploads:
 
     Args:
         work: the run's work folder.
-        remove: whether shards are removed once they are on the Hub.
+        most: shards that may wait while the run goes on, and are removed once they are on the Hub; None to keep all.
         is_new: whether the repository is to be made.
 
     Attributes:
@@ -191,8 +186,8 @@ class Uploads:
             the thread works.
     """
 
-    def __init__(self, work: Path, repo: str, *, remove: bool, is_new: bool) -> None:
-        self.repo, self.remove, self._is_new = repo, remove, is_new
+    def __init__(self, work: Path, repo: str, *, most: int | None, is_new: bool) -> None:
+        self.repo, self._most, self._is_new = repo, most, is_new
         self.there = HereOrHub(repo, "main", {})
         self._work, self._state = work, journal.uploads(work)
         self._waiting: dict[str, LocalFile] = {}
@@ -238,7 +233,7 @@ class Uploads:
         Thread(target=self._run, daemon=True).start()
 
     def put(self, files: Iterable[LocalFile], check: Callable[[], None]) -> None:
-        """Let finished files be uploaded. If shards are removed, this waits while more than WAITING of them are here.
+        """Let finished files be uploaded. If shards are removed, this waits while too many of them are here.
 
         Args:
             check: called again and again; may raise to interrupt.
@@ -250,7 +245,7 @@ class Uploads:
                 else:
                     self._remove(file)
             self._turn.notify_all()
-        self.wait(check, WAITING if self.remove else sys.maxsize)
+        self.wait(check, sys.maxsize if self._most is None else self._most)
 
     def wait(self, check: Callable[[], None], most: int = 0) -> None:
         """Wait until at most so many files are not on the Hub yet."""
@@ -360,6 +355,6 @@ class Uploads:
 
     def _remove(self, file: LocalFile) -> None:
         path = self._work / "output" / file.name
-        if self.remove:
+        if self._most is not None:
             with disk_errors(path):
                 path.unlink(missing_ok=True)

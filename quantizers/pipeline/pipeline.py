@@ -7,12 +7,9 @@ place at the very end.
 from __future__ import annotations
 
 import json
-import math
-import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,28 +19,23 @@ import torch
 import yaml
 
 from eval.coverage.summary import check_floors
-from eval.fidelity.comparison import Comparison
 from eval.fidelity.metrics import Text
-from eval.fidelity.scoring import HeldOut, held_out, score
+from eval.fidelity.scoring import HeldOut, held_out
 from eval.serving.check import ServingCheck
 from quantizers.budget.choice import choose_schemes
-from quantizers.budget.measure import probe_bytes, probes_of
+from quantizers.budget.measure import probe_bytes
 from quantizers.calibration.load_set import load_set, pins_of, said
 from quantizers.calibration.lock import Pin
 from quantizers.calibration.samples import CalibrationData, identity, token_tensors
 from quantizers.calibration.set import read_set
-from quantizers.checkpoint.loaded_tensors import load_tensors, outside_names
 from quantizers.checkpoint.reader import COMMIT, side_files
 from quantizers.checkpoint.source_identity import check_hashes, is_source, source_digest, source_stats
 from quantizers.checkpoint.window import schedule
 from quantizers.device.devices import device_limit, fingerprint, forward_dtype, is_accelerator, versions
-from quantizers.distributed.process_group import RESUME, SINGLE_PROCESS, ProcessGroup, rank_0_progress
+from quantizers.distributed.process_group import RESUME, SINGLE_PROCESS, ProcessGroup
 from quantizers.importance.input_sums import bytes_of_sums
 from quantizers.importance.llama_cpp import architecture_of, imatrix_table, make_imatrix
 from quantizers.layers.context import Context
-from quantizers.layers.loop import all_tensors, layer_steps
-from quantizers.model.activation_stream import ActivationStream
-from quantizers.model.streamed_model import StreamedModel
 from quantizers.output import journal
 from quantizers.output.manifest import add_files, seal_of, text_sha256, write_record
 from quantizers.output.uploads import Uploads
@@ -53,8 +45,8 @@ from quantizers.planning.job import Job, parts_of_run
 from quantizers.recipe.portable import Resolved, facts_copy, is_made_by, meaning, resolve_recipe, settings_hash
 from quantizers.recipe.read import read_recipe, set_location
 from quantizers.solve.kernel_check import verify_kernels
-from quantizers.system.errors import CheckpointError, InputError, OutputError
-from quantizers.system.files import copy_file, sync_folder, write_json, write_text
+from quantizers.system.errors import InputError, OutputError
+from quantizers.system.files import copy_file, sync_folder, write_text
 from quantizers.system.formatting import short_path, size
 from quantizers.system.host_memory import available
 from quantizers.system.interrupts import interruptible
@@ -68,9 +60,9 @@ from .quantize import input_sums_folder, quantize_layers
 from .report import of_plan, planned_report, rehearse, run_report
 from .report_files import write_report
 from .servable import planned_check
+from .source_check import check_source, refuse_source
 
 SHOWN = 3  # changed settings that a refusal names
-CHECKED_TOKENS, CHECKED_LENGTH = 2048, 256  # of texts, all together and the beginning of one, to check the source on
 METHOD = 14  # increased whenever the same settings would give different bytes
 REMEDIES = {
     "source": "copy the source of rank 0 to this machine again",
@@ -290,7 +282,7 @@ def _quantize_share(job: Job, options: Options, work: Path, check: Callable[[], 
         dist.all_gather_object(_memory(options))
         kept, texts = dist.broadcast_object()
         context = Context(work, options.device, check=check, dist=dist, window=options.window, **kept)
-        _check_source(job, texts, context, options)
+        check_source(job, texts, context, ignore=options.ignore_source_check)
         job = choose_schemes(job, None, context, options.output) if job.allocation else job
         quantize_layers(job, None, None, context, texts, imatrix=options.imatrix)
     finally:
@@ -317,7 +309,8 @@ def _make_output(
     damaged = _open_work_folder(job, resolved, inputs, options, work, check)
     files = (*side_files(job.opened.folder), *copied.values())
     needed = planned["plan"]["output_bytes"] + sum(file.stat().st_size for file in files) + temporary
-    needed -= publishing.room_saved(job.plan, options.publication, dist.world_size)
+    if options.publication and options.publication.remove:
+        needed -= job.plan.removed_bytes(dist.world_size)
     itemsize = forward_dtype(options.device).itemsize
     needed += bytes_of_sums(job.sizes, inputs.counts[0], itemsize) if options.imatrix else 0
     needed += schedule(job.opened, parts_of_run(job)).window(options.window) if job.opened.remote else 0
@@ -325,7 +318,7 @@ def _make_output(
     journal.check_room(work, needed + probe)
     dist.broadcast_object((kept, inputs.texts))
     context = Context(work, options.device, check=check, dist=dist, window=options.window, uploads=uploads, **kept)
-    _check_source(job, inputs.texts, context, options)
+    check_source(job, inputs.texts, context, ignore=options.ignore_source_check)
     if job.allocation:
         job = choose_schemes(job, inputs.tokens, context, options.output)
         planned |= of_plan(job.plan, job.facts, job.sizes, job.opened, resolved.recipe.source.model)
@@ -348,8 +341,8 @@ def _make_output(
         copy_file(file, output / name)
     check()
     figures = inputs.evaluation.figures(measured, "the output") if inputs.evaluation and measured else None
-    if job.opened.remote and figures:
-        _refuse_source(job, figures["perplexity"]["source"], f"the {len(inputs.texts)} texts", options)
+    if job.opened.remote and figures and not options.ignore_source_check:
+        refuse_source(job, figures["perplexity"]["source"], f"the {len(inputs.texts)} texts")
     report = run_report(planned, job, inputs.data, figures, started, context)
     write_report(output, report | publishing.published(report, options.publication, output), resolved.texts())
     if options.imatrix:
@@ -533,68 +526,3 @@ def deciding(job: Job, samples: str | Sequence[str], device: torch.device) -> di
         "machine": fingerprint(device),
         "batches": batch_sizes(is_accelerator(device), job.sizes),
     }
-
-
-def _check_source(job: Job, texts: Sequence[Text], context: Context, options: Options) -> None:
-    """Measure the source's perplexity on the beginnings of some held-out texts, once in a run; all processes call this.
-
-    A checkpoint whose tensors are mixed up, or one that transformers computes otherwise than its makers, runs as fast
-    as any, and its output agrees with it. Only texts tell: their perplexity is then that of noise.
-
-    Raises:
-        CheckpointError: it is above the recipe's `verify.perplexity.max_source`.
-    """
-    gate, record = job.recipe.verify.perplexity if job.recipe.verify else None, context.work / "source-check.json"
-    if options.ignore_source_check or gate is None or gate.max_source == "any" or not texts:
-        return
-    if job.opened.remote:
-        if context.dist.is_main:
-            print(
-                "whether the source makes sense of text is checked at the end: before, it would be fetched twice",
-                file=sys.stderr,
-            )
-        return
-    if context.dist.broadcast_object(record.exists()):
-        return
-    chosen = probes_of([len(text.tokens) for text in texts], CHECKED_TOKENS, CHECKED_LENGTH)
-    beginnings = [Text(texts[i].tokens[:length], "source", 1) for i, length in chosen.items()]
-    perplexity = _perplexity(job, beginnings, context)
-    _refuse_source(job, perplexity, f"the beginnings of {len(beginnings)} texts", options)
-    if context.dist.is_main:
-        write_json(record, {"perplexity": perplexity, "texts": len(beginnings)})
-
-
-def _refuse_source(job: Job, perplexity: float, where: str, options: Options) -> None:
-    """Raise the CheckpointError of `_check_source` if the source's perplexity, measured `where`, is too large."""
-    gate = job.recipe.verify and job.recipe.verify.perplexity
-    if options.ignore_source_check or not gate or gate.max_source == "any" or perplexity <= gate.max_source:
-        return
-    raise CheckpointError(
-        f"{job.opened.folder}: makes no sense of text: on {where} of {gate.data} its perplexity is {perplexity:,.1f}, "
-        f"above {gate.max_source:g} (verify.perplexity.max_source); check its files and its config.json, or give "
-        "--ignore-source-check if its weights are random"
-    )
-
-
-def _perplexity(job: Job, texts: Sequence[Text], context: Context) -> float:
-    """The source's perplexity, layer by layer in one pass over its files."""
-    dist, check, folder = context.dist, context.check, context.work / "source-check"
-    if dist.local_rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)  # of an interrupted check
-    dist.in_turn(partial(folder.mkdir, parents=True, exist_ok=True))
-    outside = load_tensors(job.opened, outside_names(job.opened, job.facts))
-    model = StreamedModel(outside, job.facts, job.sizes, context.device, forward_dtype(context.device))
-    lengths = [len(text.tokens) for text in texts]
-    stream = ActivationStream(job.opened.name, model, 0, lengths, folder, durable=False, check=check, dist=dist)
-    stream.embed([text.tokens for text in texts])
-    comparison, tensors = Comparison(stream, [], texts, dist), all_tensors(model, job.opened)
-    steps = layer_steps(job.opened, tensors, [comparison], model, check=check, dist=dist)
-    with rank_0_progress("checking the source", job.sizes["layers"], 0, check, dist) as step, closing(steps):
-        for one in steps:
-            stream.forget(one.number)
-            step(f"layer {one.number}")
-    ((nll, *_),) = score([stream], texts, partial(rank_0_progress, check=check, dist=dist), dist=dist)
-    if dist.local_rank == 0:
-        shutil.rmtree(folder)
-    mean = float(nll.mean())
-    return math.exp(mean) if mean < 700 else math.inf  # NaN stays

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from quantizers.output import journal
-from quantizers.output.uploads import WAITING, LocalFile, Uploads, hashed, is_to_be_made, require_token, written_shard
-from quantizers.planning.plan import Plan
+from quantizers.output.uploads import LocalFile, Uploads, hashed, is_to_be_made, require_token, written_shard
+from quantizers.planning.plan import WAITING
 from quantizers.system.errors import OutputError
 from quantizers.system.output_files import REPORT
 
@@ -40,12 +40,6 @@ class Publication:
 def named(publication: Publication | None) -> dict[str, Any]:
     """What a report says of a publication, from which its card has its commands."""
     return {"published": {"repo": publication.repo}} if publication else {}
-
-
-def room_saved(plan: Plan, publication: Publication | None, processes: int) -> int:
-    """Bytes of the output's shards that need no room on the disk: all but the largest that may wait at a time."""
-    sizes = sorted(sum(spec.bytes for spec in shard.values()) for shard in plan.shards().values())
-    return sum(sizes[: -(WAITING + 1 + processes)]) if publication and publication.remove else 0
 
 
 def refuse_early(publication: Publication | None, output: Path, *, fresh: bool) -> None:
@@ -75,7 +69,7 @@ def uploads_of(publication: Publication | None, output: Path) -> Uploads | None:
     if moving := (work / "moving").exists():  # then all is uploaded, and it may be public
         require_token()
     is_new = not moving and is_to_be_made(publication.repo, ours=before.get("repo") == publication.repo)
-    return Uploads(work, publication.repo, remove=publication.remove, is_new=is_new)
+    return Uploads(work, publication.repo, most=WAITING if publication.remove else None, is_new=is_new)
 
 
 @contextmanager

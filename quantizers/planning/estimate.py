@@ -142,18 +142,19 @@ class Way:
     upload: int = 0
 
 
-def ways_of_source(job: Job, output_bytes: int) -> list[Way]:
-    """The source on the disk or in the Hub's cache, and streamed through the smallest window.
+def ways_of_source(job: Job, output_bytes: int, processes: int = 1) -> list[Way]:
+    """The source on the disk or in the Hub's cache; streamed through the smallest window; its output published as well.
 
     With a budget a run reads the source twice: to measure, and to quantize.
     """
     stored = sum(action.spec.bytes for action in job.plan.actions)
     passes = 2 if job.allocation else 1
     planned = None if job.source is None else schedule(job.source, parts_of_run(job))
-    through = planned.traffic if planned else stored
+    window, fetched = (planned.needed, passes * planned.traffic) if planned else (None, passes * stored)
     return [
         Way("cached", stored, output_bytes, stored),
-        Way("streamed", planned.needed if planned else None, output_bytes, passes * through),
+        Way("streamed", window, output_bytes, fetched),
+        Way("published", window, output_bytes - job.plan.removed_bytes(processes), fetched, output_bytes),
     ]
 
 

@@ -47,6 +47,7 @@ Kind = Literal["keep", "rename", "quantize", "drop", "fold", "compensate", "conv
 PASSTHROUGH: tuple[Kind, ...] = ("keep", "rename", "carry")  # whose tensors keep their bytes
 CONVERTED: dict[Attention, Fp8] = {"fp8": ROWS, "fp8-block": CONVERTED_BLOCK}  # what is FP8 after its conversion
 METADATA = {"format": "pt"}
+WAITING = 2  # shards that may wait for their upload while a run goes on, if they are removed after it
 KV_SCALES = ("k_scale", "v_scale")
 KV_SCALE = Spec("F32", (1,))
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # a whole part of a name
@@ -215,6 +216,15 @@ class Plan:
     def shards(self) -> dict[str, dict[str, Spec]]:
         """Every output shard's file name with its tensors."""
         return {self.shard_file(layer): self.shard(layer) for layer in self.parts}
+
+    def removed_bytes(self, processes: int) -> int:
+        """Bytes of shards that need no room on the disk of a run that removes what it has uploaded.
+
+        They are all but the largest that may lie there at a time: those that wait, one more that makes the run wait,
+        and one that is being written in each process.
+        """
+        sizes = sorted(file_size(tensors) for tensors in self.shards().values())
+        return sum(sizes[: -(WAITING + 1 + processes)])
 
 
 def stored_as(action: Action, scheme: Scheme) -> Action:
