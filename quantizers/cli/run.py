@@ -184,7 +184,9 @@ def _what_next(report: dict[str, Any], output: Path, source: str, recipe: str, s
     published = report.get("published", {})
     back = [f"hf download {published['repo']} --local-dir {folder}"] if "removed" in published else []
     verify = f"quantize verify {folder}" + ("" if found else f" --source {source}") + there
-    commands = [*back, verify, f"quantize eval {source} {folder} --data held-out{there}"]
+    remote = bool(back) and stream and all(gate["passed"] for gate in report["gates"])  # this needs no shards here
+    evaluate = f"quantize eval {source} {published['repo'] if remote else folder} --data held-out{there}"
+    commands = [evaluate, *back, verify] if remote else [*back, verify, evaluate]
     advice: dict[str, list[str]] = {}  # and the gates that it is for
     for gate in report["gates"]:
         if not gate["passed"]:

@@ -215,16 +215,18 @@ class Uploads:
         """Create the repository, private, if there is none; forget what it no longer has; start the thread."""
         from huggingface_hub import HfApi
 
-        if self._state.get("repo") != self.repo:
+        before = self._state
+        if self._is_new or before.get("repo") != self.repo:
             self._state = {"repo": self.repo, "created": self._is_new, "files": {}}
-        self._state["proven"] = False
+        self._state = self._state | {"proven": False}
         self._note()  # first: otherwise a kill would leave a repository of which nobody knows whose it is
         with upload_errors(self.repo):
             if self._is_new:
                 try:
                     HfApi().create_repo(self.repo, private=True)
-                except Exception:
-                    (self._work / journal.UPLOADED).unlink()  # which says that this run made it
+                except Exception:  # a private repository is hidden from another token, which may not make it either
+                    self._state = before
+                    self._note()
                     raise
             self._list()
         found = {name: one.sha256 for name, one in self.there.files.items()}

@@ -151,6 +151,7 @@ def test_removed_shards_never_pile_up(
 
 # Where a process is killed: the request, how many of its kind come before, and whether the Hub has done it by then.
 CUTS = [
+    (r"POST .*/commit/main", 0, False),
     (r"POST .*/commit/main", 1, True),
     (r"POST .*/commit/main", -1, True),  # that of the rest
     (r"PUT .*/settings", 0, False),
@@ -255,6 +256,10 @@ def test_a_hub_that_fails_ends_the_run_which_goes_on(
         assert publish("--remove-uploaded") == 1
     assert "cut here" in command.err
     assert second in hub.repositories[REPO]["main"]
+    monkeypatch.setenv("HF_TOKEN", "another")  # which does not see it, and may not make it
+    assert publish("--remove-uploaded") == 2
+    assert f"{REPO}: the Hub refuses this token (401)" in command.err.splitlines()[-1]
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
     hub.repositories[REPO]["main"][second] = b"damaged meanwhile, and no longer here"
     assert command("run", job / "recipe.yaml", "--output", tmp_path / "output") == 2
     assert f"this run publishes to {REPO} as it goes; give --publish-as-you-go {REPO} as before" in command.err
@@ -327,6 +332,9 @@ def test_two_windows(hub: HubStandIn, command: Command, tmp_path: Path, monkeypa
     hub.slow = {"/lfs/": 0.3}
     with Watching(work / "source") as read, Watching(work / "output") as made:
         assert command("run", "recipe.yaml", "--output", tmp_path / "output", *options, REPO) == 0, command.err
+    evaluate = f"quantize eval {MODEL} {REPO} --data held-out"
+    assert f"{evaluate} --stream\n      hf download {REPO} --local-dir output\n" in command.out
+    assert command(*evaluate.replace("held-out", "held-out.yaml").split()[1:], "--stream") == 0, command.err
     sizes = sorted(map(len, shards(on_hub(hub)).values()))
     others = sum(len(raw) for name, raw in on_hub(hub).items() if not name.endswith(".safetensors"))
     assert 0 < read.largest <= needed == streamed["source"]
