@@ -12,7 +12,7 @@ from typing import Any, Literal
 from quantizers.device.determinism import ordered
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.output import journal
-from quantizers.pipeline.publication import Publication, refuse_early
+from quantizers.pipeline.publication import Destination, refuse_early
 from quantizers.planning.job import Job, prepare
 from quantizers.recipe.portable import is_hub_id, source_name
 from quantizers.recipe.read import changes_of, find_recipe
@@ -124,7 +124,7 @@ def run(
         raise InputError(f"{given} is that of --publish-as-you-go; give both, or leave it out")
     if publish_as_you_go is not None and not is_hub_id(publish_as_you_go):
         raise InputError(f"--publish-as-you-go {publish_as_you_go}: write it as owner/name")
-    publication = Publication(publish_as_you_go, remove_uploaded, private) if publish_as_you_go else None
+    destination = Destination(publish_as_you_go, remove_uploaded, private) if publish_as_you_go else None
     changes = changes_of(settings, calibration, without)
     path = find_recipe(str(recipe))
     folder = Path("out") / _run_name(path) if output is None else Path(output)
@@ -136,7 +136,7 @@ def run(
         """Everything that may refuse or download; rank 0 does it first."""
         if dist.is_main:
             journal.refuse_second_run(folder)
-            refuse_early(publication, folder, fresh=fresh)
+            refuse_early(destination, folder, fresh=fresh)
         folder_given = Path(source) if source is not None else None
         job = prepare(
             str(recipe),
@@ -176,7 +176,7 @@ def run(
         tuple(command),
         imatrix,
         window,
-        publication,
+        destination,
     )
     with ordered():
         return FinishedCheckpoint(folder, run_job(job, options), job.location)

@@ -55,7 +55,7 @@ from quantizers.system.progress import checked, progress
 from stitch.write.config_files import write_config_files
 
 from . import publication as publishing
-from .publication import Publication
+from .publication import Destination
 from .quantize import input_sums_folder, quantize_layers
 from .report import of_plan, planned_report, rehearse, run_report
 from .report_files import write_report
@@ -89,7 +89,7 @@ class Options:
         command: what the user typed, from `quantize` on, to be named where the run is found unfinished.
         imatrix: write an importance matrix for llama.cpp beside the output, see `imatrix_file`.
         window: bytes of a source on the Hub that lie on the disk at most; None for the default.
-        publication: where the output is published as it is made; None to publish nothing.
+        destination: where the output is published as it is made; None to publish nothing.
     """
 
     output: Path
@@ -104,7 +104,7 @@ class Options:
     command: tuple[str, ...] = ()
     imatrix: bool = False
     window: int | None = None
-    publication: Publication | None = None
+    destination: Destination | None = None
 
     @property
     def imatrix_file(self) -> Path:
@@ -137,7 +137,7 @@ def run(job: Job, options: Options) -> dict[str, Any]:
             schedule(job.opened, parts_of_run(job)).window(options.window)  # for its error
         resolve_recipe(job.recipe, job.path)
         journal.refuse_strangers(options.output)
-        uploads = publishing.uploads_of(options.publication, options.output)
+        uploads = publishing.uploads_of(options.destination, options.output)
     with interruptible(RESUME) as interrupt:
         check = dist.watch(interrupt)
         unfinished: bool = dist.broadcast_object(not (work / "moving").exists())
@@ -150,11 +150,11 @@ def run(job: Job, options: Options) -> dict[str, Any]:
             _refuse_different_ranks(job, options)
         with journal.locked(options.output, dist):
             if unfinished and engines is not None:
-                with publishing.begun(uploads, options.publication):
+                with publishing.begun(uploads, options.destination):
                     _make_output(job, options, work, check, engines, uploads)
             elif unfinished:
                 _quantize_share(job, options, work, check)
-            publishing.open_up(uploads, options.publication)
+            publishing.open_up(uploads, options.destination)
             return journal.move_into_place(work, options.output) if dist.is_main else {}
 
 
@@ -174,7 +174,7 @@ def _already_done(job: Job, options: Options, finished: dict[str, Any]) -> dict[
             f"{output}: was finished before, without an importance matrix; quantize imatrix RECIPE --output "
             f"{options.imatrix_file} writes it"
         )
-    publishing.refuse_unpublished(finished, options.publication, output)
+    publishing.refuse_unpublished(finished, options.destination, output)
     if options.with_data:
         data = resolve_recipe(job.recipe, job.path).data
         if not set(data) <= set(finished["files"]):
@@ -302,14 +302,14 @@ def _make_output(
         resolved = replace(resolved, sets={**resolved.sets, FACTS: job.facts.as_yaml()})
     copied = resolved.data if options.with_data else {}
     planned = planned_report(job, resolved, inputs.data, options.device)
-    named = planned | publishing.named(options.publication)
+    named = planned | publishing.named(options.destination)
     rehearsed = rehearse(job, named, inputs.data, inputs.evaluation, engines, resolved.texts())
-    publishing.say_gaps(rehearsed, options.publication)
+    publishing.say_gaps(rehearsed, options.destination)
     kept, temporary = _share_memory(job, inputs, options)
     damaged = _open_work_folder(job, resolved, inputs, options, work, check)
     files = (*side_files(job.opened.folder), *copied.values())
     needed = planned["plan"]["output_bytes"] + sum(file.stat().st_size for file in files) + temporary
-    if options.publication and options.publication.remove:
+    if options.destination and options.destination.remove:
         needed -= job.plan.removed_bytes(dist.world_size)
     itemsize = forward_dtype(options.device).itemsize
     needed += bytes_of_sums(job.sizes, inputs.counts[0], itemsize) if options.imatrix else 0
@@ -344,7 +344,7 @@ def _make_output(
     if job.opened.remote and figures and not options.ignore_source_check:
         refuse_source(job, figures["perplexity"]["source"], f"the {len(inputs.texts)} texts")
     report = run_report(planned, job, inputs.data, figures, started, context)
-    write_report(output, report | publishing.published(report, options.publication, output), resolved.texts())
+    write_report(output, report | publishing.published(report, options.destination, output), resolved.texts())
     if options.imatrix:
         sums, path = input_sums_folder(work), options.imatrix_file
         print(imatrix_table(make_imatrix(path, sums, job.facts, job.sizes, job.config, inputs.data)), file=sys.stderr)

@@ -23,7 +23,7 @@ from quantizers.system.output_files import REPORT
 
 
 @dataclass(frozen=True)
-class Publication:
+class Destination:
     """Where a run publishes its output as it goes.
 
     Attributes:
@@ -37,20 +37,20 @@ class Publication:
     private: bool = False
 
 
-def named(publication: Publication | None) -> dict[str, Any]:
+def named(destination: Destination | None) -> dict[str, Any]:
     """What a report says of a publication, from which its card has its commands."""
-    return {"published": {"repo": publication.repo}} if publication else {}
+    return {"published": {"repo": destination.repo}} if destination else {}
 
 
-def refuse_early(publication: Publication | None, output: Path, *, fresh: bool) -> None:
+def refuse_early(destination: Destination | None, output: Path, *, fresh: bool) -> None:
     """Raise what `uploads_of` raises, before a source is downloaded; if `fresh`, for a run that begins anew."""
-    if publication and fresh:
-        is_to_be_made(publication.repo, ours=False)
-    elif publication and journal.finished_report(output) is None:
-        uploads_of(publication, output)
+    if destination and fresh:
+        is_to_be_made(destination.repo, ours=False)
+    elif destination and journal.finished_report(output) is None:
+        uploads_of(destination, output)
 
 
-def uploads_of(publication: Publication | None, output: Path) -> Uploads | None:
+def uploads_of(destination: Destination | None, output: Path) -> Uploads | None:
     """The uploads of a run in this folder; None if it does not publish as it goes.
 
     Raises:
@@ -59,27 +59,27 @@ def uploads_of(publication: Publication | None, output: Path) -> Uploads | None:
     """
     work = journal.work_folder(output)
     before = journal.uploads(work)
-    if before.get("files") and before["repo"] != (publication and publication.repo):
+    if before.get("files") and before["repo"] != (destination and destination.repo):
         raise OutputError(
             f"{output}: this run publishes to {before['repo']} as it goes; give --publish-as-you-go {before['repo']} "
             "as before, or start over with --fresh"
         )
-    if publication is None:
+    if destination is None:
         return None
     if moving := (work / "moving").exists():  # then all is uploaded, and it may be public
         require_token()
-    is_new = not moving and is_to_be_made(publication.repo, ours=before.get("repo") == publication.repo)
-    return Uploads(work, publication.repo, most=WAITING if publication.remove else None, is_new=is_new)
+    is_new = not moving and is_to_be_made(destination.repo, ours=before.get("repo") == destination.repo)
+    return Uploads(work, destination.repo, most=WAITING if destination.remove else None, is_new=is_new)
 
 
 @contextmanager
-def begun(uploads: Uploads | None, publication: Publication | None) -> Iterator[None]:
+def begun(uploads: Uploads | None, destination: Destination | None) -> Iterator[None]:
     """Within the block finished shards are uploaded."""
-    if uploads is None or publication is None:
+    if uploads is None or destination is None:
         yield
         return
     uploads.begin()
-    until = "private" if publication.private or uploads.stays_private else "private until the end"
+    until = "private" if destination.private or uploads.stays_private else "private until the end"
     print(f"publishing as it goes to {uploads.url}, {until}", file=sys.stderr, flush=True)
     try:
         yield
@@ -107,9 +107,9 @@ def card_gaps(report: dict[str, Any]) -> dict[str, str]:
     )
 
 
-def say_gaps(report: dict[str, Any], publication: Publication | None) -> None:
+def say_gaps(report: dict[str, Any], destination: Destination | None) -> None:
     """Name on standard error what the card of a run that publishes will lack."""
-    for key, words in card_gaps(report).items() if publication else ():
+    for key, words in card_gaps(report).items() if destination else ():
         print(f"the card has no {key}: {words}; add it on the Hub, after the run", file=sys.stderr)
 
 
@@ -117,21 +117,21 @@ def _failed(report: dict[str, Any]) -> list[str]:
     return [gate["name"] for gate in report["gates"] if not gate["passed"]]
 
 
-def published(report: dict[str, Any], publication: Publication | None, output: Path) -> dict[str, Any]:
+def published(report: dict[str, Any], destination: Destination | None, output: Path) -> dict[str, Any]:
     """What a report says of its publication: nothing if a gate failed, unless shards were removed."""
     removed = sorted(name for name in report["audit"]["digests"] if not (output / name).is_file())
-    if publication is None or (_failed(report) and not removed):
+    if destination is None or (_failed(report) and not removed):
         return {}
-    return {"published": {"repo": publication.repo} | ({"removed": removed} if removed else {})}
+    return {"published": {"repo": destination.repo} | ({"removed": removed} if removed else {})}
 
 
-def refuse_unpublished(report: dict[str, Any], publication: Publication | None, output: Path) -> None:
+def refuse_unpublished(report: dict[str, Any], destination: Destination | None, output: Path) -> None:
     """Raise an OutputError if an output that was finished before is to be published as it is made."""
     repo = report.get("published", {}).get("repo")
-    if publication and repo != publication.repo and not _failed(report):
+    if destination and repo != destination.repo and not _failed(report):
         raise OutputError(
             f"{output}: was finished before{f' and published as {repo}' if repo else ', without publishing'}; "
-            f"`quantize publish {output} --repo {publication.repo}` uploads it"
+            f"`quantize publish {output} --repo {destination.repo}` uploads it"
         )
 
 
@@ -156,11 +156,11 @@ def finish(uploads: Uploads | None, work: Path, output: Path, check: Callable[[]
         print(f"on {uploads.url}, but not of this output: {', '.join(others)}", file=sys.stderr)
 
 
-def open_up(uploads: Uploads | None, publication: Publication | None) -> None:
+def open_up(uploads: Uploads | None, destination: Destination | None) -> None:
     """Make the repository of a proven output public, unless it is to stay private; say which."""
-    if uploads is None or publication is None or not uploads.proven:
+    if uploads is None or destination is None or not uploads.proven:
         return
-    why = "as --private says" if publication.private else "as it was before" if uploads.stays_private else ""
+    why = "as --private says" if destination.private else "as it was before" if uploads.stays_private else ""
     if not why:
         uploads.make_public()
     print(
