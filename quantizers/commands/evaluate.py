@@ -40,8 +40,8 @@ from quantizers.formats.unsupported import refuse_swapped_arguments
 from quantizers.layers.loop import LayerStep, all_tensors, layer_steps
 from quantizers.model.activation_stream import ActivationStream
 from quantizers.model.streamed_model import DecoderLayer, StreamedModel
-from quantizers.output.journal import begun_with, refuse_unfinished
-from quantizers.output.manifest import output_facts
+from quantizers.output.journal import begun_with
+from quantizers.output.manifest import output_facts, refuse_incomplete
 from quantizers.recipe.read import find_set
 from quantizers.recipe.schema import Card, known_cards
 from quantizers.system.errors import CheckpointError, InputError, OutputError
@@ -134,7 +134,7 @@ def evaluate(
     cards = known_cards(as_served)
     names = [str(source), *map(str, [candidates] if isinstance(candidates, str | Path) else candidates)]
     for name in names:
-        refuse_unfinished(Path(name))
+        refuse_incomplete(Path(name))
     data_set = find_set(str(data), "held-out")
     remote = [stream and not Path(name).expanduser().is_dir() for name in names]
     if stream and not any(remote):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantizers.distributed.process_group import ProcessGroup
-from quantizers.output.journal import refuse_unfinished
+from quantizers.output.manifest import refuse_incomplete
 from quantizers.planning.job import given_folder
 from quantizers.recipe.read import (
     changes_of,
@@ -67,7 +67,7 @@ def question_of(
     """
     for name in (source, model):
         if name is not None:
-            refuse_unfinished(Path(name))
+            refuse_incomplete(Path(name))
     changes = changes_of(settings, calibration)
     if source is not None and (model is not None or recipe is None):
         raise InputError("--source says where a recipe's model lies; give a recipe and no --model with it")

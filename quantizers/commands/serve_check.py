@@ -39,8 +39,7 @@ from quantizers.formats.fp8 import has_kv_scales
 from quantizers.formats.tensor_names import published_names
 from quantizers.formats.unsupported import refuse_swapped_arguments
 from quantizers.model.streamed_model import StreamedModel
-from quantizers.output.journal import refuse_unfinished
-from quantizers.output.manifest import output_facts, read_record
+from quantizers.output.manifest import output_facts, read_record, refuse_incomplete
 from quantizers.recipe.portable import is_hub_id
 from quantizers.recipe.read import find_set
 from quantizers.system.errors import CheckpointError, InputError
@@ -126,7 +125,7 @@ def serve_check(
         raise InputError("--server-log is for --server; with --offline the log is known")
     if exact and source_check is not None:
         raise InputError("--exact has a limit of its own; leave out --source-check")
-    refuse_unfinished(Path(candidate))
+    refuse_incomplete(Path(candidate))
     path = _output(output, Path(candidate))
     data_set, arguments = find_set(str(data), "held-out"), dict(map(_argument, engine))
     opened = open_checkpoint(str(candidate))
@@ -210,7 +209,7 @@ def _source(candidate: Checkpoint, given: str | None) -> Checkpoint | None:
         )  # fmt: skip
         return None
     if given is not None:
-        refuse_unfinished(Path(given))
+        refuse_incomplete(Path(given))
     return source_of(candidate.folder, given, None)
 
 

@@ -16,7 +16,7 @@ from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device
 from quantizers.distributed.process_group import RESUME
 from quantizers.output import journal
-from quantizers.output.manifest import text_sha256
+from quantizers.output.manifest import refuse_incomplete, text_sha256
 from quantizers.pipeline.report import stitch_report
 from quantizers.pipeline.report_files import write_report
 from quantizers.recipe.portable import facts_copy, source_name
@@ -62,8 +62,8 @@ def stitch(
         CheckpointError: the two do not belong together, or have a format that cannot be stitched.
         OutputError: the folder holds something else.
     """
-    journal.refuse_unfinished(Path(source))
-    journal.refuse_unfinished(Path(experts))
+    refuse_incomplete(Path(source))
+    refuse_incomplete(Path(experts))
     if output is None:
         output = Path("out") / f"{Path(source_name(str(experts), Path.cwd())).name}-stitched"
         print_default(output)

@@ -12,8 +12,7 @@ from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_checkpoint, read_config, read_json, refuse_gguf
 from quantizers.formats.awq_gptq import is_awq_or_gptq
 from quantizers.formats.unsupported import refuse_swapped_arguments, refuse_unsupported
-from quantizers.output.journal import refuse_unfinished
-from quantizers.output.manifest import output_facts, refuse_removed
+from quantizers.output.manifest import output_facts, refuse_incomplete
 from quantizers.pipeline.report_files import Record, check_manifest
 from quantizers.recipe.portable import is_hub_id
 from quantizers.system.errors import ArchitectureError, CheckpointError, DamagedRecord, InputError
@@ -97,10 +96,9 @@ def verify(
     from quantizers.device.devices import choose_device
 
     folder, own = Path(folder), Path(facts) if facts is not None else None
-    refuse_unfinished(folder)
-    refuse_removed(folder)
+    refuse_incomplete(folder)
     if source is not None:
-        refuse_unfinished(Path(source))
+        refuse_incomplete(Path(source))
     opened = source_of(folder, str(source) if source is not None else None, revision, stream=stream)
     with ordered():
         found = verify_folder(folder, opened, choose_device(device), own)

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from eval.report.pages import front_matter
-from quantizers.output.journal import refuse_unfinished
-from quantizers.output.manifest import output_facts, read_record, refuse_removed, seal_of
+from quantizers.output.manifest import output_facts, read_record, refuse_incomplete, seal_of
 from quantizers.output.uploads import LOGIN, LocalFile, hashed
 from quantizers.pipeline.publication import card_gaps
 from quantizers.pipeline.report_files import check_manifest
@@ -29,8 +28,7 @@ PATIENCE = 10.0  # seconds to wait for the Hub's answer
 
 def read_report(folder: Path) -> dict[str, Any]:
     """The report of a finished run or stitch; an OutputError without one, or if it was modified since."""
-    refuse_unfinished(folder)
-    refuse_removed(folder)
+    refuse_incomplete(folder)
     report = read_record(folder)
     if not {"source", "gates", "files"} <= report.keys() or not {"settings", "stitched"} & report.keys():
         raise OutputError(

@@ -19,6 +19,8 @@ from quantizers.system.errors import CheckpointError, OutputError
 from quantizers.system.files import disk_errors, file_sha256, json_finite, write_json
 from quantizers.system.output_files import CARD, FACTS, PAGE, REPORT, files_below, is_within
 
+from .journal import refuse_unfinished
+
 
 def seal_of(report: dict[str, Any]) -> str:
     """SHA-256, hexadecimal, over everything in a report except its seal."""
@@ -68,8 +70,9 @@ def read_record(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def refuse_removed(folder: Path) -> None:
-    """Raise an OutputError if shards of a finished output are on the Hub alone, since `--remove-uploaded` was given."""
+def refuse_incomplete(folder: Path) -> None:
+    """Raise an OutputError with the remedy if an output is unfinished, or has shards that are on the Hub alone."""
+    refuse_unfinished(folder)
     published = read_record(folder).get("published")
     removed = published.get("removed") if isinstance(published, dict) else None
     gone = [name for name in removed or () if is_within(name) and not (folder / name).is_file()]

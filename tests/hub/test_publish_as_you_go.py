@@ -140,7 +140,8 @@ def test_removed_shards_never_pile_up(
     report = json.loads(here["report.json"])
     assert report["published"] == {"repo": REPO, "removed": sorted(shards(whole))}
     assert set(report["files"]) | {"report.json"} == set(whole)
-    for words in (("verify", output), ("publish", output, "--repo", REPO)):
+    words_of_eval = ("eval", job / "model", output, "--data", job / "held-out.yaml")
+    for words in (("verify", output), ("publish", output, "--repo", REPO), words_of_eval):
         assert command(*words) == 2
         assert len(command.err.splitlines()) == 1
         assert f"{LAYERS} more were removed here after their upload to {REPO}; `hf download {REPO}" in command.err
