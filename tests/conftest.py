@@ -238,7 +238,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Any:
     recipe = write_job(folder, layers=3, words=20, samples=3, awq={"grid": 5})
     change(recipe, lambda body: body["verify"].update(as_served=["hopper"]))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pipeline.journal, "check_room", lambda _, asked: needed.append(asked))
+        patched.setattr(pipeline.journal, "check_room", lambda _, asked, __: needed.append(asked))
         report = pipeline.run(prepare(str(recipe)), Options(folder / "whole", torch.device("cpu")))
     return Small(folder, report, needed[0])
 

@@ -224,6 +224,7 @@ def prefetched_tensors(
                 loaded = reading.pop().result()
                 reading = begin(position + 1)  # the part before this one is in use no more
                 _require_the_same_bytes(loaded, dist)
+                dist.barrier()  # rank 0 passes a broadcast before the others have read
                 checkpoint.release(parts[position])
                 yield loaded
                 loaded.empty()

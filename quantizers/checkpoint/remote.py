@@ -1,22 +1,24 @@
 """The files of one commit of a model on the Hub: headers, and any range of bytes, without the disk.
 
 Requests go through huggingface_hub's own retries: a lost connection, a 429 and a 5xx are tried again, as often as it
-does so, with the token of its login. What the Hub has for good, a SHA-256 of each large file, is for whoever reads one
-as a whole, see window.py.
+does so, with the token of its login; long work then waits for the Hub, see `patiently`. What the Hub has for good, a
+SHA-256 of each large file, is for whoever reads one as a whole, see window.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
+import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from quantizers.system.errors import CheckpointError, QuantizeError, first_line
+from quantizers.system.errors import CheckpointError, HubUnavailable, first_line
 from quantizers.system.thread_map import thread_map
 
 from .safetensors_header import MAX_HEADER, TensorInfo, header_length, parse_header
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 PIECE = 1 << 26  # bytes of one request, at most
 AGAIN = "give the same command again, which resumes"
 PATIENCE = 60.0  # seconds to wait for the next bytes of an answer
+PAUSES = (10.0, 60.0, 300.0, 900.0, 1800.0)  # seconds before a request is tried again that the library has given up
+LATER = (408, 409, 412, 429)  # statuses below 500 with which it may succeed then
+Result = TypeVar("Result")
 TOKEN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
@@ -73,8 +78,8 @@ class HubFiles:
         """Bytes `start` to `end` of a file.
 
         Raises:
-            CheckpointError: the file or its commit is gone, or access is refused.
-            QuantizeError: the Hub does not answer, also after the library's retries.
+            CheckpointError: the file or its commit is gone, access is refused, or what answers serves no ranges.
+            HubUnavailable: the Hub does not answer, also after the library's retries.
         """
         if start == end:
             return b""
@@ -87,7 +92,7 @@ class HubFiles:
             answer = http_backoff("GET", url, headers=headers, timeout=PATIENCE)
             hf_raise_for_status(answer)
         if answer.status_code != 206 or len(answer.content) != end - start:
-            raise QuantizeError(
+            raise CheckpointError(
                 f"{self.model}: {name}: asked for {end - start:,} bytes, got {len(answer.content):,}: what answers "
                 "there serves no ranges; leave --stream out"
             )
@@ -211,9 +216,48 @@ def hub_errors(model: str, what: str, revision: str, *, begun: bool = True) -> I
             "begun"
         ) from None
     except (HTTPError, OSError, ValueError) as failure:
-        reason = first_line(failure)
+        reason = reason_of(failure)
         if begun and not isinstance(failure, RepositoryNotFoundError | EntryNotFoundError):
-            raise QuantizeError(f"{model}: {what}: the Hub stopped answering ({reason}); {AGAIN}") from None
+            raise HubUnavailable(f"{model}: {what}: the Hub stopped answering ({reason}); {AGAIN}") from None
         raise CheckpointError(
             f"{model}: the Hub did not give {what} ({reason}); check the name and the network, or name a folder"
         ) from None
+
+
+def reason_of(failure: Exception) -> str:
+    """What the Hub, or else the library, says of a failure, in one line without the token."""
+    from huggingface_hub import get_token
+
+    words = first_line(Exception(getattr(failure, "server_message", None) or failure))
+    return re.sub(r"Bearer [^'\"]*|hf_[A-Za-z0-9]{10,}", "***", words.replace(get_token() or "\0", "***"))
+
+
+def status_of(failure: Exception) -> int | None:
+    """The status of the Hub's answer; None if it did not answer."""
+    status: int | None = getattr(getattr(failure, "response", None), "status_code", None)
+    return status
+
+
+def is_passing(failure: Exception) -> bool:
+    """Whether the same request may succeed later."""
+    status = status_of(failure)
+    return not isinstance(failure, ValueError) if status is None else status in LATER or status >= 500
+
+
+def patiently(request: Callable[[], Result], stopped: Event) -> Result:
+    """The result of a request; where the Hub is unavailable, it is made again after each of `PAUSES`, which is said.
+
+    Raises:
+        HubUnavailable: it still is, or `stopped` was set meanwhile.
+    """
+    for pause in PAUSES:
+        try:
+            return request()
+        except HubUnavailable as failure:
+            if stopped.is_set():
+                raise
+            said = str(failure).removesuffix(f"; {AGAIN}")
+            print(f"{said}; trying again in {pause:g} s", file=sys.stderr, flush=True)
+            if stopped.wait(pause):
+                raise
+    return request()

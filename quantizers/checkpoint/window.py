@@ -16,8 +16,9 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, groupby
 from pathlib import Path
 from threading import Condition, Event, Thread
@@ -29,7 +30,7 @@ from quantizers.system.formatting import size
 from quantizers.system.progress import duration
 
 from .reader import Checkpoint, read_into
-from .remote import AGAIN, PIECE, HubFile, HubFiles
+from .remote import AGAIN, PIECE, HubFile, HubFiles, patiently
 from .safetensors_header import TensorInfo
 
 CONNECTIONS = 4  # shards fetched at a time, at most
@@ -58,7 +59,10 @@ class Schedule:
     @property
     def needed(self) -> int:
         """The smallest window in bytes: the largest sum of the shards between their first and their last part."""
-        return window_needed(self.sizes, self.reads)
+        reads = list(enumerate(self.reads))
+        first = {name: n for n, part in reversed(reads) for name in part}
+        last = {name: n for n, part in reads for name in part}
+        return max((sum(self.sizes[s] for s in first if first[s] <= n <= last[s]) for n, _ in reads), default=0)
 
     @property
     def traffic(self) -> int:
@@ -74,13 +78,6 @@ class Schedule:
                 f"lie in its shards; give --window {-(-needed // 10**6)}MB or more"
             )
         return min(max(needed, DEFAULT) if limit is None else limit, whole)
-
-
-def window_needed(sizes: Mapping[str, int], reads: Sequence[set[str]]) -> int:
-    """The largest sum of `sizes` of those that lie there at a time, each from its first to its last part."""
-    first = {name: n for n, part in reversed(list(enumerate(reads))) for name in part}
-    last = {name: n for n, part in enumerate(reads) for name in part}
-    return max((sum(sizes[s] for s in first if first[s] <= n <= last[s]) for n in range(len(reads))), default=0)
 
 
 def schedule(source: Checkpoint, parts: Parts) -> Schedule:
@@ -217,7 +214,8 @@ class Window(HubFiles):
             while at < file.size:
                 if self._stopped.is_set():
                     return ""
-                block = self.range(file.name, at, min(at + PIECE, file.size))
+                end = min(at + PIECE, file.size)
+                block = patiently(partial(self.range, file.name, at, end), self._stopped)
                 at += stream.write(block)
                 hasher.update(block)
                 stream.flush()

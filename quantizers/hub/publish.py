@@ -19,10 +19,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from quantizers.checkpoint.remote import files_of
+from quantizers.checkpoint.remote import AGAIN, files_of
 from quantizers.device.devices import choose_device
 from quantizers.output.manifest import add_files, write_record
-from quantizers.output.uploads import AGAIN, MESSAGE, LocalFile, compare, hashed, require_token, upload_errors
+from quantizers.output.uploads import MESSAGE, LocalFile, compare, hashed, require_token, upload_errors
 from quantizers.pipeline.report_files import FRONT_MATTER, pictures, read_front_matter, write_with_card
 from quantizers.recipe.portable import is_hub_id
 from quantizers.system.errors import CheckpointError, InputError
@@ -206,7 +206,7 @@ def upload(
 
     Raises:
         InputError: no token, or one without write access.
-        QuantizeError: the Hub cannot be reached, or its files differ afterwards. The same command resumes the upload.
+        QuantizeError: the Hub cannot be reached, or its files differ afterwards. The same command goes on.
     """
     from huggingface_hub import HfApi
 
@@ -239,7 +239,7 @@ def _hub_errors(repo: str) -> Iterator[None]:
 
     restore = handle_signals(end, signal.SIGINT, signal.SIGTERM)
     try:
-        with upload_errors(repo):
+        with upload_errors(repo, "name another repository"):
             yield
     finally:
         restore()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +50,13 @@ class Context:
         """Has finished shards that are no longer here; None if all are."""
         return self.uploads.there if self.uploads else None
 
-    def upload(self, entry: Mapping[str, Any]) -> None:
-        """Let the shard of a journal entry be uploaded, if the run publishes as it goes."""
-        if self.uploads:
-            self.uploads.put([written_shard(entry)], self.check)
+    @property
+    def uploaded(self) -> Container[str]:
+        """Finished shards that are on the Hub."""
+        return self.uploads.shards if self.uploads else ()
+
+    def upload(self, *entries: Mapping[str, Any]) -> None:
+        """Let the shards of journal entries be uploaded, if the run publishes as it goes."""
+        for entry in entries:
+            if self.uploads:
+                self.uploads.put(written_shard(entry["shard"], entry["digest"]), self.check)

@@ -33,7 +33,7 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from itertools import takewhile
 from pathlib import Path, PurePosixPath
@@ -152,26 +152,29 @@ def passthrough_entries(work: Path) -> list[dict[str, Any]]:
 
 
 def uploads(work: Path) -> dict[str, Any]:
-    """What a run has uploaded so far, see `uploads.Uploads`; empty if it does not publish as it goes."""
+    """Where a run publishes as it goes, see output/uploads.py; empty if it does not."""
     file = work / UPLOADED
     return json.loads(file.read_text()) if file.exists() else {}
 
 
-def uploaded(work: Path, shard: str) -> str | None:
-    """The SHA-256 of a finished shard on the Hub, where this call of the run found it or sent it; None if it is not."""
-    found: str | None = uploads(work).get("files", {}).get(shard)
-    return found
+def digests(work: Path) -> dict[str, dict[str, Any]]:
+    """How each finished shard of a run was written, by its name."""
+    layers = [json.loads(file.read_text()) for file in (work / "layers").glob("*.json")]
+    return {entry["shard"]: entry["digest"] for entry in (*layers, *passthrough_entries(work))}
 
 
 def damaged_shards(
-    work: Path, entries: Sequence[dict[str, Any]], step: Callable[[str], None] = lambda _: None
+    work: Path,
+    entries: Sequence[dict[str, Any]],
+    step: Callable[[str], None] = lambda _: None,
+    uploaded: Container[str] = (),
 ) -> dict[int, str]:
     """The problem of each damaged finished shard, by its index in `entries` of the journal.
 
-    Every shard is read; of one that was removed after its upload, the Hub's hash is compared.
+    Every shard is read, but for those that are not here, and `uploaded`: their hashes have been compared.
     """
     damaged = {}
-    with contextlib.closing(thread_map(partial(_damage, work), entries)) as problems:
+    with contextlib.closing(thread_map(partial(_damage, work, uploaded), entries)) as problems:
         for index, problem in enumerate(problems):
             if problem:
                 damaged[index] = problem
@@ -179,10 +182,10 @@ def damaged_shards(
     return damaged
 
 
-def _damage(work: Path, entry: dict[str, Any]) -> str:
+def _damage(work: Path, uploaded: Container[str], entry: dict[str, Any]) -> str:
     """How a finished shard differs from what was written; empty if it does not."""
     path, written = work / "output" / entry["shard"], entry["digest"]
-    if not path.exists() and uploaded(work, path.name) == written["sha256"]:
+    if path.name in uploaded and not path.exists():
         return ""
     try:
         size = path.stat().st_size
@@ -324,19 +327,20 @@ def refuse_strangers(output: Path) -> None:
         raise OutputError(f"{output}: is not empty and holds no run of this program; give a new or empty folder")
 
 
-def check_room(work: Path, needed: int) -> None:
+def check_room(work: Path, needed: int, remedies: Sequence[str] = ()) -> None:
     """Raise a QuantizeError with both numbers if a run would fill the disk.
 
     Args:
         needed: bytes of the output and of all temporary files.
+        remedies: what else would need less.
     """
     # Files of an interrupted run already have their space: count their allocated blocks, not their sizes.
     needed -= sum(512 * file.stat().st_blocks for file in work.rglob("*") if file.is_file())
     free = shutil.disk_usage(work).free
     if needed > free:
         raise QuantizeError(
-            f"{work.parent}: the output and its hidden states need {needed / 1e9:.3g} GB more, {free / 1e9:.3g} GB "
-            "are free; make room or choose another --output"
+            f"{work.parent}: what the run keeps on the disk needs {needed / 1e9:.3g} GB more, {free / 1e9:.3g} GB are "
+            f"free; make room, choose another --output{''.join(f', or {one}' for one in remedies)}"
         )
 
 

@@ -4,11 +4,10 @@ What a run has uploaded is in DIR/.quantize/uploaded.json:
 
     repo      the repository
     created   whether this run made it, private: then it becomes public at the end
-    proven    whether all files of the output are there, compared by hash
-    files     SHA-256 of each shard that is there, compared by hash: such a shard may be missing in DIR
+    proven    the output's files, once all are there, compared by hash
 
-A shard that is on the Hub, but not noted yet, is not sent again: what the Hub has is looked at first. The Hub library
-takes the token from its own login or environment; it is masked in every message of the library.
+Which shards are there is not noted: the Hub has their hashes, and the journal those that they were written with. The
+Hub library takes the token from its own login or environment; it is masked in every message of the library.
 """
 
 from __future__ import annotations
@@ -25,19 +24,28 @@ from threading import Condition, Event, Thread
 from typing import Any
 
 from quantizers.checkpoint.reader import read_into
-from quantizers.checkpoint.remote import HubFile, HubFiles, by_name, files_of
+from quantizers.checkpoint.remote import (
+    AGAIN,
+    HubFile,
+    HubFiles,
+    by_name,
+    files_of,
+    is_passing,
+    patiently,
+    reason_of,
+    status_of,
+)
 from quantizers.checkpoint.safetensors_header import TensorInfo, read_header
-from quantizers.system.errors import InputError, QuantizeError, first_line
+from quantizers.system.errors import HubUnavailable, InputError, QuantizeError
 from quantizers.system.files import disk_errors, write_json
 
 from . import journal
 
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN to one with write access"
-AGAIN = "give the same command again; it resumes the upload"
 CHUNK = 1 << 24  # bytes read at a time
 ATTRIBUTES = ".gitattributes"  # which the Hub adds
 MESSAGE = "Upload with moe-quantizers"
-PAUSES = (10.0, 60.0, 300.0)  # seconds before an upload is tried again; the library itself tries no commit again
+LONGEST = 600.0  # seconds without a byte of a request or an answer; the library itself would wait for good
 POLL = 0.1  # seconds between two looks at what is waited for
 LINES = 20.0  # seconds of waiting between two lines about it
 
@@ -64,9 +72,9 @@ def hashed(folder: Path, name: str) -> LocalFile:
     return LocalFile(name, length, sha256.hexdigest(), blob.hexdigest())
 
 
-def written_shard(entry: Mapping[str, Any]) -> LocalFile:
-    """A shard as its journal entry has it."""
-    return LocalFile(entry["shard"], entry["digest"]["bytes"], entry["digest"]["sha256"], "")
+def written_shard(name: str, digest: Mapping[str, Any]) -> LocalFile:
+    """A shard with the digest with which it was written."""
+    return LocalFile(name, digest["bytes"], digest["sha256"], "")
 
 
 def compare(repo: str, files: Iterable[LocalFile], on_hub: Mapping[str, HubFile], remedy: str) -> list[str]:
@@ -92,32 +100,38 @@ def _is_same(file: LocalFile, entry: HubFile | None) -> bool:
 
 
 @contextmanager
-def upload_errors(repo: str) -> Iterator[None]:
-    """Within the block the library's exceptions become ours, in one line without the token."""
-    from httpx import HTTPError
-    from huggingface_hub import get_token
+def upload_errors(repo: str, remedy: str = "") -> Iterator[None]:
+    """Within the block the library's exceptions become ours, in one line without the token, and no request is endless.
 
+    Args:
+        remedy: what else a user can do if access is refused.
+    """
+    from httpx import HTTPError, Timeout
+    from huggingface_hub import get_session
+
+    get_session().timeout = Timeout(LONGEST)
     try:
         yield
     except (HTTPError, OSError, RuntimeError, ValueError) as failure:
-        status = getattr(getattr(failure, "response", None), "status_code", None)
+        status, reason = status_of(failure), reason_of(failure)
         if status in (401, 403):
             raise InputError(
-                f"{repo}: the Hub refuses this token ({status}); log in with `hf auth login` to an account with write "
-                "access, or name another repository"
+                f"{repo}: the Hub refuses this ({status}: {reason}); log in with `hf auth login` to an account with "
+                f"write access and room{f', or {remedy}' if remedy else ''}"
             ) from None
-        reason = first_line(failure)
-        if token := get_token():
-            reason = reason.replace(token, "***")
-        raise QuantizeError(f"{repo}: the upload stopped ({reason}); {AGAIN}") from None
+        kind = HubUnavailable if is_passing(failure) else QuantizeError
+        raise kind(f"{repo}: the upload stopped ({reason}); {AGAIN}") from None
 
 
 def require_token() -> None:
-    """Raise an InputError if the Hub library has no token."""
+    """Raise an InputError if the Hub library has no token that a request can carry."""
     from huggingface_hub import get_token
 
-    if get_token() is None:
+    token = get_token()
+    if token is None:
         raise InputError(f"no Hub token; {LOGIN}")
+    if not (token.isascii() and token.isprintable()):
+        raise InputError(f"the Hub token has characters that no token has; {LOGIN}")
 
 
 def is_to_be_made(repo: str, *, ours: bool) -> bool:
@@ -127,7 +141,7 @@ def is_to_be_made(repo: str, *, ours: bool) -> bool:
         ours: whether what lies there is of the run that asks.
 
     Raises:
-        InputError: no token, or one without write access; the repository is public, or holds other files.
+        InputError: no token, or one without write access; the repository is public, or, unless `ours`, holds files.
         QuantizeError: the Hub does not answer.
     """
     from huggingface_hub import HfApi
@@ -138,10 +152,13 @@ def is_to_be_made(repo: str, *, ours: bool) -> bool:
         try:
             info = HfApi().model_info(repo)
         except RepositoryNotFoundError:
+            if HfApi().whoami().get("auth", {}).get("accessToken", {}).get("role") == "read":
+                raise InputError(f"{repo}: this token may only read; {LOGIN}") from None
             return True
     if not info.private:
         raise InputError(
-            f"{repo}: is public, and nothing of a run is to be public before its proof; name a new repository"
+            f"{repo}: is public, and nothing of a run is to be public before its proof; make it private"
+            f"{' again' if ours else ', or name a new repository'}"
         )
     others = sorted({one.rfilename for one in info.siblings or ()} - {ATTRIBUTES})
     if others and not ours:
@@ -149,9 +166,26 @@ def is_to_be_made(repo: str, *, ours: bool) -> bool:
             f"{repo}: has {others[0]}{f' and {len(others) - 1} more files' if len(others) > 1 else ''}, which this run "
             "did not upload; name a new repository, or delete this one"
         )
-    with upload_errors(repo):
+    with upload_errors(repo, "name another repository"):
         HfApi().auth_check(repo, write=True)
     return False
+
+
+def refuse_card(repo: str, text: str) -> None:
+    """Raise an InputError if the Hub would not take a model card, which it looks at when the card is committed."""
+    from huggingface_hub import constants, get_session, hf_raise_for_status
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+    with upload_errors(repo):
+        url, asked = f"{constants.ENDPOINT}/api/validate-yaml", {"content": text, "repoType": "model"}
+        answer = get_session().post(url, json=asked, headers=build_hf_headers())
+        hf_raise_for_status(answer)
+        errors = [one["message"] for one in answer.json().get("errors", ())]
+    if errors:
+        raise InputError(
+            f"{repo}: the Hub refuses the card's front matter ({errors[0]}); leave --publish-as-you-go out, and give "
+            "`quantize publish` --license or --base-model"
+        )
 
 
 class HereOrHub(HubFiles):
@@ -182,17 +216,18 @@ class Uploads:
         is_new: whether the repository is to be made.
 
     Attributes:
-        there: the Hub's files of the run's last commit, and those of the output that are here; not to be read while
-            the thread works.
+        there: the Hub's files of the run's last commit, and those of the output that are here; what the thread may be
+            sending is not to be read.
+        shards: finished shards that are on the Hub, compared by hash: they may be missing here.
     """
 
     def __init__(self, work: Path, repo: str, *, most: int | None, is_new: bool) -> None:
         self.repo, self._most, self._is_new = repo, most, is_new
-        self.there = HereOrHub(repo, "main", {})
+        self.there, self.shards = HereOrHub(repo, "main", {}), set[str]()
         self._work, self._state = work, journal.uploads(work)
         self._waiting: dict[str, LocalFile] = {}
         self._turn, self._ended = Condition(), Event()
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
 
     @property
     def url(self) -> str:
@@ -209,43 +244,47 @@ class Uploads:
     @property
     def proven(self) -> bool:
         """Whether `finish` has come to its end."""
-        return bool(self._state["proven"])
+        return bool(self._state.get("proven"))
 
     def begin(self) -> None:
-        """Create the repository, private, if there is none; forget what it no longer has; start the thread."""
+        """Create the repository, private, if there is none; look which shards it has; start the thread."""
         from huggingface_hub import HfApi
 
         before = self._state
-        if self._is_new or before.get("repo") != self.repo:
-            self._state = {"repo": self.repo, "created": self._is_new, "files": {}}
-        self._state = self._state | {"proven": False}
-        self._note()  # first: otherwise a kill would leave a repository of which nobody knows whose it is
-        with upload_errors(self.repo):
+        known = before.get("repo") == self.repo
+        # First: otherwise a kill would leave a repository of which nobody knows whose it is.
+        self._note({"repo": self.repo, "created": before["created"] if known else self._is_new})
+        with upload_errors(self.repo, "name another repository"):
             if self._is_new:
                 try:
                     HfApi().create_repo(self.repo, private=True)
-                except Exception:  # a private repository is hidden from another token, which may not make it either
-                    self._state = before
-                    self._note()
+                except Exception as failure:
+                    # Else it may be there, and only the answer is lost. A private one is hidden from another token.
+                    if not is_passing(failure):
+                        self._note(before)
                     raise
             self._list()
-        found = {name: one.sha256 for name, one in self.there.files.items()}
-        self._state["files"] = {k: v for k, v in self._state["files"].items() if found.get(k) == v}
-        self._note()
+        on_hub = {name: one.sha256 for name, one in self.there.files.items()}
+        self.shards = {name for name, one in journal.digests(self._work).items() if on_hub.get(name) == one["sha256"]}
         Thread(target=self._run, daemon=True).start()
 
-    def put(self, files: Iterable[LocalFile], check: Callable[[], None]) -> None:
-        """Let finished files be uploaded. If shards are removed, this waits while too many of them are here.
+    @property
+    def removed_bytes(self) -> int:
+        """Of shards that are on the Hub, and not here."""
+        folder = self._work / "output"
+        return sum(self.there.files[name].size for name in self.shards if not (folder / name).exists())
+
+    def put(self, shard: LocalFile, check: Callable[[], None]) -> None:
+        """Let a finished shard be uploaded. If shards are removed, this waits while too many of them are here.
 
         Args:
             check: called again and again; may raise to interrupt.
         """
         with self._turn:
-            for file in files:
-                if self._state["files"].get(file.name) != file.sha256:
-                    self._waiting[file.name] = file
-                else:
-                    self._remove(file)
+            if shard.name in self.shards:
+                self._remove(shard)
+            else:
+                self._waiting[shard.name] = shard
             self._turn.notify_all()
         self.wait(check, sys.maxsize if self._most is None else self._most)
 
@@ -266,6 +305,11 @@ class Uploads:
                 said = time.monotonic()
                 print(f"waiting for {waiting} files to be uploaded to {self.repo}", file=sys.stderr, flush=True)
 
+    def make_room(self, check: Callable[[], None]) -> None:
+        """Wait for all uploads, if shards are removed."""
+        if self._most is not None:
+            self.wait(check)
+
     def settle(self, check: Callable[[], None]) -> HubFiles:
         """Wait for all files, and ask the Hub for what it has now."""
         self.wait(check)
@@ -273,26 +317,30 @@ class Uploads:
             self._list()
         return self.there
 
-    def finish(self, files: Sequence[LocalFile], shards: Iterable[LocalFile], check: Callable[[], None]) -> list[str]:
-        """Upload the rest of a proven output, and compare all its files. Returns the names of others on the Hub."""
+    def finish(self, files: Sequence[LocalFile], shards: Sequence[LocalFile], check: Callable[[], None]) -> None:
+        """Upload the rest of a proven output, and compare all its files."""
         with self._turn:
             self._waiting |= {file.name: file for file in files}
             self._turn.notify_all()
         self.settle(check)
-        others = compare(self.repo, [*files, *shards], self.there.files, AGAIN)
-        self._state["proven"] = True
-        self._note()
-        return others
+        compare(self.repo, [*files, *shards], self.there.files, AGAIN)
+        self._note(self._state | {"proven": sorted(file.name for file in (*files, *shards))})
+
+    def others(self) -> list[str]:
+        """Files that the Hub has now beside those of the proven output."""
+        with upload_errors(self.repo):
+            self._list()
+        return sorted(self.there.files.keys() - {*self._state["proven"], ATTRIBUTES})
 
     def make_public(self) -> None:
         """Let everybody see the repository."""
         from huggingface_hub import HfApi
 
-        with upload_errors(self.repo):
+        with upload_errors(self.repo, "add --private, and make it public on the Hub"):
             HfApi().update_repo_settings(self.repo, private=False)
 
-    def end(self) -> None:
-        """Let the thread end, and note nothing more; what it is sending is not waited for."""
+    def close(self) -> None:
+        """Let the thread end, and remove nothing more; what it is sending is not waited for."""
         with self._turn:
             self._ended.set()
             self._turn.notify_all()
@@ -309,51 +357,42 @@ class Uploads:
                 with self._turn:
                     if self._ended.is_set():
                         return
-                    shards = [file for file in files if not file.blob]
-                    self._state["files"] |= {file.name: file.sha256 for file in shards}
-                    self._note()
-                    for file in shards:
-                        self._remove(file)
                     for file in files:
+                        if not file.blob:
+                            self.shards.add(file.name)
+                            self._remove(file)
                         del self._waiting[file.name]
                     self._turn.notify_all()
-        except Exception as failure:  # for the run's own thread
+        except BaseException as failure:  # for the run's own thread; a panic of the library is no Exception
             with self._turn:
                 self._failure = failure
                 self._turn.notify_all()
 
     def _upload(self, files: Sequence[LocalFile]) -> None:
         new = [file.name for file in files if not _is_same(file, self.there.files.get(file.name))]
-        for pause in (*PAUSES, None) if new else ():
-            try:
-                with upload_errors(self.repo):
-                    self._send(new)
-                break
-            except QuantizeError as failure:
-                if isinstance(failure, InputError) or pause is None:
-                    raise
-                print(f"{self.repo}: the Hub did not take an upload; trying again in {pause:g} s", file=sys.stderr)
-                if self._ended.wait(pause):
-                    raise
+        if new:
+            patiently(lambda: self._send(new), self._ended)
         compare(self.repo, files, self.there.files, AGAIN)
 
     def _send(self, names: Sequence[str]) -> None:
         from huggingface_hub import CommitOperationAdd, HfApi
 
         api, additions = HfApi(), []
-        for name in names:
-            addition = CommitOperationAdd(name, self._work / "output" / name)
-            # One at a time: for several the library starts threads, for which an interrupted process would wait.
-            api.preupload_lfs_files(self.repo, [addition])
-            additions.append(addition)
-        self.there.commit = api.create_commit(self.repo, additions, commit_message=MESSAGE).oid
-        self.there.files |= by_name(api.get_paths_info(self.repo, list(names), revision=self.there.commit))
+        with upload_errors(self.repo):
+            for name in names:
+                addition = CommitOperationAdd(name, self._work / "output" / name)
+                # One at a time: for several the library starts threads, for which an interrupted process would wait.
+                api.preupload_lfs_files(self.repo, [addition])
+                additions.append(addition)
+            self.there.commit = api.create_commit(self.repo, additions, commit_message=MESSAGE).oid
+            self.there.files |= by_name(api.get_paths_info(self.repo, list(names), revision=self.there.commit))
 
     def _list(self) -> None:
         self.there = HereOrHub(self.repo, *files_of(self.repo, "main"))
 
-    def _note(self) -> None:
-        write_json(self._work / journal.UPLOADED, self._state)
+    def _note(self, state: dict[str, Any]) -> None:
+        self._state = state
+        write_json(self._work / journal.UPLOADED, state)
 
     def _remove(self, file: LocalFile) -> None:
         path = self._work / "output" / file.name

@@ -6,10 +6,11 @@ place at the very end.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -56,7 +57,7 @@ from stitch.write.config_files import write_config_files
 
 from . import publication as publishing
 from .publication import Destination
-from .quantize import input_sums_folder, quantize_layers
+from .quantize import IMATRIX, quantize_layers
 from .report import of_plan, planned_report, rehearse, run_report
 from .report_files import write_report
 from .servable import planned_check
@@ -150,7 +151,7 @@ def run(job: Job, options: Options) -> dict[str, Any]:
             _refuse_different_ranks(job, options)
         with journal.locked(options.output, dist):
             if unfinished and engines is not None:
-                with publishing.begun(uploads, options.destination):
+                with contextlib.closing(uploads) if uploads else contextlib.nullcontext():
                     _make_output(job, options, work, check, engines, uploads)
             elif unfinished:
                 _quantize_share(job, options, work, check)
@@ -304,25 +305,27 @@ def _make_output(
     planned = planned_report(job, resolved, inputs.data, options.device)
     named = planned | publishing.named(options.destination)
     rehearsed = rehearse(job, named, inputs.data, inputs.evaluation, engines, resolved.texts())
-    publishing.say_gaps(rehearsed, options.destination)
+    publishing.begin(uploads, options.destination, rehearsed)
     kept, temporary = _share_memory(job, inputs, options)
-    damaged = _open_work_folder(job, resolved, inputs, options, work, check)
+    damaged = _open_work_folder(job, resolved, inputs, options, work, check, uploaded=uploads.shards if uploads else ())
     files = (*side_files(job.opened.folder), *copied.values())
     needed = planned["plan"]["output_bytes"] + sum(file.stat().st_size for file in files) + temporary
-    if options.destination and options.destination.remove:
-        needed -= job.plan.removed_bytes(dist.world_size)
+    if uploads and options.destination:
+        removed = job.plan.removed_bytes(dist.world_size) if options.destination.remove else 0
+        needed -= max(removed, uploads.removed_bytes)
     itemsize = forward_dtype(options.device).itemsize
     needed += bytes_of_sums(job.sizes, inputs.counts[0], itemsize) if options.imatrix else 0
     needed += schedule(job.opened, parts_of_run(job)).window(options.window) if job.opened.remote else 0
     probe = probe_bytes(job.sizes, [len(t) for t in inputs.tokens], itemsize) if job.allocation else 0
-    journal.check_room(work, needed + probe)
+    less = ["give a smaller --window"] * bool(job.opened.remote) + ["give --remove-uploaded"] * bool(uploads)
+    journal.check_room(work, needed + probe, less)
     dist.broadcast_object((kept, inputs.texts))
     context = Context(work, options.device, check=check, dist=dist, window=options.window, uploads=uploads, **kept)
     check_source(job, inputs.texts, context, ignore=options.ignore_source_check)
     if job.allocation:
         job = choose_schemes(job, inputs.tokens, context, options.output)
         planned |= of_plan(job.plan, job.facts, job.sizes, job.opened, resolved.recipe.source.model)
-        journal.check_room(work, needed)
+        journal.check_room(work, needed, less)
     stop = job.recipe.verify.stop if job.recipe.verify and not options.ignore_stop else None
     measured = quantize_layers(
         job,
@@ -346,7 +349,7 @@ def _make_output(
     report = run_report(planned, job, inputs.data, figures, started, context)
     write_report(output, report | publishing.published(report, options.destination, output), resolved.texts())
     if options.imatrix:
-        sums, path = input_sums_folder(work), options.imatrix_file
+        sums, path = work / IMATRIX, options.imatrix_file
         print(imatrix_table(make_imatrix(path, sums, job.facts, job.sizes, job.config, inputs.data)), file=sys.stderr)
     publishing.finish(uploads, work, options.output, check)
     write_text("", work / "moving")
@@ -434,7 +437,14 @@ def _share_memory(job: Job, inputs: _Inputs, options: Options) -> tuple[dict[str
 
 
 def _open_work_folder(
-    job: Job, resolved: Resolved, inputs: _Inputs, options: Options, work: Path, check: Callable[[], None]
+    job: Job,
+    resolved: Resolved,
+    inputs: _Inputs,
+    options: Options,
+    work: Path,
+    check: Callable[[], None],
+    *,
+    uploaded: Container[str],
 ) -> list[int]:
     """Begin or resume in the work folder, and say so on standard error; the layers whose shards must be made again.
 
@@ -458,7 +468,7 @@ def _open_work_folder(
         measured |= {"as_served": job.recipe.as_served} if job.recipe.as_served else {}
         journal.refuse_changes(work, measured, output, journal.HELD_OUT)
     journal.remove_cut_files(work)
-    damaged = _find_damage(work, entries, output, check)
+    damaged = _find_damage(work, entries, output, check, uploaded)
     if options.paranoid:
         check_hashes(job.opened, work, output, check)
     for folder in ("layers", "output"):
@@ -467,15 +477,17 @@ def _open_work_folder(
     return damaged
 
 
-def _find_damage(work: Path, entries: Sequence[dict[str, Any]], output: Path, check: Callable[[], None]) -> list[int]:
+def _find_damage(
+    work: Path, entries: Sequence[dict[str, Any]], output: Path, check: Callable[[], None], uploaded: Container[str]
+) -> list[int]:
     """The finished layers of an earlier call whose shards are no longer as they were written; each is named."""
     for passthrough in work.glob("passthrough-*.json"):
-        if journal.damaged_shards(work, [json.loads(passthrough.read_text())]):
+        if journal.damaged_shards(work, [json.loads(passthrough.read_text())], uploaded=uploaded):
             passthrough.unlink()  # its shard is written at the beginning, so it will be written again
     if not entries:
         return []
     with progress("checking", len(entries), unit="shard") as step:
-        damaged = journal.damaged_shards(work, entries, checked(step, check))
+        damaged = journal.damaged_shards(work, entries, checked(step, check), uploaded)
     for layer, problem in damaged.items():
         print(f"{output}: layer {layer}: {problem}; it is made again", file=sys.stderr)
     return list(damaged)

@@ -9,17 +9,28 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quantizers.output import journal
-from quantizers.output.uploads import LocalFile, Uploads, hashed, is_to_be_made, require_token, written_shard
+from quantizers.output.uploads import (
+    LocalFile,
+    Uploads,
+    hashed,
+    is_to_be_made,
+    refuse_card,
+    require_token,
+    written_shard,
+)
 from quantizers.planning.plan import WAITING
 from quantizers.system.errors import OutputError
+from quantizers.system.formatting import size
 from quantizers.system.output_files import REPORT
+from quantizers.system.strict_yaml import dump
+
+FREE = 100_000_000_000  # bytes of private repositories of an account that pays nothing
 
 
 @dataclass(frozen=True)
@@ -54,42 +65,28 @@ def uploads_of(destination: Destination | None, output: Path) -> Uploads | None:
     """The uploads of a run in this folder; None if it does not publish as it goes.
 
     Raises:
-        OutputError: an earlier call of the run published elsewhere.
+        OutputError: an earlier call of the run published elsewhere, and what it removed here is needed.
         InputError: the Hub or the repository is not as it must be, see `is_to_be_made`.
     """
     work = journal.work_folder(output)
-    before = journal.uploads(work)
-    if before.get("files") and before["repo"] != (destination and destination.repo):
+    before, moving = journal.uploads(work), (work / "moving").exists()
+    away = any(not (work / "output" / name).exists() for name in journal.digests(work))
+    if before and (away or moving) and before["repo"] != (destination and destination.repo):
         raise OutputError(
-            f"{output}: this run publishes to {before['repo']} as it goes; give --publish-as-you-go {before['repo']} "
-            "as before, or start over with --fresh"
+            f"{output}: this run publishes to {before['repo']}, and has removed shards; give --publish-as-you-go "
+            f"{before['repo']} as before, or start over with --fresh"
         )
     if destination is None:
         return None
-    if moving := (work / "moving").exists():  # then all is uploaded, and it may be public
+    if moving:  # then all is uploaded, and it may be public
         require_token()
     is_new = not moving and is_to_be_made(destination.repo, ours=before.get("repo") == destination.repo)
     return Uploads(work, destination.repo, most=WAITING if destination.remove else None, is_new=is_new)
 
 
-@contextmanager
-def begun(uploads: Uploads | None, destination: Destination | None) -> Iterator[None]:
-    """Within the block finished shards are uploaded."""
-    if uploads is None or destination is None:
-        yield
-        return
-    uploads.begin()
-    until = "private" if destination.private or uploads.stays_private else "private until the end"
-    print(f"publishing as it goes to {uploads.url}, {until}", file=sys.stderr, flush=True)
-    try:
-        yield
-    finally:
-        uploads.end()
-
-
 def card_gaps(report: dict[str, Any]) -> dict[str, str]:
     """Why the card has no licence of the Hub's, and no model on the Hub that was quantized, by their keys in it."""
-    from eval.report.pages import front_matter, strange_licenses
+    from eval.report.pages import front_matter, strange_licenses  # here, and below: with torch
 
     front = front_matter(report)
     said = report.get("experts", {}).get("card", {}).get("license", ())
@@ -107,10 +104,28 @@ def card_gaps(report: dict[str, Any]) -> dict[str, str]:
     )
 
 
-def say_gaps(report: dict[str, Any], destination: Destination | None) -> None:
-    """Name on standard error what the card of a run that publishes will lack."""
-    for key, words in card_gaps(report).items() if destination else ():
+def begin(uploads: Uploads | None, destination: Destination | None, report: dict[str, Any]) -> None:
+    """Begin to upload finished shards; say where, and by a rehearsed report what is needed there and the card lacks.
+
+    Raises:
+        InputError: the Hub does not take the card, or refuses a new repository.
+    """
+    from eval.report.pages import front_matter
+
+    if uploads is None or destination is None:
+        return
+    refuse_card(destination.repo, f"---\n{dump(front_matter(report))}---\n")
+    for key, words in card_gaps(report).items():
         print(f"the card has no {key}: {words}; add it on the Hub, after the run", file=sys.stderr)
+    if (needed := report["plan"]["output_bytes"]) > FREE:
+        print(
+            f"{destination.repo}: needs {size(needed)} of private storage until the end; a free account has "
+            f"{size(FREE)}, see https://huggingface.co/docs/hub/storage-limits",
+            file=sys.stderr,
+        )
+    uploads.begin()
+    until = "private" if destination.private or uploads.stays_private else "private until the end"
+    print(f"publishing as it goes to {uploads.url}, {until}", file=sys.stderr, flush=True)
 
 
 def _failed(report: dict[str, Any]) -> list[str]:
@@ -145,22 +160,23 @@ def finish(uploads: Uploads | None, work: Path, output: Path, check: Callable[[]
         print(
             f"{uploads.repo}: stays private, with shards alone: a gate failed ({', '.join(failed)}); delete it; or "
             f"`hf download {uploads.repo} --local-dir {output}` brings removed shards back, and `quantize publish "
-            f"{output} --repo {uploads.repo} --force REASON` publishes all the same",
+            f"{output} --repo {uploads.repo} --force REASON` uploads the rest all the same",
             file=sys.stderr,
         )
         return
-    shards = [written_shard({"shard": name, "digest": one}) for name, one in report["audit"]["digests"].items()]
+    shards: list[LocalFile] = [written_shard(name, one) for name, one in report["audit"]["digests"].items()]
     known = {shard.name for shard in shards}
-    files: list[LocalFile] = [hashed(folder, name) for name in sorted({*report["files"], REPORT} - known)]
-    if others := uploads.finish(files, shards, check):
-        print(f"on {uploads.url}, but not of this output: {', '.join(others)}", file=sys.stderr)
+    uploads.finish([hashed(folder, name) for name in sorted({*report["files"], REPORT} - known)], shards, check)
 
 
 def open_up(uploads: Uploads | None, destination: Destination | None) -> None:
-    """Make the repository of a proven output public, unless it is to stay private; say which."""
+    """Make the repository of a proven output public, unless it is to stay private or has other files; say which."""
     if uploads is None or destination is None or not uploads.proven:
         return
+    others = uploads.others()
     why = "as --private says" if destination.private else "as it was before" if uploads.stays_private else ""
+    if others:
+        why = f"as it has {', '.join(others)}, not of this output: delete that and make it public on the Hub"
     if not why:
         uploads.make_public()
     print(

@@ -21,7 +21,6 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import torch
 
@@ -73,6 +72,8 @@ from stitch.write.shard import converted_tensors, kept_hashes, layer_tensors, wr
 
 from .layer_entry import Entry, Written, layer_note, of_shard, of_solution, refuse_layer
 
+IMATRIX = "imatrix"  # folder of a run's sums for an importance matrix, see importance/input_sums.py
+
 
 def quantize_layers(
     job: Job,
@@ -94,7 +95,7 @@ def quantize_layers(
         context: its `work` holds `layers/` and `output/`; layers that have a journal entry there are not made again.
         damaged: finished layers whose shards must be made again.
         stop: the figures of a layer after which the run stops.
-        imatrix: take the calibration samples through the source's layers too, for `input_sums_folder`.
+        imatrix: take the calibration samples through the source's layers too, for `IMATRIX`.
 
     Returns:
         What the output does with the texts, compared with the source; None without texts, and of no use in ranks
@@ -110,7 +111,7 @@ def quantize_layers(
         refuse_layer(entry, stop)
     lengths = [len(sequence) for sequence in tokens or ()]
     done, damaged, lengths, stops = dist.broadcast_object((len(entries), damaged, lengths, stop is not None))
-    folder = input_sums_folder(context.work)
+    folder = context.work / IMATRIX
     summing = dist.broadcast_object(imatrix and not sums_file(folder, None).exists())
     passing = dist.broadcast_object(
         [part for part in job.plan.passthrough_parts if not _is_written(job, part, context)]
@@ -127,11 +128,6 @@ def quantize_layers(
         run.resume(done, damaged, entries)
         run.quantize(done, data, entries, stop)
         return run.measured(entries)
-
-
-def input_sums_folder(work: Path) -> Path:
-    """Where a run keeps the sums for an importance matrix, see importance/input_sums.py."""
-    return work / "imatrix"
 
 
 class _Run:
@@ -213,12 +209,15 @@ class _Run:
     def resume(self, done: int, damaged: Sequence[int], entries: Sequence[Entry]) -> None:
         """Take the calibration states through the finished layers, and make damaged ones again."""
         job, context = self.job, self.context
-        output = context.work / "output"
+        if damaged and context.uploads:
+            whole = [entry for number, entry in enumerate(entries) if number not in damaged]
+            context.upload(*journal.passthrough_entries(context.work), *whole)
+            context.uploads.make_room(context.check)
         resume_layers(
             done if done < job.sizes["layers"] else max(damaged, default=-1) + 1,
             damaged,
             follow=lambda number: self.quantizer.follow(
-                number, finished_shard(job.opened, output / job.plan.shard_file(number), context)
+                number, finished_shard(job.opened, context.work / "output" / job.plan.shard_file(number), context)
             ),
             make_again=partial(self._make_again, entries),
             check=context.check,
@@ -232,7 +231,7 @@ class _Run:
                     shown(f"layer {step.number}")
 
     def _make_again(self, entries: Sequence[Entry], number: int) -> None:
-        source, dist = self.job.opened, self.context.dist
+        source, context, dist = self.job.opened, self.context, self.context.dist
         loaded = load_once(source, layer_names(source, self.job.facts, number), dist)
         step = LayerStep(number, loaded, loaded.to(self.model.device))
         run_step(step, self.model, [Comparison(self.streams[0], [self.quantizer], (), dist)])
@@ -246,14 +245,14 @@ class _Run:
                         "time; start over with --fresh"
                     )
             print(f"layer {number}: its shard was made again, with the bytes that it had", file=sys.stderr)
+            context.upload(entries[number])  # so that none pile up here before the next layer
         dist.barrier()
 
     def quantize(self, done: int, data: CalibrationData | None, entries: list[Entry], stop: Stop | None) -> None:
         """The loop over the layers that are left; rank 0 adds the entry of each one that is done to `entries`."""
         job, context, begun = self.job, self.context, dict[int, Entry]()  # begun: shards are not on disk yet
         layers, dist = job.sizes["layers"], context.dist
-        for entry in [*journal.passthrough_entries(context.work), *entries]:
-            context.upload(entry)  # unless an earlier call did
+        context.upload(*journal.passthrough_entries(context.work), *entries)  # unless an earlier call did
         say_forecast = forecast(layers)
         steps = layer_steps(
             job.opened,
@@ -340,8 +339,8 @@ def _with_converted(job: Job) -> Checkpoint:
 def _is_written(job: Job, part: int | None, context: Context) -> bool:
     """Whether the shard of a passthrough part is written and journaled."""
     shard = context.work / "output" / job.plan.shard_file(part)
-    there = shard.exists() or journal.uploaded(context.work, shard.name)
-    return journal.passthrough_file(context.work, part).exists() and bool(there)
+    there = shard.exists() or shard.name in context.uploaded
+    return journal.passthrough_file(context.work, part).exists() and there
 
 
 def _write_passthrough(job: Job, outside: LoadedTensors, parts: Sequence[int | None], context: Context) -> None:

@@ -43,6 +43,10 @@ class OutputError(InputError):
     """The output folder cannot be used for this run."""
 
 
+class HubUnavailable(QuantizeError):
+    """The Hub does not answer, or not now; the same request may succeed later."""
+
+
 class Stopped(QuantizeError):
     """A recipe's `verify.stop` ended the run after a layer; the output is unfinished, and the run can be resumed."""
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import random
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,13 @@ import pytest
 import tiny
 from hub_stand_in import HubStandIn, reached
 from on_the_hub import MODEL, in_order, resharded, sent
+from rank_threads import together
 
 from quantizers.checkpoint import remote as on_hub
 from quantizers.checkpoint.loaded_tensors import load_tensors, prefetched_tensors
 from quantizers.checkpoint.reader import Checkpoint, open_checkpoint, open_folder
-from quantizers.checkpoint.window import Parts, schedule, streamed, window_needed
+from quantizers.checkpoint.window import Parts, Schedule, schedule, streamed
+from quantizers.distributed.process_group import ProcessGroup
 from quantizers.system.errors import CheckpointError, InputError, QuantizeError
 from quantizers.system.files import file_sha256
 
@@ -104,7 +108,7 @@ def test_the_window_that_is_needed_is_that_of_a_simulation() -> None:
     for _ in range(300):
         sizes = {f"shard {n}": drawn.randint(1, 1000) for n in range(drawn.randint(1, 9))}
         reads = [{name for name in sizes if drawn.random() < 0.4} for _ in range(drawn.randint(1, 8))]
-        assert window_needed(sizes, reads) == simulated(sizes, reads)
+        assert Schedule(sizes, reads, 0).needed == simulated(sizes, reads)
 
 
 @pytest.mark.parametrize("layout", ["ordered", "scattered"])
@@ -187,6 +191,31 @@ def test_what_an_earlier_call_left_of_a_larger_window_goes(hub: HubStandIn, orde
     assert read_all(source, parts, window).keys() == source.tensors.keys()
 
 
+class Late:
+    """A window whose reading begins late."""
+
+    def __init__(self, window: Any) -> None:
+        self.window, self.release = window, window.release
+
+    def read_into(self, *arguments: Any) -> Any:
+        time.sleep(0.3)
+        return self.window.read_into(*arguments)
+
+
+@pytest.mark.slow
+def test_no_shard_goes_before_the_last_process_has_read_it(hub: HubStandIn, ordered: Path, tmp_path: Path) -> None:
+    """A broadcast of gloo's ends in rank 0 long before it has reached the seventh of eight."""
+    source = put(hub, ordered)
+
+    def read(dist: ProcessGroup) -> list[str]:
+        with streamed(source, parts_of(source)[1:], tmp_path / "window", dist=dist) as window:
+            mine = replace(window, remote=Late(window.remote)) if dist.rank == 7 else window
+            return [name for part in prefetched_tensors(mine, parts_of(source)[1:], dist) for name in part.tensors]
+
+    wanted = [name for part in parts_of(source)[1:] for name in part]
+    assert [sorted(found) for found in together(8, read)] == [sorted(wanted)] * 8
+
+
 FAULTS: dict[str, tuple[Callable[[HubStandIn], Any], type[QuantizeError], str]] = {
     "a wrong byte": (
         lambda hub: hub.spoiled.update({f"{MODEL}/model-00003-of-00006.safetensors": 9}),
@@ -235,15 +264,25 @@ def test_a_fault_is_one_line_and_the_next_call_goes_on(
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.slow
-def test_cut_limited_and_slow_answers_are_asked_for_again(hub: HubStandIn, ordered: Path, tmp_path: Path) -> None:
-    source = put(hub, ordered)
+def test_cut_and_limited_answers_are_asked_for_again(
+    hub: HubStandIn,
+    ordered: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the library; and where it gives up, after a pause."""
+    source, refusals = put(hub, ordered), 40  # four threads, and six requests by the library before it gives up
+    monkeypatch.setattr(on_hub, "PAUSES", (0.01,) * refusals)
     hub.cut = {f"{MODEL}/model-0000{n}-of-00006.safetensors": [7, 5000] for n in (2, 5)}
-    hub.limited = {f"/{MODEL}/resolve": 3}
+    hub.limited = {f"/{MODEL}/resolve": refusals}
     local = open_folder(ordered)
     found = read_all(source, parts_of(source), tmp_path / "window")
     assert found == {name: local.sha256(name) for name in local.tensors}
     assert not any(cuts for cuts in hub.cut.values())
     assert hub.limited == {f"/{MODEL}/resolve": 0}
+    assert "the Hub stopped answering (" in (said := capsys.readouterr().err)
+    assert "); trying again in 0.01 s" in said
 
 
 @pytest.mark.slow

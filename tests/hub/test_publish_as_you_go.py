@@ -43,7 +43,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("job")
     recipe = tiny.write_job(folder, layers=LAYERS, words=12, samples=2, rounding="nearest")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(journal, "check_room", lambda _, asked: (folder / "needed").write_text(str(asked)))
+        patched.setattr(journal, "check_room", lambda _, asked, less: (folder / "needed").write_text(str(asked)))
         run(prepare(str(recipe)), Options(folder / "whole", torch.device("cpu")))
     return folder
 
@@ -122,12 +122,19 @@ def test_removed_shards_never_pile_up(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a Hub that is slower than the work."""
+    """On a Hub that is slower than the work; nor where it lost them, and they are made again."""
     output, whole, needed = tmp_path / "output", below(job / "whole"), list[int]()
-    hub.slow = {"/lfs/": 0.5}
-    monkeypatch.setattr(journal, "check_room", lambda _, asked: needed.append(asked))
+    hub.slow = {"/lfs/": 0.2}
+    monkeypatch.setattr(journal, "check_room", lambda _, asked, less: needed.append(asked))
+    hub.damage = lambda path, raw: raw + b" " if path == "config.json" else raw
     with Watching(output / ".quantize" / "output") as watched:
+        assert publish("--remove-uploaded", "--private") == 1
+        assert f"{REPO}: the Hub has other content in config.json" in command.err
+        hub.damage = lambda _, raw: raw
+        hub.repositories[REPO]["main"].clear()
+        hub.objects.clear()
         assert publish("--remove-uploaded", "--private") == 0, command.err
+    assert command.err.count("made again, with the bytes that it had") == LAYERS
     assert "private, as --private says" in command.err
     assert hub.private == {REPO: True}
     sizes = sorted(map(len, shards(whole).values()))
@@ -229,8 +236,17 @@ def test_a_hub_that_fails_ends_the_run_which_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
-    monkeypatch.setattr(uploads, "PAUSES", (0.01,))
     whole = below(job / "whole")
+
+    def lose(request: str) -> None:
+        if request == "POST /api/repos/create":
+            raise ConnectionError  # the connection is closed, with no answer
+
+    hub.after = lose
+    assert publish("--remove-uploaded") == 1
+    assert f"{REPO}: the upload stopped (Server disconnected" in command.err.splitlines()[-1]
+    hub.after = lambda _: None
+    assert hub.private == {REPO: True}
     first, second = sorted(shards(whole))[:2]
     hub.damage = lambda path, raw: raw[:-1] + b"?" if path == first else raw
     assert publish("--remove-uploaded") == 1
@@ -242,7 +258,7 @@ def test_a_hub_that_fails_ends_the_run_which_goes_on(
     hub.failing = set()
     hub.limited = {f"/api/models/{REPO}/commit": 2}
     assert publish("--remove-uploaded") == 1
-    assert "the Hub did not take an upload; trying again in 0.01 s" in command.err
+    assert re.search(rf"{REPO}: the upload stopped \(.*429.*\); trying again in 0.01 s", command.err)
     assert f"{REPO}: the upload stopped (" in command.err.splitlines()[-1]
     hub.limited = {f"/api/models/{REPO}/commit": 1}
     real, count = uploads.compare, iter(range(1000))
@@ -259,14 +275,15 @@ def test_a_hub_that_fails_ends_the_run_which_goes_on(
     assert second in hub.repositories[REPO]["main"]
     monkeypatch.setenv("HF_TOKEN", "another")  # which does not see it, and may not make it
     assert publish("--remove-uploaded") == 2
-    assert f"{REPO}: the Hub refuses this token (401)" in command.err.splitlines()[-1]
+    assert f"{REPO}: the Hub refuses this (401: Invalid" in command.err.splitlines()[-1]
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     hub.repositories[REPO]["main"][second] = b"damaged meanwhile, and no longer here"
     assert command("run", job / "recipe.yaml", "--output", tmp_path / "output") == 2
-    assert f"this run publishes to {REPO} as it goes; give --publish-as-you-go {REPO} as before" in command.err
+    assert f"publishes to {REPO}, and has removed shards; give --publish-as-you-go {REPO} as before" in command.err
     assert publish("--remove-uploaded") == 0, command.err
     assert "made again" in command.err
     assert lasting(on_hub(hub)) == lasting(whole)
+    assert hub.private == {REPO: False}, "the one that this run made, though it never heard of that"
 
 
 @pytest.mark.slow
@@ -296,6 +313,22 @@ def test_an_empty_private_repository_stays_private(
     assert hub.private == {REPO: True}
 
 
+def test_other_files_keep_it_private(
+    hub: HubStandIn, publish: Callable[..., int], command: Command, tmp_path: Path
+) -> None:
+    """As does an account that may publish nothing; a shard of an adapter would change what is loaded."""
+    hub.public_refused = "this organization has no public models"
+    assert publish() == 2
+    refused = rf"refuses this \(403: .*{hub.public_refused}.*add --private, and make it public on the Hub"
+    assert re.search(refused, command.err.splitlines()[-1])
+    assert (tmp_path / "output" / ".quantize" / "moving").exists()
+    hub.public_refused = ""
+    hub.repositories[REPO]["main"]["adapter_config.json"] = b"{}"
+    assert publish() == 0, command.err
+    assert f"{REPO}: private, as it has adapter_config.json, not of this output: delete that and" in command.err
+    assert hub.private == {REPO: True}
+
+
 def test_what_is_refused_before_anything_else(
     hub: HubStandIn, publish: Callable[..., int], command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,6 +343,13 @@ def test_what_is_refused_before_anything_else(
     hub.repositories[REPO]["main"]["notes.txt"] = b"mine"
     assert publish() == 2
     refused(f"{REPO}: has notes.txt, which this run did not upload")
+    del hub.repositories[REPO]
+    hub.role = "read"
+    assert publish() == 2
+    refused(f"{REPO}: this token may only read; log in")
+    monkeypatch.setenv("HF_TOKEN", f"{TOKEN}\x0b!")
+    assert publish() == 2
+    refused("the Hub token has characters that no token has; log in")
     monkeypatch.delenv("HF_TOKEN")
     assert publish() == 2
     refused("no Hub token; log in")
@@ -318,6 +358,17 @@ def test_what_is_refused_before_anything_else(
     for option in ("--remove-uploaded", "--private"):
         assert command("run", "any", "--output", tmp_path / "output", option) == 2
         refused(f"{option} is that of --publish-as-you-go")
+
+
+def test_a_card_that_the_hub_does_not_take(
+    hub: HubStandIn, publish: Callable[..., int], command: Command, tmp_path: Path
+) -> None:
+    """Is known before the first layer, not when all is quantized and the card is committed."""
+    hub.card_errors = ['"license" must be one of [apache-2.0, mit]']
+    assert publish() == 2
+    assert f"{REPO}: the Hub refuses the card's front matter ({hub.card_errors[0]}); " in command.err.splitlines()[-1]
+    assert REPO not in hub.repositories
+    assert not list(tmp_path.glob("output/.quantize/layers/*"))
 
 
 @pytest.mark.slow

@@ -128,7 +128,7 @@ def test_a_disk_that_fills_while_the_run_works(
                 assert not (place / "output" / "config.json").exists()
         code, errors = quantize(*command)  # now it is looked at; there is room for the lock
         is_full(code, errors)
-        assert re.search(r"need [\d.e-]+ GB more, [\d.e-]+ GB are free", errors)
+        assert re.search(r"needs [\d.e-]+ GB more, [\d.e-]+ GB are free", errors)
         assert mounted(place, small.needed + MARGIN, "remount") is None
         code, errors = quantize(*command)
         assert code == 0, errors
