@@ -49,8 +49,8 @@ def job_on_the_hub(folder: Path, layers: int = 6, shards: int = 9) -> dict[str, 
 
 
 def sent(hub: HubStandIn) -> int:
-    """Bytes of shards that the Hub has sent."""
-    return sum(count for name, count in hub.sent.items() if name.endswith(".safetensors"))
+    """Bytes of the model's shards that the Hub has sent."""
+    return sum(count for name, count in hub.sent.items() if name.startswith(MODEL) and name.endswith(".safetensors"))
 
 
 class Watching:

@@ -7,8 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +14,10 @@ from typing import Any
 import pytest
 import tiny
 from commands import Command
-from conftest import REPOSITORY
+from forking import Forking
 from hub_stand_in import HubStandIn, reached
 from launched import quantize as launched
-from on_the_hub import MODEL, Watching, job_on_the_hub
+from on_the_hub import MODEL, Watching, job_on_the_hub, sent
 from publishing import REPO, TOKEN
 
 from quantizers.output import journal, uploads
@@ -157,14 +155,10 @@ def test_removed_shards_never_pile_up(
     assert command("verify", output, "--source", job / "model") == 0, command.out
 
 
-# Where a process is killed: the request, how many of its kind come before, and whether the Hub has done it by then.
-CUTS = [
-    (r"POST .*/commit/main", 0, False),
-    (r"POST .*/commit/main", 1, True),
-    (r"POST .*/commit/main", -1, True),  # that of the rest
-    (r"PUT .*/settings", 0, False),
-    (r"PUT .*/settings", 0, True),
-]
+# Where a process is killed: the request, whether the Hub has done it by then, and what it must have got.
+COMMIT, OPENED = r"POST .*/commit/main", r"PUT .*/settings"
+CUTS = [(COMMIT, False, ""), (COMMIT, True, ".safetensors"), (COMMIT, True, "config.json")]
+CUTS += [(OPENED, False, ""), (OPENED, True, "")]
 
 
 @pytest.mark.slow
@@ -172,54 +166,45 @@ def test_killed_wherever_the_hub_is_asked(hub: HubStandIn, job: Path, tmp_path: 
     """One run that is stopped at one place after the other: its shards are made once, and the files are the same."""
     own = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1", "HF_DEBUG": "1"}
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
-    output, script = tmp_path / "output", REPOSITORY / "tests" / "stopping.py"
-    words: list[Any] = [sys.executable, script, "run", job / "recipe.yaml", "--output", output, "--device", "cpu"]
-    words += ["--publish-as-you-go", REPO, "--remove-uploaded"]
-    started: list[subprocess.Popen[str]] = []
+    output, run = tmp_path / "output", ("run", job / "recipe.yaml", "--device", "cpu", "--output")
+    words = (*run, output, "--publish-as-you-go", REPO, "--remove-uploaded")
+    first = (*run, tmp_path / "first")
 
-    def start() -> subprocess.Popen[str]:
-        pipe, environ = subprocess.PIPE, environment | own | {"HF_TOKEN": TOKEN}
-        started.append(subprocess.Popen(words, env=environ, stdout=pipe, stderr=pipe, text=True, cwd="/"))
-        return started[-1]
+    with Forking(tmp_path / "log", first, environment | own | {"HF_TOKEN": TOKEN}) as forking:
 
-    def ended() -> tuple[int, str]:
-        out, err = started[-1].communicate(timeout=300)
-        assert TOKEN not in out + err
-        assert "made again" not in err
-        return started[-1].returncode, err
+        def ended() -> tuple[int, str]:
+            code, said = forking.ended()
+            assert TOKEN not in said
+            assert "made again" not in said
+            return code, said
 
-    hub.stall_after = 1
-    process = start()
-    while not hub.stalled.wait(0.1) and process.poll() is None:
-        pass
-    process.send_signal(signal.SIGINT)
-    code, err = ended()  # though the upload does not end
-    assert code == 130, err
-    assert "give the same command again" in err
-    hub.stall_after = None
-    hub.release.set()
+        hub.stall_after = 1
+        forking.start(*words)
+        assert hub.stalled.wait(300)
+        os.kill(forking.process, signal.SIGINT)
+        code, said = ended()  # though the upload does not end
+        assert code == 130, said
+        assert "give the same command again" in said
+        hub.stall_after = None
+        hub.release.set()
 
-    for pattern, ahead, done in CUTS:
-        seen: list[str] = []
+        for pattern, done, wanted in CUTS:
 
-        def kill(request: str, pattern: str = pattern, ahead: int = ahead, seen: list[str] = seen) -> None:
-            if re.fullmatch(pattern, request):
-                seen.append(request)
-                rest = ahead < 0 and "config.json" in hub.commits[-1][0]
-                if rest or len(seen) == ahead + 1:
-                    started[-1].kill()
-                    started[-1].wait()
+            def kill(request: str, pattern: str = pattern, wanted: str = wanted) -> None:
+                got = hub.commits[-1][0] if hub.commits else []
+                if re.fullmatch(pattern, request) and (not wanted or any(name.endswith(wanted) for name in got)):
+                    forking.kill()
 
-        hub.before, hub.after = (lambda _: None, kill) if done else (kill, lambda _: None)
-        start()
-        code, err = ended()
-        assert code == -signal.SIGKILL, err
-        assert all(private for _, private in hub.commits)
-    assert not (output / "config.json").exists()
-    hub.before = hub.after = lambda _: None
-    start()
-    code, err = ended()
-    assert code == 0, err
+            hub.before, hub.after = (lambda _: None, kill) if done else (kill, lambda _: None)
+            forking.start(*words)
+            code, said = ended()
+            assert code == -signal.SIGKILL, said
+            assert all(private for _, private in hub.commits)
+        assert not (output / "config.json").exists()
+        hub.before = hub.after = lambda _: None
+        forking.start(*words)
+        code, said = ended()
+        assert code == 0, said
     assert lasting(on_hub(hub)) == lasting(below(job / "whole"))
     assert below(output) == {k: v for k, v in on_hub(hub).items() if not k.endswith(".safetensors")}
     assert len(hub.received) == len(set(hub.received)), "an object was sent twice"
@@ -373,7 +358,10 @@ def test_a_card_that_the_hub_does_not_take(
 
 @pytest.mark.slow
 def test_two_windows(hub: HubStandIn, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the Hub to the Hub, in two processes too: neither the source nor the output ever lies here as a whole."""
+    """From the Hub to the Hub: neither the source nor the output ever lies here as a whole.
+
+    In two processes too: the shards come once, each process reads the headers, and the bytes are those of one process.
+    """
     hub.repositories[MODEL] = {"main": job_on_the_hub(tmp_path)}
     monkeypatch.chdir(tmp_path)
     assert command("plan", "recipe.yaml", "--hub", "--json") == 0, command.err
@@ -394,8 +382,13 @@ def test_two_windows(hub: HubStandIn, command: Command, tmp_path: Path, monkeypa
     assert foreseen["download"] == streamed["download"]
     assert foreseen["upload"] == streamed["output"]
     environment = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN}
+    hub.slow = {}
+    before, model = sent(hub), [path.read_bytes() for path in (tmp_path / "model").glob("*.safetensors")]
     code, said = launched(tmp_path / "recipe.yaml", tmp_path / "two", 2, options=[*options, "me/two"], **environment)
     assert code == 0, said
     assert TOKEN not in said
+    heads = sum(int.from_bytes(raw[:8], "little") + 8 for raw in model)
+    assert sent(hub) - before <= 1.02 * sum(map(len, model)) + 2 * heads
+    assert said.count("compared with the Hub's SHA-256") == 1
     assert shards(hub.repositories["me/two"]["main"]) == shards(on_hub(hub))
     assert not shards(below(tmp_path / "two"))

@@ -14,7 +14,6 @@ import pytest
 from commands import Command
 from conftest import REPOSITORY
 from hub_stand_in import HubStandIn, reached
-from launched import quantize as launched
 from on_the_hub import MODEL, Watching, in_order, job_on_the_hub, resharded, sent
 from runs import assert_same, hashes, timeless
 from tiny import write_recipe
@@ -201,22 +200,3 @@ def test_an_evaluation_of_what_stays_on_the_hub(hub: HubStandIn, command: Comman
     assert json.loads(command.out)["candidates"][0]["perplexity"] == found["perplexity"]
     assert command("eval", "model", "model", "--stream", *data) == 2
     assert "--stream: all checkpoints are folders" in command.err
-
-
-@pytest.mark.slow
-def test_processes_of_a_machine_fetch_once(hub: HubStandIn, command: Command, tmp_path: Path) -> None:
-    """Two processes: the shards come once, each process reads the headers, and the bytes are those of one process."""
-    environment = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-    command("run", "recipe.yaml", "--output", tmp_path / "one", "--stream", *RUN)
-    before, size = sent(hub), source_size(tmp_path)
-    options = ["--stream", "--window", f"{smallest()}B"]
-    code, said = launched(tmp_path / "recipe.yaml", tmp_path / "two", 2, options=options, **environment)
-    assert code == 0, said
-    heads = sum(
-        int.from_bytes(path.read_bytes()[:8], "little") + 8 for path in (tmp_path / "model").glob("*.safetensors")
-    )
-    assert sent(hub) - before <= 1.02 * size + 2 * heads
-    assert said.count("compared with the Hub's SHA-256") == 1
-    assert {k: v for k, v in hashes(tmp_path / "two").items() if k.endswith(".safetensors")} == {
-        k: v for k, v in hashes(tmp_path / "one").items() if k.endswith(".safetensors")
-    }
