@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from commands import Command
+from made_once import common_folder, made_once
 from plotted import drawn_once
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -129,9 +130,9 @@ def device() -> Any:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Loaded sets are kept in a folder of the test session's own."""
+    """What libraries keep, as matplotlib its list of fonts, is in a folder of the test session's own."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patched.setenv("XDG_CACHE_HOME", str(common_folder(tmp_path_factory) / "cache"))
         yield
 
 
@@ -142,6 +143,27 @@ def plots() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(plots, "draw", drawn_once(plots.draw))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def derived_facts() -> Iterator[None]:
+    """The facts of a model of a known family are derived once for all equal configs, wherever they lie.
+
+    A command keeps them by their path too, which is in errors alone; what is refused is derived each time.
+    """
+    from quantizers.architectures import families
+
+    real, known = families._laid_over, dict[tuple[str, str], Any]()
+
+    def laid_over(family: Any, config: dict[str, Any], where: str) -> Any:
+        key = family.model_dump_json(), json.dumps(config)
+        if key not in known:
+            known[key] = real(family, config, where)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(families, "_laid_over", laid_over)
         yield
 
 
@@ -230,12 +252,12 @@ def finished(
     from quantizers.pipeline.pipeline import Options, run
     from quantizers.planning.job import prepare
 
-    folder = tmp_path_factory.mktemp("finished")
-    recipe = write_recipe(folder)
-    report = run(prepare(str(recipe)), Options(folder / "output", torch.device("cpu")))
-    return Finished(
-        folder / "output", tiny_model, report, recipe, folder / "calibration.yaml", folder / "held-out.yaml"
-    )
+    def made(folder: Path) -> Finished:
+        recipe, output = write_recipe(folder), folder / "output"
+        report = run(prepare(str(recipe)), Options(output, torch.device("cpu")))
+        return Finished(output, tiny_model, report, recipe, folder / "calibration.yaml", folder / "held-out.yaml")
+
+    return made_once(tmp_path_factory, "finished", made)
 
 
 @pytest.fixture
@@ -255,13 +277,16 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from quantizers.pipeline.pipeline import Options
     from quantizers.planning.job import prepare
 
-    folder, needed = tmp_path_factory.mktemp("small"), list[int]()
-    recipe = write_job(folder, layers=3, words=20, samples=3, awq={"grid": 5})
-    change(recipe, lambda body: body["verify"].update(as_served=["hopper"]))
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pipeline.journal, "check_room", lambda _, asked: needed.append(asked))
-        report = pipeline.run(prepare(str(recipe)), Options(folder / "whole", torch.device("cpu")))
-    return Small(folder, report, needed[0])
+    def made(folder: Path) -> Small:
+        needed = list[int]()
+        recipe = write_job(folder, layers=3, words=20, samples=3, awq={"grid": 5})
+        change(recipe, lambda body: body["verify"].update(as_served=["hopper"]))
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(pipeline.journal, "check_room", lambda _, asked: needed.append(asked))
+            report = pipeline.run(prepare(str(recipe)), Options(folder / "whole", torch.device("cpu")))
+        return Small(folder, report, needed[0])
+
+    return made_once(tmp_path_factory, "small", made)
 
 
 @pytest.fixture(scope="session")

@@ -50,6 +50,6 @@ def per_row(plain: Path, folder: Path, dtype: torch.dtype = torch.float32) -> Pa
 def fused(plain: Path, folder: Path, seed: int = 0) -> Path:
     """A copy of a Mixtral in which transformers' own parameters hold the experts, all of a layer in two tensors."""
     config, tensors = stored(shutil.copytree(plain, folder))
-    model = families.randomized(families.in_transformers(config), seed)  # as `families.write` makes it
+    model = families.randomized(config, seed)  # as `families.write` makes it
     experts = {name: t.bfloat16() for name, t in model.state_dict().items() if ".mlp.experts." in name}
     return rewrite(folder, config, {name: t for name, t in tensors.items() if ".experts." not in name} | experts)
