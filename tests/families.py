@@ -332,4 +332,4 @@ def whole_model(own: dict[str, Any], weights: dict[str, Tensor]) -> Any:
 def write_job(folder: Path, model: str, **experts: Any) -> Path:
     """A checkpoint of one of MODELS, two sets, and the recipe of them."""
     write(folder / "model", family_of(model), **MODELS[model])
-    return tiny.write_recipe(folder, **experts)
+    return tiny.write_recipe(folder, words=20, samples=3, **experts)

@@ -20,12 +20,14 @@ def write_plain(folder: Path, family: str, layers: int = 2, **changes: Any) -> P
 
 
 def write_variant(folder: Path, family: str, attention: str) -> Path:
-    """The recipe of a model of the family, in BF16 where it is to become FP8, and its sets."""
+    """The recipe of a model of the family, in BF16 where it is to become FP8, and its sets; experts are rounded to the
+    nearest codes.
+    """
     if attention == "bf16":
-        recipe = families.write_job(folder, family)
+        recipe = families.write_job(folder, family, rounding="nearest")
     else:
         write_plain(folder / "model", family, 3)
-        recipe = tiny.write_recipe(folder)
+        recipe = tiny.write_recipe(folder, words=20, samples=3, rounding="nearest")
     change(recipe, lambda body: body.update(attention=attention))
     return recipe
 
