@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
+import hashlib
 import json
 import os
+import pickle
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -15,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 from commands import Command
-from made_once import common_folder, made_once
+from made_once import common_folder, made_once, write_whole
 from plotted import drawn_once
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -63,20 +66,16 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 def pytest_collection() -> Any:
     """The garbage collector leaves alone what collecting the tests makes, most of which is imported modules.
 
-    Looking at it again and again took a sixth of the CPU time of all tests.
+    Looking at it again and again took a sixth of the CPU time of all tests. At the very end it is freed.
     """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        atexit.register(gc.unfreeze)
         gc.set_threshold(20_000, 20, 10)
         gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    """At the end everything is looked at, so that nothing is said to have leaked."""
-    gc.unfreeze()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -137,29 +136,35 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def plots() -> Iterator[None]:
+def plots(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Plots are drawn once for all equal reports; those of random models not at all, see plotted.py."""
     from eval.report import plots
 
+    folder = common_folder(tmp_path_factory) / "plots"
+    folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(plots, "draw", drawn_once(plots.draw))
+        patched.setattr(plots, "draw", drawn_once(plots.draw, folder))
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
-def derived_facts() -> Iterator[None]:
+def derived_facts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The facts of a model of a known family are derived once for all equal configs, wherever they lie.
 
     A command keeps them by their path too, which is in errors alone; what is refused is derived each time.
     """
     from quantizers.architectures import families
 
-    real, known = families._laid_over, dict[tuple[str, str], Any]()
+    real, known, folder = families._laid_over, dict[str, Any](), common_folder(tmp_path_factory) / "facts"
+    folder.mkdir(exist_ok=True)
 
     def laid_over(family: Any, config: dict[str, Any], where: str) -> Any:
-        key = family.model_dump_json(), json.dumps(config)
-        if key not in known:
+        key = hashlib.sha256((family.model_dump_json() + json.dumps(config)).encode()).hexdigest()
+        if key not in known and (folder / key).exists():
+            known[key] = pickle.loads((folder / key).read_bytes())
+        elif key not in known:
             known[key] = real(family, config, where)
+            write_whole(folder / key, pickle.dumps(known[key]))
         return known[key]
 
     with pytest.MonkeyPatch.context() as patched:
@@ -249,12 +254,14 @@ def finished(
     """The pipeline run once, in this process, on a small set."""
     import torch
 
-    from quantizers.pipeline.pipeline import Options, run
+    from quantizers.pipeline import pipeline
     from quantizers.planning.job import prepare
 
     def made(folder: Path) -> Finished:
         recipe, output = write_recipe(folder), folder / "output"
-        report = run(prepare(str(recipe)), Options(output, torch.device("cpu")))
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(pipeline, "rehearse", lambda *_: None)  # which draws all plots, and throws them away
+            report = pipeline.run(prepare(str(recipe)), pipeline.Options(output, torch.device("cpu")))
         return Finished(output, tiny_model, report, recipe, folder / "calibration.yaml", folder / "held-out.yaml")
 
     return made_once(tmp_path_factory, "finished", made)

@@ -8,9 +8,10 @@ import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import pytest
+if TYPE_CHECKING:  # programs that tests start import this file too
+    import pytest
 
 Result = TypeVar("Result")
 
@@ -19,6 +20,13 @@ def common_folder(folders: pytest.TempPathFactory) -> Path:
     """The folder of this session of tests, which all its processes see."""
     own = folders.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+def write_whole(file: Path, content: bytes) -> None:
+    """A file that other processes see complete or not at all."""
+    own = file.with_name(f"{file.name}.{os.getpid()}")
+    own.write_bytes(content)
+    own.replace(file)
 
 
 def made_once(folders: pytest.TempPathFactory, name: str, make: Callable[[Path], Result]) -> Result:

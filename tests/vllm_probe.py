@@ -14,8 +14,8 @@ vllm_parameters.py. Nothing is
 computed with the weights.
 
 Standard output is one JSON object; exit code 0 without problems, 1 with any. The values of the folders after the first
-of --compare are compared with those of the first, which is how a test shows that unequal values are seen. With --pins the packages that
-were imported are written to a file, as requirements for such an environment.
+of --compare are compared with those of the first, which is how a test shows that unequal values are seen. With --pins
+the packages that were imported are written to a file, as requirements for such an environment.
 """
 
 # ruff: noqa: E402
