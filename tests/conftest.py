@@ -286,7 +286,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def made(folder: Path) -> Small:
         needed = list[int]()
-        recipe = write_job(folder, layers=3, words=20, samples=3, awq={"grid": 5})
+        recipe = write_job(folder, layers=3, words=12, samples=3, awq={"grid": 3})
         change(recipe, lambda body: body["verify"].update(as_served=["hopper"]))
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(pipeline.journal, "check_room", lambda _, asked: needed.append(asked))

@@ -115,7 +115,7 @@ def test_what_a_run_was_begun_with_cannot_change(small: Small, tmp_path: Path) -
     cut_in_layer(1, moved.job, options)
     recipe = moved.recipe.read_text()
     for edit, said in (
-        ({"experts": {"awq": {"grid": 5}, "rounding": "nearest"}}, r'experts\.rounding \("gptq", now "nearest"\)'),
+        ({"experts": {"awq": {"grid": 3}, "rounding": "nearest"}}, r'experts\.rounding \("gptq", now "nearest"\)'),
         ({"calibration": {"set": "calibration.yaml", "tokens": 302}}, r"calibration\.tokens \(null, now 302\)"),
     ):
         change(moved.recipe, lambda body, edit=edit: body.update(edit))
