@@ -34,7 +34,7 @@ def made_once(folders: pytest.TempPathFactory, name: str, make: Callable[[Path],
 
     Nobody may change the folder, which has this name. What is returned goes through pickle.
     """
-    folder = common_folder(folders) / f"once {name}"
+    folder = common_folder(folders) / f"once-{name}"
     answer = folder.with_suffix(".pickle")
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -119,6 +119,7 @@ def test_two_machines_give_the_bytes_of_one_process(each: int, tmp_path: Path, w
     assert not (machines.folders[1] / "output").exists()
 
 
+@pytest.mark.every  # ranks that differ are refused in test_together.py too
 def test_a_process_that_differs(tmp_path: Path) -> None:
     """Refused before anything is written, with its name in the one line of both machines."""
     machines = Machines(tmp_path)

@@ -54,7 +54,7 @@ def damaged(source: Path, folder: Path, damage: Callable[[Tensors, dict[str, obj
 @pytest.mark.parametrize(
     ("damage", "perplexity"),
     [
-        pytest.param(shuffled_vocabulary, 13_594, marks=pytest.mark.slow),
+        pytest.param(shuffled_vocabulary, 13_594, marks=pytest.mark.every),
         pytest.param(swapped_layers, 41.2, marks=pytest.mark.slow),
         pytest.param(no_rotary_correction, 61.0, marks=pytest.mark.slow),
     ],
