@@ -165,7 +165,11 @@ def _indexed_tensors(index: Path, strays: bool, remote: HubFiles | None) -> dict
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map is missing or empty; download this file again")
-    shards = sorted({_shard_name(index, shard) for shard in weight_map.values()})
+    named: set[str] = set()
+    for shard in weight_map.values():  # a shard has many tensors, and is looked at once
+        if not isinstance(shard, str) or shard not in named:
+            named.add(_shard_name(index, shard))
+    shards = sorted(named)
     if SINGLE not in shards and _is_there(folder / SINGLE, remote) and not strays:
         raise CheckpointError(
             f"{folder}: holds two sets of weights: {SINGLE}, which transformers reads, and those of {INDEX} "
