@@ -74,7 +74,7 @@ def pytest_collection() -> Any:
     finally:
         gc.freeze()
         atexit.register(gc.unfreeze)
-        gc.set_threshold(20_000, 20, 10)
+        gc.set_threshold(100_000, 20, 10)
         gc.enable()
 
 
