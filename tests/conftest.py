@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import shutil
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 from commands import Command
+from made_once import common_folder, made_once
 from plotted import drawn_once
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -55,6 +58,22 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     """With -s what tests print is wanted, which the processes that run two at a time do not pass on."""
     if config.option.capture == "no":
         config.option.numprocesses = 0
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Any:
+    """The garbage collector leaves alone what collecting the tests makes, most of which is imported modules.
+
+    Looking at it again and again took a sixth of the CPU time of all tests. At the very end it is freed.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        atexit.register(gc.unfreeze)
+        gc.set_threshold(100_000, 20, 10)
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -108,19 +127,21 @@ def device() -> Any:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Loaded sets are kept in a folder of the test session's own."""
+    """What libraries keep, as matplotlib its list of fonts, is in a folder of the test session's own."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patched.setenv("XDG_CACHE_HOME", str(common_folder(tmp_path_factory) / "cache"))
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
-def plots() -> Iterator[None]:
+def plots(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Plots are drawn once for all equal reports; those of random models not at all, see plotted.py."""
     from eval.report import plots
 
+    folder = common_folder(tmp_path_factory) / "plots"
+    folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(plots, "draw", drawn_once(plots.draw))
+        patched.setattr(plots, "draw", drawn_once(plots.draw, folder))
         yield
 
 
@@ -206,15 +227,17 @@ def finished(
     """The pipeline run once, in this process, on a small set."""
     import torch
 
-    from quantizers.pipeline.pipeline import Options, run
+    from quantizers.pipeline import pipeline
     from quantizers.planning.job import prepare
 
-    folder = tmp_path_factory.mktemp("finished")
-    recipe = write_recipe(folder)
-    report = run(prepare(str(recipe)), Options(folder / "output", torch.device("cpu")))
-    return Finished(
-        folder / "output", tiny_model, report, recipe, folder / "calibration.yaml", folder / "held-out.yaml"
-    )
+    def made(folder: Path) -> Finished:
+        recipe, output = write_recipe(folder), folder / "output"
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(pipeline, "rehearse", lambda *_: None)  # which draws all plots, and throws them away
+            report = pipeline.run(prepare(str(recipe)), pipeline.Options(output, torch.device("cpu")))
+        return Finished(output, tiny_model, report, recipe, folder / "calibration.yaml", folder / "held-out.yaml")
+
+    return made_once(tmp_path_factory, "finished", made)
 
 
 @pytest.fixture
@@ -234,13 +257,16 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from quantizers.pipeline.pipeline import Options
     from quantizers.planning.job import prepare
 
-    folder, needed = tmp_path_factory.mktemp("small"), list[int]()
-    recipe = write_job(folder, layers=3, words=20, samples=3, awq={"grid": 5})
-    change(recipe, lambda body: body["verify"].update(as_served=["hopper"]))
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pipeline.journal, "check_room", lambda _, asked, __: needed.append(asked))
-        report = pipeline.run(prepare(str(recipe)), Options(folder / "whole", torch.device("cpu")))
-    return Small(folder, report, needed[0])
+    def made(folder: Path) -> Small:
+        needed = list[int]()
+        recipe = write_job(folder, layers=3, words=12, samples=3, awq={"grid": 3})
+        change(recipe, lambda body: body["verify"].update(as_served=["hopper"]))
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(pipeline.journal, "check_room", lambda _, asked, __: needed.append(asked))
+            report = pipeline.run(prepare(str(recipe)), Options(folder / "whole", torch.device("cpu")))
+        return Small(folder, report, needed[0])
+
+    return made_once(tmp_path_factory, "small", made)
 
 
 @pytest.fixture(scope="session")

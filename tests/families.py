@@ -191,8 +191,8 @@ def family_of(model: str) -> str:
     return model.partition(" ")[0]
 
 
-def in_transformers(config: dict[str, Any]) -> Any:
-    """A whole model of transformers' with random weights, in float32."""
+def in_transformers(config: dict[str, Any]) -> tuple[Any, Any]:
+    """The class of transformers' whole model, and its config; in this model attention is sdpa."""
     import transformers
 
     # The model type is the class's own: by it transformers finds how to take the experts apart when it saves them.
@@ -202,12 +202,19 @@ def in_transformers(config: dict[str, Any]) -> Any:
         rope = {"rope_type": "default", "rope_theta": config["rope_theta"]}
         fields["rope_parameters"] = rope | {"partial_rotary_factor": config["rotary_dim"] / config["head_dim"]}
     model_class = getattr(transformers, config["architectures"][0])
-    made = model_class.config_class(**fields, attn_implementation="sdpa", experts_implementation="eager")
-    return model_class(made).eval().requires_grad_(False)
+    return model_class, model_class.config_class(**fields, attn_implementation="sdpa", experts_implementation="eager")
 
 
-def randomized(model: Any, seed: int) -> Any:
-    """The model with weights that keep a vector's length, and outlier channels in every norm that its readers undo."""
+def randomized(config: dict[str, Any], seed: int) -> Any:
+    """A whole model in float32 with weights that keep a vector's length.
+
+    Every norm has outlier channels that its readers undo.
+    """
+    from transformers.initialization import no_init_weights
+
+    model_class, made = in_transformers(config)
+    with no_init_weights():  # all its weights are written below
+        model = model_class(made).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
 
     def normal(like: Tensor) -> Tensor:
@@ -258,7 +265,7 @@ def write(folder: Path, family: str, seed: int = 0, **changes: Any) -> Path:
     """A checkpoint in the layout in which the family is published, with a tokenizer."""
     own = config(family, **changes)
     folder.mkdir(parents=True)
-    randomized(in_transformers(own), seed).save_pretrained(folder)
+    randomized(own, seed).save_pretrained(folder)
     named = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     (folder / "generation_config.json").unlink()
@@ -310,10 +317,10 @@ def whole_model(own: dict[str, Any], weights: dict[str, Tensor]) -> Any:
 
     transformers itself fuses the experts and renames the modules.
     """
-    model = in_transformers(own)
+    model_class, made = in_transformers(own)
     weights = {name: tensor.float() for name, tensor in weights.items() if not is_mtp(own, name)}
-    loaded, info = type(model).from_pretrained(
-        None, config=model.config, state_dict=weights, dtype=torch.float32, output_loading_info=True
+    loaded, info = model_class.from_pretrained(
+        None, config=made, state_dict=weights, dtype=torch.float32, output_loading_info=True
     )
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
@@ -325,4 +332,4 @@ def whole_model(own: dict[str, Any], weights: dict[str, Tensor]) -> Any:
 def write_job(folder: Path, model: str, **experts: Any) -> Path:
     """A checkpoint of one of MODELS, two sets, and the recipe of them."""
     write(folder / "model", family_of(model), **MODELS[model])
-    return tiny.write_recipe(folder, **experts)
+    return tiny.write_recipe(folder, words=20, samples=3, **experts)

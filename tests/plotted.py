@@ -5,9 +5,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from made_once import write_whole
 
 # What plots show, in a report's words, and a PNG of one pixel.
 PLOTTED = (
@@ -18,10 +21,11 @@ PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQV
 Draw = Callable[[dict[str, Any]], tuple[dict[str, bytes], list[str]]]
 
 
-def drawn_once(real: Draw) -> Draw:
+def drawn_once(real: Draw, folder: Path | None = None) -> Draw:
     """`plots.draw`, but plots of random models are a pixel and a checksum of what they would show.
 
-    Those of the trained model and of models with dense layers are drawn, once for all equal reports.
+    Those of the trained model and of models with dense layers are drawn, once for all equal reports: of this process,
+    and of others that have the same `folder`.
     """
     drawn: dict[str, tuple[dict[str, bytes], list[str]]] = {}
 
@@ -31,8 +35,13 @@ def drawn_once(real: Draw) -> Draw:
         shown = {key: report.get(key) for key in PLOTTED} | {"name": name, "layers": layers}
         checksum = hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()
         if name == "tiny-minimax-m2" or report.get("plan", {}).get("dense_layers"):
-            if checksum not in drawn:
+            kept = folder and folder / checksum
+            if checksum not in drawn and kept and kept.exists():
+                drawn[checksum] = pickle.loads(kept.read_bytes())
+            elif checksum not in drawn:
                 drawn[checksum] = real(report)
+                if kept:
+                    write_whole(kept, pickle.dumps(drawn[checksum]))
             return drawn[checksum]
         plots_of = {"calibration": "calibration", "coverage": "coverage", "kl": "fidelity", "layers": "layers"}
         return {plot: PIXEL + checksum.encode() for key, plot in plots_of.items() if report.get(key)}, []

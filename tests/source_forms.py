@@ -20,12 +20,14 @@ def write_plain(folder: Path, family: str, layers: int = 2, **changes: Any) -> P
 
 
 def write_variant(folder: Path, family: str, attention: str) -> Path:
-    """The recipe of a model of the family, in BF16 where it is to become FP8, and its sets."""
+    """The recipe of a model of the family, in BF16 where it is to become FP8, and its sets; experts are rounded to the
+    nearest codes.
+    """
     if attention == "bf16":
-        recipe = families.write_job(folder, family)
+        recipe = families.write_job(folder, family, rounding="nearest")
     else:
         write_plain(folder / "model", family, 3)
-        recipe = tiny.write_recipe(folder)
+        recipe = tiny.write_recipe(folder, words=20, samples=3, rounding="nearest")
     change(recipe, lambda body: body.update(attention=attention))
     return recipe
 
@@ -50,6 +52,6 @@ def per_row(plain: Path, folder: Path, dtype: torch.dtype = torch.float32) -> Pa
 def fused(plain: Path, folder: Path, seed: int = 0) -> Path:
     """A copy of a Mixtral in which transformers' own parameters hold the experts, all of a layer in two tensors."""
     config, tensors = stored(shutil.copytree(plain, folder))
-    model = families.randomized(families.in_transformers(config), seed)  # as `families.write` makes it
+    model = families.randomized(config, seed)  # as `families.write` makes it
     experts = {name: t.bfloat16() for name, t in model.state_dict().items() if ".mlp.experts." in name}
     return rewrite(folder, config, {name: t for name, t in tensors.items() if ".experts." not in name} | experts)

@@ -138,7 +138,10 @@ def write_job(folder: Path, layers: int = 4, words: int = 40, samples: int = 4, 
 
 
 def write_recipe(folder: Path, words: int = 40, samples: int = 4, **experts: Any) -> Path:
-    """A calibration and a held-out set, and the recipe for the checkpoint in `folder`/model."""
+    """A calibration and a held-out set, and the recipe for the checkpoint in `folder`/model.
+
+    AWQ tries five scales, not twenty, where `experts` says nothing of it.
+    """
     for name in ("calibration", "held-out"):
         rows = [{"text": " ".join(f"{name} {i} {j}" for j in range(words))} for i in range(samples)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -150,7 +153,7 @@ def write_recipe(folder: Path, words: int = 40, samples: int = 4, **experts: Any
     recipe = {
         "source": {"model": "model"},
         "calibration": "calibration.yaml",
-        "experts": experts,
+        "experts": {"awq": {"grid": 5}} | experts,
         "verify": {"perplexity": {"data": "held-out.yaml", "max_source": "any"}},
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))

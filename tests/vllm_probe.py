@@ -2,7 +2,7 @@
 
 Runs in an environment of its own that has a vLLM for the CPU (.ci/vllm-requirements.txt):
 
-    PYTHONPATH=.:tests/stand_ins /path/to/that/python tests/vllm_probe.py FOLDER... [--compare FOLDER]
+    PYTHONPATH=.:tests/stand_ins /path/to/that/python tests/vllm_probe.py FOLDER... [--compare FOLDER FOLDER...]
 
 For each folder vLLM reads the config, builds the model class of its registry on one CPU, and loads the shards, all by
 its own code. Before it loads, every byte of every parameter is set to 0xFF (NaN in any float dtype), so what it does
@@ -13,9 +13,9 @@ main model's matrices of the vocabulary may lie in both), and these places must 
 vllm_parameters.py. Nothing is
 computed with the weights.
 
-Standard output is one JSON object; exit code 0 without problems, 1 with any. With --compare the values are compared
-with those of another folder, which is how a test shows that unequal values are seen. With --pins the packages that
-were imported are written to a file, as requirements for such an environment.
+Standard output is one JSON object; exit code 0 without problems, 1 with any. The values of the folders after the first
+of --compare are compared with those of the first, which is how a test shows that unequal values are seen. With --pins
+the packages that were imported are written to a file, as requirements for such an environment.
 """
 
 # ruff: noqa: E402
@@ -185,14 +185,18 @@ def pins() -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Load finished checkpoints into vLLM's models and compare.")
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER")
-    parser.add_argument("--compare", type=Path, metavar="FOLDER", help="compare values with this folder's instead")
+    parser.add_argument(
+        "--compare", nargs="+", type=Path, metavar="FOLDER", help="compare values of those after the first with its own"
+    )
     parser.add_argument("--pins", type=Path, metavar="FILE", help="write the imported packages' versions to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     versions = {m.__name__: m.__version__ for m in (vllm, torch, compressed_tensors, transformers)}
     with tempfile.TemporaryDirectory() as scratch:
         start_group(Path(scratch, "group"))
-        checked = [probe(folder, arguments.compare) for folder in arguments.folders]
+        reference, *compared = arguments.compare or [None]
+        checked = [probe(folder, None) for folder in arguments.folders]
+        checked += [probe(folder, reference) for folder in compared]
     if arguments.pins is not None:
         arguments.pins.write_text(pins())
     with os.fdopen(STANDARD_OUTPUT, "w") as output:

@@ -45,18 +45,15 @@ INTEGERS = ("I32", "I64")  # numbers of something, such as of a table's rows
 BESIDES = {"float32", "mtp_layer", "roles", "aliases", "config"}  # keys of a family that no architecture has
 
 
-def derived_architecture(config: dict[str, Any], tensors: Mapping[str, Stored], where: str) -> Architecture:
-    """The facts about one model, from its config.json, whose path is `where`, and the headers of its files.
+def derived_architecture(config: dict[str, Any], tensors: Mapping[str, Stored]) -> Architecture:
+    """The facts about one model, from its config.json and the headers of its files.
 
     Raises:
         ArchitectureError: transformers has no class for it; a tensor is missing, or is converted in a way that is not
             known here; or a probe refutes what every quantized model must fulfil.
     """
     headers = tuple(sorted((name, info.dtype, tuple(info.shape)) for name, info in tensors.items()))
-    try:
-        return _derived(json.dumps(config), headers)
-    except ArchitectureError as failure:
-        raise ArchitectureError(f"{where}: {failure}") from None
+    return _derived(json.dumps(config), headers)
 
 
 @cache  # a command asks several times, and building and probing the model takes seconds
@@ -114,26 +111,24 @@ def _described(
     }
 
 
-def of_family(family: Family, config: dict[str, Any], where: str) -> Architecture:
-    """The facts about a model of a family, from its config.json alone, whose path is `where`.
+def of_family(family: Family, config: dict[str, Any]) -> Architecture:
+    """The facts about a model of a family, from its config.json alone.
 
     Raises:
         ArchitectureError: config.json contradicts itself or the data, or its class cannot be made of it.
     """
-    require_sane(config, where)
+    require_sane(config)
     for key, expected in family.asserts.items():
         if key in config and config[key] != expected:
             raise ArchitectureError(
-                f"{where}: {key} is {reprlib.repr(config[key])}, but the facts of {family.model_type} rely on "
+                f"{key} is {reprlib.repr(config[key])}, but the facts of {family.model_type} rely on "
                 f"{expected!r}; such a model would be computed wrongly and is refused; give another model"
             )
     try:
         facts = Architecture.model_validate(_with_data(family, config))
     except ValidationError as failure:
-        raise ArchitectureError(f"{where}: {failure.errors()[0]['msg']}; correct the data about the family") from None
-    except ArchitectureError as failure:
-        raise ArchitectureError(f"{where}: {failure}") from None
-    require_possible(facts, where)
+        raise ArchitectureError(f"{failure.errors()[0]['msg']}; correct the data about the family") from None
+    require_possible(facts)
     return facts
 
 

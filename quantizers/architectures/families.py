@@ -49,6 +49,7 @@ def architecture_for(
         raise ArchitectureError(f"{where}: model_type is missing; give a transformers checkpoint")
     if isinstance(own, Architecture):
         return own
+    given: Family | Architecture | None = None
     if own is not None:
         schema: type[Family] | type[Architecture] = (
             Family if "roles" in parse(own, ArchitectureError)[0] else Architecture
@@ -59,13 +60,19 @@ def architecture_for(
                 f"{where}: model_type is {reprlib.repr(model_type)}, but {own} holds the facts of "
                 f"{given.model_type!r}; give the facts of this model"
             )
-        return given if isinstance(given, Architecture) else _laid_over(given, config, where)
-    if model_type in known():
-        return _of_family(model_type, json.dumps(config), where)
-    if tensors is not None:
-        from .derive import derived_architecture
+        if isinstance(given, Architecture):
+            return given
+    try:
+        if isinstance(given, Family):
+            return _laid_over(given, config)
+        if model_type in known():
+            return _of_family(model_type, json.dumps(config))
+        if tensors is not None:
+            from .derive import derived_architecture
 
-        return derived_architecture(config, tensors, where)
+            return derived_architecture(config, tensors)
+    except ArchitectureError as failure:
+        raise ArchitectureError(f"{where}: {failure}") from None
     is_moe = any("expert" in key for key in config)
     reason = "no facts for this architecture" if is_moe else "not a mixture-of-experts model that is known here"
     raise ArchitectureError(
@@ -74,16 +81,15 @@ def architecture_for(
     )
 
 
-@cache
-def _of_family(model_type: str, config: str, where: str) -> Architecture:
-    # A command asks four times or more, and making the model takes longer than all else that it does with it.
-    return _laid_over(family(model_type), json.loads(config), where)
+@cache  # a command asks four times or more, and making the model takes longer than all else that it does with it
+def _of_family(model_type: str, config: str) -> Architecture:
+    return _laid_over(family(model_type), json.loads(config))
 
 
-def _laid_over(family: Family, config: dict[str, Any], where: str) -> Architecture:
+def _laid_over(family: Family, config: dict[str, Any]) -> Architecture:
     from .derive import of_family  # takes seconds: transformers is imported with it
 
-    return of_family(family, config, where)
+    return of_family(family, config)
 
 
 @cache

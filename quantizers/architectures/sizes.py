@@ -76,8 +76,8 @@ def is_of(facts: Architecture, config: Mapping[str, Any]) -> bool:
     return all(given.get(size.key, size.value) == size.value for size in facts.sizes.values())
 
 
-def require_sane(config: Mapping[str, Any], where: str) -> None:
-    """Refuse a config.json, whose path is `where`, of which no model can be made, before one is made.
+def require_sane(config: Mapping[str, Any]) -> None:
+    """Refuse a config.json of which no model can be made, before one is made.
 
     Raises:
         ArchitectureError: a size is no whole number, or absurd.
@@ -87,16 +87,14 @@ def require_sane(config: Mapping[str, Any], where: str) -> None:
         limit = limits.get(key, LARGEST_SIZE)
         known = key in limits and value is not None and (type(value) is not int or value < 1)
         if known or (type(value) is int and value > limit and (key in limits or key.endswith(OF_SIZES))):
-            raise ArchitectureError(
-                f"{where}: {key} is {reprlib.repr(value)}; a whole number from 1 to {limit} is needed"
-            )
+            raise ArchitectureError(f"{key} is {reprlib.repr(value)}; a whole number from 1 to {limit} is needed")
 
 
-def require_possible(facts: Architecture, where: str) -> None:
+def require_possible(facts: Architecture) -> None:
     """Refuse a model whose sizes contradict each other.
 
     Raises:
-        ArchitectureError: they do; it names their keys in config.json, whose path is `where`.
+        ArchitectureError: they do; it names their keys in config.json.
     """
     sizes, keys = sizes_of(facts), {name: f"{size.key} {size.value}" for name, size in facts.sizes.items()}
     groups, chosen_groups = sizes.get("groups", 1), sizes.get("chosen_groups", 1)
@@ -117,4 +115,4 @@ def require_possible(facts: Architecture, where: str) -> None:
     elif sizes["heads"] % sizes.get("kv_heads", 1):
         problem = f"{keys['kv_heads']} does not divide {keys['heads']}"
     if problem:
-        raise ArchitectureError(f"{where}: {problem}; correct this file")
+        raise ArchitectureError(f"{problem}; correct this file")

@@ -166,6 +166,8 @@ def _indexed_tensors(index: Path, strays: bool, remote: HubFiles | None) -> dict
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map is missing or empty; download this file again")
     shards = sorted({_shard_name(index, shard) for shard in weight_map.values()})
+    for shard in shards:
+        _refuse_elsewhere(folder / shard, folder)
     if SINGLE not in shards and _is_there(folder / SINGLE, remote) and not strays:
         raise CheckpointError(
             f"{folder}: holds two sets of weights: {SINGLE}, which transformers reads, and those of {INDEX} "
@@ -209,7 +211,6 @@ def _shard_name(index: Path, shard: object) -> str:
             f"{index}: names the shard {reprlib.repr(shard)}, which is not a plain file name, and is refused; "
             "download this file again"
         )
-    _refuse_elsewhere(index.parent / shard, index.parent)
     return shard
 
 

@@ -53,7 +53,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("model") / "model"
     source = open_folder(families.write(folder, families.family_of(request.param), **families.MODELS[request.param]))
     headers = {name: Header(info.dtype, tuple(info.shape)) for name, info in source.tensors.items()}
-    derived = derived_architecture(source.config, headers, "x")
+    derived = derived_architecture(source.config, headers)
     return Both(request.param, source.config, headers, derived, architecture_for(source.config, "x"))
 
 
@@ -129,7 +129,7 @@ def test_what_else_reads_the_norm_ends_the_fold_and_layers_of_another_form_run_w
     model_type: str, offset: int, readers: list[str], halves: bool, up: str, tmp_path: Path
 ) -> None:
     """A residual that is the norm's output; a norm that multiplies by 1 + w; attention beside the experts."""
-    facts = derived_architecture(*saved(tmp_path / "model", model_type), "x")
+    facts = derived_architecture(*saved(tmp_path / "model", model_type))
     assert facts.norm.offset == offset
     assert set(readers) <= set(facts.also_reads_the_norm)
     assert [facts.of_layer(number).halves for number in (1, 2, 3)] == [halves] * 3
@@ -142,7 +142,7 @@ def test_a_tensor_of_a_layer_that_the_class_has_no_place_for_is_carried_and_ends
     """A server may multiply what comes out of the norm by it."""
     config, headers = olmoe
     name = "model.layers.1.mlp.latent.weight"
-    facts = [derived_architecture(config, headers | extra, "x") for extra in ({}, {name: Header("BF16", (4, 128))})]
+    facts = [derived_architecture(config, headers | extra) for extra in ({}, {name: Header("BF16", (4, 128))})]
     assert [one.also_reads_the_norm for one in facts] == [[], ["mlp.latent.weight"]]
     assert [one.is_unread(name) for one in facts] == [False, True]
     assert not any(facts[1].is_unread(one) for one in headers)
@@ -156,7 +156,7 @@ def test_shapes_are_those_of_the_class_whatever_the_files_hold(
         "model.layers.1.self_attn.q_proj.weight": Header("BF16", (4, 4)),
         "model.norm.weight": Header("BF16", (4,)),
     }
-    assert derived_architecture(config, headers | wrong, "x") == derived_architecture(config, headers, "x")
+    assert derived_architecture(config, headers | wrong) == derived_architecture(config, headers)
 
 
 CONV = "model.layers.0.self_attn.k_conv1d.weight"
@@ -165,22 +165,22 @@ CONV = "model.layers.0.self_attn.k_conv1d.weight"
 @pytest.mark.slow
 def test_what_transformers_joins_is_listed_by_its_stored_names_and_shapes(tmp_path: Path) -> None:
     config, headers = saved(tmp_path / "model", "kimi_linear")
-    facts = derived_architecture(config, headers, "x")
+    facts = derived_architecture(config, headers)
     parts = {f"self_attn.{letter}_conv1d.weight" for letter in "qkv"}
     assert {name: set(names) for name, names in facts.modules.converted.items()} == {"self_attn.conv1d.weight": parts}
     assert facts.of_layer(0).tensors["self_attn.k_conv1d.weight"].shape == (64, 1, 4)
     del headers[CONV]
     with pytest.raises(
-        ArchitectureError, match=r"^x: transformers cannot make the parameters of Kimi\w+ of .*q_conv1d"
+        ArchitectureError, match=r"^transformers cannot make the parameters of Kimi\w+ of .*q_conv1d"
     ):
-        derived_architecture(config, headers, "x")
+        derived_architecture(config, headers)
 
 
 @pytest.mark.slow
 def test_experts_that_no_text_goes_through_are_carried(tmp_path: Path) -> None:
     """ERNIE-4.5-VL's experts 8 to 15 of 16 see images; its router is stored transposed, and cannot be compensated."""
     config, headers = saved(tmp_path / "model", "ernie4_5_vl_moe")
-    facts = derived_architecture(config, headers, "x")
+    facts = derived_architecture(config, headers)
     matrices = {(e, m): f"{facts.expert(1, e, m)}.weight" for e in range(16) for m in MATRICES}
     assert [facts.is_unread(name) for (e, _), name in matrices.items()] == [e >= 8 for e, _ in matrices]
     assert set(matrices.values()) <= set(headers)
@@ -259,17 +259,17 @@ GATE_UP, DOWN = (f"block_sparse_moe.{side}put_linear.weight" for side in ("in", 
 def test_tensors_of_all_experts_may_have_names_of_their_own_but_not_another_layout(tmp_path: Path) -> None:
     """GraniteMoe's have."""
     config, headers = saved(tmp_path / "model", "granitemoe")
-    facts = derived_architecture(config, headers, "x")
+    facts = derived_architecture(config, headers)
     assert facts.fused == {GATE_UP: ["gate", "up"], DOWN: ["down"]}
     assert facts.expert(1, 3, "up") == "model.layers.1.block_sparse_moe.experts.3.up_proj"
     transposed = {f"model.layers.0.{GATE_UP}": Header("BF16", (8, 128, 192))}
-    with pytest.raises(ArchitectureError, match=rf"^x: model.layers.0.{GATE_UP} holds the experts in a layout of its"):
-        derived_architecture(config, headers | transposed, "x")
+    with pytest.raises(ArchitectureError, match=rf"^model.layers.0.{GATE_UP} holds the experts in a layout of its"):
+        derived_architecture(config, headers | transposed)
 
 
 def test_layers_of_one_structure_may_have_other_gates(tmp_path: Path) -> None:
     """Step-3.7 clamps in some layers, each at a limit of its own; it stores gate and up apart."""
-    facts = derived_architecture(*saved(tmp_path / "model", "step3p7"), "x")
+    facts = derived_architecture(*saved(tmp_path / "model", "step3p7"))
     assert [facts.of_layer(number).own_gate for number in range(4)] == [False, False, True, True]
     assert facts.fused == {f"moe.{matrix}_proj.weight": [matrix] for matrix in MATRICES}
     assert "the experts of layers 2–3 have a gate of their own, so no scale lies between w3 and w2" in facts.origin()

@@ -34,8 +34,7 @@ SMALL: dict[str, Any] = {
 
 def skeleton_of(family: str) -> Skeleton:
     """One of the seven families, as small as its tests have it."""
-    model = families.in_transformers(families.config(family))
-    return Skeleton(type(model), model.config)
+    return Skeleton(*families.in_transformers(families.config(family)))
 
 
 def small(name: str, **changes: Any) -> Skeleton:

@@ -107,8 +107,8 @@ def test_the_seed_decides_which() -> None:
     assert len({*digests, data.digest}) == 3
 
 
-def test_the_embedded_set_gives_every_category_as_much(tiny_model: Path) -> None:
-    whole = load_set(REPOSITORY / "calibration" / "embedded.yaml", tiny_model)
+def test_the_embedded_set_gives_every_category_as_much(tiny_model: Path, embedded_in_tokens: CalibrationData) -> None:
+    whole = embedded_in_tokens
     drawn = load_set(REPOSITORY / "calibration" / "embedded.yaml", tiny_model, tokens=15_000)
     tokens: Counter[str] = Counter()
     for sample in drawn.samples:

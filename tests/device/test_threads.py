@@ -12,6 +12,7 @@ import pytest
 import torch
 from commands import quantize
 from conftest import Finished
+from runs import Small
 
 from eval.fidelity import scoring
 from quantizers.architectures.families import architecture_for
@@ -72,11 +73,11 @@ def test_another_number_of_processes_keeps_the_threads(
 @pytest.mark.slow
 @pytest.mark.usefixtures("kept_threads")
 def test_a_run_begun_with_other_threads_goes_on_with_them(
-    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In one process: begun with 2, the rule says 1; then an explicit number is refused in one line."""
     output = tmp_path / "output"
-    words = ("run", finished.recipe, "--output", output, "--device", "cpu")
+    words = ("run", small.recipe, "--output", output, "--device", "cpu")
     real = quantizing.write_json
 
     def cut(path: Path, entry: Any) -> None:

@@ -20,7 +20,7 @@ TOKENS = 200
 
 @pytest.fixture(scope="module")
 def router() -> Any:
-    return families.randomized(families.in_transformers(CONFIG), seed=0).model.layers[1].mlp.gate
+    return families.randomized(CONFIG, seed=0).model.layers[1].mlp.gate
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import tiny
 import torch
 from conftest import Finished, needs_vllm
+from made_once import made_once
 from probed import computed, probed
 from runs import change
 from source_forms import per_row, write_plain, write_variant
@@ -100,49 +101,97 @@ DAMAGES: dict[str, tuple[Damage, list[str]]] = {
 
 pytestmark = [pytest.mark.slow, needs_vllm]
 CACHED = ("minimax_m2", "qwen3_moe")  # with scales for an FP8 cache of keys and values, which lie in their parameters
+NVFP4 = (16, 4)  # bits of activations
 VARIANTS = (("deepseek_v3", "bf16"), ("glm4_moe_lite", "fp8"), ("mixtral", "fp8"), ("qwen3_moe", "fp8-block"))
 
 
+Outputs = tuple[list[Path], list[Path]]
+
+
 @pytest.fixture(scope="module")
-def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], list[Path]]:
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> Outputs:
     """A recipe and its output for each of families.MODELS, for attention in FP8 rows, and for each of VARIANTS.
 
-    Those of CACHED follow.
+    Those of CACHED follow, and those in NVFP4.
     """
-    home = tmp_path_factory.mktemp("families")
-    recipes = [families.write_job(home / str(number), model) for number, model in enumerate(families.MODELS)]
-    per_row(write_plain(home / "plain", "qwen3_moe"), home / "rows" / "model", torch.bfloat16)
-    recipes.append(tiny.write_recipe(home / "rows"))
-    recipes += [write_variant(home / f"{family} {attention}", family, attention) for family, attention in VARIANTS]
-    recipes += [families.write_job(home / f"{family} cached", family) for family in CACHED]
-    for recipe in recipes[-len(CACHED) :]:
-        change(recipe, lambda body: body.update(kv_cache="fp8"))
-    for recipe in recipes:
-        change(recipe, lambda body: body.pop("verify"))
-        run(prepare(str(recipe)), Options(recipe.parent / "output", torch.device("cpu")))
-    return recipes, [recipe.parent / "output" for recipe in recipes]
+
+    def made(home: Path) -> Outputs:
+        def written(name: str, model: str, **experts: Any) -> Path:
+            return families.write_job(home / name, model, rounding="nearest", **experts)
+
+        recipes = [written(str(number), model) for number, model in enumerate(families.MODELS)]
+        per_row(write_plain(home / "plain", "qwen3_moe"), home / "rows" / "model", torch.bfloat16)
+        recipes.append(tiny.write_recipe(home / "rows", words=20, samples=3, rounding="nearest"))
+        recipes += [write_variant(home / f"{family} {attention}", family, attention) for family, attention in VARIANTS]
+        recipes += [written(f"{family} cached", family) for family in CACHED]
+        for recipe in recipes[-len(CACHED) :]:
+            change(recipe, lambda body: body.update(kv_cache="fp8"))
+        for activations in NVFP4:
+            recipes.append(written(f"W4A{activations}", "qwen3_moe", format="nvfp4", activations=activations))
+        for recipe in recipes:
+            change(recipe, lambda body: body.pop("verify"))
+            run(prepare(str(recipe)), Options(recipe.parent / "output", torch.device("cpu")))
+        return recipes, [recipe.parent / "output" for recipe in recipes]
+
+    return made_once(tmp_path_factory, "vllm", made)
+
+
+READ = len(families.MODELS) + 1 + len(VARIANTS) - 1 + len(CACHED)
+
+
+def read_by_vllm(outputs: Outputs) -> Iterator[tuple[Path, Path]]:
+    """Recipe and output of those that vLLM reads, READ of them.
+
+    Not of the last of VARIANTS: the scales of FP8 blocks, which are powers of two, are alike in many places.
+    """
+    for number, pair in enumerate(zip(*outputs, strict=True)):
+        if number != READ - len(CACHED) and number <= READ:
+            yield pair
+
+
+@pytest.fixture(scope="module")
+def report(
+    outputs: Outputs, finished: Finished, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[int, dict[str, Any]]:
+    """The probe's exit code and report on all of them, in one process, whose start takes long.
+
+    After the outputs come one of them whose config is misread, those in NVFP4, the finished checkpoint, and this with
+    each of DAMAGES, the values of which are compared with the undamaged one's.
+    """
+
+    def made(home: Path) -> tuple[int, dict[str, Any]]:
+        folders = [folder for _, folder in read_by_vllm(outputs)]
+        misread = shutil.copytree(folders[[*families.MODELS].index("deepseek_v3")], home / "misread")
+        config, _ = stored(misread)
+        without_numbers(config)
+        (misread / "config.json").write_text(json.dumps(config))
+        for name, (damage, _) in DAMAGES.items():
+            config, tensors = stored(finished.folder)
+            damage(config, tensors)
+            tiny.write(home / name, config, tensors)
+        damaged = [home / name for name in DAMAGES]
+        return probed(*folders, misread, *outputs[1][-len(NVFP4) :], "--compare", *[finished.folder] * 2, *damaged)
+
+    return made_once(tmp_path_factory, "probed", made)
 
 
 def test_vllm_reads_every_family_as_it_was_written(
-    outputs: tuple[list[Path], list[Path]], tmp_path: Path, say: Callable[[str], None]
+    outputs: Outputs, report: tuple[int, dict[str, Any]], say: Callable[[str], None]
 ) -> None:
     """In one process: the schemes are those of our rules, and every tensor lies in its own model, byte for byte.
 
     With a scale per block and per row of FP8, without FP8, with a layer that has no experts, and with one that predicts
     further tokens, whose experts are as the source has them; a config that takes them for INT4 is named by vLLM and us.
     """
-    # The scales of FP8 blocks, which are powers of two, are alike in many places.
-    recipes, folders = ([*some[: -len(CACHED) - 1], *some[-len(CACHED) :]] for some in outputs)
-    misread = shutil.copytree(folders[[*families.MODELS].index("deepseek_v3")], tmp_path / "misread")
-    config, _ = stored(misread)
-    without_numbers(config)
-    (misread / "config.json").write_text(json.dumps(config))
-    code, report = probed(*folders, misread)
-    damaged = report["checked"].pop()
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    say(f"{versions} read {', '.join(one['model_class'] for one in report['checked'])}")
-    assert [one["problems"] for one in report["checked"]] == [[]] * len(folders)
-    for recipe, folder, one in zip(recipes, folders, report["checked"], strict=True):
+    recipes, folders = zip(*read_by_vllm(outputs), strict=True)
+    code, found_by_vllm = report
+    checked, damaged = found_by_vllm["checked"][:READ], found_by_vllm["checked"][READ]
+    misread = Path(damaged["folder"])
+    assert [one["folder"] for one in checked] == [*map(str, folders)]
+    versions = ", ".join(f"{name} {version}" for name, version in found_by_vllm["versions"].items())
+    say(f"{versions} read {', '.join(one['model_class'] for one in checked)}")
+    assert [one["problems"] for one in checked] == [[]] * len(folders)
+    for recipe, folder, one in zip(recipes, folders, checked, strict=True):
         source, tensors = stored(recipe.parent / "model")
         assert one["tensors"] == len(stored(folder)[1])
         assert "INT4 group 32" in str(one["schemes"]["experts"])
@@ -158,18 +207,18 @@ def test_vllm_reads_every_family_as_it_was_written(
     assert error.where == "model.layers.3.mlp.experts.0.gate_proj"
     assert "MTP experts: takes the scheme INT4 group 32" in error.problem
     served = {facts.model_class: facts for facts in map(facts_of, known()) if "vllm" in facts.servers}
-    assert {one["model_class"] for one in report["checked"]} == set(served)
-    for one in report["checked"]:
+    assert {one["model_class"] for one in checked} == set(served)
+    for one in checked:
         held = {"F32": "float32", "BF16": "bfloat16"}[served[one["model_class"]].router.served]
         assert one["router_dtype"] == held
 
 
-@pytest.mark.parametrize("activations", [16, 4])
-def test_vllm_takes_nvfp4_as_our_rules_say_and_its_cpu_build_has_no_kernel(activations: int, tmp_path: Path) -> None:
-    recipe = families.write_job(tmp_path, "qwen3_moe", format="nvfp4", activations=activations)
-    change(recipe, lambda body: body.pop("verify"))
-    run(prepare(str(recipe)), Options(tmp_path / "output", torch.device("cpu")))
-    (found,) = probed(tmp_path / "output")[1]["checked"]
+@pytest.mark.parametrize("activations", NVFP4)
+def test_vllm_takes_nvfp4_as_our_rules_say_and_its_cpu_build_has_no_kernel(
+    activations: int, report: tuple[int, dict[str, Any]]
+) -> None:
+    found = report[1]["checked"][READ + 1 + NVFP4.index(activations)]
+    assert f"W4A{activations}" in found["folder"]
     (problem,) = found["problems"]
     assert problem.endswith("No NvFp4 MoE backend supports the deployment configuration.")
     (scheme,) = found["schemes"]["experts"]
@@ -196,10 +245,10 @@ MISTAKES = (uncompensated, with_gate_and_up_swapped, with_larger_scales)
 
 
 def test_vllm_computes_every_family_as_it_was_evaluated(
-    outputs: tuple[list[Path], list[Path]], tmp_path: Path, say: Callable[[str], None]
+    outputs: Outputs, tmp_path: Path, say: Callable[[str], None]
 ) -> None:
     """In float32, on any CPU: KL(ours || vLLM). A mistake in the output of one family is far from nothing."""
-    recipes, folders = (some[: -len(CACHED)] for some in outputs)
+    recipes, folders = (some[: -len(CACHED) - len(NVFP4)] for some in outputs)
     texts = [held_out_texts(recipe.parent) for recipe in recipes]
     ours = [log_probabilities(folder, own) for folder, own in zip(folders, texts, strict=True)]
     minimax = [*families.MODELS].index("minimax_m2")
@@ -225,19 +274,14 @@ def test_vllm_computes_every_family_as_it_was_evaluated(
     assert min(apart[len(folders) :]) > 1e-6
 
 
-def test_vllm_holds_all_of_a_finished_checkpoint_and_damages_are_named(finished: Finished, tmp_path: Path) -> None:
-    """All folders in one process, whose start takes long; values are compared with the undamaged checkpoint's."""
-    for name, (damage, _) in DAMAGES.items():
-        config, tensors = stored(finished.folder)
-        damage(config, tensors)
-        tiny.write(tmp_path / name, config, tensors)
-    folders = [finished.folder, *(tmp_path / name for name in DAMAGES)]
-    code, report = probed(*folders, "--compare", finished.folder)
-    good, *damaged = report["checked"]
+def test_vllm_holds_all_of_a_finished_checkpoint_and_damages_are_named(
+    finished: Finished, report: tuple[int, dict[str, Any]]
+) -> None:
+    """Values are compared with the undamaged checkpoint's."""
+    good, *damaged = report[1]["checked"][READ + 1 + len(NVFP4) :]
     assert good["problems"] == []
     assert good["tensors"] == len(stored(finished.folder)[1])
     assert (good["model_class"], good["router_dtype"]) == ("MiniMaxM2ForCausalLM", "float32")
-    assert code == 1
-    for report, (name, (_, beginnings)) in zip(damaged, DAMAGES.items(), strict=True):
+    for one, (name, (_, beginnings)) in zip(damaged, DAMAGES.items(), strict=True):
         for beginning in beginnings:
-            assert any(re.match(beginning, line) for line in report["problems"]), (name, report["problems"])
+            assert any(re.match(beginning, line) for line in one["problems"]), (name, one["problems"])

@@ -18,6 +18,7 @@ import tiny
 import torch
 import zoo
 from conftest import needs_vllm
+from made_once import made_once
 from probed import computed, probed
 from runs import change
 from streamed import divergence, held_out_texts, log_probabilities
@@ -127,15 +128,19 @@ def test_every_type_is_loaded_or_has_a_reason() -> None:
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The output for each type that is tried, beside its source and sets."""
-    home, folders = tmp_path_factory.mktemp("types"), []
-    for name in TRIED:
-        folder = home / name.replace(" ", "-")
-        zoo.save(name, folder / "model")
-        recipe = tiny.write_recipe(folder, samples=2, bits=4, group_size=32)
-        change(recipe, lambda body: body.pop("verify"))
-        run(prepare(str(recipe)), Options(folder / "output", torch.device("cpu"), ignore_source_check=True))
-        folders.append(folder / "output")
-    return folders
+
+    def made(home: Path) -> list[Path]:
+        folders = []
+        for name in TRIED:
+            folder = home / name.replace(" ", "-")
+            zoo.save(name, folder / "model")
+            recipe = tiny.write_recipe(folder, words=20, samples=2, bits=4, group_size=32, rounding="nearest")
+            change(recipe, lambda body: body.pop("verify"))
+            run(prepare(str(recipe)), Options(folder / "output", torch.device("cpu"), ignore_source_check=True))
+            folders.append(folder / "output")
+        return folders
+
+    return made_once(tmp_path_factory, "types", made)
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def test_arguments_made_of_the_token_ids_are_refused(tmp_path: Path, monkeypatch
     forward = whole.forward
     monkeypatch.setattr(whole, "forward", lambda self, input_ids, **rest: forward(self, input_ids + 1, **rest))
     with pytest.raises(ArchitectureError, match="layer 0: ple_input_ids depends on the tokens, not on their number"):
-        derived_architecture(checkpoint.config | {"pad_token_id": 3}, checkpoint.tensors, "config.json")
+        derived_architecture(checkpoint.config | {"pad_token_id": 3}, checkpoint.tensors)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

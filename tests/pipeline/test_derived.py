@@ -45,7 +45,7 @@ DERIVED = [name for name in zoo.TYPES if name not in zoo.REFUSED and name not in
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp("derived")
     zoo.save(request.param, folder / "model")
-    tiny.write_recipe(folder, samples=3, bits=4, group_size=32)
+    tiny.write_recipe(folder, words=20, samples=3, bits=4, group_size=32, rounding="nearest")
     return Made(folder, request.param, report_of(JobFolder(folder)))
 
 

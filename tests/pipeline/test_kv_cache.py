@@ -42,19 +42,17 @@ FP8 = QuantizationArgs(num_bits=8, type="float", strategy="tensor", symmetric=Tr
 
 
 def write_job(folder: Path, model: str) -> Path:
-    recipe = families.write_job(folder, model)
+    recipe = families.write_job(folder, model, rounding="nearest")
     change(recipe, lambda body: body.update(kv_cache="fp8"))
     return recipe
 
 
 # With biases of keys and values, windows, and a layer without experts.
+MODELS = ("minimax_m2", "glm4_moe", "qwen3_moe with a dense layer and windows")
+
+
 @pytest.fixture(
-    scope="module",
-    params=[
-        "minimax_m2",
-        pytest.param("glm4_moe", marks=pytest.mark.slow),
-        pytest.param("qwen3_moe with a dense layer and windows", marks=pytest.mark.slow),
-    ],
+    scope="module", params=[MODELS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS[1:])]
 )
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> runs.Made:
     folder = tmp_path_factory.mktemp("made")
@@ -121,7 +119,12 @@ def test_the_cost_of_the_cache_is_that_of_the_librarys_rounding(made: runs.Made)
         assert abs(measured - made.report["kl"]["mean"]) > 1e-5, "the cache costs something"
 
 
+# Of what evaluates whole outputs again, one model; the others are one more of a kind.
+AGAIN = [MODELS[0], *(pytest.param(name, marks=pytest.mark.every) for name in MODELS[1:])]
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("made", AGAIN, indirect=True)
 def test_evaluating_the_files_gives_the_same(
     made: runs.Made, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,6 +137,7 @@ def test_evaluating_the_files_gives_the_same(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("made", AGAIN, indirect=True)
 def test_a_server_that_caches_in_fp8_is_found_exact(
     made: runs.Made, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,7 +222,7 @@ def test_a_plan_counts_fp8_keys_and_values(made: runs.Made, tmp_path: Path) -> N
 def test_layers_of_linear_attention_get_none(tmp_path: Path) -> None:
     """The others of Qwen3.5 do, and a resumed run gives the same bytes."""
     zoo.save("qwen3_5_moe", tmp_path / "model")
-    recipe = tiny.write_recipe(tmp_path)
+    recipe = tiny.write_recipe(tmp_path, words=20, samples=3, rounding="nearest")
     change(recipe, lambda body: body.update(kv_cache="fp8"))
     whole = run(prepare(str(recipe)), Options(tmp_path / "whole", CPU))
     tensors = stored(tmp_path / "whole")[1]

@@ -30,7 +30,7 @@ TOKENS = 250
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
     """A recipe, and beside it the sets a.yaml and b.yaml, of which other draws hold other texts."""
-    recipe = write_job(tmp_path / "job", layers=3, words=12, samples=9)
+    recipe = write_job(tmp_path / "job", layers=3, words=12, samples=9, rounding="nearest")
     of_words = [(f"field{n % 2}", " ".join(f"w{n * k % 17} {k}" for k in range(20 + n))) for n in range(12)]
     for name, rows in (("a", of_words[:9]), ("b", of_words[3:])):
         rows_set(tmp_path / "job", rows, name, samples=5, seed=7)

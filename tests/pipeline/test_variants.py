@@ -41,7 +41,7 @@ SERVED = {"bf16": "plain", "fp8": "FP8 per channel", "fp8-block": "FP8 block 128
 VARIANTS = [
     ("deepseek_v3", "bf16"),
     ("mixtral", "fp8"),
-    pytest.param(("minimax_m2", "bf16"), marks=pytest.mark.slow),
+    pytest.param(("minimax_m2", "bf16"), marks=pytest.mark.every),
     pytest.param(("glm4_moe", "bf16"), marks=pytest.mark.slow),
     pytest.param(("glm4_moe_lite", "fp8"), marks=pytest.mark.slow),
     pytest.param(("qwen3_moe", "fp8-block"), marks=pytest.mark.slow),
