@@ -170,9 +170,7 @@ def test_what_transformers_joins_is_listed_by_its_stored_names_and_shapes(tmp_pa
     assert {name: set(names) for name, names in facts.modules.converted.items()} == {"self_attn.conv1d.weight": parts}
     assert facts.of_layer(0).tensors["self_attn.k_conv1d.weight"].shape == (64, 1, 4)
     del headers[CONV]
-    with pytest.raises(
-        ArchitectureError, match=r"^transformers cannot make the parameters of Kimi\w+ of .*q_conv1d"
-    ):
+    with pytest.raises(ArchitectureError, match=r"^transformers cannot make the parameters of Kimi\w+ of .*q_conv1d"):
         derived_architecture(config, headers)
 
 
