@@ -27,6 +27,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from forking import quantize
 
 import eval as evaluation
 import quantizers
@@ -40,14 +41,9 @@ MOMENTS = ".moments"  # suffix of the file with their number
 OWN = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (evaluation, quantizers, stitch))
 
 
-def quantize(recipe: str, output: Path) -> int:
+def run(recipe: str, output: Path) -> int:
     """`quantize run` in this process; its exit code."""
-    sys.argv = ["quantize", "run", recipe, "--output", str(output), "--device", "cpu", *OPTIONS]
-    try:
-        cli.main()
-    except SystemExit as ended:
-        return int(ended.code or 0)
-    raise AssertionError("main() always exits")
+    return quantize("run", recipe, "--output", output, "--device", "cpu", *OPTIONS)
 
 
 def start(recipe: str, output: Path, log: Path, number: signal.Signals | None = None, moment: int = 0) -> int:
@@ -80,7 +76,7 @@ def start(recipe: str, output: Path, log: Path, number: signal.Signals | None = 
                 os.kill(os.getpid(), number)
 
     sys.setprofile(count)
-    code = quantize(recipe, output)
+    code = run(recipe, output)
     sys.setprofile(None)
     if not number:
         log.with_suffix(MOMENTS).write_text(str(moments))
@@ -96,7 +92,7 @@ def main(recipe: str, folder: Path, number: signal.Signals, kills: int, seed: in
     torch.set_num_threads(1)
     with open(os.devnull, "w") as nothing:
         sys.stdout, before = nothing, sys.stdout
-        assert quantize(recipe, folder / "whole") == 0
+        assert run(recipe, folder / "whole") == 0
         sys.stdout = before
     ended(start(recipe, folder / "again", folder / "again.log"))
     most = int((folder / "again").with_suffix(MOMENTS).read_text())

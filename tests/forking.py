@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from select import select
 from typing import Any
@@ -63,27 +64,30 @@ class Forking:
         return int(self._server.stdout.readline())
 
 
+def quantize(*words: object) -> int:
+    """The command in this process; its exit code."""
+    from quantizers.cli import main as cli
+
+    sys.argv = ["quantize", *map(str, words)]
+    try:
+        cli.main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    raise AssertionError("main() always exits")
+
+
 def main(log: str, *first: str) -> None:
-    import stopping
-
-    def quantize(words: Sequence[str]) -> int:
-        sys.argv = ["quantize", *words]
-        try:
-            stopping.cli.main()
-        except SystemExit as end:
-            return int(end.code or 0)
-        raise AssertionError("main() always exits")
-
+    import_module("stopping")  # threads and plots are then as in the tests' own process
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(stream, 1)
     os.dup2(stream, 2)
-    assert quantize(first) == 0
+    assert quantize(*first) == 0
     os.ftruncate(stream, 0)
     for line in sys.stdin:
         child = os.fork()
         if not child:
-            os._exit(quantize(json.loads(line)))
+            os._exit(quantize(*json.loads(line)))
         print(child, file=answers)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=answers)
 

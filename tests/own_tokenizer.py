@@ -44,9 +44,6 @@ class ByteTokenizer(PreTrainedTokenizer):
 
     def convert_tokens_to_string(self, tokens):
         return bytes(int(token[1:-1]) for token in tokens).decode()
-
-    def save_vocabulary(self, folder, filename_prefix=None):
-        raise NotImplementedError
 """
 WORDS = """\
 def first_id(file):

@@ -16,7 +16,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM logs on standard output
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    import vllm  # type: ignore[import-not-found,unused-ignore]
+    import vllm
 
     options = {"skip_tokenizer_init": True, "enable_prefix_caching": False} | json.loads(sys.argv[1])
     engine = vllm.LLM(**options)

@@ -294,7 +294,8 @@ def find_handed(skeleton: Skeleton) -> HandedFacts | None:
         with contextlib.ExitStack() as stack:
             if path:
                 stack.enter_context(replaced_forward(layer.get_submodule(path), weighted))
-            # How many rows a mask chooses is not known without numbers: all of them.
+            # How many rows a mask chooses is not known without numbers: all of them. The module gets `patch` when it is
+            # imported, which types cannot know.
             stack.enter_context(_config.patch(meta_nonzero_assume_all_nonzero=True))  # type: ignore[attr-defined]
             output = layer(**arguments)
         (_, entry), *others = places

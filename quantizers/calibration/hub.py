@@ -92,7 +92,7 @@ class Hub:
     def read_range(self, repository: Repository, path: str, first: int, size: int) -> tuple[bytes, int]:
         """At most `size` bytes of a file from byte `first` on, and the file's size. Raises what `look_up` raises."""
         from huggingface_hub import HfApi, get_session, hf_raise_for_status
-        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+        from huggingface_hub.utils import build_hf_headers
 
         dataset, commit = repository.dataset, repository.commit
         url = f"{HfApi().endpoint}/datasets/{dataset}/resolve/{quote(commit, safe='')}/{quote(path)}"
@@ -180,7 +180,7 @@ class RemoteFile(io.RawIOBase):
 
 def _told_to_wait(headers: Mapping[str, str]) -> float:
     """Seconds until the Hub wants to be asked again."""
-    from huggingface_hub.utils import parse_ratelimit_headers  # type: ignore[attr-defined]
+    from huggingface_hub.utils import parse_ratelimit_headers
 
     limit = parse_ratelimit_headers(headers)
     if limit is not None and not limit.remaining:

@@ -218,7 +218,7 @@ def _lost(render: Render, turns: Sequence[Turn], habits: Habits) -> float:
     """How many parts of a conversation are not shown; arguments written as Python writes a mapping are not."""
     try:
         text = render(turns, (), habits)
-    except Exception:  # a template is a program and can fail in any way
+    except Exception:  # a template is a program and can fail in any way; for a text that is rendered it is then said
         return float("inf")
     return len(left_out(turns, (), text)) + (str(_ARGUMENTS) in text)
 

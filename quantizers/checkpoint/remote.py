@@ -1,7 +1,7 @@
 """The files of one commit of a model on the Hub: headers, and any range of bytes, without the disk.
 
 Requests go through huggingface_hub's own retries: a lost connection, a 429 and a 5xx are tried again, as often as it
-does so, with the token of its login; long work then waits for the Hub, see `patiently`. What the Hub has for good, a
+does so, with the token of its login; long work then waits for the Hub, see `retried`. What the Hub has for good, a
 SHA-256 of each large file, is for whoever reads one as a whole, see window.py.
 """
 
@@ -84,7 +84,7 @@ class HubFiles:
         if start == end:
             return b""
         from huggingface_hub import hf_hub_url
-        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff  # type: ignore[attr-defined]
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
 
         with hub_errors(self.model, name, self.commit):
             headers = {**build_hf_headers(), "Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
@@ -238,13 +238,13 @@ def status_of(failure: Exception) -> int | None:
     return status
 
 
-def is_passing(failure: Exception) -> bool:
+def is_transient(failure: Exception) -> bool:
     """Whether the same request may succeed later."""
     status = status_of(failure)
     return not isinstance(failure, ValueError) if status is None else status in LATER or status >= 500
 
 
-def patiently(request: Callable[[], Result], stopped: Event) -> Result:
+def retried(request: Callable[[], Result], stopped: Event) -> Result:
     """The result of a request; where the Hub is unavailable, it is made again after each of `PAUSES`, which is said.
 
     Raises:

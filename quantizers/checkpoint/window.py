@@ -30,7 +30,7 @@ from quantizers.system.formatting import size
 from quantizers.system.progress import duration
 
 from .reader import Checkpoint, read_into
-from .remote import AGAIN, PIECE, HubFile, HubFiles, patiently
+from .remote import AGAIN, PIECE, HubFile, HubFiles, retried
 from .safetensors_header import TensorInfo
 
 CONNECTIONS = 4  # shards fetched at a time, at most
@@ -215,7 +215,7 @@ class Window(HubFiles):
                 if self._stopped.is_set():
                     return ""
                 end = min(at + PIECE, file.size)
-                block = patiently(partial(self.range, file.name, at, end), self._stopped)
+                block = retried(partial(self.range, file.name, at, end), self._stopped)
                 at += stream.write(block)
                 hasher.update(block)
                 stream.flush()

@@ -30,9 +30,9 @@ from quantizers.checkpoint.remote import (
     HubFiles,
     by_name,
     files_of,
-    is_passing,
-    patiently,
+    is_transient,
     reason_of,
+    retried,
     status_of,
 )
 from quantizers.checkpoint.safetensors_header import TensorInfo, read_header
@@ -119,7 +119,7 @@ def upload_errors(repo: str, remedy: str = "") -> Iterator[None]:
                 f"{repo}: the Hub refuses this ({status}: {reason}); log in with `hf auth login` to an account with "
                 f"write access and room{f', or {remedy}' if remedy else ''}"
             ) from None
-        kind = HubUnavailable if is_passing(failure) else QuantizeError
+        kind = HubUnavailable if is_transient(failure) else QuantizeError
         raise kind(f"{repo}: the upload stopped ({reason}); {AGAIN}") from None
 
 
@@ -174,13 +174,15 @@ def is_to_be_made(repo: str, *, ours: bool) -> bool:
 def refuse_card(repo: str, text: str) -> None:
     """Raise an InputError if the Hub would not take a model card, which it looks at when the card is committed."""
     from huggingface_hub import constants, get_session, hf_raise_for_status
-    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+    from huggingface_hub.utils import build_hf_headers
 
-    with upload_errors(repo):
+    with upload_errors(repo):  # RepoCard.validate asks huggingface.co, whatever HF_ENDPOINT says
         url, asked = f"{constants.ENDPOINT}/api/validate-yaml", {"content": text, "repoType": "model"}
         answer = get_session().post(url, json=asked, headers=build_hf_headers())
-        hf_raise_for_status(answer)
-        errors = [one["message"] for one in answer.json().get("errors", ())]
+        if answer.status_code != 400:
+            hf_raise_for_status(answer)
+            return
+        errors = [one["message"] for one in answer.json()["errors"]]
     if errors:
         raise InputError(
             f"{repo}: the Hub refuses the card's front matter ({errors[0]}); leave --publish-as-you-go out, and give "
@@ -260,7 +262,7 @@ class Uploads:
                     HfApi().create_repo(self.repo, private=True)
                 except Exception as failure:
                     # Else it may be there, and only the answer is lost. A private one is hidden from another token.
-                    if not is_passing(failure):
+                    if not is_transient(failure):
                         self._note(before)
                     raise
             self._list()
@@ -371,7 +373,7 @@ class Uploads:
     def _upload(self, files: Sequence[LocalFile]) -> None:
         new = [file.name for file in files if not _is_same(file, self.there.files.get(file.name))]
         if new:
-            patiently(lambda: self._send(new), self._ended)
+            retried(lambda: self._send(new), self._ended)
         compare(self.repo, files, self.there.files, AGAIN)
 
     def _send(self, names: Sequence[str]) -> None:

@@ -490,10 +490,10 @@ def test_of_parquet_only_the_columns_that_are_read_come_over_the_network(
 def test_quiet_restores_what_was_shown() -> None:
     from huggingface_hub import utils
 
-    bars = utils.are_progress_bars_disabled()  # type: ignore[attr-defined]
+    bars = utils.are_progress_bars_disabled()
     with quiet():
-        assert utils.are_progress_bars_disabled()  # type: ignore[attr-defined]
-    assert utils.are_progress_bars_disabled() == bars  # type: ignore[attr-defined]
+        assert utils.are_progress_bars_disabled()
+    assert utils.are_progress_bars_disabled() == bars
 
 
 SPARE = 14  # rows more than a set asks for

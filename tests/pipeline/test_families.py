@@ -227,8 +227,8 @@ def tamperings(made: Made) -> list[list[Tampering]]:
         (two[0], swapped(*two), f"{two[0]}: "),
         (other, scaled(other, 0, torch.nan), other.removesuffix(".weight_scale")),
     ]
-    zero_points = lambda t: t.update({zeros: torch.zeros(4).int()})  # noqa: E731
-    more: Tampering = (packed, zero_points, f"{zeros}: no tensor of the source accounts for it")
+    added = {zeros: torch.zeros(4).int()}
+    more: Tampering = (packed, lambda t: t.update(added), f"{zeros}: no tensor of the source accounts for it")
     fewer: Tampering = (scale, lambda t: t.pop(scale), f"{scale}: missing")
     if made.folds:
         back: Tampering = (router, lambda t: t.update({router: original.to(t[router].dtype)}), f"{router}: not comp")

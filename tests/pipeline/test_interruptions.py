@@ -50,7 +50,7 @@ def test_killed_at_random_moments(name: str, code: int, tmp_path: Path) -> None:
     recipe = write_job(tmp_path, layers=2, words=12, samples=2, awq={"grid": 5})
     script = REPOSITORY / "tests" / "forked_runs.py"
     done = subprocess.run(
-        [sys.executable, "-P", str(script), str(recipe), str(tmp_path), name, str(KILLS), "20"],
+        [sys.executable, str(script), str(recipe), str(tmp_path), name, str(KILLS), "20"],
         capture_output=True,
         text=True,
         check=False,
@@ -116,7 +116,7 @@ def test_a_disk_that_fills_while_the_run_works(
     def share(part: float) -> int:
         return int(small.needed * part) // 4096 * 4096
 
-    if problem := mounted(place, share(0.01)):
+    if problem := mounted(place, share(0.01)):  # for root alone; test_writes_that_find_no_room needs none
         pytest.skip(f"no small file system can be mounted here: {problem}")
     command = ("run", small.recipe, "--output", place / "output")
     try:

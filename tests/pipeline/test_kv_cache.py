@@ -60,7 +60,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return runs.Made(folder, request.param, runs.report_of(runs.JobFolder(folder)))
 
 
-class RoundedCache(DynamicCache):  # type: ignore[misc]  # transformers has no types
+class RoundedCache(DynamicCache):
     """A cache that rounds as compressed-tensors does, with the scales (2,) of each layer."""
 
     def __init__(self, scales: dict[int, Tensor]) -> None:

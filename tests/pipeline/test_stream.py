@@ -113,7 +113,7 @@ def test_killed_at_ten_points(hub: HubStandIn, tmp_path: Path) -> None:
     """At seeded moments spread over the whole run; the outputs are the unbroken run's."""
     script, needed = REPOSITORY / "tests" / "forked_runs.py", smallest()
     environment = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-    command = [sys.executable, "-P", str(script), "recipe.yaml", str(tmp_path), "SIGKILL", str(KILLS), "7"]
+    command = [sys.executable, str(script), "recipe.yaml", str(tmp_path), "SIGKILL", str(KILLS), "7"]
     done = subprocess.run(
         [*command, "--stream", "--window", f"{needed}B"],
         capture_output=True,
