@@ -282,7 +282,7 @@ def random_job(job: Job, experts: int, **narrow: int) -> Job:
     if not is_of(facts, config):
         raise ArchitectureError(
             f"{job.facts_file}: these are facts about one model, and one of other sizes is needed; give data about its "
-            "family, as docs/add-a-family.md explains"
+            "family, as docs/how-to/add-a-family.md explains"
         )
     sizes, block = sizes_of(facts), declared_block(config, CONFIG)
     specs = expected_tensors(facts, sizes, config, CONFIG)

@@ -1,7 +1,7 @@
 """Generates the reference pages from the program: `python scripts/make_reference.py [--check]`.
 
-These are docs/commands.md, recipes/README.md, the JSON schemas, and marked parts of docs/calibration.md, recipe.md and
-report.md. A test compares them with the program.
+These are recipes/README.md, and in docs/reference commands.md, the JSON schemas, and marked parts of calibration.md,
+recipe.md and report.md. A test compares them with the program.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Parameter:
 
 
 def command_reference() -> str:
-    """The text of docs/commands.md."""
+    """The text of docs/reference/commands.md."""
     return HEAD + "".join(_section(f"quantize {words}", callback) for words, callback in _commands(app))
 
 
@@ -266,7 +266,7 @@ def pages() -> dict[Path, str]:
     Raises:
         ValueError: a page lacks the markers of a section.
     """
-    docs = REPOSITORY / "docs"
+    docs = REPOSITORY / "docs" / "reference"
     made = {docs / "commands.md": command_reference(), REPOSITORY / "recipes" / "README.md": recipe_table()}
     made |= {docs / "schemas" / name: text() for name, text in SCHEMAS.items()}
     for name, sections in SECTIONS.items():

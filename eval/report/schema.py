@@ -1,6 +1,6 @@
 """The schema of report.json, which `quantizers/pipeline/report.py` fills, and checks against it when it is written.
 
-docs/report.md and docs/schemas/report.schema.json are made from it. Unless a description says otherwise, None stands
+docs/reference/report.md and its schema are made from it. Unless a description says otherwise, None stands
 for a number that is not finite, and a key that may be absent has the default None.
 """
 
@@ -65,7 +65,7 @@ class Stitched(Part):
 class Settings(Part):
     """The recipe and the machine."""
 
-    recipe: dict[str, Any] = key("The resolved recipe; see docs/recipe.md")
+    recipe: dict[str, Any] = key("The resolved recipe; see docs/reference/recipe.md")
     hash: str = key("SHA-256 of the recipe and of the sets that it names, hexadecimal")
     published_hash: str = key("The same of the recipe beside the checkpoint, whose sets have locks that the run added")
     file: str = key("File name of the recipe")

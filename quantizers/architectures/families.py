@@ -77,7 +77,7 @@ def architecture_for(
     reason = "no facts for this architecture" if is_moe else "not a mixture-of-experts model that is known here"
     raise ArchitectureError(
         f"{where}: model_type {model_type!r}: {reason}; give one of {', '.join(known())}, or facts of your own, "
-        "as docs/add-a-family.md explains"
+        "as docs/how-to/add-a-family.md explains"
     )
 
 

@@ -119,7 +119,8 @@ def _readable(rows: Sequence[Row], data: Path) -> tuple[DataSource, list[str]]:
     best = min(tried, key=lambda one: len(one[1]), default=None)
     if best is None or len(best[1]) == len(rows):
         raise CalibrationError(
-            f"{data}: no shape fits its columns ({', '.join(present)}); name them as in docs/calibration.md, Shapes"
+            f"{data}: no shape fits its columns ({', '.join(present)}); name them as in docs/reference/calibration.md"
+            ", Shapes"
         )
     return best
 
@@ -157,7 +158,7 @@ def _text(path: Path, data: Path, source: DataSource, unusable: int, rows: Seque
     named = all(isinstance(category, str) and category.strip() for category in categories)
     relative = os.path.relpath(data.absolute(), path.absolute().parent)
     return f"""\
-# A calibration set. All keys are in docs/calibration.md of moe-quantizers; `quantize calibration schema` prints them.
+# A calibration set. `quantize calibration schema` prints all keys; docs/reference/calibration.md explains them.
 {_line("name", path.stem)}
 sequence_length: 2048            # tokens at which a text is cut
 seed: 42                         # decides which rows a number of samples takes

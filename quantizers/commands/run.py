@@ -26,7 +26,7 @@ class FinishedCheckpoint:
 
     Attributes:
         folder: with the shards, config.json, report.json, report.html and the model card README.md.
-        report: the contents of report.json, see docs/report.md; empty in ranks except 0.
+        report: the contents of report.json, see docs/reference/report.md; empty in ranks except 0.
         source: the source's folder on this machine, or its Hub id.
     """
 

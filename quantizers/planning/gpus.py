@@ -17,9 +17,9 @@ from quantizers.system.formatting import parse_bytes
 GIB, TERA = 2**30, 1e12
 _COUNT = re.compile(r"^\d+\s*[xX×]\s*")
 
-# The shares of nominal rates that are reached. On GPUs as a layer of MiniMax-M2.1 took them on one H200 (docs/gpu.md):
-# products 2.7 s, where 2.9 were expected; search, rounding and factorization 4.8 s together. Batched factorizations and
-# triangular solves are far from the rate of matrix products.
+# The shares of nominal rates that are reached. On GPUs as a layer of MiniMax-M2.1 took them on one H200
+# (docs/explanation/gpu.md): products 2.7 s, where 2.9 were expected; search, rounding and factorization 4.8 s together.
+# Batched factorizations and triangular solves are far from the rate of matrix products.
 GPU_SHARES = {"bandwidth": 0.8, "products": 0.6, "float32": 0.4, "factorization": 0.1}
 CPU_SHARES = {"bandwidth": 1.0, "products": 0.75, "float32": 0.75, "factorization": 0.3}
 # Of one core, on which a layer was measured: operations and bytes a second.

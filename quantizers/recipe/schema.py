@@ -150,19 +150,21 @@ class Experts(Strict):
     # These five come first, so that the validators of the keys that they exclude can see them.
     budget: Annotated[str | None, ONLY_IF_GIVEN] = None
     """Size of all shards, such as `125GiB` or `120GB`, instead of `bits` and `group_size`: both are then chosen for
-    each layer from measurements. 2 and 3 bits only where 4 in every layer do not fit. See [budget](budget.md)."""
+    each layer from measurements. 2 and 3 bits only where 4 in every layer do not fit. See
+    [budget](../how-to/budget.md)."""
     bits_per_weight: Annotated[Annotated[float, Field(gt=0.0)] | None, ONLY_IF_GIVEN] = None
     """The same with a mean over the experts, scales included: INT4 in groups of 32 has 4.5."""
     tensor_parallel: Annotated[Annotated[int, Field(ge=1, le=64)] | None, ONLY_IF_GIVEN] = None
     """With a budget: the number of GPUs over which an expert is split when served; a group must fit each part."""
     format: Annotated[Format, Field(exclude_if=lambda value: value == "int")] = "int"
     """Integers, or `nvfp4` for Blackwell GPUs: FP4 (E2M1), an FP8 scale for every 16 weights, and a scale of the whole
-    matrix; 4.5 bits per weight, without `bits`, `group_size` and `scales_sign`. See [variants](variants.md)."""
+    matrix; 4.5 bits per weight, without `bits`, `group_size` and `scales_sign`. See
+    [variants](../explanation/variants.md)."""
     activations: Annotated[Literal[16, 4], Field(exclude_if=lambda value: value == 16)] = 16
     """With `nvfp4`: the bits of the activations that experts multiply. 4: servers on Blackwell round them to NVFP4 too,
     with a scale for each matrix from the calibration set."""
     bits: Literal[2, 3, 4, 5, 6, 8] = 4
-    """Bits of a weight. Most servers take 4 and 8 only: see [serve](publish.md)."""
+    """Bits of a weight. Most servers take 4 and 8 only: see [serve](../how-to/publish.md)."""
     group_size: Literal[32, 64, 128] = 32
     """Weights under one scale: smaller is better, and larger on disk."""
     symmetric: Literal[True] = True
@@ -178,7 +180,7 @@ class Experts(Strict):
     scales_sign: Literal["both", "positive"] = "both"
     """Whether a group's scale may be negative. Codes reach one further down than up, and a negative scale turns that
     side to where the group needs it, at no cost in size. `positive` is for servers that take no other:
-    [which](publish.md)."""
+    [which](../how-to/publish.md)."""
     rounding: Literal["gptq", "nearest"] = "gptq"
     """GPTQ with two sweeps of coordinate descent, or round to nearest."""
 
@@ -324,10 +326,10 @@ class Recipe(Strict):
     attention: Annotated[Attention, Field(exclude_if=lambda value: value == "keep")] = "keep"
     """What becomes of attention, shared experts and dense layers. `keep`: the source's bytes. `bf16`: FP8 is
     dequantized, for servers and cards that cannot mix it with integers. `fp8`: a source in 16 bits becomes FP8 with a
-    scale per row, `fp8-block` with one per block of 128 x 128. See [variants](variants.md)."""
+    scale per row, `fp8-block` with one per block of 128 x 128. See [variants](../explanation/variants.md)."""
     kv_cache: Annotated[Literal["none", "fp8"], Field(exclude_if=lambda value: value == "none")] = "none"
     """`fp8`: scales for an FP8 cache of keys and values, from their largest magnitudes on the calibration set. Servers
-    then cache in FP8 by themselves. See [variants](variants.md)."""
+    then cache in FP8 by themselves. See [variants](../explanation/variants.md)."""
     keep: Literal["everything-else"] = "everything-else"
     """What keeps its original bytes: everything but the routed experts, and what `attention` converts."""
     verify: Verify | None = None

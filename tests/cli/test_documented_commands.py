@@ -12,7 +12,7 @@ from conftest import REPOSITORY
 
 from quantizers.cli.main import app
 
-PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 
 
 def lines() -> list[tuple[str, list[str]]]:
@@ -22,7 +22,7 @@ def lines() -> list[tuple[str, list[str]]]:
         blocks = re.findall(r"^```\w*\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
         for line in "".join(blocks).replace("\\\n", " ").splitlines():
             start = re.search(r"(?:^|&& \S*)(?:next: )?quantize (?!.*\[OPTIONS\])", line)
-            if start and "[" not in line:  # not the usage of docs/commands.md
+            if start and "[" not in line:  # not the usage of docs/reference/commands.md
                 typed = re.split(r" [>|] ", line[start.end() :])[0]
                 found.append((page.name, shlex.split(typed, comments=True)))
     return found

@@ -23,7 +23,7 @@ from quantizers.recipe.schema import Recipe
 from quantizers.system.schema import Strict, load
 from quantizers.system.strict_yaml import parse
 
-DOCS = REPOSITORY / "docs"
+DOCS = REPOSITORY / "docs" / "reference"
 MODELS: dict[str, type[BaseModel]] = {"recipe.schema.json": Recipe, "calibration-set.schema.json": CalibrationSet}
 SHIPPED = [
     *(("recipe.schema.json", path) for path in sorted((REPOSITORY / "recipes").glob("*.yaml"))),

@@ -22,7 +22,7 @@ from eval.report.schema import checked
 
 def validate(report: dict[str, Any]) -> None:
     """By the JSON schema in docs/, as somebody without this program would."""
-    text = (REPOSITORY / "docs" / "schemas" / "report.schema.json").read_text(encoding="utf-8")
+    text = (REPOSITORY / "docs/reference/schemas/report.schema.json").read_text(encoding="utf-8")
     jsonschema.Draft202012Validator(json.loads(text)).validate(report)
 
 

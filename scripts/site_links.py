@@ -1,0 +1,31 @@
+"""Hook of mkdocs: a link to a file beside docs/ becomes the file's name, or leads to the repository if one is known.
+
+On GitHub `[kernels](../../quantizers/solve/kernels.py)` is a link. A site holds docs/ alone: there it is a link to
+`repo_url` of mkdocs.yml, and without one the words and the file's path. A file that does not exist stays as it is, so
+that `mkdocs build --strict` names it.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+_LINK = re.compile(r"(?<!!)\[(?P<words>[^\]]*)\]\((?P<path>\.\.?/[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
+    """The page's text with links that leave docs/ replaced; mkdocs calls it for every page."""
+    docs = Path(config["docs_dir"]).resolve()
+    here = (docs / page.file.src_uri).parent
+
+    def beside(link: re.Match[str]) -> str:
+        target = (here / link["path"]).resolve()
+        if target.is_relative_to(docs) or not target.exists() or not target.is_relative_to(docs.parent):
+            return link[0]
+        name = target.relative_to(docs.parent).as_posix()
+        if repository := config["repo_url"]:
+            return f"[{link['words']}]({repository.rstrip('/')}/blob/main/{name}{link['anchor'] or ''})"
+        return f"`{name}`" if link["words"] == name else f"{link['words']} (`{name}`)"
+
+    return _LINK.sub(beside, markdown)
