@@ -16,8 +16,8 @@ PAIRED_WORDS = (
 )
 SERVED_WORDS = (
     "card: as vLLM's kernels there compute, see docs/how-to/verify-and-compare.md; KL(source there || candidate "
-    "there); card alone: KL(source as stored || source there); from stored: KL(source as stored || candidate there); FP8 "
-    "cache: of keys and values, all else as stored"
+    "there); card alone: KL(source as stored || source there); from stored: KL(source as stored || candidate there); "
+    "FP8 cache: of keys and values, all else as stored"
 )
 SERVED = {"as_served", "kv_cache"}
 CATEGORY_ROWS, WORST = 24, 5  # with more categories than rows, families and the WORST categories are shown
