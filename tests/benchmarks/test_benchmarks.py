@@ -12,6 +12,7 @@ import compare
 import gguf_types
 import layer
 import methods
+import modifiers
 import pytest
 import torch
 from conftest import REPOSITORY
@@ -94,6 +95,17 @@ def test_both_engines_and_both_routes_are_compared(printed: Any) -> None:
     assert set(found["route"]["library"]["bytes"]) == {"bf16", "saved", "stitched"}
     text = compare.compare_table(found)
     assert "4 experts of 128 x 64, 48 tokens" in text
+
+
+@pytest.mark.slow
+@pytest.mark.every
+@pytest.mark.parametrize("form", ["int4", "nvfp4"])
+def test_all_modifiers_give_outputs_of_one_size(printed: Any, form: str) -> None:
+    rows = json.loads(printed(modifiers, "--format", form, "--tokens", "100", "--json"))
+    assert [row["method"] for row in rows] == [*modifiers.LIBRARY, *modifiers.ours(form)]
+    kl = {row["method"]: row["kl"] for row in rows}
+    assert len(set(kl.values())) == len(kl), "two rows are the same method"
+    assert modifiers.modifiers_table(rows).count("\n") == len(rows) + 1
 
 
 @pytest.mark.slow

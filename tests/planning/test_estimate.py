@@ -15,6 +15,7 @@ from conftest import REPOSITORY
 from hub_stand_in import HubStandIn, reached
 from planned import published
 
+from quantizers.checkpoint.window import DEFAULT
 from quantizers.planning.estimate import Estimate, Work, estimate_run, layer_work, memory_on_gpu
 from quantizers.planning.gpus import Rates
 from quantizers.planning.job import Job, prepare
@@ -23,6 +24,7 @@ from quantizers.recipe.schema import Card
 from quantizers.system.progress import duration
 
 REPO = "me/tiny"
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -100,11 +102,42 @@ def test_a_gpu_that_is_too_small_has_no_time(published_job: Job) -> None:
     assert list(needs.seconds or ())[:2] == ["CPU", "A100"]
 
 
-@pytest.mark.parametrize("file", ["README.md", "docs/explanation/long-runs.md"])
-def test_the_pages_have_the_time_that_plan_prints(needs: Estimate, file: str) -> None:
+def test_the_page_has_the_time_that_plan_prints(needs: Estimate) -> None:
     assert needs.seconds is not None
-    (said,) = re.findall(r"estimated, on one H100.*?: (.*?), if every", (REPOSITORY / file).read_text())
+    page = (REPOSITORY / "docs/explanation/long-runs.md").read_text(encoding="utf-8")
+    (said,) = re.findall(r"estimated, on one H100.*?: (.*?), if every", page)
     assert said == duration(needs.seconds["H100"]["all"])
+
+
+def test_the_readme_has_the_figures_that_plan_prints(command: Command) -> None:
+    """Those of its first table, rounded: gigabytes, minutes, and dollars for them."""
+    full, part = (plan_of(command, f"minimax-m2.1-fp8-int4{part}") for part in ("", "-131k"))
+    needs, ways = full["needs"], {way["name"]: way for way in full["source_ways"]}
+    seconds, fewer = (one["needs"]["seconds"]["H100"]["all"] for one in (full, part))
+    price = re.search(r"At \$(\d+) an hour", README)
+    assert price
+    for words in (
+        f"{gb(full['source_bytes'])} of FP8 become {gb(full['output_bytes'])}",
+        f"{duration(seconds)} on one H100",
+        f"{fewer / 60:.0f} min with [{part['needs']['tokens']:,} tokens]",
+        f"that is ${seconds / 3600 * int(price[1]):.2f}, or ${fewer / 3600 * int(price[1]):.2f}",
+        f"from {needs['memory']['GPU'][0] / 1e9:.1f} GB on the GPU; {needs['host'] / 1e9:.1f} GB of host memory",
+        f"up to {gb(needs['states']['GPU'])} for hidden states",
+        f"{gb(ways['cached']['source'])} of source and {gb(ways['cached']['output'])} of output",
+        f"{DEFAULT / 1e9:.0f} and {gb(ways['published']['output'])} |",
+    ):
+        assert words in README
+
+
+def plan_of(command: Command, recipe: str) -> Any:
+    """What `plan --json` prints."""
+    assert command("plan", recipe, "--json") == 0
+    return json.loads(command.out)
+
+
+def gb(amount: float) -> str:
+    """Bytes as the README rounds them."""
+    return f"{amount / 1e9:.0f} GB"
 
 
 def test_needs_follow_each_source_s_own_length(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
-"""KL of experts in NVFP4, weights alone: llm-compressor's NVFP4A16 by each of its modifiers beside ours.
+"""KL of experts by each of llm-compressor's modifiers beside ours, at the same size: INT4 in groups of 32, or NVFP4.
 
-    python benchmarks/nvfp4.py tiny-minimax-m2-fp8-int4 --tokens 16384
+    python benchmarks/modifiers.py tiny-minimax-m2-fp8-int4 --tokens 16384
+    python benchmarks/modifiers.py tiny-minimax-m2-fp8-int4 --format nvfp4      # weights alone, its NVFP4A16
 
 The library goes its users' whole route, with the router in AWQ's mapping (library_route.py); all get the same tokens.
 """
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from library_route import EXPERTS, awq_modifier, convert, load, oneshot
+from library_route import EXPERTS, awq_modifier, convert, load, oneshot, quantization_modifier
 from methods import Method, calibration_data, held_out, options, quantized, recipe_job, spread, variant
 
 from quantizers.calibration.samples import CalibrationData, token_tensors
@@ -33,16 +34,22 @@ LIBRARY: dict[str, Callable[[Any, Any], list[Any]]] = {
     "llm-compressor AWQ": lambda nearest, _: [awq_modifier(Awq()), nearest],
     "llm-compressor AWQ + GPTQ": lambda _, gptq: [awq_modifier(Awq()), gptq],
 }
-OURS = {
-    "round to nearest": Experts(format="nvfp4", awq=False, scales="minmax", rounding="nearest", routed_weight=0.0),
-    "gram, norm not folded": Experts(format="nvfp4", awq=Awq(fold=False)),
-    "gram (default)": Experts(format="nvfp4"),
-    "INT4 group 32 (default)": Experts(),
-}
+
+
+def ours(form: str) -> dict[str, Experts]:
+    """The rows that this program makes."""
+    experts = Experts(format="nvfp4") if form == "nvfp4" else Experts()
+    plain: dict[str, Any] = {"awq": False, "scales": "minmax", "rounding": "nearest", "routed_weight": 0.0}
+    rows = {
+        "round to nearest": experts.model_copy(update=plain),
+        "gram, norm not folded": experts.model_copy(update={"awq": Awq(fold=False)}),
+        "gram (default)": experts,
+    }
+    return rows | ({"INT4 group 32 (default)": Experts()} if form == "nvfp4" else {})
 
 
 @quiet_library()
-def by_the_library(job: Job, data: CalibrationData, work: Path) -> list[Checkpoint]:
+def by_the_library(job: Job, form: str, data: CalibrationData, work: Path) -> list[Checkpoint]:
     """An output for each of LIBRARY's rows, with the source's attention, in new folders."""
     from compressed_tensors.quantization import preset_name_to_scheme
     from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
@@ -54,7 +61,8 @@ def by_the_library(job: Job, data: CalibrationData, work: Path) -> list[Checkpoi
         warnings.simplefilter("ignore")  # the library's use of torch and transformers warns
         convert(job.opened, work / "bf16")
         for number, modifiers in enumerate(LIBRARY.values()):
-            groups = {"experts": preset_name_to_scheme("NVFP4A16", [EXPERTS])}
+            integers = quantization_modifier(Experts()).config_groups
+            groups = {"experts": preset_name_to_scheme("NVFP4A16", [EXPERTS])} if form == "nvfp4" else integers
             saved, output = work / f"saved-{number}", work / f"stitched-{number}"
             model = load(work / "bf16", job.facts)
             oneshot(
@@ -68,22 +76,22 @@ def by_the_library(job: Job, data: CalibrationData, work: Path) -> list[Checkpoi
     return outputs
 
 
-def compare_nvfp4(job: Job, tokens: int, device: torch.device) -> list[dict[str, Any]]:
+def compare_modifiers(job: Job, form: str, tokens: int, device: torch.device) -> list[dict[str, Any]]:
     """KL, its median and top-1 of every row on the recipe's held-out set."""
     data = spread(calibration_data(job), tokens)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        outputs = by_the_library(job, data, work)
-        for number, experts in enumerate(OURS.values()):
+        outputs = by_the_library(job, form, data, work)
+        for number, experts in enumerate(ours(form).values()):
             outputs.append(quantized(variant(job, Method("", experts)), data, work / str(number), device))
         results = held_out(job, outputs, work / "eval", device)
     return [
         {"method": name, "kl": found["kl"]["mean"], "median": found["kl"]["median"], "top1": found["top1"]}
-        for name, found in zip((*LIBRARY, *OURS), results, strict=True)
+        for name, found in zip((*LIBRARY, *ours(form)), results, strict=True)
     ]
 
 
-def nvfp4_table(rows: Sequence[dict[str, Any]]) -> str:
+def modifiers_table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as text; ratios are relative to the best of the library's."""
     best = min(row["kl"] for row in rows if row["method"] in LIBRARY)
     cells = [
@@ -95,9 +103,11 @@ def nvfp4_table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Compare all rows on a recipe's model."""
-    given = options(__doc__).parse_args()
-    rows = compare_nvfp4(recipe_job(given.recipe), given.tokens, choose_device(given.device))
-    print(json.dumps(rows, indent=1) if given.json else nvfp4_table(rows))
+    parser = options(__doc__)
+    parser.add_argument("--format", choices=["int4", "nvfp4"], default="int4", help="of the experts")
+    given = parser.parse_args()
+    rows = compare_modifiers(recipe_job(given.recipe), given.format, given.tokens, choose_device(given.device))
+    print(json.dumps(rows, indent=1) if given.json else modifiers_table(rows))
 
 
 if __name__ == "__main__":
