@@ -16,6 +16,7 @@ from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 from eval.fidelity.tables import by_part, past_the_model, shown_categories
 from eval.serving.cards import E8M0, POWER
@@ -367,6 +368,7 @@ def _environment() -> Environment:
         "md": md,
         "cell": cell,
         "code": code,
+        "commands": commands,
         "linked": linked,
         "is_hub_id": is_hub_id,
         "gate_figures": gate_figures,
@@ -391,6 +393,11 @@ def code(text: object) -> str:
     ticks = "`" * (1 + max(map(len, re.findall("`+", line)), default=0))
     room = " " if line.startswith("`") or line.endswith("`") else ""
     return f"{ticks}{room}{line}{room}{ticks}"
+
+
+def commands(text: str) -> Markup:
+    """A line of HTML, escaped, in which what stands between backticks is code."""
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 def cell(markdown: str) -> str:

@@ -82,11 +82,12 @@ def test_text_is_escaped(finished: Finished) -> None:
     report: dict[str, Any] = json.loads(json.dumps(finished.report))
     report["audit"]["differences"] = ["<script>alert(1)</script>"]
     report["layers"][0]["fallbacks"] = ["expert 5: 0 routed tokens & <b>no</b>"]
-    report["notes"] = ["<img src=x>"]
+    report["notes"] = ["<img src=x>", "`quantize <b>` does"]
     text = html_report(report, {})
     Nesting().feed(text)
     assert "&lt;script&gt;alert(1)" in text
     assert "<img" not in text
+    assert "<code>quantize &lt;b&gt;</code> does" in text
 
 
 def test_smaller_shares_are_one_line_wherever_a_run_is_shown(finished: Finished) -> None:
