@@ -6,7 +6,7 @@
 #     STEPS="layer two" scripts/first_hour_gpu.sh
 #
 # From a clone with the program and its tests installed (pip install -e '.[test]'). Exits with 1 if any step failed.
-# docs/explanation/gpu.md says what each step shows. Everything below may be set from outside.
+# docs/how-to/first-hour.md says what each step shows. Everything below may be set from outside.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}  # this clone, whatever else is installed
