@@ -100,7 +100,7 @@ def test_a_gpu_that_is_too_small_has_no_time(published_job: Job) -> None:
     assert list(needs.seconds or ())[:2] == ["CPU", "A100"]
 
 
-@pytest.mark.parametrize("file", ["README.md", "docs/explanation/long-runs.md"])
+@pytest.mark.parametrize("file", ["README.md", "docs/explanation/memory-and-time.md"])
 def test_the_pages_have_the_time_that_plan_prints(needs: Estimate, file: str) -> None:
     assert needs.seconds is not None
     (said,) = re.findall(r"estimated, on one H100.*?: (.*?), if every", (REPOSITORY / file).read_text())
