@@ -15,7 +15,7 @@ PAIRED_WORDS = (
     "intervals about one misses the true difference by chance"
 )
 SERVED_WORDS = (
-    "card: as vLLM's kernels there compute, see docs/how-to/verify-and-compare.md; KL(source there || candidate "
+    "card: as vLLM's kernels there compute, see docs/how-to/evaluate.md; KL(source there || candidate "
     "there); card alone: KL(source as stored || source there); from stored: KL(source as stored || candidate there); "
     "FP8 cache: of keys and values, all else as stored"
 )

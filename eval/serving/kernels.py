@@ -46,7 +46,7 @@ NVFP4_KNOWN = {
     TRANSFORMERS: UNSCALED,
     SGLANG.name: "known of SGLang 0.5.23 on NVIDIA GPUs from SM80: FP4 products on SM100, elsewhere weights alone",
 }
-# docs/how-to/publish.md has the table with file and line of all others.
+# docs/how-to/serve-with-vllm.md has the table with file and line of all others.
 NEGATIVE_SCALES = (
     "group scales may be negative; not verified for FlashInfer's TRT-LLM MXINT4 on SM100, for vLLM's Marlin with 8-bit "
     "activations and its kernels for RDNA3, XPU and zentorch, and for KTransformers on AMX: "

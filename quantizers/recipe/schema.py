@@ -164,7 +164,8 @@ class Experts(Strict):
     """With `nvfp4`: the bits of the activations that experts multiply. 4: servers on Blackwell round them to NVFP4 too,
     with a scale for each matrix from the calibration set."""
     bits: Literal[2, 3, 4, 5, 6, 8] = 4
-    """Bits of a weight. Most servers take 4 and 8 only: see [serve](../how-to/publish.md)."""
+    """Bits of a weight. Most servers take 4 and 8 only:
+    see [serve](../how-to/serve-with-vllm.md#which-engine-takes-which-bits)."""
     group_size: Literal[32, 64, 128] = 32
     """Weights under one scale: smaller is better, and larger on disk."""
     symmetric: Literal[True] = True
@@ -180,7 +181,7 @@ class Experts(Strict):
     scales_sign: Literal["both", "positive"] = "both"
     """Whether a group's scale may be negative. Codes reach one further down than up, and a negative scale turns that
     side to where the group needs it, at no cost in size. `positive` is for servers that take no other:
-    [which](../how-to/publish.md)."""
+    see [serve](../how-to/serve-with-vllm.md#group-scales-of-both-signs)."""
     rounding: Literal["gptq", "nearest"] = "gptq"
     """GPTQ with two sweeps of coordinate descent, or round to nearest."""
 

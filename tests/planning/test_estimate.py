@@ -104,7 +104,7 @@ def test_a_gpu_that_is_too_small_has_no_time(published_job: Job) -> None:
 
 def test_the_page_has_the_time_that_plan_prints(needs: Estimate) -> None:
     assert needs.seconds is not None
-    page = (REPOSITORY / "docs/explanation/long-runs.md").read_text(encoding="utf-8")
+    page = (REPOSITORY / "docs/explanation/memory-and-time.md").read_text(encoding="utf-8")
     (said,) = re.findall(r"estimated, on one H100.*?: (.*?), if every", page)
     assert said == duration(needs.seconds["H100"]["all"])
 

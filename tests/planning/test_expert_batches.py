@@ -65,7 +65,7 @@ def test_every_process_gets_busy_experts_and_idle_ones(processes: int, most: flo
 
 def test_the_table_in_the_docs_is_what_the_program_does() -> None:
     """A row for each published model of each family, by its shape."""
-    page = (REPOSITORY / "docs/explanation/long-runs.md").read_text()
+    page = (REPOSITORY / "docs/explanation/memory-and-time.md").read_text()
     for _, published in all_published():
         facts = architecture_for(published.config | {"num_hidden_layers": 4}, "config.json")
         sizes = sizes_of(facts)

@@ -243,11 +243,11 @@ def test_experts_in_host_memory(model: Model) -> None:
 def test_what_a_rig_takes_is_printed_as_documented(
     monkeypatch: pytest.MonkeyPatch, command: Command, published_job: Job
 ) -> None:
-    """The table of docs/how-to/publish.md, in 80 columns; a budget is named only where no larger scheme fits."""
+    """The table of docs/how-to/fit-a-rig.md, in 80 columns; a budget is named only where no larger scheme fits."""
     monkeypatch.setattr("quantizers.commands.plan.prepare", lambda *_, **__: published_job)
     cards = [word for one in ("4x3090", "6x24GiB", "8x141GiB") for word in ("--vram", one)]
     assert command("plan", "minimax-m2.1-fp8-int4", *cards, "--context", "65536") == 0
-    documented = (Path(__file__).parents[2] / "docs/how-to/publish.md").read_text(encoding="utf-8")
+    documented = (Path(__file__).parents[2] / "docs/how-to/fit-a-rig.md").read_text(encoding="utf-8")
     table = re.search(r"^what 4x3090 take.*?(?=^```)", documented, re.DOTALL | re.MULTILINE)
     assert table is not None
     assert table[0] in command.out
