@@ -23,6 +23,7 @@ from quantizers.system.caches import downloads_are_lost
 from quantizers.system.errors import CheckpointError, first_line
 from quantizers.system.formatting import places
 from quantizers.system.output_files import CARD, is_own
+from quantizers.system.package_data import shipped_model
 from quantizers.system.thread_map import thread_map
 
 from .remote import HubFiles, open_hub
@@ -289,7 +290,9 @@ def _others(folder: Path, within: str = "") -> Iterator[tuple[str, str]]:
 
 
 def resolve(model: str, revision: str = "main", patterns: Iterable[str] | None = None, *, shards: bool = True) -> Path:
-    """The folder of a checkpoint: the given one, or that of a Hub id in the cache, after downloading missing files.
+    """The folder of a checkpoint: the given one, that of a model that comes with the program, or that of a Hub id.
+
+    Of a Hub id it is the one in the cache, after downloading missing files.
 
     Args:
         patterns: glob patterns of the files to download; None for all files of the checkpoint.
@@ -302,6 +305,9 @@ def resolve(model: str, revision: str = "main", patterns: Iterable[str] | None =
     if os.path.isdir(folder):
         return Path(folder)
     refuse_gguf(model)
+    kept = shipped_model(model)
+    if kept is not None:
+        return kept
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise CheckpointError(f"{model}: no such folder, and not a Hub id (owner/name); correct it")
     if patterns is None and shards and downloads_are_lost():

@@ -50,7 +50,7 @@ def evaluate(
     int-quantized or float-quantized, made by any tool, or a checkpoint of AutoAWQ, GPTQ (GPTQModel, AutoGPTQ) or
     AutoRound.
 
-    Example: quantize eval models/tiny-minimax-m2 out/tiny --data held-out
+    Example: quantize eval tiny-minimax-m2 out/tiny --data held-out
     """
     from eval.fidelity.tables import eval_table
     from quantizers.commands.evaluate import evaluate as evaluate_candidates

@@ -13,7 +13,7 @@ from quantizers.distributed.process_group import ProcessGroup
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import collapse_lines, parse_bytes, short_path, size
 from quantizers.system.output_files import CALIBRATION_PICTURE, CARD, COVERAGE_PICTURE, PAGE, REPORT
-from quantizers.system.package_data import shipped
+from quantizers.system.package_data import shipped_model
 from quantizers.system.progress import duration
 
 from . import common
@@ -177,9 +177,11 @@ def _what_next(report: dict[str, Any], output: Path, source: str, recipe: str, s
     """Suggested next commands; after a failed gate what to change, and not how to serve the output."""
     from quantizers.recipe.portable import is_hub_id
 
-    folder, source = quote(short_path(output)), quote(short_path(source))
-    model = str(report["source"]["model"])  # by which `quantize verify` finds it on the Hub or among the shipped models
-    found = model == source if is_hub_id(model) else (shipped("models") / model).is_dir()
+    model = str(report["source"]["model"])  # by which commands find it on the Hub or among the shipped models
+    kept = shipped_model(model)
+    ours = kept is not None and Path(source).resolve() == kept.resolve()
+    found = ours or (is_hub_id(model) and model == source)
+    folder, source = quote(short_path(output)), quote(model if ours else short_path(source))
     there = " --stream" if stream else ""
     published = report.get("published", {})
     back = [f"hf download {published['repo']} --local-dir {folder}"] if "removed" in published else []

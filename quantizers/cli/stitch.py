@@ -38,7 +38,7 @@ def stitch(
 
     Everything else comes from the FP8 source. Exit 3 if its router is uncompensated.
 
-    Example: quantize stitch --source models/tiny-minimax-m2 --experts out/awq --output out/mixed --repair-router
+    Example: quantize stitch --source tiny-minimax-m2 --experts out/awq --output out/mixed --repair-router
     """
     from quantizers.commands.stitch import stitch as stitch_both
 

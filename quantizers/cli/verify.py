@@ -37,7 +37,7 @@ def verify(
     rules by which vLLM, SGLang and transformers give each tensor its scheme. Checkpoints of AutoAWQ, GPTQ
     and AutoRound are refused: `quantize eval` measures those.
 
-    Example: quantize verify out/tiny --source models/tiny-minimax-m2
+    Example: quantize verify out/tiny
     """
     from eval.serving.check import render
     from quantizers.commands.verify import verify as verify_checkpoint

@@ -17,7 +17,7 @@ from quantizers.pipeline.report_files import Record, check_manifest
 from quantizers.recipe.portable import is_hub_id
 from quantizers.system.errors import ArchitectureError, CheckpointError, DamagedRecord, InputError
 from quantizers.system.output_files import FACTS, REPORT
-from quantizers.system.package_data import shipped
+from quantizers.system.package_data import shipped_model
 from quantizers.system.progress import progress
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ def source_of(folder: Path, given: str | None, revision: str | None, *, stream: 
             ) from failure
     if given is not None or is_hub_id(model):
         return open_checkpoint(model if given is None else given, revision or made_at, stream=stream)
-    for kept in sorted(shipped("models").iterdir()):
-        if kept.name == model:
-            return open_checkpoint(str(kept), stream=stream)
+    kept = shipped_model(model)
+    if kept is not None:
+        return open_checkpoint(str(kept), stream=stream)
     raise InputError(f"{folder}: was made from a folder called {model}; say where that is with --source")

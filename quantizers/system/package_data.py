@@ -22,6 +22,11 @@ def shipped_names(folder: str) -> list[str]:
     return sorted(path.stem for path in shipped(folder).glob("*.yaml"))
 
 
+def shipped_model(name: str) -> Path | None:
+    """The folder of the model that comes with the program under this bare name, or None."""
+    return next((folder for folder in sorted(shipped("models").iterdir()) if folder.name == name), None)
+
+
 def find(name: str, folder: str, beside: Path | None = None) -> Path:
     """A file's path, from its path or the bare name of a file in a shipped folder, which may omit the suffix.
 

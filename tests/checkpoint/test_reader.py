@@ -290,6 +290,17 @@ def test_a_folder_is_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert resolve(str(folder)) == resolve("~/model") == folder
 
 
+def test_the_shipped_model_has_a_name_unless_a_folder_here_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shipped_one = resolve("tiny-minimax-m2")
+    assert (shipped_one / "config.json").is_file()
+    assert shipped_one.is_absolute()
+    (tmp_path / "tiny-minimax-m2").mkdir()
+    assert resolve("tiny-minimax-m2") == Path("tiny-minimax-m2")
+
+
 @pytest.mark.parametrize(
     "name", ["", "model", "./a/b", "../b", "/a/b", "~/b", "~nobody/b", "a/b/c", "m" * 5000, "a\0b"]
 )

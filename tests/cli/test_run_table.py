@@ -41,7 +41,7 @@ def test_all_that_is_to_be_looked_at_is_there_by_its_shortest_path(
     ]
     assert all(Path(path).is_file() for line in named for path in line[10:].split(", "))
     assert lines[-3] == "next: quantize verify output"
-    assert lines[-2].startswith("      quantize eval ")
+    assert lines[-2] == "      quantize eval tiny-minimax-m2 output --data held-out"
     assert lines[-1] == "      vllm serve output"
 
 
@@ -50,6 +50,7 @@ def test_the_suggested_verify_works_as_it_stands(finished: Finished, monkeypatch
     monkeypatch.chdir(finished.folder.parent)
     line = shown(finished.report, finished.folder, finished.source)[-3]
     assert quantize(monkeypatch, *line.removeprefix("next: quantize ").split()) == 0
+    assert shown(finished.report, finished.folder, "/a/tiny-minimax-m2")[-3].endswith("--source /a/tiny-minimax-m2")
     other = finished.report | {"source": finished.report["source"] | {"model": "mine"}}
     assert shown(other, finished.folder, "/a/mine")[-3].endswith("verify output --source /a/mine")
     hub = finished.report | {"source": finished.report["source"] | {"model": "me/mine"}}
