@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 from typing import Any
 
 import pytest
 import typer
-from conftest import REPOSITORY
+from pages import pages, read_page
 
 from quantizers.cli.main import app
 
-PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
-
 
 def lines() -> list[tuple[str, list[str]]]:
-    """Page and words of every command line in a block of code; long lines are joined, comments left out."""
-    found = []
-    for page in PAGES:
-        blocks = re.findall(r"^```\w*\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-        for line in "".join(blocks).replace("\\\n", " ").splitlines():
-            start = re.search(r"(?:^|&& \S*)(?:next: )?quantize (?!.*\[OPTIONS\])", line)
-            if start and "[" not in line:  # not the usage of docs/reference/commands.md
-                typed = re.split(r" [>|] ", line[start.end() :])[0]
-                found.append((page.name, shlex.split(typed, comments=True)))
-    return found
+    """Page and words of every command that a page has, marked ones and those that the program prints too."""
+    read = [read_page(path) for path in pages()]
+    return [
+        (page.path.name, words)
+        for page in read
+        for command in (*page.commands, *page.shown)
+        for words in command.calls()
+    ]
 
 
 LINES = lines()
