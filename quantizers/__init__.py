@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from quantizers.system.errors import InputError, QuantizeError
+from quantizers.system.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from quantizers.commands.compare import compare
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from quantizers.commands.verify import verify
     from quantizers.hub.publish import publish
 
-__version__ = "0.1.0"
 __all__ = [
     "InputError",
     "QuantizeError",

@@ -148,14 +148,13 @@ class ImatrixReport(Part):
     drawn: Drawn | None = maybe("What was drawn; absent where the whole set is used")
 
 
-JSON_REPORTS: tuple[type[Part], ...] = (
-    RunReport,
-    StitchReport,
-    EvalReport,
-    VerifyReport,
-    CoverageReport,
-    ImatrixReport,
-    ServeCheckReport,
-    SetComparison,
-    SourceEffects,
-)
+PRINTED: dict[str, type[Part]] = {  # by the command that prints it; run and stitch print report.json
+    "eval": EvalReport,
+    "verify": VerifyReport,
+    "coverage": CoverageReport,
+    "imatrix": ImatrixReport,
+    "serve-check": ServeCheckReport,
+    "compare": SetComparison,
+    "calibration why": SourceEffects,
+}
+JSON_REPORTS: tuple[type[Part], ...] = (RunReport, StitchReport, *PRINTED.values())

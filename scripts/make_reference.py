@@ -1,25 +1,26 @@
 """Generates the reference pages from the program: `python scripts/make_reference.py [--check]`.
 
-These are recipes/README.md, and in docs/reference commands.md, the JSON schemas, and marked parts of calibration.md,
-recipe.md and report.md. A test compares them with the program.
+These are recipes/README.md, examples/every-key.yaml, and in docs/reference commands.md, python.md, the JSON schemas,
+and marked parts of calibration.md, recipe.md and report.md. A test compares them with the program.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from inspect import cleandoc, signature
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
-from command_schema import JSON_REPORTS
-from pydantic import BaseModel, TypeAdapter
-from pydantic.fields import FieldInfo
+from command_schema import JSON_REPORTS, PRINTED
+from every_key import every_key
+from pydantic import TypeAdapter
+from python_reference import python_reference
+from schema_tables import key_table, part_tables
 from typer.models import ArgumentInfo
 
 from eval.report.schema import RunReport, StitchReport
@@ -138,114 +139,6 @@ def recipe_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def key_table(model: type[BaseModel]) -> str:
-    """A Markdown table with one row for every key at any depth: its values, its default, and what it does.
-
-    Raises:
-        ValueError: a key has no description.
-    """
-    lines = ["| key | values | default | |", "|---|---|---|---|"]
-    for name, field in _keys(model, ""):
-        if not field.description:
-            raise ValueError(f"{name}: has no description; write one under the field")
-        cells = (f"`{name}`", _values(field.annotation, field.metadata), _default(field), _plain(field.description))
-        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def part_tables(models: Sequence[type[BaseModel]]) -> str:
-    """Markdown tables for a schema of many parts, one for each model and for each that its fields hold.
-
-    A row has the key, its type, its unit, which is an extra of its JSON schema, and its description.
-    """
-    lines: list[str] = []
-    parts = list(models)
-    for model in parts:  # which grows
-        lines += [f"### {model.__name__}", "", _plain(model.__doc__ or ""), ""]
-        lines += ["| key | type | unit | meaning |", "|---|---|---|---|"]
-        for name, field in model.model_fields.items():
-            parts += [inner for inner in _models(field.annotation) if inner not in parts]
-            extra = field.json_schema_extra
-            unit = str(extra.get("unit", "")) if isinstance(extra, dict) else ""
-            cells = (f"`{field.alias or name}`", _type(field.annotation), unit, _plain(field.description or ""))
-            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _type(annotation: Any) -> str:
-    """A type in words, with links to the tables of other parts; descriptions say when a value is null."""
-    origin, inner = get_origin(annotation), [kind for kind in get_args(annotation) if kind is not NoneType]
-    if origin in (Union, UnionType):
-        return " or ".join(_type(kind) for kind in inner)
-    if origin is Literal:
-        return ", ".join(f"`{value}`" for value in inner)
-    if origin is list:
-        return f"list: {_type(inner[0])}"
-    if origin is dict:
-        return f"mapping: {_type(inner[1])}"
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return f"[{annotation.__name__}](#{annotation.__name__.lower()})"
-    words: Mapping[Any, str] = {
-        bool: "true or false", str: "text", int: "whole number", float: "number", Any: "any value"
-    }  # fmt: skip
-    return words[annotation]
-
-
-def _plain(text: str) -> str:
-    return " ".join(text.split())
-
-
-def _keys(model: type[BaseModel], before: str) -> Iterator[tuple[str, FieldInfo]]:
-    """Every key with its field, depth first; `sources[]` stands for each item of a list."""
-    for name, field in model.model_fields.items():
-        yield before + name, field
-        listed = "[]" if get_origin(field.annotation) in (tuple, list) else ""
-        for inner in _models(field.annotation):
-            yield from _keys(inner, f"{before}{name}{listed}.")
-
-
-def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for inner in get_args(annotation):
-        yield from _models(inner)
-
-
-def _values(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """What a key may be, in words."""
-    origin, inner = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return _values(inner[0], [part for item in inner[1:] for part in getattr(item, "metadata", [item])])
-    if origin in (Union, UnionType):
-        return " or ".join(_values(kind) for kind in inner if kind is not NoneType)
-    if origin is Literal:
-        return ", ".join(f"`{json.dumps(value) if isinstance(value, bool) else value}`" for value in inner)
-    if origin in (tuple, list):
-        return "list of mappings" if any(_models(annotation)) else "list of names"
-    if origin is dict:
-        return f"mapping of names to {_values(inner[1]).replace('number', 'numbers')}"
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return "mapping"
-    words: Mapping[Any, str] = {bool: "`true`, `false`", str: "text", int: "whole number", float: "number"}
-    return words[annotation] + _bounds(metadata)
-
-
-def _bounds(metadata: Sequence[Any]) -> str:
-    bounds = {name: getattr(item, name) for item in metadata for name in ("ge", "gt", "le") if hasattr(item, name)}
-    words = (("ge", "from"), ("gt", "above"), ("le", "to"))
-    return "".join(f" {word} {bounds[name]:g}" for name, word in words if name in bounds)
-
-
-def _default(field: FieldInfo) -> str:
-    if field.is_required():
-        return "required"
-    value = field.get_default(call_default_factory=True)
-    if value is None or isinstance(value, BaseModel):
-        return ""
-    return f"`{value if isinstance(value, str) else json.dumps(value)}`"
-
-
 BEGIN, END = "<!-- {}: made by scripts/make_reference.py -->\n", "<!-- end of {} -->\n"
 # For each page, the generated text between the markers of a section.
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
@@ -257,6 +150,9 @@ SCHEMAS: dict[str, Callable[[], str]] = {
     "recipe.schema.json": lambda: json_schema(Recipe, "Recipe of quantize"),
     "calibration-set.schema.json": lambda: json_schema(CalibrationSet, "Calibration set of quantize"),
     "report.schema.json": lambda: json_schema(TypeAdapter(RunReport | StitchReport), "report.json of quantize"),
+} | {
+    f"{words.replace(' ', '-')}.schema.json": partial(json_schema, model, f"What quantize {words} --json prints")
+    for words, model in PRINTED.items()
 }
 
 
@@ -268,6 +164,7 @@ def pages() -> dict[Path, str]:
     """
     docs = REPOSITORY / "docs" / "reference"
     made = {docs / "commands.md": command_reference(), REPOSITORY / "recipes" / "README.md": recipe_table()}
+    made |= {docs / "python.md": python_reference(), REPOSITORY / "examples" / "every-key.yaml": every_key()}
     made |= {docs / "schemas" / name: text() for name, text in SCHEMAS.items()}
     for name, sections in SECTIONS.items():
         text = (docs / name).read_text(encoding="utf-8")

@@ -34,7 +34,8 @@ class SetComparison:
     """The result of `compare` or `why`.
 
     Attributes:
-        figures: what `--json` prints, see eval/report/set_comparison.py; empty in ranks except 0.
+        figures: what `quantize compare --json` prints, a SetComparison; or of `quantize calibration why`,
+            SourceEffects. Empty in ranks except 0.
     """
 
     figures: dict[str, Any]
@@ -79,7 +80,8 @@ def compare(
 
     Raises:
         InputError: something that was given is wrong; a line for each set that is.
-        QuantizeError: the model's states are not finite, or there is no room for them. Interrupted: by a signal.
+        QuantizeError: the model's states are not finite, or there is no room for them.
+        Interrupted: by a signal.
     """
     from eval.coverage.compare import labels
     from eval.sets.estimate import ERROR

@@ -24,7 +24,8 @@ class Coverage:
     """The result of `coverage`.
 
     Attributes:
-        figures: what `quantize coverage --json` prints; empty in ranks except 0.
+        figures: what `quantize coverage --json` prints, a CoverageReport if there is one set; empty in ranks except
+            0.
     """
 
     figures: dict[str, Any]

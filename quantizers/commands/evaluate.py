@@ -57,7 +57,7 @@ class Fidelity:
 
     Attributes:
         model: as it was named.
-        figures: all figures, see `HeldOut.figures`; those of report.json have the same names.
+        figures: all figures, an EvaluatedCandidate without its name.
     """
 
     model: str
@@ -79,8 +79,10 @@ class Evaluation:
     """The result of `evaluate`.
 
     Attributes:
+        source: as it was named.
         candidates: in the order given; none in ranks except 0.
-        paired: with several candidates, the differences of each further one to the first, with confidence intervals.
+        paired: with several candidates, the differences of each further one to the first, with confidence intervals,
+            a PairedCandidate each.
     """
 
     source: str
@@ -88,7 +90,7 @@ class Evaluation:
     paired: tuple[dict[str, Any], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """What `quantize eval --json` prints."""
+        """What `quantize eval --json` prints, an EvalReport."""
         from quantizers.pipeline.report import AS_STORED
 
         return {
@@ -118,8 +120,8 @@ def evaluate(
         candidates: one or more checkpoints of the same model, in any format that `quantize eval --help` names.
         data: evaluation set: a file, or the name of a shipped set such as held-out.
         facts: the user's own architecture spec; the one that a candidate carries by default.
-        as_served: cards, of CARDS, on which source and candidates are measured as well, as vLLM's kernels there would
-            compute them.
+        as_served: cards on which source and candidates are measured as well, as vLLM's kernels there would compute
+            them: ampere, ada, hopper, blackwell or vllm-cpu.
         device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
         work: folder for activations and a journal, from which an interrupted evaluation resumes; a temporary one by
             default.
@@ -129,7 +131,8 @@ def evaluate(
 
     Raises:
         InputError: a set or checkpoint is wrong, or `work` holds another evaluation.
-        QuantizeError: a model's hidden states are not finite. Interrupted: by a signal.
+        QuantizeError: a model's hidden states are not finite.
+        Interrupted: by a signal.
     """
     cards = known_cards(as_served)
     names = [str(source), *map(str, [candidates] if isinstance(candidates, str | Path) else candidates)]

@@ -25,7 +25,7 @@ class Imatrix:
     """The result of `imatrix`.
 
     Attributes:
-        figures: what `quantize imatrix --json` prints; empty in ranks except 0.
+        figures: what `quantize imatrix --json` prints, an ImatrixReport; empty in ranks except 0.
     """
 
     figures: dict[str, Any]

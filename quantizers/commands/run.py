@@ -26,7 +26,7 @@ class FinishedCheckpoint:
 
     Attributes:
         folder: with the shards, config.json, report.json, report.html and the model card README.md.
-        report: the contents of report.json, see docs/reference/report.md; empty in ranks except 0.
+        report: the contents of report.json, a RunReport or a StitchReport; empty in ranks except 0.
         source: the source's folder on this machine, or its Hub id.
     """
 
@@ -113,7 +113,8 @@ def run(
     Raises:
         InputError: something that was given is wrong; the message names file, line or key, and the remedy.
         Stopped: the recipe's `verify.stop` ended the run after a layer.
-        QuantizeError: the run failed. Interrupted: by a signal. What was finished stays on disk in both cases.
+        QuantizeError: the run failed; what was finished stays on disk.
+        Interrupted: by a signal; the same.
     """
     if window is not None and not stream:
         raise InputError("--window is that of --stream; give both, or leave it out")

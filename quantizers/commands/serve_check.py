@@ -60,7 +60,7 @@ class ServeCheck:
     """The result of `serve_check`.
 
     Attributes:
-        report: what is in the file.
+        report: what is in the file, a ServeCheckReport.
         path: of the file.
     """
 
@@ -73,7 +73,7 @@ class ServeCheck:
         return self.report.verdict.passed
 
     def as_dict(self) -> dict[str, Any]:
-        """What `quantize serve-check --json` prints."""
+        """What `quantize serve-check --json` prints, a ServeCheckReport."""
         return self.report.as_dict()
 
 
@@ -114,7 +114,8 @@ def serve_check(
 
     Raises:
         InputError: something given is wrong, or the server does not answer as it should.
-        QuantizeError: a model's hidden states are not finite. Interrupted: by a signal.
+        QuantizeError: a model's hidden states are not finite.
+        Interrupted: by a signal.
     """
 
     if (server is None) == (offline is None):

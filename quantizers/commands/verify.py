@@ -59,7 +59,7 @@ class Verification:
         return [str(finding) for finding in self.consumers.errors] if self.consumers else []
 
     def as_dict(self) -> dict[str, Any]:
-        """What `quantize verify --json` prints."""
+        """What `quantize verify --json` prints, a VerifyReport."""
         result = self.audit.as_dict() | {"differences": self.differences, "notes": list(self.record.notes)}
         if self.consumers is not None:
             findings = [one.as_dict() | {"places": list(one.places)} for one in self.consumers.findings]

@@ -16,6 +16,7 @@ import torch
 from commands import Command
 from conftest import REPOSITORY, Finished
 
+import quantizers
 from quantizers.device import triton_support
 
 
@@ -30,7 +31,7 @@ def test_the_version_says_what_the_program_runs_on(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "triton", triton)
     assert command("--version") == 0
     lines = command.out.splitlines()
-    assert lines[0] == f"quantize {version('moe-quantizers')}"
+    assert lines[0] == f"quantize {quantizers.__version__}"
     assert lines[1] == f"python {platform.python_version()}, torch {torch.__version__}, CUDA 13.0"
     assert f"transformers {version('transformers')}, compressed-tensors {version('compressed-tensors')}" in lines[2]
     assert lines[3] == "cuda:0: a card, 96.0 GiB, kernels: triton 3.7.1"

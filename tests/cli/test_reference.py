@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from commands import Command
+from conftest import REPOSITORY
+from every_key import OFF
 from make_reference import _commands, pages
 
 from quantizers.cli import main as cli
 from quantizers.recipe.catalogue import copied, new_recipe, rows
-from quantizers.recipe.read import read_recipe, set_location, shipped_recipe, source_location
+from quantizers.recipe.read import changes_of, read_recipe, set_location, shipped_recipe, source_location
 from quantizers.system.errors import InputError, OutputError, RecipeError
 from quantizers.system.package_data import shipped
 
@@ -20,6 +23,33 @@ COMMANDS, PAGES = list(_commands(cli.app)), pages()
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_a_generated_page_is_up_to_date(path: Path) -> None:
     assert path.read_text(encoding="utf-8") == PAGES[path], "run scripts/make_reference.py"
+
+
+def test_the_recipe_with_every_key_is_the_default_one(command: Command, tmp_path: Path) -> None:
+    path = REPOSITORY / "examples" / "every-key.yaml"
+    assert command("plan", path) == 0
+    least = tmp_path / "least.yaml"
+    least.write_text(
+        "source: {model: ../models/tiny-minimax-m2}\ncalibration: embedded\n"
+        "verify: {coverage: {}, perplexity: {data: held-out}}\n",
+        encoding="utf-8",
+    )
+    assert read_recipe(str(path))[0].settings() == read_recipe(str(least))[0].settings()
+
+
+@pytest.mark.parametrize("key", OFF)
+def test_a_key_that_is_off_may_be_switched_on(key: str, tmp_path: Path) -> None:
+    """Without its `#`, and with the keys beside it as is said; without those it is refused."""
+    text = (REPOSITORY / "examples" / "every-key.yaml").read_text(encoding="utf-8")
+    for name in [key, *(parent for parent in OFF if key.startswith(f"{parent}."))]:
+        text, found = re.subn(rf"^( *)#({name.rpartition('.')[2]}:)", r"\1\2", text, flags=re.MULTILINE)
+        assert found == 1
+    path = tmp_path / "mine.yaml"
+    path.write_text(text, encoding="utf-8")
+    read_recipe(str(path), changes_of(OFF[key].beside))
+    if OFF[key].beside:
+        with pytest.raises(RecipeError, match=key):
+            read_recipe(str(path))
 
 
 @pytest.mark.parametrize("words", [words for words, _ in COMMANDS])

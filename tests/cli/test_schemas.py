@@ -12,8 +12,8 @@ import pytest
 import yaml
 from calibration_tokenizer import write_tokenizer
 from commands import Command
-from conftest import REPOSITORY
-from make_reference import key_table
+from conftest import REPOSITORY, Finished
+from make_reference import SCHEMAS, key_table
 from pydantic import BaseModel
 
 from quantizers.calibration.load_set import load_set
@@ -49,6 +49,21 @@ def test_the_commands_print_the_schemas(command: Command) -> None:
     for group, name in (("recipes", "recipe.schema.json"), ("calibration", "calibration-set.schema.json")):
         assert command(group, "schema") == 0
         assert command.out == (DOCS / "schemas" / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", sorted((DOCS / "schemas").iterdir()), ids=lambda path: path.name)
+def test_a_published_schema_is_made_from_the_program_and_named_on_a_page(path: Path) -> None:
+    validator(path.name)
+    assert path.name in SCHEMAS
+    assert any(f"(schemas/{path.name})" in page.read_text(encoding="utf-8") for page in DOCS.glob("*.md"))
+
+
+def test_what_verify_prints_is_valid(finished: Finished, command: Command) -> None:
+    assert command("verify", finished.folder, "--source", finished.source, "--json") == 0
+    printed = json.loads(command.out)
+    validator("verify.schema.json").validate(printed)
+    with pytest.raises(jsonschema.ValidationError):
+        validator("verify.schema.json").validate({key: value for key, value in printed.items() if key != "differences"})
 
 
 @pytest.mark.parametrize(

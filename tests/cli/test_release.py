@@ -1,0 +1,29 @@
+"""What a release needs: one version, and a changelog that names it."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from commands import Command
+from conftest import REPOSITORY, Finished
+
+import quantizers
+
+
+def test_there_is_one_version(finished: Finished, command: Command) -> None:
+    """`--version`, report.json and the model card say the same."""
+    assert command("--version", "--json") == 0
+    said = json.loads(command.out)["versions"]["moe-quantizers"]
+    assert said == finished.report["versions"]["moe-quantizers"] == quantizers.__version__
+    assert f"with moe-quantizers {said}." in (finished.folder / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    """Between releases, where the version ends in .dev0, with what is not released; else with version and date."""
+    text = (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
+    released = rf"{re.escape(quantizers.__version__)} - \d{{4}}-\d\d-\d\d"
+    heading = r"Unreleased" if quantizers.__version__.endswith(".dev0") else released
+    first = re.search(r"^## (.*)$", text, re.MULTILINE)
+    assert first
+    assert re.fullmatch(heading, first[1])
