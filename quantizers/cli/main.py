@@ -74,9 +74,9 @@ quantize makes mixture-of-experts checkpoints smaller: the routed experts become
 INT4, everything else keeps its bytes, and the result is verified.
 
 Next:
-  quantize run tiny-minimax-m2-fp8-int4   the tiny model: needs no GPU or network
-  quantize plan minimax-m2.1-fp8-int4     what a real model needs: disk, memory, time
-  quantize doctor                         what this machine can do
+  quantize run tiny-minimax-m2-fp8-int4  try the tiny model: no GPU, no network
+  quantize plan minimax-m2.1-fp8-int4    see what a real one needs
+  quantize doctor                        check this machine
 
 All commands: quantize --help"""
 

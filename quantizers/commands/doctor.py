@@ -316,9 +316,13 @@ def _ask_hub(rows: _Rows) -> str:
     if why:
         rows.add("Hub", f"not asked: {why}", "unset HF_HUB_OFFLINE for downloads, and to publish")
     else:
-        headers, url = build_hf_headers(token=token or False), f"{constants.ENDPOINT}/api/whoami-v2"
+
+        def request() -> Any:
+            headers, url = build_hf_headers(token=token or False), f"{constants.ENDPOINT}/api/whoami-v2"
+            return get_session().get(url, headers=headers, timeout=PATIENCE)
+
         try:
-            answer = _bounded(lambda: get_session().get(url, headers=headers, timeout=PATIENCE))
+            answer = _bounded(request)
             refused = token is not None and answer.status_code in (401, 403)
             account = answer.json() if answer.status_code == 200 else {}
             why = f"answers {answer.status_code}" if answer.status_code >= 500 else ""
@@ -398,17 +402,17 @@ def _look_at_recipe(rows: _Rows, given: _Given, device: torch.device, unreachabl
 
 def _job(rows: _Rows, given: _Given, unreachable: str) -> Job | None:
     """The plan, from the source's headers or, if it is not here, from what is kept of its architecture."""
-    location, recipe = given.location, given.recipe
+    location, recipe, on_hub = given.location, given.recipe, None
     if given.here is not None:
         rows.add("source", _shown(given.here))
     elif is_hub_id(location):
         if unreachable:
             remedy = f"`hf download {location}` where there is a network, then --source DIR"
             rows.add("source", f"{location}: not here, and no Hub to ask", remedy, stops=True)
-            if recipe.source.facts or published_config(location) is None:
-                return None
-        elif rows.tried("source", _accessible, location, recipe.source.revision):
+        elif on_hub := rows.tried("source", _accessible, location, recipe.source.revision):
             rows.add("source", f"{location}: on the Hub, would be downloaded")
+        if not on_hub and (recipe.source.facts or published_config(location) is None):
+            return None
     return rows.tried("source", _planned, given) if location else None
 
 
@@ -423,10 +427,9 @@ def _accessible(model: str, revision: str) -> bool:
 
 def _planned(given: _Given) -> Job:
     """The job of a run; what is read of a source on the Hub is in no cache afterwards."""
-    folder = None if given.here is None or str(given.here) == given.location else given.here
     offline = given.here is None
     with tempfile.TemporaryDirectory() as cache:
-        return prepare(str(given.path), offline, source_folder=folder, any_sets=True, cache=Path(cache))
+        return prepare(str(given.path), offline, source_folder=given.here, any_sets=True, cache=Path(cache))
 
 
 def _sets(rows: _Rows, given: _Given, job: Job | None, unreachable: str) -> dict[str, CalibrationData | None]:
