@@ -21,6 +21,7 @@ from quantizers.system.version import __version__ as __version__
 if TYPE_CHECKING:
     from quantizers.commands.compare import compare
     from quantizers.commands.coverage import coverage
+    from quantizers.commands.doctor import doctor
     from quantizers.commands.evaluate import evaluate
     from quantizers.commands.imatrix import imatrix
     from quantizers.commands.plan import plan
@@ -35,6 +36,7 @@ __all__ = [
     "QuantizeError",
     "compare",
     "coverage",
+    "doctor",
     "evaluate",
     "imatrix",
     "plan",

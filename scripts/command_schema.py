@@ -148,9 +148,28 @@ class ImatrixReport(Part):
     drawn: Drawn | None = maybe("What was drawn; absent where the whole set is used")
 
 
+class DoctorCheck(Part):
+    """One thing that `quantize doctor` looked at."""
+
+    what: str = key("Its name")
+    found: str = key("What was found")
+    state: Literal["ok", "note", "stops"] = key("Whether it would end a run (`stops`), or is worth knowing (`note`)")
+    remedy: str | None = maybe("What to do; absent if the state is ok")
+
+
+class DoctorReport(Part):
+    """What `quantize doctor --json` prints."""
+
+    recipe: str | None = key("The recipe as it was given; None without one")
+    output: str = key("The folder that a run would write")
+    passed: bool = key("Whether nothing would stop the recipe, or without one the program")
+    checks: list[DoctorCheck] = key("All checks: of the machine, the Hub, servers, and the recipe")
+
+
 PRINTED: dict[str, type[Part]] = {  # by the command that prints it; run and stitch print report.json
     "eval": EvalReport,
     "verify": VerifyReport,
+    "doctor": DoctorReport,
     "coverage": CoverageReport,
     "imatrix": ImatrixReport,
     "serve-check": ServeCheckReport,

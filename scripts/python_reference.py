@@ -68,8 +68,9 @@ def _function(function: Callable[..., Any]) -> str:
     lines = ["", f"## `quantizers.{name}`", "", about, "", "```python", f"quantizers.{name}("]
     lines += [*_arguments(shape.parameters.values()), f") -> {result}", "```", ""]
     lines += [f"- {_names(keys)}: {text}" for keys, text in explained.items()]
-    lines += ["", f"{returns}: {words[0].lower()}{one_line(words[1:])}" if words else f"{returns}.", "", "Raises:", ""]
-    lines += [f"- {_names(keys)}: {text}" for keys, text in _explained(parts["Raises"]).items()]
+    lines += ["", f"{returns}: {words[0].lower()}{one_line(words[1:])}" if words else f"{returns}."]
+    raises = [f"- {_names(keys)}: {text}" for keys, text in _explained(parts.get("Raises", "")).items()]
+    lines += ["", "Raises:", "", *raises] if raises else []
     return "\n".join(lines) + "\n"
 
 

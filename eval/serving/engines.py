@@ -200,6 +200,8 @@ VLLM = Engine("vllm", "vLLM 0.32+", own_names=True)
 VLLM_BEFORE = Engine("vllm", "vLLM 0.14-0.31")
 SGLANG = Engine("sglang", "SGLang")
 SERVERS = (VLLM, VLLM_BEFORE, SGLANG)
+# The first and the last version of whose sources the rules in this room were read, by distribution.
+READ = {"vllm": ("0.15", "0.33"), "sglang": ("0.5.23", "0.5.23"), "kt-kernel": ("0.7.2", "0.7.2")}
 # For a family of which no server is known: the rules of vLLM, for modules under their published names.
 UNKNOWN_SERVER = Engine("vllm", "vLLM's rules for published names", own_names=True)
 

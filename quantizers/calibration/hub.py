@@ -27,6 +27,7 @@ RETRIES = 3  # of a request whose connection broke, or that a server's error ans
 GIVE_UP = 600.0  # seconds after which a request that is told to wait is given up
 PIECE = 8 << 20  # bytes of a request where all of a file is read
 UNSAID = 60.0  # seconds to wait where the Hub does not say how long
+NO_NETWORK = "check the network, or take the shipped set embedded, which needs none (--calibration embedded)"
 
 # What is read, by suffix: of equally many files, those of the first suffix are the data.
 FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".ndjson": "json"}
@@ -65,9 +66,14 @@ class Repository:
 
 @dataclass
 class Hub:
-    """The Hub during the loading of one set. Use as a context manager: leaving it ends what still waits."""
+    """The Hub during the loading of one set. Use as a context manager: leaving it ends what still waits.
+
+    Attributes:
+        unreachable: why no request is made, and each raises Unreachable; empty if they are made.
+    """
 
     give_up: float = GIVE_UP
+    unreachable: str = ""
     stopped: Event = field(default_factory=Event)  # set when nothing may be waited for any more
 
     def __enter__(self) -> Hub:
@@ -114,6 +120,8 @@ class Hub:
 
         Waiting is said on standard error before it begins.
         """
+        if self.unreachable:
+            raise Unreachable(dataset, f"cannot be reached ({self.unreachable})", NO_NETWORK)
         import httpx
         from huggingface_hub.errors import HfHubHTTPError
 
@@ -212,8 +220,7 @@ def _explanation(failure: Exception, dataset: str, revision: str | None) -> Sour
     said = text if len(text) <= 160 else text[:157] + "..."
     if isinstance(failure, (ConnectionError, TimeoutError, httpx.TransportError)):
         why = "HF_HUB_OFFLINE is set" if isinstance(failure, errors.OfflineModeIsEnabled) else said
-        remedy = "check the network, or take the shipped set embedded, which needs none (--calibration embedded)"
-        return Unreachable(dataset, f"cannot be reached ({why})", remedy)
+        return Unreachable(dataset, f"cannot be reached ({why})", NO_NETWORK)
     return SourceError(dataset, f"cannot be read ({said})", f"try again; or {without}")
 
 

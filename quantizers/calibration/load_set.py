@@ -97,7 +97,7 @@ def load_set(
         data = _read_loaded(own) if own else None
         if data is None:
             with Hub() as hub:
-                data = _Loading(calibration, path, renderer, workers, hub, without, any_rows=draw > 0).load()
+                data = _Loading(calibration, path, workers, hub, without, draw > 0, renderer=renderer).load()
             if own:
                 own.parent.mkdir(parents=True, exist_ok=True)
                 with atomic(own) as stream:
@@ -110,6 +110,21 @@ def load_set(
         few = f"{path}: of {tokens:,} tokens drawn from it none is in"
         _require_languages(calibration, data, few, "raise calibration.tokens")
     return data
+
+
+def look_at_sources(path: Path, hub: Hub, without: Sequence[str] = ()) -> list[str]:
+    """Look at every source of a set, as `load_set` does first; a line for each that would be left out.
+
+    Of a Hub dataset without kept rows that is its repository and its first row, of a local file all rows.
+
+    Raises:
+        CalibrationError: the set or a source is wrong or cannot be reached; a line for each fault.
+    """
+    calibration = read_set(path)
+    refuse_unknown(calibration, without, path)
+    sources = _Sources(calibration, path, WORKERS, hub, without)
+    sources.look()
+    return [f"{one.asked.dataset}: {one.left_out}" for one in sources.sources if one.left_out]
 
 
 def said(data: CalibrationData, what: str = "calibration") -> CalibrationData:
@@ -172,12 +187,11 @@ class _Source:
 
 
 @dataclass
-class _Loading:
-    """One set while it is loaded."""
+class _Sources:
+    """The sources of one set while it is loaded."""
 
     calibration: CalibrationSet
     path: Path
-    renderer: Renderer
     workers: int
     hub: Hub
     without: Sequence[str]
@@ -192,42 +206,11 @@ class _Loading:
             seed, left_out = self.calibration.order_of(index), "--without" if asked.dataset in self.without else ""
             self.sources.append(_Source(index, asked, seed, pins[index] if pins else None, left_out))
 
-    def load(self) -> CalibrationData:
-        """Look at every source, then read all of them."""
-        calibration, sources = self.calibration, self.sources
-        self._each(self._look)
-        sampled = [one for one in self._each(self._sample) if one]
-        samples = [sample for one in sampled for sample in one.samples]
-        dropped = tuple(rows for one in sampled for rows in one.dropped)
-        notes = ["versions are those of the set's lock"] if self.locked else []
-        notes += self.renderer.notes
-        if unreached := sum(one.unreached for one in sources):
-            notes.append(f"from rows that were kept; {unreached} sources could not be reached")
-        notes += self._of_files()
-        notes += [one.shortage for one in sampled if one.shortage]
-        more, replaced = self._substitutes(samples)
-        samples, notes = samples + more, notes + replaced
-        if not samples:  # a source with nothing but unusable rows is an error already
-            raise CalibrationError(
-                f"{self.path}: no row is left ({dropped[0].first}: {dropped[0].reason}); list their languages"
-                if dropped
-                else f"{self.path}: no source is left ({'; '.join(notes)})"
-            )
-        return CalibrationData(
-            calibration.name,
-            calibration.sequence_length,
-            calibration.lengths,
-            tuple(samples),
-            digest_of(samples),
-            dropped,
-            versions=tuple(one.version for one in sources),
-            licences=tuple(one.licence for one in sources),
-            rows=tuple(dict(one.tried) for one in sources),
-            lock=self.locked,
-            notes=tuple(notes),
-        )
+    def look(self) -> None:
+        """Look at every source."""
+        self.each(self._look)
 
-    def _each(self, work: Callable[[_Source], Result]) -> list[Result | None]:
+    def each(self, work: Callable[[_Source], Result]) -> list[Result | None]:
         """`work(source)` for every source that is not left out; one that is not required is left out if it fails."""
 
         def attempt(index: int, asked: DataSource) -> Result | None:
@@ -271,6 +254,48 @@ class _Loading:
                 repository = repository or self.hub.look_up(asked.dataset, version)
                 look_at_first_row(asked, repository, self.hub)
         one.version, one.licence, one.repository = version, asked.licence or licence, repository
+
+
+@dataclass
+class _Loading(_Sources):
+    """One set while it is loaded."""
+
+    renderer: Renderer = field(kw_only=True)
+
+    def load(self) -> CalibrationData:
+        """Look at every source, then read all of them."""
+        calibration, sources = self.calibration, self.sources
+        self.look()
+        sampled = [one for one in self.each(self._sample) if one]
+        samples = [sample for one in sampled for sample in one.samples]
+        dropped = tuple(rows for one in sampled for rows in one.dropped)
+        notes = ["versions are those of the set's lock"] if self.locked else []
+        notes += self.renderer.notes
+        if unreached := sum(one.unreached for one in sources):
+            notes.append(f"from rows that were kept; {unreached} sources could not be reached")
+        notes += self._of_files()
+        notes += [one.shortage for one in sampled if one.shortage]
+        more, replaced = self._substitutes(samples)
+        samples, notes = samples + more, notes + replaced
+        if not samples:  # a source with nothing but unusable rows is an error already
+            raise CalibrationError(
+                f"{self.path}: no row is left ({dropped[0].first}: {dropped[0].reason}); list their languages"
+                if dropped
+                else f"{self.path}: no source is left ({'; '.join(notes)})"
+            )
+        return CalibrationData(
+            calibration.name,
+            calibration.sequence_length,
+            calibration.lengths,
+            tuple(samples),
+            digest_of(samples),
+            dropped,
+            versions=tuple(one.version for one in sources),
+            licences=tuple(one.licence for one in sources),
+            rows=tuple(dict(one.tried) for one in sources),
+            lock=self.locked,
+            notes=tuple(notes),
+        )
 
     def _sample(self, one: _Source, more: int = 0) -> _Sampled:
         rows = one.rows if one.asked.is_local else rows_at(one.asked, one.version, one.seed, self.hub, one.repository)

@@ -289,7 +289,14 @@ def _others(folder: Path, within: str = "") -> Iterator[tuple[str, str]]:
             yield from _others(folder, f"{name}/")
 
 
-def resolve(model: str, revision: str = "main", patterns: Iterable[str] | None = None, *, shards: bool = True) -> Path:
+def resolve(
+    model: str,
+    revision: str = "main",
+    patterns: Iterable[str] | None = None,
+    *,
+    shards: bool = True,
+    cache: Path | None = None,
+) -> Path:
     """The folder of a checkpoint: the given one, that of a model that comes with the program, or that of a Hub id.
 
     Of a Hub id it is the one in the cache, after downloading missing files.
@@ -297,6 +304,7 @@ def resolve(model: str, revision: str = "main", patterns: Iterable[str] | None =
     Args:
         patterns: glob patterns of the files to download; None for all files of the checkpoint.
         shards: whether its shards are among them.
+        cache: the folder for what is downloaded; None for the Hub's cache.
 
     Raises:
         CheckpointError: the Hub does not know the id or cannot be reached, and the cache does not have it.
@@ -321,7 +329,11 @@ def resolve(model: str, revision: str = "main", patterns: Iterable[str] | None =
     ignored += [] if shards else ["*.safetensors"]
     try:
         allowed = list(patterns) if patterns else None
-        return Path(snapshot_download(model, revision=revision, ignore_patterns=ignored, allow_patterns=allowed))
+        return Path(
+            snapshot_download(
+                model, revision=revision, ignore_patterns=ignored, allow_patterns=allowed, cache_dir=cache
+            )
+        )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as failure:
         reason = first_line(failure)
         raise CheckpointError(
@@ -330,7 +342,12 @@ def resolve(model: str, revision: str = "main", patterns: Iterable[str] | None =
 
 
 def locate(
-    model: str, revision: str = "main", *, stream: bool = False, patterns: Iterable[str] | None = None
+    model: str,
+    revision: str = "main",
+    *,
+    stream: bool = False,
+    patterns: Iterable[str] | None = None,
+    cache: Path | None = None,
 ) -> tuple[Path, HubFiles | None]:
     """The folder of a checkpoint, as `resolve`; with `stream` without its shards, and the Hub's files that has them.
 
@@ -338,12 +355,12 @@ def locate(
         CheckpointError: also if `stream` is asked for a folder.
     """
     if not stream:
-        return resolve(model, revision, patterns), None
+        return resolve(model, revision, patterns, cache=cache), None
     if os.path.isdir(os.path.expanduser(model)):
         raise CheckpointError(f"{model}: is a folder, which is read where it lies; leave --stream out")
     refuse_gguf(model)
     remote = open_hub(model, revision)
-    return resolve(model, remote.commit, patterns, shards=False), remote
+    return resolve(model, remote.commit, patterns, shards=False, cache=cache), remote
 
 
 def open_checkpoint(model: str, revision: str = "main", *, stream: bool = False) -> Checkpoint:

@@ -20,6 +20,7 @@ from . import (
     calibration,
     compare,
     coverage,
+    doctor,
     evaluate,
     imatrix,
     plan,
@@ -36,7 +37,7 @@ from .common import emit
 SEVERAL = {"run", "eval", "coverage", "imatrix", "compare", "calibration why"}  # that work with several processes
 
 app = typer.Typer(
-    no_args_is_help=True,
+    invoke_without_command=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -68,8 +69,21 @@ def version_table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+BEGIN = """\
+quantize makes mixture-of-experts checkpoints smaller: the routed experts become
+INT4, everything else keeps its bytes, and the result is verified.
+
+Next:
+  quantize run tiny-minimax-m2-fp8-int4  try the tiny model: no GPU, no network
+  quantize plan minimax-m2.1-fp8-int4    see what a real one needs
+  quantize doctor                        check this machine
+
+All commands: quantize --help"""
+
+
 @app.callback()
 def options(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
@@ -84,10 +98,13 @@ def options(
     """FP8 mixture-of-experts checkpoints to FP8 attention + INT4 experts, with every passthrough byte verified."""
     if as_json:
         raise InputError("--json stands behind a command, as in `quantize plan RECIPE --json`")
+    if context.invoked_subcommand is None:
+        print(BEGIN)
 
 
 app.command()(run.run)
 app.command()(plan.plan)
+app.command()(doctor.doctor)
 app.command()(verify.verify)
 app.command()(coverage.coverage)
 app.command()(imatrix.imatrix)

@@ -128,7 +128,7 @@ def run(
     destination = Destination(publish_as_you_go, remove_uploaded, private) if publish_as_you_go else None
     changes = changes_of(settings, calibration, without)
     path = find_recipe(str(recipe))
-    folder = Path("out") / _run_name(path) if output is None else Path(output)
+    folder = default_output(path) if output is None else Path(output)
 
     commits = {} if fresh else journal.begun_with(journal.work_folder(folder), part="commits")
     commits = dist.broadcast_object(commits)
@@ -188,8 +188,8 @@ def print_default(output: Path) -> None:
     print(f"output: {output} (another with --output)", file=sys.stderr, flush=True)
 
 
-def _run_name(recipe: Path) -> str:
-    """The name of a run without an output: its recipe's.
+def default_output(recipe: Path) -> Path:
+    """The folder of a run without an output: out, and its recipe's name.
 
     The recipe of a finished checkpoint is always called recipe.yaml, so its run is called after the checkpoint's
     folder: NAME-again.
@@ -199,9 +199,9 @@ def _run_name(recipe: Path) -> str:
     """
     folder = Path(os.path.abspath(recipe)).parent  # of a link, as in the Hub's cache, and not of its target
     if recipe.name != RECIPE or not (folder / REPORT).is_file():
-        return recipe.stem
+        return Path("out") / recipe.stem
     if Path.cwd().resolve().is_relative_to(folder.resolve()):
         raise InputError(
             f"{recipe}: the current folder is inside this finished checkpoint; give --output a folder outside of it"
         )
-    return f"{Path(source_name(str(folder), folder)).name}-again"
+    return Path("out") / f"{Path(source_name(str(folder), folder)).name}-again"

@@ -37,7 +37,7 @@ def choose_device(name: str, dist: ProcessGroup = SINGLE_PROCESS) -> torch.devic
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and dist.is_distributed:
         name = f"cuda:{dist.local_rank}"
-    if problem := _device_problem(name):
+    if problem := device_problem(name):
         raise InputError(f"--device {name}: {problem}")
     device = torch.device(name)
     if device.type == "cuda":
@@ -54,7 +54,7 @@ def choose_device(name: str, dist: ProcessGroup = SINGLE_PROCESS) -> torch.devic
     return device
 
 
-def _device_problem(name: str) -> str:
+def device_problem(name: str) -> str:
     """What is wrong with a device's name on this machine, and the remedy; empty if nothing is."""
     if name == "cpu":
         return ""
@@ -185,11 +185,16 @@ def versions() -> dict[str, str]:
 
 def environment() -> dict[str, Any]:
     """Versions, torch's CUDA or ROCm, and every device: its memory in bytes and, of a GPU, `triton_support.kernels`."""
-    gpus = []
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    cpu = {"device": "cpu", "name": f"{len(os.sched_getaffinity(0))} cores", "bytes": memory}
+    return {"versions": versions(), "cuda": torch.version.cuda, "rocm": torch.version.hip, "devices": [*gpus(), cpu]}
+
+
+def gpus() -> list[dict[str, Any]]:
+    """Of every GPU its name, its memory in bytes, and `triton_support.kernels`."""
+    found = []
     for number in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(number)
         entry = {"device": f"cuda:{number}", "name": gpu.name, "bytes": gpu.total_memory}
-        gpus.append(entry | {"kernels": kernels(torch.device("cuda", number))})
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    cpu = {"device": "cpu", "name": f"{len(os.sched_getaffinity(0))} cores", "bytes": memory}
-    return {"versions": versions(), "cuda": torch.version.cuda, "rocm": torch.version.hip, "devices": [*gpus, cpu]}
+        found.append(entry | {"kernels": kernels(torch.device("cuda", number))})
+    return found

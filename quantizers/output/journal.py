@@ -42,7 +42,7 @@ from typing import Any
 from quantizers.checkpoint.reader import CONFIG, INDEX
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.system.errors import OutputError, QuantizeError
-from quantizers.system.files import disk_errors, file_sha256, sync_folder, write_json, write_text
+from quantizers.system.files import disk_errors, file_sha256, nearest_existing, sync_folder, write_json, write_text
 from quantizers.system.output_files import CARD, REPORT, is_within
 from quantizers.system.thread_map import thread_map
 
@@ -320,7 +320,7 @@ def finished_report(output: Path) -> dict[str, Any] | None:
 
 def refuse_strangers(output: Path) -> None:
     """Raise an OutputError if the path is a file, or a folder with other files in it."""
-    existing = next(path for path in (output.absolute(), *output.absolute().parents) if path.exists())
+    existing = nearest_existing(output)
     if not existing.is_dir():
         raise OutputError(f"{existing}: is a file; give a new or empty folder as --output")
     if output.is_dir() and not work_folder(output).exists() and any(output.iterdir()):
@@ -336,7 +336,7 @@ def check_room(work: Path, needed: int, remedies: Sequence[str] = ()) -> None:
     """
     # Files of an interrupted run already have their space: count their allocated blocks, not their sizes.
     needed -= sum(512 * file.stat().st_blocks for file in work.rglob("*") if file.is_file())
-    free = shutil.disk_usage(work).free
+    free = shutil.disk_usage(nearest_existing(work)).free
     if needed > free:
         raise QuantizeError(
             f"{work.parent}: what the run keeps on the disk needs {needed / 1e9:.3g} GB more, {free / 1e9:.3g} GB are "

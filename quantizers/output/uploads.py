@@ -134,6 +134,15 @@ def require_token() -> None:
         raise InputError(f"the Hub token has characters that no token has; {LOGIN}")
 
 
+def may_write(account: Mapping[str, Any]) -> bool:
+    """Whether a token may write to a repository, by the Hub's answer to whoami; one of chosen rights, to some."""
+    token = account.get("auth", {}).get("accessToken", {})
+    if token.get("role") == "fineGrained":
+        scopes = token.get("fineGrained", {}).get("scoped", [])
+        return any("repo.write" in scope.get("permissions", ()) for scope in scopes)
+    return bool(token.get("role") != "read")
+
+
 def is_to_be_made(repo: str, *, ours: bool) -> bool:
     """Whether there is no such repository yet; nothing is changed.
 
@@ -152,7 +161,7 @@ def is_to_be_made(repo: str, *, ours: bool) -> bool:
         try:
             info = HfApi().model_info(repo)
         except RepositoryNotFoundError:
-            if HfApi().whoami().get("auth", {}).get("accessToken", {}).get("role") == "read":
+            if not may_write(HfApi().whoami()):
                 raise InputError(f"{repo}: this token may only read; {LOGIN}") from None
             return True
     if not info.private:

@@ -145,9 +145,7 @@ def run(job: Job, options: Options) -> dict[str, Any]:
         if not unfinished and not dist.is_main:
             return {}
         if unfinished:
-            schemes = job.allocation.candidates if job.allocation else job.plan.schemes
-            integers = {(s.bits, s.group_size, job.recipe.experts.signed) for s in schemes if s.format == "int"}
-            verify_kernels(options.device, integers, dist)
+            verify_kernels(options.device, job.integers, dist)
             _refuse_different_ranks(job, options)
         with journal.locked(options.output, dist):
             if unfinished and engines is not None:
@@ -162,14 +160,7 @@ def run(job: Job, options: Options) -> dict[str, Any]:
 def _already_done(job: Job, options: Options, finished: dict[str, Any]) -> dict[str, Any]:
     """The report of an output that this recipe and source made; with `with_data`, data files are added first."""
     output = options.output
-    remedy = "choose another --output, or start over with --fresh"
-    if not is_made_by(finished, job.recipe, job.path):
-        changed = _changes(output, job)
-        raise OutputError(
-            f"{output}: holds the finished output of another recipe{f' ({changed})' if changed else ''}; {remedy}"
-        )
-    if not is_source(finished.get("source"), job.opened, job.location):
-        raise OutputError(f"{output}: holds the finished output of another source than {job.location}; {remedy}")
+    refuse_another(job, output, finished)
     if options.imatrix and not options.imatrix_file.exists():
         raise OutputError(
             f"{output}: was finished before, without an importance matrix; quantize imatrix RECIPE --output "
@@ -191,6 +182,18 @@ def _already_done(job: Job, options: Options, finished: dict[str, Any]) -> dict[
         with journal.locked(output):
             journal.remove(work)
     return finished | {"already_done": True}
+
+
+def refuse_another(job: Job, output: Path, finished: dict[str, Any]) -> None:
+    """Raise an OutputError if a finished output is that of another recipe or, if it is open, of another source."""
+    remedy = "choose another --output, or start over with --fresh"
+    if not is_made_by(finished, job.recipe, job.path):
+        changed = _changes(output, job)
+        raise OutputError(
+            f"{output}: holds the finished output of another recipe{f' ({changed})' if changed else ''}; {remedy}"
+        )
+    if job.source and not is_source(finished.get("source"), job.source, job.location):
+        raise OutputError(f"{output}: holds the finished output of another source than {job.location}; {remedy}")
 
 
 def _changes(output: Path, job: Job) -> str:
@@ -306,7 +309,8 @@ def _make_output(
     named = planned | publishing.named(options.destination)
     rehearsed = rehearse(job, named, inputs.data, inputs.evaluation, engines, resolved.texts())
     publishing.begin(uploads, options.destination, rehearsed)
-    kept, temporary = _share_memory(job, inputs, options)
+    lengths = [len(sequence) for sequence in inputs.tokens]
+    kept, temporary = share_memory(job, lengths, [len(text.tokens) for text in inputs.texts], options)
     damaged = _open_work_folder(job, resolved, inputs, options, work, check, uploaded=uploads.shards if uploads else ())
     files = (*side_files(job.opened.folder), *copied.values())
     needed = planned["plan"]["output_bytes"] + sum(file.stat().st_size for file in files) + temporary
@@ -316,7 +320,7 @@ def _make_output(
     itemsize = forward_dtype(options.device).itemsize
     needed += bytes_of_sums(job.sizes, inputs.counts[0], itemsize) if options.imatrix else 0
     needed += schedule(job.opened, parts_of_run(job)).window(options.window) if job.opened.remote else 0
-    probe = probe_bytes(job.sizes, [len(t) for t in inputs.tokens], itemsize) if job.allocation else 0
+    probe = probe_bytes(job.sizes, lengths, itemsize) if job.allocation else 0
     less = ["give a smaller --window"] * bool(job.opened.remote) + ["give --remove-uploaded"] * bool(uploads)
     journal.check_room(work, needed + probe, less)
     dist.broadcast_object((kept, inputs.texts))
@@ -395,15 +399,24 @@ def _read_inputs(job: Job, dist: ProcessGroup, work: Path) -> _Inputs:
     return _Inputs(data, token_tensors(data, sizes["vocabulary"]), texts, resolved)
 
 
-def _share_memory(job: Job, inputs: _Inputs, options: Options) -> tuple[dict[str, Any], int]:
-    """What memory keeps in each process, as arguments of `Context`; and the bytes of temporary files."""
+def share_memory(
+    job: Job, lengths: Sequence[int], texts: Sequence[int], options: Options
+) -> tuple[dict[str, Any], int]:
+    """What memory keeps in each process, as arguments of `Context`; and the bytes of temporary files.
+
+    Args:
+        lengths, texts: tokens of each calibration sequence, and of each held-out text.
+
+    Raises:
+        InputError: the device's memory is too little.
+    """
     device, dist = options.device, options.dist
-    itemsize, (rows, text_rows) = forward_dtype(device).itemsize, inputs.counts
+    itemsize, (rows, text_rows) = forward_dtype(device).itemsize, (sum(lengths), sum(texts))
     limits, frees = zip(*dist.all_gather_object(_memory(options)), strict=True)
     memory = device_memory(
         job.plan,
         job.sizes,
-        max(len(sequence) for sequence in (*inputs.tokens, *(text.tokens for text in inputs.texts))),
+        max([*lengths, *texts]),
         is_accelerator(device),
         min(limits),
         # Only with "auto" may they be kept on the device.

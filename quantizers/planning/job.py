@@ -79,6 +79,12 @@ class Job:
         assert self.source is not None
         return self.source
 
+    @property
+    def integers(self) -> set[tuple[int, int, bool]]:
+        """Bits, group size, and whether scales may be negative, of all integers that a run may write."""
+        schemes = self.allocation.candidates if self.allocation else self.plan.schemes
+        return {(one.bits, one.group_size, self.recipe.experts.signed) for one in schemes if one.format == "int"}
+
 
 def prepare(
     name: str,
@@ -91,6 +97,8 @@ def prepare(
     sets_first: bool = False,
     stream: bool = False,
     commits: Mapping[str, str] = NO_COMMITS,
+    any_sets: bool = False,
+    cache: Path | None = None,
 ) -> Job:
     """Read a recipe, find and check its source, and make the plan.
 
@@ -103,12 +111,15 @@ def prepare(
         sets_first: before a source is downloaded, load the recipe's sets, with its tokenizer alone.
         stream: leave the source's shards on the Hub.
         commits: with `stream`, those that models had when a run was begun, by `model@revision`.
+        any_sets: whether sets may be missing, which the caller reports.
+        cache: the folder for what is downloaded; None for the Hub's cache.
 
     Raises:
         InputError: the recipe, a set or the source is wrong.
     """
     recipe, path = read_recipe(name, changes)
-    _refuse_missing_sets(recipe, path)
+    for set_name in () if any_sets else sets_of(recipe):
+        set_file(set_name, path)
     location = source_location(recipe, path) if source_folder is None else given_folder(source_folder)
     facts_file = facts_file or facts_location(recipe, path)
     source: Checkpoint | None = None
@@ -118,11 +129,11 @@ def prepare(
         basis = config_name = where
     else:
         _refuse_unknown_source(location, given_at(("source", "model"), path, changes))
-        if sets_first and not Path(location).is_dir() and not _in_cache(location, recipe.source.revision):
+        if sets_first and not Path(location).is_dir() and cached_folder(location, recipe.source.revision) is None:
             _load_sets(location, recipe, path)
         revision = commits.get(f"{location}@{recipe.source.revision}", recipe.source.revision)
         headers = offline == HEADERS
-        source = _open_source(location, recipe, revision, stream=stream or headers, headers=headers)
+        source = _open_source(location, recipe, revision, stream=stream or headers, headers=headers, cache=cache)
         config, where, config_name = source.config, str(source.folder), str(source.folder / CONFIG)
         basis = f"the headers of {where}"
         if headers:
@@ -165,9 +176,12 @@ def parts_of_run(
     ]
 
 
-def _open_source(location: str, recipe: Recipe, revision: str, *, stream: bool, headers: bool) -> Checkpoint:
+def _open_source(
+    location: str, recipe: Recipe, revision: str, *, stream: bool, headers: bool, cache: Path | None
+) -> Checkpoint:
     """The source; for its `headers` alone no file is downloaded that they do not need."""
-    folder, remote = locate(location, revision, stream=stream, patterns=(CONFIG, INDEX) if headers else None)
+    patterns = (CONFIG, INDEX) if headers else None
+    folder, remote = locate(location, revision, stream=stream, patterns=patterns, cache=cache)
     if not (folder / CONFIG).is_file():
         raise CheckpointError(f"{location if remote else folder}: has no config.json; give a checkpoint folder")
     # Before the shards, whose dtypes may be unknown here.
@@ -175,7 +189,7 @@ def _open_source(location: str, recipe: Recipe, revision: str, *, stream: bool, 
     return open_folder(folder, recipe.source.model, revision, remote=remote)
 
 
-def _sets(recipe: Recipe) -> dict[str, tuple[str, ...]]:
+def sets_of(recipe: Recipe) -> dict[str, tuple[str, ...]]:
     """The names of a recipe's sets, with the sources that are left out of each."""
     perplexity = recipe.verify and recipe.verify.perplexity
     return {recipe.calibration_set: recipe.calibration_without} | ({perplexity.data: ()} if perplexity else {})
@@ -186,15 +200,17 @@ def _load_sets(location: str, recipe: Recipe, path: Path) -> None:
     from quantizers.calibration.load_set import load_set
 
     tokenizer = resolve(location, recipe.source.revision, TOKENIZER_FILES)
-    for name, without in _sets(recipe).items():
+    for name, without in sets_of(recipe).items():
         load_set(set_location(name, path), tokenizer, recipe.source.trusts_tokenizer, without=without)
 
 
-def _refuse_missing_sets(recipe: Recipe, path: Path) -> None:
-    for name in _sets(recipe):
-        if not set_location(name, path).is_file():
-            hint = did_you_mean(name, shipped_names("calibration"))
-            raise InputError(f"{path}: {name}: no such calibration set{hint}; correct the path")
+def set_file(name: str, path: Path) -> Path:
+    """The file of a set that the recipe at `path` names; InputError if there is none."""
+    file = set_location(name, path)
+    if not file.is_file():
+        hint = did_you_mean(name, shipped_names("calibration"))
+        raise InputError(f"{path}: {name}: no such calibration set{hint}; correct the path")
+    return file
 
 
 def _refuse_unknown_source(location: str, where: str) -> None:
@@ -227,7 +243,7 @@ def _without_headers(
         config = read_json(config_file)
         refuse_unquantizable(config, str(config_file))
         return config, f"{config_file} alone, without shards"
-    if folder.is_dir() or (_in_cache(location, revision) and not hub):
+    if folder.is_dir() or (cached_folder(location, revision) is not None and not hub):
         return None
     built_in = None if hub or facts_file is not None else published_config(location)
     if built_in is not None:
@@ -236,17 +252,18 @@ def _without_headers(
     return HEADERS if is_hub_id else None  # `resolve` reports what is neither
 
 
-def _in_cache(model: str, revision: str) -> bool:
-    """Whether the Hub's cache has a model with all its shards; planning may have cached only the index."""
+def cached_folder(model: str, revision: str) -> Path | None:
+    """Where the Hub's cache has a model with all its shards; None if not: planning may have cached only the index."""
     from huggingface_hub import constants
 
     if not (Path(constants.HF_HUB_CACHE) / f"models--{model.replace('/', '--')}").is_dir():
-        return False  # before an import that takes a quarter of a second
+        return None  # before an import that takes a quarter of a second
     from huggingface_hub import try_to_load_from_cache
 
     index = try_to_load_from_cache(model, INDEX, revision=revision)
     single = try_to_load_from_cache(model, SINGLE, revision=revision)
     if not isinstance(index, str):
-        return isinstance(single, str)
-    shards = read_json(Path(index)).get("weight_map")
-    return isinstance(shards, dict) and all((Path(index).parent / str(name)).exists() for name in shards.values())
+        return Path(single).parent if isinstance(single, str) else None
+    folder, shards = Path(index).parent, read_json(Path(index)).get("weight_map")
+    whole = isinstance(shards, dict) and all((folder / str(name)).exists() for name in shards.values())
+    return folder if whole else None

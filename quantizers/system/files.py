@@ -68,6 +68,11 @@ def atomic(path: Path) -> Iterator[IO[bytes]]:
     sync_folder(path.parent)
 
 
+def nearest_existing(path: Path) -> Path:
+    """The path, or the nearest folder above it that exists."""
+    return next(one for one in (path.absolute(), *path.absolute().parents) if os.path.exists(one))
+
+
 def sync_folder(folder: Path) -> None:
     """Make renames in a folder survive a power cut."""
     handle = os.open(folder, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""How much memory of the machine is free."""
+"""How much memory the machine has, and how much of it is free."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ from pathlib import Path
 import psutil
 
 CGROUP = Path("/sys/fs/cgroup")
+
+
+def total() -> int:
+    """Bytes of the machine, or of this container if that is less."""
+    whole: int = psutil.virtual_memory().total
+    with contextlib.suppress(OSError, ValueError):
+        return min(whole, int((CGROUP / "memory.max").read_text()))
+    return whole
 
 
 def available() -> int:

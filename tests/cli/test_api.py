@@ -12,11 +12,12 @@ import pytest
 from conftest import Finished
 
 import quantizers
-from quantizers.cli import coverage, evaluate, imatrix, plan, publish, run, serve_check, stitch, verify
+from quantizers.cli import coverage, doctor, evaluate, imatrix, plan, publish, run, serve_check, stitch, verify
 
 COMMANDS = {
     "run": run.run,
     "plan": plan.plan,
+    "doctor": doctor.doctor,
     "evaluate": evaluate.evaluate,
     "verify": verify.verify,
     "coverage": coverage.coverage,

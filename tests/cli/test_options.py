@@ -52,11 +52,6 @@ def test_json_before_a_command_is_refused(command: Command) -> None:
     assert command.err == "quantize: --json stands behind a command, as in `quantize plan RECIPE --json`\n"
 
 
-def test_no_command_shows_the_help(command: Command) -> None:
-    assert command() == 2
-    assert command.err.startswith("Usage: quantize [OPTIONS] COMMAND")
-
-
 def test_help_needs_no_torch() -> None:
     """It takes seconds to import; only --version, which says its version, may."""
     program = "import sys; from quantizers.cli import main; sys.argv[1:] = ['run', '-h']\n"

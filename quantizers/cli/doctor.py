@@ -1,0 +1,61 @@
+"""`quantize doctor`: parse, call, print, exit code."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Argument, Option
+
+from quantizers.system.formatting import text_table
+
+from . import common
+
+if TYPE_CHECKING:
+    from quantizers.commands.doctor import Diagnosis
+
+FOUND = 56  # columns of a cell: with the other two it fits into 80
+
+
+def doctor(
+    *,
+    recipe: Annotated[
+        str | None,
+        Argument(metavar="[RECIPE]", help="a recipe file, the name of a shipped recipe, or a Hub id that has one"),
+    ] = None,
+    output: Annotated[
+        Path | None, Option("--output", "-o", metavar="DIR", help="folder that a run would write; out/NAME by default")
+    ] = None,
+    source: common.Source = None,
+    as_json: common.Json = False,
+    debug: common.Debug = False,
+) -> None:
+    """Say what this machine can do, and what would stop a recipe here.
+
+    Exit 3 if something would. Looks at versions, devices, the kernels compared with torch's operations, memory, disk,
+    the Hub and its token (never printed), and servers; of a recipe at everything that would end a run early. Takes
+    seconds, with or without a network: nothing is downloaded, and nothing stays on the disk.
+
+    Example: quantize doctor minimax-m2.1-fp8-int4
+    """
+    from quantizers.commands.doctor import doctor as look
+
+    found = look(recipe, output=output, source=source)
+    common.emit(found.as_dict(), as_json, doctor_table(found), passed=found.passed)
+
+
+def doctor_table(found: Diagnosis) -> str:
+    """A row for each check, the remedies, and the verdict."""
+    rows = list[tuple[str, str, str]]()
+    for check in found.checks:
+        first, *others = textwrap.wrap(check.found, FOUND, break_on_hyphens=False) or [""]
+        rows += [(check.what, first, check.state), *(("", line, "") for line in others)]
+    lines = [text_table(("what", "found", "state"), rows)]
+    for state, title in (("stops", "what stops, and what to do:"), ("note", "notes:")):
+        remedies = {f"  {one.what}: {one.remedy}": None for one in found.checks if one.state == state}
+        lines += ["", title, *remedies] if remedies else []
+    stops = sum(check.state == "stops" for check in found.checks)
+    it = "this recipe" if found.recipe else "the program"
+    verdict = f"{stops} thing{'s'[: stops != 1]} would stop {it} here" if stops else f"nothing would stop {it} here"
+    return "\n".join([*lines, "", verdict + ("" if found.recipe else "; with a recipe, more is looked at")])

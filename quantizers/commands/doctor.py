@@ -1,0 +1,554 @@
+"""What this machine can do, and what would stop a recipe here, before anything long begins: `quantizers.doctor`.
+
+Everything is asked of the functions that a run asks, and what they raise becomes a row. Nothing stays on the disk, and
+no model is downloaded: of one on the Hub the headers are read, as `plan` does.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from eval.coverage.summary import check_floors
+from eval.serving.engines import READ
+from quantizers.architectures.families import published_config
+from quantizers.calibration.hub import Hub
+from quantizers.calibration.load_set import load_set, look_at_sources
+from quantizers.calibration.render import load_tokenizer
+from quantizers.calibration.samples import CalibrationData, identity
+from quantizers.calibration.set import read_set
+from quantizers.checkpoint.reader import side_files
+from quantizers.checkpoint.remote import hub_errors, reason_of
+from quantizers.output import journal
+from quantizers.output.uploads import LOGIN, may_write, require_token
+from quantizers.pipeline.servable import planned_check
+from quantizers.planning.estimate import calibration_lengths, estimate_run, evaluation_lengths, ways_of_source
+from quantizers.planning.job import Job, cached_folder, given_folder, prepare, set_file, sets_of
+from quantizers.planning.plan import summary
+from quantizers.recipe.portable import is_hub_id
+from quantizers.recipe.read import read_recipe, source_location
+from quantizers.recipe.schema import Recipe
+from quantizers.system.caches import downloads_are_lost
+from quantizers.system.errors import QuantizeError, first_line
+from quantizers.system.files import nearest_existing
+from quantizers.system.formatting import gib, short_path, size
+from quantizers.system.host_memory import available, total
+from quantizers.system.progress import duration
+
+from .run import default_output
+
+if TYPE_CHECKING:
+    import torch
+
+PROGRAM = "moe-quantizers"
+NAMED = ("transformers", "compressed-tensors", "llmcompressor")  # libraries whose versions are shown
+SERVERS = {"vllm": ("vLLM", "vllm"), "sglang": ("SGLang", "sglang"), "kt-kernel": ("KTransformers", "kt")}
+PATIENCE = 5.0  # seconds to wait for an answer of the Hub
+WAITING = 20.0  # seconds that a source of a calibration set may ask to wait
+DAY = 86_400  # seconds
+DONE = "finished before: it would only say so"
+LOCKED = 64 * 2**20  # bytes of host memory that are page-locked, to see whether that is allowed
+USUAL = {(4, 32, True)}  # the integers for which kernels are compared without a recipe: bits, group size, signed
+_UP = re.compile(r"[\w.-]+/\.\./")  # in a path, and leads back
+Found = TypeVar("Found")
+Given = ParamSpec("Given")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at.
+
+    Attributes:
+        state: `note` for what no run ends by, `stops` for what would end it.
+        remedy: one line; empty if the state is ok.
+    """
+
+    what: str
+    found: str
+    state: Literal["ok", "note", "stops"] = "ok"
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The result of `doctor`.
+
+    Attributes:
+        recipe: its file, or the name that was given if there is no such file; None without one.
+        output: the folder that a run would write.
+    """
+
+    recipe: str | None
+    output: str
+    checks: tuple[Check, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing would stop the recipe here; without one, whether the program can work at all."""
+        return all(check.state != "stops" for check in self.checks)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `quantize doctor --json` prints."""
+        checks = [{key: value for key, value in asdict(one).items() if value} for one in self.checks]
+        return {"recipe": self.recipe, "output": self.output, "passed": self.passed, "checks": checks}
+
+
+class _Rows(list[Check]):
+    """Checks, in the order in which they are made."""
+
+    def add(self, what: str, found: str, remedy: str = "", *, stops: bool = False) -> None:
+        """A row; it is ok if it needs no remedy."""
+        self.append(Check(what, found, ("stops" if stops else "note") if remedy else "ok", remedy))
+
+    def tried(
+        self, what: str, work: Callable[Given, Found], *args: Given.args, **options: Given.kwargs
+    ) -> Found | None:
+        """`work(…)`; None if it raises what a run would end with: a row for each line of the message."""
+        try:
+            return work(*args, **options)
+        except OSError as failure:
+            problem = f"{failure.filename or what}: {failure.strerror or failure}"
+            self.add(what, problem, "choose another place, or allow it", stops=True)
+        except QuantizeError as failure:
+            text = _UP.sub("", str(failure)).replace(f"{Path.cwd()}{os.sep}", "")
+            for line in text.split("\n"):
+                problem, _, remedy = line.rpartition("; ")
+                self.add(what, problem or line, remedy if problem else "correct it", stops=True)
+        return None
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What a run would be given.
+
+    Attributes:
+        path: of the recipe.
+        folder: of the output.
+        location: of the source, a folder or Hub id; empty if there is none.
+        here: the source's folder on this machine; None if a run would download it.
+    """
+
+    recipe: Recipe
+    path: Path
+    folder: Path
+    location: str
+    here: Path | None
+
+
+def doctor(
+    recipe: str | Path | None = None, *, output: str | Path | None = None, source: str | Path | None = None
+) -> Diagnosis:
+    """Say what this machine can do, and what would stop a recipe here. Takes seconds, and writes nothing that stays.
+
+    Args:
+        recipe: a recipe file, the name of a shipped recipe, or the Hub id of a model that has one.
+        output: the folder that a run would write; out/NAME by default.
+        source: local folder of the source model.
+    """
+    machine, hub, of_recipe = _Rows(), _Rows(), _Rows()
+    unreachable, device = _ask_hub(hub), _versions(machine)
+    folder, given, job = Path(output or "out"), None, None
+    read = None if recipe is None else of_recipe.tried("recipe", read_recipe, str(recipe))
+    if read is not None:
+        of_recipe.add("recipe", _shown(read[1]))
+        folder = Path(output) if output else of_recipe.tried("output", default_output, read[1]) or folder
+        given = _Given(*read, folder, *(of_recipe.tried("source", _source, *read, source) or ("", None)))
+        job = _look_at_recipe(of_recipe, given, device, unreachable) if device else None
+    if device is not None:
+        _devices(machine, device, job.integers if job else USUAL)
+    machine.add("memory", f"{gib(total())}, {gib(available())} of it free")
+    _folder(machine, "output", folder, "give --output in a folder that can be written", stops=True)
+    _cache(machine, needed=given is not None and given.here is None)
+    if temporary := machine.tried("temporary", tempfile.gettempdir):
+        _folder(machine, "temporary", temporary, "set TMPDIR to a folder with room", stops=True)
+    _servers(hub)
+    return Diagnosis(None if recipe is None else str(recipe), str(folder), (*machine, *hub, *of_recipe))
+
+
+# The machine --------------------------------------------------------------------------------------------------------
+
+
+def _versions(rows: _Rows) -> torch.device | None:
+    """Versions against the ranges that the program states; the device of a run, None if torch cannot be used."""
+    faults, shown, requires = _Rows(), dict[str, str](), list[str]()
+    try:
+        about, requires = metadata.metadata(PROGRAM), metadata.requires(PROGRAM) or []
+    except metadata.PackageNotFoundError:
+        rows.add("program", f"{PROGRAM} is not installed", "`pip install .` in its clone", stops=True)
+    else:
+        python, allowed = platform.python_version(), about["Requires-Python"] or ""
+        outside = "" if SpecifierSet(allowed).contains(python, prereleases=True) else f"take Python {allowed}"
+        rows.add("program", f"quantize {about['Version']}, Python {python}", outside)
+    for needed in map(Requirement, requires):
+        if needed.marker and not needed.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            shown[needed.name] = found = metadata.version(needed.name)
+        except metadata.PackageNotFoundError:
+            faults.add(needed.name, "is not installed", f"`pip install '{needed}'`", stops=True)
+            continue
+        if not needed.specifier.contains(found, prereleases=True):
+            faults.add(needed.name, f"{found}, tested with {needed.specifier}", f"`pip install '{needed}'`")
+    device = None
+    try:
+        import torch
+    except Exception as failure:  # a driver's or another library's
+        faults.add("torch", f"cannot be imported ({first_line(failure)})", "install it again", stops=True)
+    else:
+        from quantizers.device.devices import choose_device
+
+        built = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+        rows.add("torch", f"{torch.__version__}, {built if torch.version.hip or torch.version.cuda else 'CPU build'}")
+        device = faults.tried("device", choose_device, "auto") or torch.device("cpu")
+    rows.add("libraries", ", ".join(f"{name} {shown[name]}" for name in NAMED if name in shown))
+    rows += faults
+    return device
+
+
+def _devices(rows: _Rows, device: torch.device, integers: set[tuple[int, int, bool]]) -> None:
+    """The CPU and every GPU, and the kernels compared with torch's operations as a run does at its start."""
+    import torch
+
+    from quantizers.device.devices import device_problem, gpus
+    from quantizers.device.prefetch import page_lock
+    from quantizers.device.triton_support import can_launch, why_not
+    from quantizers.solve.kernel_check import KERNELS, problem_of
+
+    rows.add("CPU", f"{len(os.sched_getaffinity(0))} cores, {torch.backends.cpu.get_cpu_capability()}")
+    found = gpus()
+    for entry in found:
+        free = torch.cuda.mem_get_info(torch.device(entry["device"]))[0]
+        rows.add(entry["device"], f"{entry['name']}, {gib(entry['bytes'])}, {gib(free)} of it free")
+    if not found:
+        problem, _, remedy = device_problem("cuda").partition("; ")
+        rows.add("GPU", problem, remedy.replace(", or give cpu", "; on a CPU only small models are practical"))
+    for one in [torch.device(entry["device"]) for entry in found] or [device]:
+        if can_launch(one):
+            faults = {kernel: fault for kernel in KERNELS if (fault := problem_of(kernel, one, integers))}
+            said = "; ".join(f"{kernel} {fault}" for kernel, fault in faults.items())
+            more = "torch's own operations do its work, more slowly; please report this" if faults else ""
+            rows.add(f"kernels {one}", said or f"{len(KERNELS)} of {len(KERNELS)} give the bits of torch's", more)
+        elif one.type == "cuda":
+            rows.add(f"kernels {one}", f"torch's own operations ({why_not(one)})", "slower, with the same results")
+    if found and (refusal := page_lock(torch.empty(LOCKED, dtype=torch.uint8), device)):
+        rows.add("locked memory", refusal, "copies to the GPU are slower; raise ulimit -l")
+
+
+def _folder(rows: _Rows, what: str, path: str | Path, remedy: str, *, stops: bool) -> None:
+    """Whether a folder, or the nearest one above it that exists, can be written, and its room."""
+    place = nearest_existing(Path(path))
+    try:
+        with tempfile.TemporaryFile(dir=place) as probe:
+            probe.write(b"0")
+            probe.flush()
+        rows.add(what, f"{_shown(path)}: {size(shutil.disk_usage(place).free)} free")
+    except OSError as failure:
+        rows.add(what, f"{_shown(path)}: cannot be written ({failure.strerror})", remedy, stops=stops)
+
+
+def _cache(rows: _Rows, *, needed: bool) -> None:
+    """The Hub's cache, and whether the source can be downloaded into it if that is `needed`."""
+    from huggingface_hub import constants
+
+    remedy = "set HF_HOME to a folder with room that can be written"
+    if downloads_are_lost():
+        rows.add("Hub's cache", "no home folder: nothing that is downloaded is kept", remedy, stops=needed)
+    else:
+        _folder(rows, "Hub's cache", constants.HF_HUB_CACHE, remedy, stops=needed)
+
+
+def _shown(path: str | Path) -> str:
+    """A path, relative to the current folder if it is in it."""
+    short = short_path(os.path.abspath(path))
+    return os.path.abspath(path) if short.startswith("..") else short
+
+
+# The Hub, and servers -----------------------------------------------------------------------------------------------
+
+
+def _bounded(work: Callable[[], Found]) -> Found:
+    """The result of a request, in a thread that is left alone after PATIENCE: looking up a name has no time limit."""
+    future = Future[Found]()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except Exception as failure:
+            future.set_exception(failure)
+
+    Thread(target=run, daemon=True).start()
+    try:
+        return future.result(PATIENCE)
+    except TimeoutError:
+        raise TimeoutError(f"no answer in {PATIENCE:g} s") from None
+
+
+def _ask_hub(rows: _Rows) -> str:
+    """Rows for the Hub and its token, by one request; why the Hub cannot be asked, empty if it can."""
+    from huggingface_hub import constants, get_session, get_token
+    from huggingface_hub.utils import build_hf_headers
+
+    variables = (name for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if os.environ.get(name))
+    place, token, fault = next(variables, _shown(constants.HF_TOKEN_PATH)), None, ""
+    try:
+        token = get_token()
+        if token is not None:
+            require_token()
+    except (QuantizeError, OSError) as failure:
+        token, fault = None, getattr(failure, "strerror", None) or str(failure).partition("; ")[0]
+    account: Mapping[str, Any] = {}
+    refused, why = False, "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
+    if why:
+        rows.add("Hub", f"not asked: {why}", "unset HF_HUB_OFFLINE for downloads, and to publish")
+    else:
+
+        def request() -> Any:
+            headers, url = build_hf_headers(token=token or False), f"{constants.ENDPOINT}/api/whoami-v2"
+            return get_session().get(url, headers=headers, timeout=PATIENCE)
+
+        try:
+            answer = _bounded(request)
+            refused = token is not None and answer.status_code in (401, 403)
+            account = answer.json() if answer.status_code == 200 else {}
+            why = f"answers {answer.status_code}" if answer.status_code >= 500 else ""
+        except Exception as failure:  # of the network's many kinds, or of an answer that is no JSON
+            why = reason_of(failure)
+        remedy = "check the network, HTTPS_PROXY and HF_ENDPOINT; what lies on this machine needs no Hub"
+        rows.add("Hub", f"{constants.ENDPOINT}: {why or 'answers'}", remedy if why else "")
+    if fault:
+        rows.add("token", f"{place}: {fault}", LOGIN)
+    elif token is None:
+        rows.add("token", "none", f"for gated models, and to publish: {LOGIN}")
+    elif refused:
+        rows.add("token", f"{place}: the Hub refuses it", LOGIN)
+    elif not account:
+        rows.add("token", f"{place}: not tried", "ask again when the Hub answers")
+    elif may_write(account):
+        rows.add("token", f"{place}: accepted, may write")
+    else:
+        rows.add("token", f"{place}: accepted, may only read", f"to publish, {LOGIN}")
+    return why
+
+
+def _servers(rows: _Rows) -> None:
+    """Servers that are found without importing them, against the versions whose rules the program knows."""
+    before = len(rows)
+    for distribution, (name, command) in SERVERS.items():
+        version, place = _installed(distribution, command)
+        if place:
+            first, last = map(Version, READ[distribution])
+            release = Version(version).release[: len(last.release)] if version else ()
+            known = first.release <= release <= last.release
+            read = f"; its rules are known of {first if first == last else f'{first} to {last}'}" * (not known)
+            remedy = "" if known else "compare what it serves with `quantize serve-check`"
+            rows.add(name, f"{version or 'version unknown'}, {place}{read}", remedy)
+    if len(rows) == before:
+        names = ", ".join(name for name, _ in SERVERS.values())
+        rows.add("servers", f"none of {names}", "only serving needs one; install it in an environment of its own")
+
+
+def _installed(distribution: str, command: str) -> tuple[str, str]:
+    """Version and place of a server: in this environment, or in that of the command on PATH; empty if there is none."""
+    command = shutil.which(command) or ""
+    folders = Path(command).resolve().parent.parent.glob("lib/python3*/*-packages") if command else ()
+    for place, path in (("in this environment", sys.path), (_shown(command), [*map(str, folders)])):
+        for name in (distribution, f"{distribution}-cpu"):  # which a build for CPUs may be called
+            for found in metadata.distributions(name=name, path=path):
+                return found.version, place
+    return "", command and _shown(command)
+
+
+# The recipe ---------------------------------------------------------------------------------------------------------
+
+
+def _source(recipe: Recipe, path: Path, source: str | Path | None) -> tuple[str, Path | None]:
+    """The source's location, and its folder on this machine if it is here as a whole."""
+    location = source_location(recipe, path) if source is None else given_folder(Path(source))
+    return location, Path(location) if os.path.isdir(location) else cached_folder(location, recipe.source.revision)
+
+
+def _look_at_recipe(rows: _Rows, given: _Given, device: torch.device, unreachable: str) -> Job | None:
+    """Rows for everything that would end a run early; the job, None if no plan can be made."""
+    job = _job(rows, given, unreachable)
+    sets = _sets(rows, given, job, unreachable)
+    if job is None:
+        return None
+    rows.add("model", f"{job.facts.model_type}, {job.sizes['layers']} layers of {job.sizes['experts']} experts")
+    rows.tried("model", planned_check, job, one_expert=True)
+    state = rows.tried("run", _output_state, given.folder, job, sets.get("calibration"), device)
+    if state is not None:
+        rows.add("run", state)
+    if state != DONE:
+        output = int(str(summary(job.plan, job.sizes)["output_bytes"]))
+        known = len(sets) == len(sets_of(given.recipe))
+        _room(rows, given, job, output, _memory_and_time(rows, given, job, output, sets, device) if known else 0)
+    return job
+
+
+def _job(rows: _Rows, given: _Given, unreachable: str) -> Job | None:
+    """The plan, from the source's headers or, if it is not here, from what is kept of its architecture."""
+    location, recipe, on_hub = given.location, given.recipe, None
+    if given.here is not None:
+        rows.add("source", _shown(given.here))
+    elif is_hub_id(location):
+        if unreachable:
+            remedy = f"`hf download {location}` where there is a network, then --source DIR"
+            rows.add("source", f"{location}: not here, and no Hub to ask", remedy, stops=True)
+        elif on_hub := rows.tried("source", _accessible, location, recipe.source.revision):
+            rows.add("source", f"{location}: on the Hub, would be downloaded")
+        if not on_hub and (recipe.source.facts or published_config(location) is None):
+            return None
+    return rows.tried("source", _planned, given) if location else None
+
+
+def _accessible(model: str, revision: str) -> bool:
+    """Raise a CheckpointError if the Hub does not give a model to this user."""
+    from huggingface_hub import HfApi
+
+    with hub_errors(model, "its files", revision, begun=False):
+        _bounded(lambda: HfApi().auth_check(model))
+    return True
+
+
+def _planned(given: _Given) -> Job:
+    """The job of a run; what is read of a source on the Hub is in no cache afterwards."""
+    offline = given.here is None
+    with tempfile.TemporaryDirectory() as cache:
+        return prepare(str(given.path), offline, source_folder=given.here, any_sets=True, cache=Path(cache))
+
+
+def _sets(rows: _Rows, given: _Given, job: Job | None, unreachable: str) -> dict[str, CalibrationData | None]:
+    """Rows for the recipe's sets, and those that can be read; with their samples if source and data are here."""
+    recipe, trusted, found = given.recipe, given.recipe.source.trusts_tokenizer, dict[str, CalibrationData | None]()
+    tokenizer = given.here and rows.tried("tokenizer", load_tokenizer, str(given.here), trust_remote_code=trusted)
+    for what, (name, without) in zip(("calibration", "held-out"), sets_of(recipe).items(), strict=False):
+        file = rows.tried(what, set_file, name, given.path)
+        calibration = None if file is None else rows.tried(what, read_set, file)
+        if file is None or calibration is None:
+            continue
+        on_hub, found[what], limits = sum(not one.is_local for one in calibration.sources), None, dict[str, Any]()
+        if what == "calibration":
+            limits = {"tokens": recipe.calibration_tokens, "positions": job and job.sizes.positions}
+        if tokenizer and given.here and not on_hub:
+            found[what] = data = rows.tried(what, load_set, file, given.here, trusted, without=without, **limits)
+            if data is not None:
+                tokens = sum(len(sample.tokens) for sample in data.samples)
+                rows.add(what, f"{file.name}: {len(data.samples):,} texts, {tokens:,} tokens")
+            continue
+        with Hub(WAITING, unreachable) as hub:
+            left = rows.tried(what, look_at_sources, file, hub, without)
+        if left is not None:
+            out = f"; left out: {', '.join(left)}" if left else ""
+            shown = f"{file.name}: {len(calibration.sources)} sources, {on_hub} of them on the Hub{out}"
+            rows.add(what, shown, "other samples take their place" if left else "")
+    data, rule = found.get("calibration"), recipe.verify and recipe.verify.coverage
+    if data and rule:
+        categories = [sample.category for sample in data.samples]
+        rows.tried("calibration", check_floors, rule, categories, str(given.path))
+    return found
+
+
+def _output_state(folder: Path, job: Job, data: CalibrationData | None, device: torch.device) -> str:
+    """What a run would find in its output folder; raises what it would."""
+    import torch
+
+    from quantizers.device.devices import use_threads
+    from quantizers.pipeline.pipeline import deciding, refuse_another
+
+    journal.refuse_second_run(folder)
+    finished = journal.finished_report(folder)
+    if finished is not None:
+        refuse_another(job, folder, finished)
+        return DONE
+    journal.refuse_strangers(folder)
+    if not journal.unfinished(folder):
+        return "would begin anew"
+    work, layers = journal.work_folder(folder), job.sizes["layers"]
+    if data is not None and job.source is not None and not (work / "moving").exists():
+        threads, drawn = torch.get_num_threads(), {"calibration.tokens": data.drawn.asked} if data.drawn else {}
+        try:
+            use_threads(job.sizes, journal.begun_with(work).get("threads"))
+            journal.refuse_changes(work, deciding(job, identity(data.samples), device) | drawn, folder)
+        finally:
+            torch.set_num_threads(threads)
+    return f"unfinished: would resume after layer {len(journal.done_layers(work, layers))} of {layers}"
+
+
+def _memory_and_time(
+    rows: _Rows,
+    given: _Given,
+    job: Job,
+    output: int,
+    sets: Mapping[str, CalibrationData | None],
+    device: torch.device,
+) -> int:
+    """Rows for memory and time; bytes of a run's temporary files, 0 as long as the sets' tokens are not known."""
+    import torch
+
+    from quantizers.budget.measure import probe_bytes
+    from quantizers.device.devices import device_limit, forward_dtype
+    from quantizers.pipeline.pipeline import Options, share_memory
+
+    needs, free, on = estimate_run(job, output), available(), "CPU" if device.type == "cpu" else "GPU"
+    remedy = "" if needs.host <= free else "end other programs, or take a machine with more"
+    rows.add("host memory", f"{gib(needs.host)} needed, estimated; {gib(free)} free", remedy, stops=True)
+    name = on if on == "CPU" else torch.cuda.get_device_name(device)
+    for seconds in [seconds["all"] for rates, seconds in (needs.seconds or {}).items() if rates in name]:
+        time = f"{seconds / DAY:,.0f} days" if seconds > 2 * DAY else duration(seconds)
+        remedy = "`quantize plan` has the times on GPUs" if seconds > DAY else ""
+        rows.add("time", f"about {time} on this {on}, estimated", remedy)
+    lengths, texts = calibration_lengths(job)[0], evaluation_lengths(job)
+    data, held_out = sets.get("calibration"), sets.get("held-out")
+    if data:
+        lengths = [len(sample.tokens) for sample in data.samples]
+    if held_out:
+        texts = [min(len(one.tokens), job.sizes.positions or len(one.tokens)) for one in held_out.samples]
+    if lengths is None or texts is None:
+        rows.add(f"{on} memory", "unknown before the sets are read", "`quantize calibration check` reads one")
+        return 0
+    kept = rows.tried(f"{on} memory", share_memory, job, lengths, texts, Options(given.folder, device))
+    if kept is None:
+        return 0
+    rows.add(f"{on} memory", f"{gib(needs.memory[on][0])} needed; {gib(device_limit(device))} usable")
+    probe = probe_bytes(job.sizes, lengths, forward_dtype(device).itemsize) if job.allocation else 0
+    return kept[1] + probe if data and (held_out or not texts) else 0
+
+
+def _room(rows: _Rows, given: _Given, job: Job, output: int, temporary: int) -> None:
+    """Rows for the disk: the source if it would be downloaded, and what a run keeps, which may be on the same disk."""
+    from huggingface_hub import constants
+
+    cache, needed, less = Path(constants.HF_HUB_CACHE), output + temporary, list[str]()
+    free, room = (shutil.disk_usage(nearest_existing(folder)).free for folder in (given.folder, cache))
+    if given.here is not None:
+        needed += sum(file.stat().st_size for file in side_files(given.here))
+    else:
+        begun = (cache / f"models--{given.location.replace('/', '--')}" / "blobs").glob("*")
+        download = sum(action.spec.bytes for action in job.plan.actions) - sum(file.stat().st_size for file in begun)
+        window = ways_of_source(job, output)[1].source
+        less = [f"give --stream{f', which keeps {size(window)} of the source here' if window else ''}"]
+        remedy = f"set HF_HOME to a folder with room, or {less[0]}" if download > room else ""
+        found = f"{size(max(download, 0))} to download into the Hub's cache; {size(room)} free"
+        rows.add("disk", found, remedy, stops=True)
+        if len({nearest_existing(folder).stat().st_dev for folder in (given.folder, cache)}) == 1:
+            needed += max(download, 0)
+    less += ["give --publish-as-you-go and --remove-uploaded"] * (output > free)
+    before = len(rows)
+    rows.tried("disk", journal.check_room, journal.work_folder(given.folder), needed, less)
+    if len(rows) == before:
+        rows.add("disk", f"{size(needed)} needed in all; {size(free)} free")
