@@ -74,6 +74,7 @@ class Check:
     """One thing that was looked at.
 
     Attributes:
+        what, found: its name, and what was found.
         state: `note` for what no run ends by, `stops` for what would end it.
         remedy: one line; empty if the state is ok.
     """
@@ -91,6 +92,7 @@ class Diagnosis:
     Attributes:
         recipe: its file, or the name that was given if there is no such file; None without one.
         output: the folder that a run would write.
+        checks: all that was looked at: the machine, the Hub, servers, then the recipe.
     """
 
     recipe: str | None
