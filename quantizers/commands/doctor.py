@@ -74,7 +74,8 @@ class Check:
     """One thing that was looked at.
 
     Attributes:
-        what, found: its name, and what was found.
+        what: its name.
+        found: what was found.
         state: `note` for what no run ends by, `stops` for what would end it.
         remedy: one line; empty if the state is ok.
     """
