@@ -65,8 +65,8 @@ def _function(function: Callable[..., Any]) -> str:
     result = shape.return_annotation
     returns = f"Returns {'an' if result[0] in 'AEIOU' else 'a'} [{result}](#{result.lower()})"
     words = parts.get("Returns", "")
-    lines = ["", f"## `quantizers.{name}`", "", about, "", "```python", f"quantizers.{name}("]
-    lines += [*_arguments(shape.parameters.values()), f") -> {result}", "```", ""]
+    lines = ["", f"## `quantizers.{name}`", "", about, "", "```python", f"def {name}("]
+    lines += [*_arguments(shape.parameters.values()), f") -> {result}: ...", "```", ""]
     lines += [f"- {_names(keys)}: {text}" for keys, text in explained.items()]
     lines += ["", f"{returns}: {words[0].lower()}{one_line(words[1:])}" if words else f"{returns}."]
     raises = [f"- {_names(keys)}: {text}" for keys, text in _explained(parts.get("Raises", "")).items()]
