@@ -103,13 +103,13 @@ class Sessions:
         head = f"{name}:{commands[number].line}: {ended}"
         return "\n".join([head, *_indented(commands[number].text.splitlines()), "said:", *_indented(said[-LINES:])])
 
-    def make_finished(self, folder: Path) -> None:
-        """Make `out/tiny` in the folder as a reader does; half a minute, unless QUANTIZERS_TEST_TINY names one."""
+    def make_finished(self, folder: Path) -> Path:
+        """The folder of a finished run, made in `folder` as a reader does, unless QUANTIZERS_TEST_TINY names one."""
         if MADE in os.environ:
-            shutil.copytree(os.environ[MADE], folder / "out" / "tiny")
-            return
+            return Path(os.environ[MADE])
         failed = self.run(Page(Path("out/tiny"), [Command(1, f"quantize run {TINY} --output out/tiny")]), folder)
         assert failed is None, failed
+        return folder / "out" / "tiny"
 
     def _empty_home(self) -> None:
         shutil.rmtree(self.home)

@@ -27,7 +27,7 @@ def sessions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sessions]:
 @pytest.fixture(scope="module")
 def with_tiny(sessions: Sessions, tmp_path_factory: pytest.TempPathFactory) -> Sessions:
     """Where a page finds a finished out/tiny, too."""
-    sessions.finished = made_once(tmp_path_factory, "out-tiny", sessions.make_finished) / "out" / "tiny"
+    sessions.finished = made_once(tmp_path_factory, "out-tiny", sessions.make_finished)
     return sessions
 
 
