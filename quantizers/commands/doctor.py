@@ -44,7 +44,7 @@ from quantizers.recipe.portable import is_hub_id
 from quantizers.recipe.read import read_recipe, source_location
 from quantizers.recipe.schema import Recipe
 from quantizers.system.caches import downloads_are_lost
-from quantizers.system.errors import QuantizeError, first_line
+from quantizers.system.errors import Interrupted, QuantizeError, first_line
 from quantizers.system.files import nearest_existing
 from quantizers.system.formatting import gib, short_path, size
 from quantizers.system.host_memory import available, total
@@ -121,6 +121,8 @@ class _Rows(list[Check]):
         """`work(…)`; None if it raises what a run would end with: a row for each line of the message."""
         try:
             return work(*args, **options)
+        except Interrupted:
+            raise
         except OSError as failure:
             problem = f"{failure.filename or what}: {failure.strerror or failure}"
             self.add(what, problem, "choose another place, or allow it", stops=True)
