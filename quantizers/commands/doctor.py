@@ -44,7 +44,7 @@ from quantizers.recipe.portable import is_hub_id
 from quantizers.recipe.read import read_recipe, source_location
 from quantizers.recipe.schema import Recipe
 from quantizers.system.caches import downloads_are_lost
-from quantizers.system.errors import QuantizeError, first_line
+from quantizers.system.errors import Interrupted, QuantizeError, first_line
 from quantizers.system.files import nearest_existing
 from quantizers.system.formatting import gib, short_path, size
 from quantizers.system.host_memory import available, total
@@ -91,7 +91,7 @@ class Diagnosis:
     """The result of `doctor`.
 
     Attributes:
-        recipe: its file, or the name that was given if there is no such file; None without one.
+        recipe: as it was given; None without one.
         output: the folder that a run would write.
         checks: all that was looked at: the machine, the Hub, servers, then the recipe.
     """
@@ -124,6 +124,8 @@ class _Rows(list[Check]):
         """`work(…)`; None if it raises what a run would end with: a row for each line of the message."""
         try:
             return work(*args, **options)
+        except Interrupted:
+            raise
         except OSError as failure:
             problem = f"{failure.filename or what}: {failure.strerror or failure}"
             self.add(what, problem, "choose another place, or allow it", stops=True)
@@ -132,6 +134,9 @@ class _Rows(list[Check]):
             for line in text.split("\n"):
                 problem, _, remedy = line.rpartition("; ")
                 self.add(what, problem or line, remedy if problem else "correct it", stops=True)
+        except Exception as failure:  # of a library, or a mistake here: the rest is still looked at
+            problem, remedy = f"{type(failure).__name__}: {first_line(failure)}", "report this, with what was given"
+            self.add(what, problem, remedy, stops=True)
         return None
 
 
@@ -173,10 +178,10 @@ def doctor(
         given = _Given(*read, folder, *(of_recipe.tried("source", _source, *read, source) or ("", None)))
         job = _look_at_recipe(of_recipe, given, device, unreachable) if device else None
     if device is not None:
-        _devices(machine, device, job.integers if job else USUAL)
+        machine.tried("devices", _devices, machine, device, job.integers if job else USUAL)
     machine.add("memory", f"{gib(total())}, {gib(available())} of it free")
     _folder(machine, "output", folder, "give --output in a folder that can be written", stops=True)
-    _cache(machine, needed=given is not None and given.here is None)
+    _cache(machine, needed=given is not None and given.here is None and is_hub_id(given.location))
     if temporary := machine.tried("temporary", tempfile.gettempdir):
         _folder(machine, "temporary", temporary, "set TMPDIR to a folder with room", stops=True)
     _servers(hub)
@@ -340,7 +345,7 @@ def _ask_hub(rows: _Rows) -> str:
     elif refused:
         rows.add("token", f"{place}: the Hub refuses it", LOGIN)
     elif not account:
-        rows.add("token", f"{place}: not tried", "ask again when the Hub answers")
+        rows.add("token", f"{place}: not tried", "`hf auth whoami` asks the Hub")
     elif may_write(account):
         rows.add("token", f"{place}: accepted, may write")
     else:
@@ -398,8 +403,10 @@ def _look_at_recipe(rows: _Rows, given: _Given, device: torch.device, unreachabl
         rows.add("run", state)
     if state != DONE:
         output = int(str(summary(job.plan, job.sizes)["output_bytes"]))
-        known = len(sets) == len(sets_of(given.recipe))
-        _room(rows, given, job, output, _memory_and_time(rows, given, job, output, sets, device) if known else 0)
+        temporary = 0
+        if len(sets) == len(sets_of(given.recipe)):
+            temporary = rows.tried("memory", _memory_and_time, rows, given, job, output, sets, device) or 0
+        rows.tried("disk", _room, rows, given, job, output, temporary)
     return job
 
 

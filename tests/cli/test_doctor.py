@@ -421,6 +421,16 @@ def test_little_memory_and_a_small_disk_stop_it(recipe: Path, monkeypatch: pytes
     assert "choose another --output" in rows["disk"]["remedy"]
 
 
+def test_what_nobody_thought_of_is_a_row_too(recipe: Path, monkeypatch: pytest.MonkeyPatch, doctor: Doctor) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ValueError("no such thing\nand more")
+
+    monkeypatch.setattr(module, "planned_check", broken)
+    code, rows = doctor(recipe)
+    assert (code, *state(rows, "model")[:2]) == (3, "stops", "ValueError: no such thing")
+    assert state(rows, "disk")[0] == "ok"
+
+
 def test_a_finished_output_is_done_and_that_of_another_recipe_stops(finished: Finished, doctor: Doctor) -> None:
     code, rows = doctor(finished.recipe, "--output", finished.folder)
     assert (code, state(rows, "run")[:2]) == (0, ("ok", module.DONE))
