@@ -78,7 +78,7 @@ def _returned(kind: type) -> str:
     """The section of a dataclass: its fields, properties and methods."""
     about, parts = _docstring(kind)
     explained = _explained(parts["Attributes"])
-    known = fields(kind)  # type: ignore[arg-type]
+    known = fields(kind)
     _refuse_missing(kind.__name__, [field.name for field in known], explained)
     lines = ["", f"### {kind.__name__}", "", about, ""]
     lines += [f"- `{field.name}: {field.type}`: {explained[field.name]}" for field in known]
@@ -138,10 +138,12 @@ def _names(keys: str) -> str:
 
 
 def _error_rows() -> Iterator[str]:
+    """A row for each error; the exit code of some is known to their objects alone, as their docstrings say."""
     for kind in vars(errors).values():
         if isinstance(kind, type) and issubclass(kind, errors.QuantizeError):
-            code = "" if "__init__" in vars(kind) else getattr(kind, "exit_code", "")  # which an object of it knows
-            yield f"| `{kind.__name__}` | `{kind.__mro__[1].__name__}` | {code} | {one_line(getdoc(kind) or '')} |\n"
+            (base,) = kind.__bases__
+            code = "" if "__init__" in vars(kind) else str(kind.exit_code)
+            yield f"| `{kind.__name__}` | `{base.__name__}` | {code} | {one_line(getdoc(kind) or '')} |\n"
 
 
 def _linked(text: str) -> str:
