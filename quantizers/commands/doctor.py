@@ -49,6 +49,7 @@ from quantizers.system.files import nearest_existing
 from quantizers.system.formatting import gib, short_path, size
 from quantizers.system.host_memory import available, total
 from quantizers.system.progress import duration
+from quantizers.system.version import __version__
 
 from .run import default_output
 
@@ -201,7 +202,7 @@ def _versions(rows: _Rows) -> torch.device | None:
     else:
         python, allowed = platform.python_version(), about["Requires-Python"] or ""
         outside = "" if SpecifierSet(allowed).contains(python, prereleases=True) else f"take Python {allowed}"
-        rows.add("program", f"quantize {about['Version']}, Python {python}", outside)
+        rows.add("program", f"quantize {__version__}, Python {python}", outside)
     for needed in map(Requirement, requires):
         if needed.marker and not needed.marker.evaluate({"extra": ""}):
             continue
