@@ -7,6 +7,7 @@ whole model.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -324,6 +325,11 @@ def resolve(model: str, revision: str = "main", patterns: Iterable[str] | None =
         return Path(snapshot_download(model, revision=revision, ignore_patterns=ignored, allow_patterns=allowed))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as failure:
         reason = first_line(failure)
+        if getattr(failure, "errno", None) == errno.ENOSPC:
+            raise CheckpointError(
+                f"{model}: the disk of the Hub's cache is full ({reason}); make room there, or set HF_HOME to a folder "
+                "on a larger disk; `quantize run --stream` needs no copy of it"
+            ) from None
         raise CheckpointError(
             f"{model}: not a folder, and the Hub did not give it ({reason}); download it and name the folder"
         ) from None
