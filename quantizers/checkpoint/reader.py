@@ -291,11 +291,10 @@ def _others(folder: Path, within: str = "") -> Iterator[tuple[str, str]]:
 
 
 def resolve(model: str, revision: str = "main", patterns: Iterable[str] | None = None, *, shards: bool = True) -> Path:
-    """The folder of a checkpoint: the given one, that of a model that comes with the program, or that of a Hub id.
-
-    Of a Hub id it is the one in the cache, after downloading missing files.
+    """The folder of a checkpoint: the given one, or that of a Hub id in the cache, after downloading missing files.
 
     Args:
+        model: a folder, the bare name of the model that comes with the program, or a Hub id.
         patterns: glob patterns of the files to download; None for all files of the checkpoint.
         shards: whether its shards are among them.
 
