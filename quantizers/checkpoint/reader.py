@@ -7,6 +7,7 @@ whole model.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -297,11 +298,10 @@ def resolve(
     shards: bool = True,
     cache: Path | None = None,
 ) -> Path:
-    """The folder of a checkpoint: the given one, that of a model that comes with the program, or that of a Hub id.
-
-    Of a Hub id it is the one in the cache, after downloading missing files.
+    """The folder of a checkpoint: the given one, or that of a Hub id in the cache, after downloading missing files.
 
     Args:
+        model: a folder, the bare name of the model that comes with the program, or a Hub id.
         patterns: glob patterns of the files to download; None for all files of the checkpoint.
         shards: whether its shards are among them.
         cache: the folder for what is downloaded; None for the Hub's cache.
@@ -336,6 +336,11 @@ def resolve(
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as failure:
         reason = first_line(failure)
+        if getattr(failure, "errno", None) == errno.ENOSPC:
+            raise CheckpointError(
+                f"{model}: the disk of the Hub's cache is full ({reason}); make room there, or set HF_HOME to a folder "
+                "on a larger disk; `quantize run --stream` needs no copy of it"
+            ) from None
         raise CheckpointError(
             f"{model}: not a folder, and the Hub did not give it ({reason}); download it and name the folder"
         ) from None

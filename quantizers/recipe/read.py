@@ -111,7 +111,9 @@ def shipped_recipe(name: str) -> Path:
         raise RecipeError(f"{name}: no recipe is shipped for this model; `quantize new {name}` writes one")
     on_the_hub = {model for model in models.values() if not model.startswith(".")}
     hint = did_you_mean(name.removesuffix(".yaml"), [*models, *sorted(on_the_hub)])
-    raise RecipeError(f"{name}: no such recipe{hint}; give a file, or a name that `quantize recipes` lists")
+    is_model = name.count("/") == 1 and not hint and not name.startswith((".", "/", "~")) and not name.endswith(".yaml")
+    new = f", or write one for this model: `quantize new {name}`" if is_model else ""
+    raise RecipeError(f"{name}: no such recipe{hint}; give a file, or a name that `quantize recipes` lists{new}")
 
 
 def source_location(recipe: Recipe, path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -316,6 +317,17 @@ def test_an_id_that_the_hub_does_not_give(name: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(CheckpointError, match=rf"^{name}: .*; download it and name the folder$"):
         open_checkpoint(name)
+
+
+def test_a_full_disk_is_no_fault_of_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", full)
+    with pytest.raises(
+        CheckpointError, match=r"me/large: the disk .* is full .*; make room .* HF_HOME .* --stream` needs"
+    ):
+        resolve("me/large")
 
 
 # Anything at all.

@@ -47,6 +47,8 @@ def test_a_model_with_one_recipe_stands_for_it(name: str, recipe: str) -> None:
         ),
         ("minimax-m21-fp8-int4", "no such recipe (did you mean minimax-m2.1-fp8-int4?); " + LISTED),
         ("MiniMaxAI/MiniMax-M27", "no such recipe (did you mean MiniMaxAI/MiniMax-M2.7?); " + LISTED),
+        ("me/new-1.0", f"no such recipe; {LISTED}, or write one for this model: `quantize new me/new-1.0`"),
+        ("me/new.yaml", f"no such recipe; {LISTED}"),
         ("nothing at all", "no such recipe; " + LISTED),
         (
             "Qwen/Qwen3-30B-A3B-FP8",
