@@ -7,6 +7,8 @@ Each command of `quantize` is a function with the same options, which returns a 
     made = quantizers.run("tiny-minimax-m2-fp8-int4", "out/tiny")
     print(made.passed, made.kl, made.perplexity)
 
+`layer` has no command: it gives the experts of one layer with their inputs, for experiments.
+
 Every error is a `QuantizeError` with a one-line message; an `InputError` means that something given was wrong.
 """
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from quantizers.commands.doctor import doctor
     from quantizers.commands.evaluate import evaluate
     from quantizers.commands.imatrix import imatrix
+    from quantizers.commands.layer import layer
     from quantizers.commands.plan import plan
     from quantizers.commands.run import run
     from quantizers.commands.serve_check import serve_check
@@ -39,6 +42,7 @@ __all__ = [
     "doctor",
     "evaluate",
     "imatrix",
+    "layer",
     "plan",
     "publish",
     "run",

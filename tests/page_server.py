@@ -2,6 +2,7 @@
 
     python tests/page_server.py SOCKET
 
+Of large calibration and held-out sets it uses a part, unless a command says how much: pages are about commands.
 Ends when its standard input does. Forking is sound here: one thread, and what it has run itself has ended.
 """
 
@@ -14,32 +15,56 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import import_module
+from inspect import signature
 from pkgutil import walk_packages
 from select import select
+from typing import Any
 
 import torch
 import typer
 from forking import quantize
 
-from quantizers.cli import main as cli
+from quantizers.calibration import load_set as loading
+from quantizers.calibration.samples import CalibrationData, digest_of
 
 OWN = ("quantizers", "eval", "stitch")
 NOT_HERE = ("offline_vllm", "ask_vllm", "triton_code", "__main__")  # of another environment, or run when imported
 # What the shell sets by itself.
 SHELL = {"PWD", "OLDPWD", "SHLVL", "_"}
+SAMPLES = 32  # of a set
 OWN_ENVIRONMENT = dict(os.environ)  # the program adds to it
+
+
+def with_few_samples(load_set: Any) -> Any:
+    """`load_set` with every n-th sample of a set that has many."""
+
+    def load_part(*given: Any, **named: Any) -> CalibrationData:
+        data: CalibrationData = load_set(*given, **named)
+        tokens = signature(load_set).bind(*given, **named).arguments.get("tokens")
+        step = -(-len(data.samples) // SAMPLES)
+        if tokens is not None or step < 2:
+            return data
+        return replace(data, samples=data.samples[::step], digest=digest_of(data.samples[::step]))
+
+    return load_part
 
 
 def import_everything() -> None:
     """Import the program, and what commands import late."""
+    import_module("quantizers.calibration.check")  # which is asked about whole sets
+    loading.load_set = with_few_samples(loading.load_set)  # before others import it by name
     for package in OWN:
         for found in walk_packages(import_module(package).__path__, f"{package}."):
             if not found.name.endswith(NOT_HERE):
                 import_module(found.name)
+    from quantizers.cli import main as cli
+
     vars(cli)["app"] = typer.main.get_command(cli.app)  # which evaluates the annotations of every option
     with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
         assert quantize("plan", "tiny-minimax-m2-fp8-int4") == 0
+        assert quantize("calibration", "embedded") == 0
 
 
 def serve(connection: socket.socket) -> None:

@@ -42,8 +42,7 @@ class Sessions:
         for part in (self.home, self._bin, folder / "matplotlib"):
             part.mkdir(parents=True)
         client = f"-S -E {HERE / 'page_client.py'} {self._socket}"
-        launcher = "-m torch.distributed.run"
-        for name, words in (("python", ""), ("quantize", client), ("torchrun", launcher)):
+        for name, words in (("python", ""), ("torchrun", "-m torch.distributed.run"), ("quantize", client)):
             script = self._bin / name
             script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {words} "$@"\n')
             script.chmod(0o755)

@@ -91,7 +91,7 @@ def load_set(
 
     calibration = read_set(path).drawn_again(draw)
     refuse_unknown(calibration, without, path)
-    with rich.console.Console(stderr=True).status("loading calibration data"):
+    with rich.console.Console(stderr=True, force_jupyter=False).status("loading calibration data"):
         renderer = Renderer(str(tokenizer), revision, trust_remote_code)
         own = run and run / f"{_key(calibration, path, without, renderer)}.json"
         data = _read_loaded(own) if own else None

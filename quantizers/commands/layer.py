@@ -1,0 +1,233 @@
+"""The experts of one layer with the inputs that a calibration set gives them, for experiments: `quantizers.layer`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from quantizers.planning.job import prepare
+from quantizers.recipe.read import changes_of, set_location
+from quantizers.system.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+    from quantizers.architectures.gates import Gate
+    from quantizers.planning.job import Job
+    from quantizers.recipe.schema import Experts
+    from quantizers.solve.result import LayerResult
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The routed experts of one layer of a source, and the inputs that a calibration set gives them.
+
+    T tokens, K experts chosen for each, E experts, H hidden, I expert width. All tensors are on the device. Weights and
+    `x` have the dtype of the forward pass: float32 on a CPU, bfloat16 on a GPU.
+
+    Attributes:
+        number: the layer's.
+        x: (T, H), what w1 and w3 read, of all tokens one after the other.
+        chosen: (T, K) int32, the experts that the router chose.
+        weight: (T, K) float32, their routing weights r.
+        gate_up: (E, 2I, H), w1 above w3.
+        down: (E, H, I), w2.
+        gate: from the products of w1 above w3 (…, 2I, T) to h (…, I, T), in new memory.
+        settings: the recipe's `experts`.
+        norm: (H,) as it is stored, the norm before the experts; None where no scale may be folded into it.
+        offset: added to the stored norm by the model, 0 or 1.
+        router: (E, H), or with more rows, where it reads that norm; else None.
+        inner: whether a scale between w3 and w2 passes through the gate.
+    """
+
+    number: int
+    x: torch.Tensor
+    chosen: torch.Tensor
+    weight: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate: Gate
+    settings: Experts
+    norm: torch.Tensor | None
+    offset: int
+    router: torch.Tensor | None
+    inner: bool
+
+    def solve(self, **changes: Any) -> LayerResult:
+        """Quantize the experts as a run does; `changes` are keys of the recipe's `experts`, such as `bits=3`.
+
+        Raises:
+            InputError: a change is wrong, or the engine is not gram.
+        """
+        from quantizers.device.determinism import ordered
+        from quantizers.device.devices import is_accelerator
+        from quantizers.model.moe_inputs import capture_moe_inputs
+        from quantizers.planning.device_memory import Residents
+        from quantizers.planning.expert_batches import experts_per_batch, tokens_per_chunk
+        from quantizers.recipe.schema import Experts
+        from quantizers.solve.solver import solve
+
+        try:
+            settings = Experts.model_validate(self.settings.model_dump(exclude_unset=True) | changes)
+        except ValidationError as wrong:
+            lines = (f"experts.{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in wrong.errors())
+            raise InputError("\n".join(lines)) from None
+        if settings.engine != "gram":
+            raise InputError(f"layer {self.number}: the engine {settings.engine} solves whole models only; use gram")
+        experts, accelerator, size = len(self.down), is_accelerator(self.x.device), self.down.shape[1:]
+        parts = (each.split(tokens_per_chunk(accelerator)) for each in (self.x, self.chosen, self.weight))
+        with ordered():
+            return solve(
+                [capture_moe_inputs(*part) for part in zip(*parts, strict=True)],
+                lambda some: (self.gate_up[list(some)], self.down[list(some)]),
+                norm=self.norm,
+                offset=self.offset,
+                router=self.router,
+                shape=(experts, size[0]),
+                gate=self.gate,
+                inner=self.inner,
+                settings=settings,
+                batch_size=experts_per_batch(accelerator, *size),
+                residents=Residents(experts, 1, 0),
+            )
+
+    def errors(self, solved: LayerResult) -> torch.Tensor:
+        """How far each expert's output is off, (E,) float32: ‖r (ŷ − y)‖ / ‖r y‖ over the tokens that are routed to it.
+
+        ŷ is computed from the weights as they will be stored, and x as the folded norm gives it; r is the routing
+        weight. NaN for an expert without tokens.
+        """
+        import torch
+
+        from quantizers.formats.packed_integers import dequantize
+
+        smooth, found = solved.smooth, []
+        for expert in range(len(self.down)):
+            tokens, place = (self.chosen == expert).nonzero(as_tuple=True)
+            r, x = self.weight[tokens, place], self.x[tokens].float()
+            w1, w3, w2 = (
+                dequantize(codes[expert : expert + 1], solved.scales[matrix][expert : expert + 1])[0]
+                / (solved.global_scales[matrix][expert] if matrix in solved.global_scales else 1)
+                for matrix, codes in solved.codes.items()
+            )
+            wanted = self.down[expert].float() @ self.gate(self.gate_up[expert].float() @ x.mT)
+            output = w2 @ self.gate(torch.cat([w1, w3]) @ (x / smooth).mT)
+            found.append(((output - wanted) * r).norm() / (wanted * r).norm())
+        return torch.stack(found)
+
+
+def layer(
+    recipe: str | Path,
+    number: int,
+    *,
+    source: str | Path | None = None,
+    calibration: str | Path | None = None,
+    settings: Mapping[str, Any] | Sequence[str] = (),
+    device: str = "auto",
+) -> Layer:
+    """Take a calibration set through a source up to one layer, and give that layer's experts with their inputs.
+
+    The layers before it are the source's, so that the inputs are those of a run for the first layer with experts, and
+    nearly those for later ones, which in a run read what quantized layers give them. All of it is in memory.
+
+    Args:
+        recipe: a recipe file, the name of a shipped recipe, or the Hub id of a model that has one.
+        number: the layer's, from 0; one with experts.
+        source, calibration, settings: of the recipe, as in `quantizers.run`.
+        device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
+
+    Raises:
+        InputError: something that was given is wrong.
+        QuantizeError: an output is not finite.
+    """
+    from quantizers.device.determinism import ordered
+    from quantizers.device.devices import choose_device, use_threads
+
+    changes = changes_of(settings, calibration)
+    job = prepare(str(recipe), source_folder=Path(source) if source is not None else None, changes=changes)
+    if number not in job.sizes.moe_layers:
+        layers = job.sizes.moe_layers
+        raise InputError(
+            f"{job.path}: layer {number}: has no routed experts; give one from {layers[0]} to {layers[-1]}"
+        )
+    if job.recipe.experts.by_budget:
+        raise InputError(f"{job.path}: a budget chooses bits for whole models; give bits and group_size instead")
+    use_threads(job.sizes)
+    with ordered():
+        return _captured(job, number, choose_device(device))
+
+
+def _captured(job: Job, number: int, device: torch.device) -> Layer:
+    from quantizers.architectures.gates import gate_of
+    from quantizers.calibration.load_set import load_set, said
+    from quantizers.calibration.samples import token_tensors
+    from quantizers.device.devices import forward_dtype, is_accelerator
+    from quantizers.layers.loop import Consumer, LayerStep, all_tensors, layer_steps
+    from quantizers.model.activation_store import ActivationStore
+    from quantizers.model.activation_stream import embed
+    from quantizers.model.layer_forward import attend, finish, observe
+    from quantizers.model.moe_inputs import moe_input_store
+    from quantizers.model.streamed_model import DecoderLayer, StreamedModel
+    from quantizers.planning.expert_batches import tokens_per_chunk
+
+    sizes, facts, chosen = job.sizes, job.facts, job.recipe
+    model = StreamedModel(job.opened, facts, sizes, device, forward_dtype(device))
+    data = load_set(
+        set_location(chosen.calibration_set, job.path),
+        job.opened.folder,
+        chosen.source.trusts_tokenizer,
+        chosen.calibration_tokens,
+        without=chosen.calibration_without,
+        positions=sizes.positions,
+    )
+    sequences = token_tensors(said(data), sizes["vocabulary"])
+    lengths = [len(sequence) for sequence in sequences]
+    rows = partial(ActivationStore, None, lengths, device=device, chunk=tokens_per_chunk(is_accelerator(device)))
+    states = rows(model.row_width, model.dtype)
+    embed(model, sequences, states)
+    seen: list[Layer] = []
+
+    class Capture(Consumer):
+        needs = "experts"
+
+        def source_layer(self, step: LayerStep, layer: DecoderLayer) -> None:
+            if layer.number < number:
+                attend(model, layer, states, states)
+                finish(model, layer, states, f"{job.opened.name}: layer {layer.number}")
+                return
+            inputs = moe_input_store(lambda _, width, dtype: rows(width, dtype), sizes, model.dtype)
+            observe(model, layer, states, inputs)
+            experts: Any = layer.module.get_submodule(facts.modules.experts)
+            router: Any = layer.module.get_submodule(facts.modules.router) if facts.router_follows else None
+            norm = (
+                step.on_device.tensor(facts.layer(number, facts.norm.tensor)) if facts.norm and job.plan.folds else None
+            )
+            own = facts.of_layer(number).own_gate
+            seen.append(
+                Layer(
+                    number,
+                    inputs.x.flat,
+                    inputs.chosen.flat,
+                    inputs.weight.flat,
+                    experts.gate_up_proj.data.clone(),
+                    experts.down_proj.data.clone(),
+                    gate_of(experts, own),
+                    chosen.experts,
+                    None if norm is None else norm.clone(),
+                    facts.norm.offset if facts.norm else 0,
+                    None if router is None else router.weight.data.clone(),
+                    not own,
+                )
+            )
+
+    before = {at: names for at, names in all_tensors(model, job.opened).items() if at <= number}
+    with closing(layer_steps(job.opened, before, [Capture()], model)) as steps:
+        for _ in steps:
+            pass
+    return seen[0]
