@@ -263,7 +263,7 @@ class _Run:
             dist=dist,
             early=context.prefetch_to_device,
         )
-        shown = progress("quantizing", layers, done, "layer", trusted=1) if dist.is_main else None
+        shown = progress("quantizing", layers, done, "layer", trusted=1, kept=True) if dist.is_main else None
 
         def journal_them(shards: dict[int, Written]) -> None:
             for number, shard in shards.items():

@@ -48,15 +48,22 @@ def doing(phase: str) -> None:
 
 
 @contextlib.contextmanager
-def progress(title: str, total: int, done: int = 0, unit: str = "", *, trusted: int = 3) -> Iterator[Step]:
+def progress(
+    title: str, total: int, done: int = 0, unit: str = "", *, trusted: int = 3, kept: bool = False
+) -> Iterator[Step]:
     """Yield a function to call after each of `total` steps with a short note about the step.
 
     Args:
         done: steps that an earlier run completed; the time estimate ignores them.
         unit: the word for one step, for the plain lines.
         trusted: steps after which plain lines estimate the remaining time.
+        kept: whether a terminal keeps each note, as a line above the bar; else the bar shows the last one.
     """
-    shown = _bar(title, total, done) if sys.stderr.isatty() else _lines(title, total, done, unit, trusted)
+    shown = (
+        _bar(title, total, done, f"{unit} " if kept else None)
+        if sys.stderr.isatty()
+        else _lines(title, total, done, unit, trusted)
+    )
     with shown as (step, phase):
         _phases.append(phase)
         try:
@@ -66,24 +73,30 @@ def progress(title: str, total: int, done: int = 0, unit: str = "", *, trusted: 
 
 
 @contextlib.contextmanager
-def _bar(title: str, total: int, done: int) -> Iterator[tuple[Step, Step]]:
+def _bar(title: str, total: int, done: int, kept: str | None) -> Iterator[tuple[Step, Step]]:
+    """`kept`: what stands before the number in the line of a step; None if steps have none."""
     from rich import progress as rich
     from rich.console import Console
+    from rich.table import Column
 
+    rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # what is left of the line; others keep their widths
     columns = (
         rich.TextColumn("{task.description:<12}"),
-        rich.BarColumn(),
+        rich.BarColumn(20),
         rich.MofNCompleteColumn(),
         rich.TimeElapsedColumn(),
         rich.TextColumn("left"),
         rich.TimeRemainingColumn(),
-        rich.TextColumn("{task.fields[phase]}{task.fields[note]}", markup=False),
+        rich.TextColumn("{task.fields[phase]}{task.fields[note]}", markup=False, table_column=rest),
     )
-    with rich.Progress(*columns, console=Console(stderr=True)) as bar:
+    with rich.Progress(*columns, console=Console(stderr=True), expand=True) as bar:
         task = bar.add_task(title, total=total, completed=done, note="", phase="")
 
         def step(note: str) -> None:
-            bar.update(task, advance=1, note=f"last: {note}")
+            bar.update(task, advance=1, note="" if kept is not None else f"last: {note}")
+            if kept is not None:
+                line = f"{title}: {kept}{bar.tasks[0].completed:.0f} of {total}  {note}"
+                bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
         yield step, lambda phase: bar.update(task, phase=f"{phase:<{WIDEST}} ")
 

@@ -111,6 +111,24 @@ def test_a_terminal_shows_steps_and_phases(monkeypatch: pytest.MonkeyPatch) -> N
     assert drawn[-4:] == ["rounding", "last:", "12", "s"]
 
 
+def test_a_terminal_of_80_columns_keeps_a_line_for_each_layer_and_the_time_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The figures of a layer were in the bar, where they left no room for the rest, and were gone with the next one."""
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "80")
+    note = "4.2 s, rounding 0.0504, experts within 12.5%, hidden error 0.0543, router agreement 98.26%"
+    with shown.progress("quantizing", 62, 2, unit="layer", kept=True) as step:
+        shown.doing("held-out texts")
+        step(note)
+    lines = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", terminal.getvalue()).replace("\r", "\n").splitlines()
+    assert f"quantizing: layer 3 of 62  {note}" in lines
+    last = next(line for line in reversed(lines) if line.strip())
+    assert re.fullmatch(r"quantizing +\S+ +3/62 0:00:0\d left -:--:-- held-out texts *", last)
+
+
 def test_the_first_layer_with_experts_says_how_long_the_others_take(capsys: pytest.CaptureFixture[str]) -> None:
     """Once: 60 s a layer, and 61 layers after the second one; nothing after the last layer."""
     say = shown.forecast(63)
