@@ -9,6 +9,7 @@ Ends when its standard input does. Forking is sound here: one thread, and what i
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -89,6 +90,7 @@ def serve(connection: socket.socket) -> None:
 def main(path: str) -> None:
     torch.set_num_threads(1)
     import_everything()
+    gc.freeze()  # so that children leave it alone
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for children
     with socket.socket(socket.AF_UNIX) as door:
         door.bind(path)

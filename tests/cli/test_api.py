@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import Finished
 
 import quantizers
+from quantizers.checkpoint.reader import open_folder
 from quantizers.cli import coverage, doctor, evaluate, imatrix, plan, publish, run, serve_check, stitch, verify
+from quantizers.formats.dequantization import read_weight
 
+CPU = torch.device("cpu")
 COMMANDS = {
     "run": run.run,
     "plan": plan.plan,
@@ -73,3 +77,56 @@ def test_a_dry_publication_lists_what_would_be_sent(finished: Finished) -> None:
     found = quantizers.publish(finished.folder, "me/tiny", dry_run=True)
     assert not found.uploaded
     assert {file["name"] for file in found.figures["files"]} >= {"config.json", "report.json"}
+
+
+@pytest.fixture(scope="module")
+def first_layer(finished: Finished) -> Any:
+    return quantizers.layer(finished.recipe, 0)
+
+
+def test_a_layer_by_itself_is_solved_as_in_a_run(finished: Finished, first_layer: Any) -> None:
+    made, solved = open_folder(finished.folder), first_layer.solve()
+    for expert in (0, 7, 15):
+        for matrix, name in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
+            module = f"model.layers.0.block_sparse_moe.experts.{expert}.{name}"
+            own = solved.codes[matrix][expert] * solved.scales[matrix][expert].float().repeat_interleave(32, -1)
+            assert torch.equal(own, read_weight(made, module, CPU))
+    assert torch.equal(solved.norm, made.tensor("model.layers.0.post_attention_layernorm.weight"))
+
+
+def test_the_error_of_an_expert_is_that_of_its_output(finished: Finished, first_layer: Any) -> None:
+    layer, made = first_layer, open_folder(finished.folder)
+    source, expert = open_folder(finished.source), 5
+    names = [f"model.layers.0.block_sparse_moe.experts.{expert}.{name}" for name in ("w1", "w3", "w2")]
+    norms = (file.tensor("model.layers.0.post_attention_layernorm.weight").float() for file in (source, made))
+    before, after = norms
+    lost, whole = 0.0, 0.0
+    for x, chosen, weight in zip(layer.x, layer.chosen, layer.weight, strict=True):
+        if expert not in chosen:
+            continue
+        outputs = []
+        for file, inputs in ((source, x), (made, x / before * after)):
+            w1, w3, w2 = (read_weight(file, name, CPU) for name in names)
+            outputs.append(w2 @ (torch.nn.functional.silu(w1 @ inputs) * (w3 @ inputs)))
+        r = float(weight[chosen == expert])
+        lost += r**2 * float((outputs[1] - outputs[0]).square().sum())
+        whole += r**2 * float(outputs[0].square().sum())
+    found = layer.errors(layer.solve())
+    assert found.shape == (16,)
+    assert float(found[expert]) == pytest.approx((lost / whole) ** 0.5, rel=1e-3)
+
+
+def test_a_layer_takes_other_settings_and_refuses_what_is_wrong(finished: Finished, first_layer: Any) -> None:
+    by_budget = {"experts.budget": "4MB", "experts.bits": None, "experts.group_size": None}
+    four, eight = (first_layer.errors(first_layer.solve(bits=bits)).mean() for bits in (4, 8))
+    assert eight < four / 8
+    with pytest.raises(quantizers.InputError, match=r"experts\.bits: Input should be"):
+        first_layer.solve(bits=7)
+    with pytest.raises(quantizers.InputError, match=r"experts\.bit: "):
+        first_layer.solve(bit=4)
+    with pytest.raises(quantizers.InputError, match=r"llmcompressor solves whole models only"):
+        first_layer.solve(engine="llmcompressor")
+    with pytest.raises(quantizers.InputError, match=r"layer 4: has no routed experts; give one from 0 to 3"):
+        quantizers.layer(finished.recipe, 4)
+    with pytest.raises(quantizers.InputError, match=r"a budget chooses bits for whole models"):
+        quantizers.layer(finished.recipe, 0, settings=by_budget)
