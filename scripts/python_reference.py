@@ -86,7 +86,10 @@ def _returned(kind: type) -> str:
         if isinstance(member, property) and member.fget:
             lines.append(f"- `{name}: {signature(member.fget).return_annotation}`: {one_line(getdoc(member) or '')}")
         elif callable(member) and not name.startswith("_"):
-            lines.append(f"- `{name}() -> {signature(member).return_annotation}`: {one_line(getdoc(member) or '')}")
+            given = list(signature(member).parameters.values())[1:]  # without self
+            words = ", ".join(str(one.replace(annotation=Parameter.empty)) for one in given)
+            result = signature(member).return_annotation
+            lines.append(f"- `{name}({words}) -> {result}`: {one_line(getdoc(member) or '')}")
     return "\n".join(lines) + "\n"
 
 
