@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
-from inspect import Parameter, getdoc, signature
+from inspect import Parameter, Signature, getdoc, signature
 from typing import Any
 
 from command_schema import JSON_REPORTS, EvaluatedCandidate, PairedCandidate
@@ -86,10 +86,12 @@ def _returned(kind: type) -> str:
         if isinstance(member, property) and member.fget:
             lines.append(f"- `{name}: {signature(member.fget).return_annotation}`: {one_line(getdoc(member) or '')}")
         elif callable(member) and not name.startswith("_"):
-            given = list(signature(member).parameters.values())[1:]  # without self
-            words = ", ".join(str(one.replace(annotation=Parameter.empty)) for one in given)
-            result = signature(member).return_annotation
-            lines.append(f"- `{name}({words}) -> {result}`: {one_line(getdoc(member) or '')}")
+            shape = signature(member)
+            # Without self, and without the quotation marks of annotations that are text.
+            given = str(
+                shape.replace(parameters=list(shape.parameters.values())[1:], return_annotation=Signature.empty)
+            ).replace("'", "")
+            lines.append(f"- `{name}{given} -> {shape.return_annotation}`: {one_line(getdoc(member) or '')}")
     return "\n".join(lines) + "\n"
 
 

@@ -48,6 +48,19 @@ def test_one_page_alone_has_commands_that_are_only_parsed() -> None:
     assert [name for name, page in PAGES.items() if page.parsed_only] == ["docs/reference/commands.md"]
 
 
+def test_files_of_a_clone_that_a_command_names_are_there() -> None:
+    path = re.compile(r"(?<![\w./-])(?:benchmarks|calibration|examples|models|recipes|scripts|tests|\.ci)/[\w./-]+")
+    named = [
+        (name, command.line, file)
+        for name, page in PAGES.items()
+        for command in page.commands
+        if "a clone" in command.needs
+        for file in path.findall(command.text)
+    ]
+    assert len(named) > 10
+    assert [found for found in named if not (REPOSITORY / found[2]).exists()] == []
+
+
 def python_blocks() -> list[tuple[str, str]]:
     blocks = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
     return [(name, text) for name, page in PAGES.items() for text in blocks.findall(page.path.read_text("utf-8"))]
