@@ -74,6 +74,16 @@ DeviceMemory = Annotated[
     str | None, Option(metavar="SIZE", help="limit the device's memory, e.g. 20GiB (slower; the output is unchanged)")
 ]
 Stream = Annotated[bool, Option("--stream", help="leave shards that are on the Hub there, and read what is needed")]
+StreamSource = Annotated[
+    bool, Option("--stream", help="leave the source on the Hub; fetch its shards when layers need them")
+]
+PublishAsYouGo = Annotated[
+    str | None,
+    Option(metavar="OWNER/NAME", help="upload shards as they are finished, to a repository private until the end"),
+]
+RemoveUploaded = Annotated[
+    bool, Option("--remove-uploaded", help="with --publish-as-you-go: remove shards here once they are there")
+]
 NoPicture = Annotated[bool, Option("--no-picture", help="do not draw a picture")]
 Json = Annotated[bool, Option("--json", help="one JSON object on standard output, all else on standard error")]
 Debug = Annotated[bool, Option("--debug", help="show a traceback with every error")]

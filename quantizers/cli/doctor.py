@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from quantizers.system.formatting import text_table
+from quantizers.system.formatting import parse_bytes, text_table
 
 from . import common
 
@@ -28,20 +28,41 @@ def doctor(
         Path | None, Option("--output", "-o", metavar="DIR", help="folder that a run would write; out/NAME by default")
     ] = None,
     source: common.Source = None,
+    calibration: common.Calibration = None,
+    without: common.Without = None,
+    settings: common.Settings = None,
+    device: common.Device = "auto",
+    device_memory: common.DeviceMemory = None,
+    stream: common.StreamSource = False,
+    publish_as_you_go: common.PublishAsYouGo = None,
+    remove_uploaded: common.RemoveUploaded = False,
     as_json: common.Json = False,
     debug: common.Debug = False,
 ) -> None:
     """Say what this machine can do, and what would stop a recipe here.
 
     Exit 3 if something would. Looks at versions, devices, the kernels compared with torch's operations, memory, disk,
-    the Hub and its token (never printed), and servers; of a recipe at everything that would end a run early. Takes
-    seconds, with or without a network: nothing is downloaded, and nothing stays on the disk.
+    the Hub and its token (never printed), and servers; of a recipe, with the options that `run` would be given, at
+    everything that would end it early. Takes seconds, with or without a network: nothing is downloaded, and nothing
+    stays on the disk.
 
     Example: quantize doctor minimax-m2.1-fp8-int4
     """
     from quantizers.commands.doctor import doctor as look
 
-    found = look(recipe, output=output, source=source)
+    found = look(
+        recipe,
+        output=output,
+        source=source,
+        calibration=calibration,
+        without=without or (),
+        settings=settings or (),
+        device=device,
+        device_memory=parse_bytes(device_memory, "--device-memory") if device_memory else None,
+        stream=stream,
+        publish_as_you_go=publish_as_you_go,
+        remove_uploaded=remove_uploaded,
+    )
     common.emit(found.as_dict(), as_json, doctor_table(found), passed=found.passed)
 
 

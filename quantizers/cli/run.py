@@ -58,22 +58,15 @@ def run(
     imatrix: Annotated[
         bool, Option("--imatrix", help="also write OUTPUT.imatrix.gguf, an importance matrix for llama.cpp")
     ] = False,
-    stream: Annotated[
-        bool, Option("--stream", help="leave the source on the Hub; fetch its shards when layers need them")
-    ] = False,
+    stream: common.StreamSource = False,
     window: Annotated[
         str | None,
         Option(
             metavar="SIZE", help="with --stream: the source's part on the disk; 40GB, or what is needed, by default"
         ),
     ] = None,
-    publish_as_you_go: Annotated[
-        str | None,
-        Option(metavar="OWNER/NAME", help="upload shards as they are finished, to a repository private until the end"),
-    ] = None,
-    remove_uploaded: Annotated[
-        bool, Option("--remove-uploaded", help="with --publish-as-you-go: remove shards here once they are there")
-    ] = False,
+    publish_as_you_go: common.PublishAsYouGo = None,
+    remove_uploaded: common.RemoveUploaded = False,
     private: Annotated[
         bool, Option("--private", help="with --publish-as-you-go: leave the repository private at the end")
     ] = False,

@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -21,7 +21,6 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from eval.coverage.summary import check_floors
@@ -34,14 +33,16 @@ from quantizers.calibration.samples import CalibrationData, identity
 from quantizers.calibration.set import read_set
 from quantizers.checkpoint.reader import side_files
 from quantizers.checkpoint.remote import hub_errors, reason_of
+from quantizers.checkpoint.window import DEFAULT, schedule
 from quantizers.output import journal
 from quantizers.output.uploads import LOGIN, may_write, require_token
+from quantizers.pipeline.publication import Destination, refuse_early
 from quantizers.pipeline.servable import planned_check
 from quantizers.planning.estimate import calibration_lengths, estimate_run, evaluation_lengths, ways_of_source
-from quantizers.planning.job import Job, cached_folder, given_folder, prepare, set_file, sets_of
+from quantizers.planning.job import Job, cached_folder, given_folder, parts_of_run, prepare, set_file, sets_of
 from quantizers.planning.plan import summary
 from quantizers.recipe.portable import is_hub_id
-from quantizers.recipe.read import read_recipe, source_location
+from quantizers.recipe.read import Change, changes_of, read_recipe, source_location
 from quantizers.recipe.schema import Recipe
 from quantizers.system.caches import downloads_are_lost
 from quantizers.system.errors import Interrupted, QuantizeError, first_line
@@ -51,7 +52,7 @@ from quantizers.system.host_memory import available, total
 from quantizers.system.progress import duration
 from quantizers.system.version import __version__
 
-from .run import default_output
+from .run import default_output, destination_of
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +64,6 @@ PATIENCE = 5.0  # seconds to wait for an answer of the Hub
 WAITING = 20.0  # seconds that a source of a calibration set may ask to wait
 DAY = 86_400  # seconds
 DONE = "finished before: it would only say so"
-LOCKED = 64 * 2**20  # bytes of host memory that are page-locked, to see whether that is allowed
 USUAL = {(4, 32, True)}  # the integers for which kernels are compared without a recipe: bits, group size, signed
 _UP = re.compile(r"[\w.-]+/\.\./")  # in a path, and leads back
 Found = TypeVar("Found")
@@ -150,6 +150,10 @@ class _Given:
         folder: of the output.
         location: of the source, a folder or Hub id; empty if there is none.
         here: the source's folder on this machine; None if a run would download it.
+        changes: to the recipe.
+        device_memory: bytes of the device's memory that may be used; None for what is free.
+        stream: whether the source stays on the Hub.
+        destination: where the output is published as it is made; None to publish nothing.
     """
 
     recipe: Recipe
@@ -157,32 +161,54 @@ class _Given:
     folder: Path
     location: str
     here: Path | None
+    changes: tuple[Change, ...]
+    device_memory: int | None
+    stream: bool
+    destination: Destination | None
 
 
 def doctor(
-    recipe: str | Path | None = None, *, output: str | Path | None = None, source: str | Path | None = None
+    recipe: str | Path | None = None,
+    *,
+    output: str | Path | None = None,
+    source: str | Path | None = None,
+    calibration: str | Path | None = None,
+    without: Sequence[str] = (),
+    settings: Mapping[str, Any] | Sequence[str] = (),
+    device: str = "auto",
+    device_memory: int | None = None,
+    stream: bool = False,
+    publish_as_you_go: str | None = None,
+    remove_uploaded: bool = False,
 ) -> Diagnosis:
     """Say what this machine can do, and what would stop a recipe here. Takes seconds, and writes nothing that stays.
 
     Args:
         recipe: a recipe file, the name of a shipped recipe, or the Hub id of a model that has one.
         output: the folder that a run would write; out/NAME by default.
-        source: local folder of the source model.
+        source, calibration, without, settings, device, device_memory, stream, publish_as_you_go, remove_uploaded: as
+            `run` would be given them.
+
+    Raises:
+        InputError: settings that are no `key=value`, or options of which one needs another.
     """
+    changes = changes_of(settings, calibration, without)
+    destination = destination_of(publish_as_you_go, remove=remove_uploaded)
     machine, hub, of_recipe = _Rows(), _Rows(), _Rows()
-    unreachable, device = _ask_hub(hub), _versions(machine)
+    unreachable, chosen = _ask_hub(hub), _versions(machine, device)
     folder, given, job = Path(output or "out"), None, None
-    read = None if recipe is None else of_recipe.tried("recipe", read_recipe, str(recipe))
+    read = None if recipe is None else of_recipe.tried("recipe", read_recipe, str(recipe), changes)
     if read is not None:
         of_recipe.add("recipe", _shown(read[1]))
         folder = Path(output) if output else of_recipe.tried("output", default_output, read[1]) or folder
-        given = _Given(*read, folder, *(of_recipe.tried("source", _source, *read, source) or ("", None)))
-        job = _look_at_recipe(of_recipe, given, device, unreachable) if device else None
-    if device is not None:
-        machine.tried("devices", _devices, machine, device, job.integers if job else USUAL)
+        location, here = of_recipe.tried("source", _source, *read, source) or ("", None)
+        given = _Given(*read, folder, location, here, changes, device_memory, stream and not here, destination)
+        job = _look_at_recipe(of_recipe, given, chosen, unreachable) if chosen else None
+    if chosen is not None:
+        machine.tried("devices", _devices, machine, chosen, job.integers if job else USUAL)
     machine.add("memory", f"{gib(total())}, {gib(available())} of it free")
     _folder(machine, "output", folder, "give --output in a folder that can be written", stops=True)
-    _cache(machine, needed=given is not None and given.here is None and is_hub_id(given.location))
+    _cache(machine, needed=given is not None and not (given.here or given.stream) and is_hub_id(given.location))
     if temporary := machine.tried("temporary", tempfile.gettempdir):
         _folder(machine, "temporary", temporary, "set TMPDIR to a folder with room", stops=True)
     _servers(hub)
@@ -192,17 +218,14 @@ def doctor(
 # The machine --------------------------------------------------------------------------------------------------------
 
 
-def _versions(rows: _Rows) -> torch.device | None:
+def _versions(rows: _Rows, asked: str) -> torch.device | None:
     """Versions against the ranges that the program states; the device of a run, None if torch cannot be used."""
     faults, shown, requires = _Rows(), dict[str, str](), list[str]()
+    rows.add("program", f"quantize {__version__}, Python {platform.python_version()}")
     try:
-        about, requires = metadata.metadata(PROGRAM), metadata.requires(PROGRAM) or []
+        requires = metadata.requires(PROGRAM) or []
     except metadata.PackageNotFoundError:
-        rows.add("program", f"{PROGRAM} is not installed", "`pip install .` in its clone", stops=True)
-    else:
-        python, allowed = platform.python_version(), about["Requires-Python"] or ""
-        outside = "" if SpecifierSet(allowed).contains(python, prereleases=True) else f"take Python {allowed}"
-        rows.add("program", f"quantize {__version__}, Python {python}", outside)
+        faults.add("program", f"{PROGRAM} is not installed", "`pip install .` in its clone", stops=True)
     for needed in map(Requirement, requires):
         if needed.marker and not needed.marker.evaluate({"extra": ""}):
             continue
@@ -223,7 +246,7 @@ def _versions(rows: _Rows) -> torch.device | None:
 
         built = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
         rows.add("torch", f"{torch.__version__}, {built if torch.version.hip or torch.version.cuda else 'CPU build'}")
-        device = faults.tried("device", choose_device, "auto") or torch.device("cpu")
+        device = faults.tried("device", choose_device, asked) or torch.device("cpu")
     rows.add("libraries", ", ".join(f"{name} {shown[name]}" for name in NAMED if name in shown))
     rows += faults
     return device
@@ -234,7 +257,6 @@ def _devices(rows: _Rows, device: torch.device, integers: set[tuple[int, int, bo
     import torch
 
     from quantizers.device.devices import device_problem, gpus
-    from quantizers.device.prefetch import page_lock
     from quantizers.device.triton_support import can_launch, why_not
     from quantizers.solve.kernel_check import KERNELS, problem_of
 
@@ -254,8 +276,6 @@ def _devices(rows: _Rows, device: torch.device, integers: set[tuple[int, int, bo
             rows.add(f"kernels {one}", said or f"{len(KERNELS)} of {len(KERNELS)} give the bits of torch's", more)
         elif one.type == "cuda":
             rows.add(f"kernels {one}", f"torch's own operations ({why_not(one)})", "slower, with the same results")
-    if found and (refusal := page_lock(torch.empty(LOCKED, dtype=torch.uint8), device)):
-        rows.add("locked memory", refusal, "copies to the GPU are slower; raise ulimit -l")
 
 
 def _folder(rows: _Rows, what: str, path: str | Path, remedy: str, *, stops: bool) -> None:
@@ -339,18 +359,14 @@ def _ask_hub(rows: _Rows) -> str:
             why = reason_of(failure)
         remedy = "check the network, HTTPS_PROXY and HF_ENDPOINT; what lies on this machine needs no Hub"
         rows.add("Hub", f"{constants.ENDPOINT}: {why or 'answers'}", remedy if why else "")
-    if fault:
-        rows.add("token", f"{place}: {fault}", LOGIN)
-    elif token is None:
-        rows.add("token", "none", f"for gated models, and to publish: {LOGIN}")
-    elif refused:
-        rows.add("token", f"{place}: the Hub refuses it", LOGIN)
-    elif not account:
-        rows.add("token", f"{place}: not tried", "`hf auth whoami` asks the Hub")
-    elif may_write(account):
-        rows.add("token", f"{place}: accepted, may write")
+    writes = bool(account) and may_write(account)
+    answered = "the Hub refuses it" if refused else f"accepted, may {'write' if writes else 'only read'}"
+    if fault or token:
+        tried = bool(fault or refused or account)
+        remedy = "" if writes else LOGIN if tried else "`hf auth whoami` asks the Hub"
+        rows.add("token", f"{place}: {fault or (answered if tried else 'not tried')}", remedy)
     else:
-        rows.add("token", f"{place}: accepted, may only read", f"to publish, {LOGIN}")
+        rows.add("token", "none", f"for gated models, and to publish: {LOGIN}")
     return why
 
 
@@ -403,11 +419,12 @@ def _look_at_recipe(rows: _Rows, given: _Given, device: torch.device, unreachabl
     if state is not None:
         rows.add("run", state)
     if state != DONE:
+        rows.tried("publication", refuse_early, given.destination, given.folder, fresh=False)
         output = int(str(summary(job.plan, job.sizes)["output_bytes"]))
-        temporary = 0
+        temporary = 0, 0
         if len(sets) == len(sets_of(given.recipe)):
-            temporary = rows.tried("memory", _memory_and_time, rows, given, job, output, sets, device) or 0
-        rows.tried("disk", _room, rows, given, job, output, temporary)
+            temporary = rows.tried("memory", _memory_and_time, rows, given, job, output, sets, device) or temporary
+        rows.tried("disk", _room, rows, given, job, output, *temporary)
     return job
 
 
@@ -421,7 +438,7 @@ def _job(rows: _Rows, given: _Given, unreachable: str) -> Job | None:
             remedy = f"`hf download {location}` where there is a network, then --source DIR"
             rows.add("source", f"{location}: not here, and no Hub to ask", remedy, stops=True)
         elif on_hub := rows.tried("source", _accessible, location, recipe.source.revision):
-            rows.add("source", f"{location}: on the Hub, would be downloaded")
+            rows.add("source", f"{location}: on the Hub, would be {'streamed' if given.stream else 'downloaded'}")
         if not on_hub and (recipe.source.facts or published_config(location) is None):
             return None
     return rows.tried("source", _planned, given) if location else None
@@ -438,9 +455,9 @@ def _accessible(model: str, revision: str) -> bool:
 
 def _planned(given: _Given) -> Job:
     """The job of a run; what is read of a source on the Hub is in no cache afterwards."""
-    offline = given.here is None
+    path, here = str(given.path), given.here
     with tempfile.TemporaryDirectory() as cache:
-        return prepare(str(given.path), offline, source_folder=given.here, any_sets=True, cache=Path(cache))
+        return prepare(path, not here, source_folder=here, changes=given.changes, any_sets=True, cache=Path(cache))
 
 
 def _sets(rows: _Rows, given: _Given, job: Job | None, unreachable: str) -> dict[str, CalibrationData | None]:
@@ -507,8 +524,8 @@ def _memory_and_time(
     output: int,
     sets: Mapping[str, CalibrationData | None],
     device: torch.device,
-) -> int:
-    """Rows for memory and time; bytes of a run's temporary files, 0 as long as the sets' tokens are not known."""
+) -> tuple[int, int]:
+    """Rows for memory and time; bytes of a run's temporary files, 0 until the sets are read, and those at most."""
     import torch
 
     from quantizers.budget.measure import probe_bytes
@@ -531,35 +548,50 @@ def _memory_and_time(
         texts = [min(len(one.tokens), job.sizes.positions or len(one.tokens)) for one in held_out.samples]
     if lengths is None or texts is None:
         rows.add(f"{on} memory", "unknown before the sets are read", "`quantize calibration check` reads one")
-        return 0
-    kept = rows.tried(f"{on} memory", share_memory, job, lengths, texts, Options(given.folder, device))
+        return 0, 0
+    options = Options(given.folder, device, given.device_memory)
+    kept = rows.tried(f"{on} memory", share_memory, job, lengths, texts, options)
     if kept is None:
-        return 0
-    rows.add(f"{on} memory", f"{gib(needs.memory[on][0])} needed; {gib(device_limit(device))} usable")
+        return 0, 0
+    usable = given.device_memory or device_limit(device)
+    rows.add(f"{on} memory", f"{gib(needs.memory[on][0])} needed; {gib(usable)} usable")
     probe = probe_bytes(job.sizes, lengths, forward_dtype(device).itemsize) if job.allocation else 0
-    return kept[1] + probe if data and (held_out or not texts) else 0
+    most = kept[1] + probe
+    return most if data and (held_out or not texts) else 0, most
 
 
-def _room(rows: _Rows, given: _Given, job: Job, output: int, temporary: int) -> None:
-    """Rows for the disk: the source if it would be downloaded, and what a run keeps, which may be on the same disk."""
+def _room(rows: _Rows, given: _Given, job: Job, output: int, temporary: int, most: int) -> None:
+    """Rows for the disk: the source's part on it, and what a run keeps, which may be on the same disk.
+
+    Args:
+        temporary, most: bytes of temporary files that are known, and at most.
+    """
     from huggingface_hub import constants
 
     cache, needed, less = Path(constants.HF_HUB_CACHE), output + temporary, list[str]()
     free, room = (shutil.disk_usage(nearest_existing(folder)).free for folder in (given.folder, cache))
+    if given.destination and given.destination.remove:
+        needed -= job.plan.removed_bytes(1)
+    elif output > free:
+        less = [f"give {'' if given.destination else '--publish-as-you-go and '}--remove-uploaded"]
     if given.here is not None:
         needed += sum(file.stat().st_size for file in side_files(given.here))
+    elif given.stream:
+        needed += schedule(job.source, parts_of_run(job)).window(None) if job.source else DEFAULT
     else:
         begun = (cache / f"models--{given.location.replace('/', '--')}" / "blobs").glob("*")
         download = sum(action.spec.bytes for action in job.plan.actions) - sum(file.stat().st_size for file in begun)
         window = ways_of_source(job, output)[1].source
-        less = [f"give --stream{f', which keeps {size(window)} of the source here' if window else ''}"]
+        less = [f"give --stream{f', which keeps {size(window)} of the source here' if window else ''}", *less]
         remedy = f"set HF_HOME to a folder with room, or {less[0]}" if download > room else ""
         found = f"{size(max(download, 0))} to download into the Hub's cache; {size(room)} free"
         rows.add("disk", found, remedy, stops=True)
         if len({nearest_existing(folder).stat().st_dev for folder in (given.folder, cache)}) == 1:
             needed += max(download, 0)
-    less += ["give --publish-as-you-go and --remove-uploaded"] * (output > free)
     before = len(rows)
     rows.tried("disk", journal.check_room, journal.work_folder(given.folder), needed, less)
     if len(rows) == before:
-        rows.add("disk", f"{size(needed)} needed in all; {size(free)} free")
+        more = most - temporary if needed + most - temporary > free else 0
+        found = f"{size(needed)} needed in all{f', and at most {size(more)} of activations' * bool(more)}"
+        remedy = "known once the sets are read; make room, or choose another --output" if more else ""
+        rows.add("disk", f"{found}; {size(free)} free", remedy)

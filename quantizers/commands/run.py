@@ -120,12 +120,7 @@ def run(
         raise InputError("--window is that of --stream; give both, or leave it out")
     if stream and source is not None:
         raise InputError(f"--source {source}: a folder is read where it lies; leave --stream out")
-    if (remove_uploaded or private) and publish_as_you_go is None:
-        given = "--remove-uploaded" if remove_uploaded else "--private"
-        raise InputError(f"{given} is that of --publish-as-you-go; give both, or leave it out")
-    if publish_as_you_go is not None and not is_hub_id(publish_as_you_go):
-        raise InputError(f"--publish-as-you-go {publish_as_you_go}: write it as owner/name")
-    destination = Destination(publish_as_you_go, remove_uploaded, private) if publish_as_you_go else None
+    destination = destination_of(publish_as_you_go, remove=remove_uploaded, private=private)
     changes = changes_of(settings, calibration, without)
     path = find_recipe(str(recipe))
     folder = default_output(path) if output is None else Path(output)
@@ -181,6 +176,19 @@ def run(
     )
     with ordered():
         return FinishedCheckpoint(folder, run_job(job, options), job.location)
+
+
+def destination_of(repo: str | None, *, remove: bool = False, private: bool = False) -> Destination | None:
+    """Where a run publishes as it goes; None if it does not.
+
+    Raises InputError: `repo` is not owner/name, or one of the other two is given without it.
+    """
+    if (remove or private) and repo is None:
+        given = "--remove-uploaded" if remove else "--private"
+        raise InputError(f"{given} is that of --publish-as-you-go; give both, or leave it out")
+    if repo is not None and not is_hub_id(repo):
+        raise InputError(f"--publish-as-you-go {repo}: write it as owner/name")
+    return Destination(repo, remove, private) if repo is not None else None
 
 
 def print_default(output: Path) -> None:

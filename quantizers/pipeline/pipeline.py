@@ -321,7 +321,8 @@ def _make_output(
     needed += bytes_of_sums(job.sizes, inputs.counts[0], itemsize) if options.imatrix else 0
     needed += schedule(job.opened, parts_of_run(job)).window(options.window) if job.opened.remote else 0
     probe = probe_bytes(job.sizes, lengths, itemsize) if job.allocation else 0
-    less = ["give a smaller --window"] * bool(job.opened.remote) + ["give --remove-uploaded"] * bool(uploads)
+    publish = "give --remove-uploaded" if uploads else "give --publish-as-you-go OWNER/NAME --remove-uploaded"
+    less = ["give a smaller --window"] * bool(job.opened.remote) + [publish]
     journal.check_room(work, needed + probe, less)
     dist.broadcast_object((kept, inputs.texts))
     context = Context(work, options.device, check=check, dist=dist, window=options.window, uploads=uploads, **kept)

@@ -36,6 +36,7 @@ from quantizers.pipeline.pipeline import deciding
 from quantizers.planning.job import prepare
 from quantizers.solve import kernel_check
 from quantizers.system.files import write_json
+from quantizers.system.formatting import parse_bytes
 
 Rows = dict[str, dict[str, Any]]
 Doctor = Callable[..., tuple[int, Rows]]
@@ -171,7 +172,6 @@ def test_gpus_and_kernels_that_differ_are_shown(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(triton_support, "why_not", lambda device: "a reason" if device.index else "")
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.7.1"))
-    monkeypatch.setattr("quantizers.device.prefetch.page_lock", lambda *_: "operation not permitted")
     asked = list[Any]()
 
     def problem(kernel: str, device: torch.device, integers: Any) -> str:
@@ -185,7 +185,6 @@ def test_gpus_and_kernels_that_differ_are_shown(monkeypatch: pytest.MonkeyPatch)
     assert found["cuda:0"].found == "a card, 96.0 GiB, 90.0 GiB of it free"
     assert found["kernels cuda:0"].found == "gptq_block differs from torch's operations in codes"
     assert found["kernels cuda:1"].found == "torch's own operations (a reason)"
-    assert found["locked memory"].found == "operation not permitted"
     assert {row.state for row in rows if row.what not in ("CPU", "cuda:0", "cuda:1")} == {"note"}
     assert asked == [(kernel, "cuda:0", {(8, 128, False)}) for kernel in kernel_check.KERNELS]
 
@@ -506,6 +505,25 @@ def test_a_disk_too_small_for_the_source_names_the_stream(
     code, rows = doctor(remote)
     assert (code, state(rows, "disk")[0]) == (3, "stops")
     assert "give --stream, which keeps " in rows["disk"]["remedy"]
+
+
+def test_the_options_of_a_run_are_looked_at_as_it_would(
+    remote: Path, hub: HubStandIn, monkeypatch: pytest.MonkeyPatch, doctor: Doctor
+) -> None:
+    publishing = ("--stream", "--publish-as-you-go", "me/mine", "--remove-uploaded")
+    assert state(doctor(remote, *publishing)[1], "publication")[:2] == ("stops", "no Hub token")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    _, whole = doctor(remote)
+    code, rows = doctor(remote, *publishing)
+    assert (code, "publication" in rows) == (0, False)
+    assert state(rows, "source")[:2] == ("ok", f"{MODEL}: on the Hub, would be streamed")
+    needed, all_of_it = (parse_bytes(one["disk"]["found"].partition(" needed")[0], "") for one in (rows, whole))
+    assert needed < all_of_it
+    code, rows = doctor(remote, "--set", "experts.bits=9")
+    assert (code, state(rows, "recipe")[0]) == (3, "stops")
+    assert "--set experts.bits=9" in rows["recipe"]["found"]
+    code, rows = doctor(remote, "--device-memory", "1kB")
+    assert (code, state(rows, "CPU memory")[0]) == (3, "stops")
 
 
 def test_sets_on_the_hub_are_looked_at(remote: Path, hub: HubStandIn, doctor: Doctor) -> None:
