@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from shlex import quote
+from shlex import join, quote
 from typing import Annotated, Any, Literal
 
 from typer import Argument, Context, Option
@@ -114,14 +114,17 @@ def run(
     )
     if not dist.is_main:
         return
-    table = run_table(made.report, made.folder, made.source, recipe, stream=stream)
+    settings = [*(settings or ()), *([f"calibration.without=[{', '.join(without)}]"] if without else ())]
+    changed = {"--source": source and [source], "--calibration": calibration and [calibration], "--set": settings}
+    words = [recipe, *(str(word) for option, given in changed.items() for one in given or () for word in (option, one))]
+    table = run_table(made.report, made.folder, made.source, join(words), stream=stream)
     common.emit(made.report, as_json, table, passed=made.passed)
 
 
 def run_table(report: dict[str, Any], output: Path, source: str, recipe: str, *, stream: bool = False) -> str:
     """The output of `quantize run`; `source` is a Hub id, with `stream` still there, or a folder.
 
-    `recipe` is as the user typed it.
+    `recipe` is as the user typed it, with the options that change it.
     """
     from eval.coverage.summary import gate_table
     from eval.fidelity.tables import SERVED, fidelity_table, past_the_model, positions_table, served_table, worst_table
@@ -185,7 +188,7 @@ def _what_next(report: dict[str, Any], output: Path, source: str, recipe: str, s
     advice: dict[str, list[str]] = {}  # and the gates that it is for
     for gate in report["gates"]:
         if not gate["passed"]:
-            text = _advice(gate["name"], report["settings"]["recipe"]["experts"], quote(recipe), verify)
+            text = _advice(gate["name"], report["settings"]["recipe"]["experts"], recipe, verify)
             advice.setdefault(text, []).append(gate["name"])
     if not advice and "vllm" in report["serving"]["servers"]:
         commands.append(f"vllm serve {folder}")

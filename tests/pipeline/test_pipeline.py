@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import Command
 from commands import quantize as quantize_command
 from conftest import Finished
 from runs import Small, assert_same, change, cut_at, cut_in_layer, hashes
@@ -152,20 +153,21 @@ def test_an_interrupt_ends_between_steps(small: Small, tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize(("limit", "failed"), [(0.0, ["kl p99"]), (1e3, ["coverage"])])
 def test_a_failed_gate_finishes_the_output_and_exits_3(
-    limit: float, failed: list[str], small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    limit: float, failed: list[str], small: Small, tmp_path: Path, command: Command
 ) -> None:
     """A limit of the 99th percentile of the KL that the report has, and of routed tokens; that of the mean is kept."""
     moved, output = small.copied(tmp_path / "job"), tmp_path / "output"
 
     def limits(body: dict[str, Any]) -> None:
         body["verify"]["perplexity"].update(max_kl=1e3, max_p99=limit)
-        if "coverage" in failed:
-            body["verify"]["coverage"] = {"min_routed_tokens": 1000000}
 
     change(moved.recipe, limits)
+    given = [f"--set=verify.coverage.min_routed_tokens={10**6 if 'coverage' in failed else 0}"]
     for _ in range(2):  # the second time it is finished already, and the gate has still failed
-        assert quantize_command(monkeypatch, "run", moved.recipe, "--output", output) == 3
+        assert command("run", moved.recipe, "--output", output, *given) == 3
         assert (output / "config.json").exists()
+        shows = f"`quantize coverage {moved.recipe} {given[0].replace('=', ' ', 1)}` shows which experts"
+        assert (shows in command.out) == ("coverage" in failed)
     report = json.loads((output / "report.json").read_text())
     gates = {gate["name"]: gate for gate in report["gates"]}
     assert gates["kl"]["passed"]
