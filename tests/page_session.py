@@ -80,6 +80,7 @@ class Sessions:
                 f"{{ code=$?; [ $code = {command.code} ] || {{ echo {number} $code >{at}; exit 99; }}; }} 2>/dev/null",
             ]
         script.append(f"echo {DONE} >{at}")
+        at.write_text("0")  # if bash does not even come to the first command
         session = subprocess.Popen(
             ["bash", "--noprofile", "--norc", "-c", "\n".join(script)],
             cwd=folder, env=self.environment, start_new_session=True,
