@@ -267,12 +267,12 @@ def schema(as_json: common.Json = False, debug: common.Debug = False) -> None:
 
 def _sets(name: str | None, held_out: str | None, recipe: tuple[Recipe, Path] | None) -> tuple[Path, Path | None]:
     """The set to check, and the one that it must share no text with; None for the one beside it."""
-    from quantizers.recipe.read import find_set, set_location
+    from quantizers.recipe.read import find_set, set_file
 
     if name is not None:
         path = find_set(name, "embedded")
     elif recipe is not None:
-        path = set_location(recipe[0].calibration_set, recipe[1])
+        path = set_file(recipe[0].calibration_set, recipe[1])
     else:
         raise InputError("give a set, such as embedded, or --recipe RECIPE to check the set of a recipe")
     if held_out is not None:
@@ -280,8 +280,8 @@ def _sets(name: str | None, held_out: str | None, recipe: tuple[Recipe, Path] | 
     perplexity = recipe[0].verify.perplexity if recipe and recipe[0].verify else None
     if recipe is None or perplexity is None:
         return path, None
-    other = set_location(perplexity.data, recipe[1])
-    return path, None if other.is_file() and other.samefile(path) else other
+    other = set_file(perplexity.data, recipe[1])
+    return path, None if other.samefile(path) else other
 
 
 def _counting(

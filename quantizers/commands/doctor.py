@@ -39,10 +39,10 @@ from quantizers.output.uploads import LOGIN, may_write, require_token
 from quantizers.pipeline.publication import Destination, refuse_early
 from quantizers.pipeline.servable import planned_check
 from quantizers.planning.estimate import calibration_lengths, estimate_run, evaluation_lengths, ways_of_source
-from quantizers.planning.job import Job, cached_folder, given_folder, parts_of_run, prepare, set_file, sets_of
+from quantizers.planning.job import Job, cached_folder, given_folder, parts_of_run, prepare, sets_of
 from quantizers.planning.plan import summary
 from quantizers.recipe.portable import is_hub_id
-from quantizers.recipe.read import Change, changes_of, read_recipe, source_location
+from quantizers.recipe.read import Change, changes_of, read_recipe, set_file, source_location
 from quantizers.recipe.schema import Recipe
 from quantizers.system.caches import downloads_are_lost
 from quantizers.system.errors import Interrupted, QuantizeError, first_line

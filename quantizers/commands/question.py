@@ -16,7 +16,7 @@ from quantizers.recipe.read import (
     facts_location,
     find_set,
     read_recipe,
-    set_location,
+    set_file,
     source_location,
 )
 from quantizers.recipe.schema import Recipe
@@ -99,9 +99,7 @@ def _with_recipe(
     """
     told: dict[str, Any] = {"where": str(path)}
     if not question.sets:
-        file = set_location(recipe.calibration_set, path)
-        if not file.is_file():
-            raise InputError(f"{path}: {file}: no such calibration set; correct the path")
+        file = set_file(recipe.calibration_set, path)
         told |= {"sets": (file,), "tokens": recipe.calibration_tokens, "without": recipe.calibration_without}
     if of_its_source:
         told |= {

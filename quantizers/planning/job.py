@@ -30,10 +30,17 @@ from quantizers.checkpoint.safetensors_header import Spec, printed
 from quantizers.formats.fp8 import Fp8, declared_block
 from quantizers.formats.tensor_names import split_fused_experts, split_fused_specs
 from quantizers.formats.unsupported import refuse_unquantizable
-from quantizers.recipe.read import Change, facts_location, given_at, read_recipe, set_location, source_location
+from quantizers.recipe.read import (
+    Change,
+    facts_location,
+    given_at,
+    read_recipe,
+    set_file,
+    set_location,
+    source_location,
+)
 from quantizers.recipe.schema import Recipe
-from quantizers.system.errors import CheckpointError, InputError, did_you_mean
-from quantizers.system.package_data import shipped_names
+from quantizers.system.errors import CheckpointError
 
 from .allocation import Allocation, allocation
 from .assign_actions import expected_tensors, make_plan
@@ -202,15 +209,6 @@ def _load_sets(location: str, recipe: Recipe, path: Path) -> None:
     tokenizer = resolve(location, recipe.source.revision, TOKENIZER_FILES)
     for name, without in sets_of(recipe).items():
         load_set(set_location(name, path), tokenizer, recipe.source.trusts_tokenizer, without=without)
-
-
-def set_file(name: str, path: Path) -> Path:
-    """The file of a set that the recipe at `path` names; InputError if there is none."""
-    file = set_location(name, path)
-    if not file.is_file():
-        hint = did_you_mean(name, shipped_names("calibration"))
-        raise InputError(f"{path}: {name}: no such calibration set{hint}; correct the path")
-    return file
 
 
 def _refuse_unknown_source(location: str, where: str) -> None:

@@ -71,6 +71,24 @@ def given_at(place: Place, path: Path, changes: Sequence[Change] = ()) -> str:
     return origin.shown if origin.key == dotted(place) else f"{origin.shown}: {dotted(place)}"
 
 
+def _value_at(place: Place, data: Any) -> Any:
+    """The value at a place; None if there is none."""
+    for part in place:
+        data = data.get(part) if isinstance(data, dict) else None
+    return data
+
+
+def set_file(name: str, path: Path) -> Path:
+    """The file of a set that the recipe at `path` names; RecipeError with line and key if there is none."""
+    file = set_location(name, path)
+    if not file.is_file():
+        data = _values(path, ())[0]
+        where = next((given_at(place, path) for place in SETS if _value_at(place, data) == name), str(path))
+        hint = did_you_mean(name, shipped_names("calibration"))
+        raise RecipeError(f"{where}: {name}: no such set{hint}; correct the path")
+    return file
+
+
 def find_set(name: str, such_as: str = "embedded") -> Path:
     """The file of a calibration set, from a path or the name of a shipped one.
 
@@ -229,9 +247,7 @@ def changed(
 
 
 def _remove(change: Change, data: dict[str, Any], origins: dict[Place, Origin]) -> None:
-    inner: Any = data
-    for part in change.place[:-1]:
-        inner = inner.get(part) if isinstance(inner, dict) else None
+    inner = _value_at(change.place[:-1], data)
     if not isinstance(inner, dict) or change.place[-1] not in inner:
         raise RecipeError(f"{change.shown}: the recipe has no such key; leave it out")
     del inner[change.place[-1]]

@@ -351,7 +351,7 @@ def test_every_fault_is_shown_at_once(recipe: Path, doctor: Doctor) -> None:
     code, rows = doctor(recipe, "--output", "mine")
     assert code == 3
     assert state(rows, "calibration") == (
-        "stops", "recipe.yaml: calibratoin.yaml: no such calibration set", "correct the path"
+        "stops", "recipe.yaml:1: calibration: calibratoin.yaml: no such set", "correct the path"
     )  # fmt: skip
     assert "held-out.jsonl: cannot be read" in rows["held-out"]["found"]
     assert state(rows, "run")[:2] == ("stops", "mine: is not empty and holds no run of this program")

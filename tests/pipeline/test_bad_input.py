@@ -100,7 +100,7 @@ RECIPES: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "no recipe": (lambda case: case.recipe.unlink(), ("recipe.yaml: no such recipe; give a file",)),
     "no set": (
         lambda case: (case.folder / "set.yaml").unlink(),
-        ("set.yaml: no such calibration set; correct the path",),
+        ("recipe.yaml:3: calibration: set.yaml: no such set; correct the path",),
     ),
     "no data": (lambda case: (case.folder / "t.jsonl").unlink(), ("set.yaml:", "t.jsonl")),
     "no model": (
