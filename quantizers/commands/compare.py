@@ -127,7 +127,7 @@ def compare(
             result = comparison(measured, scored, asked.rule, ERROR / looks)
             if decided(result["pairs"]):
                 break
-        notes = [*asked.notes, *(NOTES.values()), *_of_draws(measured, asked.tokens)]
+        notes = [*asked.notes, NOTES["power"], NOTES["holm"], *_of_draws(measured, asked.tokens)]
         if looks > 1:
             notes.append(
                 f"{look + 1} of at most {looks} looks; each has an error of {ERROR / looks:.3g}, so that all together "
@@ -200,7 +200,7 @@ def why(
             )
             left_out.append(replace(one, samples=samples, tokens=tokens_))
         result = {"set": set_figures(whole, scored), "sources": source_effects(whole, left_out, scored)}
-        notes = [*asked.notes, NOTES["power"], *_of_draws([whole], asked.tokens)]
+        notes = [*asked.notes, NOTES["fewer"], NOTES["power"], NOTES["holm"], *_of_draws([whole], asked.tokens)]
         about = {"draws": draws, "texts": scored.rows, "notes": notes}
         return SetComparison(asked.about | about | result if dist.is_main else {})
 

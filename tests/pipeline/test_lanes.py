@@ -172,6 +172,7 @@ def test_a_source_that_is_left_out(job: Path) -> None:
     assert of_b["change"] == pytest.approx(with_one["kl"]["mean"] / with_both["kl"]["mean"] - 1)
     assert of_b["texts"] == [9, 9]
     assert any("every draw is the whole set" in note for note in found["notes"])
+    assert any("as many --tokens from both" in note for note in found["notes"]), "without a source there are fewer"
 
 
 @pytest.mark.parametrize(
