@@ -5,8 +5,8 @@ candidate lacks tokens that the source finds likely. The reverse, KL(candidate |
 candidate finds tokens likely that the source would hardly ever choose. Intervals are
 95 % percentile-bootstrap intervals: whole samples are drawn with replacement, since the tokens of one text depend on
 each other; a category with a single sample has no interval. They describe one candidate from two texts on, and are too
-narrow with few; what decides between candidates is the bootstrap-t of paired.py. comparison.py and scoring.py collect the
-values.
+narrow with few; what decides between candidates is the bootstrap-t of paired.py. comparison.py and scoring.py collect
+the values.
 
 Long texts are reported separately: the top-level figures, which gates and tables read, are those of the
 short texts, and `long` has the same figures for the long texts. A set with only one kind has no `long`.
