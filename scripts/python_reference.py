@@ -13,6 +13,8 @@ from command_schema import JSON_REPORTS, EvaluatedCandidate, PairedCandidate
 from schema_tables import one_line
 
 import quantizers
+from eval.report.schema import SolvingErrors
+from quantizers.solve.result import LayerResult
 from quantizers.system import errors
 
 HEAD = """# Python
@@ -31,6 +33,7 @@ not say so.
 A function is imported when it is first used, which takes seconds, since it imports torch. `dist` is for the processes
 that torchrun starts ([several machines](../how-to/several-machines.md)); leave it out in a single one.
 """
+OF_METHODS: dict[Any, type] = {"LayerResult": LayerResult}  # what methods of a returned object return
 ERRORS = """
 ## Errors
 
@@ -91,7 +94,9 @@ def _returned(kind: type) -> str:
             given = str(
                 shape.replace(parameters=list(shape.parameters.values())[1:], return_annotation=Signature.empty)
             ).replace("'", "")
-            lines.append(f"- `{name}{given} -> {shape.return_annotation}`: {one_line(getdoc(member) or '')}")
+            result = shape.return_annotation
+            more = f" Returns a [{result}](#{result.lower()})." if result in OF_METHODS else ""
+            lines.append(f"- `{name}{given} -> {result}`: {one_line(getdoc(member) or '')}{more}")
     return "\n".join(lines) + "\n"
 
 
@@ -108,7 +113,7 @@ def _arguments(parameters: Iterable[Parameter]) -> Iterator[str]:
 
 
 def _dataclasses(function: Callable[..., Any]) -> Iterator[type]:
-    """The dataclass that a function returns, and those of its own module that its fields hold."""
+    """The dataclass that a function returns, those of its own module that its fields hold, and OF_METHODS."""
     kind = vars(sys.modules[function.__module__])[signature(function).return_annotation]
     yield kind
     of_its_module = vars(sys.modules[kind.__module__])
@@ -116,6 +121,9 @@ def _dataclasses(function: Callable[..., Any]) -> Iterator[type]:
         one = of_its_module.get(name)
         if isinstance(one, type) and is_dataclass(one) and one.__module__ == kind.__module__:
             yield one
+    for member in vars(kind).values():
+        if callable(member) and signature(member).return_annotation in OF_METHODS:
+            yield OF_METHODS[signature(member).return_annotation]
 
 
 def _docstring(thing: Any) -> tuple[str, dict[str, str]]:
@@ -154,5 +162,5 @@ def _error_rows() -> Iterator[str]:
 def _linked(text: str) -> str:
     """With links: from `quantizers.run` to its section, and from a report's name to its table on report.md."""
     text = re.sub(r"(?<!# )`quantizers\.(\w+)`", r"[`quantizers.\1`](#quantizers\1)", text)
-    names = "|".join(kind.__name__ for kind in (*JSON_REPORTS, EvaluatedCandidate, PairedCandidate))
+    names = "|".join(kind.__name__ for kind in (*JSON_REPORTS, EvaluatedCandidate, PairedCandidate, SolvingErrors))
     return re.sub(rf"(?<=[\w,] )({names})\b", lambda name: f"[{name[1]}](report.md#{name[1].lower()})", text)

@@ -3,8 +3,10 @@
 KL is KL(source || candidate) in nats over the whole vocabulary at every scored position; it is largest where the
 candidate lacks tokens that the source finds likely. The reverse, KL(candidate || source), is largest where the
 candidate finds tokens likely that the source would hardly ever choose. Intervals are
-95 % bootstrap intervals: whole samples are drawn with replacement, since the tokens of one text depend on
-each other; a category with a single sample has no interval. comparison.py and scoring.py collect the values.
+95 % percentile-bootstrap intervals: whole samples are drawn with replacement, since the tokens of one text depend on
+each other; a category with a single sample has no interval. They describe one candidate from two texts on, and are too
+narrow with few; what decides between candidates is the bootstrap-t of paired.py. comparison.py and scoring.py collect
+the values.
 
 Long texts are reported separately: the top-level figures, which gates and tables read, are those of the
 short texts, and `long` has the same figures for the long texts. A set with only one kind has no `long`.

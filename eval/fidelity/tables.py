@@ -37,9 +37,9 @@ def eval_table(report: dict[str, Any]) -> str:
         fidelity_table(results),
         worst_table(results),
         f"{first['samples']} samples, {first['tokens']:,} scored tokens of {first['evaluated_on']['name']}"
-        f"{long}; KL(source || candidate) in nats; reverse: mean KL(candidate || source); at: position of the "
-        "predicted token; router: share of equal choices in the worst layer; "
-        "[95 % interval]",
+        f"{long}; scored: all but the first of each text; KL(source || candidate) in nats; reverse: mean "
+        "KL(candidate || source); at: position of the predicted token; router: share of equal choices in the worst "
+        "layer; [95 % percentile-bootstrap interval over texts], or one sample, which has none",
     ]
     if any(SERVED & one.keys() for _, one in results):
         parts += [served_table(results), SERVED_WORDS]

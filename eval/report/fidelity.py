@@ -31,7 +31,7 @@ class Kl(Part):
 
 
 class Interval(Part):
-    """95 % bootstrap intervals over texts: lower and upper end."""
+    """95 % intervals over texts, by percentile bootstrap: lower and upper end."""
 
     kl: list[Number] = key("Of the mean KL", "nats")
     top1: list[Number] = key("Of top-1", "share")

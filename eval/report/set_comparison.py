@@ -79,9 +79,13 @@ class Change(Part):
     """A relative change of mean KL, and what it says."""
 
     change: Number = key("Mean KL / mean KL before - 1", "relative")
-    interval: list[float] | None = key("Its interval over draws and texts; None with too few texts", "relative")
+    interval: list[float] | None = key(
+        "Its interval over draws and texts, of this change alone; None with too few texts", "relative"
+    )
     p: float = key("Probability of such a change where there is no difference; 1 with too few texts", "share")
-    adjusted: float = key("The same by Holm, for all that are tested together", "share")
+    adjusted: float = key(
+        "p adjusted by Holm for all that are tested together; the verdict's, and the printed p", "share"
+    )
 
 
 class FieldChange(Change):

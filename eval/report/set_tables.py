@@ -13,7 +13,7 @@ ROWS, LAYERS, LANGUAGES = 15, 5, 5  # of a table of fields, of layers, and categ
 UNTOLD = ("no difference", "too few texts")
 SETS_WORDS = (
     "KL: mean KL(source || output), nats per token; perplexity: its increase; router: the source's choices of experts "
-    "that the output makes too; [{} interval over draws and texts]; p: adjusted by Holm"
+    "that the output makes too; [{} interval over draws and texts]"
 )
 
 
@@ -44,7 +44,7 @@ def sources_table(found: dict[str, Any]) -> str:
     rows = [
         (row["source"], span(row["texts"]), span(row["tokens"]), *_change(row), row["verdict"]) for row in sources
     ]  # fmt: skip
-    columns = ("source", "samples", "tokens", "KL without it", f"{level(found)} interval", "p", "verdict")
+    columns = ("source", "samples", "tokens", "KL without it", *_change_columns(found), "verdict")
     return "\n\n".join(
         [
             "\n".join(said) or f"The effect of no source of {label} can be told from chance.",
@@ -108,6 +108,10 @@ def _interval(one: dict[str, Any], form: str) -> str:
     return f"[{', '.join(number(end, form) for end in one['interval'])}]" if one["interval"] else "too few texts"
 
 
+def _change_columns(found: dict[str, Any]) -> tuple[str, str]:
+    return f"{level(found)} interval (unadjusted)", "p (Holm)"
+
+
 def _change(row: dict[str, Any]) -> tuple[str, str, str]:
     """Change, its interval, and p adjusted."""
     p = ("< 0.001" if row["adjusted"] < 0.001 else f"{row['adjusted']:.3f}") if row["interval"] else ""
@@ -129,7 +133,7 @@ def _fields(pair: dict[str, Any], found: dict[str, Any]) -> list[str]:
         for row in (whole, *shown)
     ]  # fmt: skip
     title = f"{pair['other']} against {pair['first']}, by field{' (' + ', '.join(counts) + ')' if counts else ''}"
-    columns = ("field", "texts", "KL first", "KL other", "change", f"{level(found)} interval", "p", "verdict")
+    columns = ("field", "texts", "KL first", "KL other", "change", *_change_columns(found), "verdict")
     return [title, text_table(columns, rows)]
 
 

@@ -291,5 +291,12 @@ def _seen(found: dict[str, Any]) -> str:
 
 NOTES = {
     "power": f"What would have been seen is the difference that is found with a probability of {100 * POWER:.0f} %.",
-    "fields": "Fields are tested together with Holm's correction; their intervals are not widened.",
+    "holm": (
+        "p and verdict are adjusted by Holm for all that are tested together: the pairs of sets, the fields of a pair, "
+        "or the sources of a set. Intervals are not, so one may leave out 0 where the verdict is no difference."
+    ),
+    "fewer": (
+        "Without a source a draw has fewer tokens: its effect is that of its texts and of their number. Write the set "
+        "without it to a file, and `quantize compare` takes as many --tokens from both."
+    ),
 }

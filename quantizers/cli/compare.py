@@ -22,10 +22,6 @@ Layers = Annotated[
     Option(metavar="first:N", help="quantize the first N layers alone, which is quicker; the others are the source's"),
 ]
 Data = Annotated[str | None, Option(metavar="SET", help="held-out set; the recipe's by default")]
-Override = Annotated[
-    list[str] | None,
-    Option(metavar="KEY=VALUE", help="override a key of the recipe, such as experts.bits=3; may be repeated"),
-]
 Work = Annotated[
     Path | None,
     Option(metavar="DIR", help="folder for states and a journal; an interrupted comparison resumes from it"),
@@ -38,7 +34,9 @@ def compare(
     recipe: common.Recipe,
     sets: Annotated[
         list[str],
-        Option("--set", metavar="SET", help="a calibration set: a file, or the name of a shipped one; two or more"),
+        Option(
+            "--calibration", metavar="SET", help="a calibration set: a file, or the name of a shipped one; two or more"
+        ),
     ],
     draws: Draws = DRAWS,
     at_most: Annotated[
@@ -49,7 +47,7 @@ def compare(
     layers: Layers = None,
     data: Data = None,
     source: common.Source = None,
-    override: Override = None,
+    settings: common.Settings = None,
     picture: Annotated[Path, Option(metavar="FILE", help="file for the plot")] = Path("compare.png"),
     no_picture: common.NoPicture = False,
     device: common.Device = "auto",
@@ -64,7 +62,7 @@ def compare(
     The recipe's model is quantized with several draws of each set, in one pass over its source, and measured on the
     held-out texts; nothing is written. Intervals and verdicts cover both the draws and the texts.
 
-    Example: quantize compare tiny-minimax-m2-fp8-int4 --set embedded --set mine.yaml --tokens 16384
+    Example: quantize compare tiny-minimax-m2-fp8-int4 --calibration embedded --calibration mine.yaml --tokens 16384
     """
     from eval.report.set_tables import sets_table
     from quantizers.commands.compare import compare as compare_sets
@@ -79,7 +77,7 @@ def compare(
         layers=layers,
         data=data,
         source=source,
-        settings=override or (),
+        settings=settings or (),
         device=device,
         device_memory=parse_bytes(device_memory, "--device-memory") if device_memory else None,
         work=work,
@@ -110,7 +108,7 @@ def why(
     layers: Layers = None,
     data: Data = None,
     source: common.Source = None,
-    override: Override = None,
+    settings: common.Settings = None,
     picture: Annotated[Path, Option(metavar="FILE", help="file for the plot")] = Path("why.png"),
     no_picture: common.NoPicture = False,
     device: common.Device = "auto",
@@ -138,7 +136,7 @@ def why(
         layers=layers,
         data=data,
         source=source,
-        settings=override or (),
+        settings=settings or (),
         device=device,
         device_memory=parse_bytes(device_memory, "--device-memory") if device_memory else None,
         work=work,

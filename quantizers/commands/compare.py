@@ -88,18 +88,18 @@ def compare(
     from eval.sets.figures import NOTES, comparison, decided
 
     if len(sets) < 2:
-        raise InputError("give two sets or more, each with --set")
+        raise InputError("give two sets or more, each with --calibration")
     most = draws if at_most is None else at_most
     if most < draws:
         raise InputError(f"--at-most {most}: is less than --draws {draws}; give more, or leave it out")
     looks = -(-most // draws)
     for name in map(str, sets):
         if "=" in name and not Path(name).exists():
-            raise InputError(f"--set {name}: is no calibration set; write --override {name} to change the recipe")
+            raise InputError(f"--calibration {name}: is no calibration set; write --set {name} to change the recipe")
     files = [find_set(str(name)) for name in sets]
     for number, file in enumerate(files):
         if file.resolve() in [one.resolve() for one in files[:number]]:
-            raise InputError(f"--set {file}: is given twice; give each set once")
+            raise InputError(f"--calibration {file}: is given twice; give each set once")
     with _asked(
         recipe,
         files,
@@ -127,7 +127,7 @@ def compare(
             result = comparison(measured, scored, asked.rule, ERROR / looks)
             if decided(result["pairs"]):
                 break
-        notes = [*asked.notes, *(NOTES.values()), *_of_draws(measured, asked.tokens)]
+        notes = [*asked.notes, NOTES["power"], NOTES["holm"], *_of_draws(measured, asked.tokens)]
         if looks > 1:
             notes.append(
                 f"{look + 1} of at most {looks} looks; each has an error of {ERROR / looks:.3g}, so that all together "
@@ -200,7 +200,7 @@ def why(
             )
             left_out.append(replace(one, samples=samples, tokens=tokens_))
         result = {"set": set_figures(whole, scored), "sources": source_effects(whole, left_out, scored)}
-        notes = [*asked.notes, NOTES["power"], *_of_draws([whole], asked.tokens)]
+        notes = [*asked.notes, NOTES["fewer"], NOTES["power"], NOTES["holm"], *_of_draws([whole], asked.tokens)]
         about = {"draws": draws, "texts": scored.rows, "notes": notes}
         return SetComparison(asked.about | about | result if dist.is_main else {})
 
@@ -337,13 +337,13 @@ def _asked(
 ) -> Iterator[_Asked]:
     """Read and check everything, and lend a folder to work in."""
     _refuse_wrong_sets(files)
-    changes = changes_of(settings, option="--override")
+    changes = changes_of(settings)
     place = Path(source) if source is not None else None
     job = dist.in_turn(lambda: prepare(str(recipe), source_folder=place, changes=changes))
     if job.allocation:
         raise InputError(
-            f"{job.path}: a budget chooses other bits for each set; compare with the same: --override "
-            "experts.budget=null --override experts.bits=4"
+            f"{job.path}: a budget chooses other bits for each set; compare with the same: --set "
+            "experts.budget=null --set experts.bits=4"
         )
     gate = job.recipe.verify.perplexity if job.recipe.verify else None
     if data is not None:

@@ -101,7 +101,9 @@ class Layer:
         """How far each expert's output is off, (E,) float32: ‖r (ŷ − y)‖ / ‖r y‖ over the tokens that are routed to it.
 
         ŷ is computed from the weights as they will be stored, and x as the folded norm gives it; r is the routing
-        weight. NaN for an expert without tokens.
+        weight. NaN for an expert without tokens. The tokens are this layer's own, so in-sample for what it solved
+        itself; for an error on held-out texts ask the same layer with these: `quantizers.layer(RECIPE, NUMBER,
+        calibration="held-out").errors(solved)`.
         """
         import torch
 

@@ -163,17 +163,14 @@ def changes_of(
     settings: Mapping[str, Any] | Sequence[str] = (),
     calibration: str | Path | None = None,
     without: Sequence[str] = (),
-    option: str = "--set",
 ) -> tuple[Change, ...]:
     """Read `--set` (texts such as `experts.group_size=64`, or a mapping), `--calibration` and `--without`.
-
-    Messages name `option`, by which a command takes the first of them.
 
     Raises RecipeError: a text is not `key=value`, its value is no YAML, a path leads nowhere, or a key is given twice.
     """
     if isinstance(settings, Mapping):
         settings = [f"{key}={json.dumps(value, default=str)}" for key, value in settings.items()]  # JSON is YAML
-    changes = [_change(text, option) for text in settings]
+    changes = [_change(text) for text in settings]
     if calibration is not None:
         shown = f"--calibration {calibration}"
         if whole := next((change for change in changes if change.place == CALIBRATION), None):
@@ -189,12 +186,12 @@ def changes_of(
     return tuple(changes)
 
 
-def _change(text: str, option: str) -> Change:
-    shown = f"{option} {text if text.isprintable() else repr(text)}"
+def _change(text: str) -> Change:
+    shown = f"--set {text if text.isprintable() else repr(text)}"
     key, equals, value = text.partition("=")
     parts = tuple(key.strip().split("."))
     if not equals or not all(parts):
-        raise RecipeError(f"{shown}: is not key=value; write it as {option} experts.group_size=64")
+        raise RecipeError(f"{shown}: is not key=value; write it as --set experts.group_size=64")
     if not value.strip():
         raise RecipeError(f"{shown}: has no value; give one, or null to take the key out of the recipe")
     try:

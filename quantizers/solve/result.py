@@ -13,7 +13,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerResult:
-    """One solved layer. E experts, H hidden, I expert width, g group size.
+    """The quantized experts of one layer, its norm and router, and how far they are off.
+
+    E experts, H hidden, I expert width, g group size. Dictionaries of tensors have the keys gate (w1), up (w3) and down
+    (w2). An expert's matrix on the unfolded input is code · scale, up's rows times s, down's columns divided by s, and
+    gate's and up's columns divided by `smooth`, where s is AWQ's scale between w3 and w2, which is not stored;
+    down then approximates w2 with its ridge correction, where that was made.
 
     Attributes:
         norm: (H,) in the source's dtype: the folded norm. Where nothing was folded, the source's own, or None.
@@ -23,7 +28,7 @@ class LayerResult:
         codes: int8, gate and up (E, I, H), down (E, H, I), each in [-2^(bits-1), 2^(bits-1) - 1]; or E2M1's, see
             grid.py.
         scales: bfloat16, (E, rows, columns / g); weight = code * scale, and with NVFP4 divided by the global scale.
-        error: numbers about the search and the rounding, for report.json.
+        error: numbers about the search and the rounding, the keys of SolvingErrors, on calibration tokens.
         fallbacks: one line for each expert that did not get the method asked for, and why.
         under_routed: the experts that depend on tokens which the router did not send them, see routing_weights.py:
             `full_share_at` is n0, `experts` the number of those with fewer routed tokens, `smallest_share` the least

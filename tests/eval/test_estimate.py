@@ -50,7 +50,7 @@ def test_intervals_hold_the_truth(
         said = verdict(estimate, estimate.p)
         found += said != "no difference"
         wrong += said != "no difference" and (truth == 0 or (said == "better") != (truth < 0))
-    say(f"of {COMPARISONS}: {held} intervals hold the truth, {found} differences found, {wrong} of them wrong")
+    say(f"of {COMPARISONS}: {held} intervals hold the truth, {found} have a verdict, {wrong} a wrong one")
     assert 0.9 <= held / COMPARISONS <= 0.98
     assert wrong / COMPARISONS <= ERROR
     assert smaller > 0.8 or found / COMPARISONS >= 0.9, "a difference of a fifth is seen"

@@ -51,7 +51,7 @@ def test_the_table_of_sets_says_what_differs() -> None:
     more = len(pair["fields"]) - few - ROWS
     counts = f"({more} more with --json, {few} with too few texts)" if more > 0 else f"({few} with too few texts)"
     rows = text[text.index(f"new against old, by field {counts}") :].split("\n\n")[1].splitlines()
-    assert "97.5 % interval" in rows[0]
+    assert "97.5 % interval (unadjusted)  p (Holm)  verdict" in rows[0]
     assert len(rows) == 3 + min(ROWS, len(pair["fields"]) - few)
     assert [row.split("  ")[0] for row in rows[2:4]] == ["all texts", "code/rust"], "first what is significant"
     assert rows[3].endswith("worse")

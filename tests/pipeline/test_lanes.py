@@ -172,22 +172,23 @@ def test_a_source_that_is_left_out(job: Path) -> None:
     assert of_b["change"] == pytest.approx(with_one["kl"]["mean"] / with_both["kl"]["mean"] - 1)
     assert of_b["texts"] == [9, 9]
     assert any("every draw is the whole set" in note for note in found["notes"])
+    assert any("as many --tokens from both" in note for note in found["notes"]), "without a source there are fewer"
 
 
 @pytest.mark.parametrize(
     ("sets", "more", "lines"),
     [
         (["a", "broken", "torn"], [], [r"broken.yaml:\d+: sources\[0\].samp", r"torn.yaml:\d+: sources\[0\].samp"]),
-        (["a"], [], ["give two sets or more, each with --set"]),
+        (["a"], [], ["give two sets or more, each with --calibration"]),
         (["a", "a"], [], ["a.yaml: is given twice; give each set once"]),
         (["a", "nowhere"], [], ["nowhere.yaml: no such set; give a file"]),
         (["a", "b"], ["--at-most", "1"], ["--at-most 1: is less than --draws 5; give more, or leave it out"]),
-        (["a", "b"], ["--set", "experts.bits=3"], ["write --override experts.bits=3 to change the recipe"]),
-        (["a", "b"], ["--override", "experts.budget=1MB"], ["a budget chooses other bits for each set"]),
-        (["a", "b"], ["--override", "bits"], ["--override bits: is not key=value; write it as --override experts.g"]),
+        (["a", "b"], ["--calibration", "experts.bits=3"], ["write --set experts.bits=3 to change the recipe"]),
+        (["a", "b"], ["--set", "experts.budget=1MB"], ["a budget chooses other bits for each set"]),
+        (["a", "b"], ["--set", "bits"], ["--set bits: is not key=value; write it as --set experts.g"]),
         (
             ["a", "b"],
-            ["--override", "verify=null"],
+            ["--set", "verify=null"],
             ["has no verify.perplexity, so no held-out texts; give --data SET"],
         ),
     ],
@@ -197,7 +198,7 @@ def test_what_is_wrong_is_said_in_a_line_each(
 ) -> None:
     for name in ("broken", "torn"):
         (job.parent / f"{name}.yaml").write_text((job.parent / "a.yaml").read_text().replace(": 5", ": 0"))
-    given = [part for name in sets for part in ("--set", str(job.parent / f"{name}.yaml"))]
+    given = [part for name in sets for part in ("--calibration", str(job.parent / f"{name}.yaml"))]
     assert command("compare", job, *given, *more) == 2
     for line, wanted in zip(command.err.splitlines(), lines, strict=True):
         assert re.search(wanted, line)
