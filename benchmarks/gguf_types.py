@@ -59,9 +59,9 @@ def power_of_two(ratio: torch.Tensor) -> torch.Tensor:
 def plain_tensors(job: Job, flat: bool) -> Tensors:
     """The source's tensors with dequantized linear weights in bfloat16; if `flat`, without its outlier channels."""
     source, facts = job.opened, job.facts
-    quantized_names = [name for name in source.tensors if name.endswith(".weight_scale_inv")]
-    modules = {name.removesuffix("_scale_inv") for name in quantized_names}
-    tensors = {name: source.tensor(name) for name in source.tensors if name not in {*modules, *quantized_names}}
+    modules = {name for name, info in source.tensors.items() if info.dtype.startswith("F8")}
+    scales = {name + suffix for name in modules for suffix in ("_scale_inv", "_scale")}
+    tensors = {name: source.tensor(name) for name in source.tensors if name not in modules | scales}
     tensors |= {name: read_weight(source, name.removesuffix(".weight"), CPU) for name in modules}
     for layer in job.sizes.moe_layers if flat else ():
         experts = [[f"{facts.expert(layer, e, m)}.weight" for m in MATRICES] for e in range(job.sizes["experts"])]

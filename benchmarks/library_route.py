@@ -26,7 +26,7 @@ from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve.llmcompressor_engine import quiet_library
 from quantizers.system.errors import InputError
 
-EXPERTS = "re:.*experts.*_proj$"
+EXPERTS = r"re:.*\.experts\.\d+\..*_proj$"  # routed ones
 STEPS = ("convert to BF16", "load", "oneshot", "save", "stitch")
 
 
@@ -119,29 +119,29 @@ def load(folder: Path, facts: Architecture) -> Any:
 
 
 def awq_modifier(awq: Awq) -> Any:
-    """The library's AWQ, with the router in the mapping."""
+    """The library's AWQ, with the router in the mapping; where `awq` folds nothing, between w3 and w2 alone."""
     from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
 
+    gate, up, down = (EXPERTS.replace(".*_proj", f"{name}_proj") for name in ("gate", "up", "down"))
+    of_norm = AWQMapping("re:.*post_attention_layernorm$", ["re:.*mlp.gate$", gate, up])
     return AWQModifier(
-        mappings=[
-            AWQMapping(
-                "re:.*post_attention_layernorm$",
-                ["re:.*mlp.gate$", "re:.*experts.*gate_proj$", "re:.*experts.*up_proj$"],
-            ),
-            AWQMapping("re:.*up_proj$", ["re:.*down_proj$"]),
-        ],
+        mappings=[*([of_norm] if awq.fold else []), AWQMapping(up, [down])],
         n_grid=awq.grid,
         duo_scaling=awq.duo_scaling,
     )
+
+
+def integers(experts: Experts, **more: Any) -> dict[str, Any]:
+    """The library's groups of modules, for integers of the experts; `more` are further keys of its weights."""
+    weights = {"num_bits": experts.bits, "type": "int", "symmetric": True, "strategy": "group", **more}
+    return {"experts": {"targets": [EXPERTS], "weights": weights | {"group_size": experts.group_size}}}
 
 
 def quantization_modifier(experts: Experts) -> Any:
     """Rounding of the experts to integers, to nearest."""
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
-    weights = {"num_bits": experts.bits, "type": "int", "symmetric": True, "strategy": "group"}
-    scheme = {"targets": [EXPERTS], "weights": weights | {"group_size": experts.group_size}}
-    return QuantizationModifier(config_groups={"experts": scheme})
+    return QuantizationModifier(config_groups=integers(experts))
 
 
 def oneshot(model: Any, tokens: Sequence[torch.Tensor], modifiers: list[Any]) -> None:

@@ -1,9 +1,13 @@
 """KL of experts by each of llm-compressor's modifiers beside ours, at the same size: INT4 in groups of 32, or NVFP4.
 
-    python benchmarks/modifiers.py tiny-minimax-m2-fp8-int4 --tokens 16384
+    python benchmarks/modifiers.py tiny-minimax-m2-fp8-int4 --flat
     python benchmarks/modifiers.py tiny-minimax-m2-fp8-int4 --format nvfp4      # weights alone, its NVFP4A16
 
-The library goes its users' whole route, with the router in AWQ's mapping (library_route.py); all get the same tokens.
+The library goes its users' route: a BF16 copy, loaded, `oneshot`, saved, stitched as ours is. AWQ's mapping has the
+router (library_route.py); where more reads the norm, it has w3 and w2 alone, and so has ours. All get the same tokens.
+
+The tiny MiniMax-M2 has outlier channels by powers of two, which AWQ folds away; `--flat` adds the same function without
+them. The last rows are ours without one of its parts each.
 """
 
 from __future__ import annotations
@@ -12,102 +16,149 @@ import json
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from library_route import EXPERTS, awq_modifier, convert, load, oneshot, quantization_modifier
+from gguf_types import plain_tensors, written
+from library_route import EXPERTS, awq_modifier, integers, load, oneshot
+from loguru import logger
 from methods import Method, calibration_data, held_out, options, quantized, recipe_job, spread, variant
 
 from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.commands.stitch import stitch
 from quantizers.device.devices import choose_device
-from quantizers.planning.job import Job
+from quantizers.planning.job import Job, prepare
 from quantizers.recipe.schema import Awq, Experts
+from quantizers.solve import solver
 from quantizers.solve.llmcompressor_engine import quiet_library
 from quantizers.system.formatting import text_table
 
-LIBRARY: dict[str, Callable[[Any, Any], list[Any]]] = {
-    "llm-compressor, its observer": lambda nearest, _: [nearest],
-    "llm-compressor GPTQ": lambda _, gptq: [gptq],
-    "llm-compressor AWQ": lambda nearest, _: [awq_modifier(Awq()), nearest],
-    "llm-compressor AWQ + GPTQ": lambda _, gptq: [awq_modifier(Awq()), gptq],
-}
+NAME = "llm-compressor"
 
 
-def ours(form: str) -> dict[str, Experts]:
-    """The rows that this program makes."""
-    experts = Experts(format="nvfp4") if form == "nvfp4" else Experts()
-    plain: dict[str, Any] = {"awq": False, "scales": "minmax", "rounding": "nearest", "routed_weight": 0.0}
-    rows = {
-        "round to nearest": experts.model_copy(update=plain),
-        "gram, norm not folded": experts.model_copy(update={"awq": Awq(fold=False)}),
-        "gram (default)": experts,
+def library_rows(form: str, awq: Awq) -> dict[str, Callable[[], list[Any]]]:
+    """The library's modifiers of each of its rows."""
+    from compressed_tensors.quantization import preset_name_to_scheme
+    from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+
+    if form == "nvfp4":
+        groups: dict[str, Any] = {"experts": preset_name_to_scheme("NVFP4A16", [EXPERTS])}
+        by_error = {}
+    else:
+        groups, mse = integers(Experts()), integers(Experts(), observer="mse")
+        by_error = {
+            f"{NAME}, to nearest, MSE observer": lambda: [QuantizationModifier(config_groups=mse)],
+            f"{NAME} AWQ + GPTQ, MSE observer": lambda: [awq_modifier(awq), GPTQModifier(config_groups=mse)],
+        }
+    return {
+        f"{NAME}, to nearest": lambda: [QuantizationModifier(config_groups=groups)],
+        f"{NAME} GPTQ": lambda: [GPTQModifier(config_groups=groups)],
+        f"{NAME} AWQ": lambda: [awq_modifier(awq), QuantizationModifier(config_groups=groups)],
+        f"{NAME} AWQ + GPTQ": lambda: [awq_modifier(awq), GPTQModifier(config_groups=groups)],
+        **by_error,
     }
-    return rows | ({"INT4 group 32 (default)": Experts()} if form == "nvfp4" else {})
+
+
+@dataclass(frozen=True)
+class Ours:
+    """A row that this program makes: its settings, and what of the solver is replaced, which no recipe can."""
+
+    experts: Experts
+    replaced: dict[str, Any] = field(default_factory=dict)
+
+
+def our_rows(form: str, *, folds: bool) -> dict[str, Ours]:
+    """The rows that this program makes; `folds`: whether a scale may be folded into the norm."""
+    experts = Experts(format="nvfp4") if form == "nvfp4" else Experts()
+
+    def without(**changes: Any) -> Experts:
+        return experts.model_copy(update=changes)
+
+    no_sweeps, no_correction = {"SWEEPS": 0}, {"corrected": lambda down, *_: down}
+    plain: dict[str, Any] = {"scales": "minmax", "routed_weight": 0.0}
+    unsigned: dict[str, Any] = {} if form == "nvfp4" else {"scales_sign": "positive"}
+    rows = {
+        "ours": Ours(experts),
+        "to nearest": Ours(without(awq=False, rounding="nearest", **plain)),
+        "AWQ + GPTQ alone": Ours(without(**plain, **unsigned), no_sweeps | no_correction),
+        "without AWQ": Ours(without(awq=False)),
+        "without the fold": Ours(without(awq=Awq(fold=False))),
+        "without GPTQ, sweeps, correction": Ours(without(rounding="nearest")),
+        "without sweeps": Ours(experts, no_sweeps),
+        "without correction": Ours(experts, no_correction),
+        "with min-max scales": Ours(without(scales="minmax")),
+        "with positive scales": Ours(without(**unsigned)),
+        "with all tokens alike (a = 0)": Ours(without(routed_weight=0.0)),
+        "in INT4, groups of 32": Ours(Experts()),
+    }
+    left_out = {"with positive scales"} if form == "nvfp4" else {"in INT4, groups of 32"}
+    left_out |= set() if folds else {"without the fold"}
+    return {name: row for name, row in rows.items() if name not in left_out}
 
 
 @quiet_library()
-def by_the_library(job: Job, form: str, data: CalibrationData, work: Path) -> list[Checkpoint]:
-    """An output for each of LIBRARY's rows, with the source's attention, in new folders."""
-    from compressed_tensors.quantization import preset_name_to_scheme
-    from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
-    from loguru import logger
-
-    logger.level("METRIC", no=38)  # GPTQ logs at this level, which the library lacks where its log is off
-    outputs, tokens = [], token_tensors(data, job.sizes["vocabulary"])
+def by_the_library(job: Job, form: str, data: CalibrationData, copy: Path, work: Path) -> dict[str, Checkpoint]:
+    """The output of each of the library's rows, in new folders; `copy` is the model in BF16."""
+    outputs, tokens = dict[str, Checkpoint](), token_tensors(data, job.sizes["vocabulary"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the library's use of torch and transformers warns
-        convert(job.opened, work / "bf16")
-        for number, modifiers in enumerate(LIBRARY.values()):
-            integers = quantization_modifier(Experts()).config_groups
-            groups = {"experts": preset_name_to_scheme("NVFP4A16", [EXPERTS])} if form == "nvfp4" else integers
+        for number, (name, modifiers) in enumerate(library_rows(form, Awq(fold=job.plan.folds)).items()):
             saved, output = work / f"saved-{number}", work / f"stitched-{number}"
-            model = load(work / "bf16", job.facts)
-            oneshot(
-                model,
-                tokens,
-                modifiers(QuantizationModifier(config_groups=groups), GPTQModifier(config_groups=groups)),
-            )
+            model = load(copy, job.facts)
+            oneshot(model, tokens, modifiers())
             model.save_pretrained(saved, save_compressed=True)
-            stitch(job.opened.folder, saved, output, repair_router=True, facts=job.facts_file, device="cpu")
-            outputs.append(open_folder(output))
+            stitch(job.opened.folder, saved, output, repair_router=job.plan.folds, facts=job.facts_file, device="cpu")
+            outputs[name] = open_folder(output)
     return outputs
 
 
-def compare_modifiers(job: Job, form: str, tokens: int, device: torch.device) -> list[dict[str, Any]]:
-    """KL, its median and top-1 of every row on the recipe's held-out set."""
-    data = spread(calibration_data(job), tokens)
+def compare_modifiers(job: Job, form: str, tokens: int, device: torch.device, *, flat: bool) -> list[dict[str, Any]]:
+    """KL, its median and top-1 of every row on the recipe's held-out set; if `flat`, of the model without outliers."""
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        outputs = by_the_library(job, form, data, work)
-        for number, experts in enumerate(ours(form).values()):
-            outputs.append(quantized(variant(job, Method("", experts)), data, work / str(number), device))
-        results = held_out(job, outputs, work / "eval", device)
+        copy = written(plain_tensors(job, flat), job.opened, work / "bf16")
+        job = prepare(str(job.path), source_folder=copy) if flat else job
+        data = spread(calibration_data(job), tokens)
+        outputs = by_the_library(job, form, data, copy, work)
+        for number, (name, row) in enumerate(our_rows(form, folds=job.plan.folds).items()):
+            with patch.multiple(solver, **row.replaced) if row.replaced else nullcontext():
+                outputs[name] = quantized(variant(job, Method("", row.experts)), data, work / str(number), device)
+        results = held_out(job, list(outputs.values()), work / "eval", device)
     return [
         {"method": name, "kl": found["kl"]["mean"], "median": found["kl"]["median"], "top1": found["top1"]}
-        for name, found in zip((*LIBRARY, *ours(form)), results, strict=True)
+        for name, found in zip(outputs, results, strict=True)
     ]
 
 
-def modifiers_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as text; ratios are relative to the best of the library's."""
-    best = min(row["kl"] for row in rows if row["method"] in LIBRARY)
-    cells = [
-        (row["method"], f"{row['kl']:.5f}", f"{row['kl'] / best:.2f}", f"{row['median']:.5f}", f"{row['top1']:.1%}")
-        for row in rows
-    ]
-    return text_table(("experts", "KL", "ratio", "median", "top-1"), cells)
+def modifiers_table(found: dict[str, Sequence[dict[str, Any]]]) -> str:
+    """The rows of each model as text; ratios are relative to the best of the library's."""
+    columns, cells = ["experts"], [[row["method"]] for row in next(iter(found.values()))]
+    for model, rows in found.items():
+        best = min(row["kl"] for row in rows if row["method"].startswith(NAME))
+        columns += [f"KL{model}", "ratio", "median", "top-1"]
+        for cell, row in zip(cells, rows, strict=True):
+            cell += [f"{row['kl']:.5f}", f"{row['kl'] / best:.2f}", f"{row['median']:.5f}", f"{row['top1']:.1%}"]
+    return text_table(columns, cells)
 
 
 def main() -> None:
     """Compare all rows on a recipe's model."""
     parser = options(__doc__)
     parser.add_argument("--format", choices=["int4", "nvfp4"], default="int4", help="of the experts")
+    parser.add_argument("--flat", action="store_true", help="measure the model without its outlier channels too")
     given = parser.parse_args()
-    rows = compare_modifiers(recipe_job(given.recipe), given.format, given.tokens, choose_device(given.device))
-    print(json.dumps(rows, indent=1) if given.json else modifiers_table(rows))
+    job, device = recipe_job(given.recipe), choose_device(given.device)
+    logger.level("METRIC", no=38)  # GPTQ logs at this level, which the library lacks where its log is off
+    models = {"": False} | ({", flat": True} if given.flat else {})
+    found = {
+        name: compare_modifiers(job, given.format, given.tokens, device, flat=flat) for name, flat in models.items()
+    }
+    print(json.dumps(found, indent=1) if given.json else modifiers_table(found))
 
 
 if __name__ == "__main__":

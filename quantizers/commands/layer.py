@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from quantizers.architectures.gates import Gate
+    from quantizers.model.moe_inputs import MoeInputs
     from quantizers.planning.job import Job
     from quantizers.recipe.schema import Experts
     from quantizers.solve.result import LayerResult
@@ -40,7 +41,7 @@ class Layer:
         down: (E, H, I), w2.
         gate: from the products of w1 above w3 (…, 2I, T) to h (…, I, T), in new memory.
         settings: the recipe's `experts`.
-        norm: (H,) as it is stored, the norm before the experts; None where no scale may be folded into it.
+        norm: (H,) as it is stored, the norm before the experts; None where a fold into it would not be exact.
         offset: added to the stored norm by the model, 0 or 1.
         router: (E, H), or with more rows, where it reads that norm; else None.
         inner: whether a scale between w3 and w2 passes through the gate.
@@ -59,41 +60,75 @@ class Layer:
     router: torch.Tensor | None
     inner: bool
 
+    def _chunks(self) -> list[MoeInputs]:
+        from quantizers.device.devices import is_accelerator
+        from quantizers.model.moe_inputs import capture_moe_inputs
+        from quantizers.planning.expert_batches import tokens_per_chunk
+
+        most = tokens_per_chunk(is_accelerator(self.x.device))
+        parts = (each.split(most) for each in (self.x, self.chosen, self.weight))
+        return [capture_moe_inputs(*part) for part in zip(*parts, strict=True)]
+
+    def hessian(self, expert: int, of: Literal["x", "h"] = "x") -> torch.Tensor:
+        """The Hessian of what an expert's matrices read, float32, blended by the recipe's `routed_weight`.
+
+        Args:
+            of: x for that of w1's and w3's inputs, (H, H); h for that of w2's, (I, I), as this layer's own w1 and w3
+                give them. `dataclasses.replace(layer, gate_up=…)` asks about others.
+        """
+        from quantizers.device.determinism import ordered
+        from quantizers.solve.hessians import blended_hessian, collect_down_hessian, sweep
+        from quantizers.solve.routing_weights import routing_statistics
+
+        chunks, hidden, batch = self._chunks(), self.x.shape[1], (expert, expert + 1)
+        with ordered():
+            routing = routing_statistics(chunks, len(self.down), self.settings.routed_weight, hidden)
+            if of == "h":
+                one = self.gate_up[slice(*batch)]
+                return collect_down_hessian(chunks, routing, one, gate=self.gate, batch=batch).hessian[0]
+            of_all, of_routed = sweep(chunks, routing, [batch], hidden, with_all=True)
+            return blended_hessian(of_routed[batch], of_all.hessian, routing, batch)[0]
+
     def solve(self, **changes: Any) -> LayerResult:
-        """Quantize the experts as a run does; `changes` are keys of the recipe's `experts`, such as `bits=3`.
+        """Quantize the experts as a run does.
+
+        Args:
+            changes: keys of the recipe's `experts`, such as `bits=3` or `awq={"fold": False}`; None removes a key.
 
         Raises:
-            InputError: a change is wrong, or the engine is not gram.
+            InputError: a change is wrong, the engine is not gram, or a fold is asked for that would not be exact.
         """
         from quantizers.device.determinism import ordered
         from quantizers.device.devices import is_accelerator
-        from quantizers.model.moe_inputs import capture_moe_inputs
         from quantizers.planning.device_memory import Residents
-        from quantizers.planning.expert_batches import experts_per_batch, tokens_per_chunk
+        from quantizers.planning.expert_batches import experts_per_batch
         from quantizers.recipe.schema import Experts
         from quantizers.solve.solver import solve
 
+        keys = self.settings.model_dump(exclude_unset=True) | changes
         try:
-            settings = Experts.model_validate(self.settings.model_dump(exclude_unset=True) | changes)
+            settings = Experts.model_validate({key: value for key, value in keys.items() if value is not None})
         except ValidationError as wrong:
             lines = (f"experts.{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in wrong.errors())
             raise InputError("\n".join(lines)) from None
         if settings.engine != "gram":
             raise InputError(f"layer {self.number}: the engine {settings.engine} solves whole models only; use gram")
-        experts, accelerator, size = len(self.down), is_accelerator(self.x.device), self.down.shape[1:]
-        parts = (each.split(tokens_per_chunk(accelerator)) for each in (self.x, self.chosen, self.weight))
+        fold = settings.awq.fold if settings.awq else False
+        if fold and self.norm is None:
+            raise InputError(f"layer {self.number}: experts.awq.fold: would not be exact in this family; leave it out")
+        experts, size = len(self.down), self.down.shape[1:]
         with ordered():
             return solve(
-                [capture_moe_inputs(*part) for part in zip(*parts, strict=True)],
+                self._chunks(),
                 lambda some: (self.gate_up[list(some)], self.down[list(some)]),
-                norm=self.norm,
+                norm=None if fold is False else self.norm,
                 offset=self.offset,
                 router=self.router,
                 shape=(experts, size[0]),
                 gate=self.gate,
                 inner=self.inner,
                 settings=settings,
-                batch_size=experts_per_batch(accelerator, *size),
+                batch_size=experts_per_batch(is_accelerator(self.x.device), *size),
                 residents=Residents(experts, 1, 0),
             )
 
@@ -207,9 +242,8 @@ def _captured(job: Job, number: int, device: torch.device) -> Layer:
             observe(model, layer, states, inputs)
             experts: Any = layer.module.get_submodule(facts.modules.experts)
             router: Any = layer.module.get_submodule(facts.modules.router) if facts.router_follows else None
-            norm = (
-                step.on_device.tensor(facts.layer(number, facts.norm.tensor)) if facts.norm and job.plan.folds else None
-            )
+            exact = facts.norm and not facts.against_a_fold
+            norm = step.on_device.tensor(facts.layer(number, facts.norm.tensor)) if facts.norm and exact else None
             own = facts.of_layer(number).own_gate
             seen.append(
                 Layer(

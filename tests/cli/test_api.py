@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,28 @@ def test_the_error_of_an_expert_is_that_of_its_output(finished: Finished, first_
     found = layer.errors(layer.solve())
     assert found.shape == (16,)
     assert float(found[expert]) == pytest.approx((lost / whole) ** 0.5, rel=1e-3)
+
+
+def test_a_hessian_is_the_sum_that_method_md_says(first_layer: Any) -> None:
+    layer, expert, a = first_layer, 3, 0.9
+    r = (layer.weight * (layer.chosen == expert)).sum(1, keepdim=True)
+    share = a * min(1, int((r > 0).sum()) / layer.x.shape[1])
+    h = layer.gate(layer.gate_up[expert] @ layer.x.T).T
+    for of, rows in (("x", layer.x.double()), ("h", h.double())):
+        routed, everyone = (rows * r).T @ (rows * r) / r.square().sum(), rows.T @ rows / len(rows)
+        wanted = share * routed + (1 - share) * everyone
+        found = layer.hessian(expert, of).double()
+        assert (found - wanted).norm() < 1e-5 * wanted.norm()
+
+
+def test_a_layer_is_folded_as_it_is_asked(first_layer: Any) -> None:
+    assert not (first_layer.solve().smooth == 1).all()
+    assert (first_layer.solve(awq={"fold": False}).smooth == 1).all()
+    assert first_layer.solve(format="nvfp4", bits=None, group_size=None).global_scales
+    elsewhere = replace(first_layer, norm=None)  # as where the norm has other readers
+    assert (elsewhere.solve().smooth == 1).all()
+    with pytest.raises(quantizers.InputError, match=r"layer 0: experts\.awq\.fold: would not be exact"):
+        elsewhere.solve(awq={"fold": True})
 
 
 def test_a_layer_takes_other_settings_and_refuses_what_is_wrong(finished: Finished, first_layer: Any) -> None:
