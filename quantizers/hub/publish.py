@@ -118,7 +118,9 @@ def publish(
     figures: dict[str, Any] = {"repo": repo, "revision": revision, "problems": problems, "forced": force}
     if dry_run:
         points = (*card_points(after), *account_points(repo, private))
-        failed = [f"{count} failed check{'s' if count > 1 else ''}"] if (count := len(problems)) and force is None else []
+        failed = (
+            [f"{count} failed check{'s' if count > 1 else ''}"] if (count := len(problems)) and force is None else []
+        )
         figures |= {
             "private": private,
             "not_sent": sorted(set(files_below(folder)) - {file.name for file in files}),
