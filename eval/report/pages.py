@@ -19,12 +19,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from eval.fidelity.tables import by_part, past_the_model, shown_categories
-from eval.serving.cards import E8M0, POWER
+from eval.serving.cards import DEEP_GEMM, KEEPS_SCALES
 from eval.serving.check import ONE_SCHEME, REFUSES
 from eval.serving.engines import SGLANG, TRANSFORMERS
 from eval.serving.kernels import NEGATIVE_SCALES, UNSCALED
 from quantizers.calibration.samples import in_words
-from quantizers.calibration.set import CODES
 from quantizers.recipe.portable import is_hub_id
 from quantizers.system.formatting import gate_figures, gib, number, size
 from quantizers.system.output_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
@@ -138,8 +137,7 @@ def model_card(report: dict[str, Any]) -> str:
         sglang=None if SGLANG.name in failing else sglang_command(serving, name),
         loads=serving.get("transformers", True) and TRANSFORMERS not in failing,
         limits=[one for one in findings if one["severity"] == "warning"],
-        rerounded=[card for card, one in report.get("as_served", {}).items() if POWER in str(one["kernels"])],
-        e8m0=E8M0,
+        rerounded=_rerounded(report),
         versions=", ".join(f"{package} {version}" for package, version in report["versions"].items()),
         **(_of_stitch(report) if stitch else _of_run(report)),
     )
@@ -180,6 +178,24 @@ def _fp8_form(plan: dict[str, Any]) -> str | None:
     if any(row["action"] == "keep" and row["kind"].endswith(".weight_scale") for row in plan["kinds"]):
         return "in FP8 with a scale per row"
     return "in FP8 with a scale per block" if "rename" in plan["actions"] else None
+
+
+def _rerounded(report: dict[str, Any]) -> dict[str, str]:
+    """By card where vLLM rounds FP8 blocks of the source once more, what in its environment prevents that.
+
+    Blocks that a run made have powers of two as scales, so they are not among them.
+    """
+    if report["plan"].get("attention") is not None:
+        return {}
+    kernels = report.get("consumers", {}).get("kernels", {})
+    return {
+        card: variable
+        for card, variable in KEEPS_SCALES.items()
+        if any(
+            row.startswith("vLLM") and row.endswith(f" {card}") and DEEP_GEMM.name in by_kind.values()
+            for row, by_kind in kernels.items()
+        )
+    }
 
 
 def _attention(plan: dict[str, Any]) -> list[str]:
@@ -237,8 +253,6 @@ def front_matter(report: dict[str, Any]) -> dict[str, Any]:
 
     calibration, given = report.get("calibration", {}), report.get("published", {})
     base = given.get("base_model") or report["source"]["model"]
-    spoken = [name for name, samples in calibration.get("languages", {}).get("spoken", {}).items() if samples]
-    codes = {CODES[name.title()] for name in spoken if name.title() in CODES}
     data = ModelCardData(
         **({"base_model": base, "base_model_relation": "quantized"} if is_hub_id(base) else {}),
         pipeline_tag="text-generation",
@@ -246,7 +260,7 @@ def front_matter(report: dict[str, Any]) -> dict[str, Any]:
         **_license(report["source"]["license"], given.get("license")),
         tags=_tags(report),
         datasets=calibration.get("datasets") or None,
-        language=sorted({"en", *codes}) if calibration else None,
+        language=report["source"].get("language"),
         model_name=_title(report),
         eval_results=[EvalResult(**row) for row in _results(report)] or None,
     )

@@ -37,6 +37,7 @@ class Source(Part):
     license: dict[str, str | list[str]] = key(
         "license (several in a list), license_name and license_link of the source's own model card, where known"
     )
+    language: list[str] | None = maybe("Languages that the source's own model card names; absent without any")
     made_from: list[str] | None = maybe("Base models that a folder's own model card names; absent for a Hub id")
 
 

@@ -42,7 +42,9 @@ WHERE: dict[Where, str] = {"linear": "linear layers", "experts": "experts"}
 UNQUANTIZED = "unquantized"
 NOT_KNOWN = "not known"
 POWER = "power of two"
-E8M0 = "VLLM_USE_DEEP_GEMM_E8M0=0"  # with this in the environment, DeepGEMM takes scales as they are stored
+# In the environment: DeepGEMM takes scales as they are stored; CUTLASS does, in its place. On Blackwell DeepGEMM knows
+# powers of two alone, and fails with the first of these (vLLM's pull request 37806).
+KEEPS_SCALES: dict[Card, str] = {"hopper": "VLLM_USE_DEEP_GEMM_E8M0=0", "blackwell": "VLLM_USE_DEEP_GEMM=0"}
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,12 @@ from quantizers.system.formatting import collapse_lines, size, text_table
 
 from . import common
 
+STATES = {
+    "stops": "the upload would end there, with exit code 2",
+    "missing": "it would be published without",
+    "open": "only the upload itself shows this",
+}
+
 
 def publish(
     *,
@@ -34,7 +40,9 @@ def publish(
         Option("--private/--public", help="visibility of a new repository; your account's default otherwise"),
     ] = None,
     revision: Annotated[str, Option(help="branch; created if it does not exist")] = "main",
-    dry_run: Annotated[bool, Option("--dry-run", help="verify and list the files, without uploading")] = False,
+    dry_run: Annotated[
+        bool, Option("--dry-run", help="verify, list the files, and say what would stop the upload, without it")
+    ] = False,
     force: Annotated[
         str | None, Option(metavar="REASON", help="publish even if a check fails; the model card states the reason")
     ] = None,
@@ -85,7 +93,11 @@ def dry_run_table(plan: dict[str, Any]) -> str:
         forced = f", forced: {plan['forced']}" if plan["forced"] else ""
         lines += ["", f"fails {len(plan['problems'])} checks{forced}", *collapse_lines(plan["problems"])[:10]]
     points = [(point["state"], point["name"], point["words"]) for point in plan["checklist"]]
-    return "\n".join([*lines, "", text_table(("state", "what", ""), points)])
+    meant = [f"{state}: {STATES[state]}" for state in dict.fromkeys(state for state, _, _ in points) if state in STATES]
+    last = (
+        f"would stop the upload: {', '.join(plan['stops'])}" if plan["stops"] else "nothing here would stop the upload"
+    )
+    return "\n".join([*lines, "", text_table(("state", "what", ""), points), "", *meant, last])
 
 
 def published_table(result: dict[str, Any]) -> str:

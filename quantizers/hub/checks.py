@@ -119,10 +119,14 @@ def _failed_gates(report: dict[str, Any], rechecked: tuple[str, ...]) -> list[st
 
 @dataclass(frozen=True)
 class Point:
-    """One step; `open` if its state is unknown, or decided later."""
+    """One step of a publication.
+
+    Attributes:
+        state: `stops`: an upload would end at it; `missing`: it is published without; `open`: only an upload shows it.
+    """
 
     name: str
-    state: Literal["done", "missing", "open"]
+    state: Literal["done", "missing", "stops", "open"]
     words: str
 
 
@@ -148,7 +152,7 @@ def account_points(repo: str, private: bool | None) -> list[Point]:
     from huggingface_hub.errors import RepositoryNotFoundError
 
     token = get_token()
-    points = [Point("token", "done", "found") if token else Point("token", "missing", LOGIN)]
+    points = [Point("token", "done", "found") if token else Point("token", "stops", LOGIN)]
     as_new = {True: "as private", False: "as public", None: "with default visibility"}[private]
     try:
         info = HfApi().model_info(repo, timeout=PATIENCE)
@@ -157,7 +161,7 @@ def account_points(repo: str, private: bool | None) -> list[Point]:
     except (HTTPError, OSError) as failure:
         status = getattr(getattr(failure, "response", None), "status_code", None)
         if token and status in (401, 403):
-            return [Point("token", "missing", f"the Hub refuses it ({status}); {LOGIN}")]
+            return [Point("token", "stops", f"the Hub refuses it ({status}); {LOGIN}")]
         return [*points, Point("repository", "open", f"{repo}: the Hub did not answer")]
     ignored = "; --private and --public have no effect" if private not in (None, info.private) else ""
     return [*points, Point("repository", "done", f"{repo} exists, {'private' if info.private else 'public'}{ignored}")]

@@ -45,7 +45,7 @@ class Publication:
         problems: the checks that failed, one line each; after an upload only those that were forced.
         uploaded: whether the files are on the Hub now.
         figures: what `quantize publish --json` prints: files with their hashes; after an upload the commit's URL, of a
-            rehearsal the checklist.
+            rehearsal the checklist, and in `stops` what would stop an upload.
     """
 
     problems: list[str]
@@ -54,8 +54,8 @@ class Publication:
 
     @property
     def passed(self) -> bool:
-        """Whether every check passed, or was forced."""
-        return not self.problems or self.figures["forced"] is not None
+        """Whether every check passed, or was forced; of a rehearsal, whether nothing was found to stop an upload."""
+        return not self.figures.get("stops")
 
 
 def publish(
@@ -117,10 +117,15 @@ def publish(
         raise CheckpointError(f"{folder}: {problems[0]}{more}; repair it, or give --force with a reason")
     figures: dict[str, Any] = {"repo": repo, "revision": revision, "problems": problems, "forced": force}
     if dry_run:
+        points = (*card_points(after), *account_points(repo, private))
+        failed = (
+            [f"{count} failed check{'s' if count > 1 else ''}"] if (count := len(problems)) and force is None else []
+        )
         figures |= {
             "private": private,
             "not_sent": sorted(set(files_below(folder)) - {file.name for file in files}),
-            "checklist": [vars(point) for point in (*card_points(after), *account_points(repo, private))],
+            "checklist": [vars(point) for point in points],
+            "stops": [*failed, *(point.name for point in points if point.state == "stops")],
         }
     else:
         after.pop("forced", None)

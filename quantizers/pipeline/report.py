@@ -425,8 +425,8 @@ def _json(source: Checkpoint, name: str) -> dict[str, Any]:
 def _about_source(facts: Architecture, model: str, source: Checkpoint) -> dict[str, Any]:
     """What the model card needs to know of the source called `model`.
 
-    That is `license`, the fields of its own card or those kept with the architecture's facts; and `made_from`, the
-    models that its card names as its base if it is no model of the Hub itself.
+    That is `license`, the fields of its own card or those kept with the architecture's facts; `language`, those of its
+    card; and `made_from`, the models that its card names as its base if it is no model of the Hub itself.
     """
     front = _front_matter(source)
     listed = front.get("license")
@@ -436,7 +436,8 @@ def _about_source(facts: Architecture, model: str, source: Checkpoint) -> dict[s
     fields |= {key: front[key] for key in LICENSE_DETAILS if isinstance(front.get(key), str) and front[key]}
     known = (one.license for one in facts.published if model in one.models)
     base = [] if is_hub_id(model) else _hub_names(front.get("base_model"))
-    return {"license": fields or next(known, fields)} | ({"made_from": base} if base else {})
+    named = {"language": _hub_names(front.get("language")), "made_from": base}
+    return {"license": fields or next(known, fields)} | {key: names for key, names in named.items() if names}
 
 
 def _told_by(checkpoint: Checkpoint) -> dict[str, Any]:

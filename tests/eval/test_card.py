@@ -18,7 +18,6 @@ from eval.report.plots import calibration_figure, draw
 from eval.report.schema import checked
 from eval.serving.check import ONE_SCHEME, REFUSES
 from quantizers.architectures.families import architecture_for
-from quantizers.calibration.set import CODES
 from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_folder
 from quantizers.hub.checks import card_points
 from quantizers.pipeline.report import _about_source, server_options
@@ -103,7 +102,6 @@ def test_front_matter(published: Report) -> None:
         "license_name": "modified-mit",
         "tags": ["compressed-tensors", "awq", "fp8", "int4", "w4a16", "moe", "vllm"],
         "datasets": ["HuggingFaceH4/ultrachat_200k", "nvidia/HelpSteer"],
-        "language": ["en", "fr", "zh"],
         "model-index": front_matter(published)["model-index"],
     }
     assert data.base_model == "MiniMaxAI/MiniMax-M2.1"
@@ -125,9 +123,37 @@ def test_the_hub_reads_the_figures(report: Report) -> None:
     assert ModelCard(model_card(report)).data.eval_results is None
 
 
-def test_the_front_matter_has_the_code_of_every_language_that_a_set_can_show(published: Report) -> None:
-    published["calibration"]["languages"]["spoken"] = {name.lower(): 1 for name in CODES} | {"Klingon": 1}
-    assert front_matter(published)["language"] == sorted(CODES.values())
+@pytest.mark.parametrize(
+    ("card", "wanted"),
+    [("language: [en, no, zh]", ["en", "no", "zh"]), ("language: ar", ["ar"]), ("license: mit", None)],
+)
+def test_the_languages_are_those_of_the_sources_card(
+    report: Report, tiny_model: Path, tmp_path: Path, card: str, wanted: list[str] | None
+) -> None:
+    """Not those of the calibration set, which the Hub would show as the model's; `no` is no boolean."""
+    (tmp_path / "README.md").write_text(f"---\n{card}\n---\n")
+    source = replace(open_folder(tiny_model), folder=tmp_path)
+    report["source"] |= _about_source(architecture_for(source.config, CONFIG), "model", source)
+    report["calibration"]["languages"]["spoken"] = {"French": 1}
+    assert ModelCard(model_card(report)).data.to_dict().get("language") == wanted
+    assert checked(report).source.language == wanted
+
+
+def test_a_card_says_how_vllm_keeps_the_scales_of_kept_blocks(published: Report) -> None:
+    """Beside the command; not of blocks that the run made, and not where no kernel rounds them."""
+    words = "Put `VLLM_USE_DEEP_GEMM_E8M0=0` before it on Hopper, `VLLM_USE_DEEP_GEMM=0` before it on Blackwell: "
+    text = model_card(published)
+    assert words in text.partition("vllm serve")[2].partition("SGLang")[0]
+    made = published | {"plan": published["plan"] | {"attention": "fp8-block"}}
+    rows = {card: dict.fromkeys(row, "CUTLASS") for card, row in published["consumers"]["kernels"].items()}
+    kept = published | {"consumers": published["consumers"] | {"kernels": rows}}
+    for other in (made, kept):
+        assert "VLLM_USE_DEEP_GEMM" not in model_card(other)
+
+
+def test_how_to_run_it_comes_first(published: Report) -> None:
+    headings = [line for line in model_card(published).splitlines() if line.startswith("## ")]
+    assert headings[:2] == ["## How to run it", "## Measured against the source"]
 
 
 LEFT_OUT = [{"source": "x", "reason": "code/c is not in languages", "count": 3, "first": "x:1", "left_out": True}]

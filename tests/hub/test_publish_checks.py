@@ -158,12 +158,15 @@ def test_a_dry_run_ends_with_what_is_done_and_what_remains(
         assert code in (0, 3), err
         return {point["name"]: (point["state"], point["words"]) for point in json.loads(out)["checklist"]}
 
-    assert (
-        publish(folder, "--repo", REPO, "--dry-run")[1].splitlines()[-1].split()
-        == (f"open repository {REPO}: not found; will be created with default visibility").split()
-    )
+    code, out, _ = publish(folder, "--repo", REPO, "--dry-run")
+    assert (code, out.splitlines()[-1]) == (0, "nothing here would stop the upload")
+    assert "missing: it would be published without\nopen: only the upload itself shows this\n" in out
+    assert f"{REPO}: not found; will be created with default visibility" in out
+    code, out, _ = publish(folder, "--repo", REPO, "--dry-run", token=None)
+    assert (code, out.splitlines()[-1]) == (3, "would stop the upload: token")
     first = points("--private", token=None)
-    assert {name for name, (state, _) in first.items() if state == "missing"} == {"license", "base_model", "token"}
+    assert {name for name, (state, _) in first.items() if state == "missing"} == {"license", "base_model"}
+    assert first["token"][0] == "stops"
     assert first["repository"][1].endswith("will be created as private")
 
     assert publish(folder, "--repo", REPO, "--license", "mit", "--base-model", "me/tiny")[0] == 0

@@ -211,8 +211,9 @@ def test_an_output_carries_its_facts_and_is_read_with_them(made: Path, command: 
     assert f"facts: {output / 'facts.yaml'}\n" in evaluated.err
     words = ("coverage", "--model", source, "--facts", output / "facts.yaml", "--data", data, "--no-picture", "--json")
     assert command(*words) == 0
-    assert command("publish", output, "--repo", "a/b", "--source", source, "--dry-run") == 0
+    assert command("publish", output, "--repo", "a/b", "--source", source, "--dry-run") == 3
     assert "facts.yaml" in command.out
+    assert command.out.endswith("would stop the upload: token\n")
 
 
 def test_data_as_of_a_family_are_laid_over_what_the_class_says(job: Path) -> None:
