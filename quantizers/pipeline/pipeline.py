@@ -161,6 +161,14 @@ def _already_done(job: Job, options: Options, finished: dict[str, Any]) -> dict[
     """The report of an output that this recipe and source made; with `with_data`, data files are added first."""
     output = options.output
     refuse_another(job, output, finished)
+    removed = finished.get("published", {}).get("removed", ())
+    shards = (name for name in finished["files"] if name.endswith(".safetensors") and name not in removed)
+    if gone := [name for name in shards if not (output / name).is_file()]:
+        more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
+        raise OutputError(
+            f"{output}: was finished before, and {gone[0]}{more} went missing since; put back what is missing, or "
+            "start over with --fresh"
+        )
     if options.imatrix and not options.imatrix_file.exists():
         raise OutputError(
             f"{output}: was finished before, without an importance matrix; quantize imatrix RECIPE --output "
