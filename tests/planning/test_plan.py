@@ -358,7 +358,7 @@ def test_a_plan_says_what_few_bits_and_signed_scales_cost_among_servers() -> Non
         assert set(found["limits"]) <= set(remarks(found))
         return [line.partition(":")[0] for line in found["limits"]]
 
-    signed = "group scales may be negative; not verified for FlashInfer's TRT-LLM MXINT4 on SM100, for vLLM's Marlin"
+    signed = "group scales may be negative; `experts.scales_sign: positive`"
     assert [line[: len(signed)] for line in limits()] == [signed]
     assert limits(scales_sign="positive") == []
     assert limits(scales_sign="positive", bits=2) == ["vLLM 0.32+, vLLM 0.14-0.31", "SGLang"]
