@@ -349,7 +349,8 @@ def _host_lines(row: dict[str, Any]) -> list[str]:
     if not row["ways"]:
         return [f"{row['cards']}: no experts need lie in host memory", ""]
     rows = [
-        (way["name"], size(way["ram"]), f"{way['on_gpu']:.0%}", way["problem"] or "possible") for way in row["ways"]
+        (way["name"], size(way["ram"]), f"{way['on_gpu']:.0%}", way["problem"] or f"possible {way['needs']}".rstrip())
+        for way in row["ways"]
     ]
     header = ("experts in host memory", "they take", "on GPU", "by arithmetic, not tried")
     commands = [f"  {way['command']}" for way in row["ways"] if way["command"]]

@@ -32,6 +32,7 @@ class HostWay:
         ram: bytes of host memory that it needs for experts; 0 where it does not take the output at all.
         on_gpu: the share of the experts that lies on the GPUs.
         problem: why it is not possible here; empty if it is.
+        needs: which GPUs it needs, where it is not known whether these are such.
         command: what to type, with OUT for the output's folder and CORES for the CPU's; empty with a problem.
     """
 
@@ -39,6 +40,7 @@ class HostWay:
     ram: int
     on_gpu: float
     problem: str
+    needs: str
     command: str
 
 
@@ -61,13 +63,14 @@ def host_ways(
     resident = min(model.sizes["experts"], int(free / of_gpu * model.sizes["experts"]))
     least = model.sizes["chosen"]
 
-    def way(name: str, needed: int, on_gpu: float, problem: str, command: str) -> HostWay:
+    def way(name: str, needed: int, on_gpu: float, problem: str, command: str, needs: str = "") -> HostWay:
         if not problem and needed + SYSTEM > ram:
             problem = f"needs {math.ceil((needed + SYSTEM) / GB)} GB, {SYSTEM // GB} of it for the rest"
-        return HostWay(name, needed, on_gpu, problem, "" if problem else command)
+        return HostWay(name, needed, on_gpu, problem, *(("", "") if problem else (needs, command)))
 
     before_ada = gpus.sm is not None and gpus.sm < FP8_CACHE_SM
     blocks = "SGLang refuses FP8 in blocks before Ada: attention: bf16" if model.blocks and before_ada else ""
+    from_ada = "from Ada on" if model.blocks and gpus.sm is None else ""
     one_gpu = "" if gpus.count == 1 else "it takes one GPU"
     few_bits = "it takes 4 and 8 bits" if model.padded else ""
     no_room = "" if resident >= least else f"no room on the GPU for {least} experts"
@@ -94,13 +97,16 @@ def host_ways(
     share = resident / model.sizes["experts"]
     no_others = "" if fit.left + of_gpu > 0 else "what must be on the GPU does not fit"
     return [
-        way("SGLang, paged experts", experts, share, one_gpu or few_bits or blocks or no_room, f"{sglang} {paged}"),
+        way(
+            "SGLang, paged experts", experts, share, one_gpu or few_bits or blocks or no_room,
+            f"{sglang} {paged}", from_ada,
+        ),
         way(
             "vLLM, UVA offloading", offloaded * GIB * gpus.count, max(0, 1 - offloaded * GIB / of_gpu), no_others,
             f"{vllm} {uva}",
         ),
         way(
             "KTransformers", experts, share, ktransformers or blocks or no_others,
-            f"{sglang} {kt} --kt-num-gpu-experts {resident} {tokens}",
+            f"{sglang} {kt} --kt-num-gpu-experts {resident} {tokens}", from_ada,
         ),
     ]  # fmt: skip

@@ -260,6 +260,7 @@ def test_experts_in_host_memory(model: Model) -> None:
     assert not at.fits
     paged, uva, kt = host_ways(model, gpus, at, 144 * 10**9, None)
     assert (paged.problem, uva.problem, kt.problem) == ("", "", "")
+    assert (paged.needs, uva.needs, kt.needs) == ("from Ada on", "", "from Ada on"), "SGLang, of FP8 in blocks"
     assert paged.ram == kt.ram == pytest.approx(experts, rel=1e-6)
     assert f"--paged-experts-num-resident {resident} " in paged.command
     assert f"--kt-num-gpu-experts {resident} " in kt.command
@@ -384,6 +385,18 @@ def test_the_command_to_serve_with_is_complete(
     assert f"to serve it on 8x3090, OUT being its folder (not tried):\n{both[0]}\n" in command.out
     assert command(*words[:2], "--vram", "4x3090", "--context", 150_000) == 0
     assert "no scheme fits; INT2 group 128 does with --context 138064 --kv fp8" in command.out
+
+
+def test_the_rig_recipe_fits_and_is_served_as_documented(command: Command) -> None:
+    """The recipe for 96 GB, its budget filled, on 4x3090; fit-a-rig.md has the whole command that the plan prints."""
+    words = ("plan", "minimax-m2.1-fp8-96gb", "--vram", "4x3090", "--context", "65536", "--kv", "fp8")
+    assert command(*words, "--json") == 0
+    figures = json.loads(command.out)
+    assert figures["counted"] == 74_200_000_000
+    (row,) = figures["fits"]
+    assert row["fits"]
+    documented = (Path(__file__).parents[2] / "docs/how-to/fit-a-rig.md").read_text(encoding="utf-8")
+    assert f"\n{row['command']}\n".replace(" OUT ", " /data/M2.1-96GB ") in documented
 
 
 SMALL = ("2xH100", "4x4090", "2x94GiB")
