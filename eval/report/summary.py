@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from quantizers.recipe.schema import NVFP4, Scheme
-from quantizers.system.formatting import number, size, text_table
+from quantizers.system.formatting import number, size, size_from, text_table
 
 NAMES = {"gate": "w1 (gate)", "up": "w3 (up)", "down": "w2 (down)"}
 # Options of a server whose need is not plain from their names.
@@ -56,7 +56,7 @@ def _kl(report: dict[str, Any]) -> str:
 def limit_text(schemes: dict[str, Any]) -> str:
     """The recipe's budget in words."""
     if schemes["unit"] == "bytes":
-        return f"{size(schemes['limit'])} of shards ({schemes['limit']:,} bytes)"
+        return f"{size(schemes['limit'])} of shards"
     return f"{schemes['limit']:.6g} bits per expert weight"
 
 
@@ -65,21 +65,19 @@ def candidate_lines(schemes: dict[str, Any]) -> list[str]:
     rows = []
     for row in schemes["candidates"]:
         least, most = row["layer_bytes"]
-        layer = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+        layer = size(least) if size(least) == size(most) else f"{size(least)} to {size(most)}"
         gpus = " ".join(map(str, row["tensor_parallel"]))
-        rows.append((row["scheme"], f"{row['bits_per_weight']:g}", layer, f"{row['output_bytes']:,}", gpus))
+        rows.append((row["scheme"], f"{row['bits_per_weight']:g}", layer, size(row["output_bytes"]), gpus))
     least, most = schemes["candidates"][0], schemes["candidates"][-1]
     bounds = (
-        f"{least['output_bytes']:,} to {most['output_bytes']:,} bytes"
+        f"{size_from(least['output_bytes'])} to {size_from(most['output_bytes'])}"
         if schemes["unit"] == "bytes"
         else f"{least['bits_per_weight']:g} to {most['bits_per_weight']:g} bits per weight"
     )
     above = "; above all of them, so every layer gets the best" if schemes["above_the_largest"] else ""
     return [
         f"budget {limit_text(schemes)}; possible are {bounds}{above}",
-        text_table(
-            ("for each layer", "bits per weight", "bytes of a layer", "shards, if everywhere", "tensor parallel"), rows
-        ),
+        text_table(("for each layer", "bits per weight", "a layer", "shards, if everywhere", "tensor parallel"), rows),
     ]
 
 
@@ -188,21 +186,21 @@ def vllm_command(about: dict[str, Any], place: str) -> str | None:
     """The command for vLLM, over several lines; None if no known release has a model of the family.
 
     Args:
-        about: the report's `serving`.
+        about: the report's `serving`. A row of `fits` may have an `attention_backend` that its GPUs need.
         place: the checkpoint's folder or Hub id.
     """
     if "vllm" not in about["servers"]:
         return None
     best = _best(about)
-    options = _flags(about["parsers"])
-    if "tool-call-parser" in about["parsers"]:
-        options.insert(0, "--enable-auto-tool-choice")
+    options = vllm_options(about)
     if best and best["tensor_parallel"] > 1:
         options.insert(0, f"--tensor-parallel-size {best['tensor_parallel']}")
     if best and best["pipeline_parallel"] > 1:
         options.insert(0, f"--pipeline-parallel-size {best['pipeline_parallel']}")
     if best and best["kv"] != "auto":
         options.append(f"--kv-cache-dtype {best['kv']}")
+    if best and "attention_backend" in best:
+        options.append(best["attention_backend"])
     if best:
         options += [f"--max-model-len {best['context']}", f"--gpu-memory-utilization {best['utilisation']}"]
     if about["sampling"]:
@@ -216,11 +214,17 @@ def sglang_command(about: dict[str, Any], place: str) -> str | None:
         return None
     best = _best(about)
     ranks = [f"--tp-size {best['tensor_parallel']}"] if best and best["tensor_parallel"] > 1 else []
-    words = [f"python -m sglang.launch_server --model-path {place}", *ranks, *_flags(about["sglang"])]
+    words = [f"python -m sglang.launch_server --model-path {place}", *ranks, *flags(about["sglang"])]
     return " \\\n    ".join(words)
 
 
-def _flags(options: dict[str, Any]) -> list[str]:
+def vllm_options(about: dict[str, Any]) -> list[str]:
+    """The options of vLLM that the model's family wants, parsers of tool calls and reasoning among them."""
+    tools = ["--enable-auto-tool-choice"] if "tool-call-parser" in about["parsers"] else []
+    return tools + flags(about["parsers"])
+
+
+def flags(options: dict[str, Any]) -> list[str]:
     """Options as they are typed; `true` stands for one without a value."""
     return [
         f"--{option}" if value is True else f"--{option} {shlex.quote(str(value))}" for option, value in options.items()

@@ -23,6 +23,7 @@ from .facts import (
     Modules,
     MtpFacts,
     NormFacts,
+    Options,
     Published,
     RoleFacts,
     RouterFacts,
@@ -123,6 +124,11 @@ class Architecture(Known):
             if reader not in words and not any(self.is_unread(self.layer(number, reader)) for number in numbers):
                 raise ValueError(f"norm.readers: {reader} is neither {ROUTER}, {EXPERTS} nor residual, nor any tensor")
         return self
+
+    def server_options(self, server: ServerName, model: str) -> Options:
+        """The options to start a server with that knows the family: the family's, and those of the model `model`."""
+        published = (one.options.get(server, {}) for one in self.published if model in one.models)
+        return self.servers[server].options | next(published, {})
 
     @property
     def section_keys(self) -> list[str]:

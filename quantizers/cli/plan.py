@@ -114,6 +114,7 @@ def plan_table(numbers: dict[str, Any]) -> str:
         f"output {size(numbers['output_bytes'])} ({numbers['output_bytes']:,} bytes of shards and index) in "
         f"{len(numbers['shards'])} shards, {size(numbers['expert_bytes'])} of it experts; "
         f"source {size(numbers['source_bytes'])}",
+        *_at_most(numbers),
         *remarks(numbers),
         "",
         *(_scheme_lines(numbers["schemes"]) if "schemes" in numbers else []),
@@ -126,6 +127,14 @@ def plan_table(numbers: dict[str, Any]) -> str:
         *([_memory_line(numbers["device_memory"])] if "device_memory" in numbers else []),
     ]
     return "\n".join(lines)
+
+
+def _at_most(numbers: dict[str, Any]) -> list[str]:
+    """Before a run has chosen within a budget: of what the sizes are, and that the output may be larger."""
+    if "planned" not in (schemes := numbers.get("schemes", {})):
+        return []
+    most = size(numbers["needs"]["output"])
+    return [f"these are the sizes of {schemes['planned']} in every layer: a run chooses, and may fill {most}"]
 
 
 def _converted(numbers: dict[str, Any]) -> str:
@@ -160,8 +169,7 @@ def _scheme_lines(schemes: dict[str, Any]) -> list[str]:
     """The choice within a budget once it is made, until then the candidates."""
     if "layers" in schemes:
         return [*candidate_lines(schemes), "", *choice_lines(schemes), "", text_table(*layer_rows(schemes)), ""]
-    assumed = f"the sizes above are those of {schemes['planned']} in every layer"
-    return [*candidate_lines(schemes), f"the run measures, then chooses for each layer; until then {assumed}", ""]
+    return [*candidate_lines(schemes), "the run measures, then chooses for each layer", ""]
 
 
 def _needs_lines(needs: dict[str, Any]) -> list[str]:
@@ -175,10 +183,12 @@ def _needs_lines(needs: dict[str, Any]) -> list[str]:
     if needs["held_out"] != 0:
         number = "an unknown number of" if needs["held_out"] is None else f"{needs['held_out']:,}"
         tokens += f" and {number} evaluation tokens"
+    each = f" for each of {needs['processes']} processes" if needs["processes"] > 1 else ""
     return [
         f"a run with its {tokens} needs about",
         text_table(("on a", "disk for the output", "activations", "memory of the device"), rows),
-        f"and {size(needs['host'])} of host memory. Activations are kept in host memory if they fit, else on disk.",
+        f"and {size(needs['host'])} of host memory{each}. Activations are kept in host memory if they fit, else on "
+        "disk.",
     ]
 
 
@@ -209,7 +219,10 @@ def _time_lines(needs: dict[str, Any]) -> list[str]:
         + ([_about(several[name]["all"]) if name in several else ""] if several else [])
         for name, seconds in needs["seconds"].items()
     ]
-    return [text_table([*header, *([f"by {needs['processes']} processes"] if several else [])], rows)]
+    table = text_table([*header, *([f"by {needs['processes']} processes"] if several else [])], rows)
+    if needs["measuring"] is None:
+        return [table]
+    return [table, f"besides, to measure for the budget: {_about(needs['measuring'])} to read the source once more"]
 
 
 def _about(seconds: float) -> str:
@@ -258,17 +271,36 @@ def fit_table(result: dict[str, Any]) -> str:
         f"{'16 bit' if first['kv'] == 'auto' else 'FP8'} ({result['kv_bytes_per_token']:,} bytes a token "
         f"{'over all GPUs' if result['kv_divided'] else 'on every GPU'}); longest: the context that fits",
         text_table(header, rows),
+        *_counted_lines(result),
         *remarks(result),
         *result["notes"],
         "",
         *(_fit_line(row, result["longest"]) for row in result["fits"]),
         "",
+        *(line for row in result["fits"] for line in _command_lines(row)),
         *(line for row in result["fits"] for line in _ways_lines(row)),
         *(line for row in result.get("host", ()) for line in _host_lines(row)),
         "assumed:",
         *(f"  {line}" for line in result["assumptions"]),
     ]
     return "\n".join(lines)
+
+
+def _counted_lines(result: dict[str, Any]) -> list[str]:
+    """Which size of a budget's output the table has."""
+    if "counted" not in result:
+        return []
+    whole = size(result["counted"])
+    return [f"weights: all of the budget, {whole}; a run may choose less, which --output DIR counts after it"]
+
+
+def _command_lines(row: dict[str, Any]) -> list[str]:
+    """The command that serves the output on a set of GPUs."""
+    return (
+        [f"to serve it on {row['cards']}, OUT being its folder (not tried):", row["command"], ""]
+        if row["command"]
+        else []
+    )
 
 
 def _ways_lines(row: dict[str, Any]) -> list[str]:
@@ -284,10 +316,10 @@ def _ways_lines(row: dict[str, Any]) -> list[str]:
     for kv, name in names.items():
         if fitting := [way for way in ways if way["budget"][kv]]:
             best = max(fitting, key=lambda way: int(way["budget"][kv]))
-            mixed = best["budget"][kv] < ways[-1]["bytes"]
-            budget = f", or experts.budget: {best['budget'][kv] // 10**8 / 10:g}GB" if mixed else ""
+            mixed = best["mixture"][kv] and best["budget"][kv] < ways[-1]["output"]
+            budget = f", or experts.budget: {best['mixture'][kv]}" if mixed else ""
             lines.append(f"largest with a KV cache in {name}: {fitting[-1]['scheme']}{budget}")
-            staged |= mixed and best["pipeline_parallel"] > 1
+            staged |= bool(mixed) and best["pipeline_parallel"] > 1
             if fitting[-1] is ways[-1]:
                 break
     if staged:
@@ -295,9 +327,21 @@ def _ways_lines(row: dict[str, Any]) -> list[str]:
     return [
         f"what {row['cards']} take at {row['context']:,} tokens, and the longest context by KV cache:",
         *([text_table(header, rows)] if rows else []),
-        *(lines or ["no scheme fits"]),
+        *(lines or [no_scheme(row)]),
         "",
     ]
+
+
+def no_scheme(row: dict[str, Any]) -> str:
+    """That no scheme fits at the context asked for, and the longest context that one takes."""
+    kv, way = max(
+        ((kv, way) for way in row["ways"] for kv in way["longest"]), key=lambda one: one[1]["longest"][one[0]],
+        default=("auto", None),
+    )  # fmt: skip
+    if way is None or not way["longest"][kv]:
+        return "no scheme fits, whatever the context: the weights alone are too large"
+    cache = " --kv fp8" if kv == "fp8" else ""
+    return f"no scheme fits; {way['scheme']} does with --context {way['longest'][kv]}{cache}"
 
 
 def _host_lines(row: dict[str, Any]) -> list[str]:
@@ -305,7 +349,8 @@ def _host_lines(row: dict[str, Any]) -> list[str]:
     if not row["ways"]:
         return [f"{row['cards']}: no experts need lie in host memory", ""]
     rows = [
-        (way["name"], size(way["ram"]), f"{way['on_gpu']:.0%}", way["problem"] or "possible") for way in row["ways"]
+        (way["name"], size(way["ram"]), f"{way['on_gpu']:.0%}", way["problem"] or f"possible {way['needs']}".rstrip())
+        for way in row["ways"]
     ]
     header = ("experts in host memory", "they take", "on GPU", "by arithmetic, not tried")
     commands = [f"  {way['command']}" for way in row["ways"] if way["command"]]

@@ -121,4 +121,4 @@ def new(
     chosen = for_gpus(model, vram, context) if vram else Chosen()
     path = file or Path(f"{Path(model).name}-{vram or 'fp8-int4'}.yaml".lower().replace(" ", ""))
     write_new({path: new_recipe(model, chosen).encode()})
-    common.emit({"recipe": str(path)}, as_json, f"wrote {path}; next: quantize plan {quote(str(path))}")
+    common.emit({"recipe": str(path)}, as_json, f"wrote {path}; next: quantize plan {quote(str(path))}{chosen.asks}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from quantizers.recipe.catalogue import Chosen, new_recipe
@@ -36,28 +37,35 @@ def for_gpus(model: str, vram: str, context: int | None) -> Chosen:
         raise InputError(f"--vram {vram}: {figures['cards_unknown']}; leave it out")
     (fit,) = figures["fits"]
     place = f"{fit['cards']} at {fit['context']:,} tokens"
+    asks = f" --vram {quote(vram)} --context {fit['context']}"
     for kv, cache in CACHES.items():
         whole = [way for way in fit["ways"] if way["budget"][kv] and not way["scheme"].startswith(("INT2", "INT3"))]
         if whole:
-            return _uniform(whole[-1], f"# For {place}, with a KV cache {cache}.\n")
+            about = f"# For {place}, with a KV cache {cache}.\n"
+            return Chosen(about, _uniform(whole[-1]), asks=asks + (" --kv fp8" if kv == "fp8" else ""))
     few = [way for way in fit["ways"] if way["budget"]["fp8"]]  # what fits with 16 bit too is among these
     if not few:
         smallest = f", not even {fit['ways'][0]['scheme']}" if fit["ways"] else ""
-        raise InputError(f"--vram {vram}: nothing fits {place}{smallest}; give more GPUs, or a shorter --context")
+        longest = max((way["longest"]["fp8"] for way in fit["ways"]), default=0)
+        shorter = f", or --context {longest} at most" if longest else "; they take none, however short the context is"
+        raise InputError(f"--vram {vram}: nothing fits {place}{smallest}; give more GPUs{shorter}")
     best = max(few, key=lambda way: int(way["budget"]["fp8"]))
-    least = 3 if few[-1]["scheme"].startswith("INT3") else 2
-    return _budget(best, f"# For {place}, with a KV cache {CACHES['fp8']}.\n", LIMITS[least])
-
-
-def _uniform(way: dict[str, Any], about: str) -> Chosen:
-    bits, group = way["scheme"].removeprefix("INT").split(" group ")
-    return Chosen(about, f"  bits: {bits}\n  group_size: {group}\n")
-
-
-def _budget(way: dict[str, Any], about: str, limits: str) -> Chosen:
-    size = f"{way['budget']['fp8'] // 10**8 / 10:g}GB"
-    lines = f"  budget: {size}{' ' * (29 - len(size))}# of all shards; bits and groups are chosen for each layer\n"
-    if way["pipeline_parallel"] > 1:
+    # Where no budget is larger than a scheme in every layer, that scheme.
+    experts = _budget(best) if best["mixture"]["fp8"] else _uniform(few[-1])
+    about = f"# For {place}, with a KV cache {CACHES['fp8']}.\n"
+    if best["mixture"]["fp8"] and best["pipeline_parallel"] > 1:
         about += "# It fits if pipeline stages get equal parts: `plan --output DIR --vram` tells after a run.\n"
     about += "# The limits below are guesses: no model of full size was quantized to so few bits yet.\n"
-    return Chosen(about, f"{lines}  tensor_parallel: {way['tensor_parallel']}\n", limits)
+    limits = LIMITS[3 if few[-1]["scheme"].startswith("INT3") else 2]
+    return Chosen(about, experts, limits, f"{asks} --kv fp8")
+
+
+def _uniform(way: dict[str, Any]) -> str:
+    bits, group = way["scheme"].removeprefix("INT").split(" group ")
+    return f"  bits: {bits}\n  group_size: {group}\n"
+
+
+def _budget(way: dict[str, Any]) -> str:
+    size = way["mixture"]["fp8"]
+    line = f"  budget: {size}{' ' * (29 - len(size))}# of all shards; bits and groups are chosen for each layer\n"
+    return f"{line}  tensor_parallel: {way['tensor_parallel']}\n"

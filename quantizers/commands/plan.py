@@ -7,28 +7,36 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from eval.serving.kernels import NEGATIVE_SCALES, TAKES_THEM
+from eval.report.summary import flags, vllm_command, vllm_options
+from eval.serving.kernels import TAKES_THEM
 from quantizers.budget.choice import apply_choice
 from quantizers.checkpoint.reader import left_behind
 from quantizers.pipeline.servable import planned_check
 from quantizers.planning.estimate import DISK, estimate_run, memory_on_gpu, ways_of_source
-from quantizers.planning.gpus import parse_gpus
+from quantizers.planning.gpus import Gpus, parse_gpus
 from quantizers.planning.host_experts import host_ways
 from quantizers.planning.job import Job, prepare
 from quantizers.planning.plan import listing, summary
 from quantizers.planning.serving_memory import (
+    FLASHINFER,
+    Fit,
     assumptions,
     fit,
     kv_bytes_per_token,
+    needs_flashinfer,
     notes,
     remedies,
     serving_model,
     unsaid,
     ways,
     weights_alone,
+    with_budget,
 )
 from quantizers.recipe.read import changes_of
 from quantizers.system.errors import InputError
+
+# docs/how-to/serve-with-vllm.md has the table.
+NEGATIVE_SCALES = "group scales may be negative; `experts.scales_sign: positive` is for kernels not checked with those"
 
 
 @dataclass(frozen=True)
@@ -119,10 +127,13 @@ def plan(
         figures |= {"architecture": found, "origin": job.facts.origin()}
     if vram:
         refusal = None if checked.ktransformers == TAKES_THEM else checked.ktransformers or "SGLang lacks the model"
-        return PlannedRun(figures | _serving(job, vram, context, kv, tp, ram, refusal))
+        chosen = schemes is not None and "layers" in schemes
+        return PlannedRun(figures | _serving(job, vram, context, kv, tp, ram, refusal, chosen=chosen))
     # Actions and bytes of a run, and an estimate of its memory and time.
     figures |= summary(job.plan, job.sizes) | {"cards_unknown": unsaid(job.facts)}
-    needs = estimate_run(job, int(figures["output_bytes"]), nodes * gpus, disk or DISK)
+    open_budget = job.allocation if schemes is not None and "layers" not in schemes else None
+    output_bytes = open_budget.most_bytes if open_budget else int(figures["output_bytes"])
+    needs = estimate_run(job, output_bytes, nodes * gpus, disk or DISK)
     figures |= {"needs": asdict(needs), "asked": {"machines": nodes, "gpus": gpus}}
     figures |= {"source_ways": [asdict(way) for way in ways_of_source(job, needs.output, nodes * gpus)]}
     if device_memory:
@@ -142,8 +153,13 @@ def _serving(
     tp: int | None,
     ram: int | None,
     ktransformers: str | None,
+    *,
+    chosen: bool,
 ) -> dict[str, Any]:
-    """Whether the output fits on each of the GPUs, and ways to make it fit; with `ram` those in host memory."""
+    """Whether the output fits on each of the GPUs, and ways to make it fit; with `ram` those in host memory.
+
+    Before a run has `chosen` within a budget, all of the budget counts.
+    """
     gpus = [parse_gpus(text) for text in vram]
     if problem := unsaid(job.facts):
         if (context, kv, tp) != (None, "auto", None):
@@ -152,21 +168,34 @@ def _serving(
             raise InputError(f"--ram: {problem}; leave it out")
         return {"cards_unknown": problem, "weights": weights_alone(job.plan, gpus)}
     model = serving_model(job.plan, job.facts, job.sizes, job.config, job.fp8)
+    about: dict[str, Any] = {}
+    if job.allocation and not chosen:
+        about["counted"] = job.allocation.most_bytes
+        model = with_budget(model, job.allocation.most_bytes)
     fits = [fit(model, one, context, kv, tp) for one in gpus]
     suggested = remedies(job, model, list(zip(gpus, fits, strict=True)), tp)
-    in_host = (
-        {}
-        if ram is None
-        else {
-            "host": [
-                {"cards": cards.name, "ways": [asdict(way) for way in host_ways(model, cards, one, ram, ktransformers)]}
-                for cards, one in zip(gpus, fits, strict=True)
-            ]
-        }
-    )
-    return in_host | {
+    servers, name = job.facts.servers, job.recipe.source.model
+    parsers = job.facts.server_options("vllm", name) if "vllm" in servers else {}
+    serving = {"servers": sorted(servers), "parsers": parsers, "sampling": {}}
+    if ram is not None:
+        options = {"vllm": " ".join(vllm_options(serving))}
+        options["sglang"] = " ".join(flags(job.facts.server_options("sglang", name) if "sglang" in servers else {}))
+        about["host"] = [
+            {
+                "cards": cards.name,
+                "ways": [asdict(way) for way in host_ways(model, cards, one, ram, ktransformers, options)],
+            }
+            for cards, one in zip(gpus, fits, strict=True)
+        ]
+
+    def command(cards: Gpus, row: Fit) -> str | None:
+        attention = {"attention_backend": FLASHINFER} if needs_flashinfer(cards, row.kv) else {}
+        return vllm_command(serving | {"fits": [asdict(row) | attention]}, "OUT") if row.fits else None
+
+    return about | {
         "fits": [
             asdict(one)
+            | {"nominal": cards.nominal, "command": command(cards, one)}
             | {"to_fit": [asdict(remedy) for remedy in remedied]}
             | {"ways": [asdict(way) for way in ways(model, cards, one.context, tp)]}
             for cards, one, remedied in zip(gpus, fits, suggested, strict=True)

@@ -409,9 +409,8 @@ def _serving(plan: Plan, facts: Architecture, sizes: Sizes, source: Checkpoint, 
 
 def server_options(facts: Architecture, server: ServerName, model: str, source: Checkpoint) -> Options:
     """The options of a server: of the family, of this model, and for a tokenizer with code of its own."""
-    published = (one.options.get(server, {}) for one in facts.published if model in one.models)
     code: Options = {"trust-remote-code": True} if custom_class(_json(source, "tokenizer_config.json")) else {}
-    return facts.servers[server].options | next(published, {}) | code
+    return facts.server_options(server, model) | code
 
 
 def _json(source: Checkpoint, name: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from quantizers.architectures.sizes import Sizes
 from quantizers.recipe.schema import CANDIDATES, Experts, Scheme
 from quantizers.system.errors import RecipeError
-from quantizers.system.formatting import gib, parse_bytes
+from quantizers.system.formatting import parse_bytes, size, size_from
 
 from .plan import Plan, file_size, stored_as
 
@@ -91,6 +91,14 @@ class Allocation:
     def best_uniform(self) -> list[Scheme]:
         """The largest of these for every layer, for estimates before anything is measured."""
         return self.schemes(self.uniform(self.uniforms[-1]))
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes of all shards with a choice that fills the limit; of the largest one where the limit is above it."""
+        best = self.uniform(self.uniforms[-1])
+        spare = self.limit - self.cost(best)
+        largest = self.output_bytes(self.uniform(-1))
+        return min(largest, self.output_bytes(best) + (spare if self.unit == "bytes" else spare // 8))
 
     def choose(self, losses: Sequence[Mapping[str, float]]) -> list[int]:
         """The best choice, from each layer's losses by candidate name."""
@@ -170,7 +178,7 @@ def allocation(plan: Plan, sizes: Sizes, experts: Experts, where: str) -> Alloca
         return result
     given, smallest, give = f"{experts.bits_per_weight}", "", f"{possible[0].bits_per_weight:g}"
     if unit == "bytes":
-        given, smallest, give = gib(limit), f", {gib(least)}", f"{least}B"
+        given, smallest, give = size(limit), f", {size(least)}", size_from(least)
     raise RecipeError(
         f"{where}: {given} is less than the smallest possible{smallest} ({possible[0]} in every layer); "
         f"give {give} or more"

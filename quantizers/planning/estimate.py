@@ -65,6 +65,7 @@ class Estimate:
         seconds: `layers`, `verification`, and `all` for their sum, on this machine's CPU and on every known GPU that
             has the memory; None if a set's size is unknown, and for the library's engine.
         several: the same on GPUs by so many `processes`; None for one.
+        measuring: to read the source once more and measure for a budget, without the computing; None without one.
         assumptions: one line each.
     """
 
@@ -78,6 +79,7 @@ class Estimate:
     seconds: dict[str, dict[str, float]] | None
     processes: int
     several: dict[str, dict[str, float]] | None
+    measuring: float | None
     assumptions: list[str]
 
 
@@ -110,10 +112,11 @@ def estimate_run(job: Job, output_bytes: int, processes: int = 1, disk: float = 
 
         seconds = {rates.name: of(rates, 1) for rates in (rates_of_cpu(), *gpus)}
         several = {rates.name: of(rates, processes) for rates in gpus} if processes > 1 else None
+    source = sum(action.spec.bytes for action in plan.actions)
     return Estimate(
         tokens,
         None if texts is None else sum(texts),
-        sum(action.spec.bytes for action in plan.actions),
+        source,
         output_bytes,
         None if tokens is None else {n: calibration_bytes(job.sizes, tokens, size) for n, size in ITEMSIZES.items()},
         2 * (layer_source + layer_output) + sum(action.spec.bytes for action in plan.of_layer(None)) + HOST,
@@ -121,6 +124,7 @@ def estimate_run(job: Job, output_bytes: int, processes: int = 1, disk: float = 
         seconds,
         processes,
         several,
+        source / disk if job.allocation else None,
         _assumptions(drawn, processes, disk, nvfp4=job.recipe.experts.format == "nvfp4"),
     )
 
@@ -224,8 +228,8 @@ def _assumptions(drawn: bool, processes: int, disk: float, *, nvfp4: bool) -> li
         f"tokens: the recipe's calibration.tokens; every evaluation text {allowed}"
         if drawn
         else f"tokens: every sample {allowed}, which few are",
-        "time: an estimate in closed form, with evaluation and one last reading of the shards; without measuring for a "
-        "budget and without the check of the source, which reads it once; a run forecasts from its first layer",
+        "time: an estimate in closed form, with evaluation and one last reading of the shards, without the check of "
+        "the source, which reads it once; a run forecasts from its first layer",
         "rates: nominal ones (quantizers/planning/gpus.yaml), of which bandwidth, matrix products, float32 and "
         f"factorizations reach {on_gpu} on a GPU and {on_cpu} on a CPU",
         f"files: {disk / 1e9:g} GB/s read or written, beside the computing",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -78,15 +78,27 @@ def rates_of_cpu() -> Rates:
 
 @dataclass(frozen=True)
 class Gpus:
-    """`count` equal GPUs of `bytes` each; `name` is the user's text, such as 2x96GiB or 2xH100."""
+    """`count` equal GPUs of `bytes` each; `name` is the user's text, such as 2x96GiB or 2xH100.
+
+    Attributes:
+        sm: their compute capability, as 86; None where it is not known.
+        nominal: whether `bytes` is what the vendor or the user calls them; otherwise it is what torch sees.
+    """
 
     name: str
     count: int
     bytes: int
+    sm: int | None = None
+    nominal: bool = True
 
     def of(self, count: int) -> Gpus:
         """Another number of the same GPUs."""
-        return Gpus(f"{count}x{_COUNT.sub('', self.name)}", count, self.bytes)
+        return replace(self, name=f"{count}x{_COUNT.sub('', self.name)}", count=count)
+
+
+def most_unseen() -> float:
+    """The largest share of its nominal memory that torch does not see of a GPU where that is known."""
+    return max(1 - float(one["seen"]) / float(one["memory"]) for one in known_gpus().values() if "seen" in one)
 
 
 def parse_gpus(text: str) -> Gpus:
@@ -98,7 +110,7 @@ def parse_gpus(text: str) -> Gpus:
     name = re.sub(r"[\s_-]+", "-", match[2].strip().upper().removeprefix("NVIDIA ").removeprefix("AMD "))
     by_name = {other: entry for known, entry in known_gpus().items() for other in (known, *entry.get("also", ()))}
     if entry := by_name.get(name) or by_name.get(f"RTX-{name}"):
-        return Gpus(text.strip(), count, _memory(entry))
+        return Gpus(text.strip(), count, _memory(entry), entry.get("sm"), "seen" not in entry)
     if re.match(r"[A-Z]|\d{4}(?!.*B$)", name):
         raise InputError(
             f"--vram {text!r}: no GPU {match[2]} is known{did_you_mean(name, known_gpus())}; give the memory of each, "

@@ -12,11 +12,14 @@ From the sources of SGLang 0.5.23 (paged experts: store.py, method.py), vLLM 0.3
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from .gpus import GIB, Gpus
-from .serving_memory import EXPERTS, Fit, Model
+from .serving_memory import EXPERTS, FLASHINFER, FP8_CACHE_SM, UTILISATION, Fit, Model, needs_flashinfer
 
+NONE: Mapping[str, str] = MappingProxyType({})
 SYSTEM = 6 * 10**9  # bytes of host memory for everything else
 GB = 10**9
 
@@ -29,6 +32,7 @@ class HostWay:
         ram: bytes of host memory that it needs for experts; 0 where it does not take the output at all.
         on_gpu: the share of the experts that lies on the GPUs.
         problem: why it is not possible here; empty if it is.
+        needs: which GPUs it needs, where it is not known whether these are such.
         command: what to type, with OUT for the output's folder and CORES for the CPU's; empty with a problem.
     """
 
@@ -36,15 +40,19 @@ class HostWay:
     ram: int
     on_gpu: float
     problem: str
+    needs: str
     command: str
 
 
-def host_ways(model: Model, gpus: Gpus, fit: Fit, ram: int, ktransformers: str | None) -> list[HostWay]:
+def host_ways(
+    model: Model, gpus: Gpus, fit: Fit, ram: int, ktransformers: str | None, options: Mapping[str, str] = NONE
+) -> list[HostWay]:
     """The three ways on some GPUs, at the context and with the KV cache of the estimate `fit`; none where that fits.
 
     Args:
         ram: bytes of host memory that the machine has.
         ktransformers: why KTransformers does not take the experts; None if it does.
+        options: of `vllm` and `sglang`, what the model's family wants besides, such as parsers.
     """
     if fit.fits:
         return []
@@ -55,11 +63,14 @@ def host_ways(model: Model, gpus: Gpus, fit: Fit, ram: int, ktransformers: str |
     resident = min(model.sizes["experts"], int(free / of_gpu * model.sizes["experts"]))
     least = model.sizes["chosen"]
 
-    def way(name: str, needed: int, on_gpu: float, problem: str, command: str) -> HostWay:
+    def way(name: str, needed: int, on_gpu: float, problem: str, command: str, needs: str = "") -> HostWay:
         if not problem and needed + SYSTEM > ram:
             problem = f"needs {math.ceil((needed + SYSTEM) / GB)} GB, {SYSTEM // GB} of it for the rest"
-        return HostWay(name, needed, on_gpu, problem, "" if problem else command)
+        return HostWay(name, needed, on_gpu, problem, *(("", "") if problem else (needs, command)))
 
+    before_ada = gpus.sm is not None and gpus.sm < FP8_CACHE_SM
+    blocks = "SGLang refuses FP8 in blocks before Ada: attention: bf16" if model.blocks and before_ada else ""
+    from_ada = "from Ada on" if model.blocks and gpus.sm is None else ""
     one_gpu = "" if gpus.count == 1 else "it takes one GPU"
     few_bits = "it takes 4 and 8 bits" if model.padded else ""
     no_room = "" if resident >= least else f"no room on the GPU for {least} experts"
@@ -69,23 +80,33 @@ def host_ways(model: Model, gpus: Gpus, fit: Fit, ram: int, ktransformers: str |
         if count > 1
     )
     fp8 = fit.kv == "fp8"
-    sglang = f"python -m sglang.launch_server --model-path OUT{parallel}{' --kv-cache-dtype fp8_e4m3' if fp8 else ''}"
+    wanted = {name: f" {options[name]}" if options.get(name) else "" for name in ("vllm", "sglang")}
+    cache = " --kv-cache-dtype fp8_e4m3" if fp8 else ""
+    sglang = f"python -m sglang.launch_server --model-path OUT{parallel}{wanted['sglang']}{cache}"
     tokens = f"--context-length {fit.context}"
     paged = f"--enable-paged-experts --paged-experts-num-resident {resident} {tokens}"
     kt = "--kt-weight-path OUT --kt-method RAWINT4 --kt-cpuinfer CORES --kt-threadpool-count 1"
-    vllm = f"vllm serve OUT{parallel}{' --kv-cache-dtype fp8' if fp8 else ''} --max-model-len {fit.context}"
+    attention = f" {FLASHINFER}" if needs_flashinfer(gpus, fit.kv) else ""
+    cache = f" --kv-cache-dtype fp8{attention}" if fp8 else ""
+    vllm = (
+        f"vllm serve OUT{parallel}{wanted['vllm']}{cache} --max-model-len {fit.context} "
+        f"--gpu-memory-utilization {UTILISATION}"
+    )
     offloaded = math.ceil((of_gpu - free) / GIB)
     uva = f"--offload-backend uva --cpu-offload-gb {offloaded} --cpu-offload-params experts"
     share = resident / model.sizes["experts"]
     no_others = "" if fit.left + of_gpu > 0 else "what must be on the GPU does not fit"
     return [
-        way("SGLang, paged experts", experts, share, one_gpu or few_bits or no_room, f"{sglang} {paged}"),
+        way(
+            "SGLang, paged experts", experts, share, one_gpu or few_bits or blocks or no_room,
+            f"{sglang} {paged}", from_ada,
+        ),
         way(
             "vLLM, UVA offloading", offloaded * GIB * gpus.count, max(0, 1 - offloaded * GIB / of_gpu), no_others,
             f"{vllm} {uva}",
         ),
         way(
-            "KTransformers", experts, share, ktransformers or no_others,
-            f"{sglang} {kt} --kt-num-gpu-experts {resident} {tokens}",
+            "KTransformers", experts, share, ktransformers or blocks or no_others,
+            f"{sglang} {kt} --kt-num-gpu-experts {resident} {tokens}", from_ada,
         ),
     ]  # fmt: skip

@@ -33,12 +33,14 @@ from quantizers.architectures.sizes import Sizes
 from quantizers.formats.fp8 import Fp8
 from quantizers.recipe.schema import Scheme
 from quantizers.system.errors import InputError
+from quantizers.system.formatting import size_between
 
 from .allocation import candidates
-from .gpus import GIB, Gpus, parse_gpus
+from .gpus import GIB, Gpus, most_unseen, parse_gpus
 from .job import Job
 from .plan import Plan, file_size, packed_specs
 
+MIB = 2**20
 UTILISATION = 0.93  # vLLM's --gpu-memory-utilization; the rest is for the driver and CUDA graphs
 RUNTIME = 2 * GIB  # per GPU: CUDA context, kernels, NCCL buffers, fragmentation
 LARGE_GPU = 70 * GIB  # from this size vLLM prefills 8,192 tokens at a time, below it 2,048
@@ -50,7 +52,11 @@ COMMON = "1x24 2x24 1x48 4x24 2x48 1x96 8x24 4x48 2x96 4x80 8x80 8x141"  # GPUs,
 MARLIN_BITS = (4, 8)  # other experts run on Humming
 HUMMING_ROWS, HUMMING_COLUMNS = 256, 128  # of which a GPU's part is filled up to multiples (utils/humming/moe.py, 411)
 MARLIN_TILE = 64  # of an expert's width on a GPU; up to vLLM 0.32 it had to be whole, later ones fill it up with zeros
+FP8_CACHE_SM = 89  # below it FlashInfer alone has an FP8 cache, and SGLang refuses FP8 weights in blocks
+FLASHINFER = "--attention-backend FLASHINFER"
+LITTLE = GIB // 2  # bytes left on a GPU, below which `notes` warns
 MOST_GPUS = 64  # more of the same are not suggested
+HEADERS = 1e-4  # of an output's bytes, by which its headers may differ with other bits
 USEFUL = 1024  # tokens; a shorter context is no remedy
 EXPERTS, OTHERS = "experts", "others"
 # Measured by `quantize run tiny-minimax-m2-fp8-int4` with the bits and group size set to these.
@@ -76,6 +82,7 @@ class Model:
         blocks: of the passthrough linear modules that are FP8 in blocks.
         longest: the model's maximum context in tokens; 0 if config.json does not say.
         fp8_cache: whether servers cache keys and values in FP8 by themselves.
+        beside: bytes of the output's files that no GPU holds: headers, and layers for speculative decoding.
     """
 
     facts: Architecture
@@ -87,6 +94,12 @@ class Model:
     blocks: Blocks
     longest: int
     fp8_cache: bool = False
+    beside: int = 0
+
+    @property
+    def stored(self) -> int:
+        """Bytes of all weights that GPUs hold."""
+        return sum(size for layer in self.layers for size in layer.values()) + self.outside
 
 
 @dataclass(frozen=True)
@@ -123,16 +136,19 @@ def serving_model(plan: Plan, facts: Architecture, sizes: Sizes, config: dict[st
             layer[part] += sum(spec.bytes for spec in action.outputs.values())
             if part == module and action.in_fp8 and isinstance(fp8, tuple):
                 blocks[module] = fp8
+    outside = sum(spec.bytes for spec in plan.shard(None).values())
+    held = outside + sum(size for layer in layers for size in layer.values())
     return Model(
         facts=facts,
         sizes=sizes,
         layers=tuple(layers),
-        outside=sum(spec.bytes for spec in plan.shard(None).values()),
+        outside=outside,
         groups=frozenset(plan.schemes[layer].group_size for layer in plan.quantized_layers),
         padded=frozenset(layer for layer in plan.quantized_layers if plan.schemes[layer].bits not in MARLIN_BITS),
         blocks=blocks,
         longest=sizes.positions or 0,
         fp8_cache=bool(plan.cached),
+        beside=sum(file_size(plan.shard(part)) for part in plan.parts) - held,
     )
 
 
@@ -254,24 +270,51 @@ def assumptions(gpus: Sequence[Gpus]) -> list[str]:
         f"{RUNTIME / GIB:.0f} GiB a GPU for the CUDA context, kernels, NCCL and fragmentation",
         f"activations: {steps} tokens in a prefill step, logits of {SEQUENCES} sequences",
         "KV cache for one sequence of that context, or several that share it; no speculative decoding",
-        "an FP8 KV cache needs FlashInfer below SM89 (RTX 3090): FlashAttention and Triton refuse it",
+        *_flashinfer(gpus),
+        *_nominal(gpus),
     ]
 
 
+def _flashinfer(gpus: Sequence[Gpus]) -> list[str]:
+    """What an FP8 cache needs, where a GPU may be one that needs it."""
+    below = any(one.sm is None or one.sm < FP8_CACHE_SM for one in gpus)
+    return [f"an FP8 KV cache below SM{FP8_CACHE_SM} (RTX 3090, A100): {FLASHINFER}; others refuse it"] if below else []
+
+
+def _nominal(gpus: Sequence[Gpus]) -> list[str]:
+    """Which GPUs count with a memory of which torch sees less."""
+    names = ", ".join(dict.fromkeys(one.name for one in gpus if one.nominal))
+    return [f"{names}: the nominal memory; torch and vLLM see up to {most_unseen():.0%} less"] if names else []
+
+
+def needs_flashinfer(gpus: Gpus, kv: KvType) -> bool:
+    """Whether vLLM has this cache on these GPUs with FlashInfer alone: FlashAttention and Triton refuse it there."""
+    return kv == "fp8" and gpus.sm is not None and gpus.sm < FP8_CACHE_SM
+
+
 def notes(model: Model, fits: Iterable[Fit]) -> list[str]:
-    """Needs besides memory, one line each."""
-    shares = {row.tensor_parallel: model.sizes["width"] // row.tensor_parallel for row in fits}
-    return [
+    """Needs besides memory, and where little of it is left, one line each."""
+    rows = list(fits)
+    shares = {row.tensor_parallel: model.sizes["width"] // row.tensor_parallel for row in rows}
+    marlin = [
         f"vLLM 0.33 or newer for TP {ranks}: {share} of an expert's width on a GPU are no multiple of {MARLIN_TILE}, "
         "and older ones do not fill up Marlin's tiles"
         for ranks, share in sorted(shares.items())
         if share % MARLIN_TILE and len(model.padded) < len(model.sizes.moe_layers)
-    ] + [
+    ]
+    humming = [
         f"vLLM's Humming fills experts up to {HUMMING_ROWS} rows and {HUMMING_COLUMNS} columns: with TP {ranks} "
         f"they take {_filled_up(model.sizes, ranks) - 1:.0%} more memory than on disk"
         for ranks in sorted(shares)
         if model.padded and _filled_up(model.sizes, ranks) > 1
     ]
+    little = [
+        f"{row.cards}: {row.left / MIB:,.0f} MiB of a GPU are left; if vLLM says that its memory is full, lower "
+        "--max-model-len"
+        for row in rows
+        if row.fits and row.left < LITTLE and row.longest < model.longest
+    ]
+    return marlin + humming + little
 
 
 def common_fits(model: Model) -> list[Fit]:
@@ -405,12 +448,14 @@ def _remedies(job: Job, model: Model, gpus: Gpus, asked: Fit, tensor_parallel: i
         if longest >= USEFUL:
             shorter = fit(model, gpus, longest, kv, tensor_parallel)
             yield Remedy(f"{'' if kv == asked.kv else f'--kv {kv} '}--context {longest}", shorter)
-    now = max(scheme.bits_per_weight for scheme in job.plan.schemes)
     for scheme in reversed(candidates(job.sizes, 1)):
-        if scheme.bits_per_weight < now:
-            with_fewer_bits = fit(with_scheme(model, scheme), gpus, asked.context, asked.kv)
+        fewer = with_scheme(model, scheme)
+        if fewer.stored < model.stored:
+            with_fewer_bits = fit(fewer, gpus, asked.context, asked.kv)
             if with_fewer_bits.fits and tensor_parallel in (None, with_fewer_bits.tensor_parallel):
-                yield Remedy(f"experts.{_asking_for(scheme, job)} in the recipe", with_fewer_bits)
+                yield Remedy(
+                    f"experts.{_asking_for(scheme, job, fewer, with_fewer_bits)} in the recipe", with_fewer_bits
+                )
                 break
     step, most = tensor_parallel or 1, MOST_GPUS
     for kv in kvs:  # the smallest number of such GPUs; a still smaller one with keys and values in FP8
@@ -423,15 +468,34 @@ def _remedies(job: Job, model: Model, gpus: Gpus, asked: Fit, tensor_parallel: i
                 break
 
 
-def _asking_for(scheme: Scheme, job: Job) -> str:
-    """The key of a recipe's experts that gives every layer a scheme, of the kind that this recipe has."""
+def _asking_for(scheme: Scheme, job: Job, model: Model, fitting: Fit) -> str:
+    """The key of a recipe's experts for a scheme in every layer, or for the largest budget, of the kind that it has."""
     if job.recipe.experts.bits_per_weight is not None:
         return f"bits_per_weight: {scheme.bits_per_weight:g}"
     if job.recipe.experts.budget is not None:
         plan = job.plan.with_schemes([scheme] * job.plan.layers)
-        return f"budget: {sum(file_size(plan.shard(part)) for part in plan.parts)}B"
+        least = sum(file_size(plan.shard(part)) for part in plan.parts)
+        return f"budget: {size_between(least, max(least, largest_budget(model, fitting)))}"
     integers = "format: int, " if job.recipe.experts.format != "int" else ""
     return f"{integers}bits: {scheme.bits} with group_size: {scheme.group_size}"
+
+
+def largest_budget(model: Model, fitting: Fit) -> int:
+    """The largest `experts.budget` in bytes, with the split and the kernels of an output that fits.
+
+    What is left on the fullest GPU holds, in each layer of its stage, a part of that layer.
+    """
+    tensor, pipeline, layers = fitting.tensor_parallel, fitting.pipeline_parallel, len(model.layers)
+    grown = tensor * layers / math.ceil(layers / pipeline) / (_filled_up(model.sizes, tensor) if model.padded else 1)
+    return int(model.stored + model.beside + fitting.left * grown)
+
+
+def with_budget(model: Model, size: int) -> Model:
+    """The same output with experts that grow evenly in all layers, until its files take `size` bytes."""
+    experts = sum(layer.get(EXPERTS, 0) for layer in model.layers)
+    factor = 1 + (size - model.stored - model.beside) / experts
+    grown = ({part: math.ceil(n * factor) if part == EXPERTS else n for part, n in one.items()} for one in model.layers)
+    return replace(model, layers=tuple(grown))
 
 
 def with_scheme(model: Model, scheme: Scheme) -> Model:
@@ -450,19 +514,23 @@ class Way:
     """An output with one scheme in every layer, on some GPUs.
 
     Attributes:
-        bytes: of its weights, all but what headers take of the files.
+        bytes: of its weights.
+        output: bytes of its shards, with what no GPU holds of them.
         longest: by the KV cache's type, the context that fits, in tokens.
         budget: by the same, the largest `experts.budget` that fits at the context asked for, with this split and this
             scheme's kernels, its bits spread evenly over pipeline stages; 0 where not even this output does.
+        mixture: the same for a recipe, rounded down to 0.1 GB; empty where that is no more than this output takes.
         tiny_kl: its mean KL on the tiny MiniMax-M2, in nats; None where that is not known.
     """
 
     scheme: str
     bytes: int
+    output: int
     tensor_parallel: int
     pipeline_parallel: int
     longest: dict[KvType, int]
     budget: dict[KvType, int]
+    mixture: dict[KvType, str]
     tiny_kl: float | None
 
 
@@ -473,11 +541,16 @@ def ways(model: Model, gpus: Gpus, context: int, tensor_parallel: int | None = N
         one = with_scheme(model, scheme)
         fits = {kv: fit(one, gpus, context, kv, tensor_parallel) for kv in KV_BYTES}
         tensor, pipeline = fits["auto"].tensor_parallel, fits["auto"].pipeline_parallel
-        stored = sum(size for layer in one.layers for size in layer.values()) + one.outside
-        # The fullest GPU's room, in each layer of its stage, for a part of that layer.
-        layers = len(one.layers) / math.ceil(len(one.layers) / pipeline)
-        grown = tensor * layers / (_filled_up(one.sizes, tensor) if one.padded else 1)
-        budget = {kv: int(stored + row.left * grown) if row.fits else 0 for kv, row in fits.items()}
+        output = one.stored + one.beside
+        budget = {kv: largest_budget(one, row) if row.fits else 0 for kv, row in fits.items()}
+        mixture = {kv: _mixture(output, most) for kv, most in budget.items()}
         longest = {kv: row.longest for kv, row in fits.items()}
-        found.append(Way(str(scheme), stored, tensor, pipeline, longest, budget, TINY_KL.get(scheme)))
+        kl = TINY_KL.get(scheme)
+        found.append(Way(str(scheme), one.stored, output, tensor, pipeline, longest, budget, mixture, kl))
     return found
+
+
+def _mixture(output: int, most: int) -> str:
+    """A budget of at most so many bytes, in 0.1 GB; empty where a mixture would be no larger than an output."""
+    tenths = most // 10**8
+    return f"{tenths / 10:g}GB" if tenths * 10**8 > output * (1 + HEADERS) else ""

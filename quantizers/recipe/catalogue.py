@@ -48,7 +48,10 @@ def copied(name: str) -> str:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a new recipe says besides the defaults: of what it is for, the experts' size, and limits that suit it."""
+    """What a new recipe says besides the defaults: of what it is for, the experts' size, and limits that suit it.
+
+    `asks` is not in it: the options with which `quantize plan` says whether its output fits.
+    """
 
     about: str = ""
     experts: str = """\
@@ -57,6 +60,7 @@ class Chosen:
   # budget: 125GiB                     # instead of these two: the shards' size; both are then chosen for each layer
 """
     limits: str = "max_increase: 0.02, max_kl: 0.05"
+    asks: str = ""
 
 
 def new_recipe(model: str, chosen: Chosen = Chosen()) -> str:

@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Collection, Iterable, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,23 @@ def size(number: int) -> str:
         if number >= factor:
             return f"{number / factor:.1f} {unit}"
     return f"{number} B"
+
+
+def size_between(least: int, most: int) -> str:
+    """The largest size up to `most` bytes with so few digits as are needed to be at least `least`, such as `74.2GB`.
+
+    For a recipe or an option: `parse_bytes` reads it.
+    """
+    unit, factor = next((one for one in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)) if most >= one[1]), ("B", 1))
+    steps = (factor // 10**digits for digits in range(1, 10) if factor >= 10**digits)
+    step = next((step for step in steps if most // step * step >= least), 1)
+    return f"{Decimal(most // step * step) / factor:f}{unit}"
+
+
+def size_from(least: int) -> str:
+    """The smallest size of at least `least` bytes with one decimal, such as `65.1GB`."""
+    factor = next((one for one in (10**9, 10**6, 10**3) if least >= one), 10)
+    return size_between(least, -(-least * 10 // factor) * factor // 10)
 
 
 def gate_figures(gate: dict[str, Any]) -> tuple[str, str]:

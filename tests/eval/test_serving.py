@@ -47,6 +47,7 @@ from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.formats.fp8 import ROWS
 from quantizers.pipeline.report import of_plan
 from quantizers.planning.assign_actions import expected_tensors, make_plan
+from quantizers.planning.serving_memory import FLASHINFER
 from quantizers.recipe.schema import GROUPS, Experts, Scheme
 from quantizers.system.errors import InputError
 from stitch.write.config_files import output_config
@@ -603,7 +604,7 @@ SPLITS = [(bits, group, width) for bits in (2, 3, 4) for group in GROUPS for wid
 
 def serve_commands() -> list[str]:
     """The card's command for every published model that vLLM serves, with all options that any of them has."""
-    split = {"tensor_parallel": 4, "pipeline_parallel": 2, "kv": "fp8", "fits": True}
+    split = {"tensor_parallel": 4, "pipeline_parallel": 2, "kv": "fp8", "fits": True, "attention_backend": FLASHINFER}
     commands = []
     for name in published_models():
         whole = published(name, layers=4, experts=16)

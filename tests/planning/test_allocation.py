@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from quantizers.planning.allocation import Allocation, allocation, candidates, c
 from quantizers.planning.plan import file_size
 from quantizers.recipe.schema import CANDIDATES, Experts, Scheme, counted
 from quantizers.system.errors import RecipeError
+from quantizers.system.formatting import size_from
 
 # Whole numbers, many of them equal, so that ties occur; and any float.
 LOSS = st.one_of(st.integers(0, 4).map(float), st.floats(0, 1e3, allow_subnormal=False))
@@ -128,7 +130,10 @@ def test_fewer_than_4_bits_are_possible_only_where_4_do_not_fit_everywhere() -> 
 def test_what_is_too_small_is_refused_with_what_would_do() -> None:
     least = of(2.25).output_bytes(of(2.25).uniform(0))
     of(f"{least}B")
-    with pytest.raises(RecipeError, match=rf"^r.yaml:6: experts.budget: .* give {least}B or more$"):
+    of(size_from(least))
+    with pytest.raises(
+        RecipeError, match=rf"^r.yaml:6: experts.budget: .* give {re.escape(size_from(least))} or more$"
+    ):
         of(f"{least - 1}B")
     with pytest.raises(RecipeError, match=r"^r.yaml:6: experts.bits_per_weight: 2.2 is less .* give 2.25 or more$"):
         of(2.2)

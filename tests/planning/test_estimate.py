@@ -56,7 +56,7 @@ def test_needs_of_the_published_model(needs: Estimate) -> None:
     assert needs.held_out == 88 * 256 + 8 * 8192
     assert needs.seconds is not None
     assert needs.several is not None
-    assert list(needs.seconds) == ["CPU", "RTX 4090", "A100", "RTX PRO 6000", "H100", "H200"]
+    assert list(needs.seconds) == ["CPU", "RTX 3090", "RTX 4090", "A100", "RTX PRO 6000", "H100", "H200"]
     for seconds in needs.seconds.values():
         assert seconds["all"] == seconds["layers"] + seconds["verification"]
     for name, seconds in needs.several.items():

@@ -22,7 +22,7 @@ import quantizers
 from quantizers.architectures.families import architecture_for, published_config
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.cli.plan import dense_words, remarks, weights_table
+from quantizers.cli.plan import dense_words, plan_table, remarks, weights_table
 from quantizers.planning.job import Job
 from quantizers.planning.plan import METADATA, Plan, file_size, index_json
 from quantizers.recipe.read import read_recipe, source_location
@@ -358,11 +358,26 @@ def test_a_plan_says_what_few_bits_and_signed_scales_cost_among_servers() -> Non
         assert set(found["limits"]) <= set(remarks(found))
         return [line.partition(":")[0] for line in found["limits"]]
 
-    signed = "group scales may be negative; not verified for FlashInfer's TRT-LLM MXINT4 on SM100, for vLLM's Marlin"
+    signed = "group scales may be negative; `experts.scales_sign"
     assert [line[: len(signed)] for line in limits()] == [signed]
     assert limits(scales_sign="positive") == []
     assert limits(scales_sign="positive", bits=2) == ["vLLM 0.32+, vLLM 0.14-0.31", "SGLang"]
     assert limits(scales_sign="positive", bits=3) == ["vLLM 0.32+, vLLM 0.14-0.31", "SGLang", "transformers"]
+
+
+def test_before_a_run_chose_within_a_budget_all_of_it_is_planned_for() -> None:
+    """The disk for the output, and the reading to measure; without a budget there is neither."""
+    settings = {"experts.bits": None, "experts.group_size": None, "experts.budget": "3.3MB"}
+    found = quantizers.plan("tiny-minimax-m2-fp8-int4", settings=settings, disk=10**6).figures
+    assert found["output_bytes"] < found["needs"]["output"] == 3_300_000
+    assert found["needs"]["measuring"] == pytest.approx(found["source_bytes"] / 10**6)
+    printed = plan_table(found)
+    assert f"sizes of {found['schemes']['planned']} in every layer: a run chooses, and may fill 3.3 MB" in printed
+    assert "besides, to measure for the budget: under a minute to read the source once more" in printed
+    without = quantizers.plan("tiny-minimax-m2-fp8-int4", gpus=2).figures
+    assert without["needs"]["measuring"] is None
+    assert not any(words in plan_table(without) for words in ("may fill", "to measure"))
+    assert " of host memory for each of 2 processes." in plan_table(without)
 
 
 def test_what_is_special_about_a_model_is_said_in_the_plan() -> None:

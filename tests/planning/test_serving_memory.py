@@ -17,22 +17,27 @@ from commands import Command
 from quantizers.planning.gpus import Gpus, known_gpus, parse_gpus
 from quantizers.planning.host_experts import host_ways
 from quantizers.planning.job import Job, prepare
+from quantizers.planning.plan import file_size
 from quantizers.planning.serving_memory import (
     RUNTIME,
     UTILISATION,
     Model,
+    assumptions,
     common_fits,
     fit,
     kv_bytes_per_token,
+    largest_budget,
     notes,
     remedies,
     serving_model,
     tensor_parallel_problem,
     ways,
+    with_budget,
     with_scheme,
 )
 from quantizers.recipe.schema import Scheme
 from quantizers.system.errors import InputError
+from quantizers.system.formatting import parse_bytes
 from quantizers.system.package_data import shipped
 
 MIB, GIB = 2**20, 2**30
@@ -181,7 +186,8 @@ def experts_of(scheme: str) -> float:
 @pytest.mark.parametrize(
     ("cards", "split", "longest"),
     [  # tensor and pipeline parallel, and the longest context of some schemes, with a cache in FP8
-        ("4x3090", (4, 1), {"INT2 group 128": 151_904, "INT2 group 32": 68_960}),
+        ("4x3090", (4, 1), {"INT2 group 128": 138_064, "INT2 group 32": 55_120}),
+        ("4x24GiB", (4, 1), {"INT2 group 128": 151_904, "INT2 group 32": 68_960}),
         ("1x96GiB", (1, 1), {"INT2 group 128": WHOLE, "INT2 group 32": 132_048}),
         ("2x96GiB", (2, 1), {"INT2 group 128": WHOLE, "INT4 group 32": WHOLE}),
         ("8x3090", (8, 1), {"INT2 group 64": WHOLE, "INT4 group 32": WHOLE}),
@@ -207,6 +213,42 @@ def test_what_fits_on_a_rig(model: Model, cards: str, split: tuple[int, int], lo
         assert way.longest["fp8"] == pytest.approx(min(room / per_token, WHOLE), rel=1e-3)
         grown = max(0.0, room - at.kv_cache) / share / filled
         assert way.budget["fp8"] == pytest.approx(way.bytes + grown if room > at.kv_cache else 0, rel=1e-3)
+        for kv, mixture in way.mixture.items():
+            assert not mixture or way.output < parse_bytes(mixture, "budget") <= way.budget[kv]
+
+
+def test_all_of_a_budget_counts_before_a_run_has_chosen(model: Model) -> None:
+    """Experts that grow evenly to the largest budget leave nothing; 0.1 GB more does not fit."""
+    gpus = parse_gpus("4x3090")
+    few = with_scheme(model, Scheme(2, 64))
+    most = largest_budget(few, fit(few, gpus, 65_536, "fp8"))
+    full = with_budget(few, most)
+    assert full.stored + full.beside == pytest.approx(most, abs=100)
+    assert fit(full, gpus, 65_536, "fp8").left == pytest.approx(0, abs=100)
+    assert not fit(with_budget(few, most + 10**8), gpus, 65_536, "fp8").fits
+
+
+def test_of_some_gpus_it_is_known_what_torch_sees(model: Model) -> None:
+    """A 3090 is less than its 24 GiB; of a size, and of others, the nominal memory counts, which is said."""
+    seen, nominal = parse_gpus("4x3090"), parse_gpus("4x24GiB")
+    assert (seen.nominal, seen.sm, nominal.nominal, nominal.sm) == (False, 86, True, None)
+    assert seen.bytes == int(23.56 * GIB)
+    assert seen.of(8) == parse_gpus("8x3090")
+    assert not any("nominal" in line for line in assumptions([seen]))
+    assert any(
+        line.startswith("4x24GiB, 1xL4: the nominal memory") for line in assumptions([nominal, parse_gpus("1xL4")])
+    )
+    flashinfer = [
+        any("FLASHINFER" in line for line in assumptions([parse_gpus(one)])) for one in ("3090", "4090", "24GB")
+    ]
+    assert flashinfer == [True, False, True]
+
+
+def test_little_memory_that_is_left_is_said(model: Model) -> None:
+    gpus = parse_gpus("2x80GiB")
+    longest = fit(model, gpus).longest
+    rows = [fit(model, gpus, longest), fit(model, gpus, longest // 2), fit(model, gpus, WHOLE)]
+    assert [any("of a GPU are left" in line for line in notes(model, [row])) for row in rows] == [True, False, False]
 
 
 def test_experts_in_host_memory(model: Model) -> None:
@@ -218,6 +260,7 @@ def test_experts_in_host_memory(model: Model) -> None:
     assert not at.fits
     paged, uva, kt = host_ways(model, gpus, at, 144 * 10**9, None)
     assert (paged.problem, uva.problem, kt.problem) == ("", "", "")
+    assert (paged.needs, uva.needs, kt.needs) == ("from Ada on", "", "from Ada on"), "SGLang, of FP8 in blocks"
     assert paged.ram == kt.ram == pytest.approx(experts, rel=1e-6)
     assert f"--paged-experts-num-resident {resident} " in paged.command
     assert f"--kt-num-gpu-experts {resident} " in kt.command
@@ -233,7 +276,16 @@ def test_experts_in_host_memory(model: Model) -> None:
     assert host_ways(few, gpus, fit(few, gpus), 10**12, None)[0].problem == "it takes 4 and 8 bits"
     four = parse_gpus("4x3090")
     _, uva, kt = host_ways(model, four, fit(model, four, 65_536, "fp8"), 10**12, None)
-    assert "--tensor-parallel-size 4 --kv-cache-dtype fp8 " in uva.command
+    assert "--tensor-parallel-size 4 --kv-cache-dtype fp8 --attention-backend FLASHINFER " in uva.command
+    assert (kt.problem, kt.command) == ("SGLang refuses FP8 in blocks before Ada: attention: bf16", "")
+    without = replace(model, blocks={})
+    wanted = {"vllm": "--reasoning-parser its", "sglang": "--its"}
+    _, uva, kt = host_ways(without, four, fit(model, four, 65_536, "fp8"), 10**12, None, wanted)
+    assert "--tensor-parallel-size 4 --its --kv-cache-dtype fp8_e4m3 " in kt.command
+    assert "--tensor-parallel-size 4 --reasoning-parser its --kv-cache-dtype fp8 " in uva.command
+    four = parse_gpus("4x4090")
+    _, uva, kt = host_ways(model, four, fit(model, four, 65_536, "fp8"), 10**12, None)
+    assert "--kv-cache-dtype fp8 --max-model-len 65536 --gpu-memory-utilization 0.93 " in uva.command
     assert "--tensor-parallel-size 4 --kv-cache-dtype fp8_e4m3 " in kt.command
     assert host_ways(model, parse_gpus("2x96GiB"), fit(model, parse_gpus("2x96GiB")), 10**12, None) == []
     small = parse_gpus("1x16GiB")
@@ -263,8 +315,8 @@ def test_what_a_rig_takes_is_printed_as_documented(
     [
         (str(shipped("models") / "tiny-minimax-m2"), "1x24GiB", {"bits": 8, "group_size": 32}),
         pytest.param("MiniMaxAI/MiniMax-M2.1", "2x96GiB", {"bits": 4, "group_size": 32}, marks=EVERY),
-        pytest.param("MiniMaxAI/MiniMax-M2.1", "4x3090", {"budget": "76GB", "tensor_parallel": 4}, marks=EVERY),
-        pytest.param("MiniMaxAI/MiniMax-M2.1", "1x128GiB", {"budget": "115.9GB"}, marks=EVERY),
+        pytest.param("MiniMaxAI/MiniMax-M2.1", "4x3090", {"budget": "74.2GB", "tensor_parallel": 4}, marks=EVERY),
+        pytest.param("MiniMaxAI/MiniMax-M2.1", "1x128GiB", {"budget": "116GB"}, marks=EVERY),
     ],
 )
 def test_a_new_recipe_for_a_rig(
@@ -277,13 +329,74 @@ def test_a_new_recipe_for_a_rig(
     assert experts.items() <= written["experts"].items()
     limit = {"4x3090": 0.4, "1x128GiB": 0.12}.get(cards, 0.05)  # of 2 bits, of 3, where INT3 fits, and of more
     assert written["verify"]["perplexity"]["max_kl"] == limit
-    kv = "fp8" if "--kv-cache-dtype fp8" in path.read_text() else "auto"
-    assert command("plan", path, "--vram", cards, *context, "--kv", kv, "--json") == 0
-    assert json.loads(command.out)["fits"][0]["fits"]
+    _, _, step = command.out.partition("next: quantize ")
+    assert f"--vram {cards} " in step
+    assert command(*shlex.split(step), "--json") == 0
+    (row,) = json.loads(command.out)["fits"]
+    assert row["fits"]
+    assert row["command"].startswith("vllm serve OUT")
     assert command("new", model, tmp_path / "no.yaml", "--vram", "1x1GiB", *context) == 2
     assert "nothing fits 1x1GiB" in command.err
+    assert "however short the context is" in command.err
     assert not (tmp_path / "no.yaml").exists()
     assert command("new", model, tmp_path / "no.yaml", "--context", "4096") == 2
+
+
+@pytest.mark.parametrize("context", [110_416, 137_000, 138_064])
+def test_a_new_recipe_asks_for_no_budget_that_is_too_small(
+    monkeypatch: pytest.MonkeyPatch, published_job: Job, context: int, command: Command, tmp_path: Path
+) -> None:
+    """Where the largest budget in 0.1 GB is no larger than a scheme in every layer, the recipe has the scheme."""
+    monkeypatch.setattr("quantizers.commands.plan.prepare", lambda *_, **__: published_job)
+    path = tmp_path / "new.yaml"
+    assert command("new", "MiniMaxAI/MiniMax-M2.1", path, "--vram", "4x3090", "--context", context) == 0
+    experts = yaml.safe_load(path.read_text())["experts"]
+    if context == 138_064:
+        assert (experts["bits"], experts["group_size"]) == (2, 128)
+        assert "budget" not in experts
+    else:
+        plan = published_job.plan.with_schemes([Scheme(2, 128)] * 62)
+        least = sum(file_size(plan.shard(part)) for part in plan.parts)
+        assert parse_bytes(experts["budget"], "budget") >= least
+    assert command("new", "MiniMaxAI/MiniMax-M2.1", tmp_path / "no.yaml", "--vram", "4x3090", "--context", 140_000) == 2
+    assert "or --context 138064 at most" in command.err
+
+
+def test_the_command_to_serve_with_is_complete(
+    monkeypatch: pytest.MonkeyPatch, command: Command, published_job: Job
+) -> None:
+    """Its split, parsers, cache and memory; with FlashInfer where it must be. None for what does not fit."""
+    monkeypatch.setattr("quantizers.commands.plan.prepare", lambda *_, **__: published_job)
+    cards = [word for one in ("8x3090", "8x4090", "4x3090") for word in ("--vram", one)]
+    words = ("plan", "minimax-m2.1-fp8-int4", *cards, "--context", "65536", "--kv", "fp8")
+    assert command(*words, "--json") == 0
+    *both, none = (row["command"] for row in json.loads(command.out)["fits"])
+    assert none is None
+    options = [
+        "--tensor-parallel-size 8", "--enable-auto-tool-choice", "--tool-call-parser minimax_m2",
+        "--reasoning-parser minimax_m2", "--kv-cache-dtype fp8", "--attention-backend FLASHINFER",
+        "--max-model-len 65536", "--gpu-memory-utilization 0.93",
+    ]  # fmt: skip
+    assert [one.split(" \\\n    ") for one in both] == [
+        ["vllm serve OUT", *options],
+        ["vllm serve OUT", *(option for option in options if "FLASHINFER" not in option)],
+    ]
+    assert command(*words) == 0
+    assert f"to serve it on 8x3090, OUT being its folder (not tried):\n{both[0]}\n" in command.out
+    assert command(*words[:2], "--vram", "4x3090", "--context", 150_000) == 0
+    assert "no scheme fits; INT2 group 128 does with --context 138064 --kv fp8" in command.out
+
+
+def test_the_rig_recipe_fits_and_is_served_as_documented(command: Command) -> None:
+    """The recipe for 96 GB, its budget filled, on 4x3090; fit-a-rig.md has the whole command that the plan prints."""
+    words = ("plan", "minimax-m2.1-fp8-96gb", "--vram", "4x3090", "--context", "65536", "--kv", "fp8")
+    assert command(*words, "--json") == 0
+    figures = json.loads(command.out)
+    assert figures["counted"] == 74_200_000_000
+    (row,) = figures["fits"]
+    assert row["fits"]
+    documented = (Path(__file__).parents[2] / "docs/how-to/fit-a-rig.md").read_text(encoding="utf-8")
+    assert f"\n{row['command']}\n".replace(" OUT ", " /data/M2.1-96GB ") in documented
 
 
 SMALL = ("2xH100", "4x4090", "2x94GiB")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quantizers.system.errors import InputError
-from quantizers.system.formatting import collapse_lines, gib, parse_bytes, places, ranges
+from quantizers.system.formatting import collapse_lines, gib, parse_bytes, places, ranges, size_between, size_from
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,28 @@ from quantizers.system.formatting import collapse_lines, gib, parse_bytes, place
 )
 def test_sizes(text: str, number: int) -> None:
     assert parse_bytes(text, "--vram") == number
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "text"),
+    [
+        (65_086_337_448, 74_296_381_384, "74.2GB"),
+        (65_086_337_448, 65_091_000_000, "65.09GB"),
+        (2_000_000_000, 2_000_000_000, "2GB"),
+        (3_393_016, 3_393_016, "3.393016MB"),
+        (900, 999, "999B"),
+    ],
+)
+def test_a_size_between_two(least: int, most: int, text: str) -> None:
+    """As few digits as do; never less than what is needed, nor more than there is."""
+    assert size_between(least, most) == text
+    assert least <= parse_bytes(text, "budget") <= most
+
+
+@pytest.mark.parametrize(("least", "text"), [(65_086_337_448, "65.1GB"), (2_000_000_000, "2GB"), (999, "999B")])
+def test_the_smallest_size_that_is_enough(least: int, text: str) -> None:
+    assert size_from(least) == text
+    assert parse_bytes(text, "budget") >= least
 
 
 @pytest.mark.parametrize(
