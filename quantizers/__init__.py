@@ -52,6 +52,11 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    """The public names: editors and IPython complete them, although none is imported yet."""
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     """Import a command's function when it is first used: torch takes seconds."""
     if name not in __all__:

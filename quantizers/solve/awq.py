@@ -1,10 +1,10 @@
 """AWQ's scale search and folding, from Hessians instead of replayed forward passes.
 
 Legend: E experts, c experts of a batch, R rows (outputs), C columns (inputs), H hidden, I expert width,
-G (C, C) = Σ x xᵀ, P grid points; B = E for a scale per expert, B = 1 for one scale that all experts share.
+P grid points; B = E for a scale per expert, B = 1 for one scale that all experts share. In formulas H (C, C) = Σ x xᵀ.
 
 AWQ (Lin et al., https://arxiv.org/abs/2306.00978) looks for a scale s per column that makes
-‖(Q(W s) / s − W) X‖² small. With D = Q(W s) / s − W this is tr(D G Dᵀ), so the search needs G only and never runs the
+‖(Q(W s) / s − W) X‖² small. With D = Q(W s) / s − W this is tr(D H Dᵀ), so the search needs H only and never runs the
 model again. The candidates are llm-compressor's "duo scaling" grid.
 """
 

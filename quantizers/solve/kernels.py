@@ -95,7 +95,7 @@ def refine_group(
     """Set a group's scale, and then its codes one by one, each to the best given all others.
 
     Args:
-        block: (E, g, g) float32, the group's own part of the Hessian G.
+        block: (E, g, g) float32, the group's own part of the Hessian H.
         scale: (E, R) bfloat16, set.
         near: (E, g, R) float32, the group's columns of Pᵀ, see rounding.py. Worthless afterwards.
         image: (E, g, R) float32, block @ codes. Worthless afterwards.

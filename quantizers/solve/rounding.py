@@ -1,6 +1,6 @@
 """Group scales and integer codes: min-max or weighted-MSE scales, nearest or GPTQ rounding, coordinate descent.
 
-Legend: E experts, R rows (outputs), C columns (inputs), g group size, n = C / g groups, G the columns' Hessian.
+Legend: E experts, R rows (outputs), C columns (inputs), g group size, n = C / g groups, H the columns' Hessian.
 `signed`: a scale may be negative. Codes reach one further down than up, from -8 to 7 with 4 bits, and a negative scale
 turns that side to where a group needs it.
 
@@ -11,10 +11,10 @@ GPTQ: Frantar et al., https://arxiv.org/abs/2210.17323. Columns in the order of 
 its "act-order", here with the groups' scales fixed beforehand, so that no g_idx is needed.
 
 GPTQ decides each column once. After it, `refine` sets every group's scale and codes once more, given all the others.
-With P = (W − Ŵ) G at hand, the loss tr((W − Ŵ) G (W − Ŵ)ᵀ) is a parabola in a single group's scale, and in a single
+With P = (W − Ŵ) H at hand, the loss tr((W − Ŵ) H (W − Ŵ)ᵀ) is a parabola in a single group's scale, and in a single
 code, so each can be set to its best value in turn: block coordinate descent, by which the loss never rises. A panel of
 columns gets its part of P by one matmul, and each of its groups by another the changes of the groups before it, so that
-a sweep multiplies by G once.
+a sweep multiplies by H once.
 
 The inner loops, `round_block`, `mse_steps` and `refine_group`, keep the rule of kernels.py: a kernel takes their place
 on a GPU.
@@ -253,7 +253,7 @@ def _sweep(
     grid: Grid,
     signed: bool,
 ) -> None:
-    """Set all codes (E, C, R) and scales (E, n, R), and with them (W − Ŵ)ᵀ (E, C, R); blocks (E, n, g, g) of G."""
+    """Set all codes (E, C, R) and scales (E, n, R), and with them (W − Ŵ)ᵀ (E, C, R); blocks (E, n, g, g) of H."""
     experts, columns, rows = codes.shape
     group = columns // scale.shape[1]
     panel = max(1, PANEL // group) * group

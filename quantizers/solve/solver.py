@@ -53,7 +53,7 @@ from .symmetric import row_losses
 
 SEARCH_TOKENS = 16  # with 8 bits, tokens for each column of w2: with more, s is searched over every n-th chunk only
 REPORTED_ROWS = 512  # of a matrix read for the report, see `row_step`
-SWEEPS = 2  # of `refine` after GPTQ; a third would lower the loss by less than 1 %
+SWEEPS = 2  # of `refine` after GPTQ; a third lowers a layer's loss by 0.5 to 3 % (tiny model, 4 bits), and not KL
 SEARCHED = ("norm_search_before", "norm_search_after")
 
 

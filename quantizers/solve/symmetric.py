@@ -2,7 +2,7 @@
 
 Legend: E matrices, T tokens, R rows, C columns, b columns of a block.
 
-Both a Hessian aᵀ b and the loss tr(D G Dᵀ) are sums over pairs of columns that do not depend on
+Both a Hessian aᵀ b and the loss tr(D H Dᵀ) are sums over pairs of columns that do not depend on
 the pair's order. So pairs of blocks of columns are enough: each block with itself and those after it,
 which for many blocks is half of the multiplications. All of this is batched over E.
 """
@@ -65,7 +65,7 @@ def mirror(total: torch.Tensor) -> torch.Tensor:
 
 
 def row_losses(delta: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
-    """d G dᵀ (E, R) of each row d of D, `delta` (E, R, C); their sum is tr(D G Dᵀ) = ‖D X‖².
+    """d H dᵀ (E, R) of each row d of D, `delta` (E, R, C); their sum is tr(D H Dᵀ) = ‖D X‖².
 
     The hessian is symmetric (E, C, C), or (1, C, C) where all share it.
     """

@@ -49,6 +49,14 @@ def test_importing_is_quick_and_unknown_names_are_refused() -> None:
     assert not hasattr(quantizers, "quantise")
 
 
+def test_a_fresh_interpreter_completes_all_public_names() -> None:
+    """Before the first use of any: what is offered is __all__, and importing modules adds nothing to it."""
+    code = "import quantizers; print(*dir(quantizers))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == dir(quantizers) == sorted(quantizers.__all__)
+    assert {"layer", "run"} <= set(dir(quantizers))
+
+
 @pytest.mark.every  # examples/python_api.py does the same in CI
 def test_a_finished_run_is_found_evaluated_and_verified(finished: Finished, tmp_path: Path) -> None:
     made = quantizers.run(finished.recipe, finished.folder)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 
+import yaml
 from commands import Command
 from conftest import REPOSITORY, Finished
 
@@ -27,3 +29,12 @@ def test_the_changelog_begins_with_this_version() -> None:
     first = re.search(r"^## (.*)$", text, re.MULTILINE)
     assert first
     assert re.fullmatch(heading, first[1])
+
+
+def test_the_citation_names_this_version_and_licence() -> None:
+    """The keys that CFF 1.2.0 requires are there; title and licence are those of pyproject.toml."""
+    cited = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text(encoding="utf-8"))
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert {"cff-version", "message", "title", "authors"} <= set(cited)
+    assert (cited["title"], cited["license"]) == (project["name"], project["license"])
+    assert cited["version"] == quantizers.__version__

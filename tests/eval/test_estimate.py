@@ -117,6 +117,24 @@ def test_a_difference_of_the_detectable_size_is_found_in_four_of_five() -> None:
     assert 70 <= found <= 90
 
 
+@pytest.mark.every  # it prints the table of docs/how-to/compare-sets.md
+def test_more_draws_and_more_texts_make_smaller_what_would_be_seen(
+    runs: list[np.ndarray], say: Callable[[str], None]
+) -> None:
+    rng, found = np.random.default_rng(1), {}
+    for draws in (2, 3, 5, 10):
+        for count in (22, 44, 88):
+            seen = []
+            for _ in range(12):
+                texts = rng.integers(88, size=count)
+                a, b = (one[rng.integers(24, size=draws)][:, texts] for one in runs)
+                seen.append(math.expm1(log_ratio(b, a).detectable() or math.inf))
+            found[draws, count] = float(np.median(seen))
+            say(f"{draws} draws of {count} texts: {found[draws, count]:.1%}")
+    assert found[2, 88] > found[5, 88] > found[10, 88]
+    assert found[10, 22] > found[10, 44] > found[10, 88]
+
+
 def test_holm() -> None:
     """The textbook's example: thresholds are the error over 4, 3, 2 and 1."""
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])

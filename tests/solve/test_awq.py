@@ -60,7 +60,7 @@ def slow_delta(weight: torch.Tensor, s: torch.Tensor, group: int, bits: int) -> 
 def test_losses_are_replayed_losses_for_any_shape(
     seed: int, experts: int, rows: int, groups: int, group: int, tokens: int, bits: int, points: int, shared: bool
 ) -> None:
-    """Oracle as above; 1e-6 of Σ |D| |G| |D|ᵀ, which is what float32 can promise where terms cancel (T < C)."""
+    """Oracle as above; 1e-6 of Σ |D| |H| |D|ᵀ, which is what float32 can promise where terms cancel (T < C)."""
     weight, x, hessian = random_case(seed, experts, rows, groups * group, tokens)
     means = weight_means(weight, group)
     magnitude = x.abs().mean(0, keepdim=True)

@@ -24,7 +24,7 @@ def random_weight(seed: int, *shape: int) -> torch.Tensor:
 
 
 def loss(weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
-    """tr(D G Dᵀ) per expert in float64."""
+    """tr(D H Dᵀ) per expert in float64."""
     delta = dequantize(codes, scale).double() - weight.double()
     return (delta @ hessian.double() * delta).sum((-1, -2))
 

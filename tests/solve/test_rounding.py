@@ -140,7 +140,7 @@ def test_gptq_without_a_usable_hessian_rounds_to_nearest(bits: int, device: torc
 
 
 def loss(weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
-    """tr(D G Dᵀ) per expert in float64."""
+    """tr(D H Dᵀ) per expert in float64."""
     delta = dequantize(codes, scale).double() - weight.double()
     return (delta @ hessian.double() * delta).sum((-1, -2))
 

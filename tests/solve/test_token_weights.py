@@ -126,7 +126,7 @@ def slow_hessians(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One expert's blended Σ x xᵀ, Σ h hᵀ and mean |h|, token by token in float64, from the definition.
 
-    G = a' Σ_routed r² v vᵀ / Σ_routed r² + (1 − a') Σ_all v vᵀ / n with a' = a · min(1, n_routed / n0), and 0
+    H = a' Σ_routed r² v vᵀ / Σ_routed r² + (1 − a') Σ_all v vᵀ / n with a' = a · min(1, n_routed / n0), and 0
     where nothing was routed.
     """
     tokens: list[tuple[torch.Tensor, torch.Tensor, float]] = []
