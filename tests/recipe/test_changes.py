@@ -189,7 +189,7 @@ def test_paths_start_from_the_current_folder(recipe: Path, tmp_path: Path, monke
         (["--set", "source.facts=nowhere"], ["--set source.facts=nowhere: no such file; give one that is there"]),
         (
             ["--set", "experts.budget=1kB", "--set", "experts.bits=null", "--set", "experts.group_size=null"],
-            ["--set experts.budget=1kB: 0.0 MiB is less than the smallest possible, 2.3 MiB ("],
+            ["--set experts.budget=1kB: 1.0 kB is less than the smallest possible, 2.4 MB ("],
         ),
     ],
 )  # fmt: skip
