@@ -7,7 +7,7 @@ The library goes its users' route: a BF16 copy, loaded, `oneshot`, saved, stitch
 router (library_route.py); where more reads the norm, it has w3 and w2 alone, and so has ours. All get the same tokens.
 
 The tiny MiniMax-M2 has outlier channels by powers of two, which AWQ folds away; `--flat` adds the same function without
-them. The last rows are ours without one of its parts each.
+them. parts.py has ours without one of its parts each.
 """
 
 from __future__ import annotations
@@ -16,17 +16,15 @@ import json
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from gguf_types import plain_tensors, written
 from library_route import EXPERTS, awq_modifier, integers, load, oneshot
 from loguru import logger
-from methods import Method, calibration_data, held_out, options, quantized, recipe_job, spread, variant
+from methods import calibration_data, held_out, options, recipe_job, spread
+from parts import DEFAULT, PLAIN, Ours, rows_of
 
 from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.checkpoint.reader import Checkpoint, open_folder
@@ -34,7 +32,6 @@ from quantizers.commands.stitch import stitch
 from quantizers.device.devices import choose_device
 from quantizers.planning.job import Job, prepare
 from quantizers.recipe.schema import Awq, Experts
-from quantizers.solve import solver
 from quantizers.solve.llmcompressor_engine import quiet_library
 from quantizers.system.formatting import text_table
 
@@ -64,41 +61,13 @@ def library_rows(form: str, awq: Awq) -> dict[str, Callable[[], list[Any]]]:
     }
 
 
-@dataclass(frozen=True)
-class Ours:
-    """A row that this program makes: its settings, and what of the solver is replaced, which no recipe can."""
-
-    experts: Experts
-    replaced: dict[str, Any] = field(default_factory=dict)
-
-
-def our_rows(form: str, *, folds: bool) -> dict[str, Ours]:
-    """The rows that this program makes; `folds`: whether a scale may be folded into the norm."""
-    experts = Experts(format="nvfp4") if form == "nvfp4" else Experts()
-
-    def without(**changes: Any) -> Experts:
-        return experts.model_copy(update=changes)
-
-    no_sweeps, no_correction = {"SWEEPS": 0}, {"corrected": lambda down, *_: down}
-    plain: dict[str, Any] = {"scales": "minmax", "routed_weight": 0.0}
-    unsigned: dict[str, Any] = {} if form == "nvfp4" else {"scales_sign": "positive"}
-    rows = {
-        "ours": Ours(experts),
-        "to nearest": Ours(without(awq=False, rounding="nearest", **plain)),
-        "AWQ + GPTQ alone": Ours(without(**plain, **unsigned), no_sweeps | no_correction),
-        "without AWQ": Ours(without(awq=False)),
-        "without the fold": Ours(without(awq=Awq(fold=False))),
-        "without GPTQ, sweeps, correction": Ours(without(rounding="nearest")),
-        "without sweeps": Ours(experts, no_sweeps),
-        "without correction": Ours(experts, no_correction),
-        "with min-max scales": Ours(without(scales="minmax")),
-        "with positive scales": Ours(without(**unsigned)),
-        "with all tokens alike (a = 0)": Ours(without(routed_weight=0.0)),
-        "in INT4, groups of 32": Ours(Experts()),
-    }
-    left_out = {"with positive scales"} if form == "nvfp4" else {"in INT4, groups of 32"}
-    left_out |= set() if folds else {"without the fold"}
-    return {name: row for name, row in rows.items() if name not in left_out}
+def ours(form: str) -> dict[str, Ours]:
+    """The rows that this program makes."""
+    if form == "nvfp4":
+        rows = rows_of(Experts(format="nvfp4"))
+        return {"ours, to nearest": rows["to nearest"], DEFAULT: rows[DEFAULT], "ours, in INT4": Ours(Experts())}
+    rows = rows_of(Experts())
+    return {"ours, to nearest": rows["to nearest"], f"ours, {PLAIN}": rows[PLAIN], DEFAULT: rows[DEFAULT]}
 
 
 @quiet_library()
@@ -125,9 +94,8 @@ def compare_modifiers(job: Job, form: str, tokens: int, device: torch.device, *,
         job = prepare(str(job.path), source_folder=copy) if flat else job
         data = spread(calibration_data(job), tokens)
         outputs = by_the_library(job, form, data, copy, work)
-        for number, (name, row) in enumerate(our_rows(form, folds=job.plan.folds).items()):
-            with patch.multiple(solver, **row.replaced) if row.replaced else nullcontext():
-                outputs[name] = quantized(variant(job, Method("", row.experts)), data, work / str(number), device)
+        for number, (name, row) in enumerate(ours(form).items()):
+            outputs[name] = row.output(job, data, work / str(number), device)
         results = held_out(job, list(outputs.values()), work / "eval", device)
     return [
         {"method": name, "kl": found["kl"]["mean"], "median": found["kl"]["median"], "top1": found["top1"]}

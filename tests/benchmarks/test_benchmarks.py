@@ -13,6 +13,7 @@ import gguf_types
 import layer
 import methods
 import modifiers
+import parts
 import pytest
 import torch
 from conftest import REPOSITORY
@@ -20,6 +21,7 @@ from tiny import write_job
 from transformers import AutoModelForCausalLM
 
 from quantizers.planning.job import Job, prepare
+from quantizers.recipe.schema import Awq, Experts
 
 CPU = torch.device("cpu")
 
@@ -101,11 +103,20 @@ def test_both_engines_and_both_routes_are_compared(printed: Any) -> None:
 @pytest.mark.every
 @pytest.mark.parametrize("form", ["int4", "nvfp4"])
 def test_all_modifiers_give_outputs_of_one_size(printed: Any, form: str) -> None:
-    rows = json.loads(printed(modifiers, "--format", form, "--tokens", "100", "--json"))
-    assert [row["method"] for row in rows] == [*modifiers.LIBRARY, *modifiers.ours(form)]
+    rows = json.loads(printed(modifiers, "--format", form, "--tokens", "100", "--json"))[""]
+    assert [row["method"] for row in rows] == [*modifiers.library_rows(form, Awq()), *modifiers.ours(form)]
     kl = {row["method"]: row["kl"] for row in rows}
     assert len(set(kl.values())) == len(kl), "two rows are the same method"
-    assert modifiers.modifiers_table(rows).count("\n") == len(rows) + 1
+    assert modifiers.modifiers_table({"": rows, ", flat": rows}).count("\n") == len(rows) + 1
+
+
+@pytest.mark.slow
+@pytest.mark.every
+def test_the_method_is_measured_without_each_of_its_parts(printed: Any) -> None:
+    rows = json.loads(printed(parts, "--draws", "1", "--tokens", "100", "--flat", "--json"))
+    assert [row["method"] for row in rows] == [*parts.rows_of(Experts())]
+    assert len({row["mean"] for row in rows}) == len(rows), "two rows are the same method"
+    assert parts.parts_table(rows).count("\n") == len(rows) + 1
 
 
 @pytest.mark.slow
