@@ -30,6 +30,7 @@ from quantizers.architectures.sizes import Sizes
 from quantizers.architectures.skeleton import replaced_forward
 from quantizers.checkpoint.reader import CONFIG, Checkpoint
 from quantizers.checkpoint.safetensors_header import FP8
+from quantizers.device.devices import is_accelerator
 from quantizers.formats import nvfp4
 from quantizers.formats.conversion import LARGEST, to_fp8
 from quantizers.formats.dequantization import PLAIN, unchecked_weight, weight_format
@@ -43,6 +44,11 @@ from quantizers.system.progress import doing
 
 from .metrics import Text, table
 from .scoring import Pair, Scores
+
+ARITHMETIC = {
+    False: "float32",
+    True: "bfloat16, logits in float32, which alone takes the tiny model's KL from 0.0060 to 0.0066",
+}
 
 DTYPE = torch.bfloat16
 Rounding = Activations | Tensor  # a tensor is NVFP4's global scale of the activations
@@ -325,3 +331,12 @@ def kernels_of(model: ServedModel, checkpoint: Checkpoint, experts: Kind | None 
             shape = checkpoint.tensors[f"{module}.weight"].shape if f"{module}.weight" in checkpoint.tensors else (0, 0)
             found[f"{WHERE[where]} in {KINDS[kind]}"] = str(kernel(card, where, kind, shape))
     return found
+
+
+def as_stored(device: torch.device) -> str:
+    """What the figures of fidelity are of, and in which arithmetic (docs/explanation/gpu.md has what it costs)."""
+    return (
+        f"KL, perplexity and top-1 are of the files' numbers, computed in {ARITHMETIC[is_accelerator(device)]}, each "
+        "against its own source. A card adds what its kernels round, such as activations to FP8; quantize eval "
+        "--as-served CARD measures that too."
+    )

@@ -21,7 +21,7 @@ from markupsafe import Markup, escape
 from eval.fidelity.tables import by_part, past_the_model, shown_categories
 from eval.serving.cards import DEEP_GEMM, KEEPS_SCALES
 from eval.serving.check import ONE_SCHEME, REFUSES
-from eval.serving.engines import SGLANG, TRANSFORMERS
+from eval.serving.engines import READ, SGLANG, TRANSFORMERS
 from eval.serving.kernels import NEGATIVE_SCALES, UNSCALED
 from quantizers.calibration.samples import in_words
 from quantizers.recipe.portable import is_hub_id
@@ -43,6 +43,7 @@ from .summary import (
     without_vllm,
 )
 
+SMALL = 20e9  # bytes of an output up to which transformers, which dequantizes it, is worth naming
 SHARED = ".shared_expert"  # in the names of the matrices of experts that every token passes through
 CONVERSIONS = {
     "bf16": "dequantized from FP8 and rounded once to bfloat16, so not the source's bytes",
@@ -138,6 +139,8 @@ def model_card(report: dict[str, Any]) -> str:
         loads=serving.get("transformers", True) and TRANSFORMERS not in failing,
         limits=[one for one in findings if one["severity"] == "warning"],
         rerounded=_rerounded(report),
+        read=READ["vllm"],
+        small=SMALL,
         versions=", ".join(f"{package} {version}" for package, version in report["versions"].items()),
         **(_of_stitch(report) if stitch else _of_run(report)),
     )

@@ -56,10 +56,11 @@ def _show_version(asked: bool) -> None:
 def version_table(found: dict[str, Any]) -> str:
     """The program's version first, as scripts expect it; then what it runs on."""
     versions = dict(found["versions"])
-    own, python, torch = (versions.pop(name) for name in ("moe-quantizers", "python", "torch"))
+    names = ("moe-quantizers", "moe-quantizers files", "python", "torch")
+    own, files, python, torch = (versions.pop(name) for name in names)
     built = [f"{word} {found[key]}" for key, word in (("cuda", "CUDA"), ("rocm", "ROCm")) if found[key]]
     lines = [
-        f"quantize {own}",
+        f"quantize {own} (files {files})",
         f"python {python}, torch {torch}, {built[0] if built else 'CPU build'}",
         ", ".join(f"{name} {version}" for name, version in versions.items()),
     ]

@@ -420,7 +420,7 @@ def _look_at_recipe(rows: _Rows, given: _Given, device: torch.device, unreachabl
         rows.add("run", state)
     if state != DONE:
         rows.tried("publication", refuse_early, given.destination, given.folder, fresh=False)
-        output = int(str(summary(job.plan, job.sizes)["output_bytes"]))
+        output = job.allocation.most_bytes if job.allocation else int(str(summary(job.plan, job.sizes)["output_bytes"]))
         temporary = 0, 0
         if len(sets) == len(sets_of(given.recipe)):
             temporary = rows.tried("memory", _memory_and_time, rows, given, job, output, sets, device) or temporary

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from eval.fidelity.as_served import ServedModel, ServedTexts, as_served, kernels_of, pairs
+from eval.fidelity.as_served import ServedModel, ServedTexts, as_served, as_stored, kernels_of, pairs
 from eval.fidelity.comparison import Comparison, weight_errors
 from eval.fidelity.kv_cache import KINDS, WITH_ONES, CachedModel, kv_figures
 from eval.fidelity.metrics import Measured, Text
@@ -83,20 +83,20 @@ class Evaluation:
         candidates: in the order given; none in ranks except 0.
         paired: with several candidates, the differences of each further one to the first, with confidence intervals,
             a PairedCandidate each.
+        notes: what a reader should know.
     """
 
     source: str
     candidates: tuple[Fidelity, ...]
     paired: tuple[dict[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """What `quantize eval --json` prints, an EvalReport."""
-        from quantizers.pipeline.report import AS_STORED
-
         return {
             "source": self.source,
             "candidates": [{"model": one.model} | one.figures for one in self.candidates],
-            "notes": [AS_STORED],
+            "notes": list(self.notes),
         } | ({"paired": list(self.paired)} if self.paired else {})
 
 
@@ -153,13 +153,14 @@ def evaluate(
     begun = begun_with(Path(work) / "evaluation", EVALUATION) if work else {}
     use_threads(sizes_of(architecture), dist.broadcast_object(begun.get("threads")), dist)
     advice = "give the same command again" + (" to resume" if work else "; with --work DIR it would resume")
+    on = choose_device(device, dist)
     scratch = tempfile.TemporaryDirectory() if work is None else contextlib.nullcontext(work)
     with scratch as folder, interruptible(advice) as interrupt, ordered():
         figures = measure(
             opened[0],
             opened[1:],
             data_set,
-            choose_device(device, dist),
+            on,
             Path(folder) / "evaluation",
             dist.watch(interrupt),
             trust_remote_code=trust_remote_code,
@@ -171,7 +172,7 @@ def evaluate(
         {"model": name, "against": names[1], "note": NOTE} | paired(figures[0], other)
         for name, other in zip(names[2:], figures[1:], strict=dist.is_main)
     ]
-    return Evaluation(names[0], tuple(map(Fidelity, names[1:], figures)), tuple(differences))
+    return Evaluation(names[0], tuple(map(Fidelity, names[1:], figures)), tuple(differences), (as_stored(on),))
 
 
 def measure(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eval.report.summary import flags, vllm_command, vllm_options
+from eval.serving.cards import KEEPS_SCALES
 from eval.serving.kernels import TAKES_THEM
 from quantizers.budget.choice import apply_choice
 from quantizers.checkpoint.reader import left_behind
@@ -36,6 +37,7 @@ from quantizers.recipe.read import changes_of
 from quantizers.system.errors import InputError
 
 # docs/how-to/serve-with-vllm.md has the table.
+HOPPER = 90  # its compute capability, in tenths
 NEGATIVE_SCALES = "group scales may be negative; `experts.scales_sign: positive` is for kernels not checked with those"
 
 
@@ -190,7 +192,9 @@ def _serving(
 
     def command(cards: Gpus, row: Fit) -> str | None:
         attention = {"attention_backend": FLASHINFER} if needs_flashinfer(cards, row.kv) else {}
-        return vllm_command(serving | {"fits": [asdict(row) | attention]}, "OUT") if row.fits else None
+        words = vllm_command(serving | {"fits": [asdict(row) | attention]}, "OUT") if row.fits else None
+        as_stored = words and cards.sm == HOPPER and model.blocks and job.plan.attention == "keep"
+        return f"{KEEPS_SCALES['hopper']} {words}" if as_stored else words
 
     return about | {
         "fits": [

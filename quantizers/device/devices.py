@@ -15,7 +15,7 @@ from quantizers.architectures.sizes import Sizes
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.system.errors import InputError, OutputError, first_line
 from quantizers.system.host_memory import available
-from quantizers.system.version import __version__
+from quantizers.system.version import __version__, files_digest
 
 from .determinism import LT_WORKSPACE, WORKSPACE, settings_in_force, settle_gpu
 from .triton_support import kernels
@@ -177,10 +177,14 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of this program, of the packages and of Python that decided the result."""
+    """Versions of this program, its files' digest, and versions of packages and Python that decided the result."""
     names = ("torch", "transformers", "compressed-tensors", "llmcompressor", "safetensors")
     packages = {name: version(name) for name in names}
-    return {"moe-quantizers": __version__} | packages | {"python": platform.python_version()}
+    return (
+        {"moe-quantizers": __version__, "moe-quantizers files": files_digest()}
+        | packages
+        | {"python": platform.python_version()}
+    )
 
 
 def environment() -> dict[str, Any]:

@@ -21,7 +21,7 @@ import yaml
 
 from eval.coverage.summary import gates as coverage_gates
 from eval.coverage.summary import summarise
-from eval.fidelity.as_served import as_served, pairs
+from eval.fidelity.as_served import as_served, as_stored, pairs
 from eval.fidelity.kv_cache import KINDS, kv_figures
 from eval.fidelity.metrics import Measured, Text
 from eval.fidelity.scoring import HeldOut
@@ -71,10 +71,6 @@ from .report_files import read_front_matter, write_report
 
 # Keys of the journal's entries that are elsewhere in the report, or of no use in it.
 JOURNAL_ONLY = ("routed", "peak_memory_bytes", "shard", "digest", "source", "audit", "held_out")
-AS_STORED = (
-    "KL, perplexity and top-1 are of the files' numbers in exact arithmetic, each against its own source. A card adds "
-    "what its kernels round, such as activations to FP8; `quantize eval --as-served CARD` measures that too."
-)
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 LICENSE_DETAILS = ("license_name", "license_link")
 SAID = ("base_model", "license", "license_name", "datasets")  # keys of a card's front matter
@@ -100,7 +96,7 @@ def planned_report(job: Job, resolved: Resolved, data: CalibrationData, device: 
         },
         "versions": versions(),
         "calibration": _calibration(job, data, resolved),
-        "notes": [*filter(None, [job.facts.origin(), left_behind(source)]), AS_STORED],
+        "notes": [*filter(None, [job.facts.origin(), left_behind(source)]), as_stored(device)],
         **of_plan(job.plan, job.facts, job.sizes, source, model),
         **({"architecture": found} if found else {}),
     }

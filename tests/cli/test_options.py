@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -31,7 +32,7 @@ def test_the_version_says_what_the_program_runs_on(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "triton", triton)
     assert command("--version") == 0
     lines = command.out.splitlines()
-    assert lines[0] == f"quantize {quantizers.__version__}"
+    assert re.fullmatch(rf"quantize {re.escape(quantizers.__version__)} \(files [0-9a-f]{{12}}\)", lines[0])
     assert lines[1] == f"python {platform.python_version()}, torch {torch.__version__}, CUDA 13.0"
     assert f"transformers {version('transformers')}, compressed-tensors {version('compressed-tensors')}" in lines[2]
     assert lines[3] == "cuda:0: a card, 96.0 GiB, kernels: triton 3.7.1"

@@ -138,6 +138,6 @@ def test_the_command_compares_every_candidate_with_the_first(
     assert low < source["difference"] < high < 0
     out = eval_table(report)
     assert f"{finished.source} against {finished.folder}, the first, paired over the same texts" in out
-    for words in ("by category", "by depth", "one sample", "in exact arithmetic", "too few texts"):
+    for words in ("by category", "by depth", "one sample", "computed in float32, each", "too few texts"):
         assert words in out
     assert "\nThis compares these checkpoints on these texts; whether one calibration set is better" in out
