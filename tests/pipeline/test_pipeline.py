@@ -169,7 +169,7 @@ def test_a_failed_gate_finishes_the_output_and_exits_3(
         shows = f"`quantize coverage {moved.recipe} {given[0].replace('=', ' ', 1)}` shows which experts"
         assert (shows in command.out) == ("coverage" in failed)
     (lost := sorted(output.glob("*.safetensors"))[1]).rename(tmp_path / "lost")
-    assert command("run", moved.recipe, "--output", output, *given) == 1
+    assert command("run", moved.recipe, "--output", output, *given) == 2
     assert f"{output}: was finished before, and {lost.name} went missing since; put back" in command.err
     report = json.loads((output / "report.json").read_text())
     gates = {gate["name"]: gate for gate in report["gates"]}
