@@ -41,8 +41,8 @@ from .job import Job
 from .plan import Plan, file_size, packed_specs
 
 MIB = 2**20
-UTILISATION = 0.93  # vLLM's --gpu-memory-utilization; the rest is for the driver and CUDA graphs
-RUNTIME = 2 * GIB  # per GPU: CUDA context, kernels, NCCL buffers, fragmentation
+UTILISATION = 0.93  # vLLM's --gpu-memory-utilization; the rest is for the driver
+RUNTIME = 2 * GIB  # per GPU: CUDA context, graphs (since vLLM 0.21 in its share), kernels, NCCL, fragmentation
 LARGE_GPU = 70 * GIB  # from this size vLLM prefills 8,192 tokens at a time, below it 2,048
 SEQUENCES = 256  # at most decoded together, each with a row of float32 logits
 KV_BLOCK = 16  # tokens per block of the KV cache
@@ -267,7 +267,7 @@ def assumptions(gpus: Sequence[Gpus]) -> list[str]:
     steps = " or ".join(f"{n:,}" for n in sorted({step_tokens(c) for c in gpus}))
     return [
         f"vLLM may use {UTILISATION:.0%} of a GPU (--gpu-memory-utilization {UTILISATION})",
-        f"{RUNTIME / GIB:.0f} GiB a GPU for the CUDA context, kernels, NCCL and fragmentation, a guess; therefore "
+        f"{RUNTIME / GIB:.0f} GiB a GPU for CUDA context and graphs, kernels, NCCL and fragmentation, a guess; therefore "
         f"experts.budget as named here leaves {LITTLE / GIB:g} GiB more",
         f"activations: {steps} tokens in a prefill step, logits of {SEQUENCES} sequences",
         "KV cache for one sequence of that context, or several that share it; no speculative decoding",
