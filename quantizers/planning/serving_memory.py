@@ -267,8 +267,8 @@ def assumptions(gpus: Sequence[Gpus]) -> list[str]:
     steps = " or ".join(f"{n:,}" for n in sorted({step_tokens(c) for c in gpus}))
     return [
         f"vLLM may use {UTILISATION:.0%} of a GPU (--gpu-memory-utilization {UTILISATION})",
-        f"{RUNTIME / GIB:.0f} GiB a GPU for CUDA context and graphs, kernels, NCCL and fragmentation, a guess; therefore "
-        f"experts.budget as named here leaves {LITTLE / GIB:g} GiB more",
+        f"{RUNTIME / GIB:.0f} GiB a GPU for CUDA context and graphs, kernels, NCCL and fragmentation, a guess; "
+        f"therefore experts.budget as named here leaves {LITTLE / GIB:g} GiB more",
         f"activations: {steps} tokens in a prefill step, logits of {SEQUENCES} sequences",
         "KV cache for one sequence of that context, or several that share it; no speculative decoding",
         *_flashinfer(gpus),

@@ -350,18 +350,23 @@ def test_a_new_recipe_for_a_rig(
 def test_a_new_recipe_asks_for_no_budget_that_is_too_small(
     monkeypatch: pytest.MonkeyPatch, published_job: Job, context: int, command: Command, tmp_path: Path
 ) -> None:
-    """Where the largest budget in 0.1 GB is no larger than a scheme in every layer, the recipe has the scheme."""
+    """Where no budget above the smallest scheme leaves enough, the recipe has the largest scheme that fits.
+
+    At 110,416 tokens INT2 in groups of 64 fits and leaves nothing, so there it has a smaller budget.
+    """
     monkeypatch.setattr("quantizers.commands.plan.prepare", lambda *_, **__: published_job)
     path = tmp_path / "new.yaml"
     assert command("new", "MiniMaxAI/MiniMax-M2.1", path, "--vram", "4x3090", "--context", context) == 0
     experts = yaml.safe_load(path.read_text())["experts"]
-    if context == 138_064:
+    if context > 110_416:
         assert (experts["bits"], experts["group_size"]) == (2, 128)
         assert "budget" not in experts
     else:
         plan = published_job.plan.with_schemes([Scheme(2, 128)] * 62)
         least = sum(file_size(plan.shard(part)) for part in plan.parts)
-        assert parse_bytes(experts["budget"], "budget") >= least
+        plan = published_job.plan.with_schemes([Scheme(2, 64)] * 62)
+        fuller = sum(file_size(plan.shard(part)) for part in plan.parts)
+        assert least <= parse_bytes(experts["budget"], "budget") < fuller
     assert command("new", "MiniMaxAI/MiniMax-M2.1", tmp_path / "no.yaml", "--vram", "4x3090", "--context", 140_000) == 2
     assert "or --context 138064 at most" in command.err
 
