@@ -29,8 +29,8 @@ MARLIN_GROUPS = (32, 64, 128)  # besides whole rows; vLLM's check_moe_marlin_sup
 HUMMING_SM = 75  # the least compute capability of an NVIDIA GPU
 SGLANG_BITS = (4, 8)
 HUMMING_ALONE = (
-    f"only its {HUMMING} kernels take these bits: vLLM 0.29 or newer on an NVIDIA GPU from SM{HUMMING_SM}, in bfloat16 "
-    "from SM80; refused on ROCm, XPU and CPU"
+    f"from 0.29 on {HUMMING} takes these bits, on an NVIDIA GPU from SM{HUMMING_SM}, in bfloat16 from SM80; older ones "
+    "have no kernel for them, nor have ROCm, XPU and CPU"
 )
 PACKED_DENSELY = (
     "needs compressed-tensors 0.18 or newer (pip install -U compressed-tensors): 0.17, which vLLM 0.33 installs, "

@@ -315,11 +315,11 @@ def _ways_lines(row: dict[str, Any]) -> list[str]:
     lines, staged = [], False
     for kv, name in names.items():
         if fitting := [way for way in ways if way["budget"][kv]]:
-            best = max(fitting, key=lambda way: int(way["budget"][kv]))
-            mixed = best["mixture"][kv] and best["budget"][kv] < ways[-1]["output"]
-            budget = f", or experts.budget: {best['mixture'][kv]}" if mixed else ""
+            mixed = [way for way in fitting if way["mixture"][kv] and way["budget"][kv] < ways[-1]["output"]]
+            best = max(mixed, key=lambda way: int(way["budget"][kv]), default=None)
+            budget = f", or experts.budget: {best['mixture'][kv]}" if best else ""
             lines.append(f"largest with a KV cache in {name}: {fitting[-1]['scheme']}{budget}")
-            staged |= bool(mixed) and best["pipeline_parallel"] > 1
+            staged |= best is not None and best["pipeline_parallel"] > 1
             if fitting[-1] is ways[-1]:
                 break
     if staged:

@@ -49,11 +49,12 @@ def for_gpus(model: str, vram: str, context: int | None) -> Chosen:
         longest = max((way["longest"]["fp8"] for way in fit["ways"]), default=0)
         shorter = f", or --context {longest} at most" if longest else "; they take none, however short the context is"
         raise InputError(f"--vram {vram}: nothing fits {place}{smallest}; give more GPUs{shorter}")
-    best = max(few, key=lambda way: int(way["budget"]["fp8"]))
-    # Where no budget is larger than a scheme in every layer, that scheme.
-    experts = _budget(best) if best["mixture"]["fp8"] else _uniform(few[-1])
+    mixed = [way for way in few if way["mixture"]["fp8"]]
+    best = max(mixed, key=lambda way: int(way["budget"]["fp8"]), default=None)
+    # Where no budget is larger than the smallest scheme in every layer, the largest such scheme that fits.
+    experts = _budget(best) if best else _uniform(few[-1])
     about = f"# For {place}, with a KV cache {CACHES['fp8']}.\n"
-    if best["mixture"]["fp8"] and best["pipeline_parallel"] > 1:
+    if best and best["pipeline_parallel"] > 1:
         about += "# It fits if pipeline stages get equal parts: `plan --output DIR --vram` tells after a run.\n"
     about += "# The limits below are guesses: no model of full size was quantized to so few bits yet.\n"
     limits = LIMITS[3 if few[-1]["scheme"].startswith("INT3") else 2]

@@ -108,8 +108,12 @@ def parse_gpus(text: str) -> Gpus:
         raise InputError(f"--vram {text!r}: write the number of GPUs and the memory of each, as 2x96GiB, or 2xH100")
     count = int(match[1] or 1)
     name = re.sub(r"[\s_-]+", "-", match[2].strip().upper().removeprefix("NVIDIA ").removeprefix("AMD "))
-    by_name = {other: entry for known, entry in known_gpus().items() for other in (known, *entry.get("also", ()))}
-    if entry := by_name.get(name) or by_name.get(f"RTX-{name}"):
+    by_name = {
+        other.replace("-", ""): entry
+        for known, entry in known_gpus().items()
+        for other in (known, *entry.get("also", ()))
+    }
+    if entry := by_name.get(name.replace("-", "")) or by_name.get(f"RTX{name}".replace("-", "")):
         return Gpus(text.strip(), count, _memory(entry), entry.get("sm"), "seen" not in entry)
     if re.match(r"[A-Z]|\d{4}(?!.*B$)", name):
         raise InputError(

@@ -41,8 +41,8 @@ from .job import Job
 from .plan import Plan, file_size, packed_specs
 
 MIB = 2**20
-UTILISATION = 0.93  # vLLM's --gpu-memory-utilization; the rest is for the driver and CUDA graphs
-RUNTIME = 2 * GIB  # per GPU: CUDA context, kernels, NCCL buffers, fragmentation
+UTILISATION = 0.93  # vLLM's --gpu-memory-utilization; the rest is for the driver
+RUNTIME = 2 * GIB  # per GPU: CUDA context, graphs (since vLLM 0.21 in its share), kernels, NCCL, fragmentation
 LARGE_GPU = 70 * GIB  # from this size vLLM prefills 8,192 tokens at a time, below it 2,048
 SEQUENCES = 256  # at most decoded together, each with a row of float32 logits
 KV_BLOCK = 16  # tokens per block of the KV cache
@@ -54,7 +54,7 @@ HUMMING_ROWS, HUMMING_COLUMNS = 256, 128  # of which a GPU's part is filled up t
 MARLIN_TILE = 64  # of an expert's width on a GPU; up to vLLM 0.32 it had to be whole, later ones fill it up with zeros
 FP8_CACHE_SM = 89  # below it FlashInfer alone has an FP8 cache, and SGLang refuses FP8 weights in blocks
 FLASHINFER = "--attention-backend FLASHINFER"
-LITTLE = GIB // 2  # bytes left on a GPU, below which `notes` warns
+LITTLE = GIB // 2  # bytes that budgets leave on each GPU, and below which `notes` warns: RUNTIME is a guess
 MOST_GPUS = 64  # more of the same are not suggested
 HEADERS = 1e-4  # of an output's bytes, by which its headers may differ with other bits
 USEFUL = 1024  # tokens; a shorter context is no remedy
@@ -267,7 +267,8 @@ def assumptions(gpus: Sequence[Gpus]) -> list[str]:
     steps = " or ".join(f"{n:,}" for n in sorted({step_tokens(c) for c in gpus}))
     return [
         f"vLLM may use {UTILISATION:.0%} of a GPU (--gpu-memory-utilization {UTILISATION})",
-        f"{RUNTIME / GIB:.0f} GiB a GPU for the CUDA context, kernels, NCCL and fragmentation",
+        f"{RUNTIME / GIB:.0f} GiB a GPU for CUDA context and graphs, kernels, NCCL and fragmentation, a guess; "
+        f"therefore experts.budget as named here leaves {LITTLE / GIB:g} GiB more",
         f"activations: {steps} tokens in a prefill step, logits of {SEQUENCES} sequences",
         "KV cache for one sequence of that context, or several that share it; no speculative decoding",
         *_flashinfer(gpus),
@@ -309,8 +310,8 @@ def notes(model: Model, fits: Iterable[Fit]) -> list[str]:
         if model.padded and _filled_up(model.sizes, ranks) > 1
     ]
     little = [
-        f"{row.cards}: {row.left / MIB:,.0f} MiB of a GPU are left; if vLLM says that its memory is full, lower "
-        "--max-model-len"
+        f"{row.cards}: {row.left / MIB:,.0f} MiB of a GPU are left; if vLLM says that memory is full, its message "
+        "decides what helps: docs/how-to/serve-with-vllm.md#out-of-memory"
         for row in rows
         if row.fits and row.left < LITTLE and row.longest < model.longest
     ]
@@ -448,15 +449,16 @@ def _remedies(job: Job, model: Model, gpus: Gpus, asked: Fit, tensor_parallel: i
         if longest >= USEFUL:
             shorter = fit(model, gpus, longest, kv, tensor_parallel)
             yield Remedy(f"{'' if kv == asked.kv else f'--kv {kv} '}--context {longest}", shorter)
-    for scheme in reversed(candidates(job.sizes, 1)):
-        fewer = with_scheme(model, scheme)
-        if fewer.stored < model.stored:
-            with_fewer_bits = fit(fewer, gpus, asked.context, asked.kv)
-            if with_fewer_bits.fits and tensor_parallel in (None, with_fewer_bits.tensor_parallel):
-                yield Remedy(
-                    f"experts.{_asking_for(scheme, job, fewer, with_fewer_bits)} in the recipe", with_fewer_bits
-                )
-                break
+    fewer = [
+        (scheme, one)
+        for scheme in candidates(job.sizes, 1)
+        if (one := with_scheme(model, scheme)).stored < model.stored
+    ]
+    tried = [(scheme, one, fit(one, gpus, asked.context, asked.kv)) for scheme, one in reversed(fewer)]
+    fitting = [one for one in tried if one[2].fits and tensor_parallel in (None, one[2].tensor_parallel)]
+    roomy = [one for one in fitting if one[2].left >= LITTLE] if job.recipe.experts.by_budget else []
+    for scheme, one, with_fewer_bits in (roomy or fitting)[:1]:
+        yield Remedy(f"experts.{_asking_for(scheme, job, one, with_fewer_bits)} in the recipe", with_fewer_bits)
     step, most = tensor_parallel or 1, MOST_GPUS
     for kv in kvs:  # the smallest number of such GPUs; a still smaller one with keys and values in FP8
         counts = range(gpus.count + step, most + 1, step)
@@ -483,11 +485,12 @@ def _asking_for(scheme: Scheme, job: Job, model: Model, fitting: Fit) -> str:
 def largest_budget(model: Model, fitting: Fit) -> int:
     """The largest `experts.budget` in bytes, with the split and the kernels of an output that fits.
 
-    What is left on the fullest GPU holds, in each layer of its stage, a part of that layer.
+    What is left on the fullest GPU, but for LITTLE, holds in each layer of its stage a part of that layer. Where less
+    is left, the budget is smaller than that output.
     """
     tensor, pipeline, layers = fitting.tensor_parallel, fitting.pipeline_parallel, len(model.layers)
     grown = tensor * layers / math.ceil(layers / pipeline) / (_filled_up(model.sizes, tensor) if model.padded else 1)
-    return int(model.stored + model.beside + fitting.left * grown)
+    return int(model.stored + model.beside + (fitting.left - LITTLE) * grown)
 
 
 def with_budget(model: Model, size: int) -> Model:
@@ -517,8 +520,9 @@ class Way:
         bytes: of its weights.
         output: bytes of its shards, with what no GPU holds of them.
         longest: by the KV cache's type, the context that fits, in tokens.
-        budget: by the same, the largest `experts.budget` that fits at the context asked for, with this split and this
-            scheme's kernels, its bits spread evenly over pipeline stages; 0 where not even this output does.
+        budget: by the same, the largest `experts.budget` that leaves LITTLE on each GPU at the context asked for, with
+            this split and this scheme's kernels, its bits spread evenly over pipeline stages; 0 where this output does
+            not fit.
         mixture: the same for a recipe, rounded down to 0.1 GB; empty where that is no more than this output takes.
         tiny_kl: its mean KL on the tiny MiniMax-M2, in nats; None where that is not known.
     """

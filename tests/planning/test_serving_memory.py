@@ -19,6 +19,7 @@ from quantizers.planning.host_experts import host_ways
 from quantizers.planning.job import Job, prepare
 from quantizers.planning.plan import file_size
 from quantizers.planning.serving_memory import (
+    LITTLE,
     RUNTIME,
     UTILISATION,
     Model,
@@ -151,6 +152,8 @@ def test_what_is_refused(
         ("2xH100", 2, 79, 80),
         ("4x4090", 4, 23.5, 24),
         ("8xH200", 8, 139, 141),
+        ("4xRTX3090", 4, 23.5, 24),
+        ("rtxpro 6000", 1, 94, 96),
         ("A100", 1, 79, 80),
         ("a100-40", 1, 39, 40),
         ("RTX-PRO-6000", 1, 94, 96),
@@ -211,21 +214,22 @@ def test_what_fits_on_a_rig(model: Model, cards: str, split: tuple[int, int], lo
         room = at.left + at.kv_cache - more * share
         per_token = kv_bytes_per_token(model, "fp8", tensor, pipeline)
         assert way.longest["fp8"] == pytest.approx(min(room / per_token, WHOLE), rel=1e-3)
-        grown = max(0.0, room - at.kv_cache) / share / filled
+        grown = (room - at.kv_cache - LITTLE) / share / filled
         assert way.budget["fp8"] == pytest.approx(way.bytes + grown if room > at.kv_cache else 0, rel=1e-3)
         for kv, mixture in way.mixture.items():
             assert not mixture or way.output < parse_bytes(mixture, "budget") <= way.budget[kv]
 
 
 def test_all_of_a_budget_counts_before_a_run_has_chosen(model: Model) -> None:
-    """Experts that grow evenly to the largest budget leave nothing; 0.1 GB more does not fit."""
+    """Experts that grow evenly to the largest budget leave what budgets leave, and 0.1 GB more leaves less."""
     gpus = parse_gpus("4x3090")
     few = with_scheme(model, Scheme(2, 64))
     most = largest_budget(few, fit(few, gpus, 65_536, "fp8"))
     full = with_budget(few, most)
     assert full.stored + full.beside == pytest.approx(most, abs=100)
-    assert fit(full, gpus, 65_536, "fp8").left == pytest.approx(0, abs=100)
-    assert not fit(with_budget(few, most + 10**8), gpus, 65_536, "fp8").fits
+    left = fit(full, gpus, 65_536, "fp8").left
+    assert left == pytest.approx(LITTLE, abs=100)
+    assert fit(with_budget(few, most + 10**8), gpus, 65_536, "fp8").left < left
 
 
 def test_of_some_gpus_it_is_known_what_torch_sees(model: Model) -> None:
@@ -315,8 +319,8 @@ def test_what_a_rig_takes_is_printed_as_documented(
     [
         (str(shipped("models") / "tiny-minimax-m2"), "1x24GiB", {"bits": 8, "group_size": 32}),
         pytest.param("MiniMaxAI/MiniMax-M2.1", "2x96GiB", {"bits": 4, "group_size": 32}, marks=EVERY),
-        pytest.param("MiniMaxAI/MiniMax-M2.1", "4x3090", {"budget": "74.2GB", "tensor_parallel": 4}, marks=EVERY),
-        pytest.param("MiniMaxAI/MiniMax-M2.1", "1x128GiB", {"budget": "116GB"}, marks=EVERY),
+        pytest.param("MiniMaxAI/MiniMax-M2.1", "4x3090", {"budget": "72.1GB", "tensor_parallel": 4}, marks=EVERY),
+        pytest.param("MiniMaxAI/MiniMax-M2.1", "1x128GiB", {"budget": "115.4GB"}, marks=EVERY),
     ],
 )
 def test_a_new_recipe_for_a_rig(
@@ -346,18 +350,23 @@ def test_a_new_recipe_for_a_rig(
 def test_a_new_recipe_asks_for_no_budget_that_is_too_small(
     monkeypatch: pytest.MonkeyPatch, published_job: Job, context: int, command: Command, tmp_path: Path
 ) -> None:
-    """Where the largest budget in 0.1 GB is no larger than a scheme in every layer, the recipe has the scheme."""
+    """Where no budget above the smallest scheme leaves enough, the recipe has the largest scheme that fits.
+
+    At 110,416 tokens INT2 in groups of 64 fits and leaves nothing, so there it has a smaller budget.
+    """
     monkeypatch.setattr("quantizers.commands.plan.prepare", lambda *_, **__: published_job)
     path = tmp_path / "new.yaml"
     assert command("new", "MiniMaxAI/MiniMax-M2.1", path, "--vram", "4x3090", "--context", context) == 0
     experts = yaml.safe_load(path.read_text())["experts"]
-    if context == 138_064:
+    if context > 110_416:
         assert (experts["bits"], experts["group_size"]) == (2, 128)
         assert "budget" not in experts
     else:
         plan = published_job.plan.with_schemes([Scheme(2, 128)] * 62)
         least = sum(file_size(plan.shard(part)) for part in plan.parts)
-        assert parse_bytes(experts["budget"], "budget") >= least
+        plan = published_job.plan.with_schemes([Scheme(2, 64)] * 62)
+        fuller = sum(file_size(plan.shard(part)) for part in plan.parts)
+        assert least <= parse_bytes(experts["budget"], "budget") < fuller
     assert command("new", "MiniMaxAI/MiniMax-M2.1", tmp_path / "no.yaml", "--vram", "4x3090", "--context", 140_000) == 2
     assert "or --context 138064 at most" in command.err
 
@@ -392,9 +401,9 @@ def test_the_rig_recipe_fits_and_is_served_as_documented(command: Command) -> No
     words = ("plan", "minimax-m2.1-fp8-96gb", "--vram", "4x3090", "--context", "65536", "--kv", "fp8")
     assert command(*words, "--json") == 0
     figures = json.loads(command.out)
-    assert figures["counted"] == 74_200_000_000
+    assert figures["counted"] == 72_000_000_000
     (row,) = figures["fits"]
-    assert row["fits"]
+    assert row["left"] >= LITTLE
     documented = (Path(__file__).parents[2] / "docs/how-to/fit-a-rig.md").read_text(encoding="utf-8")
     assert f"\n{row['command']}\n".replace(" OUT ", " /data/M2.1-96GB ") in documented
 
