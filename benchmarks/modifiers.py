@@ -16,6 +16,7 @@ import json
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,8 @@ def main() -> None:
     parser.add_argument("--flat", action="store_true", help="measure the model without its outlier channels too")
     given = parser.parse_args()
     job, device = recipe_job(given.recipe), choose_device(given.device)
-    logger.level("METRIC", no=38)  # GPTQ logs at this level, which the library lacks where its log is off
+    with suppress(ValueError):  # it is there already
+        logger.level("METRIC", no=38)  # GPTQ logs at this level, which the library lacks where its log is off
     models = {"": False} | ({", flat": True} if given.flat else {})
     found = {
         name: compare_modifiers(job, given.format, given.tokens, device, flat=flat) for name, flat in models.items()

@@ -18,7 +18,8 @@ def test_there_is_one_version(finished: Finished, command: Command) -> None:
     assert command("--version", "--json") == 0
     said = json.loads(command.out)["versions"]["moe-quantizers"]
     assert said == finished.report["versions"]["moe-quantizers"] == quantizers.__version__
-    assert f"with moe-quantizers {said} (the commit with which" in (finished.folder / "README.md").read_text(encoding="utf-8")
+    card = (finished.folder / "README.md").read_text(encoding="utf-8")
+    assert f"with moe-quantizers {said} (the commit with which" in card
 
 
 def test_the_changelog_begins_with_this_version() -> None:
