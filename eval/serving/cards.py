@@ -44,6 +44,7 @@ NOT_KNOWN = "not known"
 POWER = "power of two"
 # In the environment: DeepGEMM takes scales as they are stored; CUTLASS does, in its place. On Blackwell DeepGEMM knows
 # powers of two alone, and fails with the first of these (vLLM's pull request 37806).
+NO_E8M0: Card = "hopper-no-e8m0"  # with the first of them; CUTLASS on Blackwell multiplies the same numbers
 KEEPS_SCALES: dict[Card, str] = {"hopper": "VLLM_USE_DEEP_GEMM_E8M0=0", "blackwell": "VLLM_USE_DEEP_GEMM=0"}
 
 
@@ -74,6 +75,7 @@ MARLIN_BLOCKS = Kernel("Marlin", f"{LINEAR}/marlin.py", "bfloat16", "bfloat16")
 MARLIN_ROWS = replace(MARLIN_BLOCKS, weights="as stored")  # a scale per row is applied to the sums
 MARLIN_INTEGERS = Kernel("Marlin", "kernels/linear/mixed_precision/marlin.py", "bfloat16", "bfloat16")
 DEEP_GEMM = Kernel("DeepGEMM", f"{LINEAR}/deep_gemm.py", "power of two", activations="FP8 per 128, power of two")
+DEEP_GEMM_STORED = Kernel("DeepGEMM", f"{LINEAR}/deep_gemm.py", activations="FP8 per 128")  # without E8M0
 CUTLASS_BLOCKS = Kernel("CUTLASS", f"{LINEAR}/cutlass.py", activations="FP8 per 128")
 CUTLASS_ROWS = Kernel("CUTLASS", f"{LINEAR}/cutlass.py", activations="FP8 per token")
 MARLIN_EXPERTS = Kernel("Marlin", f"{MOE}/marlin_moe.py", "bfloat16", "bfloat16")
@@ -85,6 +87,7 @@ LINEAR_KERNELS: dict[Card, dict[Kind, Kernel]] = {
     "ampere": {"blocks": MARLIN_BLOCKS, "rows": MARLIN_ROWS, "packed": MARLIN_INTEGERS},
     "ada": {"blocks": MARLIN_BLOCKS, "rows": CUTLASS_ROWS, "packed": MARLIN_INTEGERS},
     "hopper": {"blocks": DEEP_GEMM, "rows": CUTLASS_ROWS, "packed": MARLIN_INTEGERS},
+    NO_E8M0: {"blocks": DEEP_GEMM_STORED, "rows": CUTLASS_ROWS, "packed": MARLIN_INTEGERS},
     "blackwell": {"blocks": DEEP_GEMM, "rows": CUTLASS_ROWS, "packed": MARLIN_INTEGERS},
     "vllm-cpu": {
         "blocks": Kernel("AMX", f"{LINEAR}/cpu.py", weights="bfloat16"),
@@ -118,6 +121,7 @@ EXPERT_KERNELS: dict[Card, dict[Kind, Kernel]] = {
 MARLIN_FP4 = Kernel("Marlin", f"{MOE}/marlin_moe.py")
 for _card in ("ampere", "ada", "hopper", "blackwell"):
     EXPERT_KERNELS[_card] |= {"nvfp4": MARLIN_FP4, "nvfp4-a4": MARLIN_FP4}
+EXPERT_KERNELS[NO_E8M0] = EXPERT_KERNELS["hopper"]
 EXPERT_KERNELS["blackwell"]["nvfp4-a4"] = Kernel("native FP4", f"{MOE}", activations="NVFP4")
 # SGLang 0.5.23's for linear modules. Its experts in packed integers are Marlin's on all of them.
 SGLANG_LINEARS: dict[Card, dict[Kind, str]] = {
@@ -136,7 +140,7 @@ def kernel(card: Card, where: Where, kind: Kind, shape: tuple[int, ...]) -> Kern
     if found is None:
         raise InputError(f"as served on {card}: {KINDS[kind]} is not known for {WHERE[where]}; leave this card out")
     # vLLM's should_use_deepgemm_for_fp8_linear
-    return CUTLASS_BLOCKS if found is DEEP_GEMM and (shape[0] % 64 or shape[1] % 128) else found
+    return CUTLASS_BLOCKS if found.name == DEEP_GEMM.name and (shape[0] % 64 or shape[1] % 128) else found
 
 
 def on_card(engine: Engine, card: Card, lookup: Lookup, facts: Architecture) -> str:

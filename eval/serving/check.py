@@ -33,7 +33,7 @@ from quantizers.system.errors import InputError
 from quantizers.system.formatting import places, text_table
 
 from . import engines
-from .cards import UNQUANTIZED, on_card
+from .cards import NO_E8M0, UNQUANTIZED, on_card
 from .engines import (
     EXPERTS,
     KINDS,
@@ -262,7 +262,7 @@ def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Archi
         for server in servers
         if server in (VLLM, engines.SGLANG)
         for card in CARDS
-        if not (server.is_sglang and card == "vllm-cpu")
+        if card != NO_E8M0 and not (server.is_sglang and card == "vllm-cpu")
     }
     parallel = {ranks: tensor_parallel(ranks, facts, sizes, answers) for ranks in PARALLEL if answers}
     return ServingCheck(table, findings.all(), parallel, ktransformers, kernels)

@@ -121,7 +121,7 @@ def evaluate(
         data: evaluation set: a file, or the name of a shipped set such as held-out.
         facts: the user's own architecture spec; the one that a candidate carries by default.
         as_served: cards on which source and candidates are measured as well, as vLLM's kernels there would compute
-            them: ampere, ada, hopper, blackwell or vllm-cpu.
+            them: ampere, ada, hopper, hopper-no-e8m0, blackwell or vllm-cpu.
         device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
         work: folder for activations and a journal, from which an interrupted evaluation resumes; a temporary one by
             default.

@@ -67,8 +67,9 @@ def counted(schemes: Iterable[Scheme]) -> str:
     return ", ".join(f"{s} ({n} layer{'s' if n > 1 else ''})" for s, n in sorted(counts.items()))
 
 
-# Kinds of hardware whose kernels are known, see eval/serving/cards.py: GPUs of SM80 to 88, SM89, SM90, SM100 on; x86.
-Card = Literal["ampere", "ada", "hopper", "blackwell", "vllm-cpu"]
+# Kinds of hardware whose kernels are known, see eval/serving/cards.py: GPUs of SM80 to 88, SM89, SM90, the same with
+# VLLM_USE_DEEP_GEMM_E8M0=0 in vLLM's environment, SM100 on; x86.
+Card = Literal["ampere", "ada", "hopper", "hopper-no-e8m0", "blackwell", "vllm-cpu"]
 CARDS: tuple[Card, ...] = get_args(Card)
 
 
