@@ -49,6 +49,7 @@ def printed(recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 
 @pytest.mark.slow
+@pytest.mark.every
 def test_all_methods_go_through_a_whole_model(small_job: Job, printed: Any) -> None:
     text = printed(methods, "--tokens", "256")
     asked = methods.methods(small_job.recipe.experts, small_job.facts, torch.float32)
@@ -87,6 +88,7 @@ def test_a_model_without_its_outlier_channels_is_the_same_function(small_job: Jo
 
 
 @pytest.mark.slow
+@pytest.mark.every
 def test_both_engines_and_both_routes_are_compared(printed: Any) -> None:
     sizes = ("--experts", "4", "--hidden", "128", "--width", "64", "--tokens", "48")
     found = json.loads(printed(compare, *sizes, "--json"))
