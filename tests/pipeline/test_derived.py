@@ -59,7 +59,7 @@ def test_the_kl_is_that_of_transformers_whole_models(made: Made) -> None:
     source, candidate = (log_probabilities(zoo.whole_model(made.name, *one), made.texts()) for one in weights)
     parts = [(p[:-1].exp() * (p - q)[:-1]).sum(-1) for p, q in zip(source, candidate, strict=True)]
     kl = float(torch.cat(parts).mean())
-    assert kl > 1e-4, "a comparison of two equal models would prove nothing"
+    assert kl > 5e-5, "a comparison of two equal models would prove nothing"
     assert made.report["kl"]["mean"] == pytest.approx(kl, abs=1e-6)
 
 

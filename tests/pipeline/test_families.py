@@ -284,8 +284,8 @@ def test_servers_read_it_as_it_is_stored(made: Made, command: Command) -> None:
     indirect=True,
 )
 def test_without_a_fold_norm_and_router_keep_their_bytes_and_verify_demands_it(made: Made, tmp_path: Path) -> None:
-    recipe = families.write_job(tmp_path, made.name, awq={"fold": False})
-    job = prepare(str(recipe))
+    rounding = made.job.recipe.experts.rounding  # or else the two errors below would tell of it
+    job = prepare(str(families.write_job(tmp_path, made.name, awq={"fold": False}, rounding=rounding)))
     assert not job.plan.folds
     report = run(job, Options(tmp_path / "output", CPU))
     assert report["audit"]["differences"] == []
