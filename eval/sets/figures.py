@@ -21,6 +21,7 @@ from eval.coverage.routing import Routed
 from eval.fidelity.metrics import Text, groups, parts
 from eval.fidelity.paired import FEWEST
 from quantizers.recipe.schema import CoverageGate
+from quantizers.system.formatting import several
 
 from .estimate import ERROR, POWER, Estimate, Verdict, holm, log_ratio, verdict
 
@@ -239,7 +240,7 @@ def pair_words(a: MeasuredSet, b: MeasuredSet, found: dict[str, Any], texts: int
         return f"{a.label}, {b.label}: {_too_few(texts)}"
     if found["verdict"] == "no difference" or found["interval"] is None:
         what = f"{b.label} and {a.label}: no difference"
-        return f"{what} that {_amount(a.draws, 'draw')} of {texts} texts could show{_seen(found)}"
+        return f"{what} that {several(a.draws, 'draw')} of {texts} texts could show{_seen(found)}"
     low, high = sorted(map(abs, found["interval"]))
     between = f"{percent(low, False)} to {percent(high, False)}"
     return f"{b.label} is {found['verdict']} than {a.label} by {percent(abs(found['change']))} ({between})"
@@ -279,10 +280,6 @@ def percent(value: float, unit: bool = True) -> str:
 
 def _too_few(texts: int) -> str:
     return f"too few texts ({texts}) for a verdict, or too few that differ; {FEWEST} are needed"
-
-
-def _amount(count: int, what: str) -> str:
-    return f"{count} {what}{'s' if count != 1 else ''}"
 
 
 def _seen(found: dict[str, Any]) -> str:

@@ -20,10 +20,11 @@ from rich.table import Table
 from rich.text import Text
 
 from quantizers.system.errors import InputError
+from quantizers.system.formatting import several
 from quantizers.system.output_files import HELD_OUT
 
 from .load_set import WORKERS, load_set
-from .render import Renderer
+from .render import load_tokenizer
 from .samples import (
     CalibrationData,
     Sample,
@@ -35,7 +36,7 @@ from .samples import (
     row_of,
     used_licences,
 )
-from .set import CODES, KINDS, CalibrationSet, Kind, read_set
+from .set import CODES, KINDS, Kind, read_set
 
 SHINGLE = 5  # words
 NEAR = 0.5  # texts with at least this Jaccard similarity of their shingles are near-duplicates
@@ -84,6 +85,7 @@ class SetReport:
     identified: int  # how many texts of spoken languages were checked by language identification
     mismatches: tuple[Mismatch, ...]
     warnings: tuple[str, ...]  # what contradicts nothing but is probably not intended, one line each
+    samples: tuple[dict[str, Any], ...]  # those to show: position in the set, from 0, category, place, tokens, text, …
 
     @property
     def findings(self) -> tuple[str, ...]:
@@ -98,18 +100,15 @@ class SetReport:
     @property
     def verdict(self) -> str:
         """One line: fine, or how many findings and warnings there are."""
-        found, warned = _several(len(self.findings), "finding"), _several(len(self.warnings), "warning")
+        found, warned = several(len(self.findings), "finding"), several(len(self.warnings), "warning")
         if self.findings:
             return f"contradicts what the set claims: {found}{f' and {warned}' if self.warnings else ''}"
         return f"nothing contradicts the set, but {warned}" if self.warnings else "fine: nothing contradicts the set"
 
     def as_json(self) -> dict[str, Any]:
-        """The report as one JSON object."""
-        return asdict(self) | {"findings": self.findings, "ok": not self.findings, "verdict": self.verdict}
-
-
-def _several(count: int, what: str) -> str:
-    return f"{count:,} {what}{'s' if count != 1 else ''}"
+        """The report as one JSON object, `samples` only if there are any."""
+        found = asdict(self) | {"findings": self.findings, "ok": not self.findings, "verdict": self.verdict}
+        return found if self.samples else {key: value for key, value in found.items() if key != "samples"}
 
 
 def check_set(
@@ -121,23 +120,37 @@ def check_set(
     trust_remote_code: bool = False,
     workers: int = WORKERS,
     without: Sequence[str] = (),
+    show: int = 0,
+    source: str | None = None,
+    category: str | None = None,
 ) -> SetReport:
-    """Load a set and check it. Raises what `load_set` raises, except that a missing language is a finding.
+    """Load a set and check it.
 
     Args:
         held_out: a set with which it must share no text; None for `held-out.yaml` beside it, if there is one.
         tokenizer, revision, trust_remote_code, workers, without: see `load_set`.
+        show: how many samples to show, at evenly spaced positions, as the model reads them.
+        source: of these only those of sources whose name contains this.
+        category: only those of this category and the ones below it: `code` takes `code/rust` too.
+
+    Raises:
+        CalibrationError: as `load_set`, except that a missing language is a finding.
+        InputError: the set has no sample that could be shown.
     """
-    options: dict[str, Any] = {"revision": revision, "workers": workers, "require_languages": False}
-
-    def load(path: Path, without: Sequence[str] = ()) -> CalibrationData:
-        return load_set(path, tokenizer, trust_remote_code, without=without, **options)
-
-    calibration, data = read_set(path), load(path, without)
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    reading = options | {"workers": workers, "require_languages": False}
+    calibration, data = read_set(path), load_set(path, tokenizer, without=without, **reading)
     if held_out is None and path.name != HELD_OUT and (path.parent / HELD_OUT).is_file():
         held_out = path.parent / HELD_OUT
-    duplicates, shared = _duplicates(data.samples, load(held_out).samples if held_out else ())
-    identified = _identified(calibration, data.samples)
+    others = load_set(held_out, tokenizer, **reading).samples if held_out else ()
+    duplicates, shared = _duplicates(data.samples, others)
+    spoken = set(calibration.languages.spoken) & CODES.keys()
+    identified = [
+        Mismatch(sample.place, name, identify(sample.text))
+        for sample in data.samples
+        for name in sample.languages
+        if name in spoken
+    ]
     return SetReport(
         path=str(path),
         tokenizer=tokenizer,
@@ -153,6 +166,7 @@ def check_set(
         identified=len(identified),
         mismatches=tuple(text for text in identified if text.claimed != text.identified),
         warnings=truncation_warnings(data.samples),
+        samples=_shown(data, show, source, category, load_tokenizer(tokenizer, **options)) if show else (),
     )
 
 
@@ -179,17 +193,6 @@ def _duplicates(
     return tuple(within), tuple(shared)
 
 
-def _identified(calibration: CalibrationSet, samples: Iterable[Sample]) -> list[Mismatch]:
-    """The claimed and the identified language of every text of a spoken language."""
-    spoken = set(calibration.languages.spoken) & CODES.keys()
-    return [
-        Mismatch(sample.place, name, identify(sample.text))
-        for sample in samples
-        for name in sample.languages
-        if name in spoken
-    ]
-
-
 def identify(text: str) -> str:
     """The language of a text, by its everyday name, of those in `CODES`."""
     return _NAMES[_identifier().classify(text)[0]]
@@ -201,6 +204,31 @@ def _identifier() -> Any:
 
     py3langid.set_languages(list(CODES.values()))
     return py3langid
+
+
+def _shown(
+    data: CalibrationData, count: int, source: str | None, category: str | None, tokenizer: Any
+) -> tuple[dict[str, Any], ...]:
+    chosen = [
+        (position, sample)
+        for position, sample in enumerate(data.samples)
+        if (source is None or source in sample.source)
+        and (category is None or f"{sample.category}/".startswith(f"{category.rstrip('/')}/"))
+    ]
+    if not chosen:
+        asked = " and ".join(text for text in (source and f"source {source}", category) if text)
+        raise InputError(f"{data.name}: no sample of {asked}; the check's table lists its categories and sources")
+    return tuple(
+        {
+            "position": position,
+            "category": sample.category,
+            "place": sample.place,
+            "tokens": len(sample.tokens),
+            "truncated": sample.truncated,
+            "text": tokenizer.decode(sample.tokens.tolist()),
+        }
+        for position, sample in (chosen[n] for n in sorted({n * len(chosen) // count for n in range(count)}))
+    )
 
 
 def find_duplicates(texts: Sequence[str]) -> list[tuple[int, int, float]]:
@@ -254,7 +282,7 @@ def truncation_warnings(samples: Sequence[Sample]) -> tuple[str, ...]:
 
 
 def render(report: SetReport, about_tokens: str = "") -> RenderableType:
-    """A report: verdict, findings, warnings, the table by category, and the rest.
+    """A report: verdict, findings, warnings, the table by category, the rest, and samples with a headline each.
 
     `about_tokens` is said after the name of the tokenizer.
     """
@@ -274,6 +302,10 @@ def render(report: SetReport, about_tokens: str = "") -> RenderableType:
         confirmed = report.identified - len(report.mismatches)
         parts.append(Text(f"language identification confirms {confirmed} of {report.identified} spoken texts"))
     parts.append(Text(f"compared with {report.held_out or 'no held-out set'}"))
+    for sample in report.samples:
+        cut = f", {sample['truncated']} cut" if sample["truncated"] else ""
+        title = f"{sample['position']}: {sample['category']}, {sample['place']}, {sample['tokens']} tokens{cut}"
+        parts += [Rule(Text(title), align="left"), Text(sample["text"])]
     return Group(*parts)
 
 
@@ -288,7 +320,7 @@ def _totals(total: Mapping[str, Any]) -> str:
     cut = f"{total['truncated_samples']:,} cut at {limits}, which lost {total['truncated_tokens']:,} tokens"
     long = f"of these {total['long_samples']:,} long ones, {total['long_tokens']:,} tokens\n"
     return (
-        f"{total['samples']:,} sample{'s' if total['samples'] != 1 else ''}, {total['tokens']:,} tokens; "
+        f"{several(total['samples'], 'sample')}, {total['tokens']:,} tokens; "
         f"{cut if total['truncated_samples'] else 'none cut'}\n{long if total['long_samples'] else ''}"
         f"digest {total['digest']}{''.join(f' ({note})' for note in total['notes'])}"
     )
@@ -296,8 +328,7 @@ def _totals(total: Mapping[str, Any]) -> str:
 
 def _dropped(row: Mapping[str, Any]) -> str:
     if row["left_out"]:
-        texts = f"{row['count']:,} text{'s' if row['count'] > 1 else ''}"
-        return f"left out: {row['reason']} ({texts}, first at {row['first']})"
+        return f"left out: {row['reason']} ({several(row['count'], 'text')}, first at {row['first']})"
     return f"dropped {row['count']} of {row['source']}: {row['reason']} (first {row['first']})"
 
 
@@ -322,63 +353,3 @@ def _languages(kind: Kind, report: SetReport) -> Text:
         prompts = f" (asked for {asked[name]})" if name in asked else ""
         line.append(f"{name} {count}{prompts}  ", style="" if count else "bold red")
     return line
-
-
-def show_samples(
-    path: Path,
-    count: int,
-    tokenizer: str,
-    *,
-    source: str | None = None,
-    category: str | None = None,
-    revision: str = "main",
-    trust_remote_code: bool = False,
-    without: Sequence[str] = (),
-) -> list[dict[str, Any]]:
-    """`count` samples of a set at evenly spaced positions, as the model reads them, special tokens included.
-
-    Args:
-        source: only those of sources whose name contains this.
-        category: only those of this category and the ones below it: `code` takes `code/rust` too.
-        tokenizer, revision, trust_remote_code, without: see `load_set`.
-
-    Returns:
-        For each sample its position in the whole set, from 0, category, place, tokens, truncated, and text.
-
-    Raises:
-        CalibrationError: as `load_set`.
-        InputError: the set has no such sample.
-    """
-    options: dict[str, Any] = {"revision": revision, "without": without, "require_languages": False}
-    data = load_set(path, tokenizer, trust_remote_code, **options)
-    chosen = [
-        (position, sample)
-        for position, sample in enumerate(data.samples)
-        if (source is None or source in sample.source)
-        and (category is None or f"{sample.category}/".startswith(f"{category.rstrip('/')}/"))
-    ]
-    if not chosen:
-        asked = " and ".join(text for text in (source and f"source {source}", category) if text)
-        raise InputError(f"{data.name}: no sample of {asked}; the check's table lists its categories and sources")
-    decoder = Renderer(tokenizer, revision, trust_remote_code)
-    return [
-        {
-            "position": position,
-            "category": sample.category,
-            "place": sample.place,
-            "tokens": len(sample.tokens),
-            "truncated": sample.truncated,
-            "text": decoder.text(sample.tokens),
-        }
-        for position, sample in (chosen[n] for n in sorted({n * len(chosen) // count for n in range(count)}))
-    ]
-
-
-def render_samples(samples: Iterable[Mapping[str, Any]]) -> RenderableType:
-    """Samples with a headline each; rich does not interpret their text as markup."""
-    parts: list[RenderableType] = []
-    for sample in samples:
-        cut = f", {sample['truncated']} cut" if sample["truncated"] else ""
-        title = f"{sample['position']}: {sample['category']}, {sample['place']}, {sample['tokens']} tokens{cut}"
-        parts += [Rule(Text(title), align="left"), Text(sample["text"])]
-    return Group(*parts)

@@ -18,8 +18,6 @@ from quantizers.calibration.check import (
     find_duplicates,
     identify,
     render,
-    render_samples,
-    show_samples,
     truncation_warnings,
 )
 from quantizers.calibration.load_set import load_set
@@ -304,6 +302,6 @@ def test_what_is_left_out_is_not_shown(tmp_path: Path, tokenizer: str, command: 
 
 
 def test_samples_are_shown_as_the_model_reads_them(tokenizer: str) -> None:
-    samples = show_samples(SETS / "embedded.yaml", 3, tokenizer)
-    assert [sample["position"] for sample in samples] == [0, 99, 199]
-    assert "[turn]user" in printed(render_samples(samples))
+    report = check_set(SETS / "embedded.yaml", tokenizer, show=3)
+    assert [sample["position"] for sample in report.samples] == [0, 99, 199]
+    assert "[turn]user" in printed(render(report))
