@@ -444,9 +444,10 @@ def _unlisted(calibration: CalibrationSet, row: Row, source: DataSource) -> str 
 def _assigned(calibration: CalibrationSet, index: int) -> dict[Kind, list[str]]:
     """The languages to assign to a source's samples, round robin, the one of its first sample first."""
     orders: dict[Kind, list[str]] = {}
-    for kind in calibration.sources[index].assigns:
+    *before, source = calibration.sources[: index + 1]
+    for kind in source.assigns:
         names = list(calibration.languages.of(kind))
         seeded(f"{calibration.seed}:{kind}").shuffle(names)
-        start = calibration.assigned_before(index, kind) % len(names)
+        start = sum(one.samples for one in before if kind in one.assigns and one.samples != "all") % len(names)
         orders[kind] = names[start:] + names[:start]
     return orders

@@ -1,15 +1,7 @@
 """Rows of a source in the order in which they are tried, which the data and the seed decide and nothing else.
 
-    local file        the file's order for `samples: all`, else all of its rows, shuffled
-    Hub               the same over the files of the split
-    Hub, streaming    the files shuffled; of these as much as is needed, shuffled in blocks of four rows for each
-                      sample asked for
-
-A file has JSON lines, a list of JSON objects, Parquet, or CSV. Only the columns that are asked for become values: what
-the others hold, and of what types, does not matter.
-
-The rows of a Hub dataset that were read are kept in the user's cache, by dataset, commit and order. They depend neither
-on a tokenizer nor on other sources: what is kept is never asked for again.
+A file has JSON lines, a list of JSON objects, Parquet, or CSV. The rows of a Hub dataset that were read are kept in the
+user's cache, by dataset, commit and order; they depend neither on a tokenizer nor on other sources.
 """
 
 from __future__ import annotations
@@ -35,7 +27,7 @@ from quantizers.system.files import file_sha256
 from quantizers.system.output_files import DATA
 from quantizers.system.package_data import shipped
 
-from .hub import Hub, RemoteFile, Repository, data_files
+from .hub import COMPRESSED, Hub, RemoteFile, Repository, data_files
 from .set import DataSource, FromColumn, seeded
 from .source_faults import SourceError
 
@@ -44,7 +36,6 @@ BLOCK = 1 << 20  # bytes of a streamed file that are read at a time; of others e
 BATCH = 64  # rows of a Parquet file that become Python values at a time
 WINDOW = 1 << 20  # bytes of a Parquet column, or of a list in JSON, that are read at a time
 FORMAT = 2  # of kept rows: increase it when the same dataset, commit and order give other rows
-COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 DAMAGED = "tell its maker, or leave it out: --without ID, or remove it from the set"
 _BETWEEN = re.compile(r"[\s,]*")  # the items of a list
 Item = TypeVar("Item")
