@@ -7,7 +7,6 @@ import unicodedata
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -45,70 +44,9 @@ NEAR = 0.5  # texts with at least this Jaccard similarity of their shingles are 
 MOST_CUT = 0.25
 NAMED = 5  # categories that a warning names at most
 MOST = 20  # findings, texts or names that are shown; JSON has all of them
+Pair = dict[str, Any]  # the places `first` and `second`, similarity
 _NAMES = {code: name for name, code in CODES.items()}
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
-
-
-@dataclass(frozen=True)
-class Duplicate:
-    """The places of two samples that are equal (similarity 1) or nearly equal."""
-
-    first: str
-    second: str
-    similarity: float
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """A sample whose text is not in the language that its category claims."""
-
-    place: str
-    claimed: str
-    identified: str
-
-
-@dataclass(frozen=True)
-class SetReport:
-    """The result of checking a set."""
-
-    path: str
-    tokenizer: str  # the folder or Hub id of the model whose tokenizer counted the tokens
-    summary: dict[str, Any]  # see `CalibrationData.summary`
-    categories: tuple[dict[str, Any], ...]  # lengths in tokens; `truncated` samples lost a share `cut_share`
-    languages: dict[Kind, dict[str, int]]  # number of texts by language, in the order of the set's lists
-    asked_for: dict[Kind, dict[str, int]]  # number of samples whose prompt asks for it; they count as texts in none
-    missing: dict[Kind, list[str]]  # the languages without a text
-    licences: dict[str, str]  # by data set, see `used_licences`
-    duplicates: tuple[Duplicate, ...]  # within the set
-    held_out: str | None  # path of the held-out set that it was compared with
-    shared: tuple[Duplicate, ...]  # pairs of a sample and a sample of the held-out set
-    identified: int  # how many texts of spoken languages were checked by language identification
-    mismatches: tuple[Mismatch, ...]
-    warnings: tuple[str, ...]  # what contradicts nothing but is probably not intended, one line each
-    samples: tuple[dict[str, Any], ...]  # those to show: position in the set, from 0, category, place, tokens, text, …
-
-    @property
-    def findings(self) -> tuple[str, ...]:
-        """Contradictions of the set's claims, one line each; the command ends with exit code 3 if there are any."""
-        return (
-            *(f"no text is in {', '.join(self.missing[kind])} ({kind})" for kind in KINDS if self.missing[kind]),
-            *(f"{pair.second} repeats {pair.first} (similarity {pair.similarity})" for pair in self.duplicates),
-            *(f"{pair.first} is also held out: {pair.second} ({pair.similarity})" for pair in self.shared),
-            *(f"{text.place} claims {text.claimed}, but reads like {text.identified}" for text in self.mismatches),
-        )
-
-    @property
-    def verdict(self) -> str:
-        """One line: fine, or how many findings and warnings there are."""
-        found, warned = several(len(self.findings), "finding"), several(len(self.warnings), "warning")
-        if self.findings:
-            return f"contradicts what the set claims: {found}{f' and {warned}' if self.warnings else ''}"
-        return f"nothing contradicts the set, but {warned}" if self.warnings else "fine: nothing contradicts the set"
-
-    def as_json(self) -> dict[str, Any]:
-        """The report as one JSON object, `samples` only if there are any."""
-        found = asdict(self) | {"findings": self.findings, "ok": not self.findings, "verdict": self.verdict}
-        return found if self.samples else {key: value for key, value in found.items() if key != "samples"}
 
 
 def check_set(
@@ -123,7 +61,7 @@ def check_set(
     show: int = 0,
     source: str | None = None,
     category: str | None = None,
-) -> SetReport:
+) -> dict[str, Any]:
     """Load a set and check it.
 
     Args:
@@ -132,6 +70,17 @@ def check_set(
         show: how many samples to show, at evenly spaced positions, as the model reads them.
         source: of these only those of sources whose name contains this.
         category: only those of this category and the ones below it: `code` takes `code/rust` too.
+
+    Returns:
+        What is printed with --json. tokenizer: that of the model which counted the tokens, a folder or Hub id; summary
+        and licences: see `CalibrationData.summary` and `used_licences`; categories: rows with lengths in tokens, whose
+        `truncated` samples lost a share `cut_share`; languages: number of texts by language, in the order of the set's
+        lists; asked_for: of samples whose prompt asks for it, which count as texts in none; missing: the languages
+        without a text; duplicates: pairs of samples that are equal (similarity 1) or nearly equal, by their places;
+        shared: of a sample and one of the set `held_out`; identified: how many texts of spoken languages were checked
+        by language identification; mismatches: those in another language than their category claims; findings:
+        contradictions of what the set claims, a line each, and `ok` without any; warnings: what contradicts nothing but
+        is probably not intended; verdict: a line on both; samples: those to show.
 
     Raises:
         CalibrationError: as `load_set`, except that a missing language is a finding.
@@ -144,30 +93,47 @@ def check_set(
         held_out = path.parent / HELD_OUT
     others = load_set(held_out, tokenizer, **reading).samples if held_out else ()
     duplicates, shared = _duplicates(data.samples, others)
+    missing, warnings = missing_languages(calibration, data.samples), truncation_warnings(data.samples)
     spoken = set(calibration.languages.spoken) & CODES.keys()
     identified = [
-        Mismatch(sample.place, name, identify(sample.text))
+        {"place": sample.place, "claimed": name, "identified": identify(sample.text)}
         for sample in data.samples
         for name in sample.languages
         if name in spoken
     ]
-    return SetReport(
-        path=str(path),
-        tokenizer=tokenizer,
-        summary=data.summary(),
-        categories=tuple(_category_row(name, members) for name, members in grouped(data.samples).items()),
-        languages=language_counts(calibration, data.samples),
-        asked_for=asked_for(calibration, data.samples),
-        missing=missing_languages(calibration, data.samples),
-        licences=used_licences(calibration, data),
-        duplicates=duplicates,
-        held_out=str(held_out) if held_out else None,
-        shared=shared,
-        identified=len(identified),
-        mismatches=tuple(text for text in identified if text.claimed != text.identified),
-        warnings=truncation_warnings(data.samples),
-        samples=_shown(data, show, source, category, load_tokenizer(tokenizer, **options)) if show else (),
-    )
+    mismatches = [text for text in identified if text["claimed"] != text["identified"]]
+    findings = [
+        *(f"no text is in {', '.join(names)} ({kind})" for kind, names in missing.items() if names),
+        *(f"{pair['second']} repeats {pair['first']} (similarity {pair['similarity']})" for pair in duplicates),
+        *(f"{pair['first']} is also held out: {pair['second']} ({pair['similarity']})" for pair in shared),
+        *(f"{text['place']} claims {text['claimed']}, but reads like {text['identified']}" for text in mismatches),
+    ]
+    found, warned = several(len(findings), "finding"), several(len(warnings), "warning")
+    verdict = f"nothing contradicts the set, but {warned}" if warnings else "fine: nothing contradicts the set"
+    if findings:
+        verdict = f"contradicts what the set claims: {found}{f' and {warned}' if warnings else ''}"
+    report = {
+        "path": str(path),
+        "tokenizer": tokenizer,
+        "summary": data.summary(),
+        "categories": [_category_row(name, members) for name, members in grouped(data.samples).items()],
+        "languages": language_counts(calibration, data.samples),
+        "asked_for": asked_for(calibration, data.samples),
+        "missing": missing,
+        "licences": used_licences(calibration, data),
+        "duplicates": duplicates,
+        "held_out": str(held_out) if held_out else None,
+        "shared": shared,
+        "identified": len(identified),
+        "mismatches": mismatches,
+        "findings": findings,
+        "ok": not findings,
+        "warnings": warnings,
+        "verdict": verdict,
+    }
+    if show:
+        report["samples"] = _shown(data, show, source, category, load_tokenizer(tokenizer, **options))
+    return report
 
 
 def _category_row(category: str, members: Sequence[Sample]) -> dict[str, Any]:
@@ -181,16 +147,15 @@ def _category_row(category: str, members: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
-def _duplicates(
-    samples: Sequence[Sample], held_out: Sequence[Sample]
-) -> tuple[tuple[Duplicate, ...], tuple[Duplicate, ...]]:
+def _duplicates(samples: Sequence[Sample], held_out: Sequence[Sample]) -> tuple[list[Pair], list[Pair]]:
     """Pairs within the set, and pairs of one sample of the set and one of the held-out set."""
-    both, within, shared = [*samples, *held_out], list[Duplicate](), list[Duplicate]()
+    both, within, shared = [*samples, *held_out], list[Pair](), list[Pair]()
     for first, second, similarity in find_duplicates([sample.text for sample in both]):
         if first < len(samples):
             pairs = within if second < len(samples) else shared
-            pairs.append(Duplicate(both[first].place, both[second].place, round(similarity, 3)))
-    return tuple(within), tuple(shared)
+            places = {"first": both[first].place, "second": both[second].place}
+            pairs.append(places | {"similarity": round(similarity, 3)})
+    return within, shared
 
 
 def identify(text: str) -> str:
@@ -208,7 +173,7 @@ def _identifier() -> Any:
 
 def _shown(
     data: CalibrationData, count: int, source: str | None, category: str | None, tokenizer: Any
-) -> tuple[dict[str, Any], ...]:
+) -> list[dict[str, Any]]:
     chosen = [
         (position, sample)
         for position, sample in enumerate(data.samples)
@@ -218,7 +183,7 @@ def _shown(
     if not chosen:
         asked = " and ".join(text for text in (source and f"source {source}", category) if text)
         raise InputError(f"{data.name}: no sample of {asked}; the check's table lists its categories and sources")
-    return tuple(
+    return [
         {
             "position": position,
             "category": sample.category,
@@ -228,7 +193,7 @@ def _shown(
             "text": tokenizer.decode(sample.tokens.tolist()),
         }
         for position, sample in (chosen[n] for n in sorted({n * len(chosen) // count for n in range(count)}))
-    )
+    ]
 
 
 def find_duplicates(texts: Sequence[str]) -> list[tuple[int, int, float]]:
@@ -281,28 +246,28 @@ def truncation_warnings(samples: Sequence[Sample]) -> tuple[str, ...]:
     return (f"more than {MOST_CUT:.0%} of the tokens are cut in {names}{more}; raise their sequence_length",)
 
 
-def render(report: SetReport, about_tokens: str = "") -> RenderableType:
+def render(report: Mapping[str, Any], about_tokens: str = "") -> RenderableType:
     """A report: verdict, findings, warnings, the table by category, the rest, and samples with a headline each.
 
     `about_tokens` is said after the name of the tokenizer.
     """
-    total = report.summary
-    style = "red" if report.findings else "yellow" if report.warnings else "green"
-    parts: list[RenderableType] = [Text(f"{total['name']}: {report.verdict}", style=f"bold {style}")]
-    parts += [Text(line, style="red") for line in first_lines(report.findings)]
-    parts += [Text(f"warning: {warning}", style="yellow") for warning in report.warnings]
-    parts += [Text(""), _categories(report), Text(_totals(total)), *map(Text, in_words(report.licences))]
-    parts.append(Text(f"tokens are counted with the tokenizer of {report.tokenizer}{about_tokens}"))
-    parts += [_languages(kind, report) for kind in KINDS if report.languages[kind]]
+    total = report["summary"]
+    style = "red" if report["findings"] else "yellow" if report["warnings"] else "green"
+    parts: list[RenderableType] = [Text(f"{total['name']}: {report['verdict']}", style=f"bold {style}")]
+    parts += [Text(line, style="red") for line in first_lines(report["findings"])]
+    parts += [Text(f"warning: {warning}", style="yellow") for warning in report["warnings"]]
+    parts += [Text(""), _categories(report), Text(_totals(total)), *map(Text, in_words(report["licences"]))]
+    parts.append(Text(f"tokens are counted with the tokenizer of {report['tokenizer']}{about_tokens}"))
+    parts += [_languages(kind, report) for kind in KINDS if report["languages"][kind]]
     parts += [Text(_dropped(row), style="yellow") for row in total["dropped"]]
     for row in total["not_rendered"]:
         missing = f"{row['count']:,} × {row['part']} of {row['source']}"
         parts.append(Text(f"not shown by the chat template: {missing}", style="yellow"))
-    if report.identified:
-        confirmed = report.identified - len(report.mismatches)
-        parts.append(Text(f"language identification confirms {confirmed} of {report.identified} spoken texts"))
-    parts.append(Text(f"compared with {report.held_out or 'no held-out set'}"))
-    for sample in report.samples:
+    if report["identified"]:
+        confirmed = report["identified"] - len(report["mismatches"])
+        parts.append(Text(f"language identification confirms {confirmed} of {report['identified']} spoken texts"))
+    parts.append(Text(f"compared with {report['held_out'] or 'no held-out set'}"))
+    for sample in report.get("samples", ()):
         cut = f", {sample['truncated']} cut" if sample["truncated"] else ""
         title = f"{sample['position']}: {sample['category']}, {sample['place']}, {sample['tokens']} tokens{cut}"
         parts += [Rule(Text(title), align="left"), Text(sample["text"])]
@@ -332,21 +297,21 @@ def _dropped(row: Mapping[str, Any]) -> str:
     return f"dropped {row['count']} of {row['source']}: {row['reason']} (first {row['first']})"
 
 
-def _categories(report: SetReport) -> Table:
-    table = Table(title=f"{report.summary['name']} ({report.path})", title_justify="left")
+def _categories(report: Mapping[str, Any]) -> Table:
+    table = Table(title=f"{report['summary']['name']} ({report['path']})", title_justify="left")
     table.add_column("category")
     for heading in ("samples", "tokens", "median", "maximum", "cut", "tokens cut"):
         table.add_column(heading, justify="right")
     table.add_column("sources", overflow="fold")
-    for row in report.categories:
+    for row in report["categories"]:
         figures = (row[key] for key in ("samples", "tokens", "median", "maximum", "truncated"))
         share = f"{row['cut_share']:.0%}" if row["truncated"] else ""
         table.add_row(row["category"], *(f"{figure:,}" for figure in figures), share, ", ".join(row["sources"]))
     return table
 
 
-def _languages(kind: Kind, report: SetReport) -> Text:
-    counts, asked = report.languages[kind], report.asked_for[kind]
+def _languages(kind: Kind, report: Mapping[str, Any]) -> Text:
+    counts, asked = report["languages"][kind], report["asked_for"][kind]
     also = f", {len(asked)} asked for by prompts" if asked else ""
     line = Text(f"{kind} languages, {sum(map(bool, counts.values()))} of {len(counts)} in it{also}: ")
     for name, count in counts.items():

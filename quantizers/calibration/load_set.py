@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import json
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -189,16 +189,10 @@ class _Loading:
         self.locked = pins is not None
         if pins and any_rows:
             pins = [one.model_copy(update={"rows": {}}) for one in pins]
-        self.sources = [
-            _Source(
-                index,
-                asked,
-                calibration.order_of(index),
-                pins[index] if pins else None,
-                "--without" if asked.dataset in without else "",
-            )
-            for index, asked in enumerate(calibration.sources)
-        ]
+        self.sources = list[_Source]()
+        for index, asked in enumerate(calibration.sources):
+            left_out, pinned = "--without" if asked.dataset in without else "", pins[index] if pins else None
+            self.sources.append(_Source(index, asked, calibration.order_of(index), pinned, left_out))
 
     def each(self, work: Callable[[_Source], Result]) -> list[Result | None]:
         """`work(source)` for every source that is not left out; one that is not required is left out if it fails."""
@@ -370,21 +364,19 @@ def _sample_source(
     source, assigned = calibration.sources[index], _assigned(calibration, index)
     wanted = source.samples if source.samples == "all" else source.samples + more
     most_rows = float("inf") if wanted == "all" else max(PATIENCE_AT_LEAST, PATIENCE * wanted)
-    samples: list[Sample] = []
-    places: dict[tuple[bool, str], list[str]] = {}  # of dropped rows, by whether they are left out, and why
-    tried: dict[str, str] = {}
+    samples, tried = list[Sample](), dict[str, str]()
+    places = defaultdict[tuple[bool, str], list[str]](list)  # of dropped rows, by whether they are left out, and why
     usable = read = 0  # rows in a listed language; rows that count towards the most
     for row in rows:
         tried[row.place] = "" if source.is_local else row.sha256
-        if unlisted := _unlisted(calibration, row, source):
-            places.setdefault((True, unlisted), []).append(row.place)
-        else:
-            usable += 1
-            languages = {kind: names[len(samples) % len(names)] for kind, names in assigned.items()}
-            try:
-                samples.append(_sample(calibration, index, row, renderer, languages))
-            except Rejected as failure:
-                places.setdefault((False, str(failure)), []).append(row.place)
+        languages = {kind: names[len(samples) % len(names)] for kind, names in assigned.items()}
+        usable += 1
+        try:
+            samples.append(_sample(calibration, index, row, renderer, languages))
+        except Rejected as failure:
+            unlisted = isinstance(failure, _Unlisted)
+            usable -= unlisted
+            places[unlisted, str(failure)].append(row.place)
         read = len(tried) if source.streaming else usable
         if len(samples) == wanted or read == most_rows:
             break
@@ -403,19 +395,26 @@ def _sample_source(
     return _Sampled(tuple(samples), dropped, {} if source.is_local else tried, shortage)
 
 
+class _Unlisted(Rejected):
+    """A row is left out: its own category names a language that the set's list of that kind does not have."""
+
+
 def _sample(
     calibration: CalibrationSet, index: int, row: Row, renderer: Renderer, languages: dict[Kind, str]
 ) -> Sample:
     source = calibration.sources[index]
+    if isinstance(source.category, FromColumn):
+        category = source.category.of(row.values) or ""
+        if kind := calibration.languages.unlisted_kind(category):
+            what = f"its {source.category.column}" if source.category.under else category
+            raise _Unlisted(f"{what} is not in languages.{kind}")
+    else:
+        category = fill(source.category, {kind: slug(name) for kind, name in languages.items()})
     content = read_row(row.values, source, calibration.order_of(index))
     if source.prompt:
         content = instruct(content, fill(source.prompt, languages))
-    if isinstance(source.category, FromColumn):
-        category = source.category.of(row.values)
-        if category is None:
-            raise Rejected(f"no category in column {source.category.column}")
-    else:
-        category = fill(source.category, {kind: slug(name) for kind, name in languages.items()})
+    if isinstance(source.category, FromColumn) and not category:
+        raise Rejected(f"no category in column {source.category.column}")
     rendered = renderer.render(content, calibration.length_of(source))
     named = None if placeholders(source.fixed_category) else calibration.languages.claimed_by(category)[1]
     return Sample(
@@ -430,15 +429,6 @@ def _sample(
         text=content.text,
         left_out=rendered.left_out,
     )
-
-
-def _unlisted(calibration: CalibrationSet, row: Row, source: DataSource) -> str | None:
-    """Why a row is left out: its own category names a language that the set's list of that kind does not have."""
-    if not isinstance(source.category, FromColumn) or (category := source.category.of(row.values)) is None:
-        return None
-    kind = calibration.languages.unlisted_kind(category)
-    what = f"its {source.category.column}" if source.category.under else category
-    return f"{what} is not in languages.{kind}" if kind else None
 
 
 def _assigned(calibration: CalibrationSet, index: int) -> dict[Kind, list[str]]:

@@ -94,7 +94,7 @@ def check(
     left_out = without or (given[0].calibration_without if given and set_ is None else ())
     choice: dict[str, Any] = {"show": show, "source": source, "category": category}
     report = check_set(path, held_out=other, workers=workers, without=left_out, **choice, **counting)
-    common.emit(report.as_json(), as_json, render(report, about), passed=not report.findings)
+    common.emit(report, as_json, render(report, about), passed=report["ok"])
 
 
 @calibration.command(name="list")
