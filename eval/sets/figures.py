@@ -30,31 +30,20 @@ EFFECTS: dict[Verdict, str] = {"worse": "helps", "better": "hurts"}  # of what i
 
 @dataclass(frozen=True)
 class MeasuredSet:
-    """What was measured of one set's draws.
+    """What was measured of one set's draws; sums are over each text's scored tokens, see `metrics.Measured`."""
 
-    Attributes:
-        label: what to call it, distinct among the sets.
-        name, file: as in the set, and where it was read.
-        samples, tokens: (K) of each draw.
-        different: how many of the draws hold different texts.
-        kl, top1, nll: (K, n) sums over each text's scored tokens, see `eval.fidelity.metrics.Measured`.
-        same: (K, n) the source's expert choices that the output makes too.
-        hidden_error: (K, layers).
-        routed: calibration tokens routed to each expert, of all draws together.
-    """
-
-    label: str
-    name: str
-    file: str
-    samples: list[int]
-    tokens: list[int]
-    different: int
-    kl: np.ndarray
-    top1: np.ndarray
-    nll: np.ndarray
-    same: np.ndarray
-    hidden_error: np.ndarray
-    routed: Routed
+    label: str  # what to call it, distinct among the sets
+    name: str  # as in the set
+    file: str  # where it was read
+    samples: list[int]  # (K) of each draw
+    tokens: list[int]  # (K) of each draw
+    different: int  # how many of the draws hold different texts
+    kl: np.ndarray  # (K, n) sums
+    top1: np.ndarray  # (K, n) sums
+    nll: np.ndarray  # (K, n) sums
+    same: np.ndarray  # (K, n) the source's expert choices that the output makes too
+    hidden_error: np.ndarray  # (K, layers)
+    routed: Routed  # calibration tokens routed to each expert, of all draws together
 
     @property
     def draws(self) -> int:
@@ -64,16 +53,11 @@ class MeasuredSet:
 
 @dataclass(frozen=True)
 class Scored:
-    """The texts that all sets were measured on.
-
-    Attributes:
-        nll: (n,), the source's −log p, summed over each text's scored tokens.
-        choices: (n,), the source's expert choices, in all layers.
-    """
+    """The texts that all sets were measured on."""
 
     texts: Sequence[Text]
-    nll: np.ndarray
-    choices: np.ndarray
+    nll: np.ndarray  # (n,) the source's −log p, summed over each text's scored tokens
+    choices: np.ndarray  # (n,) the source's expert choices, in all layers
 
     @property
     def tokens(self) -> np.ndarray:

@@ -64,14 +64,10 @@ class Repository:
 
 @dataclass
 class Hub:
-    """The Hub during the loading of one set. Use as a context manager: leaving it ends what still waits.
-
-    Attributes:
-        unreachable: why no request is made, and each raises Unreachable; empty if they are made.
-    """
+    """The Hub during the loading of one set. Use as a context manager: leaving it ends what still waits."""
 
     give_up: float = GIVE_UP
-    unreachable: str = ""
+    unreachable: str = ""  # why no request is made, and each raises Unreachable; empty if they are made
     stopped: Event = field(default_factory=Event)  # set when nothing may be waited for any more
 
     def __enter__(self) -> Hub:

@@ -58,7 +58,7 @@ def rows() -> list[dict[str, str]]:
 def _row(path: Path) -> dict[str, str]:
     sources = read_set(path).sources
     local = sum(source.is_local for source in sources)
-    places = [f"{local} local" if local else "", f"{len(sources) - local} on the Hub" if local < len(sources) else ""]
+    places = {"local": local, "on the Hub": len(sources) - local}
     counts = [
         len(read_local(local_file(source, path.parent), source.dataset)) if source.samples == "all" else source.samples
         for source in sources
@@ -66,7 +66,7 @@ def _row(path: Path) -> dict[str, str]:
     return {
         "name": path.stem,
         "samples": f"{sum(counts):,}",
-        "sources": ", ".join(filter(None, places)),
+        "sources": ", ".join(f"{count} {where}" for where, count in places.items() if count),
         "about": path.read_text(encoding="utf-8").splitlines()[0].removeprefix("#").strip(" ."),
     }
 
@@ -81,18 +81,14 @@ def copy_set(name: str, folder: Path) -> list[Path]:
     path = shipped("calibration") / f"{name.removesuffix('.yaml')}.yaml"
     if Path(name).name != name or not path.is_file():
         raise CalibrationError(f"{name}: no such set; `quantize calibration list` lists them")
-    sets = dict.fromkeys(each for each in (path, path.parent / HELD_OUT) if each.is_file())
-    wanted = dict.fromkeys(file for each in sets for file in _files(each))
+    wanted = list[Path]()
+    for each in filter(Path.is_file, (path, path.parent / HELD_OUT)):
+        data = (source.dataset for source in read_set(each).sources if source.is_local)
+        wanted += [each, *filter(Path.is_file, [lock_path(each)])]
+        wanted += [Path(os.path.normpath(path.parent / name)) for name in data]
     contents = {folder / file.relative_to(path.parent): file.read_bytes() for file in wanted}
     write_new(contents)
     return list(contents)
-
-
-def _files(path: Path) -> list[Path]:
-    """A set's file, its lock if it has one, and its local data."""
-    data = [source.dataset for source in read_set(path).sources if source.is_local]
-    locks = [lock_path(path)] if lock_path(path).is_file() else []
-    return [path, *locks, *(Path(os.path.normpath(path.parent / name)) for name in data)]
 
 
 def new_set(path: Path, data: Path | None) -> tuple[dict[Path, bytes], list[str]]:

@@ -174,25 +174,19 @@ def why(set_: str | Path, recipe: str | Path, *, draws: int = DRAWS, **options: 
 
 @dataclass(frozen=True)
 class _Asked:
-    """What both commands prepare.
-
-    Attributes:
-        quantized: the number of layers.
-        limit: bytes of device memory.
-        notes: what a reader should know of the sets, filled as they are loaded.
-    """
+    """What both commands prepare."""
 
     job: Job
     held: HeldOut
     tokens: int | None
-    quantized: int
+    quantized: int  # how many layers are
     device: torch.device
-    limit: int | None
+    limit: int | None  # bytes of device memory
     work: Path
     check: Callable[[], None]
     trust_remote_code: bool
     dist: ProcessGroup
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what a reader should know of the sets, filled as they are loaded
 
     def load(self, file: Path, draw: int) -> CalibrationData:
         """One draw of a set, the same in all processes."""
