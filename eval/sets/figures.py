@@ -101,7 +101,7 @@ def comparison(sets: Sequence[MeasuredSet], scored: Scored, rule: CoverageGate, 
         error: the probability that an interval misses the truth.
     """
     pairs = list(combinations(sets, 2))
-    changes = _differences([(a, b) for a, b in pairs], scored, error)
+    changes = _differences(pairs, scored, error)
     return {
         "sets": [set_figures(one, scored, error) for one in sets],
         "pairs": [
@@ -230,16 +230,14 @@ def pair_words(a: MeasuredSet, b: MeasuredSet, found: dict[str, Any], texts: int
     return f"{b.label} is {found['verdict']} than {a.label} by {percent(abs(found['change']))} ({between})"
 
 
-def source_effects(
-    whole: MeasuredSet, without: Sequence[MeasuredSet], scored: Scored, error: float = ERROR
-) -> list[dict[str, Any]]:
+def source_effects(whole: MeasuredSet, without: Sequence[MeasuredSet], scored: Scored) -> list[dict[str, Any]]:
     """`sources` of `SourceEffects` in eval/report/set_comparison.py: what the whole set loses without each source.
 
     Args:
         without: the same draws without one source, whose name is the label; `samples` and `tokens` are what it had.
     """
     rows = []
-    for one, found in zip(without, _differences([(whole, one) for one in without], scored, error), strict=True):
+    for one, found in zip(without, _differences([(whole, one) for one in without], scored, ERROR), strict=True):
         effect = EFFECTS.get(found["verdict"], found["verdict"])
         words = {
             "helps": f"helps: without it KL is {percent(found['change'])} larger",

@@ -114,8 +114,8 @@ def compare(
         trust_remote_code=trust_remote_code,
         dist=dist,
     ) as asked:
-        drawn = [list[CalibrationData]() for _ in files]
-        lanes = [list[LaneFigures]() for _ in files]
+        drawn: list[list[CalibrationData]] = [[] for _ in files]
+        lanes: list[list[LaneFigures]] = [[] for _ in files]
         verify = asked.job.recipe.verify
         for look in range(looks):
             numbers = range(look * draws, min((look + 1) * draws, most))
