@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 from typer import Argument, Context, Option
 
-from quantizers.commands.compare import DRAWS
 from quantizers.system.formatting import parse_bytes
 
 from . import common
@@ -38,7 +37,7 @@ def compare(
             "--calibration", metavar="SET", help="a calibration set: a file, or the name of a shipped one; two or more"
         ),
     ],
-    draws: Draws = DRAWS,
+    draws: Draws = 5,
     at_most: Annotated[
         int | None,
         Option(min=1, help="while a pair of sets is undecided, draw as many again, up to these; keeps the error rate"),
@@ -94,7 +93,7 @@ def why(
     recipe: Annotated[
         str, Option(metavar="RECIPE", help="recipe whose source, experts and held-out set are used")
     ] = "tiny-minimax-m2-fp8-int4",
-    draws: Draws = DRAWS,
+    draws: Draws = 5,
     tokens: Tokens = None,
     layers: Layers = None,
     data: Data = None,

@@ -9,24 +9,32 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+import torch
+
+from eval.coverage.compare import labels
+from eval.coverage.routing import Routed
+from eval.fidelity.scoring import HeldOut, held_out
+from eval.sets.estimate import ERROR
+from eval.sets.figures import NOTES, MeasuredSet, Scored, comparison, decided, set_figures, source_effects
+from quantizers.calibration.load_set import load_set, said
+from quantizers.calibration.samples import CalibrationData, category_names, digest_of, identity
+from quantizers.calibration.set import read_set
+from quantizers.device.determinism import ordered
+from quantizers.device.devices import choose_device, use_threads
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from quantizers.output.journal import begun_with, refuse_changes
+from quantizers.pipeline.lanes import LaneFigures, lanes_context, measure_lanes
+from quantizers.pipeline.pipeline import deciding, refuse_library
 from quantizers.planning.job import Job, prepare
 from quantizers.recipe.read import changes_of, find_set, set_location
 from quantizers.recipe.schema import CoverageGate
 from quantizers.system.errors import CalibrationError, InputError
-
-if TYPE_CHECKING:
-    import torch
-
-    from eval.fidelity.scoring import HeldOut
-    from eval.sets.figures import MeasuredSet, Scored
-    from quantizers.calibration.samples import CalibrationData
-    from quantizers.pipeline.lanes import LaneFigures
+from quantizers.system.interrupts import interruptible
 
 FIRST = "first:"
-DRAWS = 5
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,7 @@ def compare(
     recipe: str | Path,
     sets: Sequence[str | Path],
     *,
-    draws: int = DRAWS,
+    draws: int = 5,
     at_most: int | None = None,
     tokens: int | None = None,
     layers: str | None = None,
@@ -83,9 +91,6 @@ def compare(
         QuantizeError: the model's states are not finite, or there is no room for them.
         Interrupted: by a signal.
     """
-    from eval.coverage.compare import labels
-    from eval.sets.estimate import ERROR
-    from eval.sets.figures import comparison, decided
 
     if len(sets) < 2:
         raise InputError("give two sets or more, each with --calibration")
@@ -114,8 +119,8 @@ def compare(
         trust_remote_code=trust_remote_code,
         dist=dist,
     ) as asked:
-        drawn: list[list[CalibrationData]] = [[] for _ in files]
-        lanes: list[list[LaneFigures]] = [[] for _ in files]
+        drawn = [list[CalibrationData]() for _ in files]
+        lanes = [list[LaneFigures]() for _ in files]
         verify = asked.job.recipe.verify
         for look in range(looks):
             numbers = range(look * draws, min((look + 1) * draws, most))
@@ -136,14 +141,12 @@ def compare(
         return asked.result(measured, scored, result, of_looks if looks > 1 else "")
 
 
-def why(set_: str | Path, recipe: str | Path, *, draws: int = DRAWS, **options: Any) -> SetComparison:
+def why(set_: str | Path, recipe: str | Path, *, draws: int = 5, **options: Any) -> SetComparison:
     """Find out which sources of a calibration set help, which hurt, and which make no difference.
 
     Each source's samples are taken out of the same draws of the set, and nothing takes their place. Arguments, which
     `options` are too from `tokens` on, and errors are those of `compare`.
     """
-    from eval.sets.figures import NOTES, set_figures, source_effects
-    from quantizers.calibration.samples import digest_of
 
     file = find_set(str(set_))
     with _asked(recipe, [file], **options) as asked:
@@ -190,7 +193,6 @@ class _Asked:
 
     def load(self, file: Path, draw: int) -> CalibrationData:
         """One draw of a set, the same in all processes."""
-        from quantizers.calibration.load_set import load_set, said
 
         data = None
         if self.dist.is_main:
@@ -208,13 +210,6 @@ class _Asked:
 
     def measure(self, folder: str, sets: Sequence[Sequence[CalibrationData]]) -> tuple[list[list[LaneFigures]], Scored]:
         """What was measured of each draw of each set; draws with the same texts are measured once."""
-        import numpy as np
-
-        from eval.sets.figures import Scored
-        from quantizers.calibration.samples import identity
-        from quantizers.output.journal import refuse_changes
-        from quantizers.pipeline.lanes import lanes_context, measure_lanes
-        from quantizers.pipeline.pipeline import deciding
 
         lanes = {_texts_of(data): data for draws in sets for data in draws}
         work, texts, draws = self.work / folder, self.held.texts, list(lanes.values())
@@ -238,11 +233,6 @@ class _Asked:
         self, label: str, file: Path, draws: Sequence[CalibrationData], lanes: Sequence[LaneFigures]
     ) -> MeasuredSet:
         """The draws of one set together."""
-        import numpy as np
-
-        from eval.coverage.routing import Routed
-        from eval.sets.figures import MeasuredSet
-        from quantizers.calibration.samples import category_names
 
         names = tuple(sorted({sample.category for data in draws for sample in data.samples}))
         tokens = np.zeros(len(names), dtype=np.int64)
@@ -271,7 +261,6 @@ class _Asked:
         self, sets: Sequence[MeasuredSet], scored: Scored, found: dict[str, Any], note: str = ""
     ) -> SetComparison:
         """What a command prints of the sets, in rank 0."""
-        from eval.sets.figures import NOTES
 
         quantized, depth = self.quantized, self.job.sizes["layers"]
         of_part = (
@@ -325,14 +314,6 @@ def _asked(
     else:
         raise InputError(f"{job.path}: has no verify.perplexity, so no held-out texts; give --data SET")
 
-    from eval.fidelity.scoring import held_out
-    from quantizers.calibration.load_set import load_set, said
-    from quantizers.device.determinism import ordered
-    from quantizers.device.devices import choose_device, use_threads
-    from quantizers.output.journal import begun_with
-    from quantizers.pipeline.pipeline import refuse_library
-    from quantizers.system.interrupts import interruptible
-
     refuse_library(job, dist)
     trusted = trust_remote_code or job.recipe.source.trusts_tokenizer
     read = said(load_set(held_out_file, job.opened.folder, trusted), "held out") if dist.is_main else None
@@ -364,7 +345,6 @@ def _asked(
 
 def _refuse_wrong_sets(files: Sequence[Path]) -> None:
     """Read all sets, and raise a CalibrationError with a line for each fault."""
-    from quantizers.calibration.set import read_set
 
     faults = []
     for file in files:
@@ -388,7 +368,6 @@ def _first(layers: str | None, depth: int, dense: int) -> int:
 
 def _texts_of(data: CalibrationData) -> tuple[str, ...]:
     """What a draw holds, in whatever order."""
-    from quantizers.calibration.samples import digest_of
 
     return tuple(sorted(digest_of([sample]) for sample in data.samples))
 
