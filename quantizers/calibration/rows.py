@@ -36,6 +36,7 @@ BLOCK = 1 << 20  # bytes of a streamed file that are read at a time; of others e
 BATCH = 64  # rows of a Parquet file that become Python values at a time
 WINDOW = 1 << 20  # bytes of a Parquet column, or of a list in JSON, that are read at a time
 FORMAT = 2  # of kept rows: increase it when the same dataset, commit and order give other rows
+WRONG_PART = "correct the source's subset, split or revision"
 DAMAGED = "tell its maker, or leave it out: --without ID, or remove it from the set"
 _BETWEEN = re.compile(r"[\s,]*")  # the items of a list
 Item = TypeVar("Item")
@@ -121,10 +122,10 @@ def _check_columns(
 
 def shuffled(items: list[Item], source: DataSource, seed: str) -> list[Item]:
     """Items in the order in which a source's rows are tried; in their own for `samples: all`."""
-    order = list(range(len(items)))
+    order = list(items)
     if source.samples != "all":
         seeded(seed).shuffle(order)
-    return [items[index] for index in order]
+    return order
 
 
 def files_of(source: DataSource, repository: Repository) -> tuple[list[str], list[str]]:
@@ -202,8 +203,7 @@ def _hub_rows(
     try:
         files, _ = files_of(source, repository)
     except ValueError as failure:
-        remedy = "correct the source's subset, split or revision"
-        raise SourceError(source.dataset, str(failure), remedy) from None
+        raise SourceError(source.dataset, str(failure), WRONG_PART) from None
     part = source.streaming and source.samples != "all"
     if part:
         seeded(f"{seed}:files").shuffle(files)
@@ -217,7 +217,7 @@ def _hub_rows(
             _check_columns(source, block, columns[:checked], lambda: _remote_rows(source, repository, hub, files[0]))
         yield shuffled(block, source, f"{seed}:{number}") if part else block
     if not number:
-        raise SourceError(source.dataset, "no rows", "correct the source's subset, split or revision")
+        raise SourceError(source.dataset, "no rows", WRONG_PART)
 
 
 def _remote_rows(
