@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import sys
 import tempfile
@@ -33,8 +34,6 @@ from quantizers.recipe.read import changes_of, find_set, set_location
 from quantizers.recipe.schema import CoverageGate
 from quantizers.system.errors import CalibrationError, InputError
 from quantizers.system.interrupts import interruptible
-
-FIRST = "first:"
 
 
 @dataclass(frozen=True)
@@ -360,10 +359,10 @@ def _first(layers: str | None, depth: int, dense: int) -> int:
     """How many layers are quantized, where as many have no experts before the first that has."""
     if layers is None:
         return depth
-    number = layers.removeprefix(FIRST)
-    if not layers.startswith(FIRST) or not number.isdecimal() or not dense < int(number) <= depth:
-        raise InputError(f"--layers {layers}: is not {FIRST}N with N from {dense + 1} to {depth}; correct it")
-    return int(number)
+    given = re.fullmatch(r"first:(\d+)", layers)
+    if given is None or not dense < int(given[1]) <= depth:
+        raise InputError(f"--layers {layers}: is not first:N with N from {dense + 1} to {depth}; correct it")
+    return int(given[1])
 
 
 def _texts_of(data: CalibrationData) -> tuple[str, ...]:
