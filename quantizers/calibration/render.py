@@ -260,11 +260,10 @@ def _formed(turn: Turn, habits: Habits) -> Turn:
     if habits.parts:
         formed["content"] = [{"type": "text", "text": turn["content"]}]
     if habits.arguments == "text" and "tool_calls" in turn:
-        functions = [call["function"] for call in turn["tool_calls"]]
-        texts = [{"arguments": json.dumps(one["arguments"], ensure_ascii=False)} for one in functions]
-        formed["tool_calls"] = [
-            call | {"function": call["function"] | text} for call, text in zip(turn["tool_calls"], texts, strict=True)
-        ]
+        formed["tool_calls"] = []
+        for call in turn["tool_calls"]:
+            arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+            formed["tool_calls"].append(call | {"function": call["function"] | {"arguments": arguments}})
     return formed
 
 
