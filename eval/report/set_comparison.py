@@ -7,8 +7,8 @@ from typing import Literal
 from eval.report.fidelity import HeldOutSet, Perplexity
 from eval.report.keys import Number, Part, key
 from eval.report.schema import Gate
+from eval.sets.estimate import Verdict
 
-Closeness = Literal["better", "worse", "no difference", "too few texts"]
 FieldKind = Literal["family", "category", "long"]
 
 
@@ -96,7 +96,7 @@ class FieldChange(Change):
     texts: int = key("Texts", "texts")
     first: Number = key("Mean KL of the first set", "nats")
     other: Number = key("Mean KL of the other", "nats")
-    verdict: Closeness = key("Of the other")
+    verdict: Verdict = key("Of the other")
 
 
 class ExpertShare(Part):
@@ -175,7 +175,7 @@ class SetPair(Change):
     first: str = key("Label of the first")
     other: str = key("Label of the other")
     detectable: Number = key("Change that would be seen with 80 % probability; None if unknown", "relative")
-    verdict: Closeness = key("Of the other")
+    verdict: Verdict = key("Of the other")
     words: str = key("The same as a sentence")
     fields: list[FieldChange] = key("By family, category, and the long texts")
     routing: RoutingChange = key("Tokens by expert")

@@ -7,7 +7,7 @@ from typing import Any
 
 from eval.fidelity.tables import past_the_model
 from eval.sets.estimate import ERROR
-from quantizers.system.formatting import number, text_table
+from quantizers.system.formatting import number, several, text_table
 
 ROWS, LAYERS, LANGUAGES = 15, 5, 5  # of a table of fields, of layers, and categories that are named, at most
 UNTOLD = ("no difference", "too few texts")
@@ -76,9 +76,8 @@ def span(numbers: Sequence[int]) -> str:
 def measured(found: dict[str, Any]) -> str:
     """Of what the figures are: draws, layers and held-out texts."""
     layers = f"{found['solved_layers']} of {found['layers']} layers quantized"
-    draws = f"{found['draws']} draw{'' if found['draws'] == 1 else 's'}"
     tokens = "all tokens" if found["tokens"] is None else f"{found['tokens']:,} tokens each"
-    return f"{draws}, {tokens}; {layers}; measured on {found['evaluated_on']['name']}"
+    return f"{several(found['draws'], 'draw')}, {tokens}; {layers}; measured on {found['evaluated_on']['name']}"
 
 
 def level(found: dict[str, Any]) -> str:
@@ -144,7 +143,7 @@ def _routing(pair: dict[str, Any]) -> str:
     minimum = routing["min_routed_tokens"]
     return (
         f"experts newly covered by {other}: {len(routing['won']):,}; no longer covered: {len(routing['lost']):,} (of "
-        f"{routing['after']['pairs']:,}; at equal size, {minimum:,} routed token{'' if minimum == 1 else 's'} at least)"
+        f"{routing['after']['pairs']:,}; at equal size, {several(minimum, 'routed token')} at least)"
         + (f"\nby the texts of one category alone: {most}" if most else "")
     )
 

@@ -44,15 +44,10 @@ Verdict = Literal["better", "worse", "no difference", "too few texts"]
 
 @dataclass(frozen=True)
 class Estimate:
-    """The logarithm of a ratio, with its uncertainty.
+    """The logarithm of a ratio, with its uncertainty."""
 
-    Attributes:
-        value: infinite or NaN where a total is 0.
-        resamples: (R,) of the value; None with fewer than FEWEST texts, or where too few of them differ.
-    """
-
-    value: float
-    resamples: np.ndarray | None
+    value: float  # infinite or NaN where a total is 0
+    resamples: np.ndarray | None  # (R,) of it; None with fewer than FEWEST texts, or where too few of them differ
 
     @property
     def change(self) -> float:

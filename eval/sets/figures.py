@@ -21,6 +21,7 @@ from eval.coverage.routing import Routed
 from eval.fidelity.metrics import Text, groups, parts
 from eval.fidelity.paired import FEWEST
 from quantizers.recipe.schema import CoverageGate
+from quantizers.system.formatting import several
 
 from .estimate import ERROR, POWER, Estimate, Verdict, holm, log_ratio, verdict
 
@@ -29,31 +30,20 @@ EFFECTS: dict[Verdict, str] = {"worse": "helps", "better": "hurts"}  # of what i
 
 @dataclass(frozen=True)
 class MeasuredSet:
-    """What was measured of one set's draws.
+    """What was measured of one set's draws; sums are over each text's scored tokens, see `metrics.Measured`."""
 
-    Attributes:
-        label: what to call it, distinct among the sets.
-        name, file: as in the set, and where it was read.
-        samples, tokens: (K) of each draw.
-        different: how many of the draws hold different texts.
-        kl, top1, nll: (K, n) sums over each text's scored tokens, see `eval.fidelity.metrics.Measured`.
-        same: (K, n) the source's expert choices that the output makes too.
-        hidden_error: (K, layers).
-        routed: calibration tokens routed to each expert, of all draws together.
-    """
-
-    label: str
-    name: str
-    file: str
-    samples: list[int]
-    tokens: list[int]
-    different: int
-    kl: np.ndarray
-    top1: np.ndarray
-    nll: np.ndarray
-    same: np.ndarray
-    hidden_error: np.ndarray
-    routed: Routed
+    label: str  # what to call it, distinct among the sets
+    name: str  # as in the set
+    file: str  # where it was read
+    samples: list[int]  # (K) of each draw
+    tokens: list[int]  # (K) of each draw
+    different: int  # how many of the draws hold different texts
+    kl: np.ndarray  # (K, n) sums
+    top1: np.ndarray  # (K, n) sums
+    nll: np.ndarray  # (K, n) sums
+    same: np.ndarray  # (K, n) the source's expert choices that the output makes too
+    hidden_error: np.ndarray  # (K, layers)
+    routed: Routed  # calibration tokens routed to each expert, of all draws together
 
     @property
     def draws(self) -> int:
@@ -63,16 +53,11 @@ class MeasuredSet:
 
 @dataclass(frozen=True)
 class Scored:
-    """The texts that all sets were measured on.
-
-    Attributes:
-        nll: (n,), the source's −log p, summed over each text's scored tokens.
-        choices: (n,), the source's expert choices, in all layers.
-    """
+    """The texts that all sets were measured on."""
 
     texts: Sequence[Text]
-    nll: np.ndarray
-    choices: np.ndarray
+    nll: np.ndarray  # (n,) the source's −log p, summed over each text's scored tokens
+    choices: np.ndarray  # (n,) the source's expert choices, in all layers
 
     @property
     def tokens(self) -> np.ndarray:
@@ -116,7 +101,7 @@ def comparison(sets: Sequence[MeasuredSet], scored: Scored, rule: CoverageGate, 
         error: the probability that an interval misses the truth.
     """
     pairs = list(combinations(sets, 2))
-    changes = _differences([(a, b) for a, b in pairs], scored, error)
+    changes = _differences(pairs, scored, error)
     return {
         "sets": [set_figures(one, scored, error) for one in sets],
         "pairs": [
@@ -239,22 +224,20 @@ def pair_words(a: MeasuredSet, b: MeasuredSet, found: dict[str, Any], texts: int
         return f"{a.label}, {b.label}: {_too_few(texts)}"
     if found["verdict"] == "no difference" or found["interval"] is None:
         what = f"{b.label} and {a.label}: no difference"
-        return f"{what} that {_amount(a.draws, 'draw')} of {texts} texts could show{_seen(found)}"
+        return f"{what} that {several(a.draws, 'draw')} of {texts} texts could show{_seen(found)}"
     low, high = sorted(map(abs, found["interval"]))
     between = f"{percent(low, False)} to {percent(high, False)}"
     return f"{b.label} is {found['verdict']} than {a.label} by {percent(abs(found['change']))} ({between})"
 
 
-def source_effects(
-    whole: MeasuredSet, without: Sequence[MeasuredSet], scored: Scored, error: float = ERROR
-) -> list[dict[str, Any]]:
+def source_effects(whole: MeasuredSet, without: Sequence[MeasuredSet], scored: Scored) -> list[dict[str, Any]]:
     """`sources` of `SourceEffects` in eval/report/set_comparison.py: what the whole set loses without each source.
 
     Args:
         without: the same draws without one source, whose name is the label; `samples` and `tokens` are what it had.
     """
     rows = []
-    for one, found in zip(without, _differences([(whole, one) for one in without], scored, error), strict=True):
+    for one, found in zip(without, _differences([(whole, one) for one in without], scored, ERROR), strict=True):
         effect = EFFECTS.get(found["verdict"], found["verdict"])
         words = {
             "helps": f"helps: without it KL is {percent(found['change'])} larger",
@@ -279,10 +262,6 @@ def percent(value: float, unit: bool = True) -> str:
 
 def _too_few(texts: int) -> str:
     return f"too few texts ({texts}) for a verdict, or too few that differ; {FEWEST} are needed"
-
-
-def _amount(count: int, what: str) -> str:
-    return f"{count} {what}{'s' if count != 1 else ''}"
 
 
 def _seen(found: dict[str, Any]) -> str:

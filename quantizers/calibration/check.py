@@ -7,7 +7,6 @@ import unicodedata
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -20,10 +19,11 @@ from rich.table import Table
 from rich.text import Text
 
 from quantizers.system.errors import InputError
+from quantizers.system.formatting import several
 from quantizers.system.output_files import HELD_OUT
 
 from .load_set import WORKERS, load_set
-from .render import Renderer
+from .render import load_tokenizer
 from .samples import (
     CalibrationData,
     Sample,
@@ -35,7 +35,7 @@ from .samples import (
     row_of,
     used_licences,
 )
-from .set import CODES, KINDS, CalibrationSet, Kind, read_set
+from .set import CODES, KINDS, Kind, read_set
 
 SHINGLE = 5  # words
 NEAR = 0.5  # texts with at least this Jaccard similarity of their shingles are near-duplicates
@@ -44,72 +44,9 @@ NEAR = 0.5  # texts with at least this Jaccard similarity of their shingles are 
 MOST_CUT = 0.25
 NAMED = 5  # categories that a warning names at most
 MOST = 20  # findings, texts or names that are shown; JSON has all of them
+Pair = dict[str, Any]  # the places `first` and `second`, similarity
 _NAMES = {code: name for name, code in CODES.items()}
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
-
-
-@dataclass(frozen=True)
-class Duplicate:
-    """The places of two samples that are equal (similarity 1) or nearly equal."""
-
-    first: str
-    second: str
-    similarity: float
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """A sample whose text is not in the language that its category claims."""
-
-    place: str
-    claimed: str
-    identified: str
-
-
-@dataclass(frozen=True)
-class SetReport:
-    """The result of checking a set."""
-
-    path: str
-    tokenizer: str  # the folder or Hub id of the model whose tokenizer counted the tokens
-    summary: dict[str, Any]  # see `CalibrationData.summary`
-    categories: tuple[dict[str, Any], ...]  # lengths in tokens; `truncated` samples lost a share `cut_share`
-    languages: dict[Kind, dict[str, int]]  # number of texts by language, in the order of the set's lists
-    asked_for: dict[Kind, dict[str, int]]  # number of samples whose prompt asks for it; they count as texts in none
-    missing: dict[Kind, list[str]]  # the languages without a text
-    licences: dict[str, str]  # by data set, see `used_licences`
-    duplicates: tuple[Duplicate, ...]  # within the set
-    held_out: str | None  # path of the held-out set that it was compared with
-    shared: tuple[Duplicate, ...]  # pairs of a sample and a sample of the held-out set
-    identified: int  # how many texts of spoken languages were checked by language identification
-    mismatches: tuple[Mismatch, ...]
-    warnings: tuple[str, ...]  # what contradicts nothing but is probably not intended, one line each
-
-    @property
-    def findings(self) -> tuple[str, ...]:
-        """Contradictions of the set's claims, one line each; the command ends with exit code 3 if there are any."""
-        return (
-            *(f"no text is in {', '.join(self.missing[kind])} ({kind})" for kind in KINDS if self.missing[kind]),
-            *(f"{pair.second} repeats {pair.first} (similarity {pair.similarity})" for pair in self.duplicates),
-            *(f"{pair.first} is also held out: {pair.second} ({pair.similarity})" for pair in self.shared),
-            *(f"{text.place} claims {text.claimed}, but reads like {text.identified}" for text in self.mismatches),
-        )
-
-    @property
-    def verdict(self) -> str:
-        """One line: fine, or how many findings and warnings there are."""
-        found, warned = _several(len(self.findings), "finding"), _several(len(self.warnings), "warning")
-        if self.findings:
-            return f"contradicts what the set claims: {found}{f' and {warned}' if self.warnings else ''}"
-        return f"nothing contradicts the set, but {warned}" if self.warnings else "fine: nothing contradicts the set"
-
-    def as_json(self) -> dict[str, Any]:
-        """The report as one JSON object."""
-        return asdict(self) | {"findings": self.findings, "ok": not self.findings, "verdict": self.verdict}
-
-
-def _several(count: int, what: str) -> str:
-    return f"{count:,} {what}{'s' if count != 1 else ''}"
 
 
 def check_set(
@@ -121,39 +58,82 @@ def check_set(
     trust_remote_code: bool = False,
     workers: int = WORKERS,
     without: Sequence[str] = (),
-) -> SetReport:
-    """Load a set and check it. Raises what `load_set` raises, except that a missing language is a finding.
+    show: int = 0,
+    source: str | None = None,
+    category: str | None = None,
+) -> dict[str, Any]:
+    """Load a set and check it.
 
     Args:
         held_out: a set with which it must share no text; None for `held-out.yaml` beside it, if there is one.
         tokenizer, revision, trust_remote_code, workers, without: see `load_set`.
+        show: how many samples to show, at evenly spaced positions, as the model reads them.
+        source: of these only those of sources whose name contains this.
+        category: only those of this category and the ones below it: `code` takes `code/rust` too.
+
+    Returns:
+        What is printed with --json. tokenizer: that of the model which counted the tokens, a folder or Hub id; summary
+        and licences: see `CalibrationData.summary` and `used_licences`; categories: rows with lengths in tokens, whose
+        `truncated` samples lost a share `cut_share`; languages: number of texts by language, in the order of the set's
+        lists; asked_for: of samples whose prompt asks for it, which count as texts in none; missing: the languages
+        without a text; duplicates: pairs of samples that are equal (similarity 1) or nearly equal, by their places;
+        shared: of a sample and one of the set `held_out`; identified: how many texts of spoken languages were checked
+        by language identification; mismatches: those in another language than their category claims; findings:
+        contradictions of what the set claims, a line each, and `ok` without any; warnings: what contradicts nothing but
+        is probably not intended; verdict: a line on both; samples: those to show.
+
+    Raises:
+        CalibrationError: as `load_set`, except that a missing language is a finding.
+        InputError: the set has no sample that could be shown.
     """
-    options: dict[str, Any] = {"revision": revision, "workers": workers, "require_languages": False}
-
-    def load(path: Path, without: Sequence[str] = ()) -> CalibrationData:
-        return load_set(path, tokenizer, trust_remote_code, without=without, **options)
-
-    calibration, data = read_set(path), load(path, without)
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    reading = options | {"workers": workers, "require_languages": False}
+    calibration, data = read_set(path), load_set(path, tokenizer, without=without, **reading)
     if held_out is None and path.name != HELD_OUT and (path.parent / HELD_OUT).is_file():
         held_out = path.parent / HELD_OUT
-    duplicates, shared = _duplicates(data.samples, load(held_out).samples if held_out else ())
-    identified = _identified(calibration, data.samples)
-    return SetReport(
-        path=str(path),
-        tokenizer=tokenizer,
-        summary=data.summary(),
-        categories=tuple(_category_row(name, members) for name, members in grouped(data.samples).items()),
-        languages=language_counts(calibration, data.samples),
-        asked_for=asked_for(calibration, data.samples),
-        missing=missing_languages(calibration, data.samples),
-        licences=used_licences(calibration, data),
-        duplicates=duplicates,
-        held_out=str(held_out) if held_out else None,
-        shared=shared,
-        identified=len(identified),
-        mismatches=tuple(text for text in identified if text.claimed != text.identified),
-        warnings=truncation_warnings(data.samples),
-    )
+    others = load_set(held_out, tokenizer, **reading).samples if held_out else ()
+    duplicates, shared = _duplicates(data.samples, others)
+    missing, warnings = missing_languages(calibration, data.samples), truncation_warnings(data.samples)
+    spoken = set(calibration.languages.spoken) & CODES.keys()
+    identified = [
+        {"place": sample.place, "claimed": name, "identified": identify(sample.text)}
+        for sample in data.samples
+        for name in sample.languages
+        if name in spoken
+    ]
+    mismatches = [text for text in identified if text["claimed"] != text["identified"]]
+    findings = [
+        *(f"no text is in {', '.join(names)} ({kind})" for kind, names in missing.items() if names),
+        *(f"{pair['second']} repeats {pair['first']} (similarity {pair['similarity']})" for pair in duplicates),
+        *(f"{pair['first']} is also held out: {pair['second']} ({pair['similarity']})" for pair in shared),
+        *(f"{text['place']} claims {text['claimed']}, but reads like {text['identified']}" for text in mismatches),
+    ]
+    found, warned = several(len(findings), "finding"), several(len(warnings), "warning")
+    verdict = f"nothing contradicts the set, but {warned}" if warnings else "fine: nothing contradicts the set"
+    if findings:
+        verdict = f"contradicts what the set claims: {found}{f' and {warned}' if warnings else ''}"
+    report = {
+        "path": str(path),
+        "tokenizer": tokenizer,
+        "summary": data.summary(),
+        "categories": [_category_row(name, members) for name, members in grouped(data.samples).items()],
+        "languages": language_counts(calibration, data.samples),
+        "asked_for": asked_for(calibration, data.samples),
+        "missing": missing,
+        "licences": used_licences(calibration, data),
+        "duplicates": duplicates,
+        "held_out": str(held_out) if held_out else None,
+        "shared": shared,
+        "identified": len(identified),
+        "mismatches": mismatches,
+        "findings": findings,
+        "ok": not findings,
+        "warnings": warnings,
+        "verdict": verdict,
+    }
+    if show:
+        report["samples"] = _shown(data, show, source, category, load_tokenizer(tokenizer, **options))
+    return report
 
 
 def _category_row(category: str, members: Sequence[Sample]) -> dict[str, Any]:
@@ -167,27 +147,15 @@ def _category_row(category: str, members: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
-def _duplicates(
-    samples: Sequence[Sample], held_out: Sequence[Sample]
-) -> tuple[tuple[Duplicate, ...], tuple[Duplicate, ...]]:
+def _duplicates(samples: Sequence[Sample], held_out: Sequence[Sample]) -> tuple[list[Pair], list[Pair]]:
     """Pairs within the set, and pairs of one sample of the set and one of the held-out set."""
-    both, within, shared = [*samples, *held_out], list[Duplicate](), list[Duplicate]()
+    both, within, shared = [*samples, *held_out], list[Pair](), list[Pair]()
     for first, second, similarity in find_duplicates([sample.text for sample in both]):
         if first < len(samples):
             pairs = within if second < len(samples) else shared
-            pairs.append(Duplicate(both[first].place, both[second].place, round(similarity, 3)))
-    return tuple(within), tuple(shared)
-
-
-def _identified(calibration: CalibrationSet, samples: Iterable[Sample]) -> list[Mismatch]:
-    """The claimed and the identified language of every text of a spoken language."""
-    spoken = set(calibration.languages.spoken) & CODES.keys()
-    return [
-        Mismatch(sample.place, name, identify(sample.text))
-        for sample in samples
-        for name in sample.languages
-        if name in spoken
-    ]
+            places = {"first": both[first].place, "second": both[second].place}
+            pairs.append(places | {"similarity": round(similarity, 3)})
+    return within, shared
 
 
 def identify(text: str) -> str:
@@ -201,6 +169,31 @@ def _identifier() -> Any:
 
     py3langid.set_languages(list(CODES.values()))
     return py3langid
+
+
+def _shown(
+    data: CalibrationData, count: int, source: str | None, category: str | None, tokenizer: Any
+) -> list[dict[str, Any]]:
+    chosen = [
+        (position, sample)
+        for position, sample in enumerate(data.samples)
+        if (source is None or source in sample.source)
+        and (category is None or f"{sample.category}/".startswith(f"{category.rstrip('/')}/"))
+    ]
+    if not chosen:
+        asked = " and ".join(text for text in (source and f"source {source}", category) if text)
+        raise InputError(f"{data.name}: no sample of {asked}; the check's table lists its categories and sources")
+    return [
+        {
+            "position": position,
+            "category": sample.category,
+            "place": sample.place,
+            "tokens": len(sample.tokens),
+            "truncated": sample.truncated,
+            "text": tokenizer.decode(sample.tokens.tolist()),
+        }
+        for position, sample in (chosen[n] for n in sorted({n * len(chosen) // count for n in range(count)}))
+    ]
 
 
 def find_duplicates(texts: Sequence[str]) -> list[tuple[int, int, float]]:
@@ -253,27 +246,31 @@ def truncation_warnings(samples: Sequence[Sample]) -> tuple[str, ...]:
     return (f"more than {MOST_CUT:.0%} of the tokens are cut in {names}{more}; raise their sequence_length",)
 
 
-def render(report: SetReport, about_tokens: str = "") -> RenderableType:
-    """A report: verdict, findings, warnings, the table by category, and the rest.
+def render(report: Mapping[str, Any], about_tokens: str = "") -> RenderableType:
+    """A report: verdict, findings, warnings, the table by category, the rest, and samples with a headline each.
 
     `about_tokens` is said after the name of the tokenizer.
     """
-    total = report.summary
-    style = "red" if report.findings else "yellow" if report.warnings else "green"
-    parts: list[RenderableType] = [Text(f"{total['name']}: {report.verdict}", style=f"bold {style}")]
-    parts += [Text(line, style="red") for line in first_lines(report.findings)]
-    parts += [Text(f"warning: {warning}", style="yellow") for warning in report.warnings]
-    parts += [Text(""), _categories(report), Text(_totals(total)), *map(Text, in_words(report.licences))]
-    parts.append(Text(f"tokens are counted with the tokenizer of {report.tokenizer}{about_tokens}"))
-    parts += [_languages(kind, report) for kind in KINDS if report.languages[kind]]
+    total = report["summary"]
+    style = "red" if report["findings"] else "yellow" if report["warnings"] else "green"
+    parts: list[RenderableType] = [Text(f"{total['name']}: {report['verdict']}", style=f"bold {style}")]
+    parts += [Text(line, style="red") for line in first_lines(report["findings"])]
+    parts += [Text(f"warning: {warning}", style="yellow") for warning in report["warnings"]]
+    parts += [Text(""), _categories(report), Text(_totals(total)), *map(Text, in_words(report["licences"]))]
+    parts.append(Text(f"tokens are counted with the tokenizer of {report['tokenizer']}{about_tokens}"))
+    parts += [_languages(kind, report) for kind in KINDS if report["languages"][kind]]
     parts += [Text(_dropped(row), style="yellow") for row in total["dropped"]]
     for row in total["not_rendered"]:
         missing = f"{row['count']:,} × {row['part']} of {row['source']}"
         parts.append(Text(f"not shown by the chat template: {missing}", style="yellow"))
-    if report.identified:
-        confirmed = report.identified - len(report.mismatches)
-        parts.append(Text(f"language identification confirms {confirmed} of {report.identified} spoken texts"))
-    parts.append(Text(f"compared with {report.held_out or 'no held-out set'}"))
+    if report["identified"]:
+        confirmed = report["identified"] - len(report["mismatches"])
+        parts.append(Text(f"language identification confirms {confirmed} of {report['identified']} spoken texts"))
+    parts.append(Text(f"compared with {report['held_out'] or 'no held-out set'}"))
+    for sample in report.get("samples", ()):
+        cut = f", {sample['truncated']} cut" if sample["truncated"] else ""
+        title = f"{sample['position']}: {sample['category']}, {sample['place']}, {sample['tokens']} tokens{cut}"
+        parts += [Rule(Text(title), align="left"), Text(sample["text"])]
     return Group(*parts)
 
 
@@ -288,7 +285,7 @@ def _totals(total: Mapping[str, Any]) -> str:
     cut = f"{total['truncated_samples']:,} cut at {limits}, which lost {total['truncated_tokens']:,} tokens"
     long = f"of these {total['long_samples']:,} long ones, {total['long_tokens']:,} tokens\n"
     return (
-        f"{total['samples']:,} sample{'s' if total['samples'] != 1 else ''}, {total['tokens']:,} tokens; "
+        f"{several(total['samples'], 'sample')}, {total['tokens']:,} tokens; "
         f"{cut if total['truncated_samples'] else 'none cut'}\n{long if total['long_samples'] else ''}"
         f"digest {total['digest']}{''.join(f' ({note})' for note in total['notes'])}"
     )
@@ -296,89 +293,28 @@ def _totals(total: Mapping[str, Any]) -> str:
 
 def _dropped(row: Mapping[str, Any]) -> str:
     if row["left_out"]:
-        texts = f"{row['count']:,} text{'s' if row['count'] > 1 else ''}"
-        return f"left out: {row['reason']} ({texts}, first at {row['first']})"
+        return f"left out: {row['reason']} ({several(row['count'], 'text')}, first at {row['first']})"
     return f"dropped {row['count']} of {row['source']}: {row['reason']} (first {row['first']})"
 
 
-def _categories(report: SetReport) -> Table:
-    table = Table(title=f"{report.summary['name']} ({report.path})", title_justify="left")
+def _categories(report: Mapping[str, Any]) -> Table:
+    table = Table(title=f"{report['summary']['name']} ({report['path']})", title_justify="left")
     table.add_column("category")
     for heading in ("samples", "tokens", "median", "maximum", "cut", "tokens cut"):
         table.add_column(heading, justify="right")
     table.add_column("sources", overflow="fold")
-    for row in report.categories:
+    for row in report["categories"]:
         figures = (row[key] for key in ("samples", "tokens", "median", "maximum", "truncated"))
         share = f"{row['cut_share']:.0%}" if row["truncated"] else ""
         table.add_row(row["category"], *(f"{figure:,}" for figure in figures), share, ", ".join(row["sources"]))
     return table
 
 
-def _languages(kind: Kind, report: SetReport) -> Text:
-    counts, asked = report.languages[kind], report.asked_for[kind]
+def _languages(kind: Kind, report: Mapping[str, Any]) -> Text:
+    counts, asked = report["languages"][kind], report["asked_for"][kind]
     also = f", {len(asked)} asked for by prompts" if asked else ""
     line = Text(f"{kind} languages, {sum(map(bool, counts.values()))} of {len(counts)} in it{also}: ")
     for name, count in counts.items():
         prompts = f" (asked for {asked[name]})" if name in asked else ""
         line.append(f"{name} {count}{prompts}  ", style="" if count else "bold red")
     return line
-
-
-def show_samples(
-    path: Path,
-    count: int,
-    tokenizer: str,
-    *,
-    source: str | None = None,
-    category: str | None = None,
-    revision: str = "main",
-    trust_remote_code: bool = False,
-    without: Sequence[str] = (),
-) -> list[dict[str, Any]]:
-    """`count` samples of a set at evenly spaced positions, as the model reads them, special tokens included.
-
-    Args:
-        source: only those of sources whose name contains this.
-        category: only those of this category and the ones below it: `code` takes `code/rust` too.
-        tokenizer, revision, trust_remote_code, without: see `load_set`.
-
-    Returns:
-        For each sample its position in the whole set, from 0, category, place, tokens, truncated, and text.
-
-    Raises:
-        CalibrationError: as `load_set`.
-        InputError: the set has no such sample.
-    """
-    options: dict[str, Any] = {"revision": revision, "without": without, "require_languages": False}
-    data = load_set(path, tokenizer, trust_remote_code, **options)
-    chosen = [
-        (position, sample)
-        for position, sample in enumerate(data.samples)
-        if (source is None or source in sample.source)
-        and (category is None or f"{sample.category}/".startswith(f"{category.rstrip('/')}/"))
-    ]
-    if not chosen:
-        asked = " and ".join(text for text in (source and f"source {source}", category) if text)
-        raise InputError(f"{data.name}: no sample of {asked}; the check's table lists its categories and sources")
-    decoder = Renderer(tokenizer, revision, trust_remote_code)
-    return [
-        {
-            "position": position,
-            "category": sample.category,
-            "place": sample.place,
-            "tokens": len(sample.tokens),
-            "truncated": sample.truncated,
-            "text": decoder.text(sample.tokens),
-        }
-        for position, sample in (chosen[n] for n in sorted({n * len(chosen) // count for n in range(count)}))
-    ]
-
-
-def render_samples(samples: Iterable[Mapping[str, Any]]) -> RenderableType:
-    """Samples with a headline each; rich does not interpret their text as markup."""
-    parts: list[RenderableType] = []
-    for sample in samples:
-        cut = f", {sample['truncated']} cut" if sample["truncated"] else ""
-        title = f"{sample['position']}: {sample['category']}, {sample['place']}, {sample['tokens']} tokens{cut}"
-        parts += [Rule(Text(title), align="left"), Text(sample["text"])]
-    return Group(*parts)

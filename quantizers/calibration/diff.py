@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,57 +15,27 @@ from .check import first_lines
 from .samples import CalibrationData, Row, Sample, by_category, row_of
 from .set import KINDS, CalibrationSet, read_set
 
-Change = tuple[Any, Any]  # before, after
 SETTINGS = "set"  # the entry of a file that has its keys at the top
 
 
-@dataclass(frozen=True)
-class SetDiff:
-    """The changes from one set's file to another's.
+def diff_sets(before: Path, after: Path) -> dict[str, Any]:
+    """The changes from one set's file to another's. Raises CalibrationError if one of them is wrong.
 
-    Sources are named by dataset, subset and split, languages by kind and name.
+    Sources are named by dataset, subset and split, languages by kind and name. `added` and `removed` have those that
+    only one set has, with their keys (a language has none); `changed` the keys that differ, with both values, of each
+    source in both, and of the `set` itself.
     """
-
-    added: dict[
-        str, dict[str, Any]
-    ]  # the keys of each source or language that only the second has; a language has none
-    removed: dict[str, dict[str, Any]]  # that only the first has
-    changed: dict[str, dict[str, Change]]  # for each source in both, and for the `set` itself, the keys that differ
-
-    def __bool__(self) -> bool:
-        return any(asdict(self).values())
-
-
-@dataclass(frozen=True)
-class TextsDiff:
-    """The changes from one loaded set to another.
-
-    Texts are equal if their words are, regardless of category, source and template; duplicates count separately.
-    """
-
-    tokenizer: str  # the folder or Hub id of the model whose tokenizer counted the tokens
-    total: tuple[Row, Row]  # counts of the whole sets, see `row_of`
-    categories: dict[str, tuple[Row, Row]]  # the same of each category in which one of them differs, by name
-    gained: tuple[dict[str, Any], ...]  # place, category and tokens of each text that only the second has, in order
-    lost: tuple[dict[str, Any], ...]  # that only the first has
-
-    def __bool__(self) -> bool:
-        return bool(self.categories or self.gained or self.lost)
-
-
-def diff_sets(before: Path, after: Path) -> SetDiff:
-    """Compare the files of two sets. Raises CalibrationError if one of them is wrong."""
     old, new = _entries(read_set(before)), _entries(read_set(after))
     changes = {
         name: {key: (value, new[name][key]) for key, value in keys.items() if value != new[name][key]}
         for name, keys in old.items()
         if name in new
     }
-    return SetDiff(
-        added={name: keys for name, keys in new.items() if name not in old},
-        removed={name: keys for name, keys in old.items() if name not in new},
-        changed={name: change for name, change in changes.items() if change},
-    )
+    return {
+        "added": {name: keys for name, keys in new.items() if name not in old},
+        "removed": {name: keys for name, keys in old.items() if name not in new},
+        "changed": {name: change for name, change in changes.items() if change},
+    }
 
 
 def _entries(calibration: CalibrationSet) -> dict[str, dict[str, Any]]:
@@ -82,20 +51,25 @@ def _entries(calibration: CalibrationSet) -> dict[str, dict[str, Any]]:
     return entries
 
 
-def diff_texts(old: CalibrationData, new: CalibrationData, tokenizer: str) -> TextsDiff:
-    """Compare two sets that were loaded with the same tokenizer."""
+def diff_texts(old: CalibrationData, new: CalibrationData, tokenizer: str) -> dict[str, Any]:
+    """The changes from one set to another, both loaded with this tokenizer, a folder or Hub id.
+
+    `total` has both counts of the whole sets (see `row_of`), `categories` those of each category in which they differ;
+    `gained` and `lost` have place, category and tokens of each text that only one set has, in its order. Texts are
+    equal if their words are, regardless of category, source and template; duplicates count separately.
+    """
     before, after, none = by_category(old), by_category(new), row_of(())
     rows = {name: (before.get(name, none), after.get(name, none)) for name in sorted({*before, *after})}
-    return TextsDiff(
-        tokenizer=tokenizer,
-        total=(row_of(old.samples), row_of(new.samples)),
-        categories={name: (first, second) for name, (first, second) in rows.items() if first != second},
-        gained=_missing_in(old.samples, new.samples),
-        lost=_missing_in(new.samples, old.samples),
-    )
+    return {
+        "tokenizer": tokenizer,
+        "total": (row_of(old.samples), row_of(new.samples)),
+        "categories": {name: pair for name, pair in rows.items() if pair[0] != pair[1]},
+        "gained": _missing_in(old.samples, new.samples),
+        "lost": _missing_in(new.samples, old.samples),
+    }
 
 
-def _missing_in(others: Iterable[Sample], samples: Iterable[Sample]) -> tuple[dict[str, Any], ...]:
+def _missing_in(others: Iterable[Sample], samples: Iterable[Sample]) -> list[dict[str, Any]]:
     """Those of `samples` whose text `others` do not have, or do not have as often."""
     available = Counter(sample.text for sample in others)
     missing = []
@@ -104,35 +78,35 @@ def _missing_in(others: Iterable[Sample], samples: Iterable[Sample]) -> tuple[di
             available[sample.text] -= 1
         else:
             missing.append({"place": sample.place, "category": sample.category, "tokens": len(sample.tokens)})
-    return tuple(missing)
+    return missing
 
 
-def render_diff(diff: SetDiff, texts: TextsDiff | None = None) -> RenderableType:
+def render_diff(diff: Mapping[str, Any], texts: Mapping[str, Any] | None = None) -> RenderableType:
     """A difference as lines, `+` for what was added, `-` for what was removed, and as a table by category."""
-    lines = [f"{sign} {name}" for sign, names in (("+", diff.added), ("-", diff.removed)) for name in names]
-    for name, changes in diff.changed.items():
+    lines = [f"{sign} {name}" for sign, names in (("+", diff["added"]), ("-", diff["removed"])) for name in names]
+    for name, changes in diff["changed"].items():
         lines += [f"  {name}: {key}: {before} -> {after}" for key, (before, after) in changes.items()]
-    if not diff:
+    if not lines:
         lines = ["no difference" if texts is None else "no difference between the files"]
     return Group(*map(_signed, lines), *(_texts(texts) if texts is not None else ()))
 
 
-def _texts(texts: TextsDiff) -> list[RenderableType]:
+def _texts(texts: Mapping[str, Any]) -> list[RenderableType]:
     """Texts and tokens before and after: of the set, of each category that changed, and the texts themselves."""
-    samples, tokens = (_change(texts.total, count) for count in ("samples", "tokens"))
+    gained, lost, categories = (texts[key] for key in ("gained", "lost", "categories"))
     total = (
-        f"texts: {samples} ({len(texts.gained):,} gained, {len(texts.lost):,} lost); "
-        f"tokens: {tokens}, counted with the tokenizer of {texts.tokenizer}"
+        f"texts: {_change(texts['total'], 'samples')} ({len(gained):,} gained, {len(lost):,} lost); "
+        f"tokens: {_change(texts['total'], 'tokens')}, counted with the tokenizer of {texts['tokenizer']}"
     )
-    parts: list[RenderableType] = [Text(total if texts else f"the same texts; {total}")]
-    if texts.categories:
+    parts: list[RenderableType] = [Text(total if categories or gained or lost else f"the same texts; {total}")]
+    if categories:
         table = Table("category")
         table.add_column("texts", justify="right")
         table.add_column("tokens", justify="right")
-        for name, rows in texts.categories.items():
+        for name, rows in categories.items():
             table.add_row(name, _change(rows, "samples"), _change(rows, "tokens"))
         parts.append(table)
-    for sign, members in (("+", texts.gained), ("-", texts.lost)):
+    for sign, members in (("+", gained), ("-", lost)):
         lines = (f"{text['place']} ({text['category']}, {text['tokens']:,} tokens)" for text in members)
         parts += [_signed(f"{sign} {line}") for line in first_lines(lines)]
     return parts

@@ -1,6 +1,4 @@
-"""Data sets on the Hub: what a repository holds now, which files are a split's, and their bytes by ranges; with a
-patience that ends.
-"""
+"""Data sets on the Hub: what a repository holds, which files are a split's, and their bytes by ranges, patiently."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ NO_NETWORK = "check the network, or take the shipped set embedded, which needs n
 
 # What is read, by suffix: of equally many files, those of the first suffix are the data.
 FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".ndjson": "json"}
-COMPRESSED = (".gz", ".zst")  # after the suffix of a text
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}  # after the suffix of a text; what pyarrow calls them
 NOT_DATA = {"README.md", "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"}
 SPLITS = {
     "train": ("train", "training"),
@@ -66,14 +64,10 @@ class Repository:
 
 @dataclass
 class Hub:
-    """The Hub during the loading of one set. Use as a context manager: leaving it ends what still waits.
-
-    Attributes:
-        unreachable: why no request is made, and each raises Unreachable; empty if they are made.
-    """
+    """The Hub during the loading of one set. Use as a context manager: leaving it ends what still waits."""
 
     give_up: float = GIVE_UP
-    unreachable: str = ""
+    unreachable: str = ""  # why no request is made, and each raises Unreachable; empty if they are made
     stopped: Event = field(default_factory=Event)  # set when nothing may be waited for any more
 
     def __enter__(self) -> Hub:
@@ -124,6 +118,7 @@ class Hub:
             raise Unreachable(dataset, f"cannot be reached ({self.unreachable})", NO_NETWORK)
         import httpx
         from huggingface_hub.errors import HfHubHTTPError
+        from huggingface_hub.utils import parse_ratelimit_headers
 
         begun, broken = time.monotonic(), 0
         while True:
@@ -133,7 +128,12 @@ class Hub:
                 response = failure.response if isinstance(failure, HfHubHTTPError) else None
                 status = 0 if response is None else response.status_code
                 cut = isinstance(failure, httpx.TransportError) and not isinstance(failure, httpx.ConnectError)
-                wait = _told_to_wait(response.headers) if response is not None and status == 429 else 2.0**broken / 2
+                wait = 2.0**broken / 2
+                if response is not None and status == 429:
+                    limit, after = parse_ratelimit_headers(response.headers), response.headers.get("Retry-After", "")
+                    wait = float(after) if after.isdecimal() else UNSAID
+                    if limit is not None and not limit.remaining:
+                        wait = limit.reset_in_seconds + 1.0
                 broken += status != 429
                 late = broken > RETRIES or time.monotonic() - begun + wait > self.give_up
                 if late or not (cut or status == 429 or status >= 500):
@@ -186,17 +186,6 @@ class RemoteFile(io.RawIOBase):
         return content
 
 
-def _told_to_wait(headers: Mapping[str, str]) -> float:
-    """Seconds until the Hub wants to be asked again."""
-    from huggingface_hub.utils import parse_ratelimit_headers
-
-    limit = parse_ratelimit_headers(headers)
-    if limit is not None and not limit.remaining:
-        return limit.reset_in_seconds + 1.0
-    after = headers.get("Retry-After", "")
-    return float(after) if after.isdecimal() else UNSAID
-
-
 def _explanation(failure: Exception, dataset: str, revision: str | None) -> SourceError:
     """A failed request as a SourceError with a reason and a remedy."""
     import httpx
@@ -206,8 +195,7 @@ def _explanation(failure: Exception, dataset: str, revision: str | None) -> Sour
     if isinstance(failure, errors.GatedRepoError):
         return SourceError(dataset, "gated", f"accept its terms on the Hub, then `hf auth login`; or {without}")
     if isinstance(failure, errors.RevisionNotFoundError):
-        remedy = "correct the source's revision, or lock the set again"
-        return SourceError(dataset, f"no revision {revision}", remedy)
+        return SourceError(dataset, f"no revision {revision}", "correct the source's revision, or lock the set again")
     if isinstance(failure, errors.RepositoryNotFoundError):
         remedy = f"correct the id, or `hf auth login` if it is private; or {without}"
         return SourceError(dataset, "no such dataset on the Hub", remedy)

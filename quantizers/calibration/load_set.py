@@ -1,17 +1,6 @@
-"""Loads a calibration set as token sequences with a category each, identical on every machine.
+"""Loads a calibration set as token sequences with a category each, identical on every machine; nothing is packed.
 
-One sample is one sequence: nothing is packed, and samples longer than their source's sequence_length (the set's, if
-the source gives none) are truncated and counted. Equal digests over all token ids prove that two runs were calibrated
-on the same data.
-
-Every source is looked at before any is read whole: its repository and its first row; the faults of all sources are
-reported together. What was read of the Hub is kept (rows.py), and a run keeps the sets that it has loaded.
-
-Of each source as many samples are made as the set asks for, in an order that the seed decides. An unusable row is
-counted under its reason, and the next row is tried instead. A row whose own category names a language that the set does
-not list is left out, and counted too. Languages are assigned round robin, in an order that the seed decides, over all
-samples of the set that need one. In place of the samples of a source that is left out there are others of the same
-category, or else of the set `embedded`.
+Every source is looked at before any is read whole, so that the faults of all are reported together.
 """
 
 from __future__ import annotations
@@ -20,7 +9,7 @@ import contextlib
 import hashlib
 import json
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +22,7 @@ from quantizers.system.files import atomic
 from quantizers.system.package_data import shipped
 
 from .hub import Hub, Repository
-from .lock import Pin, as_locked, local_version, pin, read_lock, refuse_unknown
+from .lock import Pin, as_locked, local_version, pin, read_lock, read_without
 from .render import Renderer
 from .row_formats import Rejected, instruct, read_row
 from .rows import Row, files_of, kept_file, local_rows, look_at_first_row, newest_kept, rows_at
@@ -89,15 +78,14 @@ def load_set(
     """
     import rich.console
 
-    calibration = read_set(path).drawn_again(draw)
-    refuse_unknown(calibration, without, path)
+    calibration = read_without(path, without).drawn_again(draw)
     with rich.console.Console(stderr=True, force_jupyter=False).status("loading calibration data"):
         renderer = Renderer(str(tokenizer), revision, trust_remote_code)
         own = run and run / f"{_key(calibration, path, without, renderer)}.json"
         data = _read_loaded(own) if own else None
         if data is None:
             with Hub() as hub:
-                data = _Loading(calibration, path, workers, hub, without, draw > 0, renderer=renderer).load()
+                data = _Loading(calibration, path, workers, hub, without, any_rows=draw > 0).load(renderer)
             if own:
                 own.parent.mkdir(parents=True, exist_ok=True)
                 with atomic(own) as stream:
@@ -120,11 +108,9 @@ def look_at_sources(path: Path, hub: Hub, without: Sequence[str] = ()) -> list[s
     Raises:
         CalibrationError: the set or a source is wrong or cannot be reached; a line for each fault.
     """
-    calibration = read_set(path)
-    refuse_unknown(calibration, without, path)
-    sources = _Sources(calibration, path, WORKERS, hub, without)
-    sources.look()
-    return [f"{one.asked.dataset}: {one.left_out}" for one in sources.sources if one.left_out]
+    looking = _Loading(read_without(path, without), path, WORKERS, hub, without)
+    looking.each(looking.look)
+    return [f"{one.asked.dataset}: {one.left_out}" for one in looking.sources if one.left_out]
 
 
 def said(data: CalibrationData, what: str = "calibration") -> CalibrationData:
@@ -186,29 +172,27 @@ class _Source:
     tried: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of the rows that were tried, by place
 
 
-@dataclass
-class _Sources:
-    """The sources of one set while it is loaded."""
+class _Loading:
+    """One set while it is loaded; with `any_rows` others may be read than its lock says."""
 
-    calibration: CalibrationSet
-    path: Path
-    workers: int
-    hub: Hub
-    without: Sequence[str]
-    any_rows: bool = False  # whether others may be read than the set's lock says
-
-    def __post_init__(self) -> None:
-        pins, self.sources = read_lock(self.path, self.calibration), list[_Source]()
-        if pins and self.any_rows:
-            pins = [one.model_copy(update={"rows": {}}) for one in pins]
+    def __init__(
+        self,
+        calibration: CalibrationSet,
+        path: Path,
+        workers: int,
+        hub: Hub,
+        without: Sequence[str],
+        any_rows: bool = False,
+    ) -> None:
+        self.calibration, self.path, self.workers, self.hub = calibration, path, workers, hub
+        pins = read_lock(path, calibration)
         self.locked = pins is not None
-        for index, asked in enumerate(self.calibration.sources):
-            seed, left_out = self.calibration.order_of(index), "--without" if asked.dataset in self.without else ""
-            self.sources.append(_Source(index, asked, seed, pins[index] if pins else None, left_out))
-
-    def look(self) -> None:
-        """Look at every source."""
-        self.each(self._look)
+        if pins and any_rows:
+            pins = [one.model_copy(update={"rows": {}}) for one in pins]
+        self.sources = list[_Source]()
+        for index, asked in enumerate(calibration.sources):
+            left_out, pinned = "--without" if asked.dataset in without else "", pins[index] if pins else None
+            self.sources.append(_Source(index, asked, calibration.order_of(index), pinned, left_out))
 
     def each(self, work: Callable[[_Source], Result]) -> list[Result | None]:
         """`work(source)` for every source that is not left out; one that is not required is left out if it fails."""
@@ -222,60 +206,60 @@ class _Sources:
             except SourceError as failure:
                 if asked.required or (one.pin and one.pin.version):
                     raise
-                one.left_out = failure.reason
+                one.left_out, one.version, one.licence = failure.reason, "", ""
                 return None
 
         return for_each_source(self.calibration, self.path, attempt, self.workers)
 
-    def _look(self, one: _Source) -> None:
+    def look(self, one: _Source) -> None:
         """Find the version of a source, after a look at its first row, or at all rows of a local file.
 
         Of a Hub dataset it is the version now; the one that was kept last where the Hub cannot be reached.
         """
-        asked, folder, repository = one.asked, self.path.parent, None
+        asked, folder = one.asked, self.path.parent
         if one.pin and not one.pin.version:
             remedy = f"lock it again, or leave it out with --without {asked.dataset}"
             raise SourceError(asked.dataset, "left out when the set was locked", remedy)
-        version, licence = (one.pin.version, one.pin.licence) if one.pin else ("", "")
+        if one.pin:
+            one.version, one.licence = one.pin.version, one.pin.licence
         if asked.is_local:
-            version = local_version(asked, folder, one.pin)
+            one.version = local_version(asked, folder, one.pin)
             one.rows = local_rows(asked, folder, one.seed)
         else:
             if not one.pin:
                 try:
-                    repository = self.hub.look_up(asked.dataset, asked.revision)
-                    version, licence = repository.commit, repository.licence
+                    one.repository = self.hub.look_up(asked.dataset, asked.revision)
+                    one.version, one.licence = one.repository.commit, one.repository.licence
                 except Unreachable:
-                    version = newest_kept(asked, one.seed)
-                    if not version:
+                    one.version = newest_kept(asked, one.seed)
+                    if not one.version:
                         raise
                     one.unreached = True
-            if not kept_file(asked, one.seed, version).exists():
-                repository = repository or self.hub.look_up(asked.dataset, version)
-                look_at_first_row(asked, repository, self.hub)
-        one.version, one.licence, one.repository = version, asked.licence or licence, repository
+            if not kept_file(asked, one.seed, one.version).exists():
+                one.repository = one.repository or self.hub.look_up(asked.dataset, one.version)
+                look_at_first_row(asked, one.repository, self.hub)
+        one.licence = asked.licence or one.licence
 
+    def load(self, renderer: Renderer) -> CalibrationData:
+        """Look at every source, then read all of them.
 
-@dataclass
-class _Loading(_Sources):
-    """One set while it is loaded."""
-
-    renderer: Renderer = field(kw_only=True)
-
-    def load(self) -> CalibrationData:
-        """Look at every source, then read all of them."""
+        Of each as many samples are made as the set asks for, in an order that the seed decides: an unusable row is
+        counted under its reason, and the next is tried instead; a row whose own category names a language that the set
+        does not list is left out, and counted too. Languages are assigned round robin, in an order that the seed
+        decides, over all samples of the set that need one.
+        """
         calibration, sources = self.calibration, self.sources
-        self.look()
-        sampled = [one for one in self.each(self._sample) if one]
+        self.each(self.look)
+        sampled = [one for one in self.each(lambda one: self._sample(one, renderer)) if one]
         samples = [sample for one in sampled for sample in one.samples]
         dropped = tuple(rows for one in sampled for rows in one.dropped)
         notes = ["versions are those of the set's lock"] if self.locked else []
-        notes += self.renderer.notes
+        notes += renderer.notes
         if unreached := sum(one.unreached for one in sources):
             notes.append(f"from rows that were kept; {unreached} sources could not be reached")
         notes += self._of_files()
         notes += [one.shortage for one in sampled if one.shortage]
-        more, replaced = self._substitutes(samples)
+        more, replaced = self._substitutes(samples, renderer)
         samples, notes = samples + more, notes + replaced
         if not samples:  # a source with nothing but unusable rows is an error already
             raise CalibrationError(
@@ -297,9 +281,9 @@ class _Loading(_Sources):
             notes=tuple(notes),
         )
 
-    def _sample(self, one: _Source, more: int = 0) -> _Sampled:
+    def _sample(self, one: _Source, renderer: Renderer, more: int = 0) -> _Sampled:
         rows = one.rows if one.asked.is_local else rows_at(one.asked, one.version, one.seed, self.hub, one.repository)
-        sampled = _sample_source(self.calibration, one.index, as_locked(rows, one.pin), self.renderer, more)
+        sampled = _sample_source(self.calibration, one.index, as_locked(rows, one.pin), renderer, more)
         one.tried = sampled.rows
         return sampled
 
@@ -315,7 +299,7 @@ class _Loading(_Sources):
                 "set XDG_CACHE_HOME to a writable folder with room"
             )
 
-    def _substitutes(self, taken: Collection[Sample]) -> tuple[list[Sample], list[str]]:
+    def _substitutes(self, taken: Collection[Sample], renderer: Renderer) -> tuple[list[Sample], list[str]]:
         """As many samples as the left-out sources would have given, and what is to be said of each of these sources.
 
         They are of the other sources of its category that have a number of samples, else of the set `embedded`.
@@ -324,18 +308,17 @@ class _Loading(_Sources):
         lent = Counter[int]()  # samples that a source gave in place of others'
         for lost in (one for one in self.sources if one.left_out):
             missing = 0 if lost.asked.samples == "all" else lost.asked.samples
-            alike = [one for one in self.sources if not one.left_out and one.asked.category == lost.asked.category]
             own, others = list[Sample](), list[Sample]()
-            for donor in alike:
+            for donor in self.sources:
                 number, before = donor.asked.samples, lent[donor.index]
-                if number == "all" or len(own) == missing:
-                    continue
-                with contextlib.suppress(SourceError):  # it had enough rows for itself alone
-                    more = self._sample(donor, before + missing - len(own)).samples[number + before :]
-                    lent[donor.index] += len(more)
-                    own += more
+                alike = not donor.left_out and donor.asked.category == lost.asked.category
+                if alike and number != "all" and len(own) < missing:
+                    with contextlib.suppress(SourceError):  # it had enough rows for itself alone
+                        more = self._sample(donor, renderer, before + missing - len(own)).samples[number + before :]
+                        lent[donor.index] += len(more)
+                        own += more
             if len(own) < missing:
-                others = _embedded(self.calibration, missing - len(own), texts, self.renderer)
+                others = _embedded(self.calibration, missing - len(own), texts, renderer)
             texts |= {sample.text for sample in own + others}
             found += own + others
             what = [f"{len(own)} of the same category"] * bool(own) + [f"{len(others)} of {EMBEDDED}"] * bool(others)
@@ -348,12 +331,13 @@ def _embedded(calibration: CalibrationSet, count: int, texts: Collection[str], r
     """At most `count` texts of the embedded set that are not among `texts`, from its sources in turn."""
     path = shipped("calibration") / f"{EMBEDDED}.yaml"
     shared = {key: getattr(calibration, key) for key in ("seed", "languages", "sequence_length")}
-    every, per_source = read_set(path).model_copy(update=shared), []
-    for number, source in enumerate(every.sources):
-        drawn = source.model_copy(update={"samples": count + len(texts), "sequence_length": None})
-        one = every.model_copy(update={"sources": (*every.sources[:number], drawn, *every.sources[number + 1 :])})
+    enough = {"samples": count + len(texts), "sequence_length": None}
+    sources = tuple(source.model_copy(update=enough) for source in read_set(path).sources)
+    embedded, per_source = read_set(path).model_copy(update=shared | {"sources": sources}), []
+    for number, source in enumerate(sources):
         with contextlib.suppress(SourceError):  # none of its rows fits the model's template
-            sampled = _sample_source(one, number, local_rows(drawn, path.parent, one.order_of(number)), renderer)
+            rows = local_rows(source, path.parent, embedded.order_of(number))
+            sampled = _sample_source(embedded, number, rows, renderer)
             per_source.append([sample for sample in sampled.samples if sample.text not in texts])
     turns = [group[turn] for turn in range(count) for group in per_source if turn < len(group)]
     return turns[:count]
@@ -380,21 +364,19 @@ def _sample_source(
     source, assigned = calibration.sources[index], _assigned(calibration, index)
     wanted = source.samples if source.samples == "all" else source.samples + more
     most_rows = float("inf") if wanted == "all" else max(PATIENCE_AT_LEAST, PATIENCE * wanted)
-    samples: list[Sample] = []
-    places: dict[tuple[bool, str], list[str]] = {}  # of dropped rows, by whether they are left out, and why
-    tried: dict[str, str] = {}
+    samples, tried = list[Sample](), dict[str, str]()
+    places = defaultdict[tuple[bool, str], list[str]](list)  # of dropped rows, by whether they are left out, and why
     usable = read = 0  # rows in a listed language; rows that count towards the most
     for row in rows:
         tried[row.place] = "" if source.is_local else row.sha256
-        if unlisted := _unlisted(calibration, row, source):
-            places.setdefault((True, unlisted), []).append(row.place)
-        else:
-            usable += 1
-            languages = {kind: names[len(samples) % len(names)] for kind, names in assigned.items()}
-            try:
-                samples.append(_sample(calibration, index, row, renderer, languages))
-            except Rejected as failure:
-                places.setdefault((False, str(failure)), []).append(row.place)
+        languages = {kind: names[len(samples) % len(names)] for kind, names in assigned.items()}
+        usable += 1
+        try:
+            samples.append(_sample(calibration, index, row, renderer, languages))
+        except Rejected as failure:
+            unlisted = isinstance(failure, _Unlisted)
+            usable -= unlisted
+            places[unlisted, str(failure)].append(row.place)
         read = len(tried) if source.streaming else usable
         if len(samples) == wanted or read == most_rows:
             break
@@ -413,19 +395,26 @@ def _sample_source(
     return _Sampled(tuple(samples), dropped, {} if source.is_local else tried, shortage)
 
 
+class _Unlisted(Rejected):
+    """A row is left out: its own category names a language that the set's list of that kind does not have."""
+
+
 def _sample(
     calibration: CalibrationSet, index: int, row: Row, renderer: Renderer, languages: dict[Kind, str]
 ) -> Sample:
     source = calibration.sources[index]
+    if isinstance(source.category, FromColumn):
+        category = source.category.of(row.values) or ""
+        if kind := calibration.languages.unlisted_kind(category):
+            what = f"its {source.category.column}" if source.category.under else category
+            raise _Unlisted(f"{what} is not in languages.{kind}")
+    else:
+        category = fill(source.category, {kind: slug(name) for kind, name in languages.items()})
     content = read_row(row.values, source, calibration.order_of(index))
     if source.prompt:
         content = instruct(content, fill(source.prompt, languages))
-    if isinstance(source.category, FromColumn):
-        category = source.category.of(row.values)
-        if category is None:
-            raise Rejected(f"no category in column {source.category.column}")
-    else:
-        category = fill(source.category, {kind: slug(name) for kind, name in languages.items()})
+    if isinstance(source.category, FromColumn) and not category:
+        raise Rejected(f"no category in column {source.category.column}")
     rendered = renderer.render(content, calibration.length_of(source))
     named = None if placeholders(source.fixed_category) else calibration.languages.claimed_by(category)[1]
     return Sample(
@@ -442,21 +431,13 @@ def _sample(
     )
 
 
-def _unlisted(calibration: CalibrationSet, row: Row, source: DataSource) -> str | None:
-    """Why a row is left out: its own category names a language that the set's list of that kind does not have."""
-    if not isinstance(source.category, FromColumn) or (category := source.category.of(row.values)) is None:
-        return None
-    kind = calibration.languages.unlisted_kind(category)
-    what = f"its {source.category.column}" if source.category.under else category
-    return f"{what} is not in languages.{kind}" if kind else None
-
-
 def _assigned(calibration: CalibrationSet, index: int) -> dict[Kind, list[str]]:
     """The languages to assign to a source's samples, round robin, the one of its first sample first."""
     orders: dict[Kind, list[str]] = {}
-    for kind in calibration.sources[index].assigns:
+    *before, source = calibration.sources[: index + 1]
+    for kind in source.assigns:
         names = list(calibration.languages.of(kind))
         seeded(f"{calibration.seed}:{kind}").shuffle(names)
-        start = calibration.assigned_before(index, kind) % len(names)
+        start = sum(one.samples for one in before if kind in one.assigns and one.samples != "all") % len(names)
         orders[kind] = names[start:] + names[:start]
     return orders

@@ -1,7 +1,6 @@
 """Locks: the exact version of every source, in `NAME.lock.json` next to the set, which runs then use.
 
-A local file is pinned by its hash. A Hub dataset is pinned by its commit, and by place and hash of the rows that were
-tried first: other rows are refused by name, whatever reads or orders them.
+A local file is pinned by its hash; a Hub dataset by its commit, and by place and hash of the rows that were tried.
 """
 
 from __future__ import annotations
@@ -83,8 +82,7 @@ def lock_set(path: Path, workers: int = 8, without: Sequence[str] = ()) -> tuple
     those that the set does not require and that cannot be read. Raises CalibrationError if the set is wrong, the Hub
     cannot be reached, or sources that the set requires cannot be read; it names all of them.
     """
-    calibration, left_out = read_set(path), dict.fromkeys(without, "--without")
-    refuse_unknown(calibration, without, path)
+    calibration, left_out = read_without(path, without), dict.fromkeys(without, "--without")
     with Hub() as hub:
 
         def pinned(index: int, source: DataSource) -> Pin:
@@ -109,14 +107,16 @@ def lock_set(path: Path, workers: int = 8, without: Sequence[str] = ()) -> tuple
     return lock_path(path), left_out
 
 
-def refuse_unknown(calibration: CalibrationSet, without: Sequence[str], path: Path) -> None:
-    """Refuse, with a CalibrationError, to leave out what a set does not have, or all of it."""
+def read_without(path: Path, without: Sequence[str]) -> CalibrationSet:
+    """A set, read by `read_set`. Raises CalibrationError also if it lacks a source to leave out, or has no other."""
+    calibration = read_set(path)
     names = [source.dataset for source in calibration.sources]
     for name in without:
         if name not in names:
             raise CalibrationError(f"{path}: has no source {name}{did_you_mean(name, names)}; correct --without")
     if set(without) >= set(names):
         raise CalibrationError(f"{path}: --without leaves no source; leave one in")
+    return calibration
 
 
 def read_lock(path: Path, calibration: CalibrationSet) -> list[Pin] | None:

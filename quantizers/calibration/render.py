@@ -1,8 +1,6 @@
 """The model's own tokenizer and chat template: from the content of a row to token ids.
 
-Chat templates share an interface, and no file says how each reads it: one joins a call's arguments as text, one writes
-them one by one; one writes a call's id and not its name; many know no system turn, or no tools. What a template refuses
-or leaves out in one way is handed to it in another; its habits are found by rendering small conversations.
+No file says how a chat template reads a conversation: its habits are found by rendering small ones.
 """
 
 from __future__ import annotations
@@ -63,11 +61,10 @@ def load_tokenizer(
 ) -> Any:
     """The tokenizer of a checkpoint, a folder or a Hub id, loaded without questions on the terminal.
 
-    A tokenizer with its own code, or of an unknown model type, is loaded without the model's config class, which
-    transformers would otherwise look up: that may have code too, or be missing.
-
-    Since version 5 transformers builds a tokenizer by the rules of its class, and of tokenizer.json takes the
-    vocabulary alone. Where the two split a text in other ways, the file's rules hold: the model was trained with them.
+    A tokenizer with its own code, or of an unknown model type, is loaded without the model's config class, which may
+    have code too, or be missing. Since version 5 transformers builds a tokenizer by the rules of its class, and of
+    tokenizer.json takes the vocabulary alone. Where the two split a text in other ways, the file's rules hold: the
+    model was trained with them.
 
     `note` takes what a user should know about it. Raises CalibrationError if there is none, it cannot be read, or it
     has code that may not run.
@@ -184,9 +181,6 @@ class Habits:
     tells: bool = False
 
 
-Render = Callable[[Sequence[Turn], Sequence[Any], Habits], str]
-
-
 _ARGUMENTS = {"fruit": "quince"}
 _ASKED, _ANSWERED = turn_of("user", "apricot"), turn_of("assistant", "cherry")
 _CALL = {"id": "call_1", "type": "function", "function": {"name": "pick_one", "arguments": _ARGUMENTS}}
@@ -203,24 +197,6 @@ _PROBES: tuple[tuple[Sequence[Turn], Sequence[dict[str, Any]]], ...] = (
         ],
     ),
 )
-
-
-def habits_of(render: Render) -> Habits:
-    """The habits with which a template shows most of some small conversations."""
-    habits = Habits()
-    for turns, ways in _PROBES:
-        lost = [_lost(render, turns, replace(habits, **way)) for way in ways]
-        habits = replace(habits, **ways[lost.index(min(lost))])
-    return habits
-
-
-def _lost(render: Render, turns: Sequence[Turn], habits: Habits) -> float:
-    """How many parts of a conversation are not shown; arguments written as Python writes a mapping are not."""
-    try:
-        text = render(turns, (), habits)
-    except Exception:  # a template is a program and can fail in any way; for a text that is rendered it is then said
-        return float("inf")
-    return len(left_out(turns, (), text)) + (str(_ARGUMENTS) in text)
 
 
 def handed(turns: Sequence[Turn], habits: Habits) -> list[Turn]:
@@ -284,12 +260,11 @@ def _formed(turn: Turn, habits: Habits) -> Turn:
     if habits.parts:
         formed["content"] = [{"type": "text", "text": turn["content"]}]
     if habits.arguments == "text" and "tool_calls" in turn:
-        formed["tool_calls"] = [call | {"function": _with_text(call["function"])} for call in turn["tool_calls"]]
+        formed["tool_calls"] = []
+        for call in turn["tool_calls"]:
+            arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+            formed["tool_calls"].append(call | {"function": call["function"] | {"arguments": arguments}})
     return formed
-
-
-def _with_text(function: dict[str, Any]) -> dict[str, Any]:
-    return function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}
 
 
 def left_out(turns: Iterable[Turn], tools: Iterable[Any], text: str) -> list[str]:
@@ -326,7 +301,7 @@ class Renderer:
 
     def __init__(self, source: str, revision: str = "main", trust_remote_code: bool = False) -> None:
         self._notes: set[str] = set()
-        self._tokenizer: Any = load_tokenizer(source, revision, trust_remote_code, self._notes.add)
+        self.tokenizer: Any = load_tokenizer(source, revision, trust_remote_code, self._notes.add)
         self._lock = Lock()
 
     @property
@@ -356,7 +331,7 @@ class Renderer:
     def _rendered(self, content: Content, length: int) -> Rendered:
         text, plain = content.text, True
         if content.turns:
-            text, plain = self._conversation(content), not self._tokenizer.chat_template
+            text, plain = self._conversation(content), not self.tokenizer.chat_template
         ids, total = self._ids(text, length, plain)
         lost = left_out(content.turns, content.tools, text)
         return Rendered(np.asarray(ids[:length], np.int32), max(0, total - length), tuple(lost))
@@ -381,7 +356,7 @@ class Renderer:
         characters, special = READ_WHOLE, {"split_special_tokens": True} if plain else {}
         before = self._before if plain else []
         while True:
-            encoded = self._tokenizer(text[:characters], add_special_tokens=False, verbose=False, **special)
+            encoded = self.tokenizer(text[:characters], add_special_tokens=False, verbose=False, **special)
             read: list[int] = encoded["input_ids"]
             if characters >= len(text):
                 return before + read, len(before) + len(read)
@@ -393,13 +368,26 @@ class Renderer:
     @cached_property
     def _before(self) -> list[int]:
         """The token ids that the tokenizer puts before every text."""
-        whole, text = (self._tokenizer("a", add_special_tokens=s)["input_ids"] for s in (True, False))
+        whole, text = (self.tokenizer("a", add_special_tokens=s)["input_ids"] for s in (True, False))
         starts = range(len(whole) - len(text) + 1)
         return list(whole[: next((start for start in starts if whole[start : start + len(text)] == text), 0)])
 
     @cached_property
     def _habits(self) -> Habits:
-        return habits_of(self._apply)
+        """The habits with which the template shows most of some small conversations."""
+        habits = Habits()
+        for turns, ways in _PROBES:
+            lost = [self._lost(turns, replace(habits, **way)) for way in ways]
+            habits = replace(habits, **ways[lost.index(min(lost))])
+        return habits
+
+    def _lost(self, turns: Sequence[Turn], habits: Habits) -> float:
+        """How many parts of a conversation are not shown; arguments written as Python writes a mapping are not."""
+        try:
+            text = self._apply(turns, (), habits)
+        except Exception:  # a template is a program and can fail in any way; of a text that is rendered it is then said
+            return float("inf")
+        return len(left_out(turns, (), text)) + (str(_ARGUMENTS) in text)
 
     def _conversation(self, content: Content) -> str:
         """A conversation as text, in the form that the template shows best, or else in another that it accepts."""
@@ -419,7 +407,7 @@ class Renderer:
         raise Rejected(f"the chat template refuses it: {problem}")
 
     def _note(self, turns: Sequence[Turn], habits: Habits) -> None:
-        if not self._tokenizer.chat_template:
+        if not self.tokenizer.chat_template:
             self._notes.add("the tokenizer has no chat template: each turn begins with its role's name")
         elif habits.tells and any(turn["role"] == "tool" or "tool_calls" in turn for turn in turns):
             self._notes.add("the chat template knows no tool calls: they and their results are told in words")
@@ -427,12 +415,12 @@ class Renderer:
             self._notes.add("the chat template refuses system turns: their words stand in the user's turns")
 
     def _apply(self, turns: Sequence[Turn], tools: Sequence[Any], habits: Habits) -> str:
-        templates: Any = self._tokenizer.chat_template or PLAIN
+        templates: Any = self.tokenizer.chat_template or PLAIN
         if isinstance(templates, dict):
             calls = tools or any("tool_calls" in turn for turn in turns)
             names = ["tool_use", "default", *templates] if calls else ["default", *templates]
             templates = next(templates[name] for name in names if name in templates)
-        text: str = self._tokenizer.apply_chat_template(
+        text: str = self.tokenizer.apply_chat_template(
             handed(turns, habits),
             tools=list(tools) or None,
             chat_template=templates,
@@ -447,21 +435,16 @@ class Renderer:
         self._notes.add(f"the chat template writes the date: always {DATE:%d %B %Y}, not today's")
         return DATE.strftime(form)
 
-    def text(self, tokens: NDArray[np.int32]) -> str:
-        """Token ids as text, special tokens included."""
-        decoded: str = self._tokenizer.decode(tokens.tolist())
-        return decoded
-
     def fingerprint(self) -> str:
         """SHA-256 over all that decides the token ids: vocabulary, merges, normalization, special tokens, template,
         own code, and versions of the libraries.
         """
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        rules = backend.to_str() if backend else json.dumps(self._tokenizer.get_vocab(), sort_keys=True)
-        special = {name: str(token) for name, token in self._tokenizer.special_tokens_map.items()}
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        rules = backend.to_str() if backend else json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
+        special = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
         versions = [version(library) for library in ("transformers", "tokenizers", "jinja2")]
-        settings = json.dumps([self._tokenizer.chat_template, special, self._before, versions], sort_keys=True)
-        code = "".join(f"\0{text}" for text in _custom_code(self._tokenizer))
+        settings = json.dumps([self.tokenizer.chat_template, special, self._before, versions], sort_keys=True)
+        code = "".join(f"\0{text}" for text in _custom_code(self.tokenizer))
         return hashlib.sha256(f"{rules}\0{settings}{code}".encode()).hexdigest()
 
 

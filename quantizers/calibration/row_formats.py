@@ -110,21 +110,15 @@ def _tool(tool: Any) -> Any:
     return {"type": "function", "function": tool} if bare else tool
 
 
-def _role(name: Any) -> str:
-    role = ROLES.get(name.lower()) if isinstance(name, str) else None
-    if role is None:
-        raise Rejected(f"unknown role {name}")
-    return role
-
-
 def _turns(message: Any, sharegpt: bool = False) -> list[Turn]:
     """The turns of a message {role, content, reasoning_content?, tool_calls?}; with `sharegpt` of {from, value}."""
-    if not isinstance(message, dict):
-        raise Rejected("unknown role None")
+    message = message if isinstance(message, dict) else {}
     role, content = message.get("role"), message.get("content")
     if sharegpt:
         role, content = message.get("from", role), message.get("value", content)
-    role, content = _role(role), _content(content)
+    if not isinstance(role, str) or role.lower() not in ROLES:
+        raise Rejected(f"unknown role {role}")
+    role, content = ROLES[role.lower()], _content(content)
     if role == "call":
         return [turn_of("assistant", "", tool_calls=_calls(content))]
     return _sharegpt_turns(role, content) if sharegpt else [_chat_turn(message, role, content)]
@@ -202,7 +196,6 @@ def _thinking(turn: Turn) -> Turn:
 
 
 def _contest(row: dict[str, Any], name_column: str, seed: str) -> list[Turn]:
-    """A conversation from a competitive programming task and one of its solutions."""
     name, description = _text(row, name_column), _text(row, "description")
     solutions = row.get("solutions")
     if not isinstance(solutions, dict) or not solutions.get("solution"):

@@ -1,15 +1,7 @@
 """Rows of a source in the order in which they are tried, which the data and the seed decide and nothing else.
 
-    local file        the file's order for `samples: all`, else all of its rows, shuffled
-    Hub               the same over the files of the split
-    Hub, streaming    the files shuffled; of these as much as is needed, shuffled in blocks of four rows for each
-                      sample asked for
-
-A file has JSON lines, a list of JSON objects, Parquet, or CSV. Only the columns that are asked for become values: what
-the others hold, and of what types, does not matter.
-
-The rows of a Hub dataset that were read are kept in the user's cache, by dataset, commit and order. They depend neither
-on a tokenizer nor on other sources: what is kept is never asked for again.
+A file has JSON lines, a list of JSON objects, Parquet, or CSV. The rows of a Hub dataset that were read are kept in the
+user's cache, by dataset, commit and order; they depend neither on a tokenizer nor on other sources.
 """
 
 from __future__ import annotations
@@ -35,7 +27,7 @@ from quantizers.system.files import file_sha256
 from quantizers.system.output_files import DATA
 from quantizers.system.package_data import shipped
 
-from .hub import Hub, RemoteFile, Repository, data_files
+from .hub import COMPRESSED, Hub, RemoteFile, Repository, data_files
 from .set import DataSource, FromColumn, seeded
 from .source_faults import SourceError
 
@@ -44,7 +36,7 @@ BLOCK = 1 << 20  # bytes of a streamed file that are read at a time; of others e
 BATCH = 64  # rows of a Parquet file that become Python values at a time
 WINDOW = 1 << 20  # bytes of a Parquet column, or of a list in JSON, that are read at a time
 FORMAT = 2  # of kept rows: increase it when the same dataset, commit and order give other rows
-COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+WRONG_PART = "correct the source's subset, split or revision"
 DAMAGED = "tell its maker, or leave it out: --without ID, or remove it from the set"
 _BETWEEN = re.compile(r"[\s,]*")  # the items of a list
 Item = TypeVar("Item")
@@ -130,10 +122,10 @@ def _check_columns(
 
 def shuffled(items: list[Item], source: DataSource, seed: str) -> list[Item]:
     """Items in the order in which a source's rows are tried; in their own for `samples: all`."""
-    order = list(range(len(items)))
+    order = list(items)
     if source.samples != "all":
         seeded(seed).shuffle(order)
-    return [items[index] for index in order]
+    return order
 
 
 def files_of(source: DataSource, repository: Repository) -> tuple[list[str], list[str]]:
@@ -211,8 +203,7 @@ def _hub_rows(
     try:
         files, _ = files_of(source, repository)
     except ValueError as failure:
-        remedy = "correct the source's subset, split or revision"
-        raise SourceError(source.dataset, str(failure), remedy) from None
+        raise SourceError(source.dataset, str(failure), WRONG_PART) from None
     part = source.streaming and source.samples != "all"
     if part:
         seeded(f"{seed}:files").shuffle(files)
@@ -226,7 +217,7 @@ def _hub_rows(
             _check_columns(source, block, columns[:checked], lambda: _remote_rows(source, repository, hub, files[0]))
         yield shuffled(block, source, f"{seed}:{number}") if part else block
     if not number:
-        raise SourceError(source.dataset, "no rows", "correct the source's subset, split or revision")
+        raise SourceError(source.dataset, "no rows", WRONG_PART)
 
 
 def _remote_rows(

@@ -176,11 +176,11 @@ def by_category(data: CalibrationData) -> dict[str, Row]:
 
 def by_language(calibration: CalibrationSet, data: CalibrationData) -> dict[Kind, dict[str, Row]]:
     """The counts of the texts in each language of the set's lists, in the lists' order."""
-
-    def row(name: str) -> Row:
-        return row_of(sample for sample in data.samples if name in sample.languages)
-
-    return {kind: {name: row(name) for name in calibration.languages.of(kind)} for kind in KINDS}
+    texts = data.samples
+    return {
+        kind: {name: row_of(one for one in texts if name in one.languages) for name in calibration.languages.of(kind)}
+        for kind in KINDS
+    }
 
 
 def language_counts(calibration: CalibrationSet, samples: Iterable[Sample]) -> dict[Kind, dict[str, int]]:

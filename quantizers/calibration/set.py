@@ -1,7 +1,4 @@
-"""Schema of a calibration set: its data sources, their row formats, numbers of samples, and categories.
-
-Imports nothing heavy and reads no data, so that a wrong set is refused in well under a second.
-"""
+"""Schema of a calibration set. Imports nothing heavy, so that a wrong set is refused in well under a second."""
 
 from __future__ import annotations
 
@@ -275,11 +272,6 @@ class CalibrationSet(Strict):
             for source in self.sources
         )
         return self.model_copy(update={"seed": self.seed + draw, "sources": sources})
-
-    def assigned_before(self, index: int, kind: Kind) -> int:
-        """How many samples of the sources before number `index` are assigned a language of a kind."""
-        counts = (source.samples for source in self.sources[:index] if kind in source.assigns)
-        return sum(count for count in counts if count != "all")
 
 
 def read_set(path: Path) -> CalibrationSet:

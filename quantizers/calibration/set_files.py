@@ -7,8 +7,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,17 @@ CATEGORY = "category"
 
 EXAMPLE = Path(__file__).with_name("example.jsonl")
 LICENCES = "LICENCES.md"
+LICENCES_TEXT = """\
+# Where the rows of {name} come from
+
+Each licence is the one that the set names, or the card of the data set at this commit. It binds whoever passes these
+rows on.
+
+| file | rows | from | version | licence |
+|---|---:|---|---|---|
+{rows}"""
+# Keys of a source that reads a file, whatever the data set on the Hub was that its rows are from.
+OF_A_FILE = {"subset": None, "revision": None, "split": "train", "streaming": False, "required": True}
 
 
 def rows() -> list[dict[str, str]]:
@@ -47,7 +58,7 @@ def rows() -> list[dict[str, str]]:
 def _row(path: Path) -> dict[str, str]:
     sources = read_set(path).sources
     local = sum(source.is_local for source in sources)
-    places = [f"{local} local" if local else "", f"{len(sources) - local} on the Hub" if local < len(sources) else ""]
+    places = {"local": local, "on the Hub": len(sources) - local}
     counts = [
         len(read_local(local_file(source, path.parent), source.dataset)) if source.samples == "all" else source.samples
         for source in sources
@@ -55,7 +66,7 @@ def _row(path: Path) -> dict[str, str]:
     return {
         "name": path.stem,
         "samples": f"{sum(counts):,}",
-        "sources": ", ".join(filter(None, places)),
+        "sources": ", ".join(f"{count} {where}" for where, count in places.items() if count),
         "about": path.read_text(encoding="utf-8").splitlines()[0].removeprefix("#").strip(" ."),
     }
 
@@ -70,18 +81,14 @@ def copy_set(name: str, folder: Path) -> list[Path]:
     path = shipped("calibration") / f"{name.removesuffix('.yaml')}.yaml"
     if Path(name).name != name or not path.is_file():
         raise CalibrationError(f"{name}: no such set; `quantize calibration list` lists them")
-    sets = dict.fromkeys(each for each in (path, path.parent / HELD_OUT) if each.is_file())
-    wanted = dict.fromkeys(file for each in sets for file in _files(each))
+    wanted = list[Path]()
+    for each in filter(Path.is_file, (path, path.parent / HELD_OUT)):
+        data = (source.dataset for source in read_set(each).sources if source.is_local)
+        wanted += [each, *filter(Path.is_file, [lock_path(each)])]
+        wanted += [Path(os.path.normpath(path.parent / name)) for name in data]
     contents = {folder / file.relative_to(path.parent): file.read_bytes() for file in wanted}
     write_new(contents)
     return list(contents)
-
-
-def _files(path: Path) -> list[Path]:
-    """A set's file, its lock if it has one, and its local data."""
-    data = [source.dataset for source in read_set(path).sources if source.is_local]
-    locks = [lock_path(path)] if lock_path(path).is_file() else []
-    return [path, *locks, *(Path(os.path.normpath(path.parent / name)) for name in data)]
 
 
 def new_set(path: Path, data: Path | None) -> tuple[dict[Path, bytes], list[str]]:
@@ -182,49 +189,62 @@ def _line(key: str, value: Any) -> str:
     return dump({key: value}, width=10_000, short_in_one_line=not isinstance(value, str)).rstrip("\n")
 
 
-@dataclass(frozen=True)
-class FrozenSource:
-    """One source of a frozen set."""
-
-    source: DataSource  # of the original set
-    file: str  # its rows, relative to the frozen set
-    seed: str  # of the order of its rows, see `CalibrationSet.order_of`
-    version: str  # the commit or file hash that was read
-    licence: str  # that the set or the card on the Hub names; empty if neither does
-    rows: tuple[dict[str, Any], ...]  # the needed columns of those that became samples, in the samples' order
-
-
-def freeze_set(
-    path: Path, folder: Path, *, workers: int = 8, **tokenizer: Any
-) -> tuple[list[Path], list[FrozenSource], str]:
+def freeze_set(path: Path, folder: Path, *, workers: int = 8, **tokenizer: Any) -> dict[str, Any]:
     """Write the rows of a set to `folder/data`, the set that reads them, and where they come from with their licences.
 
     The frozen set needs neither the Hub nor what the data sets hold by then: with the same tokenizer it makes the same
     samples.
 
     `tokenizer` has the arguments of `load_set` that name it: its chat template decides which rows are usable. Returns
-    the files, the set first; its sources; and the digest that both sets have. Raises CalibrationError if the set is
-    wrong or a source cannot be read, and what `write_new` raises.
+    the `set`, all `files`, with it as the first; the number of `rows`; the `digest` that both sets have; and the data
+    sets whose licence forbids commercial use, `non_commercial`. Raises CalibrationError if the set is wrong or a source
+    cannot be read, and what `write_new` raises.
     """
     from .load_set import load_set
+    from .samples import is_non_commercial
 
     options: dict[str, Any] = {"workers": workers, "require_languages": False, **tokenizer}
     calibration, data = read_set(path), load_set(path, **options)
     for source, version in zip(calibration.sources, data.versions, strict=True):
         if not version:
             raise CalibrationError(f"{path}: {source.dataset} could not be read; remove it to freeze the others")
-    frozen = [one for one in _frozen_sources(calibration, path, data, workers) if one.rows]
-    contents = {folder / f"{path.stem}.yaml": _set_text(calibration, frozen)}
-    contents |= {folder / one.file: _json_lines(one) for one in frozen}
-    contents[folder / LICENCES] = _licences_text(calibration, frozen)
-    write_new({file: text.encode("utf-8", "backslashreplace") for file, text in contents.items()})
-    files = list(contents)
+    texts, sources, origins, restricted = dict[str, str](), list[DataSource](), "", list[str]()
+    for index, chosen in enumerate(_chosen_rows(calibration, path, data, workers)):
+        source, version, licence = calibration.sources[index], data.versions[index], data.licences[index]
+        if not chosen:
+            continue
+        name, seed, where = PurePosixPath(source.dataset), calibration.order_of(index), f"`{source.dataset}`"
+        file = f"data/{index + 1:02}-{name.stem if source.is_local else name.name}.jsonl"
+        # In the order of which the seed makes that of the samples.
+        places = shuffled(list(range(len(chosen))), source, seed)
+        in_file = sorted(zip(places, chosen, strict=True), key=itemgetter(0))
+        texts[file] = "".join(json.dumps(row, ensure_ascii=False) + "\n" for _, row in in_file)
+        # Each source keeps its number of samples, on which the assigned languages depend.
+        reads = {"dataset": f"./{file}", "licence": licence or None, "order": seed}
+        sources.append(source.model_copy(update=OF_A_FILE | reads))
+        if not source.is_local:
+            where = f"[{source.dataset}](https://huggingface.co/datasets/{source.dataset}/tree/{version})"
+        note = ", **not for commercial use**" if is_non_commercial(licence) else ""
+        restricted += [source.dataset] * bool(note)
+        origins += f"| {file} | {len(chosen)} | {where} | {version} | {licence or 'none named'}{note} |\n"
+    frozen = calibration.model_copy(update={"sources": tuple(sources)}).model_dump(mode="json", exclude_none=True)
+    about = f"# The rows of {calibration.name}, by `quantize calibration freeze`. Their licences: {LICENCES}\n"
+    written = {f"{path.stem}.yaml": about + dump(frozen, width=120, short_in_one_line=True), **texts}
+    written[LICENCES] = LICENCES_TEXT.format(name=calibration.name, rows=origins)
+    files = [folder / name for name in written]
+    write_new(
+        {file: text.encode("utf-8", "backslashreplace") for file, text in zip(files, written.values(), strict=True)}
+    )
     if (digest := load_set(files[0], **options).digest) != data.digest:
         raise CalibrationError(f"{files[0]}: its samples are not those of {path}; report it with both sets")
-    return files, frozen, digest
+    about_files = {"set": str(files[0]), "files": list(map(str, files)), "rows": len(data.samples)}
+    return about_files | {"digest": digest, "non_commercial": restricted}
 
 
-def _frozen_sources(calibration: CalibrationSet, path: Path, data: CalibrationData, workers: int) -> list[FrozenSource]:
+def _chosen_rows(
+    calibration: CalibrationSet, path: Path, data: CalibrationData, workers: int
+) -> Iterator[list[dict[str, Any]]]:
+    """The needed columns of the rows of each source that became samples, in the samples' order."""
     left = list(reversed(data.samples))
 
     def tried(index: int, source: DataSource) -> Iterable[Row]:
@@ -235,59 +255,11 @@ def _frozen_sources(calibration: CalibrationSet, path: Path, data: CalibrationDa
 
     with Hub() as hub:
         every = for_each_source(calibration, path, tried, workers)
-    frozen = []
-    for index, (source, rows) in enumerate(zip(calibration.sources, every, strict=True)):
+    for source, rows in zip(calibration.sources, every, strict=True):
         columns, chosen = needed_columns(source), list[dict[str, Any]]()
         for row in rows:
             here = (source.dataset, row.place)
             if left and (left[-1].source, left[-1].place) == here and len(chosen) != source.samples:
                 left.pop()
                 chosen.append({name: row.values[name] for name in columns if name in row.values})
-        name = PurePosixPath(source.dataset)
-        file = f"data/{index + 1:02}-{name.stem if source.is_local else name.name}.jsonl"
-        version, licence = data.versions[index], data.licences[index]
-        frozen.append(FrozenSource(source, file, calibration.order_of(index), version, licence, tuple(chosen)))
-    return frozen
-
-
-def _json_lines(frozen: FrozenSource) -> str:
-    """The rows as JSON lines, in the order of which the seed makes that of the samples."""
-    places = shuffled(list(range(len(frozen.rows))), frozen.source, frozen.seed)
-    placed = dict(zip(places, frozen.rows, strict=True))
-    return "".join(json.dumps(placed[place], ensure_ascii=False) + "\n" for place in sorted(placed))
-
-
-def _set_text(calibration: CalibrationSet, frozen: Sequence[FrozenSource]) -> str:
-    """The set with files for sources. Each keeps its number of samples, on which the assigned languages depend."""
-    of_hub = {"subset": None, "revision": None, "split": "train", "streaming": False, "required": True}
-    sources = tuple(
-        one.source.model_copy(
-            update={"dataset": f"./{one.file}", "licence": one.licence or None, "order": one.seed, **of_hub}
-        )
-        for one in frozen
-    )
-    values = calibration.model_copy(update={"sources": sources}).model_dump(mode="json", exclude_none=True)
-    about = f"# The rows of {calibration.name}, by `quantize calibration freeze`. Their licences: {LICENCES}\n"
-    return about + dump(values, width=120, short_in_one_line=True)
-
-
-def _licences_text(calibration: CalibrationSet, frozen: Sequence[FrozenSource]) -> str:
-    from .samples import is_non_commercial
-
-    lines = []
-    for one in frozen:
-        name, licence = one.source.dataset, one.licence or "none named"
-        origin = f"[{name}](https://huggingface.co/datasets/{name}/tree/{one.version})"
-        if one.source.is_local:
-            origin = f"`{name}`"
-        restricted = ", **not for commercial use**" if is_non_commercial(one.licence) else ""
-        lines.append(f"| {one.file} | {len(one.rows)} | {origin} | {one.version} | {licence}{restricted} |\n")
-    return f"""\
-# Where the rows of {calibration.name} come from
-
-Each licence is the one that the set names, or the card of the data set at this commit. It binds whoever passes these
-rows on.
-
-| file | rows | from | version | licence |
-|---|---:|---|---|---|
-{"".join(lines)}"""
+        yield chosen

@@ -55,16 +55,12 @@ def for_each_source(
                 print(f"{read} {', '.join(names[:NAMED])}{more}", file=sys.stderr, flush=True)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-    failures: dict[int, SourceError] = {}
-    results = []
+    failures, results = dict[int, SourceError](), list[Result]()
     for index, future in enumerate(futures):
-        failure = future.exception()
-        if isinstance(failure, SourceError):
-            failures[index] = failure
-        elif failure is not None:
-            raise failure
-        else:
+        try:
             results.append(future.result())
+        except SourceError as failure:
+            failures[index] = failure
     if failures:
         raise _error(failures, path)
     return results
@@ -80,10 +76,7 @@ def _error(failures: dict[int, SourceError], path: Path) -> CalibrationError:
     messages, lines = [], {index: places["sources", index] for index in failures}
     for (cause, _), (first, *others) in groups.items():
         failure, shown = failures[first], others[: NAMED - 1] if cause is Unreachable else others
-        subjects = [
-            failure.subject,
-            *(f"{failures[index].subject} (line {lines[index]})" for index in shown),
-        ]
+        subjects = [failure.subject, *(f"{failures[index].subject} (line {lines[index]})" for index in shown)]
         more = f" and {len(others) - len(shown)} more" if len(others) > len(shown) else ""
         messages.append(f"{path}:{lines[first]}: {', '.join(subjects)}{more}: {failure.reason}; {failure.remedy}")
     return CalibrationError("\n".join(messages))

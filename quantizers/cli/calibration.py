@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from typer import Argument, Context, Option, Typer
 from typer.core import TyperGroup
 
+from quantizers.recipe.read import find_set, read_recipe, set_file, source_location
+from quantizers.recipe.schema import Recipe
 from quantizers.system.errors import InputError
+from quantizers.system.files import write_new
+from quantizers.system.formatting import text_table
+from quantizers.system.package_data import shipped
+from quantizers.system.schema import json_schema
 
 from . import common
-
-if TYPE_CHECKING:
-    from quantizers.recipe.schema import Recipe
 
 
 class _SetOrCommand(TyperGroup):
@@ -85,22 +88,16 @@ def check(
 
     Example: quantize calibration check embedded --show 2 --category code/rust
     """
-    from rich.console import Group
-
-    from quantizers.calibration.check import check_set, render, render_samples, show_samples
+    from quantizers.calibration.check import check_set, render
 
     if not show and (source is not None or category is not None):
         raise InputError("--source and --category choose what --show prints; add --show N")
     counting, about, given = _counting(tokenizer, recipe, trust_remote_code)
     path, other = _sets(set_, held_out, given)
     left_out = without or (given[0].calibration_without if given and set_ is None else ())
-    report = check_set(path, held_out=other, workers=workers, without=left_out, **counting)
-    data, shown = report.as_json(), render(report, about)
-    if show:
-        samples = show_samples(path, show, source=source, category=category, without=left_out, **counting)
-        data |= {"samples": samples}
-        shown = Group(shown, render_samples(samples))
-    common.emit(data, as_json, shown, passed=not report.findings)
+    choice: dict[str, Any] = {"show": show, "source": source, "category": category}
+    report = check_set(path, held_out=other, workers=workers, without=left_out, **choice, **counting)
+    common.emit(report, as_json, render(report, about), passed=report["ok"])
 
 
 @calibration.command(name="list")
@@ -110,7 +107,6 @@ def list_sets(as_json: common.Json = False, debug: common.Debug = False) -> None
     Example: quantize calibration list
     """
     from quantizers.calibration.set_files import rows
-    from quantizers.system.formatting import text_table
 
     listed = rows()
     header = ("name", "samples", "sources", "about")
@@ -156,7 +152,6 @@ def new(
     Example: quantize calibration new mine.yaml --data texts.jsonl
     """
     from quantizers.calibration.set_files import new_set
-    from quantizers.system.files import write_new
 
     contents, notes = new_set(file, data)
     write_new(contents)
@@ -178,9 +173,8 @@ def lock(
     Example: quantize calibration lock my-set.yaml
     """
     from quantizers.calibration.lock import lock_set
-    from quantizers.recipe.read import find_set
 
-    written, left_out = lock_set(find_set(set_, "embedded"), workers=workers, without=without or ())
+    written, left_out = lock_set(find_set(set_), workers=workers, without=without or ())
     lines = [f"wrote {written}", *(f"without {name} ({reason})" for name, reason in left_out.items())]
     common.emit({"lock": str(written), "left_out": left_out}, as_json, "\n".join(lines))
 
@@ -205,19 +199,15 @@ def freeze(
 
     Example: quantize calibration freeze software-engineer frozen --recipe minimax-m2.1-fp8-int4
     """
-    from quantizers.calibration.samples import is_non_commercial
     from quantizers.calibration.set_files import freeze_set
-    from quantizers.recipe.read import find_set
 
-    counting, _, _ = _counting(tokenizer, recipe, trust_remote_code)
-    files, sources, digest = freeze_set(find_set(set_, "embedded"), folder, workers=workers, **counting)
-    rows = sum(len(source.rows) for source in sources)
-    restricted = [source.source.dataset for source in sources if is_non_commercial(source.licence)]
-    lines = [f"wrote {files[0]}: {rows:,} rows of {len(sources)} sources, digest {digest}"]
+    counting = _counting(tokenizer, recipe, trust_remote_code)[0]
+    found = freeze_set(find_set(set_), folder, workers=workers, **counting)
+    files, restricted = found["files"], dict.fromkeys(found["non_commercial"])
+    lines = [f"wrote {files[0]}: {found['rows']:,} rows of {len(files) - 2} sources, digest {found['digest']}"]
     if restricted:
-        lines.append(f"not for commercial use: {', '.join(dict.fromkeys(restricted))}; all licences: {files[-1]}")
-    written = {"set": str(files[0]), "files": list(map(str, files)), "rows": rows, "digest": digest}
-    common.emit(written | {"non_commercial": restricted}, as_json, "\n".join([*lines, _next(files[0])]))
+        lines.append(f"not for commercial use: {', '.join(restricted)}; all licences: {files[-1]}")
+    common.emit(found, as_json, "\n".join([*lines, _next(files[0])]))
 
 
 @calibration.command()
@@ -237,20 +227,16 @@ def diff(
 
     Example: quantize calibration diff embedded my-set.yaml
     """
-    from dataclasses import asdict
-
     from quantizers.calibration.diff import diff_sets, diff_texts, render_diff
     from quantizers.calibration.load_set import load_set
-    from quantizers.recipe.read import find_set
 
-    paths = find_set(before, "embedded"), find_set(after, "embedded")
+    paths = find_set(before), find_set(after)
     difference, texts = diff_sets(*paths), None
     if not files_only:
-        counting, _, _ = _counting(tokenizer, recipe, trust_remote_code)
+        counting = _counting(tokenizer, recipe, trust_remote_code)[0]
         old, new = (load_set(path, **counting, workers=workers, require_languages=False) for path in paths)
         texts = diff_texts(old, new, counting["tokenizer"])
-    data = asdict(difference) | {"texts": None if texts is None else asdict(texts)}
-    common.emit(data, as_json, render_diff(difference, texts))
+    common.emit(difference | {"texts": texts}, as_json, render_diff(difference, texts))
 
 
 @calibration.command()
@@ -260,17 +246,14 @@ def schema(as_json: common.Json = False, debug: common.Debug = False) -> None:
     Example: quantize calibration schema > calibration-set.schema.json
     """
     from quantizers.calibration.set import CalibrationSet
-    from quantizers.system.schema import json_schema
 
     print(json_schema(CalibrationSet, "Calibration set of quantize"), end="")  # JSON in any case
 
 
 def _sets(name: str | None, held_out: str | None, recipe: tuple[Recipe, Path] | None) -> tuple[Path, Path | None]:
     """The set to check, and the one that it must share no text with; None for the one beside it."""
-    from quantizers.recipe.read import find_set, set_file
-
     if name is not None:
-        path = find_set(name, "embedded")
+        path = find_set(name)
     elif recipe is not None:
         path = set_file(recipe[0].calibration_set, recipe[1])
     else:
@@ -292,9 +275,6 @@ def _counting(
     Returns:
         It as the arguments of `load_set`, a note about it, and the recipe with its path.
     """
-    from quantizers.recipe.read import read_recipe, source_location
-    from quantizers.system.package_data import shipped
-
     given = None if recipe is None else read_recipe(recipe)
     if tokenizer is not None:
         return {"tokenizer": tokenizer, "trust_remote_code": trust_remote_code}, "", given
@@ -307,5 +287,5 @@ def _counting(
     return arguments, ", the recipe's source", given
 
 
-def _next(path: Path) -> str:
+def _next(path: str | Path) -> str:
     return f"next: quantize calibration {quote(str(path))}"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Argument, Context, Option
 
-from quantizers.commands.compare import DRAWS
-from quantizers.distributed.process_group import ProcessGroup
 from quantizers.system.formatting import parse_bytes
 
 from . import common
@@ -38,7 +37,7 @@ def compare(
             "--calibration", metavar="SET", help="a calibration set: a file, or the name of a shipped one; two or more"
         ),
     ],
-    draws: Draws = DRAWS,
+    draws: Draws = 5,
     at_most: Annotated[
         int | None,
         Option(min=1, help="while a pair of sets is undecided, draw as many again, up to these; keeps the error rate"),
@@ -64,10 +63,10 @@ def compare(
 
     Example: quantize compare tiny-minimax-m2-fp8-int4 --calibration embedded --calibration mine.yaml --tokens 16384
     """
+    from eval.report.set_figures import sets_figure
     from eval.report.set_tables import sets_table
     from quantizers.commands.compare import compare as compare_sets
 
-    dist: ProcessGroup = context.obj
     found = compare_sets(
         recipe,
         sets,
@@ -82,18 +81,9 @@ def compare(
         device_memory=parse_bytes(device_memory, "--device-memory") if device_memory else None,
         work=work,
         trust_remote_code=trust_remote_code,
-        dist=dist,
+        dist=context.obj,
     ).figures
-    if not dist.is_main:
-        return
-    text = sets_table(found)
-    if not no_picture:
-        from eval.report.plots import save
-        from eval.report.set_figures import sets_figure
-
-        save(sets_figure(found), picture)
-        text += f"\n\npicture: {picture}"
-    common.emit(found, as_json, text)
+    _show(found, sets_table, sets_figure, None if no_picture else picture, as_json)
 
 
 def why(
@@ -103,7 +93,7 @@ def why(
     recipe: Annotated[
         str, Option(metavar="RECIPE", help="recipe whose source, experts and held-out set are used")
     ] = "tiny-minimax-m2-fp8-int4",
-    draws: Draws = DRAWS,
+    draws: Draws = 5,
     tokens: Tokens = None,
     layers: Layers = None,
     data: Data = None,
@@ -124,10 +114,10 @@ def why(
 
     Example: quantize calibration why embedded --tokens 16384
     """
+    from eval.report.set_figures import sources_figure
     from eval.report.set_tables import sources_table
     from quantizers.commands.compare import why as effects_of_sources
 
-    dist: ProcessGroup = context.obj
     found = effects_of_sources(
         set_,
         recipe,
@@ -141,15 +131,21 @@ def why(
         device_memory=parse_bytes(device_memory, "--device-memory") if device_memory else None,
         work=work,
         trust_remote_code=trust_remote_code,
-        dist=dist,
+        dist=context.obj,
     ).figures
-    if not dist.is_main:
-        return
-    text = sources_table(found)
-    if not no_picture:
-        from eval.report.plots import save
-        from eval.report.set_figures import sources_figure
+    _show(found, sources_table, sources_figure, None if no_picture else picture, as_json)
 
-        save(sources_figure(found), picture)
+
+def _show(
+    found: dict[str, Any], table: Callable[..., str], figure: Callable[..., Any], picture: Path | None, as_json: bool
+) -> None:
+    """Print what was found and draw the picture, in rank 0: the others found nothing."""
+    from eval.report.plots import save
+
+    if not found:
+        return
+    text = table(found)
+    if picture:
+        save(figure(found), picture)
         text += f"\n\npicture: {picture}"
     common.emit(found, as_json, text)

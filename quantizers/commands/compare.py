@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+import torch
+
+from eval.coverage.compare import labels
+from eval.coverage.routing import Routed
+from eval.fidelity.scoring import HeldOut, held_out
+from eval.sets.estimate import ERROR
+from eval.sets.figures import NOTES, MeasuredSet, Scored, comparison, decided, set_figures, source_effects
+from quantizers.calibration.load_set import load_set, said
+from quantizers.calibration.samples import CalibrationData, category_names, digest_of, identity
+from quantizers.calibration.set import read_set
+from quantizers.device.determinism import ordered
+from quantizers.device.devices import choose_device, use_threads
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from quantizers.output.journal import begun_with, refuse_changes
+from quantizers.pipeline.lanes import LaneFigures, lanes_context, measure_lanes
+from quantizers.pipeline.pipeline import deciding, refuse_library
 from quantizers.planning.job import Job, prepare
 from quantizers.recipe.read import changes_of, find_set, set_location
 from quantizers.recipe.schema import CoverageGate
 from quantizers.system.errors import CalibrationError, InputError
-
-if TYPE_CHECKING:
-    import torch
-
-    from eval.fidelity.scoring import HeldOut
-    from eval.sets.figures import MeasuredSet, Scored
-    from quantizers.calibration.samples import CalibrationData
-    from quantizers.pipeline.lanes import LaneFigures
-
-FIRST = "first:"
-DRAWS = 5
+from quantizers.system.interrupts import interruptible
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ def compare(
     recipe: str | Path,
     sets: Sequence[str | Path],
     *,
-    draws: int = DRAWS,
+    draws: int = 5,
     at_most: int | None = None,
     tokens: int | None = None,
     layers: str | None = None,
@@ -83,9 +90,6 @@ def compare(
         QuantizeError: the model's states are not finite, or there is no room for them.
         Interrupted: by a signal.
     """
-    from eval.coverage.compare import labels
-    from eval.sets.estimate import ERROR
-    from eval.sets.figures import NOTES, comparison, decided
 
     if len(sets) < 2:
         raise InputError("give two sets or more, each with --calibration")
@@ -114,8 +118,9 @@ def compare(
         trust_remote_code=trust_remote_code,
         dist=dist,
     ) as asked:
-        drawn: list[list[CalibrationData]] = [[] for _ in files]
-        lanes: list[list[LaneFigures]] = [[] for _ in files]
+        drawn = [list[CalibrationData]() for _ in files]
+        lanes = [list[LaneFigures]() for _ in files]
+        verify = asked.job.recipe.verify
         for look in range(looks):
             numbers = range(look * draws, min((look + 1) * draws, most))
             now = [[asked.load(file, number) for number in numbers] for file in files]
@@ -124,59 +129,26 @@ def compare(
             lanes = [[*before, *more] for before, more in zip(lanes, found, strict=True)]
             called = labels([one[0].name for one in drawn], files)
             measured = [asked.of_set(*one) for one in zip(called, files, drawn, lanes, strict=True)]
-            result = comparison(measured, scored, asked.rule, ERROR / looks)
+            result = comparison(measured, scored, (verify and verify.coverage) or CoverageGate(), ERROR / looks)
             if decided(result["pairs"]):
                 break
-        notes = [*asked.notes, NOTES["power"], NOTES["holm"], *_of_draws(measured, asked.tokens)]
-        if looks > 1:
-            notes.append(
-                f"{look + 1} of at most {looks} looks; each has an error of {ERROR / looks:.3g}, so that all together "
-                f"have one of {ERROR:.2g} at most (Bonferroni)"
-            )
-        about: dict[str, Any] = {"draws": measured[0].draws, "looks": looks, "error": ERROR / looks}
-        about |= {"texts": scored.rows, "notes": notes}
-        return SetComparison(asked.about | about | result if dist.is_main else {})
+        of_looks = (
+            f"{look + 1} of at most {looks} looks; each has an error of {ERROR / looks:.3g}, so that all together "
+            f"have one of {ERROR:.2g} at most (Bonferroni)"
+        )
+        result |= {"looks": looks, "error": ERROR / looks}
+        return asked.result(measured, scored, result, of_looks if looks > 1 else "")
 
 
-def why(
-    set_: str | Path,
-    recipe: str | Path,
-    *,
-    draws: int = DRAWS,
-    tokens: int | None = None,
-    layers: str | None = None,
-    data: str | Path | None = None,
-    source: str | Path | None = None,
-    settings: Mapping[str, Any] | Sequence[str] = (),
-    device: str = "auto",
-    device_memory: int | None = None,
-    work: str | Path | None = None,
-    trust_remote_code: bool = False,
-    dist: ProcessGroup = SINGLE_PROCESS,
-) -> SetComparison:
+def why(set_: str | Path, recipe: str | Path, *, draws: int = 5, **options: Any) -> SetComparison:
     """Find out which sources of a calibration set help, which hurt, and which make no difference.
 
-    Each source's samples are taken out of the same draws of the set, and nothing takes their place. Arguments and
-    errors are those of `compare`.
+    Each source's samples are taken out of the same draws of the set, and nothing takes their place. Arguments, which
+    `options` are too from `tokens` on, and errors are those of `compare`.
     """
-    from eval.sets.figures import NOTES, set_figures, source_effects
-    from quantizers.calibration.samples import digest_of
 
     file = find_set(str(set_))
-    with _asked(
-        recipe,
-        [file],
-        tokens=tokens,
-        layers=layers,
-        data=data,
-        source=source,
-        settings=settings,
-        device=device,
-        device_memory=device_memory,
-        work=work,
-        trust_remote_code=trust_remote_code,
-        dist=dist,
-    ) as asked:
+    with _asked(recipe, [file], **options) as asked:
         drawn = [asked.load(file, number) for number in range(draws)]
         names = list(dict.fromkeys(sample.source for one in drawn for sample in one.samples))
         if len(names) < 2:
@@ -194,81 +166,52 @@ def why(
         left_out = []
         for name, fewer, lanes in zip(names, cut, of_cut, strict=True):
             one = asked.of_set(name, file, fewer, lanes)
-            samples, tokens_ = (
-                [a - b for a, b in zip(*both, strict=True)]
-                for both in ((whole.samples, one.samples), (whole.tokens, one.tokens))
-            )
-            left_out.append(replace(one, samples=samples, tokens=tokens_))
+            samples = [a - b for a, b in zip(whole.samples, one.samples, strict=True)]
+            tokens = [a - b for a, b in zip(whole.tokens, one.tokens, strict=True)]
+            left_out.append(replace(one, samples=samples, tokens=tokens))
+        asked.notes.append(NOTES["fewer"])
         result = {"set": set_figures(whole, scored), "sources": source_effects(whole, left_out, scored)}
-        notes = [*asked.notes, NOTES["fewer"], NOTES["power"], NOTES["holm"], *_of_draws([whole], asked.tokens)]
-        about = {"draws": draws, "texts": scored.rows, "notes": notes}
-        return SetComparison(asked.about | about | result if dist.is_main else {})
+        return asked.result([whole], scored, result)
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """What both commands prepare.
-
-    Attributes:
-        about: what begins their results.
-        notes: what a reader should know; filled as sets are loaded.
-    """
+    """What both commands prepare."""
 
     job: Job
     held: HeldOut
     tokens: int | None
-    quantized: int
+    quantized: int  # how many layers are
     device: torch.device
-    limit: int | None
+    limit: int | None  # bytes of device memory
     work: Path
     check: Callable[[], None]
     trust_remote_code: bool
     dist: ProcessGroup
-    about: dict[str, Any]
-    notes: list[str]
-
-    @property
-    def rule(self) -> CoverageGate:
-        """What a covered expert is."""
-        return (self.job.recipe.verify and self.job.recipe.verify.coverage) or CoverageGate()
+    notes: list[str] = field(default_factory=list)  # what a reader should know of the sets, filled as they are loaded
 
     def load(self, file: Path, draw: int) -> CalibrationData:
         """One draw of a set, the same in all processes."""
-        from quantizers.calibration.load_set import load_set, said
 
-        def read() -> CalibrationData:
-            data = load_set(
-                file,
-                self.job.opened.folder,
-                self.trust_remote_code,
-                self.tokens,
-                draw=draw,
-                run=self.work / "calibration",
-                positions=self.job.sizes.positions,
-            )
-            return said(data, str(file)) if draw == 0 else data
-
-        data: CalibrationData = self.dist.broadcast_object(read() if self.dist.is_main else None)
+        data = None
+        if self.dist.is_main:
+            tokens, positions, kept = self.tokens, self.job.sizes.positions, self.work / "calibration"
+            options: dict[str, Any] = {"draw": draw, "run": kept, "positions": positions}
+            data = load_set(file, self.job.opened.folder, self.trust_remote_code, tokens, **options)
+            if draw == 0:
+                said(data, str(file))
+        drawn: CalibrationData = self.dist.broadcast_object(data)
         held = {text.tokens.numpy().tobytes() for text in self.held.texts}
-        shared = sum(sample.tokens.astype("int64").tobytes() in held for sample in data.samples)
+        shared = sum(sample.tokens.astype("int64").tobytes() in held for sample in drawn.samples)
         if shared and draw == 0:
             self.notes.append(f"{file}: {shared} of its texts are held-out texts too, so its KL is too small")
-        return data
+        return drawn
 
     def measure(self, folder: str, sets: Sequence[Sequence[CalibrationData]]) -> tuple[list[list[LaneFigures]], Scored]:
         """What was measured of each draw of each set; draws with the same texts are measured once."""
-        import numpy as np
 
-        from eval.sets.figures import Scored
-        from quantizers.calibration.samples import identity
-        from quantizers.output.journal import refuse_changes
-        from quantizers.pipeline.lanes import lanes_context, measure_lanes
-        from quantizers.pipeline.pipeline import deciding
-
-        lanes = list({_texts_of(data): data for draws in sets for data in draws}.items())
-        numbers = {key: number for number, (key, _) in enumerate(lanes)}
-        work, texts = self.work / folder, self.held.texts
-        draws = [data for _, data in lanes]
+        lanes = {_texts_of(data): data for draws in sets for data in draws}
+        work, texts, draws = self.work / folder, self.held.texts, list(lanes.values())
         work.mkdir(parents=True, exist_ok=True)
         if self.dist.is_main:
             settings = deciding(self.job, [identity(data.samples) for data in draws], self.device)
@@ -281,19 +224,14 @@ class _Asked:
             self.job, draws, texts, self.device, work, check=self.check, dist=self.dist, limit=self.limit
         )
         nll, measured = measure_lanes(self.job, draws, texts, context, self.quantized)
-        sizes = self.job.sizes
+        found, sizes = dict(zip(lanes, measured, strict=True)), self.job.sizes
         choices = np.array([len(text.tokens) * sizes["chosen"] * len(sizes.moe_layers) for text in texts], dtype=float)
-        return [[measured[numbers[_texts_of(data)]] for data in one] for one in sets], Scored(texts, nll, choices)
+        return [[found[_texts_of(data)] for data in one] for one in sets], Scored(texts, nll, choices)
 
     def of_set(
         self, label: str, file: Path, draws: Sequence[CalibrationData], lanes: Sequence[LaneFigures]
     ) -> MeasuredSet:
         """The draws of one set together."""
-        import numpy as np
-
-        from eval.coverage.routing import Routed
-        from eval.sets.figures import MeasuredSet
-        from quantizers.calibration.samples import category_names
 
         names = tuple(sorted({sample.category for data in draws for sample in data.samples}))
         tokens = np.zeros(len(names), dtype=np.int64)
@@ -318,22 +256,44 @@ class _Asked:
             routed=Routed(names, tokens, layers, counts, none, none),
         )
 
+    def result(
+        self, sets: Sequence[MeasuredSet], scored: Scored, found: dict[str, Any], note: str = ""
+    ) -> SetComparison:
+        """What a command prints of the sets, in rank 0."""
+
+        quantized, depth = self.quantized, self.job.sizes["layers"]
+        of_part = (
+            f"Only the first {quantized} of {depth} layers are quantized, the others are the source's: KL is of these."
+        )
+        notes = [of_part if quantized < depth else "", *self.notes, NOTES["power"], NOTES["holm"]]
+        about = {
+            "model": self.job.recipe.source.model,
+            "evaluated_on": self.held.about,
+            "solved_layers": quantized,
+            "layers": depth,
+            "draws": sets[0].draws,
+            "tokens": self.tokens,
+            "texts": scored.rows,
+            "notes": list(filter(None, [*notes, *_of_draws(sets, self.tokens), note])),
+        }
+        return SetComparison(about | found if self.dist.is_main else {})
+
 
 @contextlib.contextmanager
 def _asked(
     recipe: str | Path,
     files: Sequence[Path],
     *,
-    tokens: int | None,
-    layers: str | None,
-    data: str | Path | None,
-    source: str | Path | None,
-    settings: Mapping[str, Any] | Sequence[str],
-    device: str,
-    device_memory: int | None,
-    work: str | Path | None,
-    trust_remote_code: bool,
-    dist: ProcessGroup,
+    tokens: int | None = None,
+    layers: str | None = None,
+    data: str | Path | None = None,
+    source: str | Path | None = None,
+    settings: Mapping[str, Any] | Sequence[str] = (),
+    device: str = "auto",
+    device_memory: int | None = None,
+    work: str | Path | None = None,
+    trust_remote_code: bool = False,
+    dist: ProcessGroup = SINGLE_PROCESS,
 ) -> Iterator[_Asked]:
     """Read and check everything, and lend a folder to work in."""
     _refuse_wrong_sets(files)
@@ -353,35 +313,21 @@ def _asked(
     else:
         raise InputError(f"{job.path}: has no verify.perplexity, so no held-out texts; give --data SET")
 
-    from eval.fidelity.scoring import held_out
-    from quantizers.calibration.load_set import load_set, said
-    from quantizers.device.determinism import ordered
-    from quantizers.device.devices import choose_device, use_threads
-    from quantizers.output.journal import begun_with
-    from quantizers.pipeline.pipeline import refuse_library
-    from quantizers.system.interrupts import interruptible
-
     refuse_library(job, dist)
-    trusted, depth = trust_remote_code or job.recipe.source.trusts_tokenizer, job.sizes["layers"]
+    trusted = trust_remote_code or job.recipe.source.trusts_tokenizer
     read = said(load_set(held_out_file, job.opened.folder, trusted), "held out") if dist.is_main else None
     held = held_out(dist.broadcast_object(read), job.opened, job.sizes, trusted)
-    quantized = _first(layers, depth, min(job.sizes.moe_layers))
-    tokens = tokens or job.recipe.calibration_tokens
-    about: dict[str, Any] = {"model": job.recipe.source.model, "evaluated_on": held.about}
-    about |= {"solved_layers": quantized, "layers": depth, "tokens": tokens}
+    quantized = _first(layers, job.sizes["layers"], min(job.sizes.moe_layers))
     begun = begun_with(Path(work) / "draws-0", "lanes.json") if work else {}
     use_threads(job.sizes, dist.broadcast_object(begun.get("threads")), dist)
     advice = "give the same command again" + (" to resume" if work else "; with --work DIR it would resume")
     scratch = tempfile.TemporaryDirectory() if work is None else contextlib.nullcontext(str(work))
-    of_part = (
-        f"Only the first {quantized} of {depth} layers are quantized, the others are the source's: KL is of these."
-    )
     with scratch as folder, interruptible(advice) as interrupt, ordered():
         of_rank_0: str = dist.broadcast_object(folder)  # which other machines do not see
         yield _Asked(
             job,
             held,
-            tokens,
+            tokens or job.recipe.calibration_tokens,
             quantized,
             choose_device(device, dist),
             device_memory,
@@ -389,8 +335,6 @@ def _asked(
             dist.watch(interrupt),
             trusted,
             dist,
-            about,
-            [of_part] if quantized < depth else [],
         )
         dist.barrier()
         if dist.local_rank == 0:
@@ -400,7 +344,6 @@ def _asked(
 
 def _refuse_wrong_sets(files: Sequence[Path]) -> None:
     """Read all sets, and raise a CalibrationError with a line for each fault."""
-    from quantizers.calibration.set import read_set
 
     faults = []
     for file in files:
@@ -416,15 +359,14 @@ def _first(layers: str | None, depth: int, dense: int) -> int:
     """How many layers are quantized, where as many have no experts before the first that has."""
     if layers is None:
         return depth
-    number = layers.removeprefix(FIRST)
-    if not layers.startswith(FIRST) or not number.isdecimal() or not dense < int(number) <= depth:
-        raise InputError(f"--layers {layers}: is not {FIRST}N with N from {dense + 1} to {depth}; correct it")
-    return int(number)
+    given = re.fullmatch(r"first:(\d+)", layers)
+    if given is None or not dense < int(given[1]) <= depth:
+        raise InputError(f"--layers {layers}: is not first:N with N from {dense + 1} to {depth}; correct it")
+    return int(given[1])
 
 
 def _texts_of(data: CalibrationData) -> tuple[str, ...]:
     """What a draw holds, in whatever order."""
-    from quantizers.calibration.samples import digest_of
 
     return tuple(sorted(digest_of([sample]) for sample in data.samples))
 

@@ -33,6 +33,11 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
+def several(count: int, what: str) -> str:
+    """A number of things: `1 draw`, `2,000 draws`."""
+    return f"{count:,} {what}{'s' if count != 1 else ''}"
+
+
 def size(number: int) -> str:
     """Bytes in decimal units, such as `131.8 GB`."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

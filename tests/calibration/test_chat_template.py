@@ -47,7 +47,7 @@ def talk(*turns: Row, shape: str = "chat", tools: Any = None) -> Content:
 
 def said(renderer: Renderer, content: Content, length: int = 10_000) -> tuple[str, Rendered]:
     rendered = renderer.render(content, length)
-    return renderer.text(rendered.tokens), rendered
+    return renderer.tokenizer.decode(rendered.tokens.tolist()), rendered
 
 
 USER, ANSWER = {"role": "user", "content": "Elbe?"}, {"role": "assistant", "content": "201 cm"}

@@ -13,13 +13,10 @@ from commands import Command, printed
 from sets import rows_set
 
 from quantizers.calibration.check import (
-    SetReport,
     check_set,
     find_duplicates,
     identify,
     render,
-    render_samples,
-    show_samples,
     truncation_warnings,
 )
 from quantizers.calibration.load_set import load_set
@@ -156,7 +153,7 @@ LISTS = {"programming": ["C", "D"], "spoken": ["Hindi", "German"]}
 
 
 @pytest.fixture(scope="module")
-def embedded(tokenizer: str) -> SetReport:
+def embedded(tokenizer: str) -> dict[str, Any]:
     return check_set(SETS / "embedded.yaml", tokenizer)
 
 
@@ -164,33 +161,33 @@ def checked_set(folder: Path, rows: list[tuple[str, str]], name: str = "set") ->
     return rows_set(folder, rows, name, sequence_length=40, languages=LISTS)
 
 
-def test_the_embedded_set_holds_what_it_claims(embedded: SetReport) -> None:
-    assert embedded.findings == ()
-    assert (len(embedded.languages["programming"]), len(embedded.languages["spoken"])) == (60, 12)
-    assert min(embedded.languages["programming"].values()) >= 3
-    assert min(embedded.languages["spoken"].values()) >= 4
-    assert embedded.held_out == str(SETS / "held-out.yaml")
-    assert embedded.identified == 48
-    fields = {row["category"] for row in embedded.categories if "/" not in row["category"]}
+def test_the_embedded_set_holds_what_it_claims(embedded: dict[str, Any]) -> None:
+    assert embedded["findings"] == []
+    assert (len(embedded["languages"]["programming"]), len(embedded["languages"]["spoken"])) == (60, 12)
+    assert min(embedded["languages"]["programming"].values()) >= 3
+    assert min(embedded["languages"]["spoken"].values()) >= 4
+    assert embedded["held_out"] == str(SETS / "held-out.yaml")
+    assert embedded["identified"] == 48
+    fields = {row["category"] for row in embedded["categories"] if "/" not in row["category"]}
     assert len(fields) == 16
     text = printed(render(embedded))
     assert "programming languages, 60 of 60 in it: Zephyr 3" in text
     assert "licences: apache-2.0 (3)\n" in text
     assert "language identification confirms 48 of 48 spoken texts" in text
     assert "nothing contradicts the set" in text
-    data = json.loads(json.dumps(embedded.as_json()))
+    data = json.loads(json.dumps(embedded))
     assert data["summary"]["samples"] == sum(row["samples"] for row in data["categories"]) == 299
     assert data["summary"]["tokens"] == sum(row["tokens"] for row in data["categories"])
     assert {"tool-use", "logs", "math", "science", "medicine", "finance", "fiction", "advice"} <= fields
 
 
-def test_the_held_out_set_has_every_category(embedded: SetReport, tokenizer: str) -> None:
+def test_the_held_out_set_has_every_category(embedded: dict[str, Any], tokenizer: str) -> None:
     held_out = check_set(SETS / "held-out.yaml", tokenizer)
-    assert not held_out.findings
-    assert held_out.held_out is None
-    assert held_out.identified == 12
-    short = {row["category"] for row in held_out.categories if not row["category"].startswith("long/")}
-    assert short == {row["category"] for row in embedded.categories}
+    assert not held_out["findings"]
+    assert held_out["held_out"] is None
+    assert held_out["identified"] == 12
+    short = {row["category"] for row in held_out["categories"] if not row["category"].startswith("long/")}
+    assert short == {row["category"] for row in embedded["categories"]}
     text = printed(render(held_out))
     assert " cut at 256 or 8,192, which lost " in text
     assert "of these 8 long ones, " in text
@@ -203,15 +200,15 @@ def test_faults_are_found_and_named(tmp_path: Path, tokenizer: str) -> None:
     path = checked_set(tmp_path, rows)
     checked_set(tmp_path, [("x", german + " Bitte nehmen Sie den Bus.")], "other")
     report = check_set(path, tokenizer, tmp_path / "other.yaml")
-    assert report.missing == {"programming": ["D"], "spoken": ["German"]}
+    assert report["missing"] == {"programming": ["D"], "spoken": ["German"]}
     places = [f"set.jsonl:{number}" for number in (1, 2, 3, 4)]
-    assert [(twins.first, twins.second, twins.similarity) for twins in report.duplicates] == [
+    assert [tuple(twins.values()) for twins in report["duplicates"]] == [
         (places[0], places[1], 1.0),
         (places[0], places[2], 0.889),
         (places[1], places[2], 0.889),
     ]
-    assert [(m.place, m.claimed, m.identified) for m in report.mismatches] == [(places[3], "Hindi", "German")]
-    assert [(twins.first, twins.second) for twins in report.shared] == [(places[3], "other.jsonl:1")]
+    assert [tuple(text.values()) for text in report["mismatches"]] == [(places[3], "Hindi", "German")]
+    assert [(twins["first"], twins["second"]) for twins in report["shared"]] == [(places[3], "other.jsonl:1")]
     text = printed(render(report))
     assert "no text is in D (programming)" in text
     assert "reads like German" in text
@@ -239,10 +236,10 @@ def test_a_language_that_a_prompt_asks_for_is_not_in_the_set(tmp_path: Path, tok
     path, claimed = tmp_path / "english.yaml", read_set(SETS / "software-engineer.yaml").languages.model_dump()
     path.write_text(json.dumps({"name": "x", "sequence_length": 99, "languages": claimed, "sources": sources}))
     report = check_set(path, tokenizer)
-    assert {kind: len(counts) for kind, counts in report.asked_for.items()} == numbers
-    assert {kind: sum(counts.values()) for kind, counts in report.languages.items()} == dict.fromkeys(numbers, 0)
-    assert {kind: len(names) for kind, names in report.missing.items()} == numbers
-    assert (len(report.findings), report.identified) == (2, 0)
+    assert {kind: len(counts) for kind, counts in report["asked_for"].items()} == numbers
+    assert {kind: sum(counts.values()) for kind, counts in report["languages"].items()} == dict.fromkeys(numbers, 0)
+    assert {kind: len(names) for kind, names in report["missing"].items()} == numbers
+    assert (len(report["findings"]), report["identified"]) == (2, 0)
     text = " ".join(printed(render(report)).split())
     assert "programming languages, 0 of 60 in it, 60 asked for by prompts: Zephyr 0 (asked for 1)" in text
     assert "licences: cc-by-4.0 (1), cc-by-nc-4.0 (1) not for commercial use: spoken.jsonl (cc-by-nc-4.0)" in text
@@ -255,10 +252,10 @@ def test_held_out_is_looked_for_beside_the_set(tmp_path: Path, tokenizer: str) -
     path = checked_set(tmp_path, [("code/c", "a text of its own")])
     path.write_text(path.read_text().replace('["Hindi", "German"]', '["Hindi"], "required": true'))
     report = check_set(path, tokenizer)
-    assert report.held_out is None
-    assert report.findings == ("no text is in D (programming)", "no text is in Hindi (spoken)")
+    assert report["held_out"] is None
+    assert report["findings"] == ["no text is in D (programming)", "no text is in Hindi (spoken)"]
     checked_set(tmp_path, [("code/c", "a text of its own")], "held-out")
-    assert len(check_set(path, tokenizer).shared) == 1
+    assert len(check_set(path, tokenizer)["shared"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -304,6 +301,6 @@ def test_what_is_left_out_is_not_shown(tmp_path: Path, tokenizer: str, command: 
 
 
 def test_samples_are_shown_as_the_model_reads_them(tokenizer: str) -> None:
-    samples = show_samples(SETS / "embedded.yaml", 3, tokenizer)
-    assert [sample["position"] for sample in samples] == [0, 99, 199]
-    assert "[turn]user" in printed(render_samples(samples))
+    report = check_set(SETS / "embedded.yaml", tokenizer, show=3)
+    assert [sample["position"] for sample in report["samples"]] == [0, 99, 199]
+    assert "[turn]user" in printed(render(report))

@@ -16,8 +16,9 @@ from calibration_tokenizer import write_tokenizer
 from tokenizers import Tokenizer
 
 from quantizers.calibration.load_set import load_set
-from quantizers.calibration.lock import lock_path, lock_set
+from quantizers.calibration.lock import lock_path, lock_set, lock_text, pin
 from quantizers.calibration.samples import CalibrationData, digest_of
+from quantizers.calibration.set import read_set
 from quantizers.system.errors import CalibrationError
 from quantizers.system.package_data import shipped
 
@@ -319,3 +320,14 @@ def test_a_lock_of_another_set_is_refused(hundred: Path, tokenizer: str) -> None
     lock_path(path).write_text("{}")
     with pytest.raises(CalibrationError, match="not a readable lock"):
         load_set(path, tokenizer)
+
+
+def test_a_source_without_a_usable_row_is_left_out_of_the_lock_of_a_run_too(hundred: Path, tokenizer: str) -> None:
+    jsonl(hundred / "b.jsonl", [{"text": ""}])
+    path = write_set(hundred, source("a.jsonl") + source("b.jsonl", samples=1, required=False, category="y"))
+    data = load_set(path, tokenizer)
+    assert "without b.jsonl (0 of the 1 samples; an empty text" in data.notes[-1]
+    assert data.versions[1] == ""
+    pins = map(pin, read_set(path).sources, data.versions, data.licences, data.rows)
+    lock_path(path).write_text(lock_text(list(pins)))
+    assert load_set(path, tokenizer).digest == data.digest

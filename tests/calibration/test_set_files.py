@@ -51,9 +51,9 @@ def test_a_copy_gives_the_same_samples_and_knows_its_held_out_set(
         f"next: quantize calibration {folder}/embedded.yaml",
     ]
     report = check_set(folder / "embedded.yaml", tokenizer)
-    assert report.summary["digest"] == embedded.digest
-    assert report.held_out == str(folder / "held-out.yaml")
-    assert not report.findings
+    assert report["summary"]["digest"] == embedded.digest
+    assert report["held_out"] == str(folder / "held-out.yaml")
+    assert not report["findings"]
 
 
 def test_a_number_of_samples_gives_the_same_ones_in_a_copy(

@@ -136,7 +136,10 @@ def test_the_first_layers_alone(job: Path) -> None:
 def test_more_draws_are_taken_until_it_is_decided(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same as all of them at once, with wider intervals; once it is decided there is no further look."""
     verdicts, real = iter(["no difference", "better", "better", "too few texts"]), figures.decided  # look by look
-    monkeypatch.setattr(figures, "decided", lambda pairs: real([pair | {"verdict": next(verdicts)} for pair in pairs]))
+    monkeypatch.setattr(
+        "quantizers.commands.compare.decided",
+        lambda pairs: real([pair | {"verdict": next(verdicts)} for pair in pairs]),
+    )
     looked, at_once = compared(job, at_most=3), compared(job, draws=3)
     assert (looked["draws"], looked["looks"], looked["error"]) == (3, 2, 0.025)
     assert any("2 of at most 2 looks; each has an error of 0.025" in note for note in looked["notes"])
