@@ -160,16 +160,6 @@ def _requests(wanted: Iterable[tuple[TensorInfo, memoryview]]) -> Iterator[_Requ
         yield request
 
 
-def open_hub(model: str, revision: str) -> HubFiles:
-    """The files of the commit that a branch, tag or commit is now.
-
-    Raises:
-        CheckpointError: there is no such model or revision, access is refused, or the Hub does not answer.
-    """
-    with hub_errors(model, "its headers", revision, begun=False):
-        return HubFiles(model, *files_of(model, revision))
-
-
 def files_of(model: str, revision: str) -> tuple[str, dict[str, HubFile]]:
     """The commit that a branch, tag or commit is now, and its files; the library's exceptions pass through."""
     from huggingface_hub import HfApi

@@ -26,7 +26,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -245,16 +244,12 @@ def _spread(checkpoint: Checkpoint, scale: TensorInfo, weight: TensorInfo, devic
     )
 
 
-@cache
-def _library(block: tuple[int, int]) -> Any:
-    from compressed_tensors.entrypoints.convert import FP8BlockDequantizer
-
-    return FP8BlockDequantizer(targets=["m"], weight_block_size=block, dtype=torch.float32)
-
-
 def dequantize_fp8(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """Dequantize FP8 as q * scale per block, in float32 on the tensors' device. weight (R, C), scale (⌈R/b⌉, ⌈C/b⌉)."""
-    result: torch.Tensor = _library(block).process({"m.weight": weight, f"m.{SCALE_INV}": scale})["m.weight"]
+    from compressed_tensors.entrypoints.convert import FP8BlockDequantizer
+
+    library: Any = FP8BlockDequantizer(targets=["m"], weight_block_size=block, dtype=torch.float32)
+    result: torch.Tensor = library.process({"m.weight": weight, f"m.{SCALE_INV}": scale})["m.weight"]
     return result
 
 

@@ -17,6 +17,7 @@ from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import PinnedBuffers
 from quantizers.formats import nvfp4
 from quantizers.formats.conversion import converted
+from quantizers.formats.dequantization import is_finite
 from quantizers.formats.fp8 import GLOBAL_SCALE, INPUT_SCALE
 from quantizers.formats.packed_integers import pack
 from quantizers.planning.plan import METADATA, PASSTHROUGH, Action, Plan, packed_specs
@@ -28,7 +29,6 @@ from quantizers.system.files import disk_errors, sync_folder
 from .digests import ShardDigest, joined_digests, read_back, split
 
 PACKED_AT_A_TIME = 16  # experts, on an accelerator: few launches, and temporaries that are small beside the result
-PIECE = 2**18  # numbers looked at together: what is made of them stays in a CPU's cache
 
 Key = tuple[str, str]  # a matrix and which of its arrays, or a tensor's name and nothing
 
@@ -101,10 +101,11 @@ def converted_tensors(
     plan: Plan, layer: int | None, source: Checkpoint, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """The tensors of a shard that the recipe's `attention` makes of the source's linear modules, on `device`."""
-    modules = (a.source.removesuffix(".weight") for a in plan.of_layer(layer) if a.kind == "convert")
-    return {
-        name: tensor for module in modules for name, tensor in converted(source, module, plan.attention, device).items()
-    }
+    made: dict[str, torch.Tensor] = {}
+    for action in plan.of_layer(layer):
+        if action.kind == "convert":
+            made |= converted(source, action.source.removesuffix(".weight"), plan.attention, device)
+    return made
 
 
 def _folded(action: Action, source: Checkpoint, solved: LayerResult) -> torch.Tensor:
@@ -143,11 +144,7 @@ def check_finite(tensors: Mapping[str, torch.Tensor], where: str, carried: Colle
     Those named in `carried` may hold anything: a mask may well be infinite.
     """
     for name, tensor in tensors.items():
-        if name in carried or not tensor.is_floating_point():
-            continue
-        flat = tensor.flatten()
-        pieces = (flat[first : first + PIECE].float() for first in range(0, len(flat), PIECE))
-        if not all(bool(torch.isfinite(piece).all()) for piece in pieces):
+        if name not in carried and tensor.is_floating_point() and not bool(is_finite(tensor)):
             raise QuantizeError(f"{where}: {name} is not finite; nothing was written for this layer")
 
 
