@@ -115,7 +115,7 @@ class Window(HubFiles):
         self._uses = Counter(name for part in planned.reads for name in part)
         self._left = list(reversed(planned.sizes))
         self._changed, self._stopped = Condition(), Event()
-        self._here, self._arrived = dict[str, int](), set[str]()
+        self._here, self._arrived = dict[str, int](), 0
         self._failure: BaseException | None = None
         self._threads: list[Thread] = []
 
@@ -187,7 +187,7 @@ class Window(HubFiles):
                 )
             os.replace(part, self.folder / file.name)
         with self._changed:
-            self._arrived.add(file.name)
+            self._arrived += 1
             self._changed.notify_all()
 
     def _receive(self, file: HubFile, part: Path) -> str:
@@ -225,7 +225,7 @@ class Window(HubFiles):
     def _wait_for(self, file: str, stop: Event | None) -> bool:
         """Whether a shard is there at last; False if `stop` was set before. Raises what ended the fetching."""
         began = said = time.monotonic()
-        while not (file in self._arrived if self.fetches else (self.folder / file).exists()):
+        while not (self.folder / file).exists():
             self._check()
             if stop and stop.is_set():
                 return False
@@ -259,10 +259,10 @@ class Window(HubFiles):
 
     def said(self) -> str:
         """What was fetched, as a sentence."""
-        whole = len(self._arrived)
         ranges = f", and {size(self.planned.ranges)} in ranges" if self.planned.ranges else ""
+        shards = f"{self._arrived} shard{'s' if self._arrived != 1 else ''}"
         return (
-            f"fetched {size(self.fetched)} of {self.model} from the Hub: {whole} shard{'s' if whole != 1 else ''}, "
+            f"fetched {size(self.fetched)} of {self.model} from the Hub: {shards}, "
             f"compared with the Hub's SHA-256{ranges}; waited {duration(self.waited)} for them"
         )
 

@@ -95,24 +95,18 @@ def refuse_bias(checkpoint: Checkpoint, module: str) -> None:
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How a matrix (R, C) is stored, see above.
-
-    Attributes:
-        parts: the last names of the tensors whose rows belong to the matrix's rows, the quantized numbers first.
-        block: of FP8 in blocks; (1, 1) elsewhere.
-    """
+    """How a matrix (R, C) is stored, see above."""
 
     kind: Literal["blocks", "rows", "packed", "nvfp4", "plain"]
-    parts: tuple[str, ...]
+    parts: tuple[str, ...]  # the last names of the tensors with the matrix's rows, the quantized numbers first
     shape: tuple[int, int]
-    block: tuple[int, int] = (1, 1)
+    block: tuple[int, int] = (1, 1)  # of FP8 in blocks
 
     def band(self, parts: Sequence[torch.Tensor], first: int, last: int) -> list[torch.Tensor]:
         """The parts of rows `first` to `last`, both multiples of the block's rows or the matrix's end."""
         step = self.block[0]
-        if self.kind == "nvfp4":
-            return [*(part[first:last] for part in parts[:2]), parts[2]]
-        return [parts[0][first:last], *(scale[first // step : math.ceil(last / step)] for scale in parts[1:])]
+        scales = [scale[first // step : math.ceil(last / step)] for scale in parts[1:2]]
+        return [parts[0][first:last], *scales, *parts[2:]]  # NVFP4's third belongs to the whole matrix
 
     def numbers(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Rows (r, C) from their parts, on the parts' device: a product in float32, or a plain weight as it is."""

@@ -7,18 +7,16 @@ llm-compressor's names of the experts (gate_proj, up_proj, down_proj) and transf
     experts.down_proj    (E, H, I)    of each expert its down
 
 Other tensors of all experts are named by a family's facts (`fused`), gate and up in one or apart. One that holds a
-single matrix of each may be FP8, with the scales of its blocks beside it.
-
-The matrix of an expert is a range of its file's bytes, so nothing is rearranged: the checkpoint gets an entry for each
-range, as if it had been saved so.
+single matrix of each may be FP8, with the scales of its blocks beside it. An expert's matrix is a range of its file's
+bytes, so the checkpoint gets an entry for each range, as if it had been saved so.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any, TypeVar
 
 from quantizers.architectures.architecture import Architecture
@@ -78,24 +76,15 @@ def split_fused(tensors: Mapping[str, Entry], facts: Architecture, sizes: Sizes,
                 f"{where}: {name} holds all experts in one tensor, {info.dtype} {list(info.shape)}; only "
                 f"{' or '.join(dtypes)} {list(needed)} in a layer with experts can be read; {REMEDY}"
             )
-        before = 0
-        for expert in range(sizes["experts"]):
-            for matrix in matrices:
-                single = f"{facts.expert(layers[weight], expert, matrix)}.weight{name.removeprefix(weight)}"
-                if single in tensors or single in result:
-                    raise CheckpointError(f"{where}: {single} is also a part of {name}; keep one")
-                result[single] = _piece(info, single, (rows, columns), before)
-                before += rows * columns
+        size, place = rows * columns * DTYPE_BYTES[info.dtype], dict[str, Any]()
+        for number, (expert, matrix) in enumerate(product(range(sizes["experts"]), matrices)):
+            single = f"{facts.expert(layers[weight], expert, matrix)}.weight{name.removeprefix(weight)}"
+            if single in tensors or single in result:
+                raise CheckpointError(f"{where}: {single} is also a part of {name}; keep one")
+            if isinstance(info, TensorInfo):
+                place = {"name": single, "start": info.start + number * size, "end": info.start + (number + 1) * size}
+            result[single] = replace(info, shape=(rows, columns), **place)
     return result
-
-
-def _piece(info: Entry, name: str, shape: tuple[int, int], before: int) -> Entry:
-    """The entry of a part of a fused tensor, which has so many elements before it."""
-    place: dict[str, Any] = {}
-    if isinstance(info, TensorInfo):
-        start, size = info.start + before * DTYPE_BYTES[info.dtype], math.prod(shape) * DTYPE_BYTES[info.dtype]
-        place = {"name": name, "start": start, "end": start + size}
-    return replace(info, shape=shape, **place)
 
 
 def published_names(checkpoint: Checkpoint, facts: Architecture) -> Checkpoint:
