@@ -77,7 +77,7 @@ class Packing:
 def is_awq_or_gptq(config: Mapping[str, Any]) -> bool:
     """Whether config.json declares one of these formats."""
     section = config.get("quantization_config")
-    return isinstance(section, Mapping) and section.get("quant_method") in METHODS
+    return isinstance(section, Mapping) and section.get("quant_method") in [*METHODS]  # which may be unhashable
 
 
 def dequantize_awq_gptq(checkpoint: Checkpoint, module: str, device: torch.device) -> torch.Tensor:

@@ -28,10 +28,10 @@ from .awq_gptq import is_awq_or_gptq, read_packing
 from .fp8 import declared_form
 
 SECTION = "quantization_config"
-SUPPORTED = {
-    "pack-quantized", "nvfp4-pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision",
-    "dense",
-}  # fmt: skip
+SUPPORTED = (
+    "dense", "float-quantized", "int-quantized", "mixed-precision", "naive-quantized", "nvfp4-pack-quantized",
+    "pack-quantized",
+)  # fmt: skip
 # By quant_method: what to do instead.
 INSTEAD = {
     "gguf": EVALUATE_GGUF,
@@ -67,7 +67,7 @@ def _problems(section: Mapping[str, Any]) -> Iterator[str]:
         formats += [group.get("format") for group in groups.values() if isinstance(group, Mapping)]
     for name in formats:
         if name is not None and name not in SUPPORTED:
-            yield f"format {reprlib.repr(name)} is not one of {', '.join(sorted(SUPPORTED))}; {OTHERWISE}"
+            yield f"format {reprlib.repr(name)} is not one of {', '.join(SUPPORTED)}; {OTHERWISE}"
     if section.get("transform_config"):
         yield f"transform_config rotates activations at run time, which is not supported; {OTHERWISE}"
     sparsity = section.get("sparsity_config") or {}
