@@ -76,7 +76,11 @@ def output_config(source: dict[str, Any], facts: Architecture, plan: Plan, fp8: 
 def quantization_config(facts: Architecture, plan: Plan, fp8: Fp8 | None) -> dict[str, Any]:
     """The whole section, which replaces the source's; `fp8` is the format of passthrough FP8 weights, if any."""
     targets = targets_of(plan, facts)
-    mtp_experts = list(_mtp_experts(facts, plan, targets))
+    mtp_experts: list[str] = []
+    if plan.mtp:  # under the name of every server
+        mtp_experts.append(rf".*\.{_list_of_layers(facts)}\.{_one_of(plan.mtp)}\..*{targets.experts}")
+        prefixes = dict.fromkeys(server.mtp_prefix for server in facts.servers.values())
+        mtp_experts += [rf".*{re.escape(prefix)}.*{targets.experts}" for prefix in prefixes if prefix is not None]
     in_fp8 = plan.linears_in_fp8 or facts.targets is None  # targets that are made have what is FP8 alone
     patterns = [*(targets.fp8 if in_fp8 else []), *(mtp_experts if plan.mtp_in_fp8 else [])]
     routed = _routed_groups(facts, plan, targets)
@@ -127,15 +131,6 @@ def _routed_groups(facts: Architecture, plan: Plan, targets: Targets) -> dict[st
     return groups
 
 
-def _mtp_experts(facts: Architecture, plan: Plan, targets: Targets) -> Iterator[str]:
-    """Regular expressions for the experts of MTP layers, under the name of every server."""
-    if plan.mtp:
-        yield rf".*\.{_list_of_layers(facts)}\.{_one_of(plan.mtp)}\..*{targets.experts}"
-        for prefix in dict.fromkeys(server.mtp_prefix for server in facts.servers.values()):
-            if prefix is not None:
-                yield rf".*{re.escape(prefix)}.*{targets.experts}"
-
-
 def _group(
     patterns: Iterable[str], form: str, weights: dict[str, Any], inputs: dict[str, Any] | None
 ) -> dict[str, Any]:
@@ -163,9 +158,9 @@ def targets_of(plan: Plan, facts: Architecture) -> Targets:
         schemes |= {prefix + name: "experts" for name in _spellings(facts)}
     made = _expressions(schemes, plan, facts)
     return Targets(
-        fp8=[expression for scheme, expression in made if scheme == "fp8"],
+        fp8=made["fp8"],
         experts=_end_of_experts(facts),
-        ignore=[f"re:{expression}" for scheme, expression in made if scheme == "plain"],
+        ignore=[f"re:{expression}" for expression in made["plain"]],
         unquantized=[],
         keys=facts.section_keys,
     )
@@ -271,19 +266,18 @@ def _any_number(name: str) -> str:
     return r"\.".join(r"\d+" if part.isdecimal() else re.escape(part) for part in name.split("."))
 
 
-def _expressions(schemes: Mapping[str, Scheme], plan: Plan, facts: Architecture) -> list[tuple[Scheme, str]]:
-    """The expressions for every module but the experts, each with its scheme."""
+def _expressions(schemes: Mapping[str, Scheme], plan: Plan, facts: Architecture) -> dict[Scheme, list[str]]:
+    """The expressions for every module but the experts, by scheme."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for name in schemes:
         kinds.setdefault(_place(name, plan, facts), []).append(name)
     roots = list(dict.fromkeys(root for root, _ in kinds if root))
     in_fp8 = {root for (root, _), names in kinds.items() for name in names if schemes[name] == "fp8"}
-    made: list[tuple[Scheme, str]] = []
+    made: dict[Scheme, list[str]] = {"fp8": [], "plain": []}
     for (root, end), names in kinds.items():
-        for scheme in dict.fromkeys(schemes[name] for name in names):
+        for scheme, done in made.items():
             own = [name for name in names if schemes[name] == scheme]
-            done = [re.compile(text) for other, text in made if other == scheme]
-            if scheme == "experts" or all(any(text.match(name) for text in done) for name in own):
+            if all(any(re.match(text, name) for text in done) for name in own):
                 continue
             if not root:
                 candidates = list(_in_layers(end, [_layer(name, facts) for name in own], roots, facts))
@@ -293,7 +287,7 @@ def _expressions(schemes: Mapping[str, Scheme], plan: Plan, facts: Architecture)
             in_full = f"{_one_of(map(re.escape, own))}$"
             others = [name for name, other in schemes.items() if other != scheme]
             fitting = (text for text in (*candidates, in_full) if not any(map(re.compile(text).match, others)))
-            made.append((scheme, next(fitting)))
+            done.append(next(fitting))
     return made
 
 
