@@ -242,10 +242,8 @@ class Window(HubFiles):
     def _received(self, file: str) -> str:
         """How much of a shard has arrived, and how much of all that is fetched, for the user."""
         part, whole = self.folder / f"{file}{UNFINISHED}", sum(self.planned.sizes.values())
-        there = part.stat().st_size if part.exists() else 0
-        return (
-            f"{file}: {size(there)} of {size(self.planned.sizes[file])} ({size(self.fetched)} of {size(whole)} so far)"
-        )
+        there, needed = part.stat().st_size if part.exists() else 0, self.planned.sizes[file]
+        return f"{file}: {size(there)} of {size(needed)} ({size(self.fetched)} of {size(whole)} so far)"
 
     def release(self, infos: Iterable[TensorInfo]) -> None:
         """A part was read by all processes of this machine: remove the shards that no later part needs."""

@@ -99,9 +99,8 @@ def layer_tensors(
             if action.kind == "quantize":
                 assert action.matrix is not None
                 assert action.expert is not None
-                module = action.source.removesuffix(".weight")
                 for name in action.outputs:
-                    part = name.removeprefix(f"{module}.")
+                    part = name.rpartition(".")[2]
                     found[name] = (
                         torch.tensor(action.spec.shape, dtype=torch.int64)
                         if part == "weight_shape"
