@@ -1,10 +1,9 @@
 """Mixes two checkpoints: everything from an FP8 source, but the experts from one made of its BF16 copy by another tool.
 
-Packed experts, and the norms that their smoothing was folded into, come from the experts-only checkpoint;
-everything else keeps the source's bytes. The published FrankenQuant was made this way, and has this defect:
-AWQ divided the norm before the experts by s and multiplied the experts by s, but the router, which reads the
-same norm, comes from the source and was not multiplied. So before anything is written, each layer's norms are
-compared, their ratio is confirmed on some experts, and the router is checked for compensation.
+Packed experts, and the norms that their smoothing was folded into, come from the experts-only checkpoint. The published
+FrankenQuant was made this way, and has this defect: AWQ divided the norm before the experts by s and multiplied the
+experts by s, but the router, which reads the same norm, comes from the source. So before anything is written, each
+layer's norms are compared, their ratio is confirmed on some experts, and the router is checked for compensation.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ from quantizers.system.files import write_json
 from quantizers.system.progress import progress
 from stitch.audit.checkpoint import stored_plan, stored_schemes
 from stitch.write.config_files import write_config_files
-from stitch.write.digests import ShardDigest
-from stitch.write.shard import kept_hashes, layer_tensors, write_shard
+from stitch.write.shard import ShardDigest, kept_hashes, layer_tensors, write_shard
 
 Router = Literal["not smoothed", "compensated", "not compensated", "unclear"]
 
@@ -183,7 +181,7 @@ def mixed_tensors(mix: Mix, layer: int, source: Checkpoint, *, repair_router: bo
         elif action.kind == "quantize":
             for part, spec in action.outputs.items():
                 tensor = experts.tensor(experts.require(part, "a part of a packed expert").name)
-                if tuple(tensor.shape) != spec.shape:
+                if tensor.shape != spec.shape:
                     shapes = f"{list(tensor.shape)}, not {list(spec.shape)}"
                     raise CheckpointError(f"{experts.folder}: {part} has shape {shapes}")
                 tensors[part] = tensor.to(torch_dtype(spec.dtype)) if part.endswith("weight_scale") else tensor
@@ -193,8 +191,8 @@ def mixed_tensors(mix: Mix, layer: int, source: Checkpoint, *, repair_router: bo
 def write_mix(mix: Mix, work: Path, *, repair_router: bool, check: Callable[[], None]) -> dict[str, ShardDigest]:
     """Write the checkpoint into `work`/output, and return the digests of the shards, by file name.
 
-    Finished and undamaged layers of an earlier call are not written again. `repair_router` multiplies the source's
-    router by the ratio of the norms. `check` is called between steps, and may raise to interrupt.
+    Finished and undamaged layers of an earlier call are not written again. `repair_router` is as in `mixed_tensors`;
+    `check` is called between steps, and may raise to interrupt.
     """
     layers, plan, folder = mix.sizes["layers"], mix.plan, work / "output"
     for layer in journal.damaged_shards(work, journal.done_layers(work, layers)):

@@ -1,18 +1,13 @@
 """Parts of a checkpoint in memory, usually a decoder layer: read once, each tensor hashed as it arrives.
 
-A part answers as the checkpoint itself does, but for its own tensors only: reading any other is an error, so nothing
-is read from a file a second time unnoticed.
-
-Prefetch: while one part is in use, a thread reads the next. Two buffers alternate: fresh memory for a layer of 3.6 GB
-would cost a page fault for each 4 KiB, a million a layer. So a part's tensors are valid until the next part is asked
-for. Each of several processes reads all parts, on a machine mostly from the page cache, and compares their hashes with
-those of rank 0. A finished shard, which rank 0 alone has, it broadcasts.
+A part answers as the checkpoint itself does, but for its own tensors only, so nothing is read twice unnoticed. Each of
+several processes reads all parts, on a machine mostly from the page cache, and compares their hashes with rank 0's.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -39,9 +34,10 @@ ALIGNMENT = 16  # bytes, of each tensor in a buffer
 class LoadedTensors(Checkpoint):
     """Some tensors of a checkpoint; `tensors` lists no others.
 
-    `stored` has them contiguous: every call of `tensor` returns the same memory, which must not be written to. `hashes`
-    are their SHA-256, hexadecimal, from when they were read; empty if they were not read from a file. `buffer` has the
-    bytes uint8 (N,) of which they are views; None if each has memory of its own.
+    Attributes:
+        stored: contiguous: every call of `tensor` returns the same memory, which must not be written to.
+        hashes: SHA-256, hexadecimal, from when they were read; empty if they were not read from a file.
+        buffer: the bytes uint8 (N,) of which they are views; None if each has memory of its own.
     """
 
     stored: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
@@ -65,9 +61,8 @@ class LoadedTensors(Checkpoint):
         lines = "".join(f"{name}\0{self.sha256(name)}\n" for name in sorted(self.tensors))
         return hashlib.sha256(lines.encode()).hexdigest()
 
-    def only(self, names: Iterable[str]) -> LoadedTensors:
+    def only(self, names: Collection[str]) -> LoadedTensors:
         """These tensors alone, copied out of the buffer, so that the memory of the others can be freed."""
-        names = list(names)
         return replace(
             self,
             tensors={name: self.tensors[name] for name in names},
@@ -92,10 +87,6 @@ class LoadedTensors(Checkpoint):
         """Whether a tensor is a view of the part's buffer, which gets other bytes when the part is emptied."""
         storage = None if self.buffer is None else self.buffer.untyped_storage().data_ptr()
         return tensor.untyped_storage().data_ptr() == storage
-
-    def empty(self) -> None:
-        """Forget the tensors, since their memory gets other bytes. Names, hashes and the digest stay."""
-        self.stored.clear()
 
 
 def bytes_needed(infos: Iterable[TensorInfo]) -> int:
@@ -122,10 +113,7 @@ def outside_names(checkpoint: Checkpoint, facts: Architecture) -> list[str]:
 
 
 def load_tensors(
-    checkpoint: Checkpoint,
-    names: Iterable[str],
-    stop: Event | None = None,
-    buffer: torch.Tensor | None = None,
+    checkpoint: Checkpoint, names: Iterable[str], stop: Event | None = None, buffer: torch.Tensor | None = None
 ) -> LoadedTensors:
     """Read some tensors into memory, in the order of their bytes.
 
@@ -142,37 +130,29 @@ def load_tensors(
     size = bytes_needed(infos.values())
     if buffer is None or len(buffer) < size:
         buffer = torch.empty(size, dtype=torch.uint8)
-    wanted = [replace(info, name=name) for name, info in infos.items()]  # the checkpoint may have renamed them
-    wanted.sort(key=lambda info: (info.file, info.start, info.end))
+    wanted = sorted(infos.values(), key=lambda info: (info.file, info.start, info.end))
     starts = accumulate((_aligned(info.size) for info in wanted), initial=0)
     places = [(info, buffer[start : start + info.size]) for info, start in zip(wanted, starts, strict=False)]
     asked = ((info, as_bytes(raw)) for info, raw in places if not (stop and stop.is_set()))
     reading = checkpoint.read_into(asked, stop)
-    arriving = (raw for _, (_, raw) in zip(reading, places, strict=False))
-    with closing(thread_map(_sha256, arriving)) as found:  # while the next tensors are read
-        hashes = {info.name: digest for digest, info in zip(found, wanted, strict=False)}
+    arriving = (as_bytes(raw) for _, (_, raw) in zip(reading, places, strict=False))
+    with closing(thread_map(hashlib.sha256, arriving)) as found:  # while the next tensors are read
+        hashes = {info.name: digest.hexdigest() for digest, info in zip(found, wanted, strict=False)}
     stored = {info.name: as_tensor(info, raw) for info, raw in places}
-    like = checkpoint
-    return LoadedTensors(like.folder, like.name, like.config, infos, like.revision, stored, hashes, buffer[:size])
+    own = (checkpoint.folder, checkpoint.name, checkpoint.config, infos, checkpoint.revision)
+    return LoadedTensors(*own, stored, hashes, buffer[:size])
 
 
 def load_once(checkpoint: Checkpoint, names: Sequence[str], dist: ProcessGroup) -> LoadedTensors:
-    """`load_tensors` of a part that all processes read, and that is not read again in this pass."""
+    """`load_tensors` of a part that all processes read, once in this pass."""
     loaded = load_tensors(checkpoint, names)
     dist.barrier()
     checkpoint.release(names)
     return loaded
 
 
-def _sha256(raw: torch.Tensor) -> str:
-    return hashlib.sha256(as_bytes(raw)).hexdigest()
-
-
 def tensors_in_memory(like: Checkpoint, tensors: Mapping[str, torch.Tensor], file: Path) -> LoadedTensors:
-    """Contiguous tensors that are about to be written to `file`, as a reader of the finished checkpoint finds them.
-
-    `like` gives folder, name and config.
-    """
+    """Contiguous tensors that will be in `file`, as a reader finds them; `like` gives folder, name and config."""
     spelled = {f"torch.{name}": dtype for dtype, name in TORCH_DTYPES.items()}
     infos = {
         name: TensorInfo(name, spelled[str(tensor.dtype)], tuple(tensor.shape), file, 0, tensor.nbytes)
@@ -190,7 +170,8 @@ def prefetched_tensors(
 ) -> Generator[LoadedTensors]:
     """Each part in its turn, while a thread reads the one after it. Close the iterator to stop the thread early.
 
-    A part is emptied when the next one is asked for, since its memory gets the bytes of the part after that.
+    Two buffers alternate: fresh memory for a layer of 3.6 GB would cost a page fault for each 4 KiB, a million a layer.
+    So a part is emptied when the next one is asked for.
 
     Args:
         dist: the processes that ask for the same parts; each has the checkpoint on its machine.
@@ -223,24 +204,19 @@ def prefetched_tensors(
             for position in range(len(parts)):
                 loaded = reading.pop().result()
                 reading = begin(position + 1)  # the part before this one is in use no more
-                _require_the_same_bytes(loaded, dist)
+                first = dist.broadcast_object(loaded.hashes)
+                for name, digest in loaded.hashes.items():
+                    if first[name] != digest:
+                        raise CheckpointError(
+                            f"{dist.name}: {loaded.tensors[name].file}: {name} has other bytes than on the machine of "
+                            "rank 0; copy the source there again"
+                        )
                 dist.barrier()  # rank 0 passes a broadcast before the others have read
                 checkpoint.release(parts[position])
                 yield loaded
-                loaded.empty()
+                loaded.stored.clear()  # their memory gets other bytes; names, hashes and the digest stay
         finally:
             stop.set()
-
-
-def _require_the_same_bytes(loaded: LoadedTensors, dist: ProcessGroup) -> None:
-    """Compare a part's hashes with those of rank 0."""
-    first = dist.broadcast_object(loaded.hashes)
-    for name, digest in loaded.hashes.items():
-        if first[name] != digest:
-            raise CheckpointError(
-                f"{dist.name}: {loaded.tensors[name].file}: {name} has other bytes than on the machine of "
-                "rank 0; copy the source there again"
-            )
 
 
 def broadcast_tensors(loaded: LoadedTensors | None, dist: ProcessGroup) -> LoadedTensors:

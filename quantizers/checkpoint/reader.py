@@ -13,9 +13,8 @@ import json
 import os
 import re
 import reprlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from io import FileIO
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,7 @@ from quantizers.system.output_files import CARD, is_own
 from quantizers.system.package_data import shipped_model
 from quantizers.system.thread_map import thread_map
 
-from .remote import HubFiles, open_hub
+from .remote import HubFiles, files_of, hub_errors
 from .safetensors_header import TORCH_DTYPES, TensorInfo, printed, read_errors, read_header
 
 if TYPE_CHECKING:
@@ -62,8 +61,7 @@ class Checkpoint:
     def raw(self, name: str) -> bytearray:
         """The bytes of one tensor as stored in the file; raises as `read_into`."""
         buffer = bytearray(self.tensors[name].size)
-        for _ in self.read_into([(self.tensors[name], memoryview(buffer))]):
-            pass
+        list(self.read_into([(self.tensors[name], memoryview(buffer))]))
         return buffer
 
     def read_into(
@@ -158,7 +156,9 @@ def open_folder(
         tensors = _header(folder / SINGLE, remote)
     else:
         raise CheckpointError(f"{folder}: neither {INDEX} nor {SINGLE}; give a safetensors checkpoint")
-    return Checkpoint(folder, name or str(folder), config, tensors, commit_of(folder) or revision, remote=remote)
+    if folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name):
+        revision = folder.name
+    return Checkpoint(folder, name or str(folder), config, tensors, revision, remote=remote)
 
 
 def _indexed_tensors(index: Path, strays: bool, remote: HubFiles | None) -> dict[str, TensorInfo]:
@@ -167,7 +167,14 @@ def _indexed_tensors(index: Path, strays: bool, remote: HubFiles | None) -> dict
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map is missing or empty; download this file again")
-    shards = sorted({_shard_name(index, shard) for shard in weight_map.values()})
+    for shard in weight_map.values():
+        # A shard must be in the folder of its index: `../x` or an absolute path would read other files of the user.
+        if not isinstance(shard, str) or shard in ("", "..") or Path(shard).name != shard or not shard.isprintable():
+            raise CheckpointError(
+                f"{index}: names the shard {reprlib.repr(shard)}, which is not a plain file name, and is refused; "
+                "download this file again"
+            )
+    shards = sorted(set(weight_map.values()))
     for shard in shards:
         _refuse_elsewhere(folder / shard, folder)
     if SINGLE not in shards and _is_there(folder / SINGLE, remote) and not strays:
@@ -204,16 +211,6 @@ def _is_there(shard: Path, remote: HubFiles | None) -> bool:
 
 def _header(shard: Path, remote: HubFiles | None) -> dict[str, TensorInfo]:
     return remote.header(shard) if remote else read_header(shard)
-
-
-def _shard_name(index: Path, shard: object) -> str:
-    # A shard must be in the folder of its index: `../x` or an absolute path would read other files of the user.
-    if not isinstance(shard, str) or shard in ("", "..") or Path(shard).name != shard or not shard.isprintable():
-        raise CheckpointError(
-            f"{index}: names the shard {reprlib.repr(shard)}, which is not a plain file name, and is refused; "
-            "download this file again"
-        )
-    return shard
 
 
 def _refuse_elsewhere(path: Path, folder: Path) -> None:
@@ -290,35 +287,42 @@ def _others(folder: Path, within: str = "") -> Iterator[tuple[str, str]]:
             yield from _others(folder, f"{name}/")
 
 
-def resolve(
+def locate(
     model: str,
     revision: str = "main",
-    patterns: Iterable[str] | None = None,
     *,
-    shards: bool = True,
+    stream: bool = False,
+    patterns: Sequence[str] = (),
     cache: Path | None = None,
-) -> Path:
+) -> tuple[Path, HubFiles | None]:
     """The folder of a checkpoint: the given one, or that of a Hub id in the cache, after downloading missing files.
 
     Args:
         model: a folder, the bare name of the model that comes with the program, or a Hub id.
-        patterns: glob patterns of the files to download; None for all files of the checkpoint.
-        shards: whether its shards are among them.
+        stream: leave the shards on the Hub, and return its files, too.
+        patterns: glob patterns of the files to download; none for all files of the checkpoint.
         cache: the folder for what is downloaded; None for the Hub's cache.
 
     Raises:
-        CheckpointError: the Hub does not know the id or cannot be reached, and the cache does not have it.
+        CheckpointError: the Hub does not know the id or cannot be reached, and the cache does not have it; or `stream`
+            is asked for a folder.
     """
-    folder = os.path.expanduser(model)
+    folder, remote = os.path.expanduser(model), None
     if os.path.isdir(folder):
-        return Path(folder)
+        if stream:
+            raise CheckpointError(f"{model}: is a folder, which is read where it lies; leave --stream out")
+        return Path(folder), None
     refuse_gguf(model)
+    if stream:
+        with hub_errors(model, "its headers", revision, begun=False):
+            remote = HubFiles(model, *files_of(model, revision))
+        revision = remote.commit
     kept = shipped_model(model)
     if kept is not None:
-        return kept
+        return kept, remote
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise CheckpointError(f"{model}: no such folder, and not a Hub id (owner/name); correct it")
-    if patterns is None and shards and downloads_are_lost():
+    if not patterns and not stream and downloads_are_lost():
         raise CheckpointError(
             f"{model}: there is no home folder to keep it in; set HF_HOME to a folder with room for it"
         )
@@ -326,13 +330,11 @@ def resolve(
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     ignored = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", *(f"{name}/*" for name in OTHER_FORMS)]
-    ignored += [] if shards else ["*.safetensors"]
+    ignored += ["*.safetensors"] if stream else []
+    allowed = list(patterns) or None
     try:
-        allowed = list(patterns) if patterns else None
-        return Path(
-            snapshot_download(
-                model, revision=revision, ignore_patterns=ignored, allow_patterns=allowed, cache_dir=cache
-            )
+        found = snapshot_download(
+            model, revision=revision, ignore_patterns=ignored, allow_patterns=allowed, cache_dir=cache
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as failure:
         reason = first_line(failure)
@@ -344,39 +346,13 @@ def resolve(
         raise CheckpointError(
             f"{model}: not a folder, and the Hub did not give it ({reason}); download it and name the folder"
         ) from None
-
-
-def locate(
-    model: str,
-    revision: str = "main",
-    *,
-    stream: bool = False,
-    patterns: Iterable[str] | None = None,
-    cache: Path | None = None,
-) -> tuple[Path, HubFiles | None]:
-    """The folder of a checkpoint, as `resolve`; with `stream` without its shards, and the Hub's files that has them.
-
-    Raises:
-        CheckpointError: also if `stream` is asked for a folder.
-    """
-    if not stream:
-        return resolve(model, revision, patterns, cache=cache), None
-    if os.path.isdir(os.path.expanduser(model)):
-        raise CheckpointError(f"{model}: is a folder, which is read where it lies; leave --stream out")
-    refuse_gguf(model)
-    remote = open_hub(model, revision)
-    return resolve(model, remote.commit, patterns, shards=False, cache=cache), remote
+    return Path(found), remote
 
 
 def open_checkpoint(model: str, revision: str = "main", *, stream: bool = False) -> Checkpoint:
     """`locate`, then `open_folder`."""
     folder, remote = locate(model, revision, stream=stream)
     return open_folder(folder, model, revision, remote=remote)
-
-
-def commit_of(folder: Path) -> str | None:
-    """The commit that a folder in the Hub's cache holds; None for any other folder."""
-    return folder.name if folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name) else None
 
 
 def read_into(wanted: Iterable[tuple[TensorInfo, memoryview]]) -> Iterator[TensorInfo]:
@@ -397,19 +373,18 @@ def read_into(wanted: Iterable[tuple[TensorInfo, memoryview]]) -> Iterator[Tenso
                     opened.close()
                     file, stream = info.file, opened.enter_context(info.file.open("rb", buffering=0))
                 stream.seek(info.start)
-                _fill(stream, info, view)
+                left = view
+                while left:
+                    count = stream.readinto(left)  # at most 2 GiB at a time
+                    if not count:
+                        raise CheckpointError(
+                            f"{info.file}: {info.name}: the file is truncated; download this shard again"
+                        )
+                    left = left[count:]
             except OSError as failure:
                 reason = failure.strerror
                 raise CheckpointError(f"{info.file}: {info.name}: cannot be read ({reason}); check the disk") from None
             yield info
-
-
-def _fill(stream: FileIO, info: TensorInfo, view: memoryview) -> None:
-    while view:
-        count = stream.readinto(view)  # at most 2 GiB at a time
-        if not count:
-            raise CheckpointError(f"{info.file}: {info.name}: the file is truncated; download this shard again")
-        view = view[count:]
 
 
 def as_tensor(info: TensorInfo, raw: bytearray | torch.Tensor) -> torch.Tensor:

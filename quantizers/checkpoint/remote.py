@@ -1,8 +1,7 @@
 """The files of one commit of a model on the Hub: headers, and any range of bytes, without the disk.
 
-Requests go through huggingface_hub's own retries: a lost connection, a 429 and a 5xx are tried again, as often as it
-does so, with the token of its login; long work then waits for the Hub, see `retried`. What the Hub has for good, a
-SHA-256 of each large file, is for whoever reads one as a whole, see window.py.
+Requests go through huggingface_hub's own retries of a lost connection, a 429 and a 5xx, with the token of its login;
+long work then waits for the Hub, see `retried`.
 """
 
 from __future__ import annotations
@@ -58,20 +57,13 @@ class HubFile:
 
 @dataclass
 class HubFiles:
-    """The files of one commit.
-
-    Attributes:
-        commit: 40 hexadecimal digits.
-        files: by their names in the repository.
-        begun: the first bytes of a file, as far as its header reaches: they are not asked for twice.
-        fetched: bytes received so far, by all threads.
-    """
+    """The files of one commit."""
 
     model: str
-    commit: str
-    files: dict[str, HubFile] = field(repr=False)
-    begun: dict[str, bytes] = field(default_factory=dict, repr=False)
-    fetched: int = 0
+    commit: str  # 40 hexadecimal digits
+    files: dict[str, HubFile] = field(repr=False)  # by their names in the repository
+    begun: dict[str, bytes] = field(default_factory=dict, repr=False)  # of a file, to the end of its header
+    fetched: int = 0  # bytes received so far, by all threads
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def range(self, name: str, start: int, end: int) -> bytes:
@@ -111,11 +103,7 @@ class HubFiles:
     def read_into(
         self, wanted: Iterable[tuple[TensorInfo, memoryview]], stop: Event | None = None
     ) -> Iterator[TensorInfo]:
-        """Fill memory with tensors' bytes, as `reader.read_into`; neighbours in a file come in one request.
-
-        Args:
-            stop: not looked at here, since `wanted` ends with it.
-        """
+        """As `reader.read_into`; neighbours in a file come in one request. `wanted` ends once `stop` is set."""
         for done in thread_map(self._fill, _requests(wanted)):
             yield from done
 
@@ -160,16 +148,6 @@ def _requests(wanted: Iterable[tuple[TensorInfo, memoryview]]) -> Iterator[_Requ
         yield request
 
 
-def open_hub(model: str, revision: str) -> HubFiles:
-    """The files of the commit that a branch, tag or commit is now.
-
-    Raises:
-        CheckpointError: there is no such model or revision, access is refused, or the Hub does not answer.
-    """
-    with hub_errors(model, "its headers", revision, begun=False):
-        return HubFiles(model, *files_of(model, revision))
-
-
 def files_of(model: str, revision: str) -> tuple[str, dict[str, HubFile]]:
     """The commit that a branch, tag or commit is now, and its files; the library's exceptions pass through."""
     from huggingface_hub import HfApi
@@ -189,35 +167,28 @@ def by_name(entries: Iterable[RepoFile | RepoFolder]) -> dict[str, HubFile]:
 
 @contextlib.contextmanager
 def hub_errors(model: str, what: str, revision: str, *, begun: bool = True) -> Iterator[None]:
-    """Turn the library's exceptions into one line that says what to do.
+    """Turn the library's exceptions, for `what` is asked for, into one line that says what to do.
 
-    Args:
-        what: that is asked for.
-        begun: whether the same command would go on from here; else a name or the network may be wrong from the start.
+    `begun` says whether the same command would go on from here; else a name or the network may be wrong from the start.
     """
     from httpx import HTTPError
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        GatedRepoError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import errors
 
     try:
         yield
-    except GatedRepoError:
+    except errors.GatedRepoError:
         raise CheckpointError(
             f"{model}: is gated, and the Hub refuses {what}; accept its terms on https://huggingface.co/{model}, and "
             f"{TOKEN}"
         ) from None
-    except RevisionNotFoundError:
+    except errors.RevisionNotFoundError:
         raise CheckpointError(
             f"{model}: the Hub has no revision {revision}, or no longer; give another one, with --fresh if a run was "
             "begun"
         ) from None
     except (HTTPError, OSError, ValueError) as failure:
         reason = reason_of(failure)
-        if begun and not isinstance(failure, RepositoryNotFoundError | EntryNotFoundError):
+        if begun and not isinstance(failure, errors.RepositoryNotFoundError | errors.EntryNotFoundError):
             raise HubUnavailable(f"{model}: {what}: the Hub stopped answering ({reason}); {AGAIN}") from None
         raise CheckpointError(
             f"{model}: the Hub did not give {what} ({reason}); check the name and the network, or name a folder"

@@ -1,7 +1,7 @@
 """The header of a safetensors file: names, dtypes, shapes and byte ranges, read without the data.
 
-The safetensors library maps whole files and keeps their pages resident, but the plan, the audit and reading
-one layer need only byte ranges. Headers are user input, so everything in them is validated here.
+The safetensors library maps whole files and keeps their pages resident, but plan, audit and reading a layer need only
+byte ranges. Headers are user input, so everything in them is validated here.
 """
 
 from __future__ import annotations

@@ -42,8 +42,7 @@ def source_digest(source: Checkpoint) -> str:
     """SHA-256, hexadecimal, that identifies a source in any folder, without reading all of it.
 
     It covers config.json, every tensor's name, dtype and shape, and of each shard the size and SPOTS evenly spaced
-    pieces. As it only samples the data, two checkpoints of the same layout have the same digest if they differ
-    only between the pieces. Of shards that are on the Hub it covers the Hub's hashes instead, see `is_source`.
+    pieces: checkpoints that differ only between these have the same. Of shards on the Hub it covers the Hub's hashes.
     """
     digest = hashlib.sha256(json.dumps(source.config, sort_keys=True).encode())
     for name, info in sorted(source.tensors.items()):
@@ -75,11 +74,8 @@ def is_source(recorded: Any, source: Checkpoint, model: str) -> bool:
 
 
 def check_hashes(source: Checkpoint, work: Path, output: Path, check: Callable[[], None]) -> None:
-    """Hash every shard. A new run stores the hashes; a resumed run raises an OutputError if one has changed.
-
-    Shards from the Hub are compared with its hashes as they arrive.
-    """
-    if source.remote:
+    """Hash every shard. A new run stores the hashes; a resumed run raises an OutputError if one has changed."""
+    if source.remote:  # they are compared with the Hub's hashes as they arrive
         return
     hash_file, hashes, files = work / "source.json", dict[str, str](), shard_files(source)
     with progress("hashing", len(files), unit="shard") as step:

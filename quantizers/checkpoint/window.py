@@ -1,11 +1,9 @@
 """The part of a model on the Hub that lies on the disk while one pass goes over it.
 
-A pass reads parts of a checkpoint, one after the other, and says which. Shards are fetched ahead in the order in which
-the parts need them, as far as the window has room, each compared with the Hub's SHA-256 as its bytes arrive, and
-removed when the last part with a tensor of it has been read. A shard of which the pass needs less than half, as the
-first one of a run that resumes for the embedding, is not fetched: what is needed is read straight into memory.
-
-Of several processes on a machine local rank 0 fetches and removes; the others wait for the files.
+A pass says which parts of a checkpoint it reads, one after the other. Shards are fetched ahead in that order, as far as
+the window has room, and removed when the last part with a tensor of it has been read. A shard of which the pass needs
+less than half is not fetched: what is needed is read straight into memory. Of several processes on a machine local
+rank 0 fetches and removes; the others wait for the files.
 """
 
 from __future__ import annotations
@@ -44,17 +42,11 @@ Parts = Sequence[Sequence[str]]  # names of tensors that are read together, in t
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which shards a pass needs, and when.
+    """Which shards a pass needs, and when."""
 
-    Attributes:
-        sizes: of the shards that are fetched, in bytes, in the order in which they are.
-        reads: of each part those among them that it reads.
-        ranges: bytes that are read of the other shards.
-    """
-
-    sizes: dict[str, int]
-    reads: list[set[str]]
-    ranges: int
+    sizes: dict[str, int]  # of the shards that are fetched, in bytes, in the order in which they are
+    reads: list[set[str]]  # of each part those among them that it reads
+    ranges: int  # bytes that are read of the other shards
 
     @property
     def needed(self) -> int:
@@ -104,9 +96,6 @@ class Window(HubFiles):
         limit: bytes that they have together, at most.
         fetches: whether this process fetches and removes; else another does so in the same folder.
         check: called while a shard is waited for; may raise to interrupt.
-
-    Attributes:
-        waited: seconds that reading waited for shards.
     """
 
     def __init__(
@@ -120,12 +109,13 @@ class Window(HubFiles):
         check: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(remote.model, remote.commit, remote.files, remote.begun)
-        self.folder, self.limit, self.planned, self.waited = folder, limit, planned, 0.0
+        self.folder, self.limit, self.planned = folder, limit, planned
         self.fetches, self._check = fetches, check
+        self.waited = 0.0  # seconds that reading waited for shards
         self._uses = Counter(name for part in planned.reads for name in part)
         self._left = list(reversed(planned.sizes))
         self._changed, self._stopped = Condition(), Event()
-        self._here, self._arrived = dict[str, int](), set[str]()
+        self._here, self._arrived = dict[str, int](), 0
         self._failure: BaseException | None = None
         self._threads: list[Thread] = []
 
@@ -197,7 +187,7 @@ class Window(HubFiles):
                 )
             os.replace(part, self.folder / file.name)
         with self._changed:
-            self._arrived.add(file.name)
+            self._arrived += 1
             self._changed.notify_all()
 
     def _receive(self, file: HubFile, part: Path) -> str:
@@ -225,52 +215,35 @@ class Window(HubFiles):
         self, wanted: Iterable[tuple[TensorInfo, memoryview]], stop: Event | None = None
     ) -> Iterator[TensorInfo]:
         """As `reader.read_into`, once the shards are there; what is not fetched comes from the Hub."""
-        for fetched, some in groupby(wanted, lambda one: one[0].file.name in self.planned.sizes):
-            if fetched:
-                yield from read_into(self._waited_for(some, stop))
-            else:
+        fetched = self.planned.sizes.keys()
+        for file, some in groupby(wanted, lambda one: one[0].file.name if one[0].file.name in fetched else None):
+            if file is None:
                 yield from super().read_into(some, stop)
+            elif self._wait_for(file, stop):
+                yield from read_into((replace(info, file=self.folder / file), view) for info, view in some)
 
-    def _waited_for(
-        self, wanted: Iterable[tuple[TensorInfo, memoryview]], stop: Event | None
-    ) -> Iterator[tuple[TensorInfo, memoryview]]:
-        began, file = time.monotonic(), ""
-        said = began
-        for info, view in wanted:
-            if info.file.name != file:
-                file = info.file.name
-                while not self._is_there(file):
-                    self._check()
-                    if stop and stop.is_set():
-                        return
-                    if self.fetches and time.monotonic() - said > LINES:
-                        said = time.monotonic()
-                        print(f"waiting for {self._received(file)}", file=sys.stderr, flush=True)
-                self.waited += time.monotonic() - began
-            yield replace(info, file=self.folder / file), view
-            began = time.monotonic()
+    def _wait_for(self, file: str, stop: Event | None) -> bool:
+        """Whether a shard is there at last; False if `stop` was set before. Raises what ended the fetching."""
+        began = said = time.monotonic()
+        while not (self.folder / file).exists():
+            self._check()
+            if stop and stop.is_set():
+                return False
+            if self._failure is not None:
+                raise self._failure
+            if self.fetches and time.monotonic() - said > LINES:
+                said = time.monotonic()
+                print(f"waiting for {self._received(file)}", file=sys.stderr, flush=True)
+            with self._changed:
+                self._changed.wait(POLL)
+        self.waited += time.monotonic() - began
+        return True
 
     def _received(self, file: str) -> str:
         """How much of a shard has arrived, and how much of all that is fetched, for the user."""
         part, whole = self.folder / f"{file}{UNFINISHED}", sum(self.planned.sizes.values())
-        there = part.stat().st_size if part.exists() else 0
-        return (
-            f"{file}: {size(there)} of {size(self.planned.sizes[file])} ({size(self.fetched)} of {size(whole)} so far)"
-        )
-
-    def _is_there(self, file: str) -> bool:
-        """Whether a shard has arrived, after a short wait if it has not. Raises what ended the fetching."""
-        if not self.fetches:
-            there = (self.folder / file).exists()
-            if not there:
-                time.sleep(POLL)
-            return there
-        with self._changed:
-            if file not in self._arrived and self._failure is None:
-                self._changed.wait(POLL)
-            if self._failure is not None and file not in self._arrived:
-                raise self._failure
-            return file in self._arrived
+        there, needed = part.stat().st_size if part.exists() else 0, self.planned.sizes[file]
+        return f"{file}: {size(there)} of {size(needed)} ({size(self.fetched)} of {size(whole)} so far)"
 
     def release(self, infos: Iterable[TensorInfo]) -> None:
         """A part was read by all processes of this machine: remove the shards that no later part needs."""
@@ -284,10 +257,10 @@ class Window(HubFiles):
 
     def said(self) -> str:
         """What was fetched, as a sentence."""
-        whole = len(self._arrived)
         ranges = f", and {size(self.planned.ranges)} in ranges" if self.planned.ranges else ""
+        shards = f"{self._arrived} shard{'s' if self._arrived != 1 else ''}"
         return (
-            f"fetched {size(self.fetched)} of {self.model} from the Hub: {whole} shard{'s' if whole != 1 else ''}, "
+            f"fetched {size(self.fetched)} of {self.model} from the Hub: {shards}, "
             f"compared with the Hub's SHA-256{ranges}; waited {duration(self.waited)} for them"
         )
 
@@ -308,7 +281,7 @@ def streamed(
         parts: what the pass reads on this machine.
         folder: on this machine, for the shards; removed at the end of the pass.
         limit: bytes of the window; None for the default.
-        check: called while a shard is waited for; may raise to interrupt.
+        check: as in `Window`.
 
     Raises:
         InputError: the limit is less than what has to lie there at a time.

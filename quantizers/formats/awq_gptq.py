@@ -8,8 +8,8 @@
 
     weight[r, c] = (code[c, r] - zero[group(c), r]) * scale[group(c), r]
 
-Computed in float32 from the stored scales, where it is exact; kernels compute it in 16 bits. A GPTQ file of version 1
-stores `zero - 1` modulo 2^b, one of version 2 `zero`. Their quantization_config:
+Computed in float32 from the stored scales, where it is exact. A GPTQ file of version 1 stores `zero - 1` modulo 2^b,
+one of version 2 `zero`. Their quantization_config:
 
     quant_method  layout                                                 overrides for single modules
     awq           version: gemm
@@ -56,40 +56,28 @@ METHODS: dict[str, tuple[tuple[str, ...], dict[object, tuple[Layout, int]], str]
 BITS: dict[Layout, tuple[int, ...]] = {"awq": (4,), "gptq": (4, 8)}
 UNQUANTIZED_BITS = 16  # AutoRound writes this for a module that it does not quantize
 SPECIAL = re.compile(r"[*+?^$()\[\]{}|\\]")
-Override = tuple[str, Mapping[str, Any] | None]
+Form = tuple[int, int]  # bits and group size of a module; group -1 is a whole column
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How a checkpoint's integers are packed.
-
-    Attributes:
-        zero_offset: to add to a stored zero point: 1 in version 1 of GPTQ.
-        bits, group: of a module without an override; group -1 is a whole column.
-        in_order: the config promises inputs in the order of their groups (`desc_act: false`).
-        overrides: regular expressions, matched from the start of a module's name, with the keys that differ there;
-            None if those modules are not quantized.
-    """
+    """How a checkpoint's integers are packed."""
 
     layout: Layout
-    zero_offset: int
-    bits: int
-    group: int
-    in_order: bool
-    overrides: tuple[Override, ...] = ()
+    zero_offset: int  # to add to a stored zero point: 1 in version 1 of GPTQ
+    form: Form  # of a module without an override
+    in_order: bool  # the config promises inputs in the order of their groups (`desc_act: false`)
+    overrides: tuple[tuple[str, Form | None], ...]  # by regular expressions, matched from the start of a module's name
 
-    def of(self, module: str) -> tuple[int, int] | None:
+    def of(self, module: str) -> Form | None:
         """Bits and group size of a module; None if it is not quantized."""
-        for pattern, keys in self.overrides:
-            if re.match(pattern, module):
-                return None if keys is None else (keys.get("bits", self.bits), keys.get("group_size", self.group))
-        return self.bits, self.group
+        return next((form for pattern, form in self.overrides if re.match(pattern, module)), self.form)
 
 
 def is_awq_or_gptq(config: Mapping[str, Any]) -> bool:
     """Whether config.json declares one of these formats."""
     section = config.get("quantization_config")
-    return isinstance(section, Mapping) and section.get("quant_method") in METHODS
+    return isinstance(section, Mapping) and section.get("quant_method") in [*METHODS]  # which may be unhashable
 
 
 def dequantize_awq_gptq(checkpoint: Checkpoint, module: str, device: torch.device) -> torch.Tensor:
@@ -113,8 +101,8 @@ def dequantize_awq_gptq(checkpoint: Checkpoint, module: str, device: torch.devic
         raise CheckpointError(
             f"{infos[0].file}: {infos[0].name} and a plain weight are both present; the checkpoint is ambiguous"
         )
-    bits, size = declared
-    rows, columns, group = _shape(infos, packing.layout, bits, size, where)
+    bits = declared[0]
+    rows, columns, group = _shape(infos, packing.layout, declared, where)
     qweight, qzeros, scales = (checkpoint.tensor(info.name).to(device) for info in infos)
     if packing.layout == "awq":
         codes, zeros = AutoAWQConverter.reverse_awq_order(*AutoAWQConverter.unpack_awq(qweight, qzeros, bits), bits)
@@ -132,9 +120,9 @@ def dequantize_awq_gptq(checkpoint: Checkpoint, module: str, device: torch.devic
     return weight.T.contiguous()
 
 
-def _shape(infos: list[TensorInfo], layout: Layout, bits: int, size: int, where: str) -> tuple[int, int, int]:
-    """R, C and g (declared as `size`), from qweight, qzeros and scales that fit each other and the config."""
-    qweight, qzeros, scales = infos
+def _shape(infos: list[TensorInfo], layout: Layout, form: Form, where: str) -> tuple[int, int, int]:
+    """R, C and g, from qweight, qzeros and scales that fit each other and the config."""
+    (qweight, qzeros, scales), (bits, size) = infos, form
     per_int = 32 // bits
     if all(len(info.shape) == 2 and all(info.shape) for info in infos):
         rows, awq = scales.shape[1], layout == "awq"
@@ -184,7 +172,8 @@ def read_packing(section: Mapping[str, Any], where: str) -> Packing:
         raise _unsupported(section, where, group_key, "a positive number or -1")
     _refuse_all_but_integers(section, where)
     in_order = section["quant_method"] == "gptq" and section.get("desc_act") is False
-    return Packing(layout, zero_offset, bits, int(group or -1), in_order, tuple(_overrides(section, where, layout)))
+    form = (bits, int(group or -1))
+    return Packing(layout, zero_offset, form, in_order, tuple(_overrides(section, where, layout, form)))
 
 
 def _unsupported(section: Mapping[str, Any], where: str, key: str, only: str) -> CheckpointError:
@@ -216,7 +205,7 @@ def _layout(section: Mapping[str, Any], where: str) -> tuple[Layout, int]:
     return known[name]
 
 
-def _overrides(section: Mapping[str, Any], where: str, layout: Layout) -> Iterator[Override]:
+def _overrides(section: Mapping[str, Any], where: str, layout: Layout, form: Form) -> Iterator[tuple[str, Form | None]]:
     for key in ("dynamic", "extra_config"):
         given = section.get(key) or {}
         if not isinstance(given, Mapping):
@@ -224,30 +213,30 @@ def _overrides(section: Mapping[str, Any], where: str, layout: Layout) -> Iterat
         parsed = []
         for name, keys in given.items():
             excluded = keys is False or name.startswith("-:")
-            override = None if excluded else _override(keys, f"{where}.{key}[{reprlib.repr(name)}]", layout)
+            override = None if excluded else _override(keys, f"{where}.{key}[{reprlib.repr(name)}]", layout, form)
             parsed.append((name.removeprefix("-:").removeprefix("+:"), override))
         if key == "extra_config":
-            names = [(rf"{re.escape(name)}\Z", keys) for name, keys in parsed]
-            parsed = [*names, *((f".*?(?:{name})", keys) for name, keys in parsed if SPECIAL.search(name))]
-        for pattern, keys in parsed:
+            names = [(rf"{re.escape(name)}\Z", override) for name, override in parsed]
+            parsed = [*names, *((f".*?(?:{name})", override) for name, override in parsed if SPECIAL.search(name))]
+        for pattern, override in parsed:
             try:
                 re.compile(pattern)
             except re.error as failure:
                 message = f"{where}.{key}: {reprlib.repr(pattern)} is not a regular expression ({failure.msg})"
                 raise CheckpointError(message) from None
-            yield pattern, keys
+            yield pattern, override
 
 
-def _override(keys: Any, where: str, layout: Layout) -> Mapping[str, Any] | None:
-    """The validated keys of an override; None if its modules are not quantized."""
+def _override(keys: Any, where: str, layout: Layout, form: Form) -> Form | None:
+    """What the keys of an override make of a form; None if its modules are not quantized."""
     if not isinstance(keys, Mapping):
         raise CheckpointError(f"{where} is {reprlib.repr(keys)}; an object is needed")
-    bits = keys.get("bits", BITS[layout][0])
+    bits, group = keys.get("bits", form[0]), keys.get("group_size", form[1])
     if type(bits) is int and bits >= UNQUANTIZED_BITS:
         return None
-    if type(bits) is not int or bits not in BITS[layout] or not _is_group(keys.get("group_size", -1)):
+    if type(bits) is not int or bits not in BITS[layout] or not _is_group(group):
         raise CheckpointError(
             f"{where} is {reprlib.repr(keys)}; only {' or '.join(map(str, BITS[layout]))} bits are supported"
         )
     _refuse_all_but_integers(keys, where)
-    return keys
+    return bits, group

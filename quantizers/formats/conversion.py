@@ -4,11 +4,10 @@
     fp8          to FP8 with a scale per row
     fp8-block    to FP8 with a scale per block of 128 x 128, a power of two
 
-A scale is never so small that a weight is clipped. Beyond that it matters little, since FP8 is a floating-point format:
-of STEPS scales within a factor of two, that of a row is the one with the least squared error, which lowers the relative
-error of normally distributed weights from 0.0265 to 0.0257. For a block there is no choice: of two powers of two, the
-larger one only loses more of the smallest weights. It must be a power of two because vLLM's DeepGEMM makes it one when
-it loads the weights (`requant_weight_ue8m0_inplace`), which rounds weights with any other scale once more: to 0.037.
+No scale clips a weight. Of STEPS scales within a factor of two, that of a row is the one with the least squared error,
+which lowers the relative error of normally distributed weights from 0.0265 to 0.0257. A block's is a power of two, as
+vLLM's DeepGEMM makes it one on loading (`requant_weight_ue8m0_inplace`): any other scale rounds the weights once more,
+to 0.037; and of two powers of two, the larger one only loses more of the smallest weights.
 
 Legend: R rows (outputs), C columns (inputs).
 """

@@ -26,7 +26,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -96,24 +95,18 @@ def refuse_bias(checkpoint: Checkpoint, module: str) -> None:
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How a matrix (R, C) is stored, see above.
-
-    Attributes:
-        parts: the last names of the tensors whose rows belong to the matrix's rows, the quantized numbers first.
-        block: of FP8 in blocks; (1, 1) elsewhere.
-    """
+    """How a matrix (R, C) is stored, see above."""
 
     kind: Literal["blocks", "rows", "packed", "nvfp4", "plain"]
-    parts: tuple[str, ...]
+    parts: tuple[str, ...]  # the last names of the tensors with the matrix's rows, the quantized numbers first
     shape: tuple[int, int]
-    block: tuple[int, int] = (1, 1)
+    block: tuple[int, int] = (1, 1)  # of FP8 in blocks
 
     def band(self, parts: Sequence[torch.Tensor], first: int, last: int) -> list[torch.Tensor]:
         """The parts of rows `first` to `last`, both multiples of the block's rows or the matrix's end."""
         step = self.block[0]
-        if self.kind == "nvfp4":
-            return [*(part[first:last] for part in parts[:2]), parts[2]]
-        return [parts[0][first:last], *(scale[first // step : math.ceil(last / step)] for scale in parts[1:])]
+        scales = [scale[first // step : math.ceil(last / step)] for scale in parts[1:2]]
+        return [parts[0][first:last], *scales, *parts[2:]]  # NVFP4's third belongs to the whole matrix
 
     def numbers(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Rows (r, C) from their parts, on the parts' device: a product in float32, or a plain weight as it is."""
@@ -245,16 +238,12 @@ def _spread(checkpoint: Checkpoint, scale: TensorInfo, weight: TensorInfo, devic
     )
 
 
-@cache
-def _library(block: tuple[int, int]) -> Any:
-    from compressed_tensors.entrypoints.convert import FP8BlockDequantizer
-
-    return FP8BlockDequantizer(targets=["m"], weight_block_size=block, dtype=torch.float32)
-
-
 def dequantize_fp8(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """Dequantize FP8 as q * scale per block, in float32 on the tensors' device. weight (R, C), scale (⌈R/b⌉, ⌈C/b⌉)."""
-    result: torch.Tensor = _library(block).process({"m.weight": weight, f"m.{SCALE_INV}": scale})["m.weight"]
+    from compressed_tensors.entrypoints.convert import FP8BlockDequantizer
+
+    library: Any = FP8BlockDequantizer(targets=["m"], weight_block_size=block, dtype=torch.float32)
+    result: torch.Tensor = library.process({"m.weight": weight, f"m.{SCALE_INV}": scale})["m.weight"]
     return result
 
 

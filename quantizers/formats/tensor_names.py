@@ -7,25 +7,23 @@ llm-compressor's names of the experts (gate_proj, up_proj, down_proj) and transf
     experts.down_proj    (E, H, I)    of each expert its down
 
 Other tensors of all experts are named by a family's facts (`fused`), gate and up in one or apart. One that holds a
-single matrix of each may be FP8, with the scales of its blocks beside it.
-
-The matrix of an expert is a range of its file's bytes, so nothing is rearranged: the checkpoint gets an entry for each
-range, as if it had been saved so.
+single matrix of each may be FP8, with the scales of its blocks beside it. An expert's matrix is a range of its file's
+bytes, so the checkpoint gets an entry for each range, as if it had been saved so.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from itertools import product
+from typing import Any, TypeVar
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import FUSED, MATRICES, PROJECTIONS, Matrix
 from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import Checkpoint
-from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, FLOATING, FP8, Spec, Stored, TensorInfo
+from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, FLOATING, FP8, Stored, TensorInfo
 from quantizers.system.errors import CheckpointError
 
 from .awq_gptq import is_awq_or_gptq
@@ -39,24 +37,8 @@ REMEDY = "save the model with transformers' save_pretrained, which takes them ap
 
 
 def split_fused_experts(checkpoint: Checkpoint, facts: Architecture, sizes: Sizes) -> Checkpoint:
-    """The checkpoint with an entry for each expert's matrix in place of every fused tensor.
-
-    Raises:
-        CheckpointError: a fused tensor has another layout or dtype, or its experts are stored separately as well.
-    """
-
-    def piece(info: TensorInfo, name: str, shape: tuple[int, ...], before: int) -> TensorInfo:
-        start = info.start + before * DTYPE_BYTES[info.dtype]
-        end = start + math.prod(shape) * DTYPE_BYTES[info.dtype]
-        return replace(info, name=name, shape=shape, start=start, end=end)
-
-    tensors = _split(checkpoint.tensors, facts, sizes, str(checkpoint.folder), piece)
-    return replace(checkpoint, tensors=tensors)
-
-
-def split_fused_specs(specs: Mapping[str, Spec], facts: Architecture, sizes: Sizes, where: str) -> dict[str, Spec]:
-    """The same for headers without files."""
-    return _split(specs, facts, sizes, where, lambda spec, _, shape, __: Spec(spec.dtype, shape))
+    """The checkpoint after `split_fused`."""
+    return replace(checkpoint, tensors=split_fused(checkpoint.tensors, facts, sizes, str(checkpoint.folder)))
 
 
 def fused_matrices(name: str, facts: Architecture) -> Sequence[Matrix]:
@@ -65,18 +47,16 @@ def fused_matrices(name: str, facts: Architecture) -> Sequence[Matrix]:
     return next((matrices for end, matrices in ends.items() if name.endswith(f".{end}")), ())
 
 
-def _split(
-    tensors: Mapping[str, Entry],
-    facts: Architecture,
-    sizes: Sizes,
-    where: str,
-    piece: Callable[[Entry, str, tuple[int, ...], int], Entry],
-) -> dict[str, Entry]:
-    """Header entries with those of its pieces, in the order of their bytes, in place of every fused tensor.
+def split_fused(tensors: Mapping[str, Entry], facts: Architecture, sizes: Sizes, where: str) -> dict[str, Entry]:
+    """Header entries with one for each expert's matrix, in the order of their bytes, in place of every fused tensor.
 
-    `piece` makes the entry of one: from the tensor's, its name, its shape and the number of elements before it.
+    Raises:
+        CheckpointError: a fused tensor has another layout or dtype, or its experts are stored separately as well.
     """
-    layers = _layers(facts, sizes)
+    # The names that fused tensors can have, the family's own and transformers'.
+    published = facts.expert_prefix.partition("{expert}")[0].rstrip(".")
+    names = [f"{experts}.{last}" for experts in (published, facts.modules.experts) for last in FUSED]
+    layers = {facts.layer(layer, name): layer for layer in sizes.moe_layers for name in (*names, *facts.fused)}
     result: dict[str, Entry] = {}
     for name, info in tensors.items():
         weight = name.removesuffix(SCALES)
@@ -96,22 +76,15 @@ def _split(
                 f"{where}: {name} holds all experts in one tensor, {info.dtype} {list(info.shape)}; only "
                 f"{' or '.join(dtypes)} {list(needed)} in a layer with experts can be read; {REMEDY}"
             )
-        before = 0
-        for expert in range(sizes["experts"]):
-            for matrix in matrices:
-                single = f"{facts.expert(layers[weight], expert, matrix)}.weight{name.removeprefix(weight)}"
-                if single in tensors or single in result:
-                    raise CheckpointError(f"{where}: {single} is also a part of {name}; keep one")
-                result[single] = piece(info, single, (rows, columns), before)
-                before += rows * columns
+        size, place = rows * columns * DTYPE_BYTES[info.dtype], dict[str, Any]()
+        for number, (expert, matrix) in enumerate(product(range(sizes["experts"]), matrices)):
+            single = f"{facts.expert(layers[weight], expert, matrix)}.weight{name.removeprefix(weight)}"
+            if single in tensors or single in result:
+                raise CheckpointError(f"{where}: {single} is also a part of {name}; keep one")
+            if isinstance(info, TensorInfo):
+                place = {"name": single, "start": info.start + number * size, "end": info.start + (number + 1) * size}
+            result[single] = replace(info, shape=(rows, columns), **place)
     return result
-
-
-def _layers(facts: Architecture, sizes: Sizes) -> dict[str, int]:
-    """The names that fused tensors can have, the family's own and transformers', with their layers."""
-    published = facts.expert_prefix.partition("{expert}")[0].rstrip(".")
-    names = [f"{experts}.{last}" for experts in (published, facts.modules.experts) for last in FUSED]
-    return {facts.layer(layer, name): layer for layer in sizes.moe_layers for name in (*names, *facts.fused)}
 
 
 def published_names(checkpoint: Checkpoint, facts: Architecture) -> Checkpoint:

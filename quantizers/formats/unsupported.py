@@ -1,23 +1,14 @@
 """Checkpoints that are refused by their config.json: unsupported formats, sources in 4 bits, swapped arguments.
 
-A format of another tool that is mistaken for a known one would silently give wrong weights; the tool that runs it can
-also evaluate it. (GGUF files are refused in checkpoint/reader.py.)
-
-A source in 4 bits can be read but not quantized: its weights are already rounded, and would only get worse.
+All are refused with a CheckpointError of one line, which names the key or the sign, and the remedy. (GGUF files are
+refused in checkpoint/reader.py.) A source in 4 bits would only get worse; candidates of `verify`, `eval` and `stitch`
+may have them:
 
     gpt-oss                      quantization_config.quant_method: mxfp4
     Kimi-K2-Thinking and later   a config group of compressed-tensors whose weights have num_bits: 4
     DeepSeek-V4                  expert_dtype: fp4
     GPTQ, AWQ, AutoRound         quantization_config.bits: 4
     NVFP4, bitsandbytes          quant_algo: NVFP4, load_in_4bit: true
-
-Candidates of `verify`, `eval` and `stitch` may be such models.
-
-All are refused with a CheckpointError of one line, which names the key or the sign, and the remedy.
-
-Source and candidate are swapped if the source was quantized (4-bit weights, a quant_method of a tool, or this
-program's report.json) and the candidate was not. Two quantized checkpoints may be compared in either order, and so may
-two that are not, for example FP8 and its BF16 copy.
 """
 
 from __future__ import annotations
@@ -37,10 +28,10 @@ from .awq_gptq import is_awq_or_gptq, read_packing
 from .fp8 import declared_form
 
 SECTION = "quantization_config"
-SUPPORTED = {
-    "pack-quantized", "nvfp4-pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision",
-    "dense",
-}  # fmt: skip
+SUPPORTED = (
+    "dense", "float-quantized", "int-quantized", "mixed-precision", "naive-quantized", "nvfp4-pack-quantized",
+    "pack-quantized",
+)  # fmt: skip
 # By quant_method: what to do instead.
 INSTEAD = {
     "gguf": EVALUATE_GGUF,
@@ -76,7 +67,7 @@ def _problems(section: Mapping[str, Any]) -> Iterator[str]:
         formats += [group.get("format") for group in groups.values() if isinstance(group, Mapping)]
     for name in formats:
         if name is not None and name not in SUPPORTED:
-            yield f"format {reprlib.repr(name)} is not one of {', '.join(sorted(SUPPORTED))}; {OTHERWISE}"
+            yield f"format {reprlib.repr(name)} is not one of {', '.join(SUPPORTED)}; {OTHERWISE}"
     if section.get("transform_config"):
         yield f"transform_config rotates activations at run time, which is not supported; {OTHERWISE}"
     sparsity = section.get("sparsity_config") or {}
@@ -127,7 +118,10 @@ def _four_bit_keys(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]
 
 
 def refuse_swapped_arguments(source: Checkpoint, candidate: Checkpoint, remedy: str) -> None:
-    """Refuse a source that was quantized, with a candidate that was not; the remedy is what to give instead."""
+    """Refuse a source that was quantized, with a candidate that was not; the remedy is what to give instead.
+
+    Two quantized checkpoints may be compared in either order, and so may two that are not: FP8 and its BF16 copy.
+    """
     sign = _quantized_by(source)
     if sign is not None and _quantized_by(candidate) is None:
         raise CheckpointError(

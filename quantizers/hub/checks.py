@@ -16,7 +16,7 @@ from quantizers.system.formatting import gate_figures
 from quantizers.system.output_files import CARD, REPORT, is_within
 from quantizers.system.progress import Step
 from stitch.audit.checkpoint import added, strays
-from stitch.write.digests import changes, recorded_digests
+from stitch.write.shard import changes, recorded_digests
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from quantizers.recipe.schema import Stop
 from quantizers.solve.result import LayerResult
 from quantizers.system.errors import Stopped
 from stitch.audit.layer import LayerAudit
-from stitch.write.digests import ShardDigest
+from stitch.write.shard import ShardDigest
 
 Written = tuple[ShardDigest, LayerAudit]
 Entry = dict[str, Any]

@@ -67,8 +67,7 @@ from quantizers.system.errors import QuantizeError
 from quantizers.system.files import write_json
 from quantizers.system.progress import doing, forecast, peak_memory, progress
 from stitch.audit.layer import LayerAudit, audit_layer, written_from
-from stitch.write.digests import ShardDigest
-from stitch.write.shard import converted_tensors, kept_hashes, layer_tensors, write_shard
+from stitch.write.shard import ShardDigest, converted_tensors, kept_hashes, layer_tensors, write_shard
 
 from .layer_entry import Entry, Written, layer_note, of_shard, of_solution, refuse_layer
 

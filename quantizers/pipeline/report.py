@@ -65,7 +65,7 @@ from stitch.audit.checkpoint import Audit, verify
 from stitch.audit.layer import LayerAudit
 from stitch.mix import Mix
 from stitch.mix import describe as describe_mix
-from stitch.write.digests import ShardDigest
+from stitch.write.shard import ShardDigest
 
 from .report_files import read_front_matter, write_report
 

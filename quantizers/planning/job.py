@@ -24,11 +24,10 @@ from quantizers.checkpoint.reader import (
     open_folder,
     read_config,
     read_json,
-    resolve,
 )
 from quantizers.checkpoint.safetensors_header import Spec, printed
 from quantizers.formats.fp8 import Fp8, declared_block
-from quantizers.formats.tensor_names import split_fused_experts, split_fused_specs
+from quantizers.formats.tensor_names import split_fused, split_fused_experts
 from quantizers.formats.unsupported import refuse_unquantizable
 from quantizers.recipe.read import (
     Change,
@@ -152,7 +151,7 @@ def prepare(
         source = split_fused_experts(source, facts, sizes)
         tensors = {tensor: Spec(info.dtype, info.shape) for tensor, info in source.tensors.items()}
     else:
-        tensors = split_fused_specs(expected_tensors(facts, sizes, config, where), facts, sizes, where)
+        tensors = split_fused(expected_tensors(facts, sizes, config, where), facts, sizes, where)
     plan = make_plan(
         facts, sizes, tensors, recipe.experts, where, block, recipe.attention, kv_cache=recipe.kv_cache == "fp8"
     )
@@ -187,7 +186,7 @@ def _open_source(
     location: str, recipe: Recipe, revision: str, *, stream: bool, headers: bool, cache: Path | None
 ) -> Checkpoint:
     """The source; for its `headers` alone no file is downloaded that they do not need."""
-    patterns = (CONFIG, INDEX) if headers else None
+    patterns = (CONFIG, INDEX) if headers else ()
     folder, remote = locate(location, revision, stream=stream, patterns=patterns, cache=cache)
     if not (folder / CONFIG).is_file():
         raise CheckpointError(f"{location if remote else folder}: has no config.json; give a checkpoint folder")
@@ -206,7 +205,7 @@ def _load_sets(location: str, recipe: Recipe, path: Path) -> None:
     """Load the sets of a recipe, so that their faults are known, and their rows kept, before a long download."""
     from quantizers.calibration.load_set import load_set
 
-    tokenizer = resolve(location, recipe.source.revision, TOKENIZER_FILES)
+    tokenizer, _ = locate(location, recipe.source.revision, patterns=TOKENIZER_FILES)
     for name, without in sets_of(recipe).items():
         load_set(set_location(name, path), tokenizer, recipe.source.trusts_tokenizer, without=without)
 
@@ -247,7 +246,7 @@ def _without_headers(
     if built_in is not None:
         return built_in, f"the built-in architecture spec of {location} (its files are not on this machine)"
     is_hub_id = not location.startswith((".", "/", "~")) and location.count("/") == 1
-    return HEADERS if is_hub_id else None  # `resolve` reports what is neither
+    return HEADERS if is_hub_id else None  # `locate` reports what is neither
 
 
 def cached_folder(model: str, revision: str) -> Path | None:

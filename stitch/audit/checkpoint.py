@@ -1,15 +1,14 @@
 """Audit of a finished checkpoint against its source, from the files alone.
 
-Every source tensor must be accounted for: passthrough and renamed ones byte for byte, by hash; converted linear modules
-by the formula, applied again; quantized ones by shape, range and closeness; the folded norm by its exact ratio, whose
-inverse must appear in the router (closure). Config, index and side files are compared with the source's too: a
-tokenizer, a chat template or rope_theta changes a model's output as much as its weights do. If report.json has the
-digests of the shards as they were written, every tensor that changed since is reported.
+Every source tensor must be accounted for: passthrough and renamed ones by hash; converted modules by the formula,
+applied again; quantized ones by shape, range and closeness; the folded norm by its exact ratio, whose inverse must
+appear in the router (closure). Config, index and side files are compared too, and shards with report.json's digests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import repeat
@@ -37,7 +36,7 @@ from quantizers.system.errors import CheckpointError, RecipeError
 from quantizers.system.files import file_sha256
 from quantizers.system.thread_map import thread_map
 from stitch.write.config_files import output_config
-from stitch.write.digests import ShardDigest, changes, recorded_digests
+from stitch.write.shard import ShardDigest, changes, recorded_digests
 
 from .layer import NOT_COMPENSATED, LayerAudit, audit_kept, audit_layer
 
@@ -92,7 +91,7 @@ def verify(
     own: Own = None,
     remote: HubFiles | None = None,
 ) -> Audit:
-    """Compare a finished checkpoint with its source.
+    """Compare a finished checkpoint in a folder with its source.
 
     Args:
         device: where weights are dequantized for the closeness check.
@@ -104,11 +103,9 @@ def verify(
         remote: has shards that are not in the folder: their hashes there are compared.
 
     Raises:
-        CheckpointError: the folder does not exist, or the source is damaged. Damage to the candidate is a difference.
+        CheckpointError: the source is damaged. Damage to the candidate is a difference.
     """
     audit = Audit()
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder; give a finished checkpoint")
     facts = architecture_for(source.config, str(source.folder / CONFIG), own, source.tensors)
     sizes = sizes_of(facts)
     source = split_fused_experts(source, facts, sizes)
@@ -137,7 +134,8 @@ def verify(
         return _ordered(audit, folder)
     try:
         attention = stored_attention(source, candidate, facts, sizes)
-        plan = stored_plan(source, facts, sizes, schemes, attention, kv_cache=_has_kv_scales(candidate))
+        kv_cache = has_kv_scales(candidate.config) or any(name.endswith(KV_SCALES) for name in candidate.tensors)
+        plan = stored_plan(source, facts, sizes, schemes, attention, kv_cache=kv_cache)
     except RecipeError as failure:  # made so that it cannot be served
         audit.differences.append(str(failure))
         return _ordered(audit, folder)
@@ -150,23 +148,21 @@ def verify(
         for of_layer in audited:
             audit.add(of_layer)
         return _ordered(audit, folder)
-    for layer, part in zip(plan.parts, _parts_of(source, plan), strict=True):
+    parts: Iterable[Checkpoint] = repeat(source, len(plan.parts))
+    if source.remote is not None:  # each part in memory
+        parts = prefetched_tensors(source, [[a.source for a in plan.of_layer(part)] for part in plan.parts])
+    for layer, part in zip(plan.parts, parts, strict=True):
         of_layer = audit_kept(plan, layer, part, candidate, device)
-        of_layer.differences += _kv_differences(plan, layer, candidate)
+        for name in plan.kv_scales(layer):
+            values = candidate.tensor(name).float().flatten().tolist() if name in candidate.tensors else []
+            if not all(0 < value < math.inf for value in values):
+                of_layer.differences.append(f"{name}: is {values}, and a positive number is needed")
         if layer is not None and layer not in plan.mtp:
             bits = schemes[layer].bits
             audit_layer(layer, facts, sizes, part, renamed, bits=bits, device=device, audit=of_layer)
             step(f"layer {layer}")
         audit.add(of_layer)
     return _ordered(audit, folder)
-
-
-def _parts_of(source: Checkpoint, plan: Plan) -> Iterator[Checkpoint]:
-    """The source for each part of a plan: itself, or that part in memory if it comes from the Hub."""
-    if source.remote is None:
-        yield from repeat(source, len(plan.parts))
-    else:
-        yield from prefetched_tensors(source, [[a.source for a in plan.of_layer(part)] for part in plan.parts])
 
 
 def stored_plan(
@@ -185,22 +181,7 @@ def stored_plan(
     experts = Experts(format=schemes[0].format)
     specs = {name: Spec(info.dtype, info.shape) for name, info in source.tensors.items()}
     where, block = str(source.folder), block_size(source)
-    plan = make_plan(facts, sizes, specs, experts, where, block, attention, kv_cache=kv_cache)
-    return plan.with_schemes(schemes)
-
-
-def _has_kv_scales(candidate: Checkpoint) -> bool:
-    """Whether a candidate has scales of keys or values, or says that it has."""
-    return has_kv_scales(candidate.config) or any(name.endswith(KV_SCALES) for name in candidate.tensors)
-
-
-def _kv_differences(plan: Plan, layer: int | None, candidate: Checkpoint) -> Iterator[str]:
-    """Scales of keys and values that are no positive numbers."""
-    for name in plan.kv_scales(layer):
-        if name in candidate.tensors:
-            value = candidate.tensor(name).float()
-            if not bool((torch.isfinite(value) & (value > 0)).all()):
-                yield f"{name}: is {value.flatten().tolist()}, and a positive number is needed"
+    return make_plan(facts, sizes, specs, experts, where, block, attention, kv_cache=kv_cache).with_schemes(schemes)
 
 
 def stored_attention(source: Checkpoint, candidate: Checkpoint, facts: Architecture, sizes: Sizes) -> Attention:
@@ -220,10 +201,10 @@ def stored_attention(source: Checkpoint, candidate: Checkpoint, facts: Architect
 def _unfolded(
     plan: Plan, source: Checkpoint, candidate: Checkpoint, facts: Architecture, sizes: Sizes
 ) -> Iterator[int]:
-    """The layers whose norms a candidate did not fold, though its family allows it.
+    """The layers whose norms a candidate did not fold, though its family allows it: those with the source's bytes.
 
-    A norm with the source's bytes was not folded, so its router must have the source's bytes too, unless that was
-    written in another dtype, as a compensated router is: then it is compared as one, with a scale of 1.
+    The router must then have the source's bytes too, unless it was written in another dtype, as a compensated one is:
+    then it is compared as one, with a scale of 1.
     """
     if facts.norm is None or not plan.folds:
         return
@@ -236,7 +217,7 @@ def _unfolded(
 
 
 def _ordered(audit: Audit, folder: Path) -> Audit:
-    """Sort defects that spoil every token to the front, and strip the folder, since report.json is published."""
+    """Sort defects that spoil every token to the front, and strip the folder, as report.json is published."""
     lines = (line.replace(f"{folder}/", "").replace(f"{folder}: ", "") for line in audit.differences)
     audit.differences = sorted(dict.fromkeys(lines), key=lambda line: NOT_COMPENSATED not in line)
     return audit
@@ -276,8 +257,7 @@ def _header_differences(plan: Plan, facts: Architecture, candidate: Checkpoint) 
 def _config_differences(found: Mapping[str, Any], expected: Mapping[str, Any], ours: bool) -> Iterator[str]:
     """Keys of config.json with another value than this program would write, one line each.
 
-    Other tools may write an equivalent quantization_config differently, so one that is not `ours` is not compared;
-    eval/serving checks how engines read it.
+    Other tools may write an equivalent quantization_config differently: one that is not `ours` eval/serving checks.
     """
     for place, before, now in differences(expected, found, missing=MISSING):
         if ours or place.partition(".")[0] != "quantization_config":
@@ -320,7 +300,7 @@ def strays(folder: Path, shards: Collection[str]) -> list[str]:
 def stored_schemes(experts: Checkpoint, facts: Architecture, sizes: Sizes) -> list[Scheme]:
     """Each layer's scheme, from the shapes of its first whole expert's tensors (under published names).
 
-    A CheckpointError says that they are no packed symmetric integers of a supported bit width and group size.
+    Raises a CheckpointError if they are no packed symmetric integers of a supported bit width and group size.
     """
     schemes = {layer: _stored_scheme(experts, facts, layer, sizes["experts"]) for layer in sizes.moe_layers}
     return [schemes.get(layer, schemes[sizes.moe_layers[0]]) for layer in range(sizes["layers"])]

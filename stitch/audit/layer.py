@@ -26,13 +26,7 @@ from quantizers.formats.fp8 import GLOBAL_SCALE, INPUT_SCALE
 from quantizers.model.layer_weights import ExpertWeights
 from quantizers.planning.expert_batches import expert_batches, experts_per_batch
 from quantizers.planning.plan import PASSTHROUGH, Action, Plan
-from quantizers.solve.folded_scales import (
-    close_enough,
-    is_uncompensated,
-    matrix_errors,
-    norm_ratio,
-    router_state,
-)
+from quantizers.solve.folded_scales import close_enough, is_uncompensated, matrix_errors, norm_ratio, router_state
 from quantizers.system.errors import CheckpointError
 
 ROUTER_ULPS = 2
@@ -43,18 +37,15 @@ WITHOUT_A_FOLD = "quantize again without scales in this norm"
 
 @dataclass
 class LayerAudit:
-    """The result for one layer, or for the tensors outside the layers.
-
-    `weight_error` is the largest relative error of an expert's matrix after folding; None outside the layers, and if
-    the norms cannot be compared. `by_expert` is the same of each; None if it cannot be read, or has no finite norm.
-    """
+    """The result for one layer, or for the tensors outside the layers."""
 
     tensors: int = 0  # of the source, accounted for
     kept: int = 0  # compared byte for byte
     converted: int = 0  # compared with what the formula makes of the source's
     differences: list[str] = field(default_factory=list)  # one line each, starting with the tensor's name
+    # The largest relative error of a matrix after folding; None outside the layers, and if norms cannot be compared.
     weight_error: float | None = None
-    by_expert: list[float | None] = field(default_factory=list)
+    by_expert: list[float | None] = field(default_factory=list)  # the same; None if unreadable, or without finite norm
 
     def as_dict(self) -> dict[str, Any]:
         """For the journal."""
@@ -70,11 +61,7 @@ def written_from(actions: Sequence[Action]) -> LayerAudit:
 def audit_kept(
     plan: Plan, layer: int | None, source: Checkpoint, candidate: Checkpoint, device: torch.device
 ) -> LayerAudit:
-    """The audit of one shard's tensors that pass through, compared by SHA-256, and of converted linear modules.
-
-    Args:
-        device: where the latter are converted again, to be compared bit by bit.
-    """
+    """The audit of a shard's tensors that pass through, by SHA-256, and of linear modules, converted on `device`."""
     actions = plan.of_layer(layer)
     audit = LayerAudit(len(actions))
     for action in actions:
@@ -147,7 +134,7 @@ def audit_layer(
 def _ratio(
     name: str, offset: int, source: Checkpoint, candidate: Checkpoint, device: torch.device, audit: LayerAudit
 ) -> torch.Tensor | None:
-    """The ratio (H,) of the norms of both; None if they cannot be compared, which is a difference if one is there."""
+    """The ratio (H,) of both norms; None if they cannot be compared, which is a difference if one is there."""
     if name not in candidate.tensors:
         return None
     before, after = (checkpoint.tensor(name).to(device) for checkpoint in (source, candidate))
@@ -164,17 +151,14 @@ def _ratio(
 
 @dataclass(frozen=True)
 class _Pair:
-    """A layer of the source and of the candidate, and the ratio (H,) of its norms, on the device that computes.
-
-    Where nothing can be folded, the ratio is 1 for all channels together (1,).
-    """
+    """A layer of the source and of the candidate."""
 
     layer: int
     facts: Architecture
     sizes: Sizes
     source: Checkpoint
     candidate: Checkpoint
-    smooth: torch.Tensor
+    smooth: torch.Tensor  # the ratio (H,) of its norms, on the device that computes; 1 (1,) where nothing can be folded
     bits: int
 
     def errors(self, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -194,10 +178,7 @@ class _Pair:
 
 
 def _errors(pair: _Pair) -> Sequence[list[float] | str]:
-    """The three errors of each expert, see `matrix_errors`, or why it cannot be read.
-
-    The experts are compared in batches; one by one if any of the candidate's cannot be read.
-    """
+    """The three errors of each expert, in batches; one by one, with why it cannot be read, if any of them cannot."""
     found, device = list[torch.Tensor](), pair.smooth.device
     of_layer = (pair.facts, pair.sizes, pair.layer, device, torch.float32)
     with _reading_the_source():
@@ -252,12 +233,9 @@ def _one_by_one(pair: _Pair) -> Iterator[list[float] | str]:
 
 
 def _router_differences(pair: _Pair) -> Iterator[str]:
-    """Where the router is not the source's times the ratio, rounded once to the dtype in which it is stored.
-
-    One that does not read the norm keeps its bytes, which `audit_kept` compares.
-    """
+    """Where the router is not the source's times the ratio, rounded once to the dtype in which it is stored."""
     if not pair.facts.router_follows:
-        return
+        return  # it keeps its bytes, which `audit_kept` compares
     name, smooth = pair.facts.layer(pair.layer, pair.facts.router.tensor), pair.smooth
     before, after = (checkpoint.tensor(name).to(smooth.device) for checkpoint in (pair.source, pair.candidate))
     expected = before.float() * smooth
@@ -303,10 +281,7 @@ def _global_scales(pair: _Pair) -> Iterator[str]:
 
 
 def _other_readers(pair: _Pair) -> Iterator[str]:
-    """Every other reader of a divided norm must have been multiplied as the experts were.
-
-    Other tools' mappings omit some: llm-compressor 0.14 the shared experts of GLM-4.x.
-    """
+    """Other readers of a divided norm that were not multiplied; llm-compressor 0.14 omits GLM-4.x's shared experts."""
     if not pair.facts.also_reads_the_norm or not bool((pair.smooth != 1).any()):
         return
     left: list[str] = []

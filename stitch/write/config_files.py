@@ -1,21 +1,18 @@
 """Config, index and tokenizer files of an output; config.json's section for FP8 attention and integer experts.
 
 Validated against compressed-tensors 0.17 to 0.20, vLLM and transformers: only old fields, no null options in a scheme.
-Five rules are easy to break, and a checkpoint that breaks them loads without an error, or fails only when it is served
-in another way:
+A checkpoint that breaks one of these rules loads without an error, or fails only when it is served in another way:
 
-- The expert regex must match the names that both older and newer vLLM use (w1/w2/w3 and gate/up/down_proj, below
-  `mlp.experts`).
+- The expert regex must match older and newer vLLM's names (w1/w2/w3 and gate/up/down_proj, below `mlp.experts`).
 - The attention regex must match the fused qkv_proj, for SGLang.
 - No group may target a class name such as "Linear".
 - Experts of MTP layers are not quantized. A server builds these layers for speculative decoding only, and looks them up
   like any other layer (vLLM) or under a separate name (SGLang).
 - transformers applies the first group that names experts to the routed ones, even if it targets shared experts.
 
-For a model type whose servers are not known here, nobody wrote `targets`: they are made from the names of all modules
-of a plan. A server looks a module up under its own name for it: often with another prefix, with other modules fused
-into it, or below another parent. So each expression is the shortest end of a name that matches modules of one scheme
-only: no module of another scheme, nor what servers fuse such modules to. Three kinds of names are told apart:
+Where nobody wrote `targets` for a model type, they are made from the names of a plan's modules. A server looks a module
+up under its own name: often with another prefix, fused with others, or below another parent. So each expression is the
+shortest end of a name that matches modules of one scheme only, and nothing that servers fuse of others:
 
     decoder layers      the end of the name; with the layers' numbers where a module is FP8 in some of them only
     routed experts      by number, under the published names of their matrices and under those of every server
@@ -29,7 +26,7 @@ import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.facts import Targets
@@ -42,7 +39,7 @@ from quantizers.system.files import copy_file, write_text
 
 Scheme = Literal["fp8", "plain", "experts"]
 ANYWHERE = r"(.*\.)?"
-NVFP4 = {"group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
+NVFP4: dict[str, Any] = {"group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
 
 
 def write_config_files(folder: Path, source: Checkpoint, plan: Plan, facts: Architecture) -> None:
@@ -64,10 +61,9 @@ def write_config_files(folder: Path, source: Checkpoint, plan: Plan, facts: Arch
 
 
 def output_config(source: dict[str, Any], facts: Architecture, plan: Plan, fp8: Fp8 | None) -> dict[str, Any]:
-    """config.json of the output: the source's, with a new quantization_config.
+    """config.json of the output: the source's, with a new quantization_config, and the class that servers look up.
 
-    Of the source's section only the keys survive that servers read for any method. The model's class is named even if
-    the source does not: servers look the model up by it.
+    Of the source's section only the keys survive that servers read for any method.
     """
     passthrough = {key: value for key, value in source.items() if key != "quantization_config"}
     if not passthrough.get("architectures"):
@@ -78,12 +74,13 @@ def output_config(source: dict[str, Any], facts: Architecture, plan: Plan, fp8: 
 
 
 def quantization_config(facts: Architecture, plan: Plan, fp8: Fp8 | None) -> dict[str, Any]:
-    """The whole section, which replaces the source's; `fp8` is the format of passthrough FP8 weights, if there are any.
-
-    If the layers' schemes differ, each gets a config group whose regex lists its layers.
-    """
+    """The whole section, which replaces the source's; `fp8` is the format of passthrough FP8 weights, if any."""
     targets = targets_of(plan, facts)
-    mtp_experts = list(_mtp_experts(facts, plan, targets))
+    mtp_experts: list[str] = []
+    if plan.mtp:  # under the name of every server
+        mtp_experts.append(rf".*\.{_list_of_layers(facts)}\.{_one_of(plan.mtp)}\..*{targets.experts}")
+        prefixes = dict.fromkeys(server.mtp_prefix for server in facts.servers.values())
+        mtp_experts += [rf".*{re.escape(prefix)}.*{targets.experts}" for prefix in prefixes if prefix is not None]
     in_fp8 = plan.linears_in_fp8 or facts.targets is None  # targets that are made have what is FP8 alone
     patterns = [*(targets.fp8 if in_fp8 else []), *(mtp_experts if plan.mtp_in_fp8 else [])]
     routed = _routed_groups(facts, plan, targets)
@@ -112,7 +109,7 @@ def quantization_config(facts: Architecture, plan: Plan, fp8: Fp8 | None) -> dic
 
 
 def _routed_groups(facts: Architecture, plan: Plan, targets: Targets) -> dict[str, Any]:
-    """One config group per scheme of the routed experts, by name."""
+    """One config group per scheme of the routed experts, by name; its regex lists its layers if there are several."""
     layers, groups = plan.quantized_layers, {}
     schemes = list(dict.fromkeys(plan.schemes[layer] for layer in layers))
     for scheme in schemes:
@@ -125,23 +122,13 @@ def _routed_groups(facts: Architecture, plan: Plan, targets: Targets) -> dict[st
             within = rf"\.{_list_of_layers(facts)}\.(?!{_one_of(plan.mtp)}\.)\d+\..*"
         pattern = f"{_beside_carried(plan, facts)}.*{within}{targets.experts}"
         if scheme.format == "nvfp4":
-            weights, inputs = (_scheme(4, "float", "tensor_group", dynamic, **NVFP4) for dynamic in (False, "local"))
-            groups[name] = _group(
-                [pattern], "nvfp4-pack-quantized", weights, inputs if scheme.activations == 4 else None
-            )
-            continue
-        weights = _scheme(scheme.bits, "int", "group", group_size=scheme.group_size)
-        groups[name] = _group([pattern], "pack-quantized", weights, None)
+            weights = _scheme(4, "float", "tensor_group", **NVFP4)
+            inputs = weights | {"dynamic": "local"} if scheme.activations == 4 else None
+            groups[name] = _group([pattern], "nvfp4-pack-quantized", weights, inputs)
+        else:
+            weights = _scheme(scheme.bits, "int", "group", group_size=scheme.group_size)
+            groups[name] = _group([pattern], "pack-quantized", weights, None)
     return groups
-
-
-def _mtp_experts(facts: Architecture, plan: Plan, targets: Targets) -> Iterator[str]:
-    """Regular expressions for the experts of MTP layers, under the name of every server."""
-    if plan.mtp:
-        yield rf".*\.{_list_of_layers(facts)}\.{_one_of(plan.mtp)}\..*{targets.experts}"
-        for prefix in dict.fromkeys(server.mtp_prefix for server in facts.servers.values()):
-            if prefix is not None:
-                yield rf".*{re.escape(prefix)}.*{targets.experts}"
 
 
 def _group(
@@ -151,22 +138,12 @@ def _group(
     return {"targets": targets, "format": form, "weights": weights, "input_activations": inputs}
 
 
-def _scheme(bits: int, kind: str, strategy: str, dynamic: bool | str = False, **extra: Any) -> dict[str, Any]:
+def _scheme(bits: int, kind: str, strategy: str, dynamic: bool = False, **extra: Any) -> dict[str, Any]:
     fixed = {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": dynamic}
     return fixed | extra
 
 
 # Targets -----------------------------------------------------------------------------------------------------------
-
-
-class _Place(NamedTuple):
-    """Where a module lies: in a decoder layer, or below a name outside of them (`root`); and the rest of its name.
-
-    Both are expressions: `root` is empty in a layer, and in `end` any number stands for a number.
-    """
-
-    root: str
-    end: str
 
 
 def targets_of(plan: Plan, facts: Architecture) -> Targets:
@@ -181,9 +158,9 @@ def targets_of(plan: Plan, facts: Architecture) -> Targets:
         schemes |= {prefix + name: "experts" for name in _spellings(facts)}
     made = _expressions(schemes, plan, facts)
     return Targets(
-        fp8=[expression for scheme, expression in made if scheme == "fp8"],
+        fp8=made["fp8"],
         experts=_end_of_experts(facts),
-        ignore=[f"re:{expression}" for scheme, expression in made if scheme == "plain"],
+        ignore=[f"re:{expression}" for expression in made["plain"]],
         unquantized=[],
         keys=facts.section_keys,
     )
@@ -221,7 +198,7 @@ def _beside_carried(plan: Plan, facts: Architecture) -> str:
     """What the routed experts' expression begins with, where FP8 experts are carried along under other names."""
     carried = (action for action in plan.actions if action.kind == "carry" and action.in_fp8)
     names = (_module(action.source) for action in carried)
-    return _not_below(dict.fromkeys(_place(name, plan, facts).root for name in names if _is_expert(name, facts)))
+    return _not_below(dict.fromkeys(_place(name, plan, facts)[0] for name in names if _is_expert(name, facts)))
 
 
 def _spellings(facts: Architecture) -> list[str]:
@@ -269,15 +246,15 @@ def _fused(schemes: Mapping[str, Scheme]) -> dict[str, Scheme]:
     return made
 
 
-def _place(module: str, plan: Plan, facts: Architecture) -> _Place:
-    """Where a module lies, by its name."""
+def _place(module: str, plan: Plan, facts: Architecture) -> tuple[str, str]:
+    """Expressions for the name below which a module lies, empty in a layer, and for the rest of its name."""
     layer = _layer(module, facts)
     if layer in plan.parts and layer is not None:
-        return _Place("", _any_number(module.removeprefix(facts.layer(layer, ""))))
+        return "", _any_number(module.removeprefix(facts.layer(layer, "")))
     parts, above = module.split("."), {"model", *facts.layer_prefix.partition(".{layer}")[0].split(".")}
     first = next((index for index, part in enumerate(parts) if part not in above), len(parts) - 1)
     start = first - 1 if first and parts[first].isdecimal() else first  # of a list, one of its members
-    return _Place(r"\.".join(map(re.escape, parts[start : first + 1])), _any_number(".".join(parts[first + 1 :])))
+    return r"\.".join(map(re.escape, parts[start : first + 1])), _any_number(".".join(parts[first + 1 :]))
 
 
 def _layer(module: str, facts: Architecture) -> int | None:
@@ -289,36 +266,29 @@ def _any_number(name: str) -> str:
     return r"\.".join(r"\d+" if part.isdecimal() else re.escape(part) for part in name.split("."))
 
 
-def _expressions(schemes: Mapping[str, Scheme], plan: Plan, facts: Architecture) -> list[tuple[Scheme, str]]:
-    """The expressions for every module but the experts, each with its scheme."""
-    kinds: dict[_Place, list[str]] = {}
+def _expressions(schemes: Mapping[str, Scheme], plan: Plan, facts: Architecture) -> dict[Scheme, list[str]]:
+    """The expressions for every module but the experts, by scheme."""
+    kinds: dict[tuple[str, str], list[str]] = {}
     for name in schemes:
         kinds.setdefault(_place(name, plan, facts), []).append(name)
-    roots = list(dict.fromkeys(place.root for place in kinds if place.root))
-    in_fp8 = {place.root for place, names in kinds.items() for name in names if schemes[name] == "fp8"}
-    made: list[tuple[Scheme, str]] = []
-    for place, names in kinds.items():
-        for scheme in dict.fromkeys(schemes[name] for name in names):
+    roots = list(dict.fromkeys(root for root, _ in kinds if root))
+    in_fp8 = {root for (root, _), names in kinds.items() for name in names if schemes[name] == "fp8"}
+    made: dict[Scheme, list[str]] = {"fp8": [], "plain": []}
+    for (root, end), names in kinds.items():
+        for scheme, done in made.items():
             own = [name for name in names if schemes[name] == scheme]
-            done = [re.compile(text) for other, text in made if other == scheme]
-            if scheme == "experts" or all(any(text.match(name) for text in done) for name in own):
+            if all(any(re.match(text, name) for text in done) for name in own):
                 continue
-            if place.root:
-                candidates = _below(place, all_plain=place.root not in in_fp8)
+            if not root:
+                candidates = list(_in_layers(end, [_layer(name, facts) for name in own], roots, facts))
             else:
-                candidates = _in_layers(place.end, [_layer(name, facts) for name in own], roots, facts)
+                candidates = [rf"{ANYWHERE}{root}\..*"] if end and root not in in_fp8 else []
+                candidates.append(rf"{ANYWHERE}{root}\.{end}$" if end else f"{ANYWHERE}{root}$")
             in_full = f"{_one_of(map(re.escape, own))}$"
             others = [name for name, other in schemes.items() if other != scheme]
             fitting = (text for text in (*candidates, in_full) if not any(map(re.compile(text).match, others)))
-            made.append((scheme, next(fitting)))
+            done.append(next(fitting))
     return made
-
-
-def _below(place: _Place, all_plain: bool) -> Iterator[str]:
-    """Expressions for modules outside the layers, from the widest to the narrowest."""
-    if all_plain and place.end:
-        yield rf"{ANYWHERE}{place.root}\..*"
-    yield rf"{ANYWHERE}{place.root}\.{place.end}$" if place.end else f"{ANYWHERE}{place.root}$"
 
 
 def _in_layers(end: str, layers: Iterable[int | None], roots: Sequence[str], facts: Architecture) -> Iterator[str]:

@@ -1,36 +1,52 @@
-"""Turns a solved layer and the source's own bytes into one finished shard, written atomically."""
+"""Turns a solved layer and the source's own bytes into one finished shard, written atomically; digests of shards.
+
+A shard's SHA-256 in journal and report.json shows that it changed since it was written, eight bytes of BLAKE2b per
+tensor show which tensor did. (A full hash per tensor would make the report of a 256-expert model 12 MB.)
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import IO, Any, NamedTuple, TypedDict
 
 import torch
 from safetensors.torch import save_file
 
-from quantizers.checkpoint.reader import Checkpoint, torch_dtype
+from quantizers.checkpoint.reader import Checkpoint, as_bytes, torch_dtype
+from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import PinnedBuffers
 from quantizers.formats import nvfp4
 from quantizers.formats.conversion import converted
+from quantizers.formats.dequantization import is_finite
 from quantizers.formats.fp8 import GLOBAL_SCALE, INPUT_SCALE
 from quantizers.formats.packed_integers import pack
 from quantizers.planning.plan import METADATA, PASSTHROUGH, Action, Plan, packed_specs
 from quantizers.recipe.schema import Scheme
 from quantizers.solve.result import LayerResult
 from quantizers.system.errors import CheckpointError, QuantizeError
-from quantizers.system.files import disk_errors, sync_folder
+from quantizers.system.files import disk_errors, file_sha256, sync_folder
+from quantizers.system.output_files import is_within
+from quantizers.system.thread_map import thread_map
 
-from .digests import ShardDigest, joined_digests, read_back, split
-
+TENSOR_BYTES = 8  # of each tensor's digest
 PACKED_AT_A_TIME = 16  # experts, on an accelerator: few launches, and temporaries that are small beside the result
-PIECE = 2**18  # numbers looked at together: what is made of them stays in a CPU's cache
 
 Key = tuple[str, str]  # a matrix and which of its arrays, or a tensor's name and nothing
+
+
+class ShardDigest(TypedDict):
+    """`bytes` and `sha256` of the file; `tensors`: the tensors' digests in the order of their names, joined."""
+
+    bytes: int
+    sha256: str
+    tensors: str
 
 
 class LayerTensors(NamedTuple):
@@ -54,7 +70,6 @@ def layer_tensors(
     """Every tensor of one output shard.
 
     Args:
-        layer: a decoder layer, or None for the tensors outside the layers.
         source: on the CPU.
         solved: None if the plan neither quantizes nor folds in this layer.
         made: what `converted_tensors` made, and scales of keys and values.
@@ -84,9 +99,8 @@ def layer_tensors(
             if action.kind == "quantize":
                 assert action.matrix is not None
                 assert action.expert is not None
-                module = action.source.removesuffix(".weight")
                 for name in action.outputs:
-                    part = name.removeprefix(f"{module}.")
+                    part = name.rpartition(".")[2]
                     found[name] = (
                         torch.tensor(action.spec.shape, dtype=torch.int64)
                         if part == "weight_shape"
@@ -101,10 +115,11 @@ def converted_tensors(
     plan: Plan, layer: int | None, source: Checkpoint, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """The tensors of a shard that the recipe's `attention` makes of the source's linear modules, on `device`."""
-    modules = (a.source.removesuffix(".weight") for a in plan.of_layer(layer) if a.kind == "convert")
-    return {
-        name: tensor for module in modules for name, tensor in converted(source, module, plan.attention, device).items()
-    }
+    made: dict[str, torch.Tensor] = {}
+    for action in plan.of_layer(layer):
+        if action.kind == "convert":
+            made |= converted(source, action.source.removesuffix(".weight"), plan.attention, device)
+    return made
 
 
 def _folded(action: Action, source: Checkpoint, solved: LayerResult) -> torch.Tensor:
@@ -138,16 +153,9 @@ def _arrays(small: Mapping[str, torch.Tensor], solved: LayerResult, scheme: Sche
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor], where: str, carried: Collection[str] = ()) -> None:
-    """Raise a QuantizeError for the first tensor with a NaN or infinity, which would break the model.
-
-    Those named in `carried` may hold anything: a mask may well be infinite.
-    """
+    """Raise a QuantizeError for the first tensor with a NaN or infinity; what is `carried` may hold anything."""
     for name, tensor in tensors.items():
-        if name in carried or not tensor.is_floating_point():
-            continue
-        flat = tensor.flatten()
-        pieces = (flat[first : first + PIECE].float() for first in range(0, len(flat), PIECE))
-        if not all(bool(torch.isfinite(piece).all()) for piece in pieces):
+        if name not in carried and tensor.is_floating_point() and not bool(is_finite(tensor)):
             raise QuantizeError(f"{where}: {name} is not finite; nothing was written for this layer")
 
 
@@ -159,9 +167,8 @@ def write_shard(
 ) -> ShardDigest:
     """Write a safetensors file, and read it back before it gets its final name; returns its digests.
 
-    The tensors in memory prove nothing about the file, and passthrough ones are the source's own memory. So the file is
-    compared with the digests of what was to be written, and its passthrough tensors with the hashes that the source
-    had when it was read.
+    The file is compared with the digests of what was to be written, and its passthrough tensors, which are the source's
+    own memory, with the hashes that the source had when it was read.
 
     Args:
         tensors: on the CPU, contiguous.
@@ -172,7 +179,7 @@ def write_shard(
         QuantizeError: a tensor is not finite, the disk is full or cannot be written, or the file holds other bytes.
     """
     check_finite(tensors, path.name, carried)
-    expected = joined_digests(tensors)
+    expected = list(thread_map(_short, (as_bytes(tensors[name]) for name in sorted(tensors))))
     temporary = path.with_name(path.name + ".tmp")
     with disk_errors(path):
         temporary.touch()
@@ -187,7 +194,7 @@ def write_shard(
             raise QuantizeError(f"{failure}, though it was just written; check the disk") from None
         differing = [
             f"{name} has other bytes in the file than it was written with"
-            for name, old, new in zip(sorted(tensors), split(expected), split(found["tensors"]), strict=True)
+            for name, old, new in zip(sorted(tensors), expected, split(found["tensors"]), strict=True)
             if old != new
         ] + [f"{name} has other bytes than the source's" for name, wanted in kept.items() if hashes[name] != wanted]
         if differing:
@@ -205,3 +212,84 @@ def kept_hashes(plan: Plan, layer: int | None, source: Checkpoint) -> dict[str, 
     """SHA-256, hexadecimal, of the source's bytes for every tensor of a shard that keeps them."""
     actions = (action for action in plan.of_layer(layer) if action.kind in PASSTHROUGH)
     return {name: source.sha256(action.source) for action in actions for name in action.outputs}
+
+
+# Digests -----------------------------------------------------------------------------------------------------------
+
+
+def _short(raw: bytes | memoryview) -> str:
+    return hashlib.blake2b(raw, digest_size=TENSOR_BYTES).hexdigest()
+
+
+def read_back(file: Path, wanted: Collection[str] = ()) -> tuple[ShardDigest, dict[str, str]]:
+    """The digests of a shard that is read once, and the SHA-256, hexadecimal, of the wanted tensors.
+
+    Raises a CheckpointError if it is not a whole safetensors file, an OSError if it cannot be read.
+    """
+    header, whole = read_header(file), hashlib.sha256()
+    size = min((info.start for info in header.values()), default=file.stat().st_size)
+
+    def pieces(stream: IO[bytes]) -> Iterator[tuple[str, bytes]]:
+        whole.update(stream.read(size))
+        for name, info in header.items():  # in the order of their bytes, without gaps
+            raw = stream.read(info.size)
+            whole.update(raw)
+            yield name, raw
+
+    def hashed(piece: tuple[str, bytes]) -> tuple[str, str]:
+        name, raw = piece
+        return _short(raw), hashlib.sha256(raw).hexdigest() if name in wanted else ""
+
+    with file.open("rb") as stream, closing(thread_map(hashed, pieces(stream))) as found:
+        hashes = dict(zip(header, found, strict=True))
+    digest: ShardDigest = {
+        "bytes": size + sum(info.size for info in header.values()),
+        "sha256": whole.hexdigest(),
+        "tensors": "".join(hashes[name][0] for name in sorted(hashes)),
+    }
+    return digest, {name: full for name, (_, full) in hashes.items() if full}
+
+
+def recorded_digests(report: dict[str, Any]) -> dict[str, ShardDigest]:
+    """The digests in a report, by shard in its folder, without the malformed ones of a damaged report."""
+    audit, kinds = report.get("audit"), ShardDigest.__annotations__.keys()
+    by_shard = audit.get("digests") if isinstance(audit, dict) else None
+    return {
+        name: {"bytes": digest["bytes"], "sha256": digest["sha256"], "tensors": digest["tensors"]}
+        for name, digest in (by_shard.items() if isinstance(by_shard, dict) else ())
+        if is_within(name)
+        and isinstance(digest, dict)
+        and kinds <= digest.keys()
+        and isinstance(digest["tensors"], str)
+    }
+
+
+def changes(file: Path, written: ShardDigest, *, past_the_cache: bool = False) -> list[str]:
+    """The changes in a shard since it was written, one line each; none if its SHA-256 is equal.
+
+    A line names the changed tensor; or the file, if that has another number of tensors, cannot be read, or changed only
+    in its header. With `past_the_cache` the system's cached copy is dropped first, so that the disk is read.
+    """
+    try:
+        if past_the_cache:
+            with file.open("rb") as stream:
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if file_sha256(file) == written["sha256"]:
+            return []
+        found, names = read_back(file)[0], sorted(read_header(file))
+    except OSError as failure:
+        return [f"{file.name}: cannot be read ({failure.strerror})"]
+    except CheckpointError as failure:
+        return [f"{file.name}: changed since the run wrote it ({failure})"]
+    known, now = split(written["tensors"]), split(found["tensors"])
+    if len(known) != len(now):
+        return [f"{file.name}: changed since the run wrote it: {len(known)} tensors then, {len(now)} now"]
+    changed = [name for name, old, new in zip(names, known, now, strict=True) if old != new]
+    return [f"{name}: changed since the run wrote it" for name in changed] or [
+        f"{file.name}: changed since the run wrote it, only in its header"
+    ]
+
+
+def split(tensors: str) -> list[str]:
+    """The digests joined in `ShardDigest.tensors`."""
+    return [tensors[i : i + 2 * TENSOR_BYTES] for i in range(0, len(tensors), 2 * TENSOR_BYTES)]

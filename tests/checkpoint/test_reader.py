@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from quantizers.checkpoint import reader
-from quantizers.checkpoint.reader import as_tensor, left_behind, open_checkpoint, open_folder, resolve, side_files
+from quantizers.checkpoint.reader import as_tensor, left_behind, locate, open_checkpoint, open_folder, side_files
 from quantizers.checkpoint.safetensors_header import TensorInfo
 from quantizers.system.errors import CheckpointError
 
@@ -288,18 +288,18 @@ def test_a_pointer_of_git_lfs_is_named(folder: Path, name: str) -> None:
 
 def test_a_folder_is_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(folder.parent))
-    assert resolve(str(folder)) == resolve("~/model") == folder
+    assert locate(str(folder)) == locate("~/model") == (folder, None)
 
 
 def test_the_shipped_model_has_a_name_unless_a_folder_here_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    shipped_one = resolve("tiny-minimax-m2")
+    shipped_one, _ = locate("tiny-minimax-m2")
     assert (shipped_one / "config.json").is_file()
     assert shipped_one.is_absolute()
     (tmp_path / "tiny-minimax-m2").mkdir()
-    assert resolve("tiny-minimax-m2") == Path("tiny-minimax-m2")
+    assert locate("tiny-minimax-m2") == (Path("tiny-minimax-m2"), None)
 
 
 @pytest.mark.parametrize(
@@ -327,7 +327,7 @@ def test_a_full_disk_is_no_fault_of_the_name(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(
         CheckpointError, match=r"me/large: the disk .* is full .*; make room .* HF_HOME .* --stream` needs"
     ):
-        resolve("me/large")
+        locate("me/large")
 
 
 # Anything at all.

@@ -44,6 +44,8 @@ SECTIONS: dict[str, tuple[dict[str, Any], str]] = {
         "packing_format is 'auto_round:nv_fp4', another packing; only",
     ),
     "no name": ({"quant_method": 4}, "quant_method is 4, which is not supported"),
+    "a list": ({"quant_method": ["gptq"]}, "quant_method is ['gptq'], which is not supported"),
+    "a list of formats": ({"quant_method": "fp8", "format": ["dense"]}, "format ['dense'] is not one of dense, float-"),
 }  # fmt: skip
 
 

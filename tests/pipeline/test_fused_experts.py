@@ -27,7 +27,7 @@ from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import Checkpoint, open_folder, torch_dtype
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.checkpoint.source_identity import source_digest
-from quantizers.formats.tensor_names import published_names, split_fused_experts, split_fused_specs
+from quantizers.formats.tensor_names import published_names, split_fused, split_fused_experts
 from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.assign_actions import expected_tensors
 from quantizers.planning.job import prepare
@@ -138,7 +138,7 @@ def headers(base: str = "mlp", **changes: Spec) -> dict[str, Spec]:
 
 @pytest.mark.parametrize("base", ["mlp", "block_sparse_moe"])
 def test_headers_alone_are_those_of_the_model_saved_apart(base: str) -> None:
-    assert split_fused_specs(headers(base), FACTS, SIZES, "here") == APART
+    assert split_fused(headers(base), FACTS, SIZES, "here") == APART
 
 
 def test_tensors_under_names_that_the_facts_say_are_taken_apart_with_the_scales_of_fp8() -> None:
@@ -153,11 +153,11 @@ def test_tensors_under_names_that_the_facts_say_are_taken_apart_with_the_scales_
     for name, spec in APART.items():
         if ".experts." in name:
             wanted |= {name: Spec("F8_E4M3", spec.shape), f"{name}_scale_inv": Spec("F32", (3, 4))}
-    assert split_fused_specs(tensors, facts, SIZES, "here") == wanted
+    assert split_fused(tensors, facts, SIZES, "here") == wanted
     name = "model.layers.1.moe.up.weight"
     for changed in ({f"{name}_scale_inv": Spec("F32", (3, 3))}, {name: Spec("F8_E4M3", (3, 128, 96))}):
         with pytest.raises(CheckpointError, match=rf"^here: {next(iter(changed))} holds all experts in one tensor"):
-            split_fused_specs(tensors | changed, facts, SIZES, "here")
+            split_fused(tensors | changed, facts, SIZES, "here")
 
 
 def test_headers_from_the_hub_are_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,12 +186,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_another_layout_is_refused_by_name_with_the_remedy(name: str) -> None:
     changes, said = REFUSED[name]
     with pytest.raises(CheckpointError, match=rf"^here: {said}.*; save the model with transformers' save_pretrained, "):
-        split_fused_specs(headers(**changes), FACTS, SIZES, "here")
+        split_fused(headers(**changes), FACTS, SIZES, "here")
 
 
 def test_fused_experts_in_an_unknown_place_are_refused() -> None:
     with pytest.raises(CheckpointError, match=r"^here: model.layers.2.mlp.experts.down_proj holds all experts"):
-        split_fused_specs(
+        split_fused(
             headers() | {"model.layers.2.mlp.experts.down_proj": Spec("BF16", (3, 128, 96))}, FACTS, SIZES, "here"
         )
 
@@ -201,4 +201,4 @@ def test_experts_that_are_there_twice_are_refused(more: dict[str, Spec]) -> None
     with pytest.raises(
         CheckpointError, match=r"^here: model.layers.\d.block_sparse_moe.experts.\d.w\d.weight is also a"
     ):
-        split_fused_specs(headers() | more, FACTS, SIZES, "here")
+        split_fused(headers() | more, FACTS, SIZES, "here")

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import pytest
 
-from quantizers.checkpoint.reader import resolve
+from quantizers.checkpoint.reader import locate
 from quantizers.system.caches import settle_caches, user_cache
 from quantizers.system.errors import CheckpointError
 
@@ -60,4 +60,4 @@ def test_libraries_get_a_temporary_folder_for_one_that_cannot_be_written(
     assert {name for name in (*SETTLED, *HUB) if name in os.environ} - set(given) == settled
     if "HF_HOME" in settled:
         with pytest.raises(CheckpointError, match=r"me/model: there is no home folder .*; set HF_HOME"):
-            resolve("me/model")
+            locate("me/model")
