@@ -285,7 +285,7 @@ def offline(python: str, model: Path, engine: Mapping[str, Any], top_k: int, tim
             ) from None
         assert process.stdin is not None
         assert process.stdout is not None
-        answers = process.stdout
+        questions, answers = process.stdin, process.stdout
 
         def logged() -> list[str]:
             log.seek(0)
@@ -304,9 +304,8 @@ def offline(python: str, model: Path, engine: Mapping[str, Any], top_k: int, tim
             )
 
         def ask(tokens: Sequence[int], top_k: int, which: str) -> list[dict[int, float]]:
-            assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # which `read` then says
-                print(json.dumps({"tokens": list(tokens), "top_k": top_k}), file=process.stdin, flush=True)
+                print(json.dumps({"tokens": list(tokens), "top_k": top_k}), file=questions, flush=True)
             return _of_vllm(read(which, timeout))
 
         try:
@@ -315,7 +314,7 @@ def offline(python: str, model: Path, engine: Mapping[str, Any], top_k: int, tim
             yield Server(VLLM, about["version"], str(model), about["max_model_len"], ask, logged)
         finally:
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
+                questions.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(PATIENCE)  # it ends where its input does
             with contextlib.suppress(ProcessLookupError):

@@ -117,7 +117,7 @@ def run_report(
     on_hub = context.uploads.settle(context.check) if context.uploads else None
     written, audit = _last_reading(job, layers, context, on_hub)
     engines = check_folder(context.work / "output", job.facts, on_hub)
-    report = planned | _found_report(job, data, figures, layers, written, audit, engines)
+    report = planned | _found_report(job, data, figures, layers, _verified(written, audit, engines))
     in_layers = sum(sum(entry["seconds"].values()) for entry in layers)
     report["seconds"] = seconds = {"this_process": time.monotonic() - started, "layers": in_layers}
     report["peak_memory_bytes"] = max([peak_memory(context.device), *(entry["peak_memory_bytes"] for entry in layers)])
@@ -134,13 +134,11 @@ def _found_report(
     data: CalibrationData,
     figures: dict[str, Any] | None,
     layers: Sequence[dict[str, Any]],
-    written: Mapping[str, ShardDigest],
-    audit: Audit,
-    engines: ServingCheck | None,
+    verified: dict[str, Any],
 ) -> dict[str, Any]:
     """What a run found out but for its choice within a budget, times and memory; `layers` are the journal's entries."""
     coverage, checks = _coverage(job, data, layers)
-    report = _verified(written, audit, engines) | (figures or {}) | {"coverage": coverage}
+    report = verified | (figures or {}) | {"coverage": coverage}
     if figures and job.recipe.verify and (asked := job.recipe.verify.perplexity):
         limits = (
             ("perplexity", figures["perplexity"]["increase"], asked.max_increase, "relative increase of perplexity"),
@@ -175,7 +173,7 @@ def rehearse(
     written = {job.plan.shard_file(part): ShardDigest(bytes=0, sha256="", tensors="") for part in job.plan.parts}
     try:
         figures = evaluation.figures(_measured(job, evaluation.texts), "the output") if evaluation else None
-        report = dict(planned) | _found_report(job, data, figures, layers, written, Audit(), engines)
+        report = dict(planned) | _found_report(job, data, figures, layers, _verified(written, Audit(), engines))
         report |= {"seconds": {"this_process": 0.0, "layers": 0.0}, "peak_memory_bytes": 0}
         if job.allocation:
             measurements = [_measurement(number, job.allocation) for number in job.sizes.moe_layers]
