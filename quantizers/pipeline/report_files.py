@@ -80,7 +80,8 @@ def pictures(report: dict[str, Any]) -> dict[str, bytes]:
 
 
 def read_front_matter(text: str) -> dict[str, Any]:
-    """The YAML at the head of a card, with either line ending and a byte order mark or without; empty if it has none.
+    """The YAML at the head of a card, with either line ending and with a byte order mark or without; empty if none can
+    be parsed.
 
     Every value stays a string: PyYAML's other loaders turn the language `no` into False, and fail on a date that does
     not exist.
