@@ -32,7 +32,7 @@ parallelism, and the sum of the widths of fused matrices, on which DeepGEMM deci
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, TypeGuard
 
 from quantizers.architectures.architecture import Architecture
@@ -151,16 +151,12 @@ KEEPS_SCALES: dict[Card, str] = {"hopper": "VLLM_USE_DEEP_GEMM_E8M0=0", "blackwe
 
 @dataclass(frozen=True)
 class Kernel:
-    """One of vLLM's kernels.
+    """One of vLLM's kernels, by the name in its documentation, and what it multiplies, see above.
 
-    Attributes:
-        name: as vLLM's documentation calls it; AMX stands for those of its CPU build that need a CPU with AMX.
-        file: the source file, below vllm/model_executor.
-        scales, weights, activations: what it multiplies, see above.
+    AMX stands for those of its CPU build that need a CPU with AMX.
     """
 
     name: str
-    file: str
     scales: Literal["as stored", "bfloat16", "power of two"] = "as stored"
     weights: Literal["as stored", "bfloat16"] = "as stored"
     activations: Activations = "bfloat16"
@@ -170,49 +166,40 @@ class Kernel:
         return f"{self.name}, activations: {self.activations}{scales}"
 
 
-LINEAR, MOE = "kernels/linear/scaled_mm", "layers/fused_moe/experts"
-PLAIN = Kernel(UNQUANTIZED, "layers/linear.py", weights="bfloat16")
-MARLIN_BLOCKS = Kernel("Marlin", f"{LINEAR}/marlin.py", "bfloat16", "bfloat16")
-MARLIN_ROWS = replace(MARLIN_BLOCKS, weights="as stored")  # a scale per row is applied to the sums
-MARLIN_INTEGERS = Kernel("Marlin", "kernels/linear/mixed_precision/marlin.py", "bfloat16", "bfloat16")
-DEEP_GEMM = Kernel("DeepGEMM", f"{LINEAR}/deep_gemm.py", "power of two", activations="FP8 per 128, power of two")
-DEEP_GEMM_STORED = Kernel("DeepGEMM", f"{LINEAR}/deep_gemm.py", activations="FP8 per 128")  # without E8M0
-CUTLASS_BLOCKS = Kernel("CUTLASS", f"{LINEAR}/cutlass.py", activations="FP8 per 128")
-CUTLASS_ROWS = Kernel("CUTLASS", f"{LINEAR}/cutlass.py", activations="FP8 per token")
-MARLIN_EXPERTS = Kernel("Marlin", f"{MOE}/marlin_moe.py", "bfloat16", "bfloat16")
-TRITON_EXPERTS = Kernel("Triton", f"{MOE}/triton_moe.py", activations="FP8 per 128")
-PLAIN_EXPERTS = Kernel(UNQUANTIZED, "layers/fused_moe/oracle/unquantized.py", weights="bfloat16")
-CUTLASS_EXPERTS = Kernel("CUTLASS", f"{MOE}/triton_cutlass_moe.py", activations="FP8 per token")
+PLAIN = Kernel(UNQUANTIZED, weights="bfloat16")
+MARLIN_ROUNDED = Kernel(MARLIN, "bfloat16", "bfloat16")
+MARLIN_ROWS = Kernel(MARLIN, "bfloat16")  # a scale per row is applied to the sums
+MARLIN_FP4 = Kernel(MARLIN)
+DEEP_GEMM = Kernel("DeepGEMM", "power of two", activations="FP8 per 128, power of two")
+DEEP_GEMM_STORED = Kernel("DeepGEMM", activations="FP8 per 128")  # without E8M0
+CUTLASS_BLOCKS = Kernel("CUTLASS", activations="FP8 per 128")
+CUTLASS_ROWS = Kernel("CUTLASS", activations="FP8 per token")
+TRITON_BLOCKS = Kernel(TRITON, activations="FP8 per 128")
+TRITON_ROWS = Kernel(TRITON, activations="FP8 per token")
+TRT_LLM = Kernel("TRT-LLM", activations="FP8 per 128")
+SCALED_MM = Kernel("torch._scaled_mm", activations="FP8 per token")
+AMX = Kernel("AMX", weights="bfloat16")
+AMX_INTEGERS = Kernel("AMX", activations="int8 per token")
 
 LINEAR_KERNELS: dict[Card, dict[Kind, Kernel]] = {
-    "ampere": {"blocks": MARLIN_BLOCKS, "rows": MARLIN_ROWS, "packed": MARLIN_INTEGERS},
-    "ada": {"blocks": MARLIN_BLOCKS, "rows": CUTLASS_ROWS, "packed": MARLIN_INTEGERS},
-    "hopper": {"blocks": DEEP_GEMM, "rows": CUTLASS_ROWS, "packed": MARLIN_INTEGERS},
-    NO_E8M0: {"blocks": DEEP_GEMM_STORED, "rows": CUTLASS_ROWS, "packed": MARLIN_INTEGERS},
-    "blackwell": {"blocks": DEEP_GEMM, "rows": CUTLASS_ROWS, "packed": MARLIN_INTEGERS},
-    "vllm-cpu": {
-        "blocks": Kernel("AMX", f"{LINEAR}/cpu.py", weights="bfloat16"),
-        "rows": Kernel("torch._scaled_mm", f"{LINEAR}/pytorch.py", activations="FP8 per token"),
-        "packed": Kernel("AMX", "kernels/linear/mixed_precision/cpu.py", weights="bfloat16"),
-    },
+    "ampere": {"blocks": MARLIN_ROUNDED, "rows": MARLIN_ROWS, "packed": MARLIN_ROUNDED},
+    "ada": {"blocks": MARLIN_ROUNDED, "rows": CUTLASS_ROWS, "packed": MARLIN_ROUNDED},
+    "hopper": {"blocks": DEEP_GEMM, "rows": CUTLASS_ROWS, "packed": MARLIN_ROUNDED},
+    NO_E8M0: {"blocks": DEEP_GEMM_STORED, "rows": CUTLASS_ROWS, "packed": MARLIN_ROUNDED},
+    "blackwell": {"blocks": DEEP_GEMM, "rows": CUTLASS_ROWS, "packed": MARLIN_ROUNDED},
+    "vllm-cpu": {"blocks": AMX, "rows": SCALED_MM, "packed": AMX},
 }
-TRITON_ROWS = replace(TRITON_EXPERTS, activations="FP8 per token")
-MARLIN_EXPERT_ROWS = replace(MARLIN_EXPERTS, weights="as stored")
-TRT_LLM = Kernel("TRT-LLM", f"{MOE}/trtllm_fp8_moe.py", activations="FP8 per 128")
-AMX_EXPERTS = Kernel("AMX", f"{MOE}/cpu_moe.py", weights="bfloat16")
-AMX_INTEGERS = Kernel("AMX", f"{MOE}/cpu_moe.py", activations="int8 per token")
 EXPERT_KERNELS: dict[Card, dict[Kind, Kernel]] = {
-    "ampere": {"blocks": MARLIN_EXPERTS, "rows": MARLIN_EXPERT_ROWS, "packed": MARLIN_EXPERTS},
-    "ada": {"blocks": TRITON_EXPERTS, "rows": TRITON_ROWS, "packed": MARLIN_EXPERTS},
-    "hopper": {"blocks": TRITON_EXPERTS, "rows": CUTLASS_EXPERTS, "packed": MARLIN_EXPERTS},
-    "blackwell": {"blocks": TRT_LLM, "rows": CUTLASS_EXPERTS, "packed": MARLIN_EXPERTS},
-    "vllm-cpu": {"blocks": AMX_EXPERTS, "rows": AMX_EXPERTS, "packed": AMX_INTEGERS},
+    "ampere": {"blocks": MARLIN_ROUNDED, "rows": MARLIN_ROWS, "packed": MARLIN_ROUNDED},
+    "ada": {"blocks": TRITON_BLOCKS, "rows": TRITON_ROWS, "packed": MARLIN_ROUNDED},
+    "hopper": {"blocks": TRITON_BLOCKS, "rows": CUTLASS_ROWS, "packed": MARLIN_ROUNDED},
+    "blackwell": {"blocks": TRT_LLM, "rows": CUTLASS_ROWS, "packed": MARLIN_ROUNDED},
+    "vllm-cpu": {"blocks": AMX, "rows": AMX, "packed": AMX_INTEGERS},
 }
-MARLIN_FP4 = Kernel("Marlin", f"{MOE}/marlin_moe.py")
 for _card in ("ampere", "ada", "hopper", "blackwell"):
     EXPERT_KERNELS[_card] |= {"nvfp4": MARLIN_FP4, "nvfp4-a4": MARLIN_FP4}
 EXPERT_KERNELS[NO_E8M0] = EXPERT_KERNELS["hopper"]
-EXPERT_KERNELS["blackwell"]["nvfp4-a4"] = Kernel("native FP4", f"{MOE}", activations="NVFP4")
+EXPERT_KERNELS["blackwell"]["nvfp4-a4"] = Kernel("native FP4", activations="NVFP4")
 # SGLang 0.5.23's for linear modules. Its experts in packed integers are Marlin's on all of them.
 SGLANG_LINEARS: dict[Card, dict[Kind, str]] = {
     "ampere": {"blocks": f"{REFUSED}: 'Unsupported weight strategy=block'", "rows": "Marlin"},
@@ -225,7 +212,7 @@ SGLANG_LINEARS: dict[Card, dict[Kind, str]] = {
 def kernel(card: Card, where: Where, kind: Kind, shape: tuple[int, ...]) -> Kernel:
     """The kernel for a matrix (R, C) that is stored so."""
     if kind == "plain":
-        return PLAIN if where == "linear" else PLAIN_EXPERTS
+        return PLAIN
     found = (LINEAR_KERNELS if where == "linear" else EXPERT_KERNELS)[card].get(kind)
     if found is None:
         raise InputError(f"as served on {card}: {KINDS[kind]} is not known for {WHERE[where]}; leave this card out")
