@@ -225,16 +225,14 @@ def on_card(engine: engines.Engine, card: Card, lookup: Lookup, facts: Architect
     scheme, routed = lookup.scheme, lookup.kind in (EXPERTS, MTP_EXPERTS)
     if problem := refusal(engine, lookup) or lookup.refused:
         return f"{REFUSED}: {problem}"
-    if scheme is not None and scheme.is_nvfp4:
+    if scheme is None:
+        return UNQUANTIZED
+    if scheme.is_nvfp4:
         if not routed or card == "vllm-cpu":
             return NOT_KNOWN
         return EXPERT_KERNELS[card]["nvfp4-a4" if scheme.activations else "nvfp4"].name
-    if engine.is_sglang and (scheme is None or is_packed(scheme)):
-        return UNQUANTIZED if scheme is None else MARLIN
     where: Where = "experts" if routed else "linear"
     shape = lookup.members[0].shape
-    if scheme is None:
-        return kernel(card, where, "plain", shape).name
     if not is_packed(scheme):
         kind: Kind = "blocks" if scheme.strategy == "block" else "rows"
         if engine.is_sglang:
@@ -242,6 +240,8 @@ def on_card(engine: engines.Engine, card: Card, lookup: Lookup, facts: Architect
         if routed and card == "vllm-cpu" and kind == "rows":
             return f"{REFUSED}: no kernel for experts in FP8 rows"
         return kernel(card, where, kind, shape).name
+    if engine.is_sglang:
+        return MARLIN
     if not routed:
         return kernel(card, where, "packed", shape).name
     if card == "vllm-cpu":  # CPUExpertsInt4
