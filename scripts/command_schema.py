@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from eval.report.fidelity import Fidelity
+from eval.report.fidelity import Fidelity, ServeCheckReport
 from eval.report.keys import Number, Part, key, maybe
 from eval.report.schema import AuditFigures, Coverage, Drawn, Engines, Gate, RunReport, StitchReport
-from eval.report.serve_check import ServeCheckReport
 from eval.report.set_comparison import SetComparison, SourceEffects
 
 

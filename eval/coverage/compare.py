@@ -1,7 +1,7 @@
 """The load of every expert with one calibration set compared with another.
 
-Sets are seldom of one size, so shares of the routed tokens are compared, not counts. An expert is called covered
-if its share would give it `min_routed_tokens` in a set of as many tokens as the smaller of the two has.
+Sets are seldom of one size, so shares of the routed tokens are compared. An expert is called covered if its share would
+give it `min_routed_tokens` in a set of as many tokens as the smaller of the two has.
 
 Legend: L layers, C categories of either set, E experts.
 """
@@ -18,7 +18,7 @@ from quantizers.recipe.schema import CoverageGate
 from quantizers.system.formatting import text_table
 
 from .routing import Routed
-from .summary import HELPFUL, WORST, entropy, named, report
+from .summary import HELPFUL, WORST, entropy, named, pairs, report
 
 SIDES = ("before", "after")
 KEPT = ("min", "median", "uncovered", "pairs", "min_entropy", "tokens", "gates")  # of the report on each set
@@ -54,16 +54,13 @@ def compare_counts(before: Routed, after: Routed, rule: CoverageGate) -> dict[st
     shares = counts / np.maximum(counts.sum(2, keepdims=True), 1)
     evens = shares * counts.shape[2]
 
-    def listed(pairs: Sequence[int]) -> list[dict[str, Any]]:
+    def listed(chosen: Sequence[int]) -> list[dict[str, Any]]:
         return [
             {"layer": numbers[a], "expert": b}
             | {side: int(counts[n, a, b]) for n, side in enumerate(SIDES)}
             | {f"{side}_of_even": float(evens[n, a, b]) for n, side in enumerate(SIDES)}
-            for a, b in (divmod(pair, counts.shape[2]) for pair in pairs)
+            for a, b in (divmod(pair, counts.shape[2]) for pair in chosen)
         ]
-
-    def pairs(chosen: np.ndarray) -> list[list[int]]:
-        return [[numbers[int(a)], int(b)] for a, b in np.argwhere(chosen)]
 
     def senders(n: int, chosen: np.ndarray) -> list[dict[str, int]]:
         tokens = sent[n][:, chosen].T  # (pairs, C)
@@ -88,8 +85,8 @@ def compare_counts(before: Routed, after: Routed, rule: CoverageGate) -> dict[st
     return {
         "common_tokens": common,
         "min_routed_tokens": minimum,
-        "won": pairs(won),
-        "lost": pairs(lost),
+        "won": pairs(won, numbers),
+        "lost": pairs(lost, numbers),
         "won_by": senders(1, won),
         "lost_by": senders(0, lost),
         "languages": sorted(languages, key=lambda row: -row["won"] - row["lost"]),
@@ -121,15 +118,11 @@ def compare_table(found: dict[str, Any]) -> str:
         for one in (found[side] for side in SIDES)
     ]  # fmt: skip
     columns = ("set", "tokens", "min", "median", f"below {minimum:,}", "at equal size", "least entropy")
-    layers = sorted(found["per_layer"], key=lambda row: -row["moved"])[:WORST]
-    depth = [
-        (
-            row["layer"], *(f"{row[side]['entropy']:.3f}" for side in SIDES), f"{row['entropy_change']:+.3f}",
-            f"{row['moved']:.1%}",
-        )
-        for row in layers
-    ]  # fmt: skip
-    left_out = len(found["per_layer"]) - len(layers)
+    depth = []
+    for row in sorted(found["per_layer"], key=lambda row: -row["moved"])[:WORST]:
+        loads = (f"{row[side]['entropy']:.3f}" for side in SIDES)
+        depth.append((row["layer"], *loads, f"{row['entropy_change']:+.3f}", f"{row['moved']:.1%}"))
+    left_out = len(found["per_layer"]) - len(depth)
     changed = [(row["category"], row["won"], row["lost"]) for row in found["languages"] if row["won"] or row["lost"]]
     lines = [
         text_table(columns, sides),
@@ -144,18 +137,15 @@ def compare_table(found: dict[str, Any]) -> str:
         text_table(("category", "newly covered", "no longer covered"), changed[:WORST]) if changed else "none",
         "",
         "Entropy of the load, 1 is even; moved: share of the routed tokens that go to other experts"
-        + (f"; the {len(layers)} layers where most move, {left_out} more with --json" if left_out else ""),
+        + (f"; the {len(depth)} layers where most move, {left_out} more with --json" if left_out else ""),
         text_table(("layer", first, second, "change", "moved"), sorted(depth)),
     ]
     header = ("layer", "expert", f"of even: {first}", second, f"tokens: {first}", second)
     for key, word in (("more", "larger"), ("fewer", "smaller")):
-        rows = [
-            (
-                row["layer"], row["expert"], *(f"{row[f'{side}_of_even']:.1%}" for side in SIDES),
-                *(f"{row[side]:,}" for side in SIDES),
-            )
-            for row in found[key]
-        ]  # fmt: skip
+        rows = []
+        for row in found[key]:
+            shares, tokens = (f"{row[f'{side}_of_even']:.1%}" for side in SIDES), (f"{row[side]:,}" for side in SIDES)
+            rows.append((row["layer"], row["expert"], *shares, *tokens))
         if rows:
             lines += ["", f"Experts with a {word} share in {second}; an even load is 100 %", text_table(header, rows)]
     return "\n".join(lines)

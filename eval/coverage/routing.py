@@ -3,16 +3,15 @@
 Runs one sequence at a time without padding, so padding tokens cannot count. Two more counts are kept: of tokens whose
 choice depends on a margin below TIE, which another machine may route differently; and of tokens that rank an expert
 among the first 2 K, which shows what would help an expert that no token chooses. An expert outside the groups that a
-token's router chose has no rank. And on demand, routing weights times the norms of the outputs of the experts are added
-up, from which saliency.py makes scores.
+token's router chose has no rank. On demand, routing weights times the norms of the experts' outputs are added up.
 
 Legend: L layers with experts, C categories, E experts, T tokens of a sequence, K experts chosen per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,11 +36,9 @@ class Routed:
     """How the router distributed the tokens; arrays are int64 but for the last.
 
     Attributes:
-        categories: names of the rows, C of them.
-        tokens: (C,), tokens of each category.
+        categories: names of the rows, C of them, with the `tokens` (C,) of each.
         layers: the numbers of the layers with experts, L of them.
-        counts: (L, C, E), tokens routed to each expert.
-        close: (L, C, E), how many of these depend on a margin below TIE.
+        counts: (L, C, E), tokens routed to each expert; `close`, how many of these depend on a margin below TIE.
         near: (L, C, E), tokens that rank the expert among the first 2 K.
         weighted_norms: (L, C, E) float64, routing weight times the L2 norm of the expert's output, which is not yet
             weighted, added up over the tokens routed to it; None if it was not asked for.
@@ -77,9 +74,7 @@ def count_routes(
     """Run texts through a model with natural routing.
 
     Args:
-        model: with its whole checkpoint.
-        sequences: (T,) int64 each.
-        categories: of each sequence.
+        sequences: (T,) int64 each, with their `categories`.
         work: an empty folder for the hidden states.
         step: called after each layer.
         dist: the processes that share the sequences; each keeps the states of its own, and gets the result.
@@ -105,9 +100,8 @@ def count_routes(
 class _RouteCounter(Consumer):
     """Counts the routes of sequences, each of one category by number; a process takes every N-th of them.
 
-    Attributes:
-        tables: counts, close and near of `Routed`, of this process's sequences.
-        weighted_norms: that of `Routed`, of all sequences, added in their order in every process.
+    Its `tables` are counts, close and near of `Routed`, of this process's sequences; its `weighted_norms` are of all,
+    added in their order in every process.
     """
 
     needs: Need = "experts"
@@ -141,9 +135,9 @@ class _RouteCounter(Consumer):
         experts, dense = sizes["experts"], number in sizes.dense
         sums: list[torch.Tensor] = []
         with ExitStack() as stack:
-            scores = [] if dense else stack.enter_context(_router_scores(layer, model))
+            scores = [] if dense else _router_scores(layer, model, stack)
             if self.weighted_norms is not None and not dense:
-                sums = stack.enter_context(_weighted_norms(layer, model))
+                sums = _weighted_norms(layer, model, stack)
             for row, i in enumerate(self.own):
                 output, chosen = model.run(layer, self.states[row])
                 if not bool(torch.isfinite(output[:, : model.hidden]).all()):
@@ -162,13 +156,10 @@ class _RouteCounter(Consumer):
 
 
 def ranked(scores: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which experts are near to being chosen, and which choices are nearly others.
+    """Which experts are near to being chosen, and which choices are nearly others, by the scores (T, E) of a router.
 
     Where a router divides the experts into groups, it adds up the best two scores of each, and chooses only in the
     groups with the largest sums (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
-
-    Args:
-        scores: (T, E) by which the router chooses.
 
     Returns:
         The experts that tokens rank among the first 2 K, int64 of one dimension, one entry a token and expert; and (T,)
@@ -191,9 +182,8 @@ def ranked(scores: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, torch.Tens
     return order_of_experts[best > -torch.inf], tie
 
 
-@contextmanager
-def _router_scores(layer: DecoderLayer, model: StreamedModel) -> Iterator[list[torch.Tensor]]:
-    """Captures, with a forward hook, the scores (T, E) by which a layer's router chooses experts, or groups of them.
+def _router_scores(layer: DecoderLayer, model: StreamedModel, stack: ExitStack) -> list[torch.Tensor]:
+    """Captures within the block the scores (T, E) by which a layer's router chooses experts, or groups of them.
 
     A router may score more than the experts, behind them. Families with a correction bias pass it to the router as an
     argument, or it is a buffer of the router; with sigmoid scoring it is added to the probabilities.
@@ -211,16 +201,12 @@ def _router_scores(layer: DecoderLayer, model: StreamedModel) -> Iterator[list[t
                 found = found + extra
         captured.append(found.flatten(0, -2)[:, :experts])
 
-    hook = layer.module.get_submodule(model.facts.modules.router).register_forward_hook(capture)
-    try:
-        yield captured
-    finally:
-        hook.remove()
+    stack.callback(layer.module.get_submodule(model.facts.modules.router).register_forward_hook(capture).remove)
+    return captured
 
 
-@contextmanager
-def _weighted_norms(layer: DecoderLayer, model: StreamedModel) -> Iterator[list[torch.Tensor]]:
-    """Captures, with a forward hook, (E,) float64: `weighted_norms` of `Routed` of each call of a layer's experts.
+def _weighted_norms(layer: DecoderLayer, model: StreamedModel, stack: ExitStack) -> list[torch.Tensor]:
+    """Captures within the block (E,) float64: `weighted_norms` of `Routed` of each call of a layer's experts.
 
     The outputs are those of transformers' own module, called again with each choice of a token as a row of its own,
     and 1 as its weight: so gates, clamps and all else are the model's.
@@ -235,8 +221,6 @@ def _weighted_norms(layer: DecoderLayer, model: StreamedModel) -> Iterator[list[
         products = (weight.flatten().double() * norms).cpu()  # a GPU would add in no fixed order
         captured.append(torch.bincount(chosen.flatten().cpu(), products, model.sizes["experts"]))
 
-    hook = layer.module.get_submodule(model.facts.modules.experts).register_forward_hook(capture, with_kwargs=True)
-    try:
-        yield captured
-    finally:
-        hook.remove()
+    experts = layer.module.get_submodule(model.facts.modules.experts)
+    stack.callback(experts.register_forward_hook(capture, with_kwargs=True).remove)
+    return captured

@@ -1,8 +1,8 @@
 """What the routed experts of a model contribute: REAP's scores, their tables, and lists that other programs read.
 
 The score of an expert is the mean, over the tokens routed to it, of its routing weight times the L2 norm of its output
-before that is weighted (Router-weighted Expert Activation Pruning, arXiv 2510.13999). An expert without
-tokens scores 0. Scores of one layer can be compared; norms differ from layer to layer. Nothing is pruned here.
+before that is weighted (Router-weighted Expert Activation Pruning, arXiv 2510.13999); without tokens it is 0. Scores of
+one layer can be compared; norms differ from layer to layer. Nothing is pruned here.
 
 Legend: L layers with experts, C categories, E experts.
 """
@@ -18,22 +18,22 @@ import numpy as np
 from quantizers.system.formatting import text_table
 
 from .routing import Routed
-from .summary import HELPFUL, WORST, named
+from .summary import WORST, helpful, least, named, pairs
 
 PARTS = {"quarter": 0.25, "half": 0.5}  # of a layer's experts, those that score least
 
 
 def saliency(routed: Routed, blocks: Sequence[str]) -> dict[str, Any]:
-    """The scores over all texts and by category; see `Saliency` in scripts/command_schema.py.
+    """The scores over all texts and by category, see `Saliency` in scripts/command_schema.py; of routes with their
+    norms.
 
-    Args:
-        routed: with `weighted_norms`.
-        blocks: of each layer with experts, the name of transformers' module that holds its router and experts.
+    `blocks` are, of each layer with experts, the names of transformers' modules that hold its router and experts.
     """
     assert routed.weighted_norms is not None, "the norms were asked for"
     sums, counts = routed.weighted_norms, routed.counts
     scores, by_category = _means(sums.sum(1), counts.sum(1)), _means(sums, counts)  # (L, E), (L, C, E)
     ranks = scores.argsort(-1, kind="stable").argsort(-1)
+    of_mean, of_mean_there = _of_mean(scores), _of_mean(by_category)
     below = {name: ranks < int(share * scores.shape[1]) for name, share in PARTS.items()}  # as REAP prunes
 
     def lost(category: int, part: np.ndarray) -> float:
@@ -42,8 +42,18 @@ def saliency(routed: Routed, blocks: Sequence[str]) -> dict[str, Any]:
         return float(sums[:, category][part].sum() / whole) if whole else 0.0
 
     return {
-        "without_tokens": [[routed.layers[int(a)], int(b)] for a, b in np.argwhere(counts.sum(1) == 0)],
-        "least": _least(routed, scores, by_category),
+        "without_tokens": pairs(counts.sum(1) == 0, routed.layers),
+        "least": [
+            {
+                "layer": routed.layers[layer],
+                "expert": expert,
+                "score": float(scores[layer, expert]),
+                "of_mean": float(of_mean[layer, expert]),
+                "tokens": int(counts[layer, :, expert].sum()),
+                "most_in": helpful(of_mean_there[layer, :, expert], routed.categories),
+            }
+            for layer, expert in least(of_mean)
+        ],
         "per_layer": [
             {"layer": number, "block": block, "scores": row.tolist()}
             for number, block, row in zip(routed.layers, blocks, scores, strict=True)
@@ -64,31 +74,6 @@ def _means(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return means
 
 
-def _least(routed: Routed, scores: np.ndarray, by_category: np.ndarray) -> list[dict[str, Any]]:
-    """The experts that score least in their layers, and the categories in which they score most."""
-    of_mean = _of_mean(scores)
-    of_mean_there = _of_mean(by_category)  # (L, C, E)
-
-    def most(layer: int, expert: int) -> dict[str, float]:
-        there = of_mean_there[layer, :, expert]
-        order = np.argsort(-there, kind="stable")[:HELPFUL]
-        return {routed.categories[c]: float(there[c]) for c in order if there[c] > 0}
-
-    return [
-        {
-            "layer": routed.layers[layer],
-            "expert": expert,
-            "score": float(scores[layer, expert]),
-            "of_mean": float(of_mean[layer, expert]),
-            "tokens": int(routed.counts[layer, :, expert].sum()),
-            "most_in": most(layer, expert),
-        }
-        for layer, expert in (
-            divmod(int(pair), scores.shape[1]) for pair in np.argsort(of_mean, axis=None, kind="stable")[:WORST]
-        )
-    ]
-
-
 def _of_mean(scores: np.ndarray) -> np.ndarray:
     """Scores (…, E) divided by the mean of their experts; 0 where all are 0."""
     mean = scores.mean(-1, keepdims=True)
@@ -97,7 +82,7 @@ def _of_mean(scores: np.ndarray) -> np.ndarray:
 
 def saliency_table(found: dict[str, Any]) -> str:
     """What `quantize coverage --saliency` prints besides the tables of coverage."""
-    least = [
+    experts = [
         (
             row["layer"], row["expert"], f"{row['score']:.4g}", f"{row['of_mean']:.1%}", f"{row['tokens']:,}",
             ", ".join(f"{name} {there:.0%}" for name, there in row["most_in"].items()),
@@ -115,7 +100,7 @@ def saliency_table(found: dict[str, Any]) -> str:
         [
             "Saliency (REAP): routing weight times norm of the output, mean over an expert's tokens. The experts with "
             "the least, relative to the mean of their layer, and where they have most:",
-            text_table(("layer", "expert", "score", "of mean", "tokens", "of the mean in the category"), least),
+            text_table(("layer", "expert", "score", "of mean", "tokens", "of the mean in the category"), experts),
             "What pruning would take from a category: the share of its weighted norms that comes from the experts "
             f"which score least over all texts{more}",
             text_table(("category", "experts without tokens", "least quarter", "least half"), categories),
@@ -127,14 +112,10 @@ def saliency_table(found: dict[str, Any]) -> str:
 def lists(report: dict[str, Any]) -> dict[str, str]:
     """Files with the numbers of each layer's experts in an order, by name.
 
-    Args:
-        report: what `quantize coverage --saliency --json` prints.
-
-    Returns:
-        most-salient-first.jsonl: a line `{"layer": [experts]}` for each layer, as vllm-ascend's `expert_list_file` is
-        read: `expert_prune_ratio` keeps the first ones of each. hottest-first.jsonl: likewise by routed tokens.
-        least-salient-first.json: by the names of the modules that the report of llm-compressor's REAPPruningModifier
-        has too.
+    Of what `quantize coverage --saliency --json` prints. most-salient-first.jsonl: a line `{"layer": [experts]}` for
+    each layer, as vllm-ascend's `expert_list_file` is read: `expert_prune_ratio` keeps the first ones of each.
+    hottest-first.jsonl: likewise by routed tokens. least-salient-first.json: by the names of the modules that the
+    report of llm-compressor's REAPPruningModifier has too.
     """
     rows = report["saliency"]["per_layer"]
     ascending = [np.argsort(row["scores"], kind="stable") for row in rows]

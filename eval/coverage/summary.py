@@ -32,9 +32,8 @@ def summarise(
     """Routed tokens over all layers, and layer by layer; see `Coverage` in eval/report/schema.py.
 
     Args:
-        counts: for each layer with experts (C, E) int64.
+        counts: for each layer with experts (C, E) int64; `numbers` are theirs.
         minimum: routed tokens that an expert needs to count as covered.
-        numbers: of these layers.
     """
     totals = np.stack([layer.sum(0) for layer in counts])  # (L, E)
     layers: list[dict[str, Any]] = [
@@ -49,7 +48,7 @@ def summarise(
         }
         for number, row in zip(numbers, totals, strict=True)
     ]
-    uncovered = [[numbers[int(a)], int(b)] for a, b in np.argwhere(totals < minimum)]
+    uncovered = pairs(totals < minimum, numbers)
     return {
         "min_routed_tokens": minimum,
         "min": int(totals.min()),
@@ -61,6 +60,23 @@ def summarise(
         "per_layer": layers,
         "routed_by_category": {name: int(sum(one[i].sum() for one in counts)) for i, name in enumerate(categories)},
     }
+
+
+def pairs(chosen: np.ndarray, numbers: Sequence[int]) -> list[list[int]]:
+    """The layer's number and the expert of each that is chosen, (L, E) bool."""
+    return [[numbers[int(layer)], int(expert)] for layer, expert in np.argwhere(chosen)]
+
+
+def least(values: np.ndarray) -> list[tuple[int, int]]:
+    """Row and expert of the WORST least values (L, E), ascending."""
+    order = np.argsort(values, axis=None, kind="stable")[:WORST]
+    return [divmod(int(pair), values.shape[1]) for pair in order]
+
+
+def helpful(values: np.ndarray, names: Sequence[str]) -> dict[str, float]:
+    """The HELPFUL categories with the largest values (C,) above 0, descending."""
+    order = np.argsort(-values, kind="stable")[:HELPFUL]
+    return {names[i]: float(values[i]) for i in order if values[i] > 0}
 
 
 def entropy(load: np.ndarray) -> float:
@@ -88,34 +104,33 @@ def check_floors(rule: CoverageGate, categories: Iterable[str], where: str) -> N
 def gates(
     summary: dict[str, Any], counts: Sequence[np.ndarray], categories: Sequence[str], rule: CoverageGate
 ) -> list[dict[str, Any]]:
-    """Check the recipe's gates: the share of pairs below the minimum and below each category's floor, and the entropy.
+    """The recipe's gates: the share of pairs below the minimum and below each category's floor, and the entropy.
 
-    Args:
-        summary: what `summarise` made of the same counts.
-        counts: for each layer (C, E) int64.
+    `summary` is what `summarise` made of the same counts, (C, E) int64 of each layer.
     """
     most, words = rule.max_uncovered, "share of experts with fewer than {} routed tokens"
-    checks = [("coverage", summary["uncovered"] / summary["pairs"], words.format(rule.min_routed_tokens))]
+    share = summary["uncovered"] / summary["pairs"]
+    results = [gate("coverage", share, most, words.format(rule.min_routed_tokens))]
     for floor, minimum in rule.categories.items():
         rows = members(floor, categories)
         below = float(np.mean([layer[rows].sum(0) < minimum for layer in counts]))
-        checks.append((f"coverage {floor}", below, f"{words.format(minimum)} of {floor}"))
-    results: list[dict[str, Any]] = [
-        {"name": name, "passed": share <= most, "value": share, "limit": most, "meaning": meaning}
-        for name, share, meaning in checks
-    ]
+        results.append(gate(f"coverage {floor}", below, most, f"{words.format(minimum)} of {floor}"))
     if rule.min_entropy is not None:
-        least, limit = summary["min_entropy"], rule.min_entropy
-        meaning = "entropy of the load in the most uneven layer; 1 is even"
-        gate = {"name": "entropy", "passed": least >= limit, "value": least, "limit": limit, "meaning": meaning}
-        results.append(gate | {"at_least": True})
+        value, limit = summary["min_entropy"], rule.min_entropy
+        lowest = gate("entropy", value, limit, "entropy of the load in the most uneven layer; 1 is even")
+        results.append(lowest | {"passed": value >= limit, "at_least": True})
     return results
 
 
-def named(pairs: Sequence[Sequence[int]]) -> str:
+def gate(name: str, value: float, limit: float, meaning: str) -> dict[str, Any]:
+    """`Gate` of eval/report/schema.py, of a value that is to be at most at its limit."""
+    return {"name": name, "passed": value <= limit, "value": value, "limit": limit, "meaning": meaning}
+
+
+def named(found: Sequence[Sequence[int]]) -> str:
     """Pairs as text: `layer 1 expert 3, layer 2 expert 0`, and how many are left out."""
-    text = ", ".join(f"layer {layer} expert {expert}" for layer, expert in pairs[:NAMED])
-    return text + (f" and {len(pairs) - NAMED:,} more" if len(pairs) > NAMED else "")
+    text = ", ".join(f"layer {layer} expert {expert}" for layer, expert in found[:NAMED])
+    return text + (f" and {len(found) - NAMED:,} more" if len(found) > NAMED else "")
 
 
 def report(routed: Routed, rule: CoverageGate) -> dict[str, Any]:
@@ -137,12 +152,9 @@ def worst(routed: Routed) -> list[dict[str, Any]]:
     even = totals.sum(1) / totals.shape[1]  # (L,), tokens per expert under an even load
 
     def rates(counts: np.ndarray) -> dict[str, float]:
-        """The HELPFUL categories with the highest rates, in tokens per thousand of the category; counts is (C,)."""
-        rates = 1000 * counts / np.maximum(routed.tokens, 1)
-        order = np.argsort(-rates, kind="stable")[:HELPFUL]
-        return {routed.categories[i]: float(rates[i]) for i in order if rates[i] > 0}
+        """In tokens per thousand of the category; counts is (C,)."""
+        return helpful(1000 * counts / np.maximum(routed.tokens, 1), routed.categories)
 
-    pairs = np.argsort(totals, axis=None, kind="stable")[:WORST]
     return [
         {
             "layer": routed.layers[layer],
@@ -152,16 +164,18 @@ def worst(routed: Routed) -> list[dict[str, Any]]:
             "sent_by": rates(routed.counts[layer, :, expert]),
             "nearly_sent_by": rates(routed.near[layer, :, expert]),
         }
-        for layer, expert in (divmod(int(pair), totals.shape[1]) for pair in pairs)
+        for layer, expert in least(totals)
     ]
 
 
 def coverage_table(found: dict[str, Any]) -> str:
     """What `quantize coverage` prints."""
-    rows = [
-        (row["layer"], row["expert"], f"{row['tokens']:,}", f"{row['share_of_even']:.1%}", _help(row))
-        for row in found["worst"]
-    ]
+    rows = []
+    for row in found["worst"]:
+        sent = ", ".join(f"{name} {rate:.1f}" for name, rate in row["sent_by"].items())
+        nearly = ", ".join(f"{name} nearly ({rate:.1f})" for name, rate in row["nearly_sent_by"].items())
+        helps = sent or nearly or "no category of this set comes near it"
+        rows.append((row["layer"], row["expert"], f"{row['tokens']:,}", f"{row['share_of_even']:.1%}", helps))
     parts = [
         f"{sum(found['tokens'].values()):,} tokens in {len(found['tokens'])} categories; routed tokens per expert: min "
         f"{found['min']:,}, median {found['median']:,.0f}; {found['uncovered']:,} of {found['pairs']:,} below "
@@ -180,13 +194,6 @@ def coverage_table(found: dict[str, Any]) -> str:
     if found["tied_choices"]:
         parts.append(f"{found['tied_choices']:,} choices hang on a margin below 1e-6")
     return "\n\n".join([*parts, gate_table(found["gates"])])
-
-
-def _help(row: dict[str, Any]) -> str:
-    if row["sent_by"]:
-        return ", ".join(f"{name} {rate:.1f}" for name, rate in row["sent_by"].items())
-    nearly = ", ".join(f"{name} nearly ({rate:.1f})" for name, rate in row["nearly_sent_by"].items())
-    return nearly or "no category of this set comes near it"
 
 
 def gate_table(found: list[dict[str, Any]]) -> str:

@@ -1,12 +1,12 @@
 """A model computed as a server's kernels would compute it on a kind of card: the figures of `--as-served`.
 
-The rules are in eval/serving/cards.py. Everything runs in bfloat16, as servers do, with two changes within a decoder
-layer. Each linear module, and each matrix of the routed experts, multiplies the weights and activations that the
-kernel on that card would, with float32 sums, which are rounded to bfloat16. Logits are rounded too.
+The rules are in eval/serving/cards.py. Everything runs in bfloat16, as servers do; within a decoder layer each linear
+module, and each matrix of the routed experts, multiplies the weights and activations that the kernel on that card
+would, with float32 sums, which are rounded to bfloat16. Logits are rounded too.
 
 Source and candidate are both computed so. That predicts how large KL(source || candidate) will be there, and what the
-card alone does to the source. It does not predict a single log-probability of a server: where an activation lies
-between two FP8 codes, the last bit of a sum decides, and then perhaps an expert.
+card alone does to the source, but no single log-probability of a server: where an activation lies between two FP8
+codes, the last bit of a sum decides, and then perhaps an expert.
 
 Legend: T tokens, K experts chosen per token, H hidden, I width of an expert, R rows, C columns.
 """
@@ -52,6 +52,7 @@ ARITHMETIC = {
 
 DTYPE = torch.bfloat16
 Rounding = Activations | Tensor  # a tensor is NVFP4's global scale of the activations
+Tensors = Callable[[LayerStep], Checkpoint]
 GROUP, BLOCK = 128, 128
 SMALLEST_SCALE = 1 / (LARGEST * 512)  # of activations; vLLM's _FP8_MIN_SCALING_FACTOR
 SMALLEST_PEAK = 1e-4  # of a block of weights whose scale becomes a power of two; per_block_cast_to_fp8
@@ -106,15 +107,13 @@ def blocks_to_powers_of_two(weight: Tensor) -> Tensor:
 
 def stored_kind(stored: Checkpoint, module: str) -> Kind:
     """How a module's weight is stored, as kernels distinguish it."""
-    found = weight_format(stored, module)
-    if found is not None and found.kind == "nvfp4":
-        return "nvfp4-a4" if f"{module}.{INPUT_SCALE}" in stored.tensors else "nvfp4"
-    if found is not None:
-        return found.kind
+    if found := weight_format(stored, module):
+        rounded = found.kind == "nvfp4" and f"{module}.{INPUT_SCALE}" in stored.tensors
+        return "nvfp4-a4" if rounded else found.kind
     weight = stored.tensors.get(f"{module}.weight")
-    if weight is not None and weight.dtype in (*PLAIN, FP8):
-        return "rows" if weight.dtype == FP8 else "plain"
-    return "packed"
+    if weight is None or weight.dtype not in (*PLAIN, FP8):
+        return "packed"
+    return "rows" if weight.dtype == FP8 else "plain"
 
 
 def multiplied_weight(stored: Checkpoint, module: str, of: Kernel, device: torch.device) -> Tensor:
@@ -142,11 +141,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, how: Rounding) -> Ten
 
 
 def routed_experts(
-    weight: Callable[[int, int], tuple[Tensor, Rounding]],
-    gate: Gate,
-    x: Tensor,
-    chosen: Tensor,
-    weights: Tensor,
+    weight: Callable[[int, int], tuple[Tensor, Rounding]], gate: Gate, x: Tensor, chosen: Tensor, weights: Tensor
 ) -> Tensor:
     """The routed experts of a layer: Σ over the chosen ones of weights · w2(gate(w1 x, w3 x)), (T, H) in bfloat16.
 
@@ -168,12 +163,9 @@ def routed_experts(
 class ServedModel(StreamedModel):
     """A streamed model on a kind of card.
 
-    Attributes:
-        exact: linear modules that are not simulated beyond bfloat16, because transformers holds them otherwise than as
-            one matrix; by their names within a layer.
-
-    Raises:
-        CheckpointError: FP8 blocks of another size, which vLLM's kernels above do not take.
+    Its linear modules that are `exact`, by their names within a layer, are not simulated beyond bfloat16, because
+    transformers holds them otherwise than as one matrix. Raises a CheckpointError for FP8 blocks of another size, which
+    vLLM's kernels do not take.
     """
 
     def __init__(
@@ -199,44 +191,39 @@ class ServedModel(StreamedModel):
         files = stored or self.checkpoint
         with super().layer(number, stored, experts=False) as layer, contextlib.ExitStack() as stack:
             for name in self.facts.of_layer(number).linears:
-                module = self._module(layer.module, name)
-                if module is None:
-                    continue
-                full = self.facts.layer(number, name)
-                rules = kernel(self.card, "linear", stored_kind(files, full), tuple(module.weight.shape))
-                weight = multiplied_weight(files, full, rules, self.device)
-                forward = partial(linear, weight=weight, bias=module.bias, how=rules.activations)
-                stack.enter_context(replaced_forward(module, forward))
+                if (module := self._module(layer.module, name)) is not None:
+                    weight, how = self._multiplied(files, "linear", self.facts.layer(number, name), module.weight.shape)
+                    stack.enter_context(
+                        replaced_forward(module, partial(linear, weight=weight, bias=module.bias, how=how))
+                    )
             if experts and number not in self.sizes.dense:
                 stack.enter_context(replaced_forward(self._experts(layer), self._routed(layer, files)))
             yield layer
 
     def _module(self, layer: torch.nn.Module, name: str) -> Any:
         path = self.facts.in_transformers(f"{name}.weight").removesuffix(".weight")
-        try:
-            module = layer.get_submodule(path)
-        except AttributeError:
-            return None
+        module = dict(layer.named_modules(remove_duplicate=False)).get(path)
         return module if isinstance(module, torch.nn.Linear) else None
+
+    def _multiplied(
+        self, files: Checkpoint, where: Where, module: str, shape: Sequence[int]
+    ) -> tuple[Tensor, Rounding]:
+        """The weight (R, C) that the card's kernel multiplies, and what becomes of its activations."""
+        rules = kernel(self.card, where, stored_kind(files, module), tuple(shape))
+        how: Rounding = rules.activations
+        if how == "NVFP4":
+            how = files.tensor(f"{module}.{INPUT_SCALE}").to(self.device)
+        return multiplied_weight(files, module, rules, self.device), how
 
     def _routed(self, layer: DecoderLayer, files: Checkpoint) -> Callable[..., Tensor]:
         facts, number = self.facts, layer.number
         gate = gate_of(self._experts(layer), facts.of_layer(number).own_gate)
 
         def weight(expert: int, matrix: int) -> tuple[Tensor, Rounding]:
-            module = facts.expert(number, expert, MATRICES[matrix])
-            rules = kernel(
-                self.card, "experts", stored_kind(files, module), facts.expert_linears[MATRICES[matrix]].shape
-            )
-            how: Rounding = rules.activations
-            if how == "NVFP4":
-                how = files.tensor(f"{module}.{INPUT_SCALE}").to(self.device)
-            return multiplied_weight(files, module, rules, self.device), how
+            of = MATRICES[matrix]
+            return self._multiplied(files, "experts", facts.expert(number, expert, of), facts.expert_linears[of].shape)
 
-        def forward(*args: Tensor, **kwargs: Tensor) -> Tensor:
-            return routed_experts(weight, gate, *args, *kwargs.values())
-
-        return forward
+        return lambda *args, **kwargs: routed_experts(weight, gate, *args, *kwargs.values())
 
     def logits(self, products: Tensor) -> Tensor:
         """The logits (T, V), rounded to bfloat16 as a server's head leaves them."""
@@ -249,16 +236,12 @@ class ServedModel(StreamedModel):
 class ServedTexts(Consumer):
     """Held-out texts of source and candidates as served on some cards: a consumer of the loop over the layers.
 
-    Args:
-        streams: of ServedModels.
-        tensors: where the tensors of a step's layer are read, for each stream.
+    The streams are of ServedModels; `tensors` tell where those of a step's layer are read, for each stream.
     """
 
     needs = "attention"
 
-    def __init__(
-        self, streams: Sequence[ActivationStream], tensors: Sequence[Callable[[LayerStep], Checkpoint]]
-    ) -> None:
+    def __init__(self, streams: Sequence[ActivationStream], tensors: Sequence[Tensors]) -> None:
         self.streams, self._tensors = streams, tensors
 
     def after_source(self, step: LayerStep) -> None:
@@ -289,44 +272,35 @@ def pairs(models: int, cards: int) -> list[Pair]:
 def as_served(
     scores: Sequence[Scores], models: int, cards: Sequence[Card], texts: Sequence[Text]
 ) -> list[dict[str, dict[str, Any]]]:
-    """Figures by card of each model but the source, from the scores of all `pairs`.
-
-    Returns:
-        served: of the candidate there against the source there; card_alone: of the source there against the source as
-        stored; from_stored: of the candidate there against the source as stored; see `metrics.table`.
+    """Figures by card of each model but the source, from the scores of all `pairs`: `OnCard` of eval/report/fidelity.py
+    without the kernels; see `metrics.table`.
     """
     found = dict(zip(pairs(models, len(cards)), scores, strict=True))
 
-    def figures(first: int, nll: np.ndarray, second: int) -> dict[str, Any]:
-        return table(texts, np.stack([nll, *found[first, second]]))
+    def figures(first: int, second: int) -> dict[str, Any]:
+        return table(texts, np.stack([found[0, first][0], *found[first, second]]))
 
-    stored, result = found[0, 0][0], [dict[str, dict[str, Any]]() for _ in range(1, models)]
+    result = [dict[str, dict[str, Any]]() for _ in range(1, models)]
     for card, source in zip(cards, range(models, models * (len(cards) + 1), models), strict=True):
-        alone = figures(0, stored, source)
+        alone = figures(0, source)
         for number, of_candidate in enumerate(result, source + 1):
-            of_candidate[card] = {
-                "served": figures(source, found[0, source][0], number),
-                "card_alone": alone,
-                "from_stored": figures(0, stored, number),
-            }
+            served, from_stored = figures(source, number), figures(0, number)
+            of_candidate[card] = {"served": served, "card_alone": alone, "from_stored": from_stored}
     return result
 
 
 def kernels_of(model: ServedModel, checkpoint: Checkpoint, experts: Kind | None = None) -> dict[str, str]:
     """The kernel for each kind of matrix of a checkpoint on the model's card, in words, and what is not simulated.
 
-    Args:
-        experts: how they are stored, if otherwise than in the checkpoint.
+    `experts` are stored so, if otherwise than in the checkpoint.
     """
     facts, sizes, card = model.facts, model.sizes, model.card
     found = dict.fromkeys(sorted(model.exact), "bfloat16 alone is simulated")
     for number in range(sizes["layers"]):
-        modules: list[tuple[Where, str]] = [
-            ("linear", facts.layer(number, name)) for name in facts.of_layer(number).linears
-        ]
-        if number not in sizes.dense:
-            modules += [("experts", facts.expert(number, 0, matrix)) for matrix in MATRICES]
-        for where, module in modules:
+        modules = [facts.layer(number, name) for name in facts.of_layer(number).linears]
+        routed = [facts.expert(number, 0, matrix) for matrix in MATRICES if number not in sizes.dense]
+        for module in (*modules, *routed):
+            where: Where = "experts" if module in routed else "linear"
             kind = experts if where == "experts" and experts else stored_kind(checkpoint, module)
             shape = checkpoint.tensors[f"{module}.weight"].shape if f"{module}.weight" in checkpoint.tensors else (0, 0)
             found[f"{WHERE[where]} in {KINDS[kind]}"] = str(kernel(card, where, kind, shape))

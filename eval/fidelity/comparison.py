@@ -3,9 +3,9 @@
 First the texts pass through the source's layer, from which `quantize run` then makes its own. After that, one candidate
 at a time, its layer is materialised, its texts pass through it, and the outputs are compared with the source's.
 
-Weights are compared with the smoothing undone. AWQ moves one scale from a norm into the matrices that read it, and
-another between w3's rows and w2's columns. Neither changes what the model computes, so neither counts as an error: the
-first is found as the ratio of the norms, the second from w3's rows by least squares.
+Weights are compared with the smoothing undone: AWQ's scale between a norm and the matrices that read it is found as the
+ratio of the norms, that between w3's rows and w2's columns by least squares. Neither changes what the model computes,
+so neither counts as an error.
 """
 
 from __future__ import annotations
@@ -38,10 +38,8 @@ Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]  # the candidate's matrix an
 
 
 class Candidate(Protocol):
-    """A model that is compared with the source. `quantize run` makes its own on the way, `quantize eval` reads files.
-
-    Attributes:
-        stream: its states of the texts.
+    """A model that is compared with the source: `quantize run` makes its own on the way, `quantize eval` reads files.
+    The stream is of its states of the texts.
     """
 
     stream: ActivationStream
@@ -59,8 +57,7 @@ class Comparison(Consumer):
     Args:
         reference: the source's stream; its states, like those of all candidates, are those that enter the first layer.
         candidates: in the order of their figures.
-        texts: of all streams; without any the candidates are only made.
-        dist: the processes that share the texts.
+        texts: of all streams, shared by the processes of `dist`; without any the candidates are only made.
 
     Attributes:
         found: what `compare` found at the last step, for each candidate; empty without texts.
@@ -130,25 +127,26 @@ def compare(
     routed: bool = True,
     dist: ProcessGroup = SINGLE_PROCESS,
 ) -> dict[str, Any]:
-    """Figures of the layer that both streams have just passed through.
-
-    Args:
-        routed: whether the layer has experts.
-        dist: the processes that share the texts; each compares its own.
+    """Figures of the layer that both streams have just passed through, `routed` if it has experts.
 
     Returns:
         agreement: the share of the source's expert choices that the candidate makes too, None without experts;
-        hidden_error:
-        ‖h_candidate − h_source‖ / ‖h_source‖ of the states that leave the layer; and `long` with the same of the long
-        texts, if they are reported separately (see `metrics.parts`).
+        hidden_error: ‖h_candidate − h_source‖ / ‖h_source‖ of the states that leave the layer; and `long` with the same
+        of the long texts, if they are reported separately (see `metrics.parts`).
     """
-    all_of_them = by_text(source, candidate, routed=routed, dist=dist)
+    found = by_text(source, candidate, routed=routed, dist=dist)
 
-    def choices(part: Sequence[int]) -> int:
-        return sum(source.chosen.lengths[i] for i in part) * source.chosen.width if routed else 0
+    def together(part: Sequence[int]) -> dict[str, Any]:
+        difference = size = 0.0
+        for i in part:  # added in their order, without the correction that sum() makes since Python 3.12
+            difference += found[i].difference
+            size += found[i].size
+        choices = sum(source.chosen.lengths[i] for i in part) * source.chosen.width if routed else 0
+        agreement = sum(found[i].same for i in part) / choices if choices else None
+        return {"agreement": agreement, "hidden_error": math.sqrt(difference / size)}
 
-    compared = [_together([all_of_them[i] for i in part], choices(part)) for part in parts(texts) if part]
-    return compared[0] | ({"long": compared[1]} if len(compared) > 1 else {})
+    top, long = parts(texts)
+    return together(top) | ({"long": together(long)} if long else {})
 
 
 def by_text(
@@ -174,28 +172,16 @@ def _of_batch(source: ActivationStream, candidate: ActivationStream, batch: rang
     return padded(of_rows, lengths).sum(1)
 
 
-def _together(texts: Sequence[OfText], choices: int) -> dict[str, Any]:
-    difference = size = 0.0
-    for one in texts:  # added in their order, without the correction that sum() makes since Python 3.12
-        difference += one.difference
-        size += one.size
-    agreement = sum(one.same for one in texts) / choices if choices else None
-    return {"agreement": agreement, "hidden_error": math.sqrt(difference / size)}
-
-
 # Weights -----------------------------------------------------------------------------------------------------------
 
 
 def weight_errors(
     source: Checkpoint, candidate: Checkpoint, facts: Architecture, sizes: Sizes, layer: int, device: torch.device
 ) -> dict[str, float]:
-    """Relative error of one layer's experts and attention; holds one expert in memory at a time.
-
-    Returns:
-        experts and attention: ‖candidate − source‖ / ‖source‖ over all their matrices.
+    """‖candidate − source‖ / ‖source‖ of one layer, over all matrices of the experts and all of attention; holds one
+    expert in memory at a time.
     """
-    dense = layer in sizes.dense
-    before = facts.norm
+    before, here = facts.norm, facts.of_layer(layer)
 
     def ratio(norm: str) -> torch.Tensor:
         offset = before.offset if before else 0
@@ -203,15 +189,14 @@ def weight_errors(
 
     def experts() -> Pairs:
         smooth = ratio(before.tensor) if before else torch.ones(1, device=device)
-        for expert in range(0 if dense else sizes["experts"]):
+        for expert in range(0 if layer in sizes.dense else sizes["experts"]):
             modules = [facts.expert(layer, expert, matrix) for matrix in MATRICES]
             gate, up, down = (read_weight(source, module, device) for module in modules)
             g, u, d = (read_weight(candidate, module, device) for module in modules)
-            rows = torch.ones_like(up[:, 0]) if facts.of_layer(layer).own_gate else row_scale(u / smooth, up)
+            rows = torch.ones_like(up[:, 0]) if here.own_gate else row_scale(u / smooth, up)
             yield from ((g / smooth, gate), (u / smooth / rows.unsqueeze(1), up), (d * rows, down))
 
     def attention() -> Pairs:
-        here = facts.of_layer(layer)
         ratios = {norm: ratio(norm) for norm in facts.smoothing if norm in here.tensors}
         for name in here.linears:
             original, weight = (read_weight(one, facts.layer(layer, name), device) for one in (source, candidate))

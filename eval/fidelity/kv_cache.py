@@ -27,12 +27,6 @@ WITH_SCALES, WITH_ONES = "calibrated", "ones"
 KINDS = (WITH_SCALES, WITH_ONES)
 
 
-def kv_scale_names(facts: Architecture, number: int) -> list[str]:
-    """The names that a layer's scales of keys and of values would have; none without a cache of them."""
-    attention = facts.of_layer(number).cached
-    return [] if attention is None else [facts.layer(number, f"{attention}.{name}") for name in KV_SCALES]
-
-
 class CachedModel(StreamedModel):
     """A streamed model that reads keys and values from an FP8 cache, with its own scales or, for `ones`, 1."""
 
@@ -52,10 +46,10 @@ class CachedModel(StreamedModel):
     @contextlib.contextmanager
     def layer(self, number: int, stored: Checkpoint | None = None, *, experts: bool = True) -> Iterator[DecoderLayer]:
         """A decoder layer with its cache; see `StreamedModel.layer`. A layer without scales has an unquantized one."""
-        files = stored or self.checkpoint
-        names = [name for name in kv_scale_names(self.facts, number) if name in files.tensors]
+        files, attention = stored or self.checkpoint, self.facts.of_layer(number).cached
+        names = [self.facts.layer(number, f"{attention}.{name}") for name in KV_SCALES]
         with super().layer(number, stored, experts=experts) as layer, contextlib.ExitStack() as stack:
-            if len(names) == len(KV_SCALES):
+            if attention is not None and files.tensors.keys() >= {*names}:
                 scales = torch.cat([files.tensor(name).view(1) for name in names]).to(self.device, torch.float32)
                 stack.enter_context(through_cache(layer, torch.ones_like(scales) if self._ones else scales))
             yield layer

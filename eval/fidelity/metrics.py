@@ -1,15 +1,13 @@
 """Figures of a candidate against its source: perplexity, bits per byte, KL, top-1, by category of text.
 
-KL is KL(source || candidate) in nats over the whole vocabulary at every scored position; it is largest where the
-candidate lacks tokens that the source finds likely. The reverse, KL(candidate || source), is largest where the
-candidate finds tokens likely that the source would hardly ever choose. Intervals are
-95 % percentile-bootstrap intervals: whole samples are drawn with replacement, since the tokens of one text depend on
-each other; a category with a single sample has no interval. They describe one candidate from two texts on, and are too
-narrow with few; what decides between candidates is the bootstrap-t of paired.py. comparison.py and scoring.py collect
-the values.
+KL is KL(source || candidate) in nats over the whole vocabulary at every scored position, largest where the candidate
+lacks tokens that the source finds likely; the reverse is largest where the candidate finds tokens likely that the
+source would hardly ever choose. Intervals are 95 % percentile-bootstrap intervals: whole samples are drawn with
+replacement, since the tokens of one text depend on each other. They describe one candidate from two texts on, and are
+too narrow with few; what decides between candidates is the bootstrap-t of paired.py.
 
-Long texts are reported separately: the top-level figures, which gates and tables read, are those of the
-short texts, and `long` has the same figures for the long texts. A set with only one kind has no `long`.
+The top-level figures, which gates and tables read, are those of the short texts; `long` has the same of the long ones.
+A set with only one kind has no `long`.
 
 The position of a scored token is its index in its text, counted from 0, so a token at position t is predicted from the
 t tokens before it. The first token of a text is predicted from nothing and is not scored.
@@ -36,10 +34,8 @@ class Text:
 
     Attributes:
         tokens: (T,) int64.
-        category: e.g. code/rust.
+        category: e.g. code/rust; `long`: whether it counts as a long text; `place`: of its row in the set.
         scored_bytes: UTF-8 bytes of the tokens that are predicted, all but the first.
-        long: whether it counts as a long text.
-        place: of its row in the set.
     """
 
     tokens: torch.Tensor
@@ -58,8 +54,7 @@ class Measured:
         kl, reverse_kl: (N,) float64, KL(source || candidate) and KL(candidate || source), nats.
         same_top1: (N,) bool, whether both models find the same token most likely.
         layers: what `comparison.compare` found in each layer, perhaps with the `weight_error` of experts and attention.
-        as_served: figures by card, see as_served.py.
-        kv_cache: figures with an FP8 cache of keys and values, see kv_cache.py.
+        as_served, kv_cache: figures of the modules with these names.
     """
 
     source_nll: np.ndarray
@@ -91,85 +86,68 @@ def groups(categories: Sequence[str]) -> dict[str, dict[str, list[int]]]:
 
 
 def figures(measured: Measured, texts: Sequence[Text]) -> dict[str, Any]:
-    """The figures in report.json: of the short texts, of the long ones, by category and by position.
+    """The figures in report.json: `Fidelity` of eval/report/fidelity.py without `evaluated_on`.
 
-    Returns:
-        `Fidelity` of eval/report/fidelity.py without `evaluated_on`: of the short texts, or of all if they are of one
-        kind; `positions` are of the separate long texts or else of all.
-
-    Raises:
-        OverflowError: a loss is not finite, or so large that its perplexity is infinite.
+    They are of the short texts, or of all if they are of one kind; `positions` are of the separate long texts or else
+    of all. Raises an OverflowError if a loss is not finite, or so large that its perplexity is infinite.
     """
     columns = np.stack(  # (5, N) float64
         [measured.source_nll, measured.candidate_nll, measured.kl, measured.reverse_kl, measured.same_top1]
     )
     if not np.isfinite(columns).all():
         raise OverflowError("a loss is not finite")
-    ends = np.cumsum([len(text.tokens) - 1 for text in texts])
-    scored = list(zip(texts, np.split(columns, ends[:-1], axis=1), strict=True))
-    top, long = ([scored[i] for i in part] for part in parts(texts))
+    top, long = _scored(texts, columns)
     report = _part(top, measured.layers)
     if long:
         report["long"] = _part(long, [layer["long"] for layer in measured.layers])
     values = [columns for _, columns in long or top]
-    report["positions"] = by_position(np.array([part.shape[1] for part in values]), *np.concatenate(values, axis=1))
+    report["positions"] = by_position(np.array([part.shape[1] for part in values]), np.concatenate(values, axis=1))
     weights = [layer["weight_error"] for layer in measured.layers if "weight_error" in layer]
-    report |= {"as_served": measured.as_served} if measured.as_served else {}
-    report |= {"kv_cache": measured.kv_cache} if measured.kv_cache else {}
-    return report | ({"weight_error": weights} if weights else {})
+    more = {"as_served": measured.as_served, "kv_cache": measured.kv_cache, "weight_error": weights}
+    return report | {key: value for key, value in more.items() if value}
 
 
 # With its source_nll, candidate_nll, kl, reverse_kl and same_top1 (5, positions) float64.
 Scored = tuple[Text, np.ndarray]
 
 
+def _scored(texts: Sequence[Text], columns: np.ndarray) -> tuple[list[Scored], list[Scored]]:
+    """The `parts` of texts, from their columns (5, N)."""
+    ends = np.cumsum([len(text.tokens) - 1 for text in texts])
+    scored = list(zip(texts, np.split(columns, ends[:-1], axis=1), strict=True))
+    top, long = ([scored[i] for i in part] for part in parts(texts))
+    return top, long
+
+
 def _part(scored: Sequence[Scored], layers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """All figures over these texts; `layers` were compared over the same texts."""
     agreement = [layer["agreement"] for layer in layers]
-    per_text = [_of_text(text, columns[2]) for text, columns in scored]
+    per_text: list[dict[str, Any]] = []  # `TextFigures` of eval/report/fidelity.py
+    for text, (_, _, kl, _, _) in scored:
+        worst, named = int(kl.argmax()), {"place": text.place, "category": text.category}
+        found = {"tokens": len(kl), "kl": float(kl.mean()), "max": float(kl[worst]), "position": worst + 1}
+        per_text.append(named | found)
     by_name = {
         kind: {name: _table([scored[i] for i in members]) for name, members in group.items()}
         for kind, group in groups([text.category for text, _ in scored]).items()
     }
-    return (
-        _table(scored)
-        | {
-            "longest": max(len(text.tokens) for text, _ in scored),
-            "router": {"agreement": agreement, "min": min(share for share in agreement if share is not None)},
-            "hidden_error": [layer["hidden_error"] for layer in layers],
-        }
-        | by_name
-        | {"worst": max(per_text, key=lambda row: row["kl"]), "per_text": per_text}
-    )
-
-
-def _of_text(text: Text, kl: np.ndarray) -> dict[str, Any]:
-    """`TextFigures` of eval/report/fidelity.py; kl (positions,)."""
-    worst = int(kl.argmax())
     return {
-        "place": text.place,
-        "category": text.category,
-        "tokens": len(kl),
-        "kl": float(kl.mean()),
-        "max": float(kl[worst]),
-        "position": worst + 1,
+        **_table(scored),
+        "longest": max(len(text.tokens) for text, _ in scored),
+        "router": {"agreement": agreement, "min": min(share for share in agreement if share is not None)},
+        "hidden_error": [layer["hidden_error"] for layer in layers],
+        **by_name,
+        "worst": max(per_text, key=lambda row: row["kl"]),
+        "per_text": per_text,
     }
 
 
 def table(texts: Sequence[Text], columns: np.ndarray) -> dict[str, Any]:
-    """Figures over the texts of the top level alone.
-
-    Args:
-        columns: the source's nll, the candidate's, KL, its reverse and same top-1 (5, N) float64, at the positions of
-            all texts.
-    """
-    ends = np.cumsum([len(text.tokens) - 1 for text in texts])
-    scored = list(zip(texts, np.split(columns, ends[:-1], axis=1), strict=True))
-    return _table([scored[i] for i in parts(texts)[0]])
+    """Figures over the texts of the top level alone, from the columns (5, N) of all texts, see `Scored`."""
+    return _table(_scored(texts, columns)[0])
 
 
 def _table(scored: Sequence[Scored]) -> dict[str, Any]:
-    """Figures over these texts."""
     source, candidate, kl, reverse, same = np.concatenate([columns for _, columns in scored], axis=1)
     bits = math.log(2) * float(sum(text.scored_bytes for text, _ in scored))
     lengths = np.array([columns.shape[1] for _, columns in scored])
@@ -190,13 +168,8 @@ def _table(scored: Sequence[Scored]) -> dict[str, Any]:
 
 def spread(kl: np.ndarray) -> dict[str, float]:
     """`Kl` of eval/report/fidelity.py: the mean of some values (N,), and how far they reach."""
-    return {
-        "mean": float(kl.mean()),
-        "median": float(np.median(kl)),
-        "p99": float(np.quantile(kl, 0.99)),
-        "p999": float(np.quantile(kl, 0.999)),
-        "max": float(kl.max()),
-    }
+    quantiles = {name: float(np.quantile(kl, share)) for name, share in (("p99", 0.99), ("p999", 0.999))}
+    return {"mean": float(kl.mean()), "median": float(np.median(kl)), **quantiles, "max": float(kl.max())}
 
 
 def _perplexity(source_nll: np.ndarray, candidate_nll: np.ndarray) -> dict[str, float]:
@@ -216,38 +189,30 @@ def _intervals(lengths: np.ndarray, values: np.ndarray) -> dict[str, list[float]
     return dict(zip(("kl", "top1", "increase"), ends, strict=True))
 
 
-def by_position(
-    lengths: np.ndarray,
-    source_nll: np.ndarray,
-    candidate_nll: np.ndarray,
-    kl: np.ndarray,
-    reverse_kl: np.ndarray,
-    same_top1: np.ndarray,
-) -> list[dict[str, Any]]:
+def by_position(lengths: np.ndarray, columns: np.ndarray) -> list[dict[str, Any]]:
     """A row, `Band` of eval/report/fidelity.py, for each band of positions that has tokens.
 
-    Args:
-        lengths: (texts,), scored tokens of each.
-        source_nll, candidate_nll, kl, reverse_kl, same_top1: (sum of lengths,), see `Measured`.
+    `lengths` (texts,) are the scored tokens of each, and the columns (5, sum of lengths) as in `Scored`.
     """
     position = np.concatenate([np.arange(1, length + 1) for length in lengths])
     ends = [start for _, start in BANDS[1:]] + [None]
-    bands = [
-        (name, start, end, (position >= start) & (position < (end or np.inf)))
-        for (name, start), end in zip(BANDS, ends, strict=True)
-    ]
-    return [
-        {
-            "name": name,
-            "from": start,
-            "to": end,
-            "samples": int((lengths >= max(start, 1)).sum()),
-            "tokens": int(inside.sum()),
-            "perplexity": _perplexity(source_nll[inside], candidate_nll[inside]),
-            "kl": {"mean": float(kl[inside].mean())},
-            "reverse_kl": {"mean": float(reverse_kl[inside].mean())},
-            "top1": float(same_top1[inside].mean()),
-        }
-        for name, start, end, inside in bands
-        if inside.any()
-    ]
+    rows = []
+    for (name, start), end in zip(BANDS, ends, strict=True):
+        inside = (position >= start) & (position < (end or np.inf))
+        if not inside.any():
+            continue
+        source, candidate, kl, reverse, same = (column[inside] for column in columns)
+        rows.append(
+            {
+                "name": name,
+                "from": start,
+                "to": end,
+                "samples": int((lengths >= max(start, 1)).sum()),
+                "tokens": int(inside.sum()),
+                "perplexity": _perplexity(source, candidate),
+                "kl": {"mean": float(kl.mean())},
+                "reverse_kl": {"mean": float(reverse.mean())},
+                "top1": float(same.mean()),
+            }
+        )
+    return rows

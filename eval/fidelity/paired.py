@@ -1,14 +1,13 @@
 """Paired differences of KL between two candidates that were measured on the same texts.
 
-The difference is that of the mean KLs, so every text counts by its scored tokens: Σ dᵢ / Σ tᵢ, where dᵢ is what the
-two sums of KL over text i differ by, and tᵢ its tokens. Pairing removes what makes a text hard for both.
+The difference is that of the mean KLs, so every text counts by its scored tokens: Σ dᵢ / Σ tᵢ, where dᵢ is what the two
+sums of KL over text i differ by, and tᵢ its tokens. Pairing removes what makes a text hard for both.
 
-The interval is a 95 % bootstrap-t interval over whole texts, seeded (Efron and Tibshirani, An Introduction to the
+The interval is a seeded 95 % bootstrap-t interval over whole texts (Efron and Tibshirani, An Introduction to the
 Bootstrap, 1993, section 12.5). With the error of a ratio, s² = n / (n − 1) · Σ (dᵢ − r tᵢ)² / (Σ tᵢ)² (Cochran,
-Sampling Techniques, 1977, chapter 6), each resample gives t* = (r* − r) / s*, and the interval runs from
-r − s t*(97.5 %) to r − s t*(2.5 %). Simulated with eight texts, it holds the true value in 94 of 100 cases if the
-differences are normal, where the simpler percentile interval does in 89; if they are as skewed as a log-normal with
-sigma 0.8, in 90, against 80.
+Sampling Techniques, 1977, chapter 6), each resample gives t* = (r* − r) / s*, and the interval runs from r − s t*(97.5
+%) to r − s t*(2.5 %). Simulated with eight texts, it holds the true value in 94 of 100 cases if the differences are
+normal (the percentile interval in 89), in 90 (80) if they are log-normal with sigma 0.8.
 
 Legend: n texts, r the ratio, d differences of sums, t tokens.
 """
@@ -58,22 +57,13 @@ def _row(rows: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any
     kl = np.array([[one["kl"] for one in pair] for pair in rows])  # (n, 2), nats per token
     difference, interval = difference_of(kl[:, 1] - kl[:, 0], tokens)
     means = tokens @ kl / tokens.sum()
-    return {
-        "texts": len(rows),
-        "tokens": int(tokens.sum()),
-        "first": float(means[0]),
-        "other": float(means[1]),
-        "difference": difference,
-        "interval": interval,
-    }
+    of_both = {"first": float(means[0]), "other": float(means[1]), "difference": difference, "interval": interval}
+    return {"texts": len(rows), "tokens": int(tokens.sum()), **of_both}
 
 
 def difference_of(differences: np.ndarray, tokens: np.ndarray) -> tuple[float, list[float] | None]:
-    """The mean difference over all tokens and its 95 % interval.
-
-    Args:
-        differences: (n,), of the mean KL of each text, nats per token.
-        tokens: (n,), scored tokens of each text.
+    """The mean difference over all tokens and its 95 % interval; differences (n,) of the mean KL of each text, nats per
+    token, which has scored tokens (n,).
     """
     sums = differences * tokens  # (n,)
     ratio = float(sums.sum() / tokens.sum())

@@ -1,14 +1,11 @@
 """Held-out texts, and their scores by source and candidates after all layers: −log p, KL both ways, top-1.
 
-Nothing is scored past the model's `max_position_embeddings`: longer texts are truncated there and counted. How a model
-behaves beyond that says nothing about its quantization.
-
-metrics.py summarises what is collected here. Of several processes each one scores the texts it keeps.
+Nothing is scored past the model's `max_position_embeddings`, of which quantization says nothing: longer texts are
+truncated there and counted.
 
 Logits are float32, independent of the forward pass's dtype: rounded to bfloat16, logits around 40 are off by up to 1/8,
-and a KL of 0.0002 reads 0.001. So the matrix product itself must produce float32. On a GPU it does so from bfloat16
-operands; elsewhere the operands are converted to float32, the head block by block, so that no full float32 copy of it
-exists.
+and a KL of 0.0002 reads 0.001. So the matrix product itself must produce float32: on a GPU from bfloat16 operands,
+elsewhere from a float32 copy of the head, block by block.
 
 Legend: T positions, H hidden, V vocabulary.
 """
@@ -16,7 +13,7 @@ Legend: T positions, H hidden, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +41,7 @@ COLUMNS = ("nll", "kl", "reverse_kl", "same_top1")  # what `score_text` finds at
 CHUNK = 256  # positions whose logits are in memory at a time: 0.2 GB with a vocabulary of 200,064
 Stage = Callable[[str, int, int], AbstractContextManager[Step]]  # its name, its steps, steps done by an earlier call
 Scores = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # the COLUMNS, (N,) each over all texts
+Models = Sequence[tuple[StreamedModel, torch.Tensor]]  # with the head (V, H) of each
 Pair = tuple[int, int]  # numbers of two streams, P and Q: what is measured is Q, and KL(P || Q)
 
 
@@ -60,12 +58,11 @@ def score(
 
     Args:
         streams: the source's, then the candidates'.
-        texts: each has two tokens or more.
-        stage: shows progress, see `Stage`; it counts this process's chunks of positions, since a long text takes as
-            long as many short ones.
+        texts: each has two tokens or more; each of the processes of `dist` scores its own.
+        stage: shows progress; it counts this process's chunks of positions, since a long text takes as long as many
+            short ones.
         work: a folder for scored texts, with which the same call resumes after an interruption; None for nowhere. What
             a version with other columns left there is scored again.
-        dist: the processes that share the texts; each scores its own.
         pairs: which streams are compared; by default each one with the source's.
     """
     layers = streams[0].model.sizes["layers"]
@@ -101,31 +98,20 @@ def score(
 
 @torch.no_grad()
 def score_text(
-    models: Sequence[tuple[StreamedModel, torch.Tensor]],
-    tokens: torch.Tensor,
-    states: Sequence[torch.Tensor],
-    pairs: Sequence[Pair] = (),
+    models: Models, tokens: torch.Tensor, states: Sequence[torch.Tensor], pairs: Sequence[Pair] = ()
 ) -> np.ndarray:
     """The COLUMNS of each pair, (pairs, len(COLUMNS), T - 1) float64.
 
     They are Q's nll, KL(P || Q), KL(Q || P), and 1 where the top-1 token of both is the same.
 
     Args:
-        models: with the head (V, H) of each.
-        tokens: (T,) int64.
-        states: (T, H) of each model, leaving the last layer.
-        pairs: numbers of models; by default each one with the first.
+        models: with the head (V, H) of each; `pairs` are their numbers, by default each one with the first.
+        tokens: (T,) int64; `states`: (T, H) of each model, leaving the last layer.
     """
     pairs = pairs or [(0, n) for n in range(len(models))]
-    targets = tokens[1:].to(models[0][0].device)
-    final = [model.final(rows[:-1]) for (model, _), rows in zip(models, states, strict=True)]
-    chunks = []
-    for start in range(0, len(targets), CHUNK):
-        target = targets[start : start + CHUNK, None]
-        logs = [
-            torch.log_softmax(model.logits(products(x[start : start + CHUNK], head)), dim=-1)
-            for x, (model, head) in zip(final, models, strict=True)
-        ]
+    targets, chunks = tokens[1:].to(models[0][0].device), []
+    for part, logs in log_probabilities(models, states, CHUNK):
+        target = targets[part, None]
         best = [log.argmax(-1) for log in logs]
         rows = []
         for p, q in pairs:
@@ -134,6 +120,17 @@ def score_text(
             rows.append(torch.stack([nll, kl, reverse, (best[p] == best[q]).double()]).cpu())
         chunks.append(torch.stack(rows).numpy())
     return np.concatenate(chunks, axis=-1)
+
+
+def log_probabilities(
+    models: Models, states: Sequence[torch.Tensor], size: int
+) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+    """Those of the tokens 1 to T - 1 by each model, (size, V) float32, part by part; models, states as `score_text`."""
+    final = [model.final(rows[:-1]) for (model, _), rows in zip(models, states, strict=True)]
+    for start in range(0, len(final[0]), size):
+        part = slice(start, start + size)
+        of_part = zip(final, models, strict=True)
+        yield part, [torch.log_softmax(model.logits(products(x[part], head)), dim=-1) for x, (model, head) in of_part]
 
 
 def divergence(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
@@ -169,10 +166,8 @@ class HeldOut:
     about: dict[str, Any]
 
     def figures(self, measured: Measured, name: str) -> dict[str, Any]:
-        """Figures of the candidate called `name`, see `metrics.figures`, with `evaluated_on`.
-
-        Raises:
-            QuantizeError: a perplexity is not a number.
+        """Figures of the candidate called `name`, see `metrics.figures`, with `evaluated_on`; a QuantizeError if a
+        perplexity is not a number.
         """
         try:
             return figures(measured, self.texts) | {"evaluated_on": self.about}
@@ -190,27 +185,19 @@ def held_out(
     trust_remote_code: bool,
     published: Callable[[str], str] = str,
 ) -> HeldOut:
-    """The texts of a set whose samples were tokenized with the source's tokenizer.
+    """The texts of a set whose samples were tokenized with the source's tokenizer, which may run code of its own or
+    not.
 
-    Args:
-        sizes: of the model, with its vocabulary for the check of token ids.
-        trust_remote_code: whether the tokenizer may run code of its own.
-        published: the place of a row as figures name it.
+    The sizes have the vocabulary for the check of token ids; `published` is the place of a row as figures name it.
     """
     limit = sizes.positions
     tokenizer = load_tokenizer(str(source.folder), trust_remote_code=trust_remote_code)
-    texts = [
-        Text(
-            tokens[:limit],
-            sample.category,
-            scored_bytes(tokenizer, tokens[:limit].tolist()),
-            sample.long,
-            published(sample.place),
-        )
-        for sample, tokens in zip(data.samples, token_tensors(data, sizes["vocabulary"]), strict=True)
-    ]
+    texts = []
+    for sample, whole in zip(data.samples, token_tensors(data, sizes["vocabulary"]), strict=True):
+        tokens = whole[:limit]
+        size = scored_bytes(tokenizer, tokens.tolist())
+        texts.append(Text(tokens, sample.category, size, sample.long, published(sample.place)))
     lost = [len(sample.tokens) - limit for sample in data.samples if limit is not None and len(sample.tokens) > limit]
     past_the_model = {"texts": len(lost), "tokens": sum(lost)} | ({"positions": limit} if limit else {})
-    return HeldOut(
-        texts, identity(data.samples), {"name": data.name, "digest": data.digest, "past_the_model": past_the_model}
-    )
+    about = {"name": data.name, "digest": data.digest, "past_the_model": past_the_model}
+    return HeldOut(texts, identity(data.samples), about)

@@ -5,8 +5,8 @@ distributions is at least that of coarser ones: here the returned tokens one by 
 
     KL(p || q) >= sum over the returned ids of p log(p / q)  +  p_rest log(p_rest / q_rest)
 
-`verdict` tells whether a server is healthy by it. A share of the quantization's own KL would be no limit: healthy
-servers were at 25 % of it (bfloat16) to 1,800 %. The distance of the source on the same server is one.
+`verdict` tells whether a server is healthy by it. A share of the quantization's own KL would be no limit (healthy
+servers were at 25 % of it, in bfloat16, to 1,800 %); the distance of the source on the same server is one.
 
 Legend: T tokens of a text, N returned ids, V vocabulary; p ours, q the server's.
 """
@@ -20,10 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from quantizers.model.streamed_model import StreamedModel
-
 from .metrics import groups, spread
-from .scoring import divergence, products
+from .scoring import Models, divergence, log_probabilities
 
 ROWS = 32  # positions whose float64 probabilities are in memory at a time: 50 MB with a vocabulary of 200,064
 ROUNDING = 4 * float(np.finfo(np.float32).eps)  # by so much a sum of float32 probabilities, and thus q_rest, is off
@@ -56,36 +54,25 @@ def bounded_kl(log_p: torch.Tensor, ids: torch.Tensor, log_q: torch.Tensor) -> t
     p_sum, q_sum = p_ids.sum(1), log_q.exp().sum(1)
     q_rest = torch.minimum(torch.maximum(p_rest, 1 - q_sum - ROUNDING), (1 - q_sum + ROUNDING).clamp(min=ROUNDING))
     among = (p_ids * log_ratio).sum(1) - torch.xlogy(p_sum, p_sum / q_sum.clamp(min=LEAST))
-    between = torch.xlogy(1 - p_rest, (1 - p_rest) / (1 - q_rest)) + torch.xlogy(
-        p_rest, p_rest / q_rest.clamp(min=LEAST)
-    )
+    rest = torch.xlogy(p_rest, p_rest / q_rest.clamp(min=LEAST))
+    between = torch.xlogy(1 - p_rest, (1 - p_rest) / (1 - q_rest)) + rest
     return (among + between).clamp(min=0), p_rest
 
 
 @torch.no_grad()
 def compare_text(
-    models: Sequence[tuple[StreamedModel, torch.Tensor]],
-    tokens: torch.Tensor,
-    states: Sequence[torch.Tensor],
-    returned: tuple[np.ndarray, np.ndarray, np.ndarray],
+    models: Models, tokens: torch.Tensor, states: Sequence[torch.Tensor], returned: Sequence[np.ndarray]
 ) -> np.ndarray:
     """The COLUMNS of a text, (len(COLUMNS), T - 1) float64.
 
     Args:
         models: the candidate, and the source if there is one, with the head (V, H) of each.
-        tokens: (T,) int64.
-        states: (T, W) of each model, leaving the last layer.
+        tokens: (T,) int64; `states`: (T, W) of each model, leaving the last layer.
         returned: by the server: ids (T - 1, N) int64, their log-probabilities float64, and those of the next token.
     """
     ids, logs, following = map(torch.from_numpy, returned)
-    final = [model.final(rows[:-1]) for (model, _), rows in zip(models, states, strict=True)]
     found = []
-    for start in range(0, len(ids), ROWS):
-        part = slice(start, start + ROWS)
-        ours = [
-            torch.log_softmax(model.logits(products(rows[part], head)), dim=-1)
-            for rows, (model, head) in zip(final, models, strict=True)
-        ]
+    for part, ours in log_probabilities(models, states, ROWS):
         candidate = ours[0]
         nll = [-one.gather(1, tokens[1:][part, None])[:, 0].double() for one in ours]
         kl, outside = bounded_kl(candidate, ids[part], logs[part])
@@ -100,10 +87,8 @@ def compare_text(
 
 
 def figures(tables: Sequence[np.ndarray], categories: Sequence[str]) -> dict[str, Any]:
-    """Figures over all texts and by category: `Served` of eval/report/serve_check.py.
-
-    Args:
-        tables: of `compare_text`, one for each text; `categories`: of the texts.
+    """Figures over all texts and by their categories, from `compare_text` of each: `Served` of
+    eval/report/fidelity.py.
     """
     return _row(tables) | {
         kind: {name: _row([tables[i] for i in members]) for name, members in group.items()}
@@ -125,10 +110,9 @@ def _row(tables: Sequence[np.ndarray]) -> dict[str, Any]:
 
 
 def verdict(found: Mapping[str, Any], *, exact: bool, of_source: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Whether a server's distance is within its limit: `Verdict` of eval/report/serve_check.py.
+    """Whether a server's distance is within its limit: `Verdict` of eval/report/fidelity.py.
 
     Args:
-        found: of `figures`.
         exact: whether the server computes in float32 with weights as stored.
         of_source: the figures of the source on the same server, over the same tokens; None if it was not served.
     """
@@ -147,13 +131,8 @@ def verdict(found: Mapping[str, Any], *, exact: bool, of_source: Mapping[str, An
     passed = limit is None or distance <= limit
     if not passed or found["top1"] < UNLIKE:
         said += reasons(found)
-    return {
-        "kind": "exact" if exact else "none" if limit is None else "as served",
-        "distance": distance,
-        "limit": limit,
-        "passed": passed,
-        "said": said,
-    }
+    kind = "exact" if exact else "none" if limit is None else "as served"
+    return {"kind": kind, "distance": distance, "limit": limit, "passed": passed, "said": said}
 
 
 def reasons(found: Mapping[str, Any]) -> Iterator[str]:

@@ -20,15 +20,13 @@ SERVED_WORDS = (
     "FP8 cache: of keys and values, all else as stored"
 )
 SERVED = {"as_served", "kv_cache"}
+Results = Sequence[tuple[str, dict[str, Any]]]  # name and figures of each candidate
 CATEGORY_ROWS, WORST = 24, 5  # with more categories than rows, families and the WORST categories are shown
 
 
 def eval_table(report: dict[str, Any]) -> str:
-    """All tables of one evaluation.
-
-    Args:
-        report: source, candidates (each with its figures and `model`), notes; and with several candidates `paired`, for
-            each but the first what `paired.paired` returns, with `model` and `against`.
+    """All tables of one evaluation, of what `quantize eval --json` prints: source, candidates, notes, and with several
+    candidates `paired`.
     """
     results = [(one["model"], one) for one in report["candidates"]]
     first = report["candidates"][0]
@@ -44,12 +42,10 @@ def eval_table(report: dict[str, Any]) -> str:
     if any(SERVED & one.keys() for _, one in results):
         parts += [served_table(results), SERVED_WORDS]
     for name, one in results:
-        parts += [
-            f"{name}, by category{_left_out(one)}",
-            _categories(one),
-            f"{name}, by depth{', short texts' if 'long' in one else ''}",
-            _depth(one),
-        ]
+        count, short = len(one["categories"]), ", short texts" if "long" in one else ""
+        more = f" ({count}: by family, then the {WORST} that lose most; all of them with --json)"
+        parts += [f"{name}, by category{more if count > CATEGORY_ROWS else ''}", _categories(one)]
+        parts += [f"{name}, by depth{short}", _depth(one)]
         if len(one["positions"]) > 1:
             parts += [f"{name}, by position in {'its long' if 'long' in one else 'all'} texts", positions_table(one)]
     for one in report.get("paired", ()):
@@ -61,11 +57,7 @@ def eval_table(report: dict[str, Any]) -> str:
 
 
 def paired_table(one: dict[str, Any]) -> str:
-    """Differences of mean KL by category, or by family if there are too many, and over all texts.
-
-    Args:
-        one: of `paired.paired`.
-    """
+    """Differences of mean KL by category, or by family if there are too many, and over all texts."""
     few = len(one["categories"]) <= CATEGORY_ROWS
     rows = [
         (
@@ -92,11 +84,7 @@ def by_part(one: dict[str, Any]) -> dict[str, Any]:
 
 
 def shown_categories(one: dict[str, Any]) -> dict[str, Any]:
-    """The categories to show: all of them, or if there are too many, the families and the WORST by KL.
-
-    Args:
-        one: figures of one part, see `by_part`; `one["long"]` has categories of its own.
-    """
+    """The categories of one part's figures to show: all, or if there are too many, the families and the WORST by KL."""
     if len(one["categories"]) <= CATEGORY_ROWS:
         return dict(one["categories"])
     worst = sorted(one["categories"].items(), key=lambda item: -item[1]["kl"]["mean"])[:WORST]
@@ -139,15 +127,6 @@ def _categories(one: dict[str, Any]) -> str:
     return _figures_table("category", columns, rows)
 
 
-def _left_out(one: dict[str, Any]) -> str:
-    count = len(one["categories"])
-    return (
-        f" ({count}: by family, then the {WORST} that lose most; all of them with --json)"
-        if count > CATEGORY_ROWS
-        else ""
-    )
-
-
 def _interval(table: dict[str, Any], key: str, form: str) -> str:
     interval = table["interval"]
     return f"[{interval[key][0]:{form}}, {interval[key][1]:{form}}]" if interval else "one sample"
@@ -163,7 +142,7 @@ def _depth(one: dict[str, Any]) -> str:
     return text_table(header, [(*row, *more) for row, more in zip(rows, weights or [()] * len(rows), strict=True)])
 
 
-def fidelity_table(results: Sequence[tuple[str, dict[str, Any]]]) -> str:
+def fidelity_table(results: Results) -> str:
     """One row per candidate, followed by one for its long texts if they were measured separately."""
     columns = (
         "ppl source", "ppl", "change", "bits/byte", "KL mean", "median", "p99", "p99.9", "max", "reverse", "top-1",
@@ -172,51 +151,37 @@ def fidelity_table(results: Sequence[tuple[str, dict[str, Any]]]) -> str:
     return _figures_table("", columns, _with_long(results))
 
 
-def worst_table(results: Sequence[tuple[str, dict[str, Any]]]) -> str:
+def worst_table(results: Results) -> str:
     """The text with the largest mean KL of each candidate, and of its long texts if they were measured separately."""
-    rows = [
-        (
-            name, one["place"], one["category"], f"{one['tokens']:,}", f"{one['kl']:.5f}", f"{one['max']:.4f}",
-            f"{one['position']:,}",
-        )
-        for name, one in ((name, part["worst"]) for name, part in _with_long(results))
-    ]  # fmt: skip
+    rows = []
+    for name, part in _with_long(results):
+        one = part["worst"]
+        figures = (f"{one['tokens']:,}", f"{one['kl']:.5f}", f"{one['max']:.4f}", f"{one['position']:,}")
+        rows.append((name, one["place"], one["category"], *figures))
     return text_table(("", "worst text", "category", "tokens", "KL mean", "max", "at"), rows)
 
 
-def _with_long(results: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
+def _with_long(results: Results) -> list[tuple[str, dict[str, Any]]]:
     """Each candidate, followed by its long texts if they were measured separately."""
     return [(label, part) for name, r in results for label, part in ((name, r), ("long", r.get("long"))) if part]
 
 
-def served_table(results: Sequence[tuple[str, dict[str, Any]]]) -> str:
+def served_table(results: Results) -> str:
     """Rows for each candidate as stored, as served on each card, and with an FP8 cache of keys and values.
 
     They are of the short texts where there are long ones.
     """
-    rows = [
-        (name if number == 0 else "", *row)
-        for name, one in results
-        for number, row in enumerate([("as stored", *_served(one), "0", f"{one['kl']['mean']:.5f}"), *_on_cards(one)])
-    ]
-    return text_table(("", "card", "KL mean", "median", "p99", "top-1", "change", "card alone", "from stored"), rows)
-
-
-def _on_cards(one: dict[str, Any]) -> list[tuple[str, ...]]:
-    return [
-        (
-            card, *_served(row["served"]), f"{row['card_alone']['kl']['mean']:.5f}",
-            f"{row['from_stored']['kl']['mean']:.5f}",
-        )
-        for card, row in one.get("as_served", {}).items()
-    ] + [
-        (f"FP8 cache{'' if kind == 'calibrated' else ', scales of 1'}", *_served(row), "-", f"{row['kl']['mean']:.5f}")
-        for kind, row in one.get("kv_cache", {}).items()
-    ]  # fmt: skip
-
-
-def _served(row: dict[str, Any]) -> list[str]:
-    return [COLUMNS[column](row) for column in ("KL mean", "median", "p99", "top-1", "change")]
+    columns, rows = ("KL mean", "median", "p99", "top-1", "change"), []
+    mean = COLUMNS["KL mean"]
+    for name, one in results:
+        shown = [("as stored", one, "0", mean(one))]
+        for card, row in one.get("as_served", {}).items():
+            shown.append((card, row["served"], mean(row["card_alone"]), mean(row["from_stored"])))
+        for kind, row in one.get("kv_cache", {}).items():
+            shown.append((f"FP8 cache{'' if kind == 'calibrated' else ', scales of 1'}", row, "-", mean(row)))
+        for n, (card, row, *more) in enumerate(shown):
+            rows.append((name if n == 0 else "", card, *(COLUMNS[column](row) for column in columns), *more))
+    return text_table(("", "card", *columns, "card alone", "from stored"), rows)
 
 
 def positions_table(report: dict[str, Any]) -> str:

@@ -7,7 +7,6 @@ conventions (https://huggingface.co/docs/hub/model-cards).
 from __future__ import annotations
 
 import base64
-import json
 import re
 import shlex
 from collections.abc import Mapping
@@ -19,29 +18,17 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from eval.fidelity.tables import by_part, past_the_model, shown_categories
-from eval.serving.cards import DEEP_GEMM, KEEPS_SCALES
+from eval.serving.cards import DEEP_GEMM, KEEPS_SCALES, NEGATIVE_SCALES, UNSCALED
 from eval.serving.check import ONE_SCHEME, REFUSES
 from eval.serving.engines import READ, SGLANG, TRANSFORMERS
-from eval.serving.kernels import NEGATIVE_SCALES, UNSCALED
 from quantizers.calibration.samples import in_words
 from quantizers.recipe.portable import is_hub_id
+from quantizers.recipe.schema import Scheme
 from quantizers.system.formatting import gate_figures, gib, number, size
 from quantizers.system.output_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
 from quantizers.system.strict_yaml import dump
 
-from .summary import (
-    NAMELESS,
-    REASONS,
-    expert_schemes,
-    layer_rows,
-    repository,
-    scheme_lines,
-    sglang_command,
-    summary,
-    under_routed_line,
-    vllm_command,
-    without_vllm,
-)
+from . import summary
 
 SMALL = 20e9  # bytes of an output up to which transformers, which dequantizes it, is worth naming
 SHARED = ".shared_expert"  # in the names of the matrices of experts that every token passes through
@@ -52,65 +39,34 @@ CONVERSIONS = {
     "they run",
 }
 DIGITS = 5  # significant digits of the figures in the front matter
+PLOTS = {"calibration": CALIBRATION_PICTURE, "coverage": COVERAGE_PICTURE}  # that are files beside the model card
 
 
 def html_report(report: dict[str, Any], drawn: Mapping[str, bytes]) -> str:
-    """The whole page; sections without data are left out.
-
-    Args:
-        report: the contents of report.json, from a run or a stitch.
-        drawn: of `plots.draw`, made from the same report.
+    """The whole page of a run or a stitch, of its report.json and its plots (`plots.draw`); sections without data are
+    left out.
     """
-    place = "." if repository(report) == NAMELESS else repository(report)
-    parts = by_part(report) if "kl" in report else {}
+    place = "." if summary.repository(report) == summary.NAMELESS else summary.repository(report)
     return _render(
         "report.html.jinja",
         report,
         place,
         name=base_name(report["source"]["model"]),
-        tiles=_tiles(report),
-        summary=summary(report),
+        numbers=_numbers(report),
+        summary=summary.summary(report),
         plots={name: f"data:image/png;base64,{base64.b64encode(raw).decode()}" for name, raw in drawn.items()},
-        parts=parts,
-        fidelity=[
-            (name, row)
-            for label, part in parts.items()
-            for name, row in [(label, part), *shown_categories(part).items()]
-        ],
+        shown_categories=shown_categories,
         command_here=place == ".",
     )
 
 
-def _tiles(report: dict[str, Any]) -> list[tuple[str, str]]:
-    """The figures at the head of the page, each with what it is."""
-    tiles = []
-    if "kl" in report:
-        tiles = [
-            (number(report["kl"]["mean"], ".4f"), "mean KL, nats per token"),
-            (number(report["perplexity"]["increase"], "+.2%"), "perplexity"),
-            (number(report["top1"], ".1%"), "same most likely token"),
-        ]
-    before, after = report["plan"]["source_bytes"], report["plan"]["output_bytes"]
-    passed = sum(gate["passed"] for gate in report["gates"])
-    return [
-        *tiles,
-        (size(after), f"{after / before:.0%} of the source's {size(before)}"),
-        (_numbers(report), "experts"),
-        (f"{passed} of {len(report['gates'])}", "gates passed"),
-    ]
-
-
 def model_card(report: dict[str, Any]) -> str:
     """The model card as Markdown with front matter, of the contents of report.json, from a run or a stitch."""
-    report = json.loads(json.dumps(report, sort_keys=True))  # so the card is the same from memory and from the file
-    stitch, plan, name = "stitched" in report, report["plan"], repository(report)
-    dense, serving, findings = plan["dense_layers"], report["serving"], report.get("consumers", {}).get("findings", [])
-    failing = {
-        engine
-        for one in findings
-        if one["consequence"].startswith((REFUSES, ONE_SCHEME, UNSCALED))
-        for engine in one["engine"].split(", ")
-    }
+    stitch, plan, name = "stitched" in report, report["plan"], summary.repository(report)
+    serving, findings = report["serving"], report.get("consumers", {}).get("findings", [])
+    fails = (one for one in findings if one["consequence"].startswith((REFUSES, ONE_SCHEME, UNSCALED)))
+    failing = {engine for one in fails for engine in one["engine"].split(", ")}
+    peaks = [row["kv_peaks"] for row in report["layers"] if "kv_peaks" in row] if plan.get("kv_cache") else []
     text = _render(
         "card.md.jinja",
         report,
@@ -119,37 +75,34 @@ def model_card(report: dict[str, Any]) -> str:
         plan=plan,
         front=dump(front_matter(report)),
         title=_title(report),
-        forced=report.get("forced"),
         folds="fold" in plan["actions"],
         shared=any(SHARED in row["kind"] for row in plan["kinds"]),
-        dense=dense,
-        moe_layers=plan["layers"] - len(dense),
+        dense=plan["dense_layers"],
         form=_fp8_form(plan) or "in 16 bits",
         attention=_attention(plan),
         conversion=CONVERSIONS.get(plan.get("attention")),
-        peaks=[max(row["kv_peaks"][n] for row in report["layers"] if "kv_peaks" in row) for n in range(2)]
-        if plan.get("kv_cache")
-        else [],
+        peaks=[max(of_layers) for of_layers in zip(*peaks, strict=True)],
         stored=_stored(report),
-        plots={"calibration": CALIBRATION_PICTURE, "coverage": COVERAGE_PICTURE},
-        parts=by_part(report) if "kl" in report else {},
-        reasons=REASONS,
+        plots=PLOTS,
+        reasons=summary.REASONS,
         repository=name,
-        sglang=None if SGLANG.name in failing else sglang_command(serving, name),
+        sglang=None if SGLANG.name in failing else summary.sglang_command(serving, name),
         loads=serving.get("transformers", True) and TRANSFORMERS not in failing,
-        limits=[one for one in findings if one["severity"] == "warning"],
+        findings=findings,
         rerounded=_rerounded(report),
         read=READ["vllm"],
         small=SMALL,
-        versions=", ".join(f"{package} {version}" for package, version in report["versions"].items()),
         **(_of_stitch(report) if stitch else _of_run(report)),
     )
     return re.sub(r"\n{3,}", "\n\n", text).rstrip("\n") + "\n"
 
 
+def _number(scheme: Scheme) -> str:
+    return "NVFP4" if scheme.format == "nvfp4" else f"INT{scheme.bits}"
+
+
 def _numbers(report: dict[str, Any]) -> str:
-    names = ("NVFP4" if s.format == "nvfp4" else f"INT{s.bits}" for s in expert_schemes(report))
-    return " and ".join(dict.fromkeys(names))
+    return " and ".join(dict.fromkeys(map(_number, summary.expert_schemes(report))))
 
 
 def _title(report: dict[str, Any]) -> str:
@@ -160,15 +113,13 @@ def _title(report: dict[str, Any]) -> str:
 
 
 def _stored(report: dict[str, Any]) -> str:
-    """The storage format of the experts in words."""
+    schemes = summary.expert_schemes(report)
     if "stitched" in report:
-        return " and ".join(
-            str(s) if s.format == "nvfp4" else f"INT{s.bits} in groups of {s.group_size}"
-            for s in expert_schemes(report)
-        )
+        groups = (str(s) if s.format == "nvfp4" else f"INT{s.bits} in groups of {s.group_size}" for s in schemes)
+        return " and ".join(groups)
     if report.get("schemes"):
         return f"{_numbers(report)}, symmetric, one bfloat16 scale per group ({report['schemes']['chosen']})"
-    (scheme,) = expert_schemes(report)
+    (scheme,) = schemes
     if scheme.format == "nvfp4":
         return f"{scheme}: FP4 (E2M1), one FP8 scale per {scheme.group_size} weights, one float32 scale per matrix"
     return f"{_numbers(report)}, symmetric, one bfloat16 scale per {scheme.group_size} weights"
@@ -191,57 +142,38 @@ def _rerounded(report: dict[str, Any]) -> dict[str, str]:
     if report["plan"].get("attention") is not None:
         return {}
     kernels = report.get("consumers", {}).get("kernels", {})
-    return {
-        card: variable
-        for card, variable in KEEPS_SCALES.items()
-        if any(
-            row.startswith("vLLM") and row.endswith(f" {card}") and DEEP_GEMM.name in by_kind.values()
-            for row, by_kind in kernels.items()
-        )
-    }
+    rows = [row for row, kinds in kernels.items() if row.startswith("vLLM") and DEEP_GEMM.name in kinds.values()]
+    cards = [row.rpartition(" ")[2] for row in rows]
+    return {card: variable for card, variable in KEEPS_SCALES.items() if card in cards}
 
 
 def _attention(plan: dict[str, Any]) -> list[str]:
-    """The names of attention's linear modules."""
     names = (row["kind"].rpartition(".self_attn.")[2] for row in plan["kinds"] if ".self_attn." in row["kind"])
     weights = (name.removesuffix(".weight") for name in names if name.endswith(".weight") and "norm" not in name)
     return list(dict.fromkeys(weights))
 
 
 def _of_run(report: dict[str, Any]) -> dict[str, Any]:
-    """What only the card of a run says."""
     calibration = report["calibration"]
-    drawn, dropped = calibration.get("drawn"), calibration["dropped"]
     source = "" if is_hub_id(report["source"]["model"]) else " --source SOURCE"
     experts = report["settings"]["recipe"]["experts"]
     return {
         "experts": experts,
         "negative": NEGATIVE_SCALES if experts.get("scales_sign") == "both" and experts["engine"] == "gram" else None,
-        "shown": {kind: sum(map(bool, counts.values())) for kind, counts in calibration["languages"].items()},
-        "asked": sum(map(len, calibration.get("asked_for", {}).values())),
         "licences": list(in_words(calibration["licences"])) if calibration.get("licences") else [],
-        "cut": calibration["truncated_samples"] - (drawn["cut"] if drawn else 0),
-        "unusable": sum(row["count"] for row in dropped if not row["left_out"]),
-        "unlisted": sum(row["count"] for row in dropped if row["left_out"]),
         "made_by": f"quantize run recipe.yaml --output DIR{source}",
     }
 
 
 def _of_stitch(report: dict[str, Any]) -> dict[str, Any]:
     """What only the card of a stitch says: its experts were quantized elsewhere, and what is not known is said."""
-    stitched, smoothed = report["stitched"], [layer for layer in report["layers"] if layer["folded"]]
+    stitched = report["stitched"]
     flags = " --repair-router" if stitched["repair_router"] else ""
     flags += " --facts facts.yaml" if "facts.yaml" in stitched else ""
-    models = (report["source"]["model"], report["experts"]["model"])
-    source, experts = (
-        shlex.quote(" ".join((model if is_hub_id(model) else base_name(model)).split())) for model in models
-    )
-    return {
-        "smoothed": smoothed,
-        "negative": None,
-        "left_out": sum(layer["router"] == "not compensated" for layer in smoothed),
-        "made_by": f"quantize stitch --source {source} --experts {experts} --output DIR{flags}",
-    }
+    models = (report[part]["model"] for part in ("source", "experts"))
+    names = (model if is_hub_id(model) else base_name(model) for model in models)
+    source, experts = (shlex.quote(" ".join(name.split())) for name in names)
+    return {"negative": None, "made_by": f"quantize stitch --source {source} --experts {experts} --output DIR{flags}"}
 
 
 # Front matter ------------------------------------------------------------------------------------------------------
@@ -284,11 +216,9 @@ def strange_licenses(license: dict[str, Any]) -> list[str]:
 
 
 def _license(known: dict[str, Any], given: str | None) -> dict[str, Any]:
-    """The licence in the front matter: a name that the Hub does not have is the name of another, as it calls it.
+    """The licence in the front matter, of what is `known` of the source and `given` for the publication.
 
-    Args:
-        known: of the source, with the name and link of a licence that the Hub calls `other`.
-        given: for the publication.
+    A name that the Hub does not have is the name of another, as it calls it.
     """
     if given not in (None, known.get("license")):
         return {"license": given}
@@ -298,13 +228,11 @@ def _license(known: dict[str, Any], given: str | None) -> dict[str, Any]:
         return {"license": "other", "license_name": re.sub(r"[^a-z0-9.]+", "-", words.lower()).strip("-")} | {
             key: value for key, value in known.items() if key != "license"
         }
-    return known | (
-        {"license": names.lower() if isinstance(names, str) else [n.lower() for n in names]} if names else {}
-    )
+    lower = names.lower() if isinstance(names, str) else [name.lower() for name in names]
+    return known | ({"license": lower} if names else {})
 
 
 def _results(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """The figures that the Hub shows."""
     if "kl" not in report:
         return []
     name = report["evaluated_on"]["name"]
@@ -332,10 +260,7 @@ def _tags(report: dict[str, Any]) -> list[str]:
     else:
         awq = report["settings"]["recipe"]["experts"]["awq"]
     kinds = (["awq"] if awq else []) + (["fp8"] if _fp8_form(report["plan"]) else [])
-    names = (
-        ("nvfp4" if s.format == "nvfp4" else f"int{s.bits}", f"w{s.bits}a{s.activations}")
-        for s in expert_schemes(report)
-    )
+    names = ((_number(s).lower(), f"w{s.bits}a{s.activations}") for s in summary.expert_schemes(report))
     widths = dict.fromkeys(tag for pair in names for tag in pair)
     return ["compressed-tensors", *kinds, *widths, "moe", *(["vllm"] if "vllm" in report["serving"]["servers"] else [])]
 
@@ -346,23 +271,20 @@ def _tags(report: dict[str, Any]) -> list[str]:
 def _render(template: str, report: dict[str, Any], place: str, **context: Any) -> str:
     """A template of this folder; in `.html.jinja` every value is escaped, in `.md.jinja` those with the filters below.
 
-    What is no character, such as half of a surrogate pair in a JSON file, becomes a question mark.
-
-    Args:
-        report: for what both pages say.
-        place: the checkpoint's folder or Hub id in commands.
-        context: what this page alone says.
+    `place` is the checkpoint's folder or Hub id in commands, `context` what this page alone says. What is no character,
+    such as half of a surrogate pair in a JSON file, becomes a question mark.
     """
     context |= {
         "r": report,
         "failed": [gate["name"] for gate in report["gates"] if not gate["passed"]],
-        "choice": scheme_lines(report),
-        "scheme_table": layer_rows(report["schemes"]) if report.get("schemes") else None,
+        "choice": summary.scheme_lines(report),
+        "scheme_table": summary.layer_rows(report["schemes"]) if report.get("schemes") else None,
+        "parts": by_part(report) if "kl" in report else {},
         "past_the_model": past_the_model(report),
-        "under_routed": under_routed_line(report),
+        "under_routed": summary.under_routed_line(report),
         "fallbacks": [f"layer {row['layer']}: {line}" for row in report["layers"] for line in row.get("fallbacks", ())],
-        "vllm": vllm_command(report["serving"], place),
-        "without_vllm": without_vllm(report["serving"]),
+        "vllm": summary.vllm_command(report["serving"], place),
+        "without_vllm": summary.without_vllm(report["serving"]),
     }
     return _environment().get_template(template).render(context).encode(errors="replace").decode()
 
@@ -377,19 +299,8 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {
-        "n": lambda value: f"{value:,}",
-        "f": number,
-        "size": size,
-        "gib": gib,
-        "md": md,
-        "cell": cell,
-        "code": code,
-        "commands": commands,
-        "linked": linked,
-        "is_hub_id": is_hub_id,
-        "gate_figures": gate_figures,
-    }
+    filters = (size, gib, md, cell, code, commands, linked, is_hub_id, gate_figures)
+    environment.filters |= {"n": "{:,}".format, "f": number} | {one.__name__: one for one in filters}
     return environment
 
 

@@ -1,8 +1,8 @@
 """The plots of the HTML report, the model card, `quantize eval` and `quantize coverage`. They need no display.
 
 An expert's load is its routed tokens divided by those of an even load of its layer. Every heat map shows it, the ratio
-of two of them, or an expert's saliency divided by the mean of its layer, on the same logarithmic scale from LOW to
-HIGH; values beyond it take the colour of the end. So plots of two runs can be compared side by side.
+of two of them, or an expert's saliency divided by the layer's mean, on one logarithmic scale from LOW to HIGH, with the
+colour of the end beyond it: so plots of two runs can be compared side by side.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from eval.fidelity.tables import CATEGORY_ROWS, shown_categories
+from eval.fidelity.tables import CATEGORY_ROWS, Results, shown_categories
 from quantizers.system.files import atomic, disk_errors
 
 LOW, HIGH = 1 / 8, 8.0
@@ -31,7 +31,6 @@ TICKS = 16  # layers or experts that get a tick label, at most
 SERIES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
 UNCOVERED = "#d62728"  # always with a cross, so that it does not depend on the colour
 DIVERGING = "PuOr_r"  # colour-blind safe by ColorBrewer: purple for less, orange for more
-Results = Sequence[tuple[str, dict[str, Any]]]
 ERRORS = {"-": "hidden states", "--": "experts' weights"}
 LANGUAGES = {"programming": "programming languages", "spoken": "spoken languages"}
 
@@ -53,10 +52,8 @@ def own_style() -> Iterator[None]:
 
 
 def draw(report: dict[str, Any]) -> tuple[dict[str, bytes], list[str]]:
-    """The plots of a report as PNG, by name, and a line for each that failed; the same report gives the same bytes.
-
-    Args:
-        report: of a run or a stitch; a plot without data is left out.
+    """The plots of the report of a run or a stitch as PNG, by name, those that it has data for, and a line for each
+    that failed; the same report gives the same bytes.
     """
     name, panels = Path(report["source"]["model"]).name, _panels(report["layers"])
     plots: dict[str, Callable[[], Any]] = {}
@@ -86,9 +83,7 @@ def draw(report: dict[str, Any]) -> tuple[dict[str, bytes], list[str]]:
 def fidelity_figure(results: Results, title: str = "", *, stacked: bool = False) -> Any:
     """Mean KL by category with intervals, and by position; by depth the errors of hidden states, weights and router.
 
-    Args:
-        results: name and figures of each candidate.
-        stacked: two columns, for a page, instead of one row.
+    It has two columns if `stacked`, for a page, instead of one row.
     """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -158,11 +153,9 @@ def _categories(axes: Any, results: Results) -> None:
 def _positions(axes: Any, results: Results) -> None:
     bands = [row["name"] for row in results[0][1]["positions"]]
     for i, (_, one) in enumerate(results):
-        along = [row["kl"]["mean"] for row in one["positions"]]
-        axes.plot(np.arange(len(bands)), along, color=colour(i), marker="o", markersize=4)
+        axes.plot([row["kl"]["mean"] for row in one["positions"]], color=colour(i), marker="o", markersize=4)
     axes.set_xticks(np.arange(len(bands)), bands)
-    axes.set_ylabel("mean KL, nats per token")
-    axes.set_xlabel("position of the predicted token")
+    axes.set(ylabel="mean KL, nats per token", xlabel="position of the predicted token")
     axes.margins(0.12)
     axes.set_ylim(bottom=0)
     panel_title(axes, f"KL by position, {'long texts' if 'long' in results[0][1] else 'all texts'}")
@@ -195,9 +188,7 @@ def _router(axes: Any, results: Results) -> None:
 
 
 def _depth(axes: Any, results: Results, title: str) -> None:
-    axes.set_xlabel("layer")
-    axes.set_xticks(ticks(len(results[0][1]["hidden_error"])))
-    axes.set_ylim(bottom=0)
+    axes.set(xlabel="layer", xticks=ticks(len(results[0][1]["hidden_error"])), ylim=(0, None))
     panel_title(axes, f"{title}, short texts" if "long" in results[0][1] else title)
 
 
@@ -220,22 +211,20 @@ def _panels(layers: Sequence[dict[str, Any]]) -> dict[str, dict[str, list[float 
         return {"largest relative error": {words: [row[key] for row in layers] for key, words in names.items()}}
     errors = [layer.get("error") or {} for layer in layers]
     search = {
-        "norm → router, w1, w3": [_left(error, ("norm_search", "search")) for error in errors],
-        "w3 → w2": [_left(error, ("down_search", "search_down")) for error in errors],
+        "norm → router, w1, w3": [_left(error, "norm_search", "search") for error in errors],
+        "w3 → w2": [_left(error, "down_search", "search_down") for error in errors],
     }
     rounding = {
         "w1 and w3": [error.get("gate_up_rounding") for error in errors],
         "w2": [error.get("down_rounding") for error in errors],
     }
     panels = {"AWQ's objective after the search / before": search, "relative error of outputs after rounding": rounding}
-    present = {
-        title: {name: values for name, values in lines.items() if any(value is not None for value in values)}
-        for title, lines in panels.items()
-    }
-    return {title: lines for title, lines in present.items() if lines}
+    for title, lines in panels.items():
+        panels[title] = {name: values for name, values in lines.items() if any(value is not None for value in values)}
+    return {title: lines for title, lines in panels.items() if lines}
 
 
-def _left(error: Mapping[str, float | None], searches: Sequence[str]) -> float | None:
+def _left(error: Mapping[str, float | None], *searches: str) -> float | None:
     """The share of the loss that is left after a search, under the key that an engine has for it."""
     for search in searches:
         first, last = error.get(f"{search}_before"), error.get(f"{search}_after")
@@ -255,8 +244,7 @@ def layers_figure(panels: Mapping[str, Mapping[str, Sequence[float | None]]]) ->
         for number, (name, values) in enumerate(series.items()):
             axes.plot(finite(values), color=colour(number), marker="o", markersize=3, label=name)
             axes.set_xticks(ticks(len(values)))
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("layer")
+        axes.set(ylim=(0, None), xlabel="layer")
         axes.legend(fontsize=8, frameon=False)
         panel_title(axes, title)
     return figure
@@ -267,45 +255,39 @@ def layers_figure(panels: Mapping[str, Mapping[str, Sequence[float | None]]]) ->
 
 @own_style()
 def coverage_figure(layers: Sequence[dict[str, Any]], minimum: int, title: str) -> Any:
-    """A heat map of layers by experts, brighter with the load; red with a cross below the minimum.
+    """A heat map of layers by experts, brighter with the load; red with a cross below the minimum of routed tokens.
 
     Args:
         layers: the layers with experts, each with its number and the `routed_tokens` of its experts.
-        minimum: routed tokens that an expert needs to count as covered.
         title: the model and the set.
     """
     tokens = np.array([row["routed_tokens"] for row in layers])  # (layers, experts)
-    load = np.array([loads(row["routed_tokens"]) for row in layers])
-    even = tokens.sum(1).max() / tokens.shape[1]
-    label = f"routed tokens / even load\n(which is {even:,.0f} tokens)"
-    below = tokens < max(minimum, 1)
-    return _crossed_out(
-        load, [row["layer"] for row in layers], label, below, f"below {max(minimum, 1):,} tokens", title
-    )
+    label = f"routed tokens / even load\n(which is {tokens.sum(1).max() / tokens.shape[1]:,.0f} tokens)"
+    below, words = tokens < max(minimum, 1), f"below {max(minimum, 1):,} tokens"
+    return _crossed_out(layers, tokens, label, below, words, title)
 
 
 @own_style()
 def saliency_figure(layers: Sequence[dict[str, Any]], scored: Sequence[dict[str, Any]], title: str) -> Any:
     """A heat map of layers by experts, brighter with the score; red with a cross without tokens.
 
-    Args:
-        layers, title: as for `coverage_figure`.
-        scored: the same layers with the `scores` of their experts.
+    As for `coverage_figure`, and `scored` are the same layers with the `scores` of their experts.
     """
-    scores = np.array([loads(row["scores"]) for row in scored])
-    silent = np.array([row["routed_tokens"] for row in layers]) == 0
-    label = "saliency / the layer's mean"
-    return _crossed_out(scores, [row["layer"] for row in layers], label, silent, "without tokens", f"{title}: saliency")
+    scores, silent = (
+        np.array([row["scores"] for row in scored]),
+        np.array([row["routed_tokens"] for row in layers]) == 0,
+    )
+    return _crossed_out(layers, scores, "saliency / the layer's mean", silent, "without tokens", f"{title}: saliency")
 
 
 def _crossed_out(
-    values: np.ndarray, numbers: Sequence[int], label: str, out: np.ndarray, words: str, title: str
+    layers: Sequence[dict[str, Any]], values: np.ndarray, label: str, out: np.ndarray, words: str, title: str
 ) -> Any:
-    """A heat map with a red cross over the cells that are `out`, which the words count."""
+    """A heat map of the `loads` of values, with a red cross over the cells that are `out`, which the words count."""
     from matplotlib.patches import Patch
 
-    figure, shown = _heat_figure(*values.shape), np.where(out, np.nan, values)
-    axes = _heat_map(figure, shown, numbers, label, colours="viridis", without=UNCOVERED)
+    figure, shown = _heat_figure(*values.shape), np.where(out, np.nan, [loads(row) for row in values.tolist()])
+    axes = _heat_map(figure, shown, [row["layer"] for row in layers], label, colours="viridis", without=UNCOVERED)
     if out.any():
         _crosses(axes, np.argwhere(out), marker="x", c="white")
         counted = f"{words}: {int(out.sum()):,} of {out.size:,}"
@@ -318,9 +300,7 @@ def _crossed_out(
 def comparison_figure(found: dict[str, Any], title: str) -> Any:
     """A heat map of how each expert's share changes between two sets, marked where it becomes covered or uncovered.
 
-    Args:
-        found: what `quantizers.commands.coverage.measure_coverage` returns for two sets.
-        title: the model.
+    `found` is what `quantizers.commands.coverage.measure_coverage` returns for two sets, and the title the model.
     """
     sides = [found[side] for side in ("before", "after")]
     tokens = (f"{side['label']} ({sum(side['tokens'].values()):,} tokens)" for side in sides)
@@ -360,23 +340,15 @@ def _heat_figure(rows: int, experts: int) -> Any:
 
 
 def _heat_map(figure: Any, values: np.ndarray, layers: Sequence[int], label: str, *, colours: str, without: str) -> Any:
-    """Axes in a figure or a part of one: values (layers, experts) on the logarithmic scale, NaN in `without`.
-
-    Args:
-        layers: the number of each row.
-        label: of the colour bar.
+    """Axes in a figure or a part of one: values (layers, experts) on the logarithmic scale, NaN in `without`; `label`
+    is that of the colour bar.
     """
     from matplotlib.colors import LogNorm
 
     rows, experts = values.shape
-    axes = figure.add_subplot()
-    scale = LogNorm(LOW, HIGH)
-    masked = np.ma.masked_invalid(values)
-    image = axes.imshow(masked, aspect="auto", cmap=colours, norm=scale, interpolation="nearest")
-    axes.set_facecolor(without)
-    axes.set_xlabel("expert")
-    axes.set_ylabel("layer")
-    axes.set_xticks(ticks(experts))
+    axes, shown = figure.add_subplot(), np.ma.masked_invalid(values)
+    image = axes.imshow(shown, aspect="auto", cmap=colours, norm=LogNorm(LOW, HIGH), interpolation="nearest")
+    axes.set(facecolor=without, xlabel="expert", ylabel="layer", xticks=ticks(experts))
     axes.set_yticks(ticks(rows), [str(layers[i]) for i in ticks(rows)])
     bar = figure.colorbar(image, ax=axes, extend="both", aspect=max(20, 6 * heat_size(rows, experts)[1]))
     bar.set_ticks(list(MARKS), labels=list(MARKS.values()))
@@ -386,7 +358,6 @@ def _heat_map(figure: Any, values: np.ndarray, layers: Sequence[int], label: str
 
 
 def _crosses(axes: Any, cells: np.ndarray, **how: Any) -> None:
-    """A mark in each of the cells (layer, expert)."""
     points = 60 if axes.get_xlim()[1] <= 32 else 12  # squared
     axes.scatter(cells[:, 1], cells[:, 0], s=points, linewidths=1.2, **how)
 
@@ -399,8 +370,7 @@ def calibration_figure(calibration: dict[str, Any], model: str) -> Any:
     """Tokens by programming language, by spoken language, and by field, and which share of them was cut off.
 
     Args:
-        calibration: of a report; its `by_language` and `categories` hold rows with samples, tokens, truncated (samples)
-            and truncated_tokens.
+        calibration: of a report.
         model: whose tokenizer counted the tokens.
     """
     from matplotlib.figure import Figure
@@ -413,9 +383,8 @@ def calibration_figure(calibration: dict[str, Any], model: str) -> Any:
     groups = groups or [("categories", calibration["categories"])]
     asked = {LANGUAGES[kind]: sum(counts.values()) for kind, counts in calibration.get("asked_for", {}).items()}
     # Places in inches: matplotlib's own layouts measure every label, which takes longer than all the rest.
-    below = [
-        0.3 + 0.065 * max(len(short(name)) for name in rows) for _, rows in groups
-    ]  # for the names, which are turned
+    # Below the bars are their names, turned.
+    below = [0.3 + 0.065 * max(len(short(name)) for name in rows) for _, rows in groups]
     height = 0.5 + sum(2.6 + under for under in below)
     figure = Figure(figsize=(12, height), dpi=100)
     figure.suptitle(_heading(calibration, model), fontsize=11, y=1 - 0.2 / height)
@@ -431,16 +400,13 @@ def calibration_figure(calibration: dict[str, Any], model: str) -> Any:
         at = range(len(names))
         bars = tokens.bar(at, [rows[name]["tokens"] for name in names], color=SERIES[0], width=0.8)
         tokens.bar_label(bars, [f"{rows[name]['samples']:,}" for name in names], fontsize=7)
-        tokens.set_xticks([])
-        tokens.set_ylabel("tokens")
+        tokens.set(xticks=[], ylabel="tokens", ylim=(0, 1.15 * highest))  # one scale for all groups
         tokens.yaxis.set_major_formatter("{x:,.0f}")
-        tokens.set_ylim(0, 1.15 * highest)  # one scale for all groups
         more = f"; {asked[title]:,} more only ask for one" if asked.get(title) else ""
         tokens.set_title(f"{title} ({len(names)}); above the bars: samples{more}", loc="left", fontsize=10)
         cut.bar(at, [_lost(rows[name]) for name in names], color=SERIES[1], width=0.8)
         cut.set_xticks(at, [short(name) for name in names], rotation=90, fontsize=8)
-        cut.set_ylabel("cut off")
-        cut.set_ylim(0, 1)
+        cut.set(ylabel="cut off", ylim=(0, 1))
         cut.yaxis.set_major_formatter(PercentFormatter(1))
         for axis in (tokens, cut):
             axis.set_xlim(-0.6, max(8, len(names)) - 0.4)
@@ -456,12 +422,10 @@ def _lost(row: dict[str, Any]) -> float:
 
 
 def _heading(calibration: dict[str, Any], model: str) -> str:
-    count = calibration["truncated_samples"]
+    count, whole = calibration["truncated_samples"], f"{calibration['name']} for {model}"
     cut = f"{count:,} samples were cut, and lost {_lost(calibration):.0%} of the texts' tokens"
-    return (
-        f"{calibration['name']} for {model}: {calibration['samples']:,} samples, {calibration['tokens']:,} tokens; "
-        f"{cut if count else 'no sample was cut'}"
-    )
+    size = f"{calibration['samples']:,} samples, {calibration['tokens']:,} tokens"
+    return f"{whole}: {size}; {cut if count else 'no sample was cut'}"
 
 
 # Style -------------------------------------------------------------------------------------------------------------

@@ -10,21 +10,8 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from eval.report.fidelity import (
-    Band,
-    BitsPerByte,
-    Fidelity,
-    Figures,
-    HeldOutSet,
-    Interval,
-    Kl,
-    KvCache,
-    OnCard,
-    PartFigures,
-    Perplexity,
-    Router,
-    TextFigures,
-)
+from eval.report import fidelity
+from eval.report.fidelity import Fidelity
 from eval.report.keys import Number, Part, key, maybe
 
 
@@ -483,24 +470,24 @@ class RunReport(Report):
     schemes: Schemes | None = maybe("Choice within a budget; absent without one")
     samples: int | None = measured("samples")
     tokens: int | None = measured("tokens")
-    perplexity: Perplexity | None = measured("perplexity")
-    bits_per_byte: BitsPerByte | None = measured("bits_per_byte")
-    kl: Kl | None = measured("kl")
-    reverse_kl: Kl | None = measured("reverse_kl")
+    perplexity: fidelity.Perplexity | None = measured("perplexity")
+    bits_per_byte: fidelity.BitsPerByte | None = measured("bits_per_byte")
+    kl: fidelity.Kl | None = measured("kl")
+    reverse_kl: fidelity.Kl | None = measured("reverse_kl")
     top1: Number = measured("top1")
-    interval: Interval | None = measured("interval")
+    interval: fidelity.Interval | None = measured("interval")
     longest: int | None = measured("longest")
-    router: Router | None = measured("router")
+    router: fidelity.Router | None = measured("router")
     hidden_error: list[Number] | None = measured("hidden_error")
-    categories: dict[str, Figures] | None = measured("categories")
-    families: dict[str, Figures] | None = measured("families")
-    worst: TextFigures | None = measured("worst")
-    per_text: list[TextFigures] | None = measured("per_text")
-    evaluated_on: HeldOutSet | None = measured("evaluated_on")
-    long: PartFigures | None = measured("long")
-    positions: list[Band] | None = measured("positions")
-    as_served: dict[str, OnCard] | None = measured("as_served")
-    kv_cache: KvCache | None = measured("kv_cache")
+    categories: dict[str, fidelity.Figures] | None = measured("categories")
+    families: dict[str, fidelity.Figures] | None = measured("families")
+    worst: fidelity.TextFigures | None = measured("worst")
+    per_text: list[fidelity.TextFigures] | None = measured("per_text")
+    evaluated_on: fidelity.HeldOutSet | None = measured("evaluated_on")
+    long: fidelity.PartFigures | None = measured("long")
+    positions: list[fidelity.Band] | None = measured("positions")
+    as_served: dict[str, fidelity.OnCard] | None = measured("as_served")
+    kv_cache: fidelity.KvCache | None = measured("kv_cache")
 
 
 def checked(report: dict[str, Any]) -> RunReport | StitchReport:

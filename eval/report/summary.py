@@ -22,32 +22,24 @@ NAMELESS = "PATH_OR_ID"  # in the commands of a model card, until a repository i
 
 
 def summary(report: dict[str, Any]) -> list[str]:
-    """Sentences: the gates, and the KL against its limit.
-
-    Args:
-        report: the contents of report.json, from a run or a stitch.
-    """
-    return [_gates(report["gates"]), *([_kl(report)] if "kl" in report else [])]
-
-
-def _gates(gates: list[dict[str, Any]]) -> str:
-    failed = [gate["name"] for gate in gates if not gate["passed"]]
-    if not failed:
-        return f"All {len(gates)} gates passed." if len(gates) > 1 else "The only gate passed."
-    return f"{len(failed)} of {len(gates)} gates failed: {', '.join(failed)}."
-
-
-def _kl(report: dict[str, Any]) -> str:
-    limit = next((gate for gate in report["gates"] if gate["name"] == "kl"), None)
+    """Sentences of report.json, of a run or a stitch: the gates, and the KL against its limit."""
+    gates = report["gates"]
+    said = f"All {len(gates)} gates passed." if len(gates) > 1 else "The only gate passed."
+    if failed := [gate["name"] for gate in gates if not gate["passed"]]:
+        said = f"{len(failed)} of {len(gates)} gates failed: {', '.join(failed)}."
+    if "kl" not in report:
+        return [said]
     within = "its recipe sets no limit"
-    if limit is not None:
-        side = "within" if limit["passed"] else "above"
-        within = f"{side} the limit of {limit['limit']:.4g} that its recipe sets"
-    return (
+    for gate in gates:
+        if gate["name"] == "kl":
+            side = "within" if gate["passed"] else "above"
+            within = f"{side} the limit of {gate['limit']:.4g} that its recipe sets"
+    return [
+        said,
         f"KL {number(report['kl']['mean'], '.4f')} nats per token on {report['evaluated_on']['name']}: {within}. "
         f"Perplexity {number(report['perplexity']['increase'], '+.2%')}, the same most likely token at "
-        f"{number(report['top1'], '.1%')} of the positions."
-    )
+        f"{number(report['top1'], '.1%')} of the positions.",
+    ]
 
 
 # Bit budget --------------------------------------------------------------------------------------------------------
@@ -99,7 +91,6 @@ def choice_lines(schemes: dict[str, Any]) -> list[str]:
 
 
 def _gain_line(schemes: dict[str, Any]) -> str:
-    """What the best mixture gains over one scheme everywhere."""
     gain, (low, high), uniform = schemes["gain"], schemes["gain_interval"], f"{schemes['uniform']} in every layer"
     if not gain:
         return f"no mixture within the budget is predicted to be closer than {uniform}"
@@ -111,25 +102,17 @@ def layer_rows(schemes: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str
     """Header and rows of a table: each layer's scheme with its measurements."""
     coarsest = schemes["coarsest"]
     header = ("layer", "scheme", "bytes", "predicted KL", f"as {coarsest}", *(f"error of {m}" for m in NAMES))
-    rows = [
-        (
-            str(row["layer"]),
-            row["scheme"],
-            f"{row['bytes']:,}",
-            f"{row['loss'][row['scheme']]:.5f}",
-            f"{row['loss'][coarsest]:.5f}",
-            *(f"{row['by_matrix'][coarsest][matrix] ** 0.5:.2%}" for matrix in NAMES),
-        )
-        for row in schemes["layers"]
-    ]
+    rows = []
+    for row in schemes["layers"]:
+        losses = (f"{row['loss'][scheme]:.5f}" for scheme in (row["scheme"], coarsest))
+        errors = (f"{row['by_matrix'][coarsest][matrix] ** 0.5:.2%}" for matrix in NAMES)
+        rows.append((str(row["layer"]), row["scheme"], f"{row['bytes']:,}", *losses, *errors))
     return header, rows
 
 
 def under_routed_line(report: dict[str, Any]) -> str:
-    """How many experts got too few routed tokens for the recipe's full `routed_weight`; empty if none did.
-
-    Args:
-        report: of a run with either engine, or of a stitch; without these counts the line is empty.
+    """How many experts got too few routed tokens for the recipe's full `routed_weight`; empty if none did, or if they
+    were not counted, as in a stitch.
     """
     rows = [layer["leaning"] for layer in report["layers"] if layer.get("leaning")]
     few = sum(row["experts"] for row in rows)
@@ -171,8 +154,7 @@ def repository(report: dict[str, Any]) -> str:
 def without_vllm(about: dict[str, Any]) -> str:
     """A sentence on why there is no command for vLLM: it has no model of the family, or none is known here.
 
-    Args:
-        about: the report's `serving`, or another mapping with its `servers`.
+    `about` is the report's `serving`, or another mapping with its `servers`.
     """
     if about["servers"]:
         return "No release of vLLM that was known when this was made has a model of this family."
@@ -191,17 +173,12 @@ def vllm_command(about: dict[str, Any], place: str) -> str | None:
     """
     if "vllm" not in about["servers"]:
         return None
-    best = _best(about)
-    options = vllm_options(about)
-    if best and best["tensor_parallel"] > 1:
-        options.insert(0, f"--tensor-parallel-size {best['tensor_parallel']}")
-    if best and best["pipeline_parallel"] > 1:
-        options.insert(0, f"--pipeline-parallel-size {best['pipeline_parallel']}")
-    if best and best["kv"] != "auto":
-        options.append(f"--kv-cache-dtype {best['kv']}")
-    if best and "attention_backend" in best:
-        options.append(best["attention_backend"])
+    best, options = _best(about), vllm_options(about)
     if best:
+        divided = [kind for kind in ("pipeline", "tensor") if best[f"{kind}_parallel"] > 1]
+        options = [f"--{kind}-parallel-size {best[f'{kind}_parallel']}" for kind in divided] + options
+        options += [f"--kv-cache-dtype {best['kv']}"] if best["kv"] != "auto" else []
+        options += [best["attention_backend"]] if "attention_backend" in best else []
         options += [f"--max-model-len {best['context']}", f"--gpu-memory-utilization {best['utilisation']}"]
     if about["sampling"]:
         options.append(f"--override-generation-config '{json.dumps(about['sampling'])}'")

@@ -38,11 +38,7 @@ CHOOSING = ("compressed_tensors.py", "compressed_tensors_moe.py", "utils.py", "c
 
 
 def ask_vllm(folder: Path, own: Own = None) -> dict[str, Any]:
-    """Compare vLLM's scheme for every module with that of engines.py.
-
-    Args:
-        folder: a checkpoint; only its config.json is read.
-        own: its architecture, or a file of the user's with it; None for a kept one.
+    """Compare vLLM's scheme for every module of a checkpoint, by its config.json alone, with that of engines.py.
 
     Returns:
         `version` of vLLM; `rules`, the name of the Engine that it was compared with; `asked`, the number of modules;
@@ -97,12 +93,7 @@ class _Queries:
         config = import_module(f"{QUANTIZATION}.compressed_tensors").CompressedTensorsConfig
         try:
             self._config = config.from_config(copy.deepcopy(dict(section)))
-        except (
-            ValueError,
-            TypeError,
-            KeyError,
-            NotImplementedError,
-        ) as failure:  # of its checks and pydantic: vLLM would end
+        except (ValueError, TypeError, KeyError, NotImplementedError) as failure:  # of its checks: vLLM would end
             raise Refused(" ".join(str(failure).split())) from failure
         model = import_module("vllm.model_executor.models").ModelRegistry.models[facts.model_class].load_model_cls()
         import_module("vllm.model_executor.model_loader.utils").configure_quant_config(self._config, model)

@@ -1,7 +1,15 @@
-"""The kernels that vLLM chooses on each kind of card, and the numbers that they multiply.
+"""The kernels that servers choose for a module, on each kind of card, and the numbers that they multiply.
 
-A matrix is stored in FP8 blocks, in FP8 rows, packed integers, NVFP4 or plain numbers. By that, by the card, and by
-whether the matrix belongs to the routed experts, vLLM chooses a kernel, and the kernel decides what is multiplied:
+By bits, groups and names of packed integers; what is known of NVFP4 is NVFP4_KNOWN:
+
+    vLLM           experts: Marlin and Triton take 4 bits and symmetric 8; Humming takes 2 to 8 in groups on NVIDIA GPUs
+                   alone, since vLLM 0.29, but with zero points not all of 4 bits and none of 8
+    SGLang         4 and 8 bits
+    transformers   all; but compressed-tensors before 0.18 packs 3, 5, 6 and 7 bits otherwise than servers do
+    KTransformers  its loader RAWINT4 takes symmetric 4 bits in groups of 32, under one family of names; it runs inside
+                   SGLang, which has the other tensors. Larger groups give NaN on a CPU with AVX-512, not on others
+
+By the card, how a matrix is stored, and whether it belongs to the routed experts, vLLM's kernel multiplies:
 
     scales       as stored; rounded to bfloat16 (Marlin); or raised to a power of two, in which case the FP8 codes are
                  rounded again (DeepGEMM, E8M0)
@@ -10,24 +18,117 @@ whether the matrix belongs to the routed experts, vLLM chooses a kernel, and the
                  int8 with a scale per token (amax / 127), or to NVFP4 (E2M1, an E4M3 scale per 16 channels from their
                  amax, and the stored scale of the matrix)
 
-From the sources of vLLM 0.32 and 0.33: the lists of kernels in kernels/linear/__init__.py, each kernel's `is_supported`
-and `can_implement`, fused_moe/oracle/fp8.py and int_wna16.py, utils/deep_gemm.py and input_quant_fp8.py. The kernels of
-the CPU were run; those of GPUs were not. Those for NVFP4 were not read: their numbers are those of the format. Left
-out: FlashInfer's kernel for fewer than 32 tokens on Hopper, the absorbed product of MLA when it decodes, expert
+From the sources of vLLM 0.26 to 0.33 (kernels/linear/__init__.py, each kernel's `is_supported` and `can_implement`,
+`_supports_quant_scheme` and `_supports_current_device` in fused_moe/experts/, fused_moe/oracle/fp8.py and
+int_wna16.py, compressed_tensors_moe_wna16.py, utils/deep_gemm.py and input_quant_fp8.py), humming-kernels 0.1.19
+(schema/humming.py), SGLang 0.5.23 (compressed_tensors_wNa16.py), compressed-tensors 0.17 and 0.18
+(pack_quantized/helpers.py) and kt-kernel 0.7.2 (CompressedSafeTensorLoader in utils/loader.py, NativeMoEWrapper in
+utils/amx.py), whose AVX2 and AVX-512 kernels were run with groups of 32, 64 and 128. vLLM's kernels of the CPU were
+run; those of GPUs were not. Those for NVFP4 were not read: their numbers are those of the format. Left out:
+FlashInfer's kernel for fewer than 32 tokens on Hopper, the absorbed product of MLA when it decodes, expert
 parallelism, and the sum of the widths of fused matrices, on which DeepGEMM decides.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, TypeGuard
 
 from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.matrices import MATRICES, PROJECTIONS
 from quantizers.recipe.schema import Card
 from quantizers.system.errors import InputError
 
-from .engines import EXPERTS, MTP_EXPERTS, REFUSED, Engine, Lookup, ServedScheme
-from .kernels import MARLIN, is_packed, moe_kernels, refusal
+from . import engines
+from .engines import EXPERTS, MTP_EXPERTS, REFUSED, SGLANG, TRANSFORMERS, VLLM, VLLM_BEFORE, Lookup, ServedScheme
+
+MARLIN, TRITON, HUMMING = "Marlin", "Triton", "Humming"
+MARLIN_GROUPS = (32, 64, 128)  # besides whole rows; vLLM's check_moe_marlin_supports_config
+HUMMING_SM = 75  # the least compute capability of an NVIDIA GPU
+SGLANG_BITS = (4, 8)
+HUMMING_ALONE = (
+    f"from 0.29 on {HUMMING} takes these bits, on an NVIDIA GPU from SM{HUMMING_SM}, in bfloat16 from SM80; older ones "
+    "have no kernel for them, nor have ROCm, XPU and CPU"
+)
+PACKED_DENSELY = (
+    "needs compressed-tensors 0.18 or newer (pip install -U compressed-tensors): 0.17, which vLLM 0.33 installs, "
+    "reads matrices of other shapes without an error"
+)
+KTRANSFORMERS_PREFIXES = ("model.", "language_model.model.", "model.language_model.")
+TAKES_THEM = "takes them"
+UNSCALED = "5.17 ignores the global scales of experts that it fuses, so that it loads wrong numbers"
+# Of experts in NVFP4, by engine.
+NVFP4_KNOWN = {
+    VLLM.name: "known of vLLM 0.33 on NVIDIA GPUs: FP4 products on SM100 and SM120, elsewhere weights alone (Marlin)",
+    VLLM_BEFORE.name: "not known: such a version may refuse them",
+    TRANSFORMERS: UNSCALED,
+    SGLANG.name: "known of SGLang 0.5.23 on NVIDIA GPUs from SM80: FP4 products on SM100, elsewhere weights alone",
+}
+# docs/how-to/serve-with-vllm.md has the table with file and line of all others.
+NEGATIVE_SCALES = (
+    "group scales may be negative; not verified for FlashInfer's TRT-LLM MXINT4 on SM100, for vLLM's Marlin with 8-bit "
+    "activations and its kernels for RDNA3, XPU and zentorch, and for KTransformers on AMX: "
+    "`experts.scales_sign: positive` makes an output without them"
+)
+
+
+# By bits, groups and names -----------------------------------------------------------------------------------------
+
+
+def is_packed(scheme: ServedScheme | None) -> TypeGuard[ServedScheme]:
+    """Whether a scheme is of integers without quantized activations, which servers call WNA16; None is no scheme."""
+    return scheme is not None and scheme.type == "int" and not scheme.activations
+
+
+def moe_kernels(scheme: ServedScheme) -> tuple[str, ...]:
+    """The kernels of vLLM that compute with routed experts in packed integers of 2 to 8 bits; none for some."""
+    common = scheme.bits == 4 or (scheme.bits == 8 and scheme.symmetric)
+    by_group = scheme.strategy == "group"  # CompressedTensorsWNA16MoEMethod asserts it for all but Marlin
+    takes = {
+        MARLIN: common and (not by_group or scheme.group_size in MARLIN_GROUPS),
+        TRITON: common and by_group,
+        HUMMING: by_group
+        and (scheme.symmetric or scheme.bits not in (4, 8) or (scheme.bits, scheme.group_size) == (4, 32)),
+    }
+    return tuple(name for name, does in takes.items() if does)
+
+
+def refusal(engine: engines.Engine, lookup: Lookup) -> str | None:
+    """Why a server has no kernel for the packed integers of a module; None if it has one, or they are none."""
+    scheme = lookup.scheme
+    if not is_packed(scheme):
+        return None
+    if engine.is_sglang:
+        return None if scheme.bits in SGLANG_BITS else "it has kernels for 4 and 8 bits only"
+    no_kernel = lookup.kind in (EXPERTS, MTP_EXPERTS) and not moe_kernels(scheme)
+    return "it has no kernel for this scheme" if no_kernel else None
+
+
+def condition(engine: str, lookup: Lookup) -> str | None:
+    """What an engine called `engine` needs for a scheme besides being there; None if nothing."""
+    scheme = lookup.scheme
+    if scheme is not None and scheme.is_nvfp4:
+        return NVFP4_KNOWN.get(engine)
+    if not is_packed(scheme) or engine == SGLANG.name:
+        return None
+    if engine == TRANSFORMERS:
+        return PACKED_DENSELY if 32 % scheme.bits else None
+    return HUMMING_ALONE if lookup.kind in (EXPERTS, MTP_EXPERTS) and moe_kernels(scheme) == (HUMMING,) else None
+
+
+def for_ktransformers(facts: Architecture, schemes: Iterable[ServedScheme | None]) -> str:
+    """What KTransformers makes of experts in RAM, by each layer's scheme: TAKES_THEM, or the reason why it does not."""
+    names = {f"{prefix}layers.0.mlp.experts.0.{PROJECTIONS[MATRICES[0]]}" for prefix in KTRANSFORMERS_PREFIXES}
+    if facts.expert(0, 0, MATRICES[0]) not in names:
+        return "names do not fit"
+    fits = (
+        is_packed(scheme) and scheme.bits == 4 and scheme.symmetric and scheme.group_size == 32 for scheme in schemes
+    )
+    return TAKES_THEM if all(fits) else "only symmetric INT4 in groups of 32"
+
+
+# By card -------------------------------------------------------------------------------------------------------------
 
 Where = Literal["linear", "experts"]
 Kind = Literal["blocks", "rows", "packed", "nvfp4", "nvfp4-a4", "plain"]
@@ -50,16 +151,12 @@ KEEPS_SCALES: dict[Card, str] = {"hopper": "VLLM_USE_DEEP_GEMM_E8M0=0", "blackwe
 
 @dataclass(frozen=True)
 class Kernel:
-    """One of vLLM's kernels.
+    """One of vLLM's kernels, by the name in its documentation, and what it multiplies, see above.
 
-    Attributes:
-        name: as vLLM's documentation calls it; AMX stands for those of its CPU build that need a CPU with AMX.
-        file: the source file, below vllm/model_executor.
-        scales, weights, activations: what it multiplies, see above.
+    AMX stands for those of its CPU build that need a CPU with AMX.
     """
 
     name: str
-    file: str
     scales: Literal["as stored", "bfloat16", "power of two"] = "as stored"
     weights: Literal["as stored", "bfloat16"] = "as stored"
     activations: Activations = "bfloat16"
@@ -69,60 +166,40 @@ class Kernel:
         return f"{self.name}, activations: {self.activations}{scales}"
 
 
-LINEAR, MOE = "kernels/linear/scaled_mm", "layers/fused_moe/experts"
-PLAIN = Kernel(UNQUANTIZED, "layers/linear.py", weights="bfloat16")
-MARLIN_BLOCKS = Kernel("Marlin", f"{LINEAR}/marlin.py", "bfloat16", "bfloat16")
-MARLIN_ROWS = replace(MARLIN_BLOCKS, weights="as stored")  # a scale per row is applied to the sums
-MARLIN_INTEGERS = Kernel("Marlin", "kernels/linear/mixed_precision/marlin.py", "bfloat16", "bfloat16")
-DEEP_GEMM = Kernel("DeepGEMM", f"{LINEAR}/deep_gemm.py", "power of two", activations="FP8 per 128, power of two")
-DEEP_GEMM_STORED = Kernel("DeepGEMM", f"{LINEAR}/deep_gemm.py", activations="FP8 per 128")  # without E8M0
-CUTLASS_BLOCKS = Kernel("CUTLASS", f"{LINEAR}/cutlass.py", activations="FP8 per 128")
-CUTLASS_ROWS = Kernel("CUTLASS", f"{LINEAR}/cutlass.py", activations="FP8 per token")
-MARLIN_EXPERTS = Kernel("Marlin", f"{MOE}/marlin_moe.py", "bfloat16", "bfloat16")
-TRITON_EXPERTS = Kernel("Triton", f"{MOE}/triton_moe.py", activations="FP8 per 128")
-PLAIN_EXPERTS = Kernel(UNQUANTIZED, "layers/fused_moe/oracle/unquantized.py", weights="bfloat16")
-CUTLASS_EXPERTS = Kernel("CUTLASS", f"{MOE}/triton_cutlass_moe.py", activations="FP8 per token")
+PLAIN = Kernel(UNQUANTIZED, weights="bfloat16")
+MARLIN_ROUNDED = Kernel(MARLIN, "bfloat16", "bfloat16")
+MARLIN_ROWS = Kernel(MARLIN, "bfloat16")  # a scale per row is applied to the sums
+MARLIN_FP4 = Kernel(MARLIN)
+DEEP_GEMM = Kernel("DeepGEMM", "power of two", activations="FP8 per 128, power of two")
+DEEP_GEMM_STORED = Kernel("DeepGEMM", activations="FP8 per 128")  # without E8M0
+CUTLASS_BLOCKS = Kernel("CUTLASS", activations="FP8 per 128")
+CUTLASS_ROWS = Kernel("CUTLASS", activations="FP8 per token")
+TRITON_BLOCKS = Kernel(TRITON, activations="FP8 per 128")
+TRITON_ROWS = Kernel(TRITON, activations="FP8 per token")
+TRT_LLM = Kernel("TRT-LLM", activations="FP8 per 128")
+SCALED_MM = Kernel("torch._scaled_mm", activations="FP8 per token")
+AMX = Kernel("AMX", weights="bfloat16")
+AMX_INTEGERS = Kernel("AMX", activations="int8 per token")
 
 LINEAR_KERNELS: dict[Card, dict[Kind, Kernel]] = {
-    "ampere": {"blocks": MARLIN_BLOCKS, "rows": MARLIN_ROWS, "packed": MARLIN_INTEGERS},
-    "ada": {"blocks": MARLIN_BLOCKS, "rows": CUTLASS_ROWS, "packed": MARLIN_INTEGERS},
-    "hopper": {"blocks": DEEP_GEMM, "rows": CUTLASS_ROWS, "packed": MARLIN_INTEGERS},
-    NO_E8M0: {"blocks": DEEP_GEMM_STORED, "rows": CUTLASS_ROWS, "packed": MARLIN_INTEGERS},
-    "blackwell": {"blocks": DEEP_GEMM, "rows": CUTLASS_ROWS, "packed": MARLIN_INTEGERS},
-    "vllm-cpu": {
-        "blocks": Kernel("AMX", f"{LINEAR}/cpu.py", weights="bfloat16"),
-        "rows": Kernel("torch._scaled_mm", f"{LINEAR}/pytorch.py", activations="FP8 per token"),
-        "packed": Kernel("AMX", "kernels/linear/mixed_precision/cpu.py", weights="bfloat16"),
-    },
+    "ampere": {"blocks": MARLIN_ROUNDED, "rows": MARLIN_ROWS, "packed": MARLIN_ROUNDED},
+    "ada": {"blocks": MARLIN_ROUNDED, "rows": CUTLASS_ROWS, "packed": MARLIN_ROUNDED},
+    "hopper": {"blocks": DEEP_GEMM, "rows": CUTLASS_ROWS, "packed": MARLIN_ROUNDED},
+    NO_E8M0: {"blocks": DEEP_GEMM_STORED, "rows": CUTLASS_ROWS, "packed": MARLIN_ROUNDED},
+    "blackwell": {"blocks": DEEP_GEMM, "rows": CUTLASS_ROWS, "packed": MARLIN_ROUNDED},
+    "vllm-cpu": {"blocks": AMX, "rows": SCALED_MM, "packed": AMX},
 }
 EXPERT_KERNELS: dict[Card, dict[Kind, Kernel]] = {
-    "ampere": {
-        "blocks": MARLIN_EXPERTS,
-        "rows": replace(MARLIN_EXPERTS, weights="as stored"),
-        "packed": MARLIN_EXPERTS,
-    },
-    "ada": {
-        "blocks": TRITON_EXPERTS,
-        "rows": replace(TRITON_EXPERTS, activations="FP8 per token"),
-        "packed": MARLIN_EXPERTS,
-    },
-    "hopper": {"blocks": TRITON_EXPERTS, "rows": CUTLASS_EXPERTS, "packed": MARLIN_EXPERTS},
-    "blackwell": {
-        "blocks": Kernel("TRT-LLM", f"{MOE}/trtllm_fp8_moe.py", activations="FP8 per 128"),
-        "rows": CUTLASS_EXPERTS,
-        "packed": MARLIN_EXPERTS,
-    },
-    "vllm-cpu": {
-        "blocks": Kernel("AMX", f"{MOE}/cpu_moe.py", weights="bfloat16"),
-        "rows": Kernel("AMX", f"{MOE}/cpu_moe.py", weights="bfloat16"),
-        "packed": Kernel("AMX", f"{MOE}/cpu_moe.py", activations="int8 per token"),
-    },
+    "ampere": {"blocks": MARLIN_ROUNDED, "rows": MARLIN_ROWS, "packed": MARLIN_ROUNDED},
+    "ada": {"blocks": TRITON_BLOCKS, "rows": TRITON_ROWS, "packed": MARLIN_ROUNDED},
+    "hopper": {"blocks": TRITON_BLOCKS, "rows": CUTLASS_ROWS, "packed": MARLIN_ROUNDED},
+    "blackwell": {"blocks": TRT_LLM, "rows": CUTLASS_ROWS, "packed": MARLIN_ROUNDED},
+    "vllm-cpu": {"blocks": AMX, "rows": AMX, "packed": AMX_INTEGERS},
 }
-MARLIN_FP4 = Kernel("Marlin", f"{MOE}/marlin_moe.py")
 for _card in ("ampere", "ada", "hopper", "blackwell"):
     EXPERT_KERNELS[_card] |= {"nvfp4": MARLIN_FP4, "nvfp4-a4": MARLIN_FP4}
 EXPERT_KERNELS[NO_E8M0] = EXPERT_KERNELS["hopper"]
-EXPERT_KERNELS["blackwell"]["nvfp4-a4"] = Kernel("native FP4", f"{MOE}", activations="NVFP4")
+EXPERT_KERNELS["blackwell"]["nvfp4-a4"] = Kernel("native FP4", activations="NVFP4")
 # SGLang 0.5.23's for linear modules. Its experts in packed integers are Marlin's on all of them.
 SGLANG_LINEARS: dict[Card, dict[Kind, str]] = {
     "ampere": {"blocks": f"{REFUSED}: 'Unsupported weight strategy=block'", "rows": "Marlin"},
@@ -135,7 +212,7 @@ SGLANG_LINEARS: dict[Card, dict[Kind, str]] = {
 def kernel(card: Card, where: Where, kind: Kind, shape: tuple[int, ...]) -> Kernel:
     """The kernel for a matrix (R, C) that is stored so."""
     if kind == "plain":
-        return PLAIN if where == "linear" else PLAIN_EXPERTS
+        return PLAIN
     found = (LINEAR_KERNELS if where == "linear" else EXPERT_KERNELS)[card].get(kind)
     if found is None:
         raise InputError(f"as served on {card}: {KINDS[kind]} is not known for {WHERE[where]}; leave this card out")
@@ -143,48 +220,35 @@ def kernel(card: Card, where: Where, kind: Kind, shape: tuple[int, ...]) -> Kern
     return CUTLASS_BLOCKS if found.name == DEEP_GEMM.name and (shape[0] % 64 or shape[1] % 128) else found
 
 
-def on_card(engine: Engine, card: Card, lookup: Lookup, facts: Architecture) -> str:
+def on_card(engine: engines.Engine, card: Card, lookup: Lookup, facts: Architecture) -> str:
     """The kernel that a server chooses on a card for a module of an output, or why it refuses the module."""
     scheme, routed = lookup.scheme, lookup.kind in (EXPERTS, MTP_EXPERTS)
     if problem := refusal(engine, lookup) or lookup.refused:
         return f"{REFUSED}: {problem}"
-    if scheme is not None and scheme.is_nvfp4:
+    if scheme is None:
+        return UNQUANTIZED
+    if scheme.is_nvfp4:
         if not routed or card == "vllm-cpu":
             return NOT_KNOWN
         return EXPERT_KERNELS[card]["nvfp4-a4" if scheme.activations else "nvfp4"].name
-    if engine.is_sglang:
-        return _by_sglang(card, scheme, routed)
     where: Where = "experts" if routed else "linear"
     shape = lookup.members[0].shape
-    if scheme is None:
-        return kernel(card, where, "plain", shape).name
     if not is_packed(scheme):
         kind: Kind = "blocks" if scheme.strategy == "block" else "rows"
+        if engine.is_sglang:
+            return "Triton" if routed else SGLANG_LINEARS[card][kind]
         if routed and card == "vllm-cpu" and kind == "rows":
             return f"{REFUSED}: no kernel for experts in FP8 rows"
         return kernel(card, where, kind, shape).name
+    if engine.is_sglang:
+        return MARLIN
     if not routed:
         return kernel(card, where, "packed", shape).name
-    if card == "vllm-cpu":
-        return _on_cpu(scheme, facts)
+    if card == "vllm-cpu":  # CPUExpertsInt4
+        if scheme.bits != 4 or not scheme.symmetric or scheme.group_size == 32:
+            return f"{REFUSED}: its kernel takes symmetric INT4 in groups of 64 or 128"
+        return f"{REFUSED}: its kernel takes softmax routing" if facts.router.scoring == "sigmoid" else "AMX"
     kernels = moe_kernels(scheme)
     if card == "blackwell" and (scheme.bits, scheme.group_size, scheme.symmetric) == (4, 32, True):
         return "TRT-LLM or Marlin"  # the former on SM100 alone, and not for every routing
     return kernel(card, where, "packed", shape).name if kernels[0] == MARLIN else kernels[0]
-
-
-def _by_sglang(card: Card, scheme: ServedScheme | None, routed: bool) -> str:
-    if scheme is None:
-        return UNQUANTIZED
-    if is_packed(scheme):
-        return MARLIN
-    return "Triton" if routed else SGLANG_LINEARS[card]["blocks" if scheme.strategy == "block" else "rows"]
-
-
-def _on_cpu(scheme: ServedScheme, facts: Architecture) -> str:
-    """Whether CPUExpertsInt4 takes experts in packed integers, and their routing."""
-    if scheme.bits != 4 or not scheme.symmetric or scheme.group_size == 32:
-        return f"{REFUSED}: its kernel takes symmetric INT4 in groups of 64 or 128"
-    if facts.router.scoring == "sigmoid":
-        return f"{REFUSED}: its kernel takes softmax routing"
-    return "AMX"

@@ -1,11 +1,20 @@
 """The serving check: how each engine would read a checkpoint, from its config.json and headers.
 
 engines.py says which scheme an engine gives a module; here that is compared with how the module is stored, and the
-shapes are checked that tensor parallelism leaves on each rank. Most of these mistakes cause no error when the
-checkpoint is loaded, or an error that points elsewhere.
+shapes are checked that tensor parallelism leaves on each rank. Most of these mistakes cause no error on loading, or one
+that points elsewhere. A matrix of known shape is stored as packed integers or NVFP4 (`weight_packed`, `weight_scale`),
+FP8 (`weight`, `weight_scale`) or plain (`weight`); bits, group size and block follow from the shapes.
 
-A matrix of known shape is stored as packed integers or NVFP4 (`weight_packed`, `weight_scale`), FP8 (`weight`,
-`weight_scale`) or plain (`weight`); bits, group size and block follow from the shapes.
+What servers make of scales for an FP8 cache of keys and values (`kv_cache_scheme`, `self_attn.k_scale`, `.v_scale`):
+
+    vLLM          the cache is FP8 by itself, unless --kv-cache-dtype says otherwise. A scale that is missing is 1, and
+                  one under another name is dropped, both without a word. FlashInfer multiplies by the scales even if
+                  the cache is not quantized
+    SGLang        the same for a scheme per tensor, but only some of its models load the scales; the others take 1
+    transformers  rounds keys and values so, with or without a cache
+
+From the sources of vLLM 0.33 (compressed_tensors.py, CompressedTensorsKVCacheMethod, and base_config.py,
+get_cache_scale_mapper), SGLang 0.5.23 (each model's load_weights) and transformers 5.17.
 """
 
 from __future__ import annotations
@@ -13,7 +22,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -27,46 +36,37 @@ from quantizers.checkpoint.reader import CONFIG, open_folder
 from quantizers.checkpoint.remote import HubFiles
 from quantizers.checkpoint.safetensors_header import FLOATING, FP8, Stored
 from quantizers.formats.fp8 import GLOBAL_SCALE, INPUT_SCALE, SCALE, SCALE_INV, blocks_of
+from quantizers.planning.plan import KV_SCALES
 from quantizers.planning.serving_memory import obstacles, unsaid
 from quantizers.recipe.schema import CARDS, NVFP4
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import places, text_table
 
-from . import engines
-from .cards import NO_E8M0, UNQUANTIZED, on_card
-from .engines import (
-    EXPERTS,
-    KINDS,
-    MTP_EXPERTS,
-    REFUSED,
-    SERVERS,
-    TRANSFORMERS,
-    VLLM,
-    Lookup,
-    Module,
-    Rules,
-    ServedScheme,
-)
-from .kernels import HUMMING, MARLIN_GROUPS, condition, for_ktransformers, moe_kernels, refusal
-from .kv_cache import kv_remarks
+from . import cards, engines
+from .cards import HUMMING, MARLIN_GROUPS, NO_E8M0, UNQUANTIZED, moe_kernels, on_card, refusal
+from .engines import EXPERTS, KINDS, MTP_EXPERTS, REFUSED, SERVERS, SGLANG, TRANSFORMERS, VLLM, Lookup, ServedScheme
 
 Severity = Literal["error", "warning"]
+Remark = tuple[Severity, Sequence[str], str, str, str]  # with engines, place, problem and consequence
 Mistake = Literal[
     "no weight", "scale not renamed", "no scale", "not quantized", "not plain", "another scheme", "extra", "scale dtype"
 ]  # fmt: skip
 Parts = Mapping[str, Stored]  # a module's tensors, by the last part of their names
 SECTION = "quantization_config"
+KV_SCHEME = "kv_cache_scheme"
 PACKED = "weight_packed"
 ASYMMETRIC = ("weight_zero_point", "weight_g_idx")
 STORED = "stored as"
 NONE = "-"  # for a kind of module that the model lacks
 SERVER_NAMES = tuple(engine.name for engine in SERVERS)
 ENGINES = (*SERVER_NAMES, TRANSFORMERS)
+VLLM_NAMES = tuple(engine.name for engine in SERVERS if not engine.is_sglang)
+SGLANG_LOADS = ("minimax_m2", "llama", "qwen3_5_moe")  # model types whose scales for a cache it loads
 PARALLEL = (1, 2, 4, 8)
 MARLIN_HIDDEN = 128  # the hidden size is a multiple of it; vLLM's check_moe_marlin_supports_config
 KEYS = {
-    "quant_method", "quantization_status", "format", "config_groups", "ignore", "kv_cache_scheme",
-    "global_compression_ratio", "sparsity_config", "transform_config", "version",
+    "quant_method", "quantization_status", "format", "config_groups", "ignore", KV_SCHEME, "global_compression_ratio",
+    "sparsity_config", "transform_config", "version",
 }  # fmt: skip
 NOT_CHECKED = "nothing is known here of the servers of this model type, so none was checked"
 MAY_SERVE = "it may serve this or not: vLLM's Transformers backend takes many types that vLLM has no model for"
@@ -84,6 +84,11 @@ CONSEQUENCES: dict[Mistake, str] = {
     "extra": "vLLM fails with an AttributeError, for it has no such parameter; silently ignored by the others",
     "scale dtype": "the scale is silently rounded on load, and the integers no longer fit it",
 }
+CACHE_ON_CARDS = (
+    "its cache becomes FP8, which GPUs of SM80 to 88 have with FlashInfer alone; --kv-cache-dtype bfloat16 turns it "
+    "off, but FlashInfer would multiply by the scales all the same; FlashAttention 3 and Triton quantize the query too"
+)
+TAKES_ONES = "its cache becomes FP8, but its model of this type loads no scales: it takes 1 without a word"
 
 
 # Findings ----------------------------------------------------------------------------------------------------------
@@ -95,9 +100,8 @@ class Finding:
 
     It is an `error` if an engine would compute with other weights than those stored, if one refuses what could be
     written so that it takes it, or if no server has a kernel for it. It is a `warning` if other servers have one: then
-    this is what was asked for.
-
-    `engine` names all affected engines, and `places` the tensors, modules or keys of config.json that have it.
+    this is what was asked for. `engine` names all affected engines, and `places` the tensors, modules or keys of
+    config.json that have it.
     """
 
     severity: Severity
@@ -121,6 +125,19 @@ class Finding:
         return said | {"where": self.where, "count": len(self.places)}
 
 
+def _findings(remarks: Iterable[Remark]) -> list[Finding]:
+    """Errors first; the places of equal remarks are together, and the engines with the same consequence."""
+    seen: dict[tuple[Severity, str, str, str], list[str]] = {}
+    for severity, names, where, problem, consequence in remarks:
+        for engine in names:
+            seen.setdefault((severity, engine, problem, consequence), []).append(where)
+    joined: dict[tuple[Severity, str, str, tuple[str, ...]], list[str]] = {}
+    for (severity, engine, problem, consequence), found in seen.items():
+        joined.setdefault((severity, problem, consequence, tuple(found)), []).append(engine)
+    findings = [Finding(key[0], ", ".join(names), *key[1:]) for key, names in joined.items()]
+    return sorted(findings, key=lambda finding: finding.severity != "error")
+
+
 @dataclass(frozen=True)
 class ServingCheck:
     """The result of `check`; `consumers` in report.json.
@@ -129,8 +146,7 @@ class ServingCheck:
         schemes: text by engine and kind of module; the row STORED is how the tensors are stored.
         findings: errors first.
         tensor_parallel: by number of ranks, `ok` or the reason why vLLM cannot split the model among them.
-        ktransformers: what its loader makes of the experts, see `for_ktransformers`; None if SGLang, inside which it
-            runs, does not know the family.
+        ktransformers: of `for_ktransformers`; None if SGLang, inside which it runs, does not know the family.
         kernels: by server on a kind of card, and kind of module, the kernel that it chooses, or why it refuses it.
     """
 
@@ -153,26 +169,6 @@ class ServingCheck:
             "tensor_parallel": {str(ranks): text for ranks, text in self.tensor_parallel.items()},
             "kernels": self.kernels,
         } | ({"ktransformers": self.ktransformers} if self.ktransformers else {})
-
-
-class _Findings:
-    """Collects findings: gathers the places of equal ones, and joins engines with the same consequence."""
-
-    def __init__(self) -> None:
-        self._seen: dict[tuple[Severity, str, str, str], list[str]] = {}
-
-    def add(self, severity: Severity, names: Iterable[str], where: str, problem: str, consequence: str) -> None:
-        """Add a mistake for several engines."""
-        for engine in names:
-            self._seen.setdefault((severity, engine, problem, consequence), []).append(where)
-
-    def all(self) -> list[Finding]:
-        """Each finding once, errors first."""
-        joined: dict[tuple[Severity, str, str, tuple[str, ...]], list[str]] = {}
-        for (severity, engine, problem, consequence), where in self._seen.items():
-            joined.setdefault((severity, problem, consequence, tuple(where)), []).append(engine)
-        found = [Finding(key[0], ", ".join(names), *key[1:]) for key, names in joined.items()]
-        return sorted(found, key=lambda finding: finding.severity != "error")
 
 
 def render(result: ServingCheck) -> str:
@@ -200,9 +196,8 @@ def render(result: ServingCheck) -> str:
 def check_folder(folder: Path, own: Own = None, remote: HubFiles | None = None) -> ServingCheck | None:
     """`check` of a checkpoint folder; None if it cannot be opened, which the audit reports.
 
-    Args:
-        own: its architecture, or a file of the user's with it; None for a kept one.
-        remote: has shards that are not in the folder.
+    `own` is its architecture, or a file of the user's with it, None for a kept one; shards that are not in the folder
+    are `remote`.
     """
     try:
         candidate = open_folder(folder, strays=True, remote=remote)
@@ -215,57 +210,56 @@ def check_folder(folder: Path, own: Own = None, remote: HubFiles | None = None) 
 
 def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Architecture, sizes: Sizes) -> ServingCheck:
     """Apply the engines' rules to a checkpoint: its config.json, and every tensor's dtype and shape by name."""
-    findings = _Findings()
     sizes = _without_absent_mtp(tensors, facts, sizes)
     stored: dict[str, dict[str, Stored]] = {}  # by module, then by the last part of a tensor's name
     for name, info in tensors.items():
         module, _, part = name.rpartition(".")
         stored.setdefault(module, {})[part] = info
-    modules = engines.model_modules(facts, sizes)
+    modules, remarks = engines.model_modules(facts, sizes), list[Remark]()
+    section: Any = config.get(SECTION)
     if not config.get("architectures"):
         problem = "missing; servers look the model's class up by it"
-        findings.add("error", SERVER_NAMES, f"{CONFIG}: architectures", problem, "loading fails")
-    _check_names(tensors, stored, modules, facts, sizes, findings)
+        remarks.append(("error", SERVER_NAMES, f"{CONFIG}: architectures", problem, "loading fails"))
+    remarks += _of_names(tensors, stored, modules, facts, sizes)
     table = {STORED: _by_kind((m.kind, describe(stored[m.name], m.shape)) for m in modules if m.name in stored)}
     packed = any(PACKED in parts for parts in stored.values())
-    rules = _read_section(config.get(SECTION), packed, facts.section_keys, findings)
+    rules = _read_section(section, packed, facts.section_keys, remarks)
     if rules is None:
-        return ServingCheck(table, findings.all())
-    for remark in kv_remarks(config[SECTION], tensors.keys(), facts, sizes):
-        findings.add(*remark)
+        return ServingCheck(table, _findings(remarks))
+    remarks += _of_cache(section, tensors.keys(), facts, sizes)
     servers = [server for server in SERVERS if server.key in facts.servers] or [engines.UNKNOWN_SERVER]
     lookups = {server.name: list(engines.server_lookups(server, facts, sizes, rules, modules)) for server in servers}
     if engines.UNKNOWN_SERVER in servers:
-        findings.add("warning", SERVER_NAMES, facts.model_type, NOT_CHECKED, MAY_SERVE)
+        remarks.append(("warning", SERVER_NAMES, facts.model_type, NOT_CHECKED, MAY_SERVE))
     lookups[TRANSFORMERS] = list(engines.transformers_lookups(facts, rules, modules))
     one_scheme = len({lookup.scheme for lookup in lookups[servers[0].name] if lookup.kind == EXPERTS} - {None}) < 2
     if not one_scheme:
         problem = "the experts' schemes differ between layers"
-        findings.add("warning", [TRANSFORMERS], f"{SECTION}.config_groups", problem, ONE_SCHEME)
-    refused = _check_kernels(servers, lookups, findings)
+        remarks.append(("warning", [TRANSFORMERS], f"{SECTION}.config_groups", problem, ONE_SCHEME))
+    refused = {(one.name, at.asked): why for one in servers for at in lookups[one.name] if (why := refusal(one, at))}
+    by_all = {engine for engine, _ in refused} == {server.name for server in servers}
+    remarks += _of_kernels(lookups, refused, "error" if by_all else "warning")
     for engine, answers in lookups.items():
         table[engine] = _by_kind(
             (one.kind, REFUSED if (engine, one.asked) in refused else one.answer) for one in answers
         )
         for lookup in answers:
             if one_scheme or engine != TRANSFORMERS or lookup.kind != EXPERTS:
-                _compare(engine, lookup, stored, findings)
-    ktransformers = None
-    if "sglang" in facts.servers:
-        schemes = (lookup.scheme for lookup in lookups[engines.SGLANG.name] if lookup.kind == EXPERTS)
-        ktransformers = for_ktransformers(facts, schemes)
+                remarks += _of_lookup(engine, lookup, stored)
+    schemes = (lookup.scheme for lookup in lookups.get(SGLANG.name, ()) if lookup.kind == EXPERTS)
+    ktransformers = cards.for_ktransformers(facts, schemes) if "sglang" in facts.servers else None
     answers = lookups.get(VLLM.name, [])
-    kernels: dict[str, dict[str, str]] = {
+    kernels = {
         f"{server.name} on {card}": _by_kind(
             (one.kind, on_card(server, card, one, facts)) for one in lookups[server.name]
         )
         for server in servers
-        if server in (VLLM, engines.SGLANG)
+        if server in (VLLM, SGLANG)
         for card in CARDS
         if card != NO_E8M0 and not (server.is_sglang and card == "vllm-cpu")
     }
     parallel = {ranks: tensor_parallel(ranks, facts, sizes, answers) for ranks in PARALLEL if answers}
-    return ServingCheck(table, findings.all(), parallel, ktransformers, kernels)
+    return ServingCheck(table, _findings(remarks), parallel, ktransformers, kernels)
 
 
 def _without_absent_mtp(tensors: Mapping[str, Stored], facts: Architecture, sizes: Sizes) -> Sizes:
@@ -282,60 +276,50 @@ def _by_kind(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
     for kind, text in pairs:
         counts[kind][text] += 1
     return {
-        kind: next(iter(texts))
-        if len(texts) == 1
-        else ", ".join(f"{text} ({n:,})" for text, n in texts.items()) or NONE
+        kind: ", ".join(text if len(texts) == 1 else f"{text} ({n:,})" for text, n in texts.items()) or NONE
         for kind, texts in counts.items()
     }
 
 
-def _check_kernels(
-    servers: Sequence[engines.Engine], lookups: Mapping[str, Sequence[Lookup]], findings: _Findings
-) -> set[tuple[str, str]]:
-    """Report packed integers for which an engine has no kernel, or has one on a condition.
-
-    Returns:
-        engine and module of the former.
-    """
-    refused = {(one.name, at.asked): why for one in servers for at in lookups[one.name] if (why := refusal(one, at))}
-    severity: Severity = "error" if {engine for engine, _ in refused} == {one.name for one in servers} else "warning"
+def _of_kernels(
+    lookups: Mapping[str, Sequence[Lookup]], refused: Mapping[tuple[str, str], str], severity: Severity
+) -> Iterator[Remark]:
+    """Packed integers for which an engine has no kernel, of this severity, or has one on a condition."""
     said: dict[tuple[Severity, str, str, str], list[Lookup]] = {}
     for engine, answers in lookups.items():
         for lookup in answers:
             if why := refused.get((engine, lookup.asked)):
                 said.setdefault((severity, engine, lookup.kind, f"{REFUSES}: {why}"), []).append(lookup)
-            elif needed := condition(engine, lookup):
+            elif needed := cards.condition(engine, lookup):
                 said.setdefault(("warning", engine, lookup.kind, needed), []).append(lookup)
     for (how, engine, kind, consequence), found in said.items():
         schemes = [lookup.scheme for lookup in found if lookup.scheme]
         names = sorted({str(s) if s.is_nvfp4 else f"INT{s.bits}" for s in schemes})
         for lookup in found:
-            findings.add(how, [engine], lookup.asked, f"{kind}: {', '.join(names)}", consequence)
-    return {*refused}
+            yield how, [engine], lookup.asked, f"{kind}: {', '.join(names)}", consequence
 
 
-def _compare(engine: str, lookup: Lookup, stored: Mapping[str, Parts], findings: _Findings) -> None:
-    """Compare an engine's scheme for a module with the tensors that it will load into it."""
+def _of_lookup(engine: str, lookup: Lookup, stored: Mapping[str, Parts]) -> Iterator[Remark]:
+    """An engine's scheme for a module against the tensors that it will load into it."""
     if lookup.refused is not None:
-        findings.add("error", [engine], lookup.asked, f"{lookup.kind}: {lookup.refused}", REFUSES)
+        yield "error", [engine], lookup.asked, f"{lookup.kind}: {lookup.refused}", REFUSES
         return
     for member in lookup.members:
         if member.name not in stored:
-            continue  # reported by `_check_names`
+            continue  # said by `_of_names`
         for mistake, problem in mistakes(lookup.scheme, stored[member.name], member.shape):
             severity: Severity = "warning" if mistake == "scale dtype" else "error"
-            findings.add(severity, [engine], member.name, f"{lookup.kind}: {problem}", CONSEQUENCES[mistake])
+            yield severity, [engine], member.name, f"{lookup.kind}: {problem}", CONSEQUENCES[mistake]
 
 
-def _check_names(
+def _of_names(
     tensors: Mapping[str, Stored],
     stored: Mapping[str, Parts],
-    modules: Sequence[Module],
+    modules: Sequence[engines.Module],
     facts: Architecture,
     sizes: Sizes,
-    findings: _Findings,
-) -> None:
-    """Report experts under another family's names, and missing tensors."""
+) -> Iterator[Remark]:
+    """Experts under another family's names, and missing tensors."""
     right = [facts.expert_linears[matrix].name for matrix in MATRICES]
     prefixes = [
         facts.layer(layer, facts.expert_prefix.format(expert=expert))
@@ -347,8 +331,8 @@ def _check_names(
     names = "/".join(dict.fromkeys(other for _, other in misnamed))
     for module, _ in misnamed:
         problem = f"experts are stored as {names}; this family's names are {'/'.join(right)}"
-        findings.add("error", SERVER_NAMES, module, problem, f"{GARBAGE}: unknown names are silently ignored")
-        findings.add("error", [TRANSFORMERS], module, problem, "the experts keep random numbers, with only a warning")
+        yield "error", SERVER_NAMES, module, problem, f"{GARBAGE}: unknown names are silently ignored"
+        yield "error", [TRANSFORMERS], module, problem, "the experts keep random numbers, with only a warning"
     reported = (EXPERTS, MTP_EXPERTS) if misnamed else ()
     missing = [m.name for m in modules if m.name not in stored and not m.optional and m.kind not in reported]
     # Of the tensors that are not matrices: norms, biases and the router's correction bias.
@@ -358,39 +342,38 @@ def _check_names(
     missing += [n for n, one in named.items() if len(one.shape) == 1 and not one.optional and n not in tensors]
     for name in missing:
         problem = f"{engines.module_of(name).rpartition('.')[2]} is missing"
-        findings.add("error", ENGINES, name, problem, UNINITIALIZED)
+        yield "error", ENGINES, name, problem, UNINITIALIZED
 
 
-def _read_section(section: Any, packed: bool, extra: Iterable[str], findings: _Findings) -> Rules | None:
+def _read_section(section: Any, packed: bool, extra: Iterable[str], remarks: list[Remark]) -> engines.Rules | None:
     """The rules in quantization_config, None if there are none to apply. Mistakes in the section itself are added.
 
-    Args:
-        packed: the checkpoint has packed integers.
-        extra: keys of the family that servers read for any method.
+    The checkpoint has `packed` integers or not; `extra` are keys of the family that servers read for any method.
     """
     if not isinstance(section, Mapping):
         if packed:
             problem = "missing, though there are packed integers"
-            findings.add("error", ENGINES, SECTION, problem, "loading fails: they are taken as not quantized")
+            remarks.append(("error", ENGINES, SECTION, problem, "loading fails: they are taken as not quantized"))
         return None
     if section.get("quant_method") != "compressed-tensors":
         problem = f"is {section.get('quant_method')!r}, not 'compressed-tensors'; its rules are not checked here"
         consequence = "loading fails: packed integers are not understood" if packed else "other rules apply"
-        findings.add("error" if packed else "warning", ENGINES, f"{SECTION}.quant_method", problem, consequence)
+        severity: Severity = "error" if packed else "warning"
+        remarks.append((severity, ENGINES, f"{SECTION}.quant_method", problem, consequence))
         return None
     for name in sorted(section.keys() - KEYS - set(extra)):
         problem = "not a key of compressed-tensors; the source's own section must be replaced as a whole"
-        findings.add("warning", ENGINES, f"{SECTION}.{name}", problem, "ignored or misread")
+        remarks.append(("warning", ENGINES, f"{SECTION}.{name}", problem, "ignored or misread"))
     errors = _validation_errors(section)
     for where, problem in errors:
         # vLLM and SGLang validate the quantization arguments within a group, but not the keys around them.
         affected = ENGINES if {"weights", "input_activations"} & set(where.split(".")) else (TRANSFORMERS,)
-        findings.add("error", affected, where, problem, "validation error before a tensor is loaded")
+        remarks.append(("error", affected, where, problem, "validation error before a tensor is loaded"))
     try:
         return engines.read_rules(section)
     except engines.Refused as refused:
         if not any("weights" in where for where, _ in errors):
-            findings.add("error", ENGINES, SECTION, str(refused), REFUSES)
+            remarks.append(("error", ENGINES, SECTION, str(refused), REFUSES))
         return None
 
 
@@ -409,6 +392,30 @@ def _validation_errors(section: Mapping[str, Any]) -> list[tuple[str, str]]:
     except (KeyError, TypeError, ValueError) as failure:
         return [(SECTION, str(failure).strip("'\""))]
     return []
+
+
+def _of_cache(
+    section: Mapping[str, Any], tensors: Collection[str], facts: Architecture, sizes: Sizes
+) -> Iterator[Remark]:
+    """What is to be said of scales for a cache of keys and values, if there are or `section` declares any."""
+    attention = {n: name for n in range(sizes["layers"]) if (name := facts.of_layer(n).cached) is not None}
+    names = [facts.layer(n, f"{module}.{scale}") for n, module in attention.items() for scale in KV_SCALES]
+    place, problem = f"{SECTION}.{KV_SCHEME}", "scales for an FP8 cache of keys and values"
+    if not section.get(KV_SCHEME):
+        for name in (name for name in names if name in tensors):
+            consequence = "not loaded, or multiplied into keys and values that are not quantized"
+            yield "error", [*VLLM_NAMES, SGLANG.name], name, f"a scale without {KV_SCHEME}", consequence
+        return
+    for name in (name for name in names if name not in tensors):
+        yield "error", ENGINES, name, "missing", "it takes 1 without a word"
+    if "vllm" in facts.servers or not facts.servers:
+        yield "warning", VLLM_NAMES, place, problem, CACHE_ON_CARDS
+    if "sglang" in facts.servers and facts.model_type not in SGLANG_LOADS:
+        yield "warning", [SGLANG.name], place, problem, TAKES_ONES
+    if bare := [n for n in (*range(sizes["layers"]), *sizes.mtp) if n not in attention]:
+        where = f"layers {', '.join(map(str, bare))} have none"
+        consequence = "where such a layer has a cache of keys and values, it is filled with scales of 1"
+        yield "warning", VLLM_NAMES, place, where, consequence
 
 
 # As stored ---------------------------------------------------------------------------------------------------------
@@ -511,10 +518,7 @@ def tensor_parallel(ranks: int, facts: Architecture, sizes: Sizes, lookups: Sequ
     """`ok`, or the first reason why vLLM cannot split a checkpoint among tensor-parallel ranks, or why that is unknown.
 
     The rules for outputs of this program are in planning/serving_memory.py. Other checkpoints may also break those of
-    the Marlin kernel, or have experts in FP8 blocks.
-
-    Args:
-        lookups: vLLM's.
+    the Marlin kernel, or have experts in FP8 blocks. The lookups are vLLM's.
     """
     if problem := unsaid(facts):
         return problem

@@ -16,7 +16,7 @@ looked up for speculative decoding only: by vLLM under their number, by SGLang u
 transformers looks up every linear layer separately, by name and then by class, and has one scheme for all experts: the
 first group with a `re:` target that contains "experts", even if that expression does not match them.
 
-kernels.py says which of the schemes that an engine reads it also computes with.
+cards.py says which of the schemes that an engine reads it also computes with.
 
 From the sources of vLLM 0.15 to 0.33 (before about 0.23 it tried the class before the parts), SGLang 0.5.23 and
 transformers 5.17; ask_vllm.py compares these rules with an installed vLLM.
@@ -51,8 +51,8 @@ ATTENTION, OUTPUT, MLP, SHARED, EXPERTS, ROUTER, HEAD, EMBEDDINGS, MTP_LINEAR, M
     "embeddings",
     "MTP linear",
     "MTP experts",
-    "MTP other",  # its router, and the modules that only such a layer has
-)
+    "MTP other",
+)  # the last: a router of MTP, and the modules that only such a layer has
 # Formats under which servers assume that a scheme also quantizes activations, FP8 among them.
 ACTIVATION_FORMATS = ("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized")
 PACKED = "pack-quantized"
@@ -108,12 +108,10 @@ class ServedScheme:
 
 def scheme_of(weights: QuantizationArgs) -> ServedScheme:
     """The scheme of weights as compressed-tensors and vLLM hold it."""
+    keys = ("type", "num_bits", "strategy", "group_size", "block_structure", "symmetric", "dynamic")
     fields = weights.model_dump(mode="json")
-    keys = ("type", "num_bits", "strategy", "group_size", "block_structure", "symmetric")
-    kind, bits, strategy, group, block, symmetric = (fields[key] for key in keys)
-    return ServedScheme(
-        kind, bits, strategy, group, tuple(block) if block else None, symmetric, bool(fields["dynamic"])
-    )
+    kind, bits, strategy, group, block, symmetric, dynamic = (fields[key] for key in keys)
+    return ServedScheme(kind, bits, strategy, group, tuple(block) if block else None, symmetric, bool(dynamic))
 
 
 @dataclass(frozen=True)
@@ -121,29 +119,24 @@ class Rules:
     """A parsed quantization_config.
 
     Attributes:
-        targets: scheme by target, in file order; a repeated target keeps its first place and takes the later scheme.
-        groups: each group's targets and scheme, in file order.
+        pairs: each target and its scheme, in file order.
+        targets: the same; a repeated target keeps its first place and takes the later scheme.
         ignore: names and expressions of modules that are not quantized.
         format: of the whole checkpoint.
     """
 
+    pairs: Sequence[tuple[str, ServedScheme]]
     targets: Mapping[str, ServedScheme]
-    groups: tuple[tuple[tuple[str, ...], ServedScheme], ...]
     ignore: tuple[str, ...]
     format: str
 
 
 def read_rules(section: Mapping[str, Any]) -> Rules:
-    """Parse a quantization_config, as tolerantly as the servers do.
-
-    Raises:
-        Refused: it does not have the structure that they need.
-    """
+    """Parse a quantization_config, as tolerantly as the servers do; Refused without the structure that they need."""
     from compressed_tensors.quantization import QuantizationArgs
 
     default_format = str(section.get("format"))
-    targets: dict[str, ServedScheme] = {}
-    groups: list[tuple[tuple[str, ...], ServedScheme]] = []
+    pairs: list[tuple[str, ServedScheme]] = []
     try:
         for name, group in section["config_groups"].items():
             activations = group.get("input_activations")
@@ -153,9 +146,8 @@ def read_rules(section: Mapping[str, Any]) -> Rules:
                 format=group.get("format") or default_format,
                 group=name,
             )
-            targets |= {target: replace(scheme, target=target) for target in group["targets"]}
-            groups.append((tuple(group["targets"]), scheme))
-        ignore = tuple(section.get("ignore") or ())
+            pairs += [(target, replace(scheme, target=target)) for target in group["targets"]]
+        targets, ignore = dict(pairs), tuple(section.get("ignore") or ())
         for pattern in (*targets, *ignore):
             if pattern.startswith("re:"):
                 re.compile(pattern[3:])
@@ -163,7 +155,7 @@ def read_rules(section: Mapping[str, Any]) -> Rules:
         raise Refused(f"{failure.pattern!r} is not a regular expression ({failure.msg})") from None
     except (AttributeError, KeyError, TypeError, ValueError) as failure:  # pydantic's errors among them
         raise Refused(f"config_groups has an unexpected structure ({' '.join(str(failure).split())})") from None
-    return Rules(targets, tuple(groups), ignore, default_format)
+    return Rules(pairs, targets, ignore, default_format)
 
 
 # Engines ------------------------------------------------------------------------------------------------------------
@@ -174,8 +166,7 @@ class Engine:
     """A server.
 
     Attributes:
-        key: of the server in a family's facts.
-        name: with the versions it stands for.
+        key: of the server in a family's facts; `name`: with the versions it stands for.
         own_names: it looks up experts' matrices by the family's names (w1/w3/w2), otherwise by PROJECTIONS; and it also
             tries an expression in `ignore` on a fused layer's own name. As vLLM does since 0.32.
         fused: the parts of each linear module that it builds as one, by the last part of their names.
@@ -250,7 +241,11 @@ def model_modules(facts: Architecture, sizes: Sizes) -> list[Module]:
     for layer in (*range(sizes["layers"]), *sizes.mtp):
         mtp, here = layer in sizes.mtp, facts.of_layer(layer)
         for name, shape in here.linears.items():
-            modules.append(Module(facts.layer(layer, name), MTP_LINEAR if mtp else _linear_kind(name), shape, layer))
+            parent, _, last = name.rpartition(".")
+            kind = OUTPUT if last == "o_proj" else ATTENTION
+            if last in PROJECTIONS.values():
+                kind = SHARED if "shared_expert" in parent else MLP
+            modules.append(Module(facts.layer(layer, name), MTP_LINEAR if mtp else kind, shape, layer))
         if layer in sizes.dense:
             continue
         for name, tensor in here.tensors.items():
@@ -265,13 +260,6 @@ def model_modules(facts: Architecture, sizes: Sizes) -> list[Module]:
     for kind, name in ((HEAD, facts.head), (EMBEDDINGS, facts.embedding)):
         modules.append(Module(module_of(name), kind, facts.outside[name].shape))
     return modules
-
-
-def _linear_kind(linear: str) -> str:
-    parent, _, last = linear.rpartition(".")
-    if last not in PROJECTIONS.values():
-        return OUTPUT if last == "o_proj" else ATTENTION
-    return SHARED if "shared_expert" in parent else MLP
 
 
 def server_facts(engine: Engine, facts: Architecture) -> ServerFacts:
@@ -291,16 +279,14 @@ def _built(engine: Engine, facts: Architecture, sizes: Sizes, modules: Iterable[
         if module.layer is not None:
             prefix = facts.layer(module.layer, "")
             name = name.removeprefix(prefix)
+            parent, _, last = name.rpartition(".")
             if module.kind in (EXPERTS, MTP_EXPERTS):
                 name = server.experts
             elif module.kind not in (ROUTER, MTP_OTHER):
-                parent, _, last = name.rpartition(".")
-                fused = (
-                    whole
-                    for whole, parts in engine.fused.items()
-                    if last in parts and names.issuperset(f"{prefix}{parent}.{part}" for part in parts)
-                )
-                name = f"{parent}.{next(fused, last)}"
+                for whole, parts in engine.fused.items():
+                    if last in parts and names.issuperset(f"{prefix}{parent}.{part}" for part in parts):
+                        name = f"{parent}.{whole}"
+                        break
             in_mtp = module.layer in sizes.mtp and server.mtp_prefix is not None
             name = f"{server.mtp_prefix if in_mtp else prefix}{name}"
         built.setdefault(name, []).append(module)
@@ -352,8 +338,12 @@ def transformers_lookups(facts: Architecture, rules: Rules, modules: Iterable[Mo
             experts.setdefault(facts.layer(module.layer, facts.modules.experts), []).append(module)
         elif module.kind not in (MTP_LINEAR, MTP_EXPERTS, MTP_OTHER):
             yield Lookup(module.kind, module.name, [module], _transformers_scheme(module, rules))
+    # Its one scheme for all experts is that of the first target of a kind.
+    named = [scheme for target, scheme in rules.pairs if target.startswith("re:") and "experts" in target]
+    classes = [scheme for target, scheme in rules.pairs if not target.startswith("re:")]
+    chosen = next(iter([*named, *classes, *(scheme for _, scheme in rules.pairs)]), None)
     for name, members in experts.items():
-        yield Lookup(EXPERTS, name, members, _transformers_experts(rules))
+        yield Lookup(EXPERTS, name, members, chosen)
 
 
 def _transformers_scheme(module: Module, rules: Rules) -> ServedScheme | None:
@@ -366,27 +356,13 @@ def _transformers_scheme(module: Module, rules: Rules) -> ServedScheme | None:
     return rules.targets[chosen] if chosen else None
 
 
-def _transformers_experts(rules: Rules) -> ServedScheme | None:
-    pairs = [(target, scheme) for targets, scheme in rules.groups for target in targets]
-    named = [pair for pair in pairs if pair[0].startswith("re:") and "experts" in pair[0]]
-    classes = [pair for pair in pairs if not pair[0].startswith("re:")]
-    return next((replace(scheme, target=target) for target, scheme in (*named, *classes, *pairs)), None)
-
-
 # How they choose ----------------------------------------------------------------------------------------------------
 
 
 def _first(name: str, targets: Iterable[str]) -> str | None:
-    """The first target that matches a name."""
     from compressed_tensors.utils import match_name
 
     return next((target for target in targets if match_name(name, target)), None)
-
-
-def _first_class(name: str, targets: Iterable[str]) -> str | None:
-    # The servers accept a target that occurs anywhere in the class name, ignoring case: "Linear" in QKVParallelLinear.
-    found = (t for t in targets if _first(name, [t]) or (not t.startswith("re:") and t.lower() in name.lower()))
-    return next(found, None)
 
 
 def _parts(engine: Engine, name: str) -> tuple[str, ...]:
@@ -419,7 +395,10 @@ def _find(
     """The scheme that a server gives a module, None if it is not quantized; Refused if the server stops here."""
     if _is_ignored(engine, name, ignore):
         return None
-    by_name, by_class = _first(name, targets), _first_class(class_name, targets)
+    by_name = _first(name, targets)
+    # A target may occur anywhere in the class name, ignoring case: "Linear" in QKVParallelLinear.
+    within = [target for target in targets if not target.startswith("re:") and target.lower() in class_name.lower()]
+    by_class = next((target for target in targets if target in within or _first(class_name, [target])), None)
     matched = [_first(part, targets) for part in _parts(engine, name)]
     by_parts = matched[0] if matched and all(matched) else None
     order = (by_name, by_class, by_parts) if engine.is_sglang else (by_name, by_parts, by_class)
@@ -446,21 +425,25 @@ def _find_experts(engine: Engine, facts: Architecture, prefix: str, rules: Rules
 
 
 def _require_kernel(engine: Engine, scheme: ServedScheme, kind: str, rules: Rules) -> None:
-    """Refused if a server does not take the scheme that it matched; kernels.py has those for packed integers."""
-    name = f"{scheme} ({scheme.origin})"
-    if scheme.dynamic:
-        raise Refused(f"dynamically quantized weights ({scheme.origin}) are not supported")
-    if kind == EMBEDDINGS and (scheme.type != "int" or scheme.activations):
-        raise Refused(f"an embedding as {name} is not supported")
-    if scheme.type == "int" and scheme.strategy in ("group", "channel") and not scheme.activations:
-        if scheme.format != PACKED:
-            raise Refused(f"{name} in format {scheme.format}: {PACKED} is needed")
-        if engine.is_sglang and kind in (EXPERTS, MTP_EXPERTS) and rules.format != PACKED:
-            raise Refused(
-                f"the format of the whole checkpoint is {rules.format}; for integer experts it must be {PACKED}"
-            )
-    if scheme.type == "float" and scheme.bits == 8 and scheme.strategy in ("block", "channel", "tensor"):
-        if not scheme.symmetric:
-            raise Refused(f"{name} must be symmetric")
-        if scheme.format not in ACTIVATION_FORMATS:
-            raise Refused(f"{name} in format {scheme.format}: float-quantized is needed")
+    """Refused if a server does not take the scheme that it matched; cards.py has those for packed integers."""
+    name, whole = f"{scheme} ({scheme.origin})", f"the format of the whole checkpoint is {rules.format}"
+    packed = scheme.type == "int" and scheme.strategy in ("group", "channel") and not scheme.activations
+    fp8 = scheme.type == "float" and scheme.bits == 8 and scheme.strategy in ("block", "channel", "tensor")
+    routed = engine.is_sglang and kind in (EXPERTS, MTP_EXPERTS)
+    faults = (
+        (scheme.dynamic, f"dynamically quantized weights ({scheme.origin}) are not supported"),
+        (
+            kind == EMBEDDINGS and (scheme.type != "int" or scheme.activations),
+            f"an embedding as {name} is not supported",
+        ),
+        (packed and scheme.format != PACKED, f"{name} in format {scheme.format}: {PACKED} is needed"),
+        (packed and routed and rules.format != PACKED, f"{whole}; for integer experts it must be {PACKED}"),
+        (fp8 and not scheme.symmetric, f"{name} must be symmetric"),
+        (
+            fp8 and scheme.format not in ACTIVATION_FORMATS,
+            f"{name} in format {scheme.format}: float-quantized is needed",
+        ),
+    )
+    for is_so, why in faults:
+        if is_so:
+            raise Refused(why)

@@ -29,6 +29,8 @@ from quantizers.system.errors import InputError
 from quantizers.system.formatting import short_path
 
 VLLM, SGLANG = "vLLM", "SGLang"
+# By the page that tells a version; the last is what SGLang called the second before.
+KINDS = {"/version": VLLM, "/server_info": SGLANG, "/get_server_info": SGLANG}
 KEY = "OPENAI_API_KEY"  # environment variable with the server's key
 PATIENCE = 10.0  # seconds in which a vLLM without a server may end by itself
 SHOWN = 200  # characters of a server's own words in a message
@@ -39,19 +41,10 @@ _CAPPED = re.compile(r"max[ _-]?(?:allowed|logprobs)|logprobs.*(?:greater|exceed
 _FOREIGN = re.compile(r"out of (?:the )?vocab|vocab(?:ulary)?[ _]size", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class Returned:
-    """What a server returned for one text.
-
-    Attributes:
-        ids: (T - 1, N) int64, the returned tokens at each position but the first; -1 where there are fewer than N.
-        logs: (T - 1, N) float64, their natural log-probabilities; -inf where the id is -1.
-        next: (T - 1,) float64, that of the token which follows in the text; it is one of the ids.
-    """
-
-    ids: np.ndarray
-    logs: np.ndarray
-    next: np.ndarray
+# What a server returned for one text: (T - 1, N) int64, the tokens at each position but the first, -1 where there are
+# fewer than N; (T - 1, N) float64, their natural log-probabilities, -inf where the id is -1; and (T - 1,) float64, that
+# of the token which follows in the text, which is one of them.
+Returned = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -59,9 +52,7 @@ class Server:
     """A server that answers.
 
     Attributes:
-        kind: VLLM or SGLANG.
-        version: as it says.
-        model: its id of the model.
+        kind: VLLM or SGLANG; `version` and `model`, its id of the model, as it says.
         max_model_len: tokens of a text and an answer together; None where it does not say.
         ask: rows of `{id: log-probability}` for positions 1 to T - 1 of a text's ids, from these and K; the third
             argument says which text it is.
@@ -75,27 +66,15 @@ class Server:
     ask: Callable[[Sequence[int], int, str], list[dict[int, float]]]
     log: Callable[[], list[str]]
 
-    def score(self, tokens: Sequence[int], top_k: int, vocabulary: int, which: str) -> Returned:
-        """The log-probabilities of a text of T ids.
 
-        Args:
-            top_k: K; `vocabulary`: V of our model.
-            which: the text, for messages, such as `text 3 of 88`.
-
-        Raises:
-            InputError: nothing comes, or other than what was asked for.
-        """
-        return table(self.ask(tokens, top_k, which), tokens, top_k, vocabulary, f"{self.kind}: {which}")
-
-
-def table(
-    rows: Sequence[Mapping[int, float]], tokens: Sequence[int], top_k: int, vocabulary: int, where: str
-) -> Returned:
-    """A server's rows of `{id: log-probability}` as arrays.
+def score(server: Server, tokens: Sequence[int], top_k: int, vocabulary: int, which: str) -> Returned:
+    """A server's log-probabilities of a text of T ids, of which `which` tells in messages, with K and V of our model.
 
     Raises:
-        InputError: positions or ids are missing, ids are none of this vocabulary, or the numbers no log-probabilities.
+        InputError: nothing comes; positions or ids are missing, ids are none of this vocabulary, or the numbers no
+            log-probabilities.
     """
+    where, rows = f"{server.kind}: {which}", server.ask(tokens, top_k, which)
     if len(rows) != len(tokens) - 1:
         raise InputError(f"{where}: {len(rows)} positions were scored, not {len(tokens) - 1}; another text was")
     width, least = max(map(len, rows)), min(top_k, vocabulary)
@@ -120,7 +99,7 @@ def table(
             f"{where}: probabilities sum to {total.max():.4g}, so these are no log-probabilities; start vLLM with "
             "--logprobs-mode raw_logprobs"
         )
-    return Returned(ids, logs, logs[ids == np.asarray(tokens[1:])[:, None]])
+    return ids, logs, logs[ids == np.asarray(tokens[1:])[:, None]]
 
 
 def kernel_lines(lines: Sequence[str]) -> list[str]:
@@ -133,10 +112,9 @@ def kernel_lines(lines: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def over_http(url: str, timeout: float, log: Path | None = None) -> Iterator[Server]:
-    """The vLLM or SGLang at this address; within the block the connection is kept.
+    """The vLLM or SGLang at this address, with or without /v1; within the block the connection is kept.
 
     Args:
-        url: such as http://127.0.0.1:8000, with or without /v1.
         timeout: seconds without a byte after which a request has failed.
         log: a file with what the server has logged.
 
@@ -145,7 +123,10 @@ def over_http(url: str, timeout: float, log: Path | None = None) -> Iterator[Ser
     """
     import httpx
 
-    logged = _lines(log) if log else []
+    try:
+        logged = log.read_text(encoding="utf-8", errors="replace").splitlines() if log else []
+    except OSError as failure:
+        raise InputError(f"{log}: cannot be read ({failure.strerror}); give the file of the server's log") from None
     key = os.environ.get(KEY, "").strip()
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
@@ -185,13 +166,13 @@ def over_http(url: str, timeout: float, log: Path | None = None) -> Iterator[Ser
             ) from None
 
     with client:
-        kind, about = VLLM, json_of("/version")
-        for path in ("/server_info", "/get_server_info"):  # the second is what it was called before
-            if not isinstance(about, dict) or "version" not in about:
-                kind, about = SGLANG, json_of(path)
-        if not isinstance(about, dict) or "version" not in about:
+        for path in KINDS:
+            about = json_of(path)
+            if isinstance(about, dict) and "version" in about:
+                break
+        else:
             raise InputError(f"{shown}: answers neither /version (vLLM) nor /server_info (SGLang); give one of these")
-        models = json_of("/v1/models")
+        kind, models = KINDS[path], json_of("/v1/models")
         try:
             first = models["data"][0]  # adapters follow
             model, lengths = str(first["id"]), [first.get("max_model_len"), about.get("max_req_input_len")]
@@ -205,11 +186,10 @@ def over_http(url: str, timeout: float, log: Path | None = None) -> Iterator[Ser
                 return _of_vllm(answer["choices"][0]["prompt_logprobs"])
 
         def of_sglang(tokens: Sequence[int], top_k: int, which: str) -> list[dict[int, float]]:
-            body: dict[str, Any] = {
-                "input_ids": list(tokens),
-                "sampling_params": {"max_new_tokens": 1, "temperature": 0},
-            }
-            body |= {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": top_k}
+            body = {
+                "input_ids": list(tokens), "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+                "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": top_k,
+            }  # fmt: skip
             answer = json_of("/generate", body, which)
             with _as_described("input_top_logprobs", which):
                 found = answer["meta_info"]
@@ -245,8 +225,8 @@ def _as_described(key: str, which: str) -> Iterator[None]:
         yield
     except (LookupError, TypeError, ValueError, AttributeError):
         raise InputError(
-            f"{which}: the answer's {key} are missing, or have no token ids or no numbers; give the "
-            "address of vLLM or SGLang itself, not of a proxy that rewrites answers"
+            f"{which}: the answer's {key} are missing, or have no token ids or no numbers; give the address of vLLM or "
+            "SGLang itself, not of a proxy that rewrites answers"
         ) from None
 
 
@@ -274,13 +254,6 @@ def _short(text: str, key: str) -> str:
     return line if len(line) <= SHOWN else f"{line[:SHOWN]}…"
 
 
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError as failure:
-        raise InputError(f"{path}: cannot be read ({failure.strerror}); give the file of the server's log") from None
-
-
 # Without a server --------------------------------------------------------------------------------------------------
 
 
@@ -289,8 +262,7 @@ def offline(python: str, model: Path, engine: Mapping[str, Any], top_k: int, tim
     """The vLLM of another environment, which loads the model within the block; see offline_vllm.py.
 
     Args:
-        python: that environment's interpreter.
-        model: a checkpoint's folder.
+        python: that environment's interpreter; `model`: a checkpoint's folder.
         engine: further arguments of vllm.LLM, such as dtype.
         top_k: the most log-probabilities that will be asked for.
         timeout: seconds without an answer to one text after which it has failed.
@@ -313,7 +285,7 @@ def offline(python: str, model: Path, engine: Mapping[str, Any], top_k: int, tim
             ) from None
         assert process.stdin is not None
         assert process.stdout is not None
-        answers = process.stdout
+        questions, answers = process.stdin, process.stdout
 
         def logged() -> list[str]:
             log.seek(0)
@@ -332,9 +304,8 @@ def offline(python: str, model: Path, engine: Mapping[str, Any], top_k: int, tim
             )
 
         def ask(tokens: Sequence[int], top_k: int, which: str) -> list[dict[int, float]]:
-            assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # which `read` then says
-                print(json.dumps({"tokens": list(tokens), "top_k": top_k}), file=process.stdin, flush=True)
+                print(json.dumps({"tokens": list(tokens), "top_k": top_k}), file=questions, flush=True)
             return _of_vllm(read(which, timeout))
 
         try:
@@ -343,7 +314,7 @@ def offline(python: str, model: Path, engine: Mapping[str, Any], top_k: int, tim
             yield Server(VLLM, about["version"], str(model), about["max_model_len"], ask, logged)
         finally:
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
+                questions.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(PATIENCE)  # it ends where its input does
             with contextlib.suppress(ProcessLookupError):

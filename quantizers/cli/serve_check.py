@@ -87,16 +87,13 @@ def served_table(report: dict[str, Any]) -> str:
         "candidate_server": "KL(ours || server)", "source_server": "KL(source || server)",
         "source_candidate": "KL(source || candidate)",
     }  # fmt: skip
-    kinds, losses = list(figures["kl"]), list(figures["perplexity"])
-    header = ("", "tokens", *(names[kind] for kind in kinds), "top-1", *(f"ppl {one}" for one in losses))
-    shown = figures["categories" if len(figures["categories"]) <= CATEGORY_ROWS else "families"]
-    rows = [
-        (
-            name, f"{row['tokens']:,}", *(f"{row['kl'][kind]['mean']:.3g}" for kind in kinds), f"{row['top1']:.2%}",
-            *(f"{row['perplexity'][one]:.4f}" for one in losses),
-        )
-        for name, row in [*shown.items(), ("all", figures)]
-    ]  # fmt: skip
+    losses = [f"ppl {one}" for one in figures["perplexity"]]
+    header = ("", "tokens", *(names[kind] for kind in figures["kl"]), "top-1", *losses)
+    shown, rows = figures["categories" if len(figures["categories"]) <= CATEGORY_ROWS else "families"], []
+    for name, row in [*shown.items(), ("all", figures)]:
+        kl = (f"{row['kl'][kind]['mean']:.3g}" for kind in figures["kl"])
+        perplexity = (f"{row['perplexity'][one]:.4f}" for one in figures["perplexity"])
+        rows.append((name, f"{row['tokens']:,}", *kl, f"{row['top1']:.2%}", *perplexity))
     mine = figures["kl"]["candidate_server"]
     lines = [
         f"{server['kind']} {server['version']}{' offline' * server['offline']}, model {server['model']}{longest}",

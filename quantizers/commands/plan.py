@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eval.report.summary import flags, vllm_command, vllm_options
-from eval.serving.cards import KEEPS_SCALES
-from eval.serving.kernels import TAKES_THEM
+from eval.serving.cards import KEEPS_SCALES, TAKES_THEM
 from quantizers.budget.choice import apply_choice
 from quantizers.checkpoint.reader import left_behind
 from quantizers.pipeline.servable import planned_check

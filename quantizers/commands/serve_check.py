@@ -22,8 +22,8 @@ from eval.fidelity.kv_cache import CachedModel
 from eval.fidelity.metrics import Text
 from eval.fidelity.scoring import held_out
 from eval.fidelity.served import UNLIKE, compare_text, figures, verdict
-from eval.report.serve_check import ServeCheckReport
-from eval.serving.server import Returned, Server, kernel_lines, over_http
+from eval.report.fidelity import ServeCheckReport
+from eval.serving.server import Returned, Server, kernel_lines, over_http, score
 from eval.serving.server import offline as engine_of
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for
@@ -155,13 +155,11 @@ def serve_check(
                 f"{asked.kind} {asked.version}; serve the source on this one, and check it again"
             )
         held = _texts(samples, first, sizes, asked.max_model_len, trust_remote_code)
-        sent = identity(
-            [replace(one, tokens=text.tokens.numpy()) for one, text in zip(samples.samples, held.texts, strict=True)]
-        )
+        pairs = zip(samples.samples, held.texts, strict=True)
+        sent = identity([replace(one, tokens=text.tokens.numpy()) for one, text in pairs])
         if before and before.data.identity != sent:
             raise InputError(f"{source_check}: was made with other texts; give the same --data and --max-model-len")
-        texts = [text.tokens for text in held.texts]
-        returned = _ask(asked, texts, top_k, sizes["vocabulary"])
+        returned = _ask(asked, held.texts, top_k, sizes["vocabulary"])
         about = {
             "kind": asked.kind, "version": asked.version, "model": asked.model, "max_model_len": asked.max_model_len,
             "offline": offline is not None, "kernels": kernel_lines(asked.log()),
@@ -170,18 +168,12 @@ def serve_check(
         tables = _compare(checkpoints, architecture, sizes, held.texts, returned, check)
     found = figures(tables, [text.category for text in held.texts])
     lost = held.about["past_the_model"]
+    data_sent = {"name": held.about["name"], "identity": sent, "cut": lost["texts"], "cut_tokens": lost["tokens"]}
+    of_source = before.figures.as_dict() if before else None
     report = ServeCheckReport.model_validate(
         {
-            "candidate": names[0],
-            "server": about,
-            "data": {
-                "name": held.about["name"], "identity": sent, "cut": lost["texts"],
-                "cut_tokens": lost["tokens"],
-            },
-            "top_k": top_k,
-            "figures": found,
-            "verdict": verdict(found, exact=exact, of_source=before.figures.as_dict() if before else None),
-            "version": versions()["moe-quantizers"],
+            "candidate": names[0], "server": about, "data": data_sent, "top_k": top_k, "figures": found,
+            "verdict": verdict(found, exact=exact, of_source=of_source), "version": versions()["moe-quantizers"],
         }
         | ({"source": names[1]} if origin else {})
         | ({"source_check": before.verdict.as_dict()} if before else {})
@@ -191,7 +183,6 @@ def serve_check(
 
 
 def _argument(text: str) -> tuple[str, Any]:
-    """Key and value of KEY=VALUE."""
     key, equals, value = text.partition("=")
     try:
         if key and equals:
@@ -229,7 +220,6 @@ def _output(given: str | Path | None, candidate: Path) -> Path:
 
 def _record(path: Path, names: Sequence[dict[str, str]], top_k: int) -> ServeCheckReport:
     """The record of the source on the same server; an InputError if it is another one's, or of a server that is off."""
-
     try:
         record = ServeCheckReport.model_validate(read_json(path))
     except ValidationError as failure:
@@ -256,7 +246,6 @@ def _record(path: Path, names: Sequence[dict[str, str]], top_k: int) -> ServeChe
 
 def _texts(samples: Any, source: Checkpoint, sizes: Sizes, longest: int | None, trust_remote_code: bool) -> Any:
     """The held-out texts, cut where model or server ends; one token of the server's is for its answer."""
-
     limits = [limit for limit in (sizes.positions, longest and longest - 1) if limit]
     limited = copy.copy(sizes)
     limited.positions = min(limits) if limits else None
@@ -272,14 +261,14 @@ def _texts(samples: Any, source: Checkpoint, sizes: Sizes, longest: int | None, 
     return held
 
 
-def _ask(server: Server, texts: Sequence[torch.Tensor], top_k: int, vocabulary: int) -> list[Returned]:
-    """The server's answers to all texts."""
+def _ask(server: Server, texts: Sequence[Text], top_k: int, vocabulary: int) -> list[Returned]:
     answers = []
     with progress("asking the server", len(texts), unit="text") as step:
-        for number, tokens in enumerate(texts, 1):
-            which = f"text {number} of {len(texts)} ({len(tokens):,} tokens)"
-            answers.append(server.score(tokens.tolist(), top_k, vocabulary, which))
-            step(f"{len(tokens):,} tokens")
+        for number, text in enumerate(texts, 1):
+            size = f"{len(text.tokens):,} tokens"
+            which = f"text {number} of {len(texts)} ({size})"
+            answers.append(score(server, text.tokens.tolist(), top_k, vocabulary, which))
+            step(size)
     return answers
 
 
@@ -292,12 +281,11 @@ def _compare(
     check: Callable[[], None],
 ) -> list[np.ndarray]:
     """`served.compare_text` of every text, with the candidate and, if there is one, its source."""
-
     use_threads(sizes)
     named = [published_names(one, facts) for one in reversed(checkpoints)]  # the source first
-    parts = (load_tensors(one, outside_names(one, facts)) for one in named)
     models: list[StreamedModel] = []
-    for part in parts:
+    for one in named:
+        part = load_tensors(one, outside_names(one, facts))
         own = part, facts, sizes, torch.device("cpu"), torch.float32
         # A server caches in FP8 by itself where a checkpoint has scales for it.
         models.append(CachedModel(*own, ones=False) if has_kv_scales(part.config) else StreamedModel(*own))
@@ -307,9 +295,9 @@ def _compare(
         heads = [(stream.model, stream.model.head()) for stream in streams]
         states, tables = [stream.states(sizes["layers"]) for stream in streams], []
         with progress("comparing", len(texts), unit="text") as step:
-            for number, (text, one) in enumerate(zip(texts, returned, strict=True)):
+            for number, (text, answer) in enumerate(zip(texts, returned, strict=True)):
                 check()
                 rows = [of_model[number] for of_model in states]
-                tables.append(compare_text(heads, text.tokens, rows, (one.ids, one.logs, one.next)))
+                tables.append(compare_text(heads, text.tokens, rows, answer))
                 step(f"{len(text.tokens):,} tokens")
     return tables

@@ -1,8 +1,8 @@
 """`--publish-as-you-go`: what of a run's publication goes beyond its uploads.
 
 The repository is private until the output is proven: the gates have passed, and every file on the Hub has the hash of
-the one here, or, of a shard that was removed here, the hash with which it was written. A run that fails its gates
-uploads nothing but its shards.
+the one here, or with which a shard that was removed here was written. A run that fails its gates uploads its shards
+alone.
 """
 
 from __future__ import annotations
@@ -15,15 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quantizers.output import journal
-from quantizers.output.uploads import (
-    LocalFile,
-    Uploads,
-    hashed,
-    is_to_be_made,
-    refuse_card,
-    require_token,
-    written_shard,
-)
+from quantizers.output.uploads import Uploads, hashed, is_to_be_made, refuse_card, require_token, written_shard
 from quantizers.planning.plan import WAITING
 from quantizers.system.errors import OutputError
 from quantizers.system.formatting import size
@@ -35,12 +27,9 @@ FREE = 100_000_000_000  # bytes of private repositories of an account that pays 
 
 @dataclass(frozen=True)
 class Destination:
-    """Where a run publishes its output as it goes.
+    """Where a run publishes its output as it goes: a `repo` on the Hub, owner/name.
 
-    Attributes:
-        repo: owner/name, on the Hub.
-        remove: remove shards here once they are there.
-        private: leave the repository private at the end.
+    Shards are removed here once they are there if `remove`; it is left private at the end if `private`.
     """
 
     repo: str
@@ -99,9 +88,9 @@ def card_gaps(report: dict[str, Any]) -> dict[str, str]:
     }
     gaps = {key: words for key, words in gaps.items() if not front.get(key)}
     strange = [] if "license" in report.get("published", {}) else strange_licenses(report["source"]["license"])
-    return gaps | (
-        {"license": f"{', '.join(strange)}: no name of the Hub's, so the card says other"} if strange else {}
-    )
+    if strange:
+        gaps["license"] = f"{', '.join(strange)}: no name of the Hub's, so the card says other"
+    return gaps
 
 
 def begin(uploads: Uploads | None, destination: Destination | None, report: dict[str, Any]) -> None:
@@ -164,7 +153,7 @@ def finish(uploads: Uploads | None, work: Path, output: Path, check: Callable[[]
             file=sys.stderr,
         )
         return
-    shards: list[LocalFile] = [written_shard(name, one) for name, one in report["audit"]["digests"].items()]
+    shards = [written_shard(name, one) for name, one in report["audit"]["digests"].items()]
     known = {shard.name for shard in shards}
     uploads.finish([hashed(folder, name) for name in sorted({*report["files"], REPORT} - known)], shards, check)
 

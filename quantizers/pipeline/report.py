@@ -1,8 +1,7 @@
 """The contents of report.json, all put together here; the schema is in eval/report/schema.py.
 
 Before its first layer a run rehearses its end: report, card, page and pictures are made once, into a folder that is
-thrown away, with figures that stand for those that are not measured yet. What a name, a side file or a library breaks
-is met then.
+thrown away, of stand-in figures. What a name, a side file or a library breaks is met then.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ import numpy as np
 import torch
 import yaml
 
+from eval.coverage.summary import gate, summarise
 from eval.coverage.summary import gates as coverage_gates
-from eval.coverage.summary import summarise
 from eval.fidelity.as_served import as_served, as_stored, pairs
 from eval.fidelity.kv_cache import KINDS, kv_figures
 from eval.fidelity.metrics import Measured, Text
@@ -32,16 +31,9 @@ from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes
 from quantizers.budget.choice import describe_choice
 from quantizers.budget.measure import measuring_seconds, read_measurements
+from quantizers.calibration import samples
 from quantizers.calibration.render import custom_class
-from quantizers.calibration.samples import (
-    CalibrationData,
-    asked_for,
-    by_category,
-    by_language,
-    category_names,
-    language_counts,
-    used_licences,
-)
+from quantizers.calibration.samples import CalibrationData
 from quantizers.calibration.set import read_set
 from quantizers.checkpoint.reader import Checkpoint, left_behind, read_json, side_files
 from quantizers.checkpoint.remote import HubFiles
@@ -57,7 +49,6 @@ from quantizers.planning.plan import Plan, summary
 from quantizers.planning.serving_memory import assumptions, common_fits, notes, serving_model, unsaid
 from quantizers.recipe.portable import Resolved, is_hub_id
 from quantizers.recipe.read import set_location
-from quantizers.recipe.schema import PerplexityGate
 from quantizers.system.errors import CheckpointError, InputError, QuantizeError
 from quantizers.system.output_files import CARD, RECIPE
 from quantizers.system.progress import checked, peak_memory, progress
@@ -80,8 +71,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # of a model, a data set o
 def planned_report(job: Job, resolved: Resolved, data: CalibrationData, device: torch.device) -> dict[str, Any]:
     """What is known before the first layer. The source's side files and the set are read now, and not again later.
 
-    Args:
-        resolved: the recipe as it is published with the output.
+    The recipe is `resolved` as it is published with the output.
     """
     source, model = job.opened, resolved.recipe.source.model
     found = job.facts.found()
@@ -116,25 +106,20 @@ def run_report(
     started: float,
     context: Context,
 ) -> dict[str, Any]:
-    """Verify the files in work/output with a last reading, and report all that is known about them.
+    """`RunReport` without the keys of the files: the files in work/output are verified with a last reading.
 
     Args:
         planned: of `planned_report`.
         figures: fidelity on the held-out texts, of `metrics.figures`; None without any.
         started: `time.monotonic()` when this process began.
-
-    Returns:
-        `RunReport` without the keys of the files.
     """
     layers = journal.done_layers(context.work, job.sizes["layers"])
     on_hub = context.uploads.settle(context.check) if context.uploads else None
     written, audit = _last_reading(job, layers, context, on_hub)
     engines = check_folder(context.work / "output", job.facts, on_hub)
-    report = planned | _found_report(job, data, figures, layers, written, audit, engines)
-    report["seconds"] = seconds = {
-        "this_process": time.monotonic() - started,
-        "layers": sum(sum(entry["seconds"].values()) for entry in layers),
-    }
+    report = planned | _found_report(job, data, figures, layers, _verified(written, audit, engines))
+    in_layers = sum(sum(entry["seconds"].values()) for entry in layers)
+    report["seconds"] = seconds = {"this_process": time.monotonic() - started, "layers": in_layers}
     report["peak_memory_bytes"] = max([peak_memory(context.device), *(entry["peak_memory_bytes"] for entry in layers)])
     if job.allocation:
         entries = read_measurements(context.work, job.sizes.moe_layers)
@@ -149,24 +134,21 @@ def _found_report(
     data: CalibrationData,
     figures: dict[str, Any] | None,
     layers: Sequence[dict[str, Any]],
-    written: Mapping[str, ShardDigest],
-    audit: Audit,
-    engines: ServingCheck | None,
+    verified: dict[str, Any],
 ) -> dict[str, Any]:
-    """What a run found out, but for its choice within a budget, times and memory.
-
-    Args:
-        figures: as `run_report` takes them.
-        layers: the journal's entries.
-        written: digests of the shards.
-        engines: None if the folder cannot be opened.
-    """
-    gate = job.recipe.verify and job.recipe.verify.perplexity
-    coverage, coverage_checks = _coverage(job, data, layers)
-    report = _verified(written, audit, engines) | (figures or {})
-    report["gates"] += [*coverage_checks, *(_fidelity_gates(figures, gate) if figures and gate else [])]
+    """What a run found out but for its choice within a budget, times and memory; `layers` are the journal's entries."""
+    coverage, checks = _coverage(job, data, layers)
+    report = verified | (figures or {}) | {"coverage": coverage}
+    if figures and job.recipe.verify and (asked := job.recipe.verify.perplexity):
+        limits = (
+            ("perplexity", figures["perplexity"]["increase"], asked.max_increase, "relative increase of perplexity"),
+            ("kl", figures["kl"]["mean"], asked.max_kl, "mean KL(source || output), nats"),
+            ("kl p99", figures["kl"]["p99"], asked.max_p99, "99th percentile of KL(source || output), nats"),
+        )
+        checks += [gate(name, value, limit, words) for name, value, limit, words in limits if limit is not None]
+    report["gates"] += checks
     report["layers"] = [{key: value for key, value in entry.items() if key not in JOURNAL_ONLY} for entry in layers]
-    return report | {"coverage": coverage}
+    return report
 
 
 def rehearse(
@@ -180,20 +162,18 @@ def rehearse(
     """Make report, card, page and pictures of stand-in figures; the report.
 
     Args:
-        planned: of `planned_report`.
+        planned: of `planned_report`; `engines`: of `servable.planned_check`; `texts`: see `Resolved.texts`.
         evaluation: None if nothing is measured.
-        engines: of `servable.planned_check`.
-        texts: files that the run adds, see `Resolved.texts`.
 
     Raises:
         InputError: something that would end the run after its last layer. A picture that fails is only a note.
     """
-    categories = len(category_names(data.samples))
+    categories = len(samples.category_names(data.samples))
     layers = [_entry(number, job, categories) for number in range(job.sizes["layers"])]
     written = {job.plan.shard_file(part): ShardDigest(bytes=0, sha256="", tensors="") for part in job.plan.parts}
     try:
         figures = evaluation.figures(_measured(job, evaluation.texts), "the output") if evaluation else None
-        report = dict(planned) | _found_report(job, data, figures, layers, written, Audit(), engines)
+        report = dict(planned) | _found_report(job, data, figures, layers, _verified(written, Audit(), engines))
         report |= {"seconds": {"this_process": 0.0, "layers": 0.0}, "peak_memory_bytes": 0}
         if job.allocation:
             measurements = [_measurement(number, job.allocation) for number in job.sizes.moe_layers]
@@ -233,18 +213,15 @@ def _measurement(number: int, allocation: Allocation) -> dict[str, Any]:
     losses = dict.fromkeys(map(str, allocation.candidates), 0.1)
     by_matrix = {scheme: dict.fromkeys(MATRICES, 0.1) for scheme in losses}
     by_expert = {scheme: [0.1] for scheme in losses}
-    figures = {"kl": 0.1, "disturbance": 0.1, "loss": losses, "error": losses, "by_matrix": by_matrix}
-    figures["by_expert"] = by_expert
-    return figures | {"layer": number, "experts": 1}
+    figures = {"loss": losses, "error": losses, "by_matrix": by_matrix, "by_expert": by_expert}
+    return {"kl": 0.1, "disturbance": 0.1, **figures, "layer": number, "experts": 1}
 
 
 def _measured(job: Job, texts: list[Text]) -> Measured:
     """An output as close to its source in every token."""
     loss = np.ones(sum(len(text.tokens) - 1 for text in texts))
-    parts = [
-        {"agreement": None if number in job.sizes.dense else 1.0, "hidden_error": 0.1}
-        for number in range(job.sizes["layers"])
-    ]
+    agreement = [None if number in job.sizes.dense else 1.0 for number in range(job.sizes["layers"])]
+    parts = [{"agreement": share, "hidden_error": 0.1} for share in agreement]
     cards, even = job.recipe.as_served, (loss, loss / 100, loss / 100, loss.astype(bool))
     (on_cards,) = as_served([even] * len(pairs(2, len(cards))), 2, cards, texts)
     for card in cards:
@@ -258,9 +235,7 @@ def stitch_report(
 ) -> dict[str, Any]:
     """`StitchReport`, without the keys of the files, of a stitched checkpoint.
 
-    Args:
-        settings: by which a later call recognizes the output.
-        written: digests of the shards, from when they were written.
+    By its `settings` a later call recognizes the output; the digests of its shards are of when they were `written`.
     """
     source, model, theirs, examined = mix.source, settings["source"], mix.experts, describe_mix(mix.found)
     schemes = [scheme.as_dict for scheme in dict.fromkeys(mix.plan.schemes)]
@@ -280,27 +255,18 @@ def stitch_report(
 def _last_reading(
     job: Job, layers: Sequence[dict[str, Any]], context: Context, on_hub: HubFiles | None
 ) -> tuple[dict[str, ShardDigest], Audit]:
-    """Read every shard once more, from the disk: their digests, by file name, and the audit of the whole folder.
+    """Every shard's digest, by file name, and the audit of the whole folder, read once more from the disk.
 
-    Of shards that are `on_hub` alone, its hashes are compared.
-
-    Raises:
-        QuantizeError: a shard has changed since it was written; the same command makes it again.
+    Of shards that are `on_hub` alone, its hashes are compared. Raises a QuantizeError if a shard has changed since it
+    was written; the same command makes it again.
     """
     folder = context.work / "output"
     entries = [*layers, *journal.passthrough_entries(context.work)]
     written = {entry["shard"]: entry["digest"] for entry in entries}
+    audits = [LayerAudit(**entry["audit"]) for entry in entries]
     with progress("last reading", len(written), unit="shard") as step:
-        audit = verify(
-            folder,
-            job.opened,
-            context.device,
-            written,
-            checked(step, context.check),
-            [LayerAudit(**entry["audit"]) for entry in entries],
-            own=job.facts,
-            remote=on_hub,
-        )
+        look = checked(step, context.check)
+        audit = verify(folder, job.opened, context.device, written, look, audits, own=job.facts, remote=on_hub)
     if audit.changed:
         more = f", and {len(audit.changed) - 1} more" if len(audit.changed) > 1 else ""
         raise QuantizeError(
@@ -311,32 +277,16 @@ def _last_reading(
 
 
 def _verified(written: Mapping[str, ShardDigest], audit: Audit, engines: ServingCheck | None) -> dict[str, Any]:
-    """What holds of every output: its files are as planned, and serving engines read them as meant.
-
-    Args:
-        engines: None if the folder cannot be opened, which the audit reports.
+    """What holds of every output: its files are as planned, and serving engines read them as meant, unless the folder
+    cannot be opened, which the audit reports.
     """
-    gates = [_gate("audit", len(audit.differences), 0, "differences from what the plan promises")]
+    gates = [gate("audit", len(audit.differences), 0, "differences from what the plan promises")]
     report = {"audit": audit.as_dict() | {"digests": written}, "gates": gates}
-    if engines is not None:
-        misread = "ways in which vLLM, SGLang or transformers would misread it"
-        gates.append(_gate("consumers", len(engines.errors), 0, misread))
-        report["consumers"] = engines.as_dict()
-    return report
-
-
-def _fidelity_gates(result: dict[str, Any], asked: PerplexityGate) -> list[dict[str, Any]]:
-    """The recipe's gates on perplexity and KL."""
-    limits = (
-        ("perplexity", result["perplexity"]["increase"], asked.max_increase, "relative increase of perplexity"),
-        ("kl", result["kl"]["mean"], asked.max_kl, "mean KL(source || output), nats"),
-        ("kl p99", result["kl"]["p99"], asked.max_p99, "99th percentile of KL(source || output), nats"),
-    )
-    return [_gate(name, value, limit, meaning) for name, value, limit, meaning in limits if limit is not None]
-
-
-def _gate(name: str, value: float, limit: float, meaning: str) -> dict[str, Any]:
-    return {"name": name, "passed": value <= limit, "value": value, "limit": limit, "meaning": meaning}
+    if engines is None:
+        return report
+    misread = "ways in which vLLM, SGLang or transformers would misread it"
+    gates.append(gate("consumers", len(engines.errors), 0, misread))
+    return report | {"consumers": engines.as_dict()}
 
 
 def _source(model: str, revision: str | None, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -351,14 +301,14 @@ def _calibration(job: Job, data: CalibrationData, resolved: Resolved) -> dict[st
         row |= {key: resolved.published(row[key]) for key in ("source", "first") if key in row}
     used = {sample.source for sample in data.samples}
     datasets = (s.dataset for s in calibration.sources if not s.is_local and s.dataset in used)
-    licences = used_licences(calibration, data).items()
+    licences = samples.used_licences(calibration, data).items()
     return found | {
-        "categories": by_category(data),
+        "categories": samples.by_category(data),
         "datasets": list(dict.fromkeys(datasets)),
         "licences": {resolved.published(name): licence for name, licence in licences},
-        "languages": language_counts(calibration, data.samples),
-        "asked_for": asked_for(calibration, data.samples),
-        "by_language": by_language(calibration, data),
+        "languages": samples.language_counts(calibration, data.samples),
+        "asked_for": samples.asked_for(calibration, data.samples),
+        "by_language": samples.by_language(calibration, data),
     }
 
 
@@ -366,7 +316,7 @@ def _coverage(
     job: Job, data: CalibrationData, layers: Sequence[dict[str, Any]]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The tokens that the router sent to each expert, and the recipe's gates on them."""
-    names = category_names(data.samples)
+    names = samples.category_names(data.samples)
     routed = {entry["layer"]: np.array(entry["routed"], dtype=np.int64) for entry in layers if entry["routed"]}
     counts, rule = list(routed.values()), job.recipe.verify.coverage if job.recipe.verify else None
     coverage = summarise(counts, names, rule.min_routed_tokens if rule else 1, list(routed))
@@ -377,11 +327,7 @@ def _coverage(
 
 
 def _serving(plan: Plan, facts: Architecture, sizes: Sizes, source: Checkpoint, name: str) -> dict[str, Any]:
-    """The servers' options, sampling defaults, and how the model fits into the memory of common GPUs; see `Serving`.
-
-    Args:
-        name: of the source, for options that only some models of the family have.
-    """
+    """`Serving` of eval/report/schema.py; some models of a family have options of their own, by the source's `name`."""
     # transformers finds the class, and fuses the experts, by the model type in config.json.
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -424,9 +370,7 @@ def _about_source(facts: Architecture, model: str, source: Checkpoint) -> dict[s
     card; and `made_from`, the models that its card names as its base if it is no model of the Hub itself.
     """
     front = _front_matter(source)
-    listed = front.get("license")
-    names = [name for name in (listed if isinstance(listed, list) else [listed]) if isinstance(name, str)]
-    names = [name for name in names if name.lower() not in ("", "~", "null")]  # YAML's words for nothing
+    names = [name for name in _texts(front.get("license")) if name.lower() not in ("", "~", "null")]  # YAML's nothing
     fields: dict[str, Any] = {"license": names if len(names) > 1 else names[0]} if names else {}
     fields |= {key: front[key] for key in LICENSE_DETAILS if isinstance(front.get(key), str) and front[key]}
     known = (one.license for one in facts.published if model in one.models)
@@ -441,10 +385,10 @@ def _told_by(checkpoint: Checkpoint) -> dict[str, Any]:
     That is its `format`, method and version of the library, from config.json; the `modifiers` of llm-compressor in its
     recipe.yaml; and of its card's front matter the values of SAID.
     """
-    config = checkpoint.config.get("quantization_config")
-    config = config if isinstance(config, dict) else {}
-    kind = {key: str(config[key]) for key in ("quant_method", "version") if config.get(key)}
-    front = _front_matter(checkpoint)
+    config, front = checkpoint.config.get("quantization_config"), _front_matter(checkpoint)
+    kind = {
+        key: str(config[key]) for key in ("quant_method", "version") if isinstance(config, dict) and config.get(key)
+    }
     card = {key: names for key in SAID if (names := _hub_names(front.get(key)))}
     told = {"format": kind, "modifiers": _modifiers(checkpoint), "card": card}
     return {key: value for key, value in told.items() if value}
@@ -452,8 +396,11 @@ def _told_by(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _hub_names(value: object) -> list[str]:
     """The names in a value of a front matter, without paths of the machine where it was written."""
-    values = value if isinstance(value, list) else [value]
-    return [name for name in values if isinstance(name, str) and _NAME.fullmatch(name)]
+    return [name for name in _texts(value) if _NAME.fullmatch(name)]
+
+
+def _texts(value: object) -> list[str]:
+    return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)]
 
 
 def _front_matter(source: Checkpoint) -> dict[str, Any]:

@@ -15,17 +15,7 @@ import yaml
 
 from quantizers.output.manifest import as_read, describe_files, seal_of, text_sha256, write_record
 from quantizers.system.files import atomic, disk_errors, file_sha256, write_text
-from quantizers.system.output_files import (
-    CALIBRATION,
-    CALIBRATION_PICTURE,
-    CARD,
-    COVERAGE_PICTURE,
-    FACTS,
-    PAGE,
-    RECIPE,
-    REPORT,
-    is_within,
-)
+from quantizers.system.output_files import CALIBRATION, CARD, FACTS, PAGE, RECIPE, REPORT, is_within
 
 FRONT_MATTER = re.compile(r"(\ufeff?\s*---[ \t]*\n)(.*?)(?=^---[ \t]*$)", re.DOTALL | re.MULTILINE)
 # Keys of the front matter that describe the checkpoint itself; who publishes it may add other keys, and list entries.
@@ -33,7 +23,6 @@ CARD_KEYS = (
     "base_model", "base_model_relation", "pipeline_tag", "library_name", "license", "license_name", "license_link",
     "tags", "datasets", "language",
 )  # fmt: skip
-PLOTS = {"calibration": CALIBRATION_PICTURE, "coverage": COVERAGE_PICTURE}  # that are files beside the model card
 
 
 def write_report(folder: Path, report: dict[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
@@ -46,6 +35,7 @@ def write_report(folder: Path, report: dict[str, Any], texts: Mapping[str, str])
     Raises:
         pydantic.ValidationError: the report does not have the schema of eval/report/schema.py, which is a bug.
     """
+    from eval.report.pages import PLOTS
     from eval.report.plots import draw
     from eval.report.schema import checked
 
@@ -62,14 +52,11 @@ def write_report(folder: Path, report: dict[str, Any], texts: Mapping[str, str])
 
 
 def write_with_card(folder: Path, report: dict[str, Any], drawn: Mapping[str, bytes] | None = None) -> dict[str, Any]:
-    """Write the page and the card made from a report, then the report with their hashes added.
+    """Write the page and the card made from a report, then the report with their hashes added, as it will be read back.
 
     Args:
         report: with `files` and `sha256`, see `describe_files`; of this or an older version.
         drawn: its plots; None to draw them.
-
-    Returns:
-        The report as it will be read back.
     """
     from eval.report.pages import front_matter, html_report, model_card
 
@@ -93,11 +80,11 @@ def pictures(report: dict[str, Any]) -> dict[str, bytes]:
 
 
 def read_front_matter(text: str) -> dict[str, Any]:
-    """The YAML at the head of a card, with either line ending and a byte order mark or without; empty if there is none
-    or it cannot be parsed.
+    """The YAML at the head of a card, with either line ending and with a byte order mark or without; empty if none can
+    be parsed.
 
-    Every value stays a string: PyYAML's other loaders turn the language `no` into False, and fail on a date that
-    does not exist.
+    Every value stays a string: PyYAML's other loaders turn the language `no` into False, and fail on a date that does
+    not exist.
     """
     found = FRONT_MATTER.match(text.replace("\r\n", "\n"))
     try:
@@ -109,11 +96,8 @@ def read_front_matter(text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Record:
-    """What `check_manifest` found.
-
-    Attributes:
-        differences: one line each, starting with the file's name.
-        notes: what is not a fault but worth knowing.
+    """What `check_manifest` found: a line for each difference, starting with the file's name, and for what is no fault
+    but worth knowing.
     """
 
     differences: tuple[str, ...] = ()
@@ -121,10 +105,8 @@ class Record:
 
 
 def check_manifest(folder: Path) -> Record:
-    """Check report.json against its own seal, and the files it records against their hashes, except shards.
-
-    Args:
-        folder: a finished checkpoint, made by this program or another.
+    """Check a finished checkpoint's report.json, of this program or another, against its own seal, and the files that
+    it records against their hashes, except shards.
     """
     try:
         report = json.loads((folder / REPORT).read_text(encoding="utf-8"))

@@ -127,7 +127,7 @@ def test_bands_of_positions_against_a_loop(lengths: list[int]) -> None:
     columns = [rng.exponential(1.0, sum(lengths)) for _ in range(4)] + [rng.random(sum(lengths)) < 0.5]
     tokens = zip(*columns, strict=True)
     placed = [(text, place, next(tokens)) for text, length in enumerate(lengths) for place in range(1, length + 1)]
-    rows = iter(by_position(np.array(lengths), *columns))
+    rows = iter(by_position(np.array(lengths), np.stack(columns)))
     edges = {"first 256": range(256), "256 to 1k": range(256, 1024), "1k to 4k": range(1024, 4096),
              "beyond 4k": range(4096, 9999)}  # fmt: skip
     for name, band in edges.items():

@@ -31,7 +31,7 @@ from whole_models import finished_weights, source_weights
 
 import quantizers
 from eval.fidelity.served import bounded_kl, verdict
-from eval.report.serve_check import ServeCheckReport
+from eval.report.fidelity import ServeCheckReport
 from eval.serving.server import kernel_lines
 from quantizers.calibration.load_set import load_set
 from quantizers.pipeline.pipeline import Options, run

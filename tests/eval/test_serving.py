@@ -18,6 +18,7 @@ from planned import published
 
 from eval.report.summary import vllm_command
 from eval.serving.ask_vllm import ask_vllm
+from eval.serving.cards import HUMMING_SM, TAKES_THEM, moe_kernels
 from eval.serving.check import STORED, ServingCheck, check, render
 from eval.serving.engines import (
     ATTENTION,
@@ -39,7 +40,6 @@ from eval.serving.engines import (
     VLLM_BEFORE,
     ServedScheme,
 )
-from eval.serving.kernels import HUMMING_SM, TAKES_THEM, moe_kernels
 from quantizers.architectures.families import architecture_for, published_config, published_models
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import Checkpoint
