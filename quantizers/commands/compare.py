@@ -262,8 +262,8 @@ class _Asked:
         from eval.sets.figures import Scored
         from quantizers.calibration.samples import identity
         from quantizers.output.journal import refuse_changes
-        from quantizers.pipeline.lanes import lanes_context, measure_lanes
-        from quantizers.pipeline.pipeline import deciding
+        from quantizers.pipeline.lanes import measure_lanes
+        from quantizers.pipeline.pipeline import Options, deciding
 
         lanes = list({_texts_of(data): data for draws in sets for data in draws}.items())
         numbers = {key: number for number, (key, _) in enumerate(lanes)}
@@ -277,10 +277,8 @@ class _Asked:
             each = "one pass" if len(draws) == 1 else f"{len(draws)} draws in one pass"
             print(f"{each} over {self.job.opened.name}, on {len(texts)} texts", file=sys.stderr, flush=True)
         self.dist.barrier()
-        context = lanes_context(
-            self.job, draws, texts, self.device, work, check=self.check, dist=self.dist, limit=self.limit
-        )
-        nll, measured = measure_lanes(self.job, draws, texts, context, self.quantized)
+        options = Options(work, self.device, self.limit, dist=self.dist)
+        nll, measured = measure_lanes(self.job, draws, texts, self.quantized, options, self.check)
         sizes = self.job.sizes
         choices = np.array([len(text.tokens) * sizes["chosen"] * len(sizes.moe_layers) for text in texts], dtype=float)
         return [[measured[numbers[_texts_of(data)]] for data in one] for one in sets], Scored(texts, nll, choices)

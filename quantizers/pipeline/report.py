@@ -60,7 +60,7 @@ from quantizers.recipe.read import set_location
 from quantizers.recipe.schema import PerplexityGate
 from quantizers.system.errors import CheckpointError, InputError, QuantizeError
 from quantizers.system.output_files import CARD, RECIPE
-from quantizers.system.progress import checked, peak_memory, progress
+from quantizers.system.progress import peak_memory, progress
 from stitch.audit.checkpoint import Audit, verify
 from stitch.audit.layer import LayerAudit
 from stitch.mix import Mix
@@ -290,13 +290,13 @@ def _last_reading(
     folder = context.work / "output"
     entries = [*layers, *journal.passthrough_entries(context.work)]
     written = {entry["shard"]: entry["digest"] for entry in entries}
-    with progress("last reading", len(written), unit="shard") as step:
+    with progress("last reading", len(written), unit="shard", check=context.check) as step:
         audit = verify(
             folder,
             job.opened,
             context.device,
             written,
-            checked(step, context.check),
+            step,
             [LayerAudit(**entry["audit"]) for entry in entries],
             own=job.facts,
             remote=on_hub,
