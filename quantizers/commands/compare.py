@@ -271,8 +271,11 @@ class _Asked:
         draws = [data for _, data in lanes]
         work.mkdir(parents=True, exist_ok=True)
         if self.dist.is_main:
-            settings = deciding(self.job, [identity(data.samples) for data in draws], self.device)
-            settings |= {"held_out": self.held.identity, "quantized": self.quantized}
+            settings = deciding(self.job, None, self.device) | {
+                "calibration": [identity(data.samples) for data in draws],
+                "held_out": self.held.identity,
+                "quantized": self.quantized,
+            }
             refuse_changes(work, settings, self.work, "lanes.json", anew="give another --work")
             each = "one pass" if len(draws) == 1 else f"{len(draws)} draws in one pass"
             print(f"{each} over {self.job.opened.name}, on {len(texts)} texts", file=sys.stderr, flush=True)

@@ -76,21 +76,8 @@ REMEDIES = {
 class Options:
     """Where and how a run works; nothing here changes the meaning of a recipe.
 
-    Attributes:
-        output: the folder to write.
-        device: where layers are computed.
-        device_memory: bytes that may be used there, which decides how much is held there, and no byte of the output;
-            None for what is free.
-        paranoid: record the source's hashes; when the run resumes, compare them.
-        with_data: copy the calibration sets' local data files into the output folder.
-        states: where calibration states lie; `auto` for the device or memory where they fit, else files.
-        ignore_source_check: quantize a source that makes no sense of text, such as random weights.
-        ignore_stop: continue after a layer whose figures are beyond the recipe's `verify.stop`.
-        dist: the processes that share the run.
-        command: what the user typed, from `quantize` on, to be named where the run is found unfinished.
-        imatrix: write an importance matrix for llama.cpp beside the output, see `imatrix_file`.
-        window: bytes of a source on the Hub that lie on the disk at most; None for the default.
-        destination: where the output is published as it is made; None to publish nothing.
+    They are arguments of `quantizers.run`, but for `destination`: where the output is published as it is made; None to
+    publish nothing.
     """
 
     output: Path
@@ -466,8 +453,7 @@ def _open_work_folder(
     resume without any.
     """
     output = options.output
-    drawn = {"calibration.tokens": inputs.data.drawn.asked} if inputs.data.drawn else {}
-    journal.refuse_changes(work, deciding(job, identity(inputs.data.samples), options.device) | drawn, output)
+    journal.refuse_changes(work, deciding(job, inputs.data, options.device), output)
     journal.note_command(work, options.command)
     entries = journal.done_layers(work, job.sizes["layers"])
     print(_opening_line(job, options, inputs, len(entries)), file=sys.stderr, flush=True)
@@ -528,12 +514,8 @@ def _opening_line(job: Job, options: Options, inputs: _Inputs, done: int) -> str
     )
 
 
-def deciding(job: Job, samples: str | Sequence[str], device: torch.device) -> dict[str, Any]:
-    """Every setting that the output's bytes depend on; gates and logging are not among them.
-
-    Args:
-        samples: the `identity` of the calibration samples, or of those of several outputs.
-    """
+def deciding(job: Job, data: CalibrationData | None, device: torch.device) -> dict[str, Any]:
+    """Every setting that the output's bytes depend on; gates and logging are not among them."""
     facts = {name: text_sha256(text) for name, text in facts_copy(job.facts_file).items()}
     variant = {"attention": job.recipe.attention} if job.recipe.attention != "keep" else {}
     variant |= {"kv_cache": job.recipe.kv_cache} if job.recipe.kv_cache != "none" else {}
@@ -543,11 +525,12 @@ def deciding(job: Job, samples: str | Sequence[str], device: torch.device) -> di
         **facts,
         **commits,
         **variant,
+        **({"calibration": identity(data.samples)} if data else {}),
+        **({"calibration.tokens": data.drawn.asked} if data and data.drawn else {}),
         "method": METHOD,
         "experts": job.recipe.settings()["experts"],
         "source": source_stats(job.opened),
         "source_config": job.config,
-        "calibration": samples,
         "machine": fingerprint(device),
         "batches": batch_sizes(is_accelerator(device), job.sizes),
     }

@@ -418,7 +418,8 @@ class _Run(Quantizer):
         """Take the calibration states through a finished layer; rank 0 has its shard, here or on the Hub."""
         loaded, source, context, dist = None, self.job.opened, self.context, self.context.dist
         if dist.is_main:
-            shard, remote = context.work / "output" / self.job.plan.shard_file(number), context.on_hub
+            shard = context.work / "output" / self.job.plan.shard_file(number)
+            remote = context.uploads.there if context.uploads else None
             tensors = remote.header(shard) if remote else read_header(shard)
             loaded = load_tensors(Checkpoint(shard.parent, source.name, source.config, tensors, remote=remote), tensors)
         with self.model.layer(number, broadcast_tensors(loaded, dist)) as layer:
@@ -562,8 +563,8 @@ def _with_converted(job: Job) -> Checkpoint:
 
 def _is_written(job: Job, part: int | None, context: Context) -> bool:
     """Whether the shard of a passthrough part is written and journaled."""
-    shard = context.work / "output" / job.plan.shard_file(part)
-    there = shard.exists() or shard.name in context.uploaded
+    shard, uploads = context.work / "output" / job.plan.shard_file(part), context.uploads
+    there = shard.exists() or (uploads is not None and shard.name in uploads.shards)
     return journal.passthrough_file(context.work, part).exists() and there
 
 
