@@ -169,7 +169,7 @@ def measure_lanes(
     outside = load_tensors(job.opened, outside_names(job.opened, job.facts))
     model = StreamedModel(outside, job.facts, job.sizes, context.device, forward_dtype(context.device))
     lengths = [len(text.tokens) for text in texts]
-    reference = ActivationStream(job.opened.name, model, 0, lengths, work, durable=True, check=context.check, dist=dist)
+    reference = ActivationStream(job.opened.name, model, 0, lengths, work, durable=True, check=check, dist=dist)
     lanes = [Lane(job, model, number, data, texts, context) for number, data in enumerate(draws)]
 
     def journal(number: int) -> Path:
@@ -189,16 +189,10 @@ def measure_lanes(
             else:
                 lane.calibration.embed(token_tensors(lane.data, job.sizes["vocabulary"]))
     entries = [json.loads(journal(number).read_text()) for number in range(done)] if dist.is_main else []
-    steps = layer_steps(
-        job.opened,
-        all_tensors(model, job.opened, done),
-        [_Lanes(reference, lanes, quantized, dist)],
-        model,
-        check=context.check,
-        dist=dist,
-        early=context.prefetch_to_device,
-    )
-    with rank_0_progress("quantizing", layers, done, context.check, dist) as shown, contextlib.closing(steps):
+    tensors, early = all_tensors(model, job.opened, done), context.prefetch_to_device
+    consumer = _Lanes(reference, lanes, quantized, dist)
+    steps = layer_steps(job.opened, tensors, [consumer], model, check=check, dist=dist, early=early)
+    with rank_0_progress("quantizing", layers, done, check, dist) as shown, contextlib.closing(steps):
         for step in steps:
             if dist.is_main:
                 entries.append([lane.found for lane in lanes])

@@ -412,21 +412,14 @@ def kept_in_memory(
         longest: tokens of the longest sequence of all.
         tokens, held_out: of the calibration samples, and of the held-out texts that may be kept on the device.
     """
-    dist, accelerator = options.dist, is_accelerator(options.device)
+    dist, accelerator, sizes = options.dist, is_accelerator(options.device), job.sizes
+    itemsize, machines = forward_dtype(options.device).itemsize, len(set(dist.nodes))
     limit, free = least_memory(options)
     # Only with "auto" may they be kept on the device.
     on_device, texts = (tokens, held_out) if options.states == "auto" else (0, 0)
-    memory = device_memory(job.plan, job.sizes, longest, accelerator, limit, on_device, dist.world_size, texts)
-    inputs, states, in_files = placement(
-        job.sizes,
-        memory,
-        tokens,
-        forward_dtype(options.device).itemsize,
-        states=options.states,
-        free=free,
-        processes=dist.world_size,
-        machines=len(set(dist.nodes)),
-    )
+    memory = device_memory(job.plan, sizes, longest, accelerator, limit, on_device, dist.world_size, texts)
+    shared = {"free": free, "processes": dist.world_size, "machines": machines}
+    inputs, states, in_files = placement(sizes, memory, tokens, itemsize, states=options.states, **shared)
     kept = {
         "residents": Residents(memory.resident, memory.unit, memory.smallest),
         "inputs": inputs,

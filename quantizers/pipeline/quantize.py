@@ -481,16 +481,9 @@ class _Run(Quantizer):
         job, context, begun = self.job, self.context, dict[int, Entry]()  # begun: shards are not on disk yet
         layers, dist = job.sizes["layers"], context.dist
         context.upload(*journal.passthrough_entries(context.work), *entries)  # unless an earlier call did
-        say_forecast = forecast(layers)
-        steps = layer_steps(
-            job.opened,
-            all_tensors(job, job.opened, done),
-            [*([self.sums] if self.sums else []), self.comparison, self.served],
-            self.model,
-            check=context.check,
-            dist=dist,
-            early=context.prefetch_to_device,
-        )
+        say_forecast, tensors, early = forecast(layers), all_tensors(job, job.opened, done), context.prefetch_to_device
+        consumers = [*([self.sums] if self.sums else []), self.comparison, self.served]
+        steps = layer_steps(job.opened, tensors, consumers, self.model, check=context.check, dist=dist, early=early)
         shown = progress("quantizing", layers, done, "layer", trusted=1, kept=True, silent=not dist.is_main)
 
         def journal_them(shards: dict[int, Written]) -> None:

@@ -12,7 +12,7 @@ from quantizers.system import version
 def test_the_digest_has_every_file_of_the_packages_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A template counts as code does; what Python compiles does not, nor shipped files, which only a wheel has there."""
+    """A template counts as code does; what Python compiles does not, nor what only a wheel has there."""
     template = tmp_path / "eval/report/templates/card.md.jinja"
     others = ("quantizers/system/__pycache__/version.pyc", "quantizers/shipped/recipes/a.yaml", "tests/test_a.py")
     monkeypatch.setattr(version, "__file__", str(tmp_path / "quantizers/system/version.py"))
