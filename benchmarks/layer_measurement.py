@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from clock import Clock, listening
 from safetensors.torch import save_file
 
 from eval.fidelity.metrics import Text
@@ -32,7 +33,6 @@ from quantizers.calibration.samples import CalibrationData, Sample, token_tensor
 from quantizers.checkpoint.reader import CONFIG, SINGLE, Checkpoint, open_folder, torch_dtype
 from quantizers.checkpoint.safetensors_header import FP8, Spec
 from quantizers.device.devices import device_limit, forward_dtype, is_accelerator, machine
-from quantizers.device.timing import Clock, listening
 from quantizers.formats.fp8 import SCALE, SCALE_INV, declared_block
 from quantizers.layers.context import Context
 from quantizers.output import journal

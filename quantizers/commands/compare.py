@@ -27,8 +27,8 @@ from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device, use_threads
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.output.journal import begun_with, refuse_changes
-from quantizers.pipeline.lanes import LaneFigures, lanes_context, measure_lanes
-from quantizers.pipeline.pipeline import deciding, refuse_library
+from quantizers.pipeline.lanes import LaneFigures, measure_lanes
+from quantizers.pipeline.pipeline import Options, deciding, refuse_library
 from quantizers.planning.job import Job, prepare
 from quantizers.recipe.read import changes_of, find_set, set_location
 from quantizers.recipe.schema import CoverageGate
@@ -214,16 +214,17 @@ class _Asked:
         work, texts, draws = self.work / folder, self.held.texts, list(lanes.values())
         work.mkdir(parents=True, exist_ok=True)
         if self.dist.is_main:
-            settings = deciding(self.job, [identity(data.samples) for data in draws], self.device)
-            settings |= {"held_out": self.held.identity, "quantized": self.quantized}
+            settings = deciding(self.job, None, self.device) | {
+                "calibration": [identity(data.samples) for data in draws],
+                "held_out": self.held.identity,
+                "quantized": self.quantized,
+            }
             refuse_changes(work, settings, self.work, "lanes.json", anew="give another --work")
             each = "one pass" if len(draws) == 1 else f"{len(draws)} draws in one pass"
             print(f"{each} over {self.job.opened.name}, on {len(texts)} texts", file=sys.stderr, flush=True)
         self.dist.barrier()
-        context = lanes_context(
-            self.job, draws, texts, self.device, work, check=self.check, dist=self.dist, limit=self.limit
-        )
-        nll, measured = measure_lanes(self.job, draws, texts, context, self.quantized)
+        options = Options(work, self.device, self.limit, dist=self.dist)
+        nll, measured = measure_lanes(self.job, draws, texts, self.quantized, options, self.check)
         found, sizes = dict(zip(lanes, measured, strict=True)), self.job.sizes
         choices = np.array([len(text.tokens) * sizes["chosen"] * len(sizes.moe_layers) for text in texts], dtype=float)
         return [[found[_texts_of(data)] for data in one] for one in sets], Scored(texts, nll, choices)

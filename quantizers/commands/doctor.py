@@ -29,7 +29,7 @@ from quantizers.architectures.families import published_config
 from quantizers.calibration.hub import Hub
 from quantizers.calibration.load_set import load_set, look_at_sources
 from quantizers.calibration.render import load_tokenizer
-from quantizers.calibration.samples import CalibrationData, identity
+from quantizers.calibration.samples import CalibrationData
 from quantizers.calibration.set import read_set
 from quantizers.checkpoint.reader import side_files
 from quantizers.checkpoint.remote import hub_errors, reason_of
@@ -508,10 +508,10 @@ def _output_state(folder: Path, job: Job, data: CalibrationData | None, device: 
         return "would begin anew"
     work, layers = journal.work_folder(folder), job.sizes["layers"]
     if data is not None and job.source is not None and not (work / "moving").exists():
-        threads, drawn = torch.get_num_threads(), {"calibration.tokens": data.drawn.asked} if data.drawn else {}
+        threads = torch.get_num_threads()
         try:
             use_threads(job.sizes, journal.begun_with(work).get("threads"))
-            journal.refuse_changes(work, deciding(job, identity(data.samples), device) | drawn, folder)
+            journal.refuse_changes(work, deciding(job, data, device), folder)
         finally:
             torch.set_num_threads(threads)
     return f"unfinished: would resume after layer {len(journal.done_layers(work, layers))} of {layers}"

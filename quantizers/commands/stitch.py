@@ -24,7 +24,7 @@ from quantizers.system.errors import OutputError
 from quantizers.system.files import write_text
 from quantizers.system.interrupts import interruptible
 from quantizers.system.output_files import FACTS
-from quantizers.system.progress import checked, progress
+from quantizers.system.progress import progress
 from stitch.audit.checkpoint import verify
 from stitch.mix import belong_together, write_mix
 
@@ -96,8 +96,8 @@ def stitch(
                 copied |= {FACTS: mix.facts.as_yaml()} if mix.facts.probes else {}
                 for name, text in copied.items():
                     write_text(text, folder / name)
-                with progress("verifying", mix.sizes["layers"]) as step:
-                    audit = verify(folder, opened, on, written, checked(step, check), own=mix.facts)
+                with progress("verifying", mix.sizes["layers"], check=check) as step:
+                    audit = verify(folder, opened, on, written, step, own=mix.facts)
                 write_report(folder, stitch_report(mix, settings, folder, audit, written), copied)
                 write_text("", work / "moving")
             return FinishedCheckpoint(output, journal.move_into_place(work, output), location)

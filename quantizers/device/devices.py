@@ -21,8 +21,8 @@ from .determinism import LT_WORKSPACE, WORKSPACE, settings_in_force, settle_gpu
 from .triton_support import kernels
 
 SMALL_LAYER = 20_000_000  # weights in a layer's experts; below this one thread is faster than several
-# glibc's mallopt: parameters from malloc.h, where each name has the prefix M_, and their values.
-MALLOC_OPTIONS = {"ARENA_MAX": (-8, 1), "MMAP_THRESHOLD": (-3, 4 * 2**20), "TRIM_THRESHOLD": (-1, 64 * 2**20)}
+# glibc's mallopt: M_ARENA_MAX, M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of malloc.h, and their values.
+MALLOC_OPTIONS = (-8, 1), (-3, 4 * 2**20), (-1, 64 * 2**20)
 
 
 def choose_device(name: str, dist: ProcessGroup = SINGLE_PROCESS) -> torch.device:
@@ -110,7 +110,7 @@ def use_one_arena() -> None:
     sixth over 24 layers. Smaller blocks stay in the heap, since a newly mapped one costs a page fault for every 4 KiB.
     """
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        for parameter, value in MALLOC_OPTIONS.values():
+        for parameter, value in MALLOC_OPTIONS:
             mallopt(parameter, value)
 
 
@@ -143,21 +143,19 @@ def fingerprint(device: torch.device) -> dict[str, Any]:
         capability = torch.backends.cpu.get_cpu_capability()
         return {"device": "cpu", "threads": torch.get_num_threads(), "cpu_capability": capability} | libraries
     gpu = torch.cuda.get_device_properties(device)
-    return (
-        {
-            "device": gpu.name,
-            "multiprocessors": gpu.multi_processor_count,
-            "compute_capability": f"{gpu.major}.{gpu.minor}",
-            "cuda": torch.version.cuda,
-            "cublas": _package_version("cublas"),
-            "cusolver": _package_version("cusolver"),
-            "cublas_workspace": os.environ.get(WORKSPACE),
-            "cublaslt_workspace": os.environ.get(LT_WORKSPACE),
-            "kernels": kernels(device),
-        }
-        | settings_in_force()
-        | libraries
-    )
+    return {
+        "device": gpu.name,
+        "multiprocessors": gpu.multi_processor_count,
+        "compute_capability": f"{gpu.major}.{gpu.minor}",
+        "cuda": torch.version.cuda,
+        "cublas": _package_version("cublas"),
+        "cusolver": _package_version("cusolver"),
+        "cublas_workspace": os.environ.get(WORKSPACE),
+        "cublaslt_workspace": os.environ.get(LT_WORKSPACE),
+        "kernels": kernels(device),
+        **settings_in_force(),
+        **libraries,
+    }
 
 
 def _package_version(library: str) -> str | None:
@@ -178,13 +176,13 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of this program, its files' digest, and versions of packages and Python that decided the result."""
-    names = ("torch", "transformers", "compressed-tensors", "llmcompressor", "safetensors")
-    packages = {name: version(name) for name in names}
-    return (
-        {"moe-quantizers": __version__, "moe-quantizers files": files_digest()}
-        | packages
-        | {"python": platform.python_version()}
-    )
+    packages = ("torch", "transformers", "compressed-tensors", "llmcompressor", "safetensors")
+    return {
+        "moe-quantizers": __version__,
+        "moe-quantizers files": files_digest(),
+        **{name: version(name) for name in packages},
+        "python": platform.python_version(),
+    }
 
 
 def environment() -> dict[str, Any]:

@@ -30,22 +30,18 @@ def pin(buffer: torch.Tensor, device: torch.device) -> None:
     It is registered in place, once: torch's own pool rounds sizes up to powers of two, and has no memory that several
     processes share. Where the driver refuses, one line is printed, and copies are slower.
     """
-    if device.type == "cuda" and buffer.nbytes and (refusal := page_lock(buffer, device)):
-        _print_refusal(refusal)
-
-
-def page_lock(buffer: torch.Tensor, device: torch.device) -> str:
-    """Page-lock host memory as `pin`, for a GPU; the driver's reason if it refuses, else empty."""
+    if device.type != "cuda" or not buffer.nbytes:
+        return
     address = buffer.data_ptr()
     runtime: Any = torch.cuda.cudart()
     failure = runtime.cudaHostRegister(address, buffer.nbytes, 0)
-    if failure != runtime.cudaError.success:
-        # CUDA keeps the refusal as this thread's last error, and torch would take it for that of the next kernel.
-        with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device=device)
-        return str(runtime.cudaGetErrorString(failure))
-    weakref.finalize(buffer, runtime.cudaHostUnregister, address).atexit = False
-    return ""
+    if failure == runtime.cudaError.success:
+        weakref.finalize(buffer, runtime.cudaHostUnregister, address).atexit = False
+        return
+    # CUDA keeps the refusal as this thread's last error, and torch would take it for that of the next kernel.
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=device)
+    _print_refusal(str(runtime.cudaGetErrorString(failure)))
 
 
 @cache

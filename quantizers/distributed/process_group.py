@@ -9,12 +9,12 @@ All processes call the same methods in the same order.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from quantizers.system.progress import Step, checked, progress
+from quantizers.system.progress import Step, progress
 
 if TYPE_CHECKING:
     import torch
@@ -117,10 +117,8 @@ class ProcessGroup:
 SINGLE_PROCESS = ProcessGroup()
 
 
-@contextlib.contextmanager
 def rank_0_progress(
     title: str, total: int, done: int, check: Callable[[], None], dist: ProcessGroup, *, unit: str = ""
-) -> Iterator[Step]:
-    """`progress` on rank 0, none on the others; `check` runs before each step and may raise to interrupt."""
-    with progress(title, total, done, unit) if dist.is_main else contextlib.nullcontext(lambda _: None) as step:
-        yield checked(step, check)
+) -> AbstractContextManager[Step]:
+    """`progress` on rank 0; on the others it only calls `check`."""
+    return progress(title, total, done, unit, check=check, silent=not dist.is_main)

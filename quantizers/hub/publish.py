@@ -242,9 +242,5 @@ def _hub_errors(repo: str) -> Iterator[None]:
         os.write(2, f"quantize: {repo}: interrupted while uploading; {AGAIN}\n".encode())
         os._exit(128 + number)  # the library's threads would finish their shards first; nothing is written to disk
 
-    restore = handle_signals(end, signal.SIGINT, signal.SIGTERM)
-    try:
-        with upload_errors(repo, "name another repository"):
-            yield
-    finally:
-        restore()
+    with handle_signals(end, signal.SIGINT, signal.SIGTERM), upload_errors(repo, "name another repository"):
+        yield

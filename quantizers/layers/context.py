@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantizers.checkpoint.reader import Checkpoint
-from quantizers.checkpoint.remote import HubFiles
 from quantizers.checkpoint.window import Parts, streamed
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.output.uploads import Uploads, written_shard
@@ -44,16 +43,6 @@ class Context:
     def streamed(self, source: Checkpoint, parts: Parts) -> contextlib.AbstractContextManager[Checkpoint]:
         """A source for one pass over these parts, see `window.streamed`."""
         return streamed(source, parts, self.work / "source", self.window, check=self.check, dist=self.dist)
-
-    @property
-    def on_hub(self) -> HubFiles | None:
-        """Has finished shards that are no longer here; None if all are."""
-        return self.uploads.there if self.uploads else None
-
-    @property
-    def uploaded(self) -> Container[str]:
-        """Finished shards that are on the Hub."""
-        return self.uploads.shards if self.uploads else ()
 
     def upload(self, *entries: Mapping[str, Any]) -> None:
         """Let the shards of journal entries be uploaded, if the run publishes as it goes."""

@@ -1,4 +1,4 @@
-"""The loop over a checkpoint's layers: each is read once, the next one while its consumers work on it; and resuming.
+"""The loop over a checkpoint's layers: each is read once, the next one while its consumers work on it.
 
 At each layer there is a step, and the consumers are who takes part in it.
 """
@@ -7,32 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 import torch
 
-from quantizers.checkpoint.loaded_tensors import (
-    LoadedTensors,
-    broadcast_tensors,
-    layer_names,
-    load_tensors,
-    prefetched_tensors,
-)
+from quantizers.checkpoint.loaded_tensors import LoadedTensors, layer_names, prefetched_tensors
 from quantizers.checkpoint.reader import Checkpoint
-from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.device.devices import is_accelerator, release_free_memory
 from quantizers.device.prefetch import BufferPrefetch, pin
-from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
+from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.model.proof import Proof
 from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 from quantizers.planning.job import Job
 from quantizers.system.errors import QuantizeError
 from quantizers.system.progress import doing
-
-from .context import Context
 
 Need = Literal["attention", "experts"]
 
@@ -196,35 +186,3 @@ def device_memory_errors(number: int) -> Iterator[None]:
             f"layer {number}: the device's memory is full; give the same command again with a smaller --device-memory, "
             "and the run resumes"
         ) from None
-
-
-def resume_layers(
-    layers: int,
-    damaged: Collection[int],
-    *,
-    follow: Callable[[int], None],
-    make_again: Callable[[int], None],
-    check: Callable[[], None],
-    dist: ProcessGroup,
-) -> None:
-    """Go through the first `layers` layers in their order, which an earlier call finished.
-
-    `follow` takes the states through a layer; `make_again` first solves one whose shard is damaged once more.
-    """
-    if not layers:
-        return
-    with rank_0_progress("resuming", layers, 0, check, dist) as step:
-        for number in range(layers):
-            with device_memory_errors(number):
-                (make_again if number in damaged else follow)(number)
-            release_free_memory()
-            step(f"layer {number}")
-
-
-def finished_shard(source: Checkpoint, shard: Path, context: Context) -> LoadedTensors:
-    """The tensors of a finished shard of `source`'s copy, which rank 0 reads, here or on the Hub, and passes on."""
-    loaded, dist, remote = None, context.dist, context.on_hub
-    if dist.is_main:
-        tensors = remote.header(shard) if remote else read_header(shard)
-        loaded = load_tensors(Checkpoint(shard.parent, source.name, source.config, tensors, remote=remote), tensors)
-    return broadcast_tensors(loaded, dist)

@@ -34,7 +34,6 @@ import os
 import shlex
 import shutil
 from collections.abc import Callable, Container, Iterator, Sequence
-from functools import partial
 from itertools import takewhile
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -173,27 +172,26 @@ def damaged_shards(
 
     Every shard is read, but for those that are not here, and `uploaded`: their hashes have been compared.
     """
+
+    def problem_of(entry: dict[str, Any]) -> str:
+        path, written = work / "output" / entry["shard"], entry["digest"]
+        if path.name in uploaded and not path.exists():
+            return ""
+        try:
+            size = path.stat().st_size
+            if size != written["bytes"]:
+                return f"{path.name} has {size:,} bytes, {written['bytes']:,} were written"
+            return "" if file_sha256(path) == written["sha256"] else f"{path.name} has other bytes than were written"
+        except OSError as failure:
+            return f"{path.name} cannot be read ({failure.strerror})"
+
     damaged = {}
-    with contextlib.closing(thread_map(partial(_damage, work, uploaded), entries)) as problems:
+    with contextlib.closing(thread_map(problem_of, entries)) as problems:
         for index, problem in enumerate(problems):
             if problem:
                 damaged[index] = problem
             step(entries[index]["shard"])
     return damaged
-
-
-def _damage(work: Path, uploaded: Container[str], entry: dict[str, Any]) -> str:
-    """How a finished shard differs from what was written; empty if it does not."""
-    path, written = work / "output" / entry["shard"], entry["digest"]
-    if path.name in uploaded and not path.exists():
-        return ""
-    try:
-        size = path.stat().st_size
-        if size != written["bytes"]:
-            return f"{path.name} has {size:,} bytes, {written['bytes']:,} were written"
-        return "" if file_sha256(path) == written["sha256"] else f"{path.name} has other bytes than were written"
-    except OSError as failure:
-        return f"{path.name} cannot be read ({failure.strerror})"
 
 
 def discard(output: Path) -> None:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from threading import Condition, Event, Thread
@@ -364,7 +365,10 @@ class Uploads:
                     if self._ended.is_set():
                         return
                     files = list(self._waiting.values())
-                self._upload(files)
+                new = [file.name for file in files if not _is_same(file, self.there.files.get(file.name))]
+                if new:
+                    retried(partial(self._send, new), self._ended)
+                compare(self.repo, files, self.there.files, AGAIN)
                 with self._turn:
                     if self._ended.is_set():
                         return
@@ -378,12 +382,6 @@ class Uploads:
             with self._turn:
                 self._failure = failure
                 self._turn.notify_all()
-
-    def _upload(self, files: Sequence[LocalFile]) -> None:
-        new = [file.name for file in files if not _is_same(file, self.there.files.get(file.name))]
-        if new:
-            retried(lambda: self._send(new), self._ended)
-        compare(self.repo, files, self.there.files, AGAIN)
 
     def _send(self, names: Sequence[str]) -> None:
         from huggingface_hub import CommitOperationAdd, HfApi

@@ -24,26 +24,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from eval.fidelity.comparison import by_text
 from eval.fidelity.metrics import Text
 from eval.fidelity.scoring import Scores, score
 from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.checkpoint.loaded_tensors import load_tensors, outside_names
-from quantizers.device.devices import device_limit, forward_dtype, is_accelerator, use_one_arena
-from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
+from quantizers.device.devices import forward_dtype, use_one_arena
+from quantizers.distributed.process_group import ProcessGroup, rank_0_progress
 from quantizers.layers.context import Context
 from quantizers.layers.loop import Consumer, LayerStep, Need, all_tensors, layer_steps
 from quantizers.model.activation_stream import ActivationStream
 from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 from quantizers.output.journal import check_room
-from quantizers.planning.device_memory import Residents, device_memory, held_out_bytes, placement
+from quantizers.planning.device_memory import held_out_bytes
 from quantizers.planning.job import Job
 from quantizers.system.files import write_json
-from quantizers.system.host_memory import available
-from quantizers.system.progress import Step, doing
+from quantizers.system.progress import doing, progress
 
+from .pipeline import Options, kept_in_memory
 from .quantize import Quantizer
 
 SCORED_TOGETHER = 4  # lanes whose logits are in memory together
@@ -90,7 +89,7 @@ class Lane(Quantizer):
         lengths = [len(sample.tokens) for sample in data.samples]
         self.calibration = new(data.name, model, 2 * number + 2, lengths, context.work)
         stream = new(f"{data.name}'s output", model, 2 * number + 1, [len(text.tokens) for text in texts], context.work)
-        super().__init__(job, model, stream, context, lengths, states=self.calibration.states(0))
+        super().__init__(job, model, stream, context, lengths)
 
     @contextlib.contextmanager
     def layer(self, step: LayerStep) -> Iterator[DecoderLayer]:
@@ -145,28 +144,32 @@ def measure_lanes(
     job: Job,
     draws: Sequence[CalibrationData],
     texts: Sequence[Text],
-    context: Context,
     quantized: int,
+    options: Options,
+    check: Callable[[], None],
 ) -> tuple[np.ndarray, list[LaneFigures]]:
     """Quantize the source with each draw, and measure all outputs on the same texts; all processes call this.
 
     Args:
         texts: each has two tokens or more.
-        context: its `work` is an existing folder for states and the journal, from which a call resumes.
         quantized: how many layers are quantized, from the first on.
+        options: device, its memory, processes; and as `output` an existing folder for states and the journal, from
+            which a call resumes.
 
     Returns:
         The source's −log p (n,) of each text, summed over its tokens; and what was measured of each draw.
 
     Raises:
-        QuantizeError: a model's hidden states are not finite, or there is no room for them.
+        InputError: the device has too little memory for a layer.
+        QuantizeError: a model's hidden states are not finite, or the disk has too little room for them.
     """
+    context = _context(job, draws, texts, options, check)
     work, dist, layers = context.work, context.dist, job.sizes["layers"]
     use_one_arena()
     outside = load_tensors(job.opened, outside_names(job.opened, job.facts))
     model = StreamedModel(outside, job.facts, job.sizes, context.device, forward_dtype(context.device))
     lengths = [len(text.tokens) for text in texts]
-    reference = ActivationStream(job.opened.name, model, 0, lengths, work, durable=True, check=context.check, dist=dist)
+    reference = ActivationStream(job.opened.name, model, 0, lengths, work, durable=True, check=check, dist=dist)
     lanes = [Lane(job, model, number, data, texts, context) for number, data in enumerate(draws)]
 
     def journal(number: int) -> Path:
@@ -183,20 +186,13 @@ def measure_lanes(
         for lane in lanes:
             if done:
                 lane.calibration.resume(done)
-                lane.calibration.forget(0)  # which a new lane begins with
             else:
                 lane.calibration.embed(token_tensors(lane.data, job.sizes["vocabulary"]))
     entries = [json.loads(journal(number).read_text()) for number in range(done)] if dist.is_main else []
-    steps = layer_steps(
-        job.opened,
-        all_tensors(model, job.opened, done),
-        [_Lanes(reference, lanes, quantized, dist)],
-        model,
-        check=context.check,
-        dist=dist,
-        early=context.prefetch_to_device,
-    )
-    with rank_0_progress("quantizing", layers, done, context.check, dist) as shown, contextlib.closing(steps):
+    tensors, early = all_tensors(model, job.opened, done), context.prefetch_to_device
+    consumer = _Lanes(reference, lanes, quantized, dist)
+    steps = layer_steps(job.opened, tensors, [consumer], model, check=check, dist=dist, early=early)
+    with rank_0_progress("quantizing", layers, done, check, dist) as shown, contextlib.closing(steps):
         for step in steps:
             if dist.is_main:
                 entries.append([lane.found for lane in lanes])
@@ -205,6 +201,25 @@ def measure_lanes(
                 stream.forget(step.number)
             shown(f"layer {step.number}")
     return _scored(reference, lanes, texts, context, dist.broadcast_object(entries))
+
+
+def _context(
+    job: Job, draws: Sequence[CalibrationData], texts: Sequence[Text], options: Options, check: Callable[[], None]
+) -> Context:
+    """What fits in memory, of the lane with the most tokens, is kept there."""
+    lengths, of_texts = (
+        [[len(one.tokens) for one in data.samples] for data in draws],
+        [len(one.tokens) for one in texts],
+    )
+    tokens, itemsize = [sum(one) for one in lengths], forward_dtype(options.device).itemsize
+    longest = max(max(one) for one in (of_texts, *lengths))
+    _, kept, in_files = kept_in_memory(job, longest, max(tokens), 0, options)
+    if options.dist.is_main:
+        states = 2 * job.sizes.row_bytes(itemsize) * sum(tokens)
+        held_out = held_out_bytes(job.sizes, sum(of_texts), itemsize) * (1 + len(draws)) // 2
+        check_room(options.output, in_files + states + held_out)
+    kept["states"] = "files"
+    return Context(options.output, options.device, check=check, dist=options.dist, **kept)
 
 
 def _scored(
@@ -219,11 +234,7 @@ def _scored(
     starts = np.cumsum([0, *(len(text.tokens) - 1 for text in texts)])[:-1]
     of_source, scores, measured = np.zeros(len(texts)), list[Scores](), list[LaneFigures]()
     with rank_0_progress("scoring", len(groups), 0, context.check, context.dist) as shown:
-
-        @contextlib.contextmanager
-        def silent(*_: object) -> Iterator[Step]:
-            yield lambda _: context.check()
-
+        silent = partial(progress, check=context.check, silent=True)
         for first in groups:
             group = lanes[first : first + SCORED_TOGETHER]
             kept = context.work / f"scores-{first}" if context.dist.node == 0 else None
@@ -245,57 +256,3 @@ def _scored(
         same = np.sum([one["same"] for one in found], axis=0)
         measured.append(LaneFigures(**sums, same=same, hidden_error=errors, routed=routed))
     return of_source, measured
-
-
-def lanes_context(
-    job: Job,
-    draws: Sequence[CalibrationData],
-    texts: Sequence[Text],
-    device: torch.device,
-    work: Path,
-    *,
-    check: Callable[[], None] = lambda: None,
-    dist: ProcessGroup = SINGLE_PROCESS,
-    limit: int | None = None,
-) -> Context:
-    """The context of `measure_lanes`: what fits in memory, of the lane with the most tokens, is kept there.
-
-    Args:
-        limit: bytes of the device that may be used; None for what is free.
-
-    Raises:
-        InputError: the device has too little memory for a layer.
-        QuantizeError: the disk has too little room for the states.
-    """
-    itemsize, accelerator = forward_dtype(device).itemsize, is_accelerator(device)
-    tokens, held_out = [data.summary()["tokens"] for data in draws], sum(len(text.tokens) for text in texts)
-    found = dist.all_gather_object((limit or device_limit(device, dist.local_world_size), available()))
-    longest = max(
-        *(len(text.tokens) for text in texts), *(len(sample.tokens) for data in draws for sample in data.samples)
-    )
-    memory = device_memory(
-        job.plan, job.sizes, longest, accelerator, min(one for one, _ in found), max(tokens), dist.world_size
-    )
-    inputs, _, in_files = placement(
-        job.sizes,
-        memory,
-        max(tokens),
-        itemsize,
-        states="auto",
-        free=min(free for _, free in found),
-        processes=dist.world_size,
-        machines=len(set(dist.nodes)),
-    )
-    if dist.is_main:
-        states = 2 * job.sizes.row_bytes(itemsize) * sum(tokens)
-        check_room(work, in_files + states + held_out_bytes(job.sizes, held_out, itemsize) * (1 + len(draws)) // 2)
-    return Context(
-        work,
-        device,
-        Residents(memory.resident, memory.unit, memory.smallest),
-        check,
-        dist,
-        inputs=inputs,
-        states="files",
-        prefetch_to_device=memory.early,
-    )

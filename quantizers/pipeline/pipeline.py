@@ -40,7 +40,7 @@ from quantizers.layers.context import Context
 from quantizers.output import journal
 from quantizers.output.manifest import add_files, seal_of, text_sha256, write_record
 from quantizers.output.uploads import Uploads
-from quantizers.planning.device_memory import Residents, device_memory, held_out_bytes, placement
+from quantizers.planning.device_memory import DeviceMemory, Residents, device_memory, held_out_bytes, placement
 from quantizers.planning.expert_batches import batch_sizes
 from quantizers.planning.job import Job, parts_of_run
 from quantizers.recipe.portable import Resolved, facts_copy, is_made_by, meaning, resolve_recipe, settings_hash
@@ -52,7 +52,7 @@ from quantizers.system.formatting import short_path, size
 from quantizers.system.host_memory import available
 from quantizers.system.interrupts import interruptible
 from quantizers.system.output_files import CALIBRATION, FACTS, HELD_OUT, RECIPE
-from quantizers.system.progress import checked, progress
+from quantizers.system.progress import progress
 from stitch.write.config_files import write_config_files
 
 from . import publication as publishing
@@ -76,21 +76,8 @@ REMEDIES = {
 class Options:
     """Where and how a run works; nothing here changes the meaning of a recipe.
 
-    Attributes:
-        output: the folder to write.
-        device: where layers are computed.
-        device_memory: bytes that may be used there, which decides how much is held there, and no byte of the output;
-            None for what is free.
-        paranoid: record the source's hashes; when the run resumes, compare them.
-        with_data: copy the calibration sets' local data files into the output folder.
-        states: where calibration states lie; `auto` for the device or memory where they fit, else files.
-        ignore_source_check: quantize a source that makes no sense of text, such as random weights.
-        ignore_stop: continue after a layer whose figures are beyond the recipe's `verify.stop`.
-        dist: the processes that share the run.
-        command: what the user typed, from `quantize` on, to be named where the run is found unfinished.
-        imatrix: write an importance matrix for llama.cpp beside the output, see `imatrix_file`.
-        window: bytes of a source on the Hub that lie on the disk at most; None for the default.
-        destination: where the output is published as it is made; None to publish nothing.
+    They are arguments of `quantizers.run`, but for `destination`: where the output is published as it is made; None to
+    publish nothing.
     """
 
     output: Path
@@ -281,17 +268,11 @@ class _Inputs:
         return sum(map(len, self.tokens)), sum(len(text.tokens) for text in self.texts)
 
 
-def _memory(options: Options) -> tuple[int, int]:
-    """Bytes that this process may use on its device, and bytes that are free in its machine's memory."""
-    limit = options.device_memory or device_limit(options.device, options.dist.local_world_size)
-    return limit, available()
-
-
 def _quantize_share(job: Job, options: Options, work: Path, check: Callable[[], None]) -> None:
     """All that ranks except 0 do: their share of the layers."""
     dist = options.dist
     try:
-        dist.all_gather_object(_memory(options))
+        least_memory(options)
         kept, texts = dist.broadcast_object()
         context = Context(work, options.device, check=check, dist=dist, window=options.window, **kept)
         check_source(job, texts, context, ignore=options.ignore_source_check)
@@ -309,9 +290,7 @@ def _make_output(
     started, output, dist = time.monotonic(), work / "output", options.dist
     # Read the sets once, before anything slow: they may be edited during the run.
     inputs = _read_inputs(job, dist, work)
-    resolved = inputs.resolved
-    if job.facts.probes:  # derived ones, for those who have the output alone
-        resolved = replace(resolved, sets={**resolved.sets, FACTS: job.facts.as_yaml()})
+    resolved, remote = inputs.resolved, job.opened.remote
     copied = resolved.data if options.with_data else {}
     planned = planned_report(job, resolved, inputs.data, options.device)
     named = planned | publishing.named(options.destination)
@@ -319,7 +298,7 @@ def _make_output(
     publishing.begin(uploads, options.destination, rehearsed)
     lengths = [len(sequence) for sequence in inputs.tokens]
     kept, temporary = share_memory(job, lengths, [len(text.tokens) for text in inputs.texts], options)
-    damaged = _open_work_folder(job, resolved, inputs, options, work, check, uploaded=uploads.shards if uploads else ())
+    damaged = _open_work_folder(job, inputs, options, work, check, uploads.shards if uploads else ())
     files = (*side_files(job.opened.folder), *copied.values())
     needed = planned["plan"]["output_bytes"] + sum(file.stat().st_size for file in files) + temporary
     if uploads and options.destination:
@@ -327,10 +306,10 @@ def _make_output(
         needed -= max(removed, uploads.removed_bytes)
     itemsize = forward_dtype(options.device).itemsize
     needed += bytes_of_sums(job.sizes, inputs.counts[0], itemsize) if options.imatrix else 0
-    needed += schedule(job.opened, parts_of_run(job)).window(options.window) if job.opened.remote else 0
+    needed += schedule(job.opened, parts_of_run(job)).window(options.window) if remote else 0
     probe = probe_bytes(job.sizes, lengths, itemsize) if job.allocation else 0
     publish = "give --remove-uploaded" if uploads else "give --publish-as-you-go OWNER/NAME --remove-uploaded"
-    less = ["give a smaller --window"] * bool(job.opened.remote) + [publish]
+    less = ["give a smaller --window"] * bool(remote) + [publish]
     journal.check_room(work, needed + probe, less)
     dist.broadcast_object((kept, inputs.texts))
     context = Context(work, options.device, check=check, dist=dist, window=options.window, uploads=uploads, **kept)
@@ -341,14 +320,7 @@ def _make_output(
         journal.check_room(work, needed, less)
     stop = job.recipe.verify.stop if job.recipe.verify and not options.ignore_stop else None
     measured = quantize_layers(
-        job,
-        inputs.data,
-        inputs.tokens,
-        context,
-        inputs.texts,
-        damaged=damaged,
-        stop=stop,
-        imatrix=options.imatrix,
+        job, inputs.data, inputs.tokens, context, inputs.texts, damaged=damaged, stop=stop, imatrix=options.imatrix
     )
     write_config_files(output, job.opened, job.plan, job.facts)
     for name, text in resolved.texts().items():
@@ -357,7 +329,7 @@ def _make_output(
         copy_file(file, output / name)
     check()
     figures = inputs.evaluation.figures(measured, "the output") if inputs.evaluation and measured else None
-    if job.opened.remote and figures and not options.ignore_source_check:
+    if remote and figures and not options.ignore_source_check:
         refuse_source(job, figures["perplexity"]["source"], f"the {len(inputs.texts)} texts")
     report = run_report(planned, job, inputs.data, figures, started, context)
     write_report(output, report | publishing.published(report, options.destination, output), resolved.texts())
@@ -405,6 +377,8 @@ def _read_inputs(job: Job, dist: ProcessGroup, work: Path) -> _Inputs:
     resolved = resolve_recipe(recipe, job.path, pins, commit)
     published = partial(resolved.published, target=HELD_OUT)
     texts = held_out(other, job.opened, sizes, trusted, published) if other else None
+    if job.facts.probes:  # derived ones, for those who have the output alone
+        resolved = replace(resolved, sets={**resolved.sets, FACTS: job.facts.as_yaml()})
     return _Inputs(data, token_tensors(data, sizes["vocabulary"]), texts, resolved)
 
 
@@ -419,54 +393,52 @@ def share_memory(
     Raises:
         InputError: the device's memory is too little.
     """
-    device, dist = options.device, options.dist
-    itemsize, (rows, text_rows) = forward_dtype(device).itemsize, (sum(lengths), sum(texts))
-    limits, frees = zip(*dist.all_gather_object(_memory(options)), strict=True)
-    memory = device_memory(
-        job.plan,
-        job.sizes,
-        max([*lengths, *texts]),
-        is_accelerator(device),
-        min(limits),
-        # Only with "auto" may they be kept on the device.
-        rows if options.states == "auto" else 0,
-        dist.world_size,
-        text_rows if options.states == "auto" else 0,
-    )
+    dist, text_rows = options.dist, sum(texts)
+    memory, kept, in_files = kept_in_memory(job, max([*lengths, *texts]), sum(lengths), text_rows, options)
     if dist.is_distributed and memory.units < dist.world_size:
         batches = f"{memory.units} expert batch{'es' if memory.units > 1 else ''} of {memory.unit} experts"
         print(f"{batches} for {dist.world_size} processes: some will be idle", file=sys.stderr)
-    inputs_place, states_place, in_files = placement(
-        job.sizes,
-        memory,
-        rows,
-        itemsize,
-        states=options.states,
-        free=min(frees),
-        processes=dist.world_size,
-        machines=len(set(dist.nodes)),
-    )
+    on_cards = len(job.recipe.as_served) * held_out_bytes(job.sizes, text_rows, torch.bfloat16.itemsize)
+    as_stored = held_out_bytes(job.sizes, text_rows, forward_dtype(options.device).itemsize)
+    return kept, as_stored * (2 if job.plan.cached else 1) + on_cards + in_files
+
+
+def kept_in_memory(
+    job: Job, longest: int, tokens: int, held_out: int, options: Options
+) -> tuple[DeviceMemory, dict[str, Any], int]:
+    """The device's memory; what memory keeps, as arguments of `Context`; and bytes of calibration states in files.
+
+    Args:
+        longest: tokens of the longest sequence of all.
+        tokens, held_out: of the calibration samples, and of the held-out texts that may be kept on the device.
+    """
+    dist, accelerator, sizes = options.dist, is_accelerator(options.device), job.sizes
+    itemsize, machines = forward_dtype(options.device).itemsize, len(set(dist.nodes))
+    limit, free = least_memory(options)
+    # Only with "auto" may they be kept on the device.
+    on_device, texts = (tokens, held_out) if options.states == "auto" else (0, 0)
+    memory = device_memory(job.plan, sizes, longest, accelerator, limit, on_device, dist.world_size, texts)
+    shared = {"free": free, "processes": dist.world_size, "machines": machines}
+    inputs, states, in_files = placement(sizes, memory, tokens, itemsize, states=options.states, **shared)
     kept = {
         "residents": Residents(memory.resident, memory.unit, memory.smallest),
-        "inputs": inputs_place,
-        "states": states_place,
+        "inputs": inputs,
+        "states": states,
         "texts_on_device": memory.texts,
         "prefetch_to_device": memory.early,
     }
-    on_cards = len(job.recipe.as_served) * held_out_bytes(job.sizes, text_rows, torch.bfloat16.itemsize)
-    as_stored = held_out_bytes(job.sizes, text_rows, itemsize) * (2 if job.plan.cached else 1)
-    return kept, as_stored + on_cards + in_files
+    return memory, kept, in_files
+
+
+def least_memory(options: Options) -> tuple[int, int]:
+    """Bytes that each process may use on its device, and bytes that are free in each machine's memory."""
+    limit = options.device_memory or device_limit(options.device, options.dist.local_world_size)
+    limits, frees = zip(*options.dist.all_gather_object((limit, available())), strict=True)
+    return min(limits), min(frees)
 
 
 def _open_work_folder(
-    job: Job,
-    resolved: Resolved,
-    inputs: _Inputs,
-    options: Options,
-    work: Path,
-    check: Callable[[], None],
-    *,
-    uploaded: Container[str],
+    job: Job, inputs: _Inputs, options: Options, work: Path, check: Callable[[], None], uploaded: Container[str]
 ) -> list[int]:
     """Begin or resume in the work folder, and say so on standard error; the layers whose shards must be made again.
 
@@ -474,20 +446,18 @@ def _open_work_folder(
     resume without any.
     """
     output = options.output
-    drawn = {"calibration.tokens": inputs.data.drawn.asked} if inputs.data.drawn else {}
-    journal.refuse_changes(work, deciding(job, identity(inputs.data.samples), options.device) | drawn, output)
+    journal.refuse_changes(work, deciding(job, inputs.data, options.device), output)
     journal.note_command(work, options.command)
     entries = journal.done_layers(work, job.sizes["layers"])
-    line = _opening_line(job, options, resolved.recipe.source.model, inputs.counts, len(entries))
-    print(line, file=sys.stderr, flush=True)
+    print(_opening_line(job, options, inputs, len(entries)), file=sys.stderr, flush=True)
     if inputs.evaluation:
         if entries and not (work / journal.HELD_OUT).exists():
             raise OutputError(
                 f"{output}: its finished layers were measured on no held-out set; leave verify.perplexity out as "
                 "before, or start over with --fresh"
             )
-        measured: dict[str, Any] = {"held_out": inputs.evaluation.identity}
-        measured |= {"as_served": job.recipe.as_served} if job.recipe.as_served else {}
+        as_served = {"as_served": job.recipe.as_served} if job.recipe.as_served else {}
+        measured = {"held_out": inputs.evaluation.identity} | as_served
         journal.refuse_changes(work, measured, output, journal.HELD_OUT)
     journal.remove_cut_files(work)
     damaged = _find_damage(work, entries, output, check, uploaded)
@@ -508,19 +478,19 @@ def _find_damage(
             passthrough.unlink()  # its shard is written at the beginning, so it will be written again
     if not entries:
         return []
-    with progress("checking", len(entries), unit="shard") as step:
-        damaged = journal.damaged_shards(work, entries, checked(step, check), uploaded)
+    with progress("checking", len(entries), unit="shard", check=check) as step:
+        damaged = journal.damaged_shards(work, entries, step, uploaded)
     for layer, problem in damaged.items():
         print(f"{output}: layer {layer}: {problem}; it is made again", file=sys.stderr)
     return list(damaged)
 
 
-def _opening_line(job: Job, options: Options, model: str, counts: tuple[int, int], done: int) -> str:
+def _opening_line(job: Job, options: Options, inputs: _Inputs, done: int) -> str:
     """The line with which a run begins: the source's published name, its size, output, device, tokens, layers done.
 
     It gives no time: the rates of `plan` are not this machine's. After the first layer the progress has a measured one.
     """
-    tokens, held_out = counts
+    tokens, held_out = inputs.counts
     layers, dense, threads = job.sizes["layers"], len(job.sizes.dense), torch.get_num_threads()
     place = f"cpu, {threads} thread{'s' if threads > 1 else ''}"
     if options.device.type != "cpu":
@@ -532,17 +502,13 @@ def _opening_line(job: Job, options: Options, model: str, counts: tuple[int, int
     texts = f" and {held_out:,} held-out" if held_out else ""
     resuming = f"; resuming after layer {done} of {layers}" if done else ""
     return (
-        f"{model} ({size(source)}, {routed} × {job.sizes['experts']} experts) → {short_path(options.output)} on "
-        f"{place}; {tokens:,} calibration{texts} tokens{resuming}"
+        f"{inputs.resolved.recipe.source.model} ({size(source)}, {routed} × {job.sizes['experts']} experts) → "
+        f"{short_path(options.output)} on {place}; {tokens:,} calibration{texts} tokens{resuming}"
     )
 
 
-def deciding(job: Job, samples: str | Sequence[str], device: torch.device) -> dict[str, Any]:
-    """Every setting that the output's bytes depend on; gates and logging are not among them.
-
-    Args:
-        samples: the `identity` of the calibration samples, or of those of several outputs.
-    """
+def deciding(job: Job, data: CalibrationData | None, device: torch.device) -> dict[str, Any]:
+    """Every setting that the output's bytes depend on; gates and logging are not among them."""
     facts = {name: text_sha256(text) for name, text in facts_copy(job.facts_file).items()}
     variant = {"attention": job.recipe.attention} if job.recipe.attention != "keep" else {}
     variant |= {"kv_cache": job.recipe.kv_cache} if job.recipe.kv_cache != "none" else {}
@@ -552,11 +518,12 @@ def deciding(job: Job, samples: str | Sequence[str], device: torch.device) -> di
         **facts,
         **commits,
         **variant,
+        **({"calibration": identity(data.samples)} if data else {}),
+        **({"calibration.tokens": data.drawn.asked} if data and data.drawn else {}),
         "method": METHOD,
         "experts": job.recipe.settings()["experts"],
         "source": source_stats(job.opened),
         "source_config": job.config,
-        "calibration": samples,
         "machine": fingerprint(device),
         "batches": batch_sizes(is_accelerator(device), job.sizes),
     }

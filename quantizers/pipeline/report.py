@@ -51,7 +51,7 @@ from quantizers.recipe.portable import Resolved, is_hub_id
 from quantizers.recipe.read import set_location
 from quantizers.system.errors import CheckpointError, InputError, QuantizeError
 from quantizers.system.output_files import CARD, RECIPE
-from quantizers.system.progress import checked, peak_memory, progress
+from quantizers.system.progress import peak_memory, progress
 from stitch.audit.checkpoint import Audit, verify
 from stitch.audit.layer import LayerAudit
 from stitch.mix import Mix
@@ -264,9 +264,8 @@ def _last_reading(
     entries = [*layers, *journal.passthrough_entries(context.work)]
     written = {entry["shard"]: entry["digest"] for entry in entries}
     audits = [LayerAudit(**entry["audit"]) for entry in entries]
-    with progress("last reading", len(written), unit="shard") as step:
-        look = checked(step, context.check)
-        audit = verify(folder, job.opened, context.device, written, look, audits, own=job.facts, remote=on_hub)
+    with progress("last reading", len(written), unit="shard", check=context.check) as step:
+        audit = verify(folder, job.opened, context.device, written, step, audits, own=job.facts, remote=on_hub)
     if audit.changed:
         more = f", and {len(audit.changed) - 1} more" if len(audit.changed) > 1 else ""
         raise QuantizeError(

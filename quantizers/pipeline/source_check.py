@@ -39,8 +39,8 @@ def check_source(job: Job, texts: Sequence[Text], context: Context, *, ignore: b
     Raises:
         CheckpointError: it is above the recipe's `verify.perplexity.max_source`.
     """
-    gate, record = job.recipe.verify.perplexity if job.recipe.verify else None, context.work / "source-check.json"
-    if ignore or gate is None or gate.max_source == "any" or not texts:
+    gate, record = job.recipe.verify and job.recipe.verify.perplexity, context.work / "source-check.json"
+    if ignore or not gate or gate.max_source == "any" or not texts:
         return
     if job.opened.remote:
         if context.dist.is_main:

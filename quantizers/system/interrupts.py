@@ -13,16 +13,12 @@ from .errors import Interrupted
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 
 
-def handle_signals(handler: Handler, *numbers: int) -> Callable[[], None]:
-    """Set a handler for signals; the returned function restores the earlier ones. Has no effect in other threads."""
-    if threading.current_thread() is not threading.main_thread():
-        return lambda: None
-    previous = {number: signal.signal(number, handler) for number in numbers}
-
-    def restore() -> None:
-        for number, earlier in previous.items():
-            signal.signal(number, earlier)
-
+def handle_signals(handler: Handler, *numbers: int) -> contextlib.ExitStack:
+    """Set a handler for signals; closing what is returned restores the earlier ones. Has no effect in other threads."""
+    restore = contextlib.ExitStack()
+    if threading.current_thread() is threading.main_thread():
+        for number in numbers:
+            restore.callback(signal.signal, number, signal.signal(number, handler))
     return restore
 
 
@@ -44,7 +40,7 @@ def stoppable(*, by_launcher: bool = False) -> Iterator[None]:
         if by_launcher:
             handle_signals(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM)
         else:
-            restore()
+            restore.close()
 
 
 @contextlib.contextmanager
@@ -65,5 +61,5 @@ def interruptible(advice: str) -> Iterator[Callable[[], None]]:
             raise Interrupted(f"interrupted by {signal.Signals(caught[0]).name}; {advice}", caught[0])
 
     with handlers:
-        handlers.callback(handle_signals(record, signal.SIGINT, signal.SIGTERM))
+        handlers.enter_context(handle_signals(record, signal.SIGINT, signal.SIGTERM))
         yield check

@@ -28,16 +28,6 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {left:02d} s" if minutes else f"{left} s"
 
 
-def checked(step: Step, check: Callable[[], None]) -> Step:
-    """`step` after a call of `check`, which may raise to interrupt."""
-
-    def both(note: str) -> None:
-        check()
-        step(note)
-
-    return both
-
-
 def doing(phase: str) -> None:
     """Show the phase of the current step, such as `rounding`: on a terminal at once, elsewhere after PATIENCE.
 
@@ -49,16 +39,29 @@ def doing(phase: str) -> None:
 
 @contextlib.contextmanager
 def progress(
-    title: str, total: int, done: int = 0, unit: str = "", *, trusted: int = 3, kept: bool = False
+    title: str,
+    total: int,
+    done: int = 0,
+    unit: str = "",
+    *,
+    check: Callable[[], None] = lambda: None,
+    trusted: int = 3,
+    kept: bool = False,
+    silent: bool = False,
 ) -> Iterator[Step]:
     """Yield a function to call after each of `total` steps with a short note about the step.
 
     Args:
         done: steps that an earlier run completed; the time estimate ignores them.
         unit: the word for one step, for the plain lines.
+        check: called before each step is shown; may raise to interrupt.
         trusted: steps after which plain lines estimate the remaining time.
         kept: whether a terminal keeps each note, as a line above the bar; else the bar shows the last one.
+        silent: show nothing.
     """
+    if silent:
+        yield lambda _: check()
+        return
     shown = (
         _bar(title, total, done, f"{unit} " if kept else None)
         if sys.stderr.isatty()
@@ -66,8 +69,13 @@ def progress(
     )
     with shown as (step, phase):
         _phases.append(phase)
+
+        def checked(note: str) -> None:
+            check()
+            step(note)
+
         try:
-            yield step
+            yield checked
         finally:
             _phases.remove(phase)
 

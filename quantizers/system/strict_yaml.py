@@ -27,18 +27,6 @@ _CORE_SCHEMA: dict[str, tuple[str, Callable[[str], Any]]] = {  # by tag: pattern
     "tag:yaml.org,2002:int": (r"[-+]?[0-9]+", int),
     "tag:yaml.org,2002:float": (_FLOAT, lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))),
 }
-_OPENING = (
-    yaml.FlowSequenceStartToken,
-    yaml.FlowMappingStartToken,
-    yaml.BlockSequenceStartToken,
-    yaml.BlockMappingStartToken,
-)
-_CLOSING = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken)
-_UNSUPPORTED = {
-    yaml.AnchorToken: "anchors and aliases are not supported; repeat the value",
-    yaml.AliasToken: "anchors and aliases are not supported; repeat the value",
-    yaml.TagToken: "tags (`!name`) are not supported; write the plain value",
-}
 
 
 class Refused(Exception):
@@ -146,13 +134,15 @@ def _values(text: str, lines: dict[Place, int]) -> Any:
 def _refuse_unsupported(text: str) -> None:
     # Runs before yaml.compose, which recurses into nested values; scanning deep nesting takes quadratic time.
     depth = 0
-    for token in yaml.scan(text, Loader=_Loader):
-        line = token.start_mark.line + 1
-        depth += isinstance(token, _OPENING) - isinstance(token, _CLOSING)
+    for event in yaml.parse(text, Loader=_Loader):
+        line = event.start_mark.line + 1 if event.start_mark else 0
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
             raise Refused(line, f"nested deeper than {MAX_DEPTH} levels; flatten it")
-        if message := _UNSUPPORTED.get(type(token)):
-            raise Refused(line, message)
+        if getattr(event, "anchor", None):
+            raise Refused(line, "anchors and aliases are not supported; repeat the value")
+        if getattr(event, "tag", None):
+            raise Refused(line, "tags (`!name`) are not supported; write the plain value")
 
 
 def _build(node: yaml.Node, place: Place, lines: dict[Place, int]) -> Any:

@@ -29,7 +29,6 @@ from runs import change
 
 import quantizers
 from quantizers.calibration.load_set import load_set
-from quantizers.calibration.samples import identity
 from quantizers.commands import doctor as module
 from quantizers.device import devices, triton_support
 from quantizers.pipeline.pipeline import deciding
@@ -450,7 +449,7 @@ def test_an_unfinished_output_resumes_with_the_same_settings_alone(recipe: Path,
     (work / "layers").mkdir(parents=True)
     job = prepare(str(recipe))
     data = load_set(recipe.parent / "calibration.yaml", recipe.parent / "model")
-    begun = deciding(job, identity(data.samples), torch.device("cpu"))
+    begun = deciding(job, data, torch.device("cpu"))
     write_json(work / "run.json", begun)
     write_json(work / "layers" / "00000.json", {})
     code, rows = doctor(recipe)

@@ -6,8 +6,9 @@ import itertools
 
 import pytest
 import torch
+from clock import Clock, listening
 
-from quantizers.device.timing import Clock, listening, phase
+from quantizers.device.timing import phase
 from quantizers.solve.symmetric import add_hessian, blocks, mirror, row_losses
 
 CPU = torch.device("cpu")

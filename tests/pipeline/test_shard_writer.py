@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
-from quantizers.layers.writer import ShardWriter
+from quantizers.pipeline.shard_writer import ShardWriter
 from quantizers.system.errors import QuantizeError
 
 
@@ -46,15 +46,15 @@ class Later(Executor):
 
 def test_how_many_shards_may_be_on_their_way() -> None:
     later = Later()
-    assert ShardWriter[int, int](SINGLE_PROCESS, later, background=False).pending == 0
-    assert ShardWriter[int, int](SINGLE_PROCESS, later, background=True).pending == 1
-    two = ShardWriter[int, int](Two(), later, background=True)
+    assert ShardWriter(SINGLE_PROCESS, later, background=False).pending == 0
+    assert ShardWriter(SINGLE_PROCESS, later, background=True).pending == 1
+    two = ShardWriter(Two(), later, background=True)
     assert (two.pending, two.has_turn(0), two.has_turn(1)) == (1, True, False)
 
 
 def test_shards_are_finished_in_their_order_and_a_layer_behind() -> None:
     later = Later()
-    writer = ShardWriter[str, str](SINGLE_PROCESS, later, background=True)
+    writer = ShardWriter(SINGLE_PROCESS, later, background=True)
     found = []
     for number in range(3):
         writer.begin(number, lambda number=number: f"audit {number}", lambda number=number: f"digest {number}")
@@ -68,7 +68,7 @@ def test_shards_are_finished_in_their_order_and_a_layer_behind() -> None:
 def test_a_shard_that_cannot_be_written_fails_after_the_layers_before_it() -> None:
     """They are finished, and are journaled first."""
     later = Later()
-    writer = ShardWriter[str, str](SINGLE_PROCESS, later, background=True)
+    writer = ShardWriter(SINGLE_PROCESS, later, background=True)
 
     def full() -> str:
         raise QuantizeError("no room")

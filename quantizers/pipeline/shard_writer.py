@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from typing import Generic, TypeVar
 
 from quantizers.distributed.process_group import ProcessGroup
+from stitch.audit.layer import LayerAudit
+from stitch.write.shard import ShardDigest
 
-Digest = TypeVar("Digest")
-Audit = TypeVar("Audit")
+from .layer_entry import Written
 
 
-class ShardWriter(Generic[Digest, Audit]):
+class ShardWriter:
     """The shards of one process, and which of the others' are on disk.
 
     Args:
@@ -33,8 +33,8 @@ class ShardWriter(Generic[Digest, Audit]):
         self._writers = dist.nodes.count(0)
         self.pending = max(self._writers - 1, 1) if background else 0
         self._begun: list[int] = []  # layers, in their order; the same in all processes
-        self._own: dict[int, tuple[Future[Digest], Future[Audit]]] = {}
-        self._known: dict[int, tuple[Digest, Audit]] = {}
+        self._own: dict[int, tuple[Future[ShardDigest], Future[LayerAudit]]] = {}
+        self._known: dict[int, Written] = {}
 
     def has_turn(self, number: int) -> bool:
         """Whether this process writes the layer's shard."""
@@ -44,13 +44,13 @@ class ShardWriter(Generic[Digest, Audit]):
         """Another process writes this layer's shard."""
         self._begun.append(number)
 
-    def begin(self, number: int, audit: Callable[[], Audit], store: Callable[[], Digest]) -> None:
+    def begin(self, number: int, audit: Callable[[], LayerAudit], store: Callable[[], ShardDigest]) -> None:
         """Let this process's shard be audited, which reads the source's memory, and then written."""
         self._begun.append(number)
         audited = self._executor.submit(audit)
         self._own[number] = self._executor.submit(store), audited
 
-    def finished(self, pending: int | None = None) -> dict[int, tuple[Digest, Audit]]:
+    def finished(self, pending: int | None = None) -> dict[int, Written]:
         """The layers whose shards are on disk since the last call, in their order; all processes call this.
 
         As many as `pending`, by default `self.pending`, may still be unfinished. A QuantizeError says that a shard
