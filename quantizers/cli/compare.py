@@ -9,7 +9,6 @@ from typer import Argument, Context, Option
 
 from quantizers.commands.compare import DRAWS
 from quantizers.distributed.process_group import ProcessGroup
-from quantizers.system.formatting import parse_bytes
 
 from . import common
 
@@ -79,7 +78,7 @@ def compare(
         source=source,
         settings=settings or (),
         device=device,
-        device_memory=parse_bytes(device_memory, "--device-memory") if device_memory else None,
+        device_memory=device_memory,
         work=work,
         trust_remote_code=trust_remote_code,
         dist=dist,
@@ -138,7 +137,7 @@ def why(
         source=source,
         settings=settings or (),
         device=device,
-        device_memory=parse_bytes(device_memory, "--device-memory") if device_memory else None,
+        device_memory=device_memory,
         work=work,
         trust_remote_code=trust_remote_code,
         dist=dist,
