@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,13 +19,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-def _shipped(folder: str) -> Callable[[str], list[str]]:
-    """For the shell's completion: a function from the beginning of a word to the shipped files named so."""
-
-    def names(begun: str) -> list[str]:
-        return [name for name in shipped_names(folder) if name.startswith(begun)]
-
-    return names
+def _shipped(folder: str, begun: str) -> list[str]:
+    """For the shell's completion: the shipped files whose names begin so."""
+    return [name for name in shipped_names(folder) if name.startswith(begun)]
 
 
 def size(option: str, help: str) -> Any:
@@ -39,7 +34,7 @@ Recipe = Annotated[
     Argument(
         metavar="RECIPE",
         help="a recipe file, the name of a shipped recipe, or the Hub id of a model that has one",
-        autocompletion=_shipped("recipes"),
+        autocompletion=lambda incomplete: _shipped("recipes", incomplete),
     ),
 ]
 Source = Annotated[Path | None, Option(metavar="DIR", help="local folder of the source model")]
@@ -60,7 +55,7 @@ Calibration = Annotated[
     Option(
         metavar="SET",
         help="calibration set to use instead of the recipe's: a file, or the name of a shipped set",
-        autocompletion=_shipped("calibration"),
+        autocompletion=lambda incomplete: _shipped("calibration", incomplete),
     ),
 ]
 Without = Annotated[
