@@ -29,6 +29,11 @@ def size(option: str, help: str) -> Any:
     return Option(metavar="SIZE", parser=lambda text: parse_bytes(text, option), help=help)
 
 
+def output(help: str, metavar: str | None = None) -> Any:
+    """The option for what a command writes."""
+    return Option("--output", "-o", metavar=metavar, help=help)
+
+
 Recipe = Annotated[
     str,
     Argument(

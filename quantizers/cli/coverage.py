@@ -40,8 +40,7 @@ def coverage(
         ),
     ] = False,
     output: Annotated[
-        Path | None,
-        Option("--output", "-o", metavar="DIR", help="folder for the files of --saliency; saliency by default"),
+        Path | None, common.output("folder for the files of --saliency; saliency by default", "DIR")
     ] = None,
     min_routed_tokens: Annotated[int | None, Option(min=0, help="without a recipe: gate; 1 by default")] = None,
     max_uncovered: Annotated[

@@ -6,7 +6,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Context, Option
+from typer import Argument, Context
 
 from quantizers.system.formatting import text_table
 
@@ -25,9 +25,7 @@ def doctor(
         str | None,
         Argument(metavar="[RECIPE]", help="a recipe file, the name of a shipped recipe, or a Hub id that has one"),
     ] = None,
-    output: Annotated[
-        Path | None, Option("--output", "-o", metavar="DIR", help="folder that a run would write; out/NAME by default")
-    ] = None,
+    output: Annotated[Path | None, common.output("folder that a run would write; out/NAME by default", "DIR")] = None,
     source: common.Source = None,
     calibration: common.Calibration = None,
     without: common.Without = None,

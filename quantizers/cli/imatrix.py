@@ -20,12 +20,7 @@ def imatrix(
     ] = None,
     output: Annotated[
         Path | None,
-        Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="the file; NAME.imatrix.gguf by default, after the recipe or the model",
-        ),
+        common.output("the file; NAME.imatrix.gguf by default, after the recipe or the model", "FILE"),
     ] = None,
     tokens: Annotated[
         Literal["both", "routed", "all"],

@@ -45,8 +45,7 @@ def plan(
     ] = None,
     tensors: Annotated[bool, Option("--tensors", help="list every tensor with its action")] = False,
     output: Annotated[
-        Path | None,
-        Option("--output", "-o", help="with a budget: the folder of a run, to show the schemes that it chose"),
+        Path | None, common.output("with a budget: the folder of a run, to show the schemes that it chose")
     ] = None,
     hub: Annotated[
         bool, Option("--hub", help="read the headers from the Hub even if the architecture spec is built in")
@@ -177,29 +176,27 @@ def _source_lines(ways: list[dict[str, Any]]) -> list[str]:
     """Disk and traffic of each way for the source to get to the run."""
     keys = ("source", "output", "download", "upload")
     rows = [(WAYS[way["name"]], *("?" if way[key] is None else size(way[key]) for key in keys)) for way in ways]
-    unknown = any(way["source"] is None for way in ways)
-    header = ("source", "on the disk", "output on the disk", "from the Hub", "to the Hub")
-    return [
-        text_table(header, rows),
-        *(["?: as shards and layers lie; --hub reads the headers"] if unknown else []),
-        "",
-    ]
+    lines = [text_table(("source", "on the disk", "output on the disk", "from the Hub", "to the Hub"), rows)]
+    if any(way["source"] is None for way in ways):
+        lines.append("?: as shards and layers lie; --hub reads the headers")
+    return [*lines, ""]
 
 
 def _time_lines(needs: dict[str, Any]) -> list[str]:
     """The estimated time on each device, of one process, and of several if they were asked for."""
     if needs["seconds"] is None:
         return ["time: unknown before the sets are read, and for experts.engine: llmcompressor"]
-    several, header = needs["several"] or {}, ["on", "time, estimated", "layers", "verification"]
-    rows = [
-        [name, *(_about(seconds[part]) for part in ("all", "layers", "verification"))]
-        + ([_about(several[name]["all"]) if name in several else ""] if several else [])
-        for name, seconds in needs["seconds"].items()
-    ]
-    table = text_table([*header, *([f"by {needs['processes']} processes"] if several else [])], rows)
-    if needs["measuring"] is None:
-        return [table]
-    return [table, f"besides, to measure for the budget: {_about(needs['measuring'])} to read the source once more"]
+    several, header = needs["several"], ["on", "time, estimated", "layers", "verification"]
+    header += [f"by {needs['processes']} processes"] if several else []
+    rows = []
+    for name, seconds in needs["seconds"].items():
+        rows.append([name, *(_about(seconds[part]) for part in ("all", "layers", "verification"))])
+        if several:
+            rows[-1].append(_about(several[name]["all"]) if name in several else "")
+    lines = [text_table(header, rows)]
+    if needs["measuring"] is not None:
+        lines.append(f"besides, to measure for the budget: {_about(needs['measuring'])} to read the source once more")
+    return lines
 
 
 def _about(seconds: float) -> str:

@@ -26,11 +26,8 @@ def run(
     folder: Annotated[Path | None, Argument(metavar="OUTPUT", help="the same as --output")] = None,
     output: Annotated[
         Path | None,
-        Option(
-            "--output",
-            "-o",
-            help="folder for the finished checkpoint, new, empty, or an unfinished run; out/<name of RECIPE> by "
-            "default",
+        common.output(
+            "folder for the finished checkpoint, new, empty, or an unfinished run; out/<name of RECIPE> by default"
         ),
     ] = None,
     source: common.Source = None,

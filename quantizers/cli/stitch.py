@@ -21,11 +21,7 @@ def stitch(
     experts: Annotated[str, Option(help="a checkpoint with packed experts, quantized from a BF16 copy of the source")],
     output: Annotated[
         Path | None,
-        Option(
-            "--output",
-            "-o",
-            help="folder for the mixed checkpoint, new or empty; out/<name of --experts>-stitched by default",
-        ),
+        common.output("folder for the mixed checkpoint, new or empty; out/<name of --experts>-stitched by default"),
     ] = None,
     repair_router: Annotated[
         bool, Option("--repair-router", help="compensate the router for the smoothed norms of the experts' checkpoint")
