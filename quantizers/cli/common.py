@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
 from quantizers.system.errors import InputError
 from quantizers.system.files import json_finite
-from quantizers.system.formatting import printable
+from quantizers.system.formatting import parse_bytes, printable
 from quantizers.system.package_data import shipped_names
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-def _shipped(folder: str) -> Callable[[str], list[str]]:
-    """For the shell's completion: a function from the beginning of a word to the shipped files named so."""
+def _shipped(folder: str, begun: str) -> list[str]:
+    """For the shell's completion: the shipped files whose names begin so."""
+    return [name for name in shipped_names(folder) if name.startswith(begun)]
 
-    def names(begun: str) -> list[str]:
-        return [name for name in shipped_names(folder) if name.startswith(begun)]
 
-    return names
+def size(option: str, help: str) -> Any:
+    """An option whose value is a number of bytes, written as 96GiB or 96GB."""
+    return Option(metavar="SIZE", parser=lambda text: parse_bytes(text, option), help=help)
+
+
+def output(help: str, metavar: str | None = None) -> Any:
+    """The option for what a command writes."""
+    return Option("--output", "-o", metavar=metavar, help=help)
 
 
 Recipe = Annotated[
@@ -34,7 +39,7 @@ Recipe = Annotated[
     Argument(
         metavar="RECIPE",
         help="a recipe file, the name of a shipped recipe, or the Hub id of a model that has one",
-        autocompletion=_shipped("recipes"),
+        autocompletion=lambda incomplete: _shipped("recipes", incomplete),
     ),
 ]
 Source = Annotated[Path | None, Option(metavar="DIR", help="local folder of the source model")]
@@ -55,7 +60,7 @@ Calibration = Annotated[
     Option(
         metavar="SET",
         help="calibration set to use instead of the recipe's: a file, or the name of a shipped set",
-        autocompletion=_shipped("calibration"),
+        autocompletion=lambda incomplete: _shipped("calibration", incomplete),
     ),
 ]
 Without = Annotated[
@@ -71,7 +76,12 @@ TrustRemoteCode = Annotated[
 ]
 Device = Annotated[str, Option(help="cpu, cuda, cuda:N, or auto (the first GPU if there is one)")]
 DeviceMemory = Annotated[
-    str | None, Option(metavar="SIZE", help="limit the device's memory, e.g. 20GiB (slower; the output is unchanged)")
+    int | None, size("--device-memory", "limit the device's memory, e.g. 20GiB (slower; the output is unchanged)")
+]
+Model = Annotated[str | None, Option(help="without a recipe: a checkpoint's folder or Hub id")]
+Data = Annotated[str | None, Option(metavar="SET", help="without a recipe: a calibration set")]
+Scratch = Annotated[
+    Path | None, Option(metavar="DIR", help="scratch folder for activations; a temporary one by default")
 ]
 Stream = Annotated[bool, Option("--stream", help="leave shards that are on the Hub there, and read what is needed")]
 StreamSource = Annotated[
@@ -87,6 +97,16 @@ RemoveUploaded = Annotated[
 NoPicture = Annotated[bool, Option("--no-picture", help="do not draw a picture")]
 Json = Annotated[bool, Option("--json", help="one JSON object on standard output, all else on standard error")]
 Debug = Annotated[bool, Option("--debug", help="show a traceback with every error")]
+
+# Of the command alone: printing, asking, and pictures; and what has another name in Python.
+COMMAND_ONLY = {"as_json", "debug", "yes", "picture", "no_picture", "folder", "candidate"}
+
+
+def given(context: Context) -> dict[str, Any]:
+    """The options that the user gave, as arguments of the command's function, which has the same names and defaults."""
+    return {
+        name: value for name, value in context.params.items() if name not in COMMAND_ONLY and value not in (None, ())
+    }
 
 
 def typed() -> tuple[str, ...]:

@@ -8,8 +8,6 @@ from typing import Annotated, Any
 
 from typer import Argument, Context, Option
 
-from quantizers.system.formatting import parse_bytes
-
 from . import common
 
 Draws = Annotated[int, Option(min=1, help="of each set; draw n is the set with its seed increased by n")]
@@ -78,7 +76,7 @@ def compare(
         source=source,
         settings=settings or (),
         device=device,
-        device_memory=parse_bytes(device_memory, "--device-memory") if device_memory else None,
+        device_memory=device_memory,
         work=work,
         trust_remote_code=trust_remote_code,
         dist=context.obj,
@@ -128,7 +126,7 @@ def why(
         source=source,
         settings=settings or (),
         device=device,
-        device_memory=parse_bytes(device_memory, "--device-memory") if device_memory else None,
+        device_memory=device_memory,
         work=work,
         trust_remote_code=trust_remote_code,
         dist=context.obj,

@@ -22,8 +22,8 @@ def coverage(
     calibration: common.Calibration = None,
     settings: common.Settings = None,
     facts: common.Facts = None,
-    model: Annotated[str | None, Option(help="without a recipe: a checkpoint's folder or Hub id")] = None,
-    data: Annotated[str | None, Option(metavar="SET", help="without a recipe: a calibration set")] = None,
+    model: common.Model = None,
+    data: common.Data = None,
     compare: Annotated[
         tuple[str, str] | None,
         Option(
@@ -40,8 +40,7 @@ def coverage(
         ),
     ] = False,
     output: Annotated[
-        Path | None,
-        Option("--output", "-o", metavar="DIR", help="folder for the files of --saliency; saliency by default"),
+        Path | None, common.output("folder for the files of --saliency; saliency by default", "DIR")
     ] = None,
     min_routed_tokens: Annotated[int | None, Option(min=0, help="without a recipe: gate; 1 by default")] = None,
     max_uncovered: Annotated[
@@ -56,9 +55,7 @@ def coverage(
     ] = None,
     no_picture: common.NoPicture = False,
     device: common.Device = "auto",
-    work: Annotated[
-        Path | None, Option(metavar="DIR", help="scratch folder for activations; a temporary one by default")
-    ] = None,
+    work: common.Scratch = None,
     trust_remote_code: common.TrustRemoteCode = False,
     as_json: common.Json = False,
     debug: common.Debug = False,
@@ -77,24 +74,7 @@ def coverage(
 
     dist: ProcessGroup = context.obj
     output = output or (Path("saliency") if saliency else None)
-    found = count_tokens(
-        recipe,
-        source=source,
-        calibration=calibration,
-        settings=settings or (),
-        facts=facts,
-        model=model,
-        data=data,
-        compare=compare,
-        saliency=saliency,
-        output=output,
-        min_routed_tokens=min_routed_tokens,
-        max_uncovered=max_uncovered,
-        device=device,
-        work=work,
-        trust_remote_code=trust_remote_code,
-        dist=dist,
-    )
+    found = count_tokens(**common.given(context) | {"output": output}, dist=dist)
     if not dist.is_main:
         return
     result = found.figures

@@ -6,9 +6,9 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Option
+from typer import Argument, Context
 
-from quantizers.system.formatting import parse_bytes, text_table
+from quantizers.system.formatting import text_table
 
 from . import common
 
@@ -20,13 +20,12 @@ FOUND = 56  # columns of a cell: with the other two it fits into 80
 
 def doctor(
     *,
+    context: Context,
     recipe: Annotated[
         str | None,
         Argument(metavar="[RECIPE]", help="a recipe file, the name of a shipped recipe, or a Hub id that has one"),
     ] = None,
-    output: Annotated[
-        Path | None, Option("--output", "-o", metavar="DIR", help="folder that a run would write; out/NAME by default")
-    ] = None,
+    output: Annotated[Path | None, common.output("folder that a run would write; out/NAME by default", "DIR")] = None,
     source: common.Source = None,
     calibration: common.Calibration = None,
     without: common.Without = None,
@@ -50,19 +49,7 @@ def doctor(
     """
     from quantizers.commands.doctor import doctor as look
 
-    found = look(
-        recipe,
-        output=output,
-        source=source,
-        calibration=calibration,
-        without=without or (),
-        settings=settings or (),
-        device=device,
-        device_memory=parse_bytes(device_memory, "--device-memory") if device_memory else None,
-        stream=stream,
-        publish_as_you_go=publish_as_you_go,
-        remove_uploaded=remove_uploaded,
-    )
+    found = look(**common.given(context))
     common.emit(found.as_dict(), as_json, doctor_table(found), passed=found.passed)
 
 

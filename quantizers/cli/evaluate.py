@@ -56,18 +56,7 @@ def evaluate(
     from quantizers.commands.evaluate import evaluate as evaluate_candidates
 
     dist: ProcessGroup = context.obj
-    found = evaluate_candidates(
-        source,
-        candidate,
-        data,
-        facts=facts,
-        as_served=as_served or (),
-        device=device,
-        work=work,
-        stream=stream,
-        trust_remote_code=trust_remote_code,
-        dist=dist,
-    )
+    found = evaluate_candidates(candidates=candidate, **common.given(context), dist=dist)
     if not dist.is_main:
         return
     report = found.as_dict()

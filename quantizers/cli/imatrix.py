@@ -20,12 +20,7 @@ def imatrix(
     ] = None,
     output: Annotated[
         Path | None,
-        Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="the file; NAME.imatrix.gguf by default, after the recipe or the model",
-        ),
+        common.output("the file; NAME.imatrix.gguf by default, after the recipe or the model", "FILE"),
     ] = None,
     tokens: Annotated[
         Literal["both", "routed", "all"],
@@ -38,12 +33,10 @@ def imatrix(
     calibration: common.Calibration = None,
     settings: common.Settings = None,
     facts: common.Facts = None,
-    model: Annotated[str | None, Option(help="without a recipe: a checkpoint's folder or Hub id")] = None,
-    data: Annotated[str | None, Option(metavar="SET", help="without a recipe: a calibration set")] = None,
+    model: common.Model = None,
+    data: common.Data = None,
     device: common.Device = "auto",
-    work: Annotated[
-        Path | None, Option(metavar="DIR", help="scratch folder for activations; a temporary one by default")
-    ] = None,
+    work: common.Scratch = None,
     trust_remote_code: common.TrustRemoteCode = False,
     as_json: common.Json = False,
     debug: common.Debug = False,
@@ -56,20 +49,6 @@ def imatrix(
     from quantizers.importance.llama_cpp import imatrix_table
 
     dist: ProcessGroup = context.obj
-    made = write(
-        recipe,
-        output,
-        tokens=tokens,
-        source=source,
-        calibration=calibration,
-        settings=settings or (),
-        facts=facts,
-        model=model,
-        data=data,
-        device=device,
-        work=work,
-        trust_remote_code=trust_remote_code,
-        dist=dist,
-    )
+    made = write(**common.given(context), dist=dist)
     if dist.is_main:
         common.emit(made.figures, as_json, imatrix_table(made.figures))

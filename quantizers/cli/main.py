@@ -16,23 +16,20 @@ from quantizers.system.errors import InputError, QuantizeError, first_line
 from quantizers.system.formatting import gib, printable
 from quantizers.system.interrupts import stoppable
 
-from . import (
-    calibration,
-    compare,
-    coverage,
-    doctor,
-    evaluate,
-    imatrix,
-    plan,
-    publish,
-    recipes,
-    report,
-    run,
-    serve_check,
-    stitch,
-    verify,
-)
+from . import calibration, recipes
 from .common import emit
+from .compare import compare, why
+from .coverage import coverage
+from .doctor import doctor
+from .evaluate import evaluate
+from .imatrix import imatrix
+from .plan import plan
+from .publish import publish
+from .report import report
+from .run import run
+from .serve_check import serve_check
+from .stitch import stitch
+from .verify import verify
 
 SEVERAL = {"run", "eval", "coverage", "imatrix", "compare", "calibration why"}  # that work with several processes
 
@@ -103,21 +100,11 @@ def options(
         print(BEGIN)
 
 
-app.command()(run.run)
-app.command()(plan.plan)
-app.command()(doctor.doctor)
-app.command()(verify.verify)
-app.command()(coverage.coverage)
-app.command()(imatrix.imatrix)
-app.command()(compare.compare)
-app.command(name="eval")(evaluate.evaluate)
-app.command()(serve_check.serve_check)
-app.command()(stitch.stitch)
-app.command()(report.report)
-app.command()(publish.publish)
+COMMANDS = (run, plan, doctor, verify, coverage, imatrix, compare, evaluate, serve_check, stitch, report, publish)
+for command in (*COMMANDS, recipes.new):
+    app.command(name="eval" if command is evaluate else None)(command)
 app.add_typer(recipes.recipes, name="recipes")
-app.command()(recipes.new)
-calibration.calibration.command()(compare.why)
+calibration.calibration.command()(why)
 app.add_typer(calibration.calibration, name="calibration")
 
 

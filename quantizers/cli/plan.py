@@ -6,10 +6,10 @@ import gc
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from typer import Option
+from typer import Context, Option
 
 from eval.report.summary import candidate_lines, choice_lines, layer_rows, without_vllm
-from quantizers.system.formatting import gib, parse_bytes, size, text_table
+from quantizers.system.formatting import gib, size, text_table
 from quantizers.system.progress import duration
 
 from . import common
@@ -23,6 +23,7 @@ WAYS = {
 
 def plan(
     *,
+    called: Context,
     recipe: common.Recipe,
     vram: Annotated[
         list[str] | None,
@@ -40,12 +41,11 @@ def plan(
         int | None, Option(min=1, help="with --vram: tensor-parallel size; the largest that vLLM allows by default")
     ] = None,
     ram: Annotated[
-        str | None, Option(metavar="SIZE", help="with --vram: host memory, such as 128GB; the ways with experts there")
+        int | None, common.size("--ram", "with --vram: host memory, such as 128GB; the ways with experts there")
     ] = None,
     tensors: Annotated[bool, Option("--tensors", help="list every tensor with its action")] = False,
     output: Annotated[
-        Path | None,
-        Option("--output", "-o", help="with a budget: the folder of a run, to show the schemes that it chose"),
+        Path | None, common.output("with a budget: the folder of a run, to show the schemes that it chose")
     ] = None,
     hub: Annotated[
         bool, Option("--hub", help="read the headers from the Hub even if the architecture spec is built in")
@@ -54,7 +54,7 @@ def plan(
     nodes: Annotated[int, Option(min=1, help="also estimate a run on this number of machines")] = 1,
     gpus: Annotated[int, Option(min=1, help="also estimate a run on this number of GPUs per machine")] = 1,
     disk: Annotated[
-        str | None, Option(metavar="SIZE", help="disk bandwidth of a machine, in bytes per second; 1GB by default")
+        int | None, common.size("--disk", "disk bandwidth of a machine, in bytes per second; 1GB by default")
     ] = None,
     as_json: common.Json = False,
     debug: common.Debug = False,
@@ -73,25 +73,7 @@ def plan(
 
     gc.disable()  # a plan is many objects without cycles; looking for them takes a tenth longer for a large model
     try:
-        figures = plan_run(
-            recipe,
-            source=source,
-            calibration=calibration,
-            settings=settings or (),
-            facts=facts,
-            output=output,
-            hub=hub,
-            device_memory=parse_bytes(device_memory, "--device-memory") if device_memory else None,
-            nodes=nodes,
-            gpus=gpus,
-            disk=parse_bytes(disk, "--disk") if disk else None,
-            tensors=tensors,
-            vram=vram or (),
-            context=context,
-            kv=kv,
-            tp=tp,
-            ram=parse_bytes(ram, "--ram") if ram else None,
-        ).figures
+        figures = plan_run(**common.given(called)).figures
     finally:
         gc.enable()
     serving = weights_table if "weights" in figures else fit_table
@@ -105,42 +87,40 @@ def plan_table(numbers: dict[str, Any]) -> str:
         (row["kind"], row["action"], f"{row['tensors']:,}", size(row["bytes_before"]), size(row["bytes_after"]))
         for row in numbers["kinds"]
     ]
+    needs, schemes, converted, budgeted = numbers["needs"], numbers.get("schemes", {}), "", []
+    if numbers.get("attention"):
+        matrices = f"{numbers['actions']['convert']['tensors']:,} other matrices"
+        converted = f", {matrices} are converted ({numbers['attention']})"
+    if "planned" in schemes:  # before a run has chosen within a budget
+        planned, most = schemes["planned"], size(needs["output"])
+        budgeted = [f"these are the sizes of {planned} in every layer: a run chooses, and may fill {most}"]
     lines = [
         text_table(("tensors (* = a number)", "action", "number", "before", "after"), rows),
         "",
         f"{numbers['layers']} layers, {dense_words(numbers)}{numbers['experts_per_layer']} experts each: "
         f"{numbers['quantized_matrices']:,} expert matrices quantized, "
-        f"{numbers['kept_attention_tensors']:,} attention tensors keep their bytes{_converted(numbers)}",
+        f"{numbers['kept_attention_tensors']:,} attention tensors keep their bytes{converted}",
         f"output {size(numbers['output_bytes'])} ({numbers['output_bytes']:,} bytes of shards and index) in "
         f"{len(numbers['shards'])} shards, {size(numbers['expert_bytes'])} of it experts; "
         f"source {size(numbers['source_bytes'])}",
-        *_at_most(numbers),
+        *budgeted,
         *remarks(numbers),
         "",
-        *(_scheme_lines(numbers["schemes"]) if "schemes" in numbers else []),
-        *_needs_lines(numbers["needs"]),
+        *(_scheme_lines(schemes) if schemes else []),
+        *_needs_lines(needs),
         "",
         *_source_lines(numbers["source_ways"]),
-        *_time_lines(numbers["needs"]),
+        *_time_lines(needs),
         "assumed:",
-        *(f"  {line}" for line in numbers["needs"]["assumptions"]),
-        *([_memory_line(numbers["device_memory"])] if "device_memory" in numbers else []),
+        *(f"  {line}" for line in needs["assumptions"]),
     ]
+    if memory := numbers.get("device_memory"):
+        lines.append(
+            f"--device-memory: {gib(memory['peak'])} at most, with the Hessians of {memory['resident']} of "
+            f"{memory['units']} batches of {memory['unit']} experts at a time ({memory['sweeps']} "
+            f"sweep{'s' if memory['sweeps'] > 1 else ''} over a layer's inputs)"
+        )
     return "\n".join(lines)
-
-
-def _at_most(numbers: dict[str, Any]) -> list[str]:
-    """Before a run has chosen within a budget: of what the sizes are, and that the output may be larger."""
-    if "planned" not in (schemes := numbers.get("schemes", {})):
-        return []
-    most = size(numbers["needs"]["output"])
-    return [f"these are the sizes of {schemes['planned']} in every layer: a run chooses, and may fill {most}"]
-
-
-def _converted(numbers: dict[str, Any]) -> str:
-    if (attention := numbers.get("attention")) is None:
-        return ""
-    return f", {numbers['actions']['convert']['tensors']:,} other matrices are converted ({attention})"
 
 
 def dense_words(numbers: dict[str, Any]) -> str:
@@ -194,48 +174,33 @@ def _needs_lines(needs: dict[str, Any]) -> list[str]:
 
 def _source_lines(ways: list[dict[str, Any]]) -> list[str]:
     """Disk and traffic of each way for the source to get to the run."""
-    rows = [
-        (
-            WAYS[way["name"]],
-            "?" if way["source"] is None else size(way["source"]),
-            size(way["output"]),
-            size(way["download"]),
-            size(way["upload"]),
-        )
-        for way in ways
-    ]
-    unknown = ["?: as shards and layers lie; --hub reads the headers"] if any(row[1] == "?" for row in rows) else []
-    header = ("source", "on the disk", "output on the disk", "from the Hub", "to the Hub")
-    return [text_table(header, rows), *unknown, ""]
+    keys = ("source", "output", "download", "upload")
+    rows = [(WAYS[way["name"]], *("?" if way[key] is None else size(way[key]) for key in keys)) for way in ways]
+    lines = [text_table(("source", "on the disk", "output on the disk", "from the Hub", "to the Hub"), rows)]
+    if any(way["source"] is None for way in ways):
+        lines.append("?: as shards and layers lie; --hub reads the headers")
+    return [*lines, ""]
 
 
 def _time_lines(needs: dict[str, Any]) -> list[str]:
     """The estimated time on each device, of one process, and of several if they were asked for."""
     if needs["seconds"] is None:
         return ["time: unknown before the sets are read, and for experts.engine: llmcompressor"]
-    several, header = needs["several"] or {}, ["on", "time, estimated", "layers", "verification"]
-    rows = [
-        [name, *(_about(seconds[part]) for part in ("all", "layers", "verification"))]
-        + ([_about(several[name]["all"]) if name in several else ""] if several else [])
-        for name, seconds in needs["seconds"].items()
-    ]
-    table = text_table([*header, *([f"by {needs['processes']} processes"] if several else [])], rows)
-    if needs["measuring"] is None:
-        return [table]
-    return [table, f"besides, to measure for the budget: {_about(needs['measuring'])} to read the source once more"]
+    several, header = needs["several"], ["on", "time, estimated", "layers", "verification"]
+    header += [f"by {needs['processes']} processes"] if several else []
+    rows = []
+    for name, seconds in needs["seconds"].items():
+        rows.append([name, *(_about(seconds[part]) for part in ("all", "layers", "verification"))])
+        if several:
+            rows[-1].append(_about(several[name]["all"]) if name in several else "")
+    lines = [text_table(header, rows)]
+    if needs["measuring"] is not None:
+        lines.append(f"besides, to measure for the budget: {_about(needs['measuring'])} to read the source once more")
+    return lines
 
 
 def _about(seconds: float) -> str:
     return "under a minute" if seconds < 60 else duration(seconds)
-
-
-def _memory_line(memory: dict[str, Any]) -> str:
-    """What a GPU holds at most with --device-memory, and in how many sweeps a layer is read for it."""
-    return (
-        f"--device-memory: {gib(memory['peak'])} at most, with the Hessians of {memory['resident']} of "
-        f"{memory['units']} batches of {memory['unit']} experts at a time ({memory['sweeps']} "
-        f"sweep{'s' if memory['sweeps'] > 1 else ''} over a layer's inputs)"
-    )
 
 
 def tensors_table(numbers: dict[str, Any]) -> str:
@@ -256,8 +221,7 @@ def fit_table(result: dict[str, Any]) -> str:
     rows = [
         (
             row["cards"],
-            f"TP {row['tensor_parallel']}"
-            + (f" x PP {row['pipeline_parallel']}" if row["pipeline_parallel"] > 1 else ""),
+            _split(row),
             *(gib(row[key]) for key in ("budget", "weights", "kv_cache", "activations", "runtime", "left")),
             f"{row['longest']:,}",
             "fits" if row["fits"] else "does NOT fit",
@@ -265,19 +229,26 @@ def fit_table(result: dict[str, Any]) -> str:
         for row in result["fits"]
     ]
     header = ("GPUs", "split", "usable", "weights", "KV cache", "activations", "runtime", "left", "longest", "")
-    first = result["fits"][0]
+    first, counted = result["fits"][0], []
+    if "counted" in result:
+        whole = size(result["counted"])
+        counted = [f"weights: all of the budget, {whole}; a run may choose less, which --output DIR counts after it"]
     lines = [
         f"memory of the fullest GPU at {first['context']:,} tokens, KV cache in "
         f"{'16 bit' if first['kv'] == 'auto' else 'FP8'} ({result['kv_bytes_per_token']:,} bytes a token "
         f"{'over all GPUs' if result['kv_divided'] else 'on every GPU'}); longest: the context that fits",
         text_table(header, rows),
-        *_counted_lines(result),
+        *counted,
         *remarks(result),
         *result["notes"],
         "",
         *(_fit_line(row, result["longest"]) for row in result["fits"]),
         "",
-        *(line for row in result["fits"] for line in _command_lines(row)),
+        *(
+            f"to serve it on {row['cards']}, OUT being its folder (not tried):\n{row['command']}\n"
+            for row in result["fits"]
+            if row["command"]
+        ),
         *(line for row in result["fits"] for line in _ways_lines(row)),
         *(line for row in result.get("host", ()) for line in _host_lines(row)),
         "assumed:",
@@ -286,21 +257,10 @@ def fit_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _counted_lines(result: dict[str, Any]) -> list[str]:
-    """Which size of a budget's output the table has."""
-    if "counted" not in result:
-        return []
-    whole = size(result["counted"])
-    return [f"weights: all of the budget, {whole}; a run may choose less, which --output DIR counts after it"]
-
-
-def _command_lines(row: dict[str, Any]) -> list[str]:
-    """The command that serves the output on a set of GPUs."""
-    return (
-        [f"to serve it on {row['cards']}, OUT being its folder (not tried):", row["command"], ""]
-        if row["command"]
-        else []
-    )
+def _split(row: dict[str, Any]) -> str:
+    """How servers divide the model."""
+    stages = row["pipeline_parallel"]
+    return f"TP {row['tensor_parallel']}{f' x PP {stages}' if stages > 1 else ''}"
 
 
 def _ways_lines(row: dict[str, Any]) -> list[str]:
@@ -308,10 +268,10 @@ def _ways_lines(row: dict[str, Any]) -> list[str]:
     header = ("experts", "weights", "split", "16-bit KV", "FP8 KV", "fits with", "tiny KL")
     names, ways, rows = {"auto": "16 bit", "fp8": "FP8"}, row["ways"], []
     for way in (way for way in ways if max(way["longest"].values())):
-        split = f"TP {way['tensor_parallel']}" + f" x PP {way['pipeline_parallel']}" * (way["pipeline_parallel"] > 1)
+        longest = (f"{tokens:,}" for tokens in way["longest"].values())
         cache = next((name for kv, name in names.items() if way["budget"][kv]), "-")
         kl = f"{way['tiny_kl']:.4f}" if way["tiny_kl"] else ""
-        rows.append((way["scheme"], size(way["bytes"]), split, *(f"{n:,}" for n in way["longest"].values()), cache, kl))
+        rows.append((way["scheme"], size(way["bytes"]), _split(way), *longest, cache, kl))
     lines, staged = [], False
     for kv, name in names.items():
         if fitting := [way for way in ways if way["budget"][kv]]:
@@ -334,14 +294,11 @@ def _ways_lines(row: dict[str, Any]) -> list[str]:
 
 def no_scheme(row: dict[str, Any]) -> str:
     """That no scheme fits at the context asked for, and the longest context that one takes."""
-    kv, way = max(
-        ((kv, way) for way in row["ways"] for kv in way["longest"]), key=lambda one: one[1]["longest"][one[0]],
-        default=("auto", None),
-    )  # fmt: skip
-    if way is None or not way["longest"][kv]:
+    found = [(longest, kv, way["scheme"]) for way in row["ways"] for kv, longest in way["longest"].items()]
+    longest, kv, scheme = max(found, key=lambda one: one[0], default=(0, "", ""))
+    if not longest:
         return "no scheme fits, whatever the context: the weights alone are too large"
-    cache = " --kv fp8" if kv == "fp8" else ""
-    return f"no scheme fits; {way['scheme']} does with --context {way['longest'][kv]}{cache}"
+    return f"no scheme fits; {scheme} does with --context {longest}{' --kv fp8' if kv == 'fp8' else ''}"
 
 
 def _host_lines(row: dict[str, Any]) -> list[str]:

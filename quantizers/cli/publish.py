@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
 from quantizers.system.formatting import collapse_lines, size, text_table
 
@@ -20,6 +20,7 @@ STATES = {
 
 def publish(
     *,
+    context: Context,
     folder: Annotated[Path, Argument(metavar="DIR", help="a finished output of `quantize run`")],
     repo: Annotated[str, Option(help="repository on the Hub, owner/name; created if it does not exist")],
     license: Annotated[
@@ -60,19 +61,7 @@ def publish(
     """
     from quantizers.hub.publish import publish as check_and_upload
 
-    found = check_and_upload(
-        folder,
-        repo,
-        license=license,
-        base_model=base_model,
-        thorough=thorough,
-        source=source,
-        private=private,
-        revision=revision,
-        dry_run=dry_run,
-        force=force,
-        device=device,
-    )
+    found = check_and_upload(folder, **common.given(context))
     table = published_table if found.uploaded else dry_run_table
     common.emit(found.figures, as_json, table(found.figures), passed=found.passed)
 

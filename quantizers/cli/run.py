@@ -11,7 +11,7 @@ from typer import Argument, Context, Option
 from eval.report.summary import scheme_lines, under_routed_line
 from quantizers.distributed.process_group import ProcessGroup
 from quantizers.system.errors import InputError
-from quantizers.system.formatting import collapse_lines, parse_bytes, short_path, size
+from quantizers.system.formatting import collapse_lines, short_path, size
 from quantizers.system.output_files import CALIBRATION_PICTURE, CARD, COVERAGE_PICTURE, PAGE, REPORT
 from quantizers.system.package_data import shipped_model
 from quantizers.system.progress import duration
@@ -26,11 +26,8 @@ def run(
     folder: Annotated[Path | None, Argument(metavar="OUTPUT", help="the same as --output")] = None,
     output: Annotated[
         Path | None,
-        Option(
-            "--output",
-            "-o",
-            help="folder for the finished checkpoint, new, empty, or an unfinished run; out/<name of RECIPE> by "
-            "default",
+        common.output(
+            "folder for the finished checkpoint, new, empty, or an unfinished run; out/<name of RECIPE> by default"
         ),
     ] = None,
     source: common.Source = None,
@@ -60,10 +57,8 @@ def run(
     ] = False,
     stream: common.StreamSource = False,
     window: Annotated[
-        str | None,
-        Option(
-            metavar="SIZE", help="with --stream: the source's part on the disk; 40GB, or what is needed, by default"
-        ),
+        int | None,
+        common.size("--window", "with --stream: the source's part on the disk; 40GB, or what is needed, by default"),
     ] = None,
     publish_as_you_go: common.PublishAsYouGo = None,
     remove_uploaded: common.RemoveUploaded = False,
@@ -88,30 +83,7 @@ def run(
     discards = fresh and dist.is_main and output is not None and output.exists()
     if discards and not yes and not common.asked(f"discard the run in {output}?", "--fresh"):
         raise InputError(f"{output}: left as it is; choose another --output")
-    made = run_recipe(
-        recipe,
-        output,
-        source=source,
-        calibration=calibration,
-        without=without or (),
-        settings=settings or (),
-        device=device,
-        device_memory=parse_bytes(device_memory, "--device-memory") if device_memory else None,
-        fresh=fresh,
-        paranoid=paranoid,
-        states=states,
-        ignore_stop=ignore_stop,
-        ignore_source_check=ignore_source_check,
-        with_data=with_data,
-        imatrix=imatrix,
-        stream=stream,
-        window=parse_bytes(window, "--window") if window else None,
-        publish_as_you_go=publish_as_you_go,
-        remove_uploaded=remove_uploaded,
-        private=private,
-        command=common.typed(),
-        dist=dist,
-    )
+    made = run_recipe(**common.given(context) | {"output": output}, command=common.typed(), dist=dist)
     if not dist.is_main:
         return
     settings = [*(settings or ()), *([f"calibration.without=[{', '.join(without)}]"] if without else ())]

@@ -6,7 +6,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Annotated, Any
 
-from typer import Option
+from typer import Context, Option
 
 from quantizers.system.formatting import collapse_lines, size
 from quantizers.system.output_files import CARD, PAGE, REPORT
@@ -16,15 +16,12 @@ from . import common
 
 def stitch(
     *,
+    context: Context,
     source: Annotated[str, Option(help="the FP8 model: a folder or Hub id")],
     experts: Annotated[str, Option(help="a checkpoint with packed experts, quantized from a BF16 copy of the source")],
     output: Annotated[
         Path | None,
-        Option(
-            "--output",
-            "-o",
-            help="folder for the mixed checkpoint, new or empty; out/<name of --experts>-stitched by default",
-        ),
+        common.output("folder for the mixed checkpoint, new or empty; out/<name of --experts>-stitched by default"),
     ] = None,
     repair_router: Annotated[
         bool, Option("--repair-router", help="compensate the router for the smoothed norms of the experts' checkpoint")
@@ -42,9 +39,7 @@ def stitch(
     """
     from quantizers.commands.stitch import stitch as stitch_both
 
-    made = stitch_both(
-        source, experts, output, repair_router=repair_router, facts=facts, device=device, command=common.typed()
-    )
+    made = stitch_both(**common.given(context), command=common.typed())
     common.emit(made.report, as_json, stitch_table(made.report, made.folder, made.source), passed=made.passed)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
 from quantizers.system.formatting import collapse_lines
 
@@ -14,6 +14,7 @@ from . import common
 
 def verify(
     *,
+    context: Context,
     candidate: Annotated[Path, Argument(metavar="CANDIDATE", help="a finished checkpoint")],
     source: Annotated[
         str | None, Option(help="the source model, a folder or Hub id; the one in report.json by default")
@@ -42,9 +43,7 @@ def verify(
     from eval.serving.check import render
     from quantizers.commands.verify import verify as verify_checkpoint
 
-    found = verify_checkpoint(
-        candidate, source, revision=revision, with_vllm=with_vllm, facts=facts, stream=stream, device=device
-    )
+    found = verify_checkpoint(candidate, **common.given(context))
     report = found.as_dict()
     text = audit_table(report)
     if found.consumers is not None:
@@ -60,11 +59,7 @@ def verify(
 def audit_table(audit: dict[str, Any]) -> str:
     """The part of `quantize verify`'s output that compares the files with the source and report.json."""
     digests = "compared with" if audit["digests_checked"] else "not compared: there are none in"
-    lines = [
-        common.accounted(audit),
-        f"digests of the output: {digests} report.json",
-        *audit["notes"],
-    ]
+    lines = [common.accounted(audit), f"digests of the output: {digests} report.json", *audit["notes"]]
     if audit["weight_error"]:
         lines.append(f"experts: largest relative weight error {max(audit['weight_error']):.3f}")
     differences = audit["differences"]

@@ -6,8 +6,18 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from eval.coverage.compare import SIDES, compare_counts, labels
+from eval.coverage.routing import count_routes
+from eval.coverage.saliency import lists
+from eval.coverage.saliency import saliency as saliency_of
+from eval.coverage.summary import check_floors, report
+from quantizers.calibration.samples import token_tensors
+from quantizers.device.determinism import ordered
+from quantizers.device.devices import choose_device
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
 from quantizers.recipe.schema import CoverageGate
 from quantizers.system.errors import InputError, OutputError
@@ -15,17 +25,13 @@ from quantizers.system.files import json_finite, write_json, write_text
 
 from .question import Question, opened, question_of
 
-if TYPE_CHECKING:
-    import torch
-
 
 @dataclass(frozen=True)
 class Coverage:
     """The result of `coverage`.
 
     Attributes:
-        figures: what `quantize coverage --json` prints, a CoverageReport if there is one set; empty in ranks except
-            0.
+        figures: what `quantize coverage --json` prints, of one set a CoverageReport; empty in ranks except 0.
     """
 
     figures: dict[str, Any]
@@ -59,7 +65,7 @@ def coverage(
 
     Args:
         recipe: recipe whose source, calibration set and gates are used.
-        source, calibration, settings: of the recipe, as in `quantizers.run`.
+        source, calibration, settings, device, dist: as in `quantizers.run`.
         facts: the user's own architecture spec.
         model: without a recipe, or instead of its source: a checkpoint's folder or Hub id.
         data: without a recipe, or instead of its set: a calibration set.
@@ -67,18 +73,12 @@ def coverage(
         saliency: score the experts by what they contribute (REAP), over all texts and by category.
         output: with `saliency`, a folder for the figures and lists of experts, see `eval.coverage.saliency.lists`.
         min_routed_tokens, max_uncovered: without a recipe, the gate: 1 token, and 0.01 of the experts by default.
-        device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
         work: scratch folder for activations; a temporary one by default.
         trust_remote_code: allow custom tokenizer code.
-        dist: the processes that share the work; each of them calls this.
 
     Raises:
         InputError: something is missing, given twice, or wrong.
     """
-    from eval.coverage.saliency import lists
-    from quantizers.device.determinism import ordered
-    from quantizers.device.devices import choose_device
-
     if compare and saliency:
         raise InputError("--saliency scores experts on one set; leave out --compare")
     if output is not None and not saliency:
@@ -133,12 +133,6 @@ def measure_coverage(
     """The report on one set, see `eval.coverage.summary.report`; or what the second of two sets wins and loses compared
     with the first, see `eval.coverage.compare.compare_counts`. Experts are `scored` on one set only.
     """
-    from eval.coverage.compare import SIDES, compare_counts, labels
-    from eval.coverage.routing import count_routes
-    from eval.coverage.saliency import saliency
-    from eval.coverage.summary import check_floors, report
-    from quantizers.calibration.samples import token_tensors
-
     model, loaded = opened(question, device, dist)
     for data in loaded:
         check_floors(rule, [sample.category for sample in data.samples], question.where)
@@ -153,7 +147,7 @@ def measure_coverage(
         found = {"model": question.model, "set": names[0]} | report(one, rule)
         if scored:
             paths = (f"{model.skeleton.path}.{number}.{model.facts.modules.experts}" for number in one.layers)
-            found["saliency"] = saliency(one, [path.rpartition(".")[0] for path in paths])
+            found["saliency"] = saliency_of(one, [path.rpartition(".")[0] for path in paths])
         return found | ({"drawn": asdict(loaded[0].drawn)} if loaded[0].drawn else {})
     comparison = compare_counts(routed.part("0:"), routed.part("1:"), rule)
     for side, name, file, label in zip(SIDES, names, question.sets, labels(names, question.sets), strict=True):

@@ -1,7 +1,6 @@
 """What this machine can do, and what would stop a recipe here, before anything long begins: `quantizers.doctor`.
 
-Everything is asked of the functions that a run asks, and what they raise becomes a row. Nothing stays on the disk, and
-no model is downloaded: of one on the Hub the headers are read, as `plan` does.
+Everything is asked of the functions that a run asks, and what they raise becomes a row. Nothing stays on the disk.
 """
 
 from __future__ import annotations
@@ -20,6 +19,8 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
+from huggingface_hub import HfApi, constants, get_session, get_token
+from huggingface_hub.utils import build_hf_headers
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -143,28 +144,17 @@ class _Rows(list[Check]):
 
 @dataclass(frozen=True)
 class _Given:
-    """What a run would be given.
-
-    Attributes:
-        path: of the recipe.
-        folder: of the output.
-        location: of the source, a folder or Hub id; empty if there is none.
-        here: the source's folder on this machine; None if a run would download it.
-        changes: to the recipe.
-        device_memory: bytes of the device's memory that may be used; None for what is free.
-        stream: whether the source stays on the Hub.
-        destination: where the output is published as it is made; None to publish nothing.
-    """
+    """What a run would be given."""
 
     recipe: Recipe
     path: Path
-    folder: Path
-    location: str
-    here: Path | None
+    folder: Path  # of the output
+    location: str  # of the source, a folder or Hub id; empty if there is none
+    here: Path | None  # the source's folder on this machine; None if a run would download it
     changes: tuple[Change, ...]
-    device_memory: int | None
-    stream: bool
-    destination: Destination | None
+    device_memory: int | None  # bytes of the device's memory that may be used; None for what is free
+    stream: bool  # whether the source stays on the Hub
+    destination: Destination | None  # where the output is published as it is made
 
 
 def doctor(
@@ -208,7 +198,12 @@ def doctor(
         machine.tried("devices", _devices, machine, chosen, job.integers if job else USUAL)
     machine.add("memory", f"{gib(total())}, {gib(available())} of it free")
     _folder(machine, "output", folder, "give --output in a folder that can be written", stops=True)
-    _cache(machine, needed=given is not None and not (given.here or given.stream) and is_hub_id(given.location))
+    fetched = given is not None and not (given.here or given.stream) and is_hub_id(given.location)
+    remedy = "set HF_HOME to a folder with room that can be written"
+    if downloads_are_lost():
+        machine.add("Hub's cache", "no home folder: nothing that is downloaded is kept", remedy, stops=fetched)
+    else:
+        _folder(machine, "Hub's cache", constants.HF_HUB_CACHE, remedy, stops=fetched)
     if temporary := machine.tried("temporary", tempfile.gettempdir):
         _folder(machine, "temporary", temporary, "set TMPDIR to a folder with room", stops=True)
     _servers(hub)
@@ -290,17 +285,6 @@ def _folder(rows: _Rows, what: str, path: str | Path, remedy: str, *, stops: boo
         rows.add(what, f"{_shown(path)}: cannot be written ({failure.strerror})", remedy, stops=stops)
 
 
-def _cache(rows: _Rows, *, needed: bool) -> None:
-    """The Hub's cache, and whether the source can be downloaded into it if that is `needed`."""
-    from huggingface_hub import constants
-
-    remedy = "set HF_HOME to a folder with room that can be written"
-    if downloads_are_lost():
-        rows.add("Hub's cache", "no home folder: nothing that is downloaded is kept", remedy, stops=needed)
-    else:
-        _folder(rows, "Hub's cache", constants.HF_HUB_CACHE, remedy, stops=needed)
-
-
 def _shown(path: str | Path) -> str:
     """A path, relative to the current folder if it is in it."""
     short = short_path(os.path.abspath(path))
@@ -329,9 +313,6 @@ def _bounded(work: Callable[[], Found]) -> Found:
 
 def _ask_hub(rows: _Rows) -> str:
     """Rows for the Hub and its token, by one request; why the Hub cannot be asked, empty if it can."""
-    from huggingface_hub import constants, get_session, get_token
-    from huggingface_hub.utils import build_hf_headers
-
     variables = (name for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if os.environ.get(name))
     place, token, fault = next(variables, _shown(constants.HF_TOKEN_PATH)), None, ""
     try:
@@ -446,8 +427,6 @@ def _job(rows: _Rows, given: _Given, unreachable: str) -> Job | None:
 
 def _accessible(model: str, revision: str) -> bool:
     """Raise a CheckpointError if the Hub does not give a model to this user."""
-    from huggingface_hub import HfApi
-
     with hub_errors(model, "its files", revision, begun=False):
         _bounded(lambda: HfApi().auth_check(model))
     return True
@@ -518,12 +497,7 @@ def _output_state(folder: Path, job: Job, data: CalibrationData | None, device: 
 
 
 def _memory_and_time(
-    rows: _Rows,
-    given: _Given,
-    job: Job,
-    output: int,
-    sets: Mapping[str, CalibrationData | None],
-    device: torch.device,
+    rows: _Rows, given: _Given, job: Job, output: int, sets: Mapping[str, CalibrationData | None], device: torch.device
 ) -> tuple[int, int]:
     """Rows for memory and time; bytes of a run's temporary files, 0 until the sets are read, and those at most."""
     import torch
@@ -563,11 +537,8 @@ def _memory_and_time(
 def _room(rows: _Rows, given: _Given, job: Job, output: int, temporary: int, most: int) -> None:
     """Rows for the disk: the source's part on it, and what a run keeps, which may be on the same disk.
 
-    Args:
-        temporary, most: bytes of temporary files that are known, and at most.
+    Bytes of temporary files are those that are known, and at `most`.
     """
-    from huggingface_hub import constants
-
     cache, needed, less = Path(constants.HF_HUB_CACHE), output + temporary, list[str]()
     free, room = (shutil.disk_usage(nearest_existing(folder)).free for folder in (given.folder, cache))
     if given.destination and given.destination.remove:

@@ -23,7 +23,7 @@ from eval.fidelity.comparison import Comparison, weight_errors
 from eval.fidelity.kv_cache import KINDS, WITH_ONES, CachedModel, kv_figures
 from eval.fidelity.metrics import Measured, Text
 from eval.fidelity.paired import NOTE, paired
-from eval.fidelity.scoring import HeldOut, held_out, score
+from eval.fidelity.scoring import held_out, score
 from quantizers.architectures.families import Own, architecture_for
 from quantizers.architectures.sizes import is_of, sizes_of
 from quantizers.calibration.load_set import load_set, said
@@ -122,12 +122,11 @@ def evaluate(
         facts: the user's own architecture spec; the one that a candidate carries by default.
         as_served: cards on which source and candidates are measured as well, as vLLM's kernels there would compute
             them: ampere, ada, hopper, hopper-no-e8m0, blackwell or vllm-cpu.
-        device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
+        device, dist: as in `quantizers.run`.
         work: folder for activations and a journal, from which an interrupted evaluation resumes; a temporary one by
             default.
         stream: leave the shards of Hub ids on the Hub, and read each layer's bytes from there.
         trust_remote_code: allow custom tokenizer code.
-        dist: the processes that share the work; each of them calls this.
 
     Raises:
         InputError: a set or checkpoint is wrong, or `work` holds another evaluation.
@@ -188,19 +187,15 @@ def measure(
     own: Own = None,
     cards: Sequence[Card] = (),
 ) -> list[dict[str, Any]]:
-    """Figures of each candidate, see `HeldOut.figures`; an empty list in all ranks except 0.
-
-    With `cards` they have `as_served`.
+    """Figures of each candidate, see `HeldOut.figures`, with `cards` also as served; none in ranks except 0.
 
     Args:
         data_set: a calibration set file; tokenized with the source's tokenizer.
-        work: a folder for hidden states and the journal on the first machine, from which an interrupted call resumes;
-            created here, and removed at the end.
+        work: a folder for states and the journal, from which an interrupted call resumes; removed at the end.
         check: called between steps; may raise to interrupt.
 
     Raises:
-        CheckpointError: a candidate is a different model, in a format that cannot be read, or what the source was
-            made from.
+        CheckpointError: a candidate is another model, in a format that is not read, or what the source was made from.
         OutputError: `work` holds another evaluation.
         QuantizeError: a model's hidden states are not finite, or its perplexity is not a number.
     """
@@ -220,30 +215,47 @@ def measure(
     parts = [load_tensors(one, outside_names(one, facts)) for one in opened]
     models = [StreamedModel(part, facts, sizes, device, forward_dtype(device)) for part in parts]
     models += [ServedModel(part, facts, sizes, device, card) for card in cards for part in parts]
-    with_scales = [number for number, one in enumerate(opened) if number and has_kv_scales(one.config)]
-    models += [
-        CachedModel(parts[number], facts, sizes, device, models[0].dtype, ones=kind == WITH_ONES)
-        for number in with_scales
-        for kind in KINDS
-    ]
+    of = list(range(len(opened))) * (1 + len(cards))
+    first_cached, dtype = len(models), models[0].dtype
+    for number, part in enumerate(parts):
+        if number and has_kv_scales(part.config):
+            models += [CachedModel(part, facts, sizes, device, dtype, ones=kind == WITH_ONES) for kind in KINDS]
+            of += [number for _ in KINDS]
     if dist.is_main:
         work.mkdir(parents=True, exist_ok=True)
         _same_evaluation(work, opened, data, device, cards)
     dist.barrier()
-    results = _compare(models, opened, held, work, check, dist, cards, with_scales)
-    if dist.is_main:
-        shutil.rmtree(work, ignore_errors=True)
-    return [held.figures(one, candidate.name) for one, candidate in zip(results, candidates, strict=dist.is_main)]
+    streams, entries = through_layers(models, of, opened, held.texts, work, check, dist=dist)
+    kept = work if dist.node == 0 else None  # other machines have no such folder
+    stage = partial(rank_0_progress, check=check, dist=dist)
+    compared = pairs(len(opened), len(cards))
+    with_cache = [(0, number) for number in range(first_cached, len(models))]
+    scores = score(streams, held.texts, stage, kept, dist, pairs=[*compared, *with_cache])
+    if not dist.is_main:
+        return []
+    on_cards = as_served(scores[: len(compared)], len(opened), cards, held.texts)
+    for model in models:
+        for one, by_card in zip(opened[1:], on_cards, strict=True):
+            if isinstance(model, ServedModel):
+                by_card[model.card]["kernels"] = kernels_of(model, one)
+    cached = scores[len(compared) :]
+    caches = {
+        of[first_cached + at]: kv_figures(cached[at : at + len(KINDS)], scores[0], held.texts)
+        for at in range(0, len(cached), len(KINDS))
+    }
+    shutil.rmtree(work, ignore_errors=True)
+    found = []
+    for number, candidate in enumerate(candidates):
+        layers = [entry[number] for entry in entries]
+        measured = Measured(scores[0][0], *scores[number + 1], layers, on_cards[number], caches.get(number + 1, {}))
+        found.append(held.figures(measured, candidate.name))
+    return found
 
 
 class _FromFiles:
-    """A finished checkpoint as a candidate of the comparison.
+    """A finished checkpoint as a candidate of the comparison."""
 
-    Attributes:
-        part: the tensors of the layer that was read last; with `reread` until the next one, else until they are used.
-    """
-
-    part: LoadedTensors
+    part: LoadedTensors  # of the layer that was read last; with `reread` until the next one, else until they are used
 
     def __init__(self, stream: ActivationStream, checkpoint: Checkpoint, weights: bool, reread: bool) -> None:
         self.stream, self.checkpoint, self.weights, self.reread = stream, checkpoint, weights, reread
@@ -268,34 +280,28 @@ class _FromFiles:
 
 def through_layers(
     models: Sequence[StreamedModel],
+    of: Sequence[int],
     opened: Sequence[Checkpoint],
     texts: Sequence[Text],
     work: Path,
     check: Callable[[], None],
-    dist: ProcessGroup = SINGLE_PROCESS,
     *,
-    served: int = 0,
-    with_scales: Sequence[int] = (),
+    dist: ProcessGroup = SINGLE_PROCESS,
 ) -> tuple[list[ActivationStream], list[list[dict[str, Any]]]]:
     """Run all models over the texts, journaled layer by layer.
 
     Args:
-        models: of each checkpoint `opened`, the source first, and again on each card; then with an FP8 cache.
+        models: of each checkpoint `opened`, the source first; then perhaps others of the same.
+        of: the number of each model's checkpoint.
         work: an existing folder for states and journal, from which a call resumes.
-        served: the number of cards.
-        with_scales: the checkpoints of the models with such a cache, of which there are `KINDS` of each.
 
     Returns:
         The models' streams, whose states are those that leave the last layer; and by layer what `comparison.compare`
         found of each candidate, in rank 0.
     """
     layers, count = models[0].sizes["layers"], len(opened)
-    of = [*list(range(count)) * (1 + served), *(number for number in with_scales for _ in KINDS)]
-
-    def journal(number: int) -> Path:
-        return work / f"layer-{number:05d}.json"
-
-    done = dist.broadcast_object(next((n for n in range(layers) if not journal(n).exists()), layers))
+    journal = [work / f"layer-{number:05d}.json" for number in range(layers)]
+    done = dist.broadcast_object(next((n for n in range(layers) if not journal[n].exists()), layers))
     lengths = [len(text.tokens) for text in texts]
     streams = [
         ActivationStream(opened[of[n]].name, model, n, lengths, work, durable=True, check=check, dist=dist)
@@ -312,11 +318,9 @@ def through_layers(
     ]
     files: list[Callable[[LayerStep], Checkpoint]] = [lambda step: step.on_device]
     files += [partial(lambda one, _: one.part, candidate) for candidate in candidates]
-    entries = [json.loads(journal(number).read_text()) for number in range(done if dist.is_main else 0)]
-    comparison, on_cards = (
-        Comparison(streams[0], candidates, texts, dist),
-        ServedTexts(streams[count:], [files[n] for n in of[count:]]),
-    )
+    entries = [json.loads(file.read_text()) for file in journal[:done] if dist.is_main]
+    comparison = Comparison(streams[0], candidates, texts, dist)
+    on_cards = ServedTexts(streams[count:], [files[n] for n in of[count:]])
     tensors = all_tensors(models[0], opened[0], done)
     steps = layer_steps(opened[0], tensors, [comparison, on_cards], models[0], check=check, dist=dist)
     with rank_0_progress("evaluating", layers, done, check, dist) as shown_step, contextlib.closing(steps):
@@ -327,53 +331,11 @@ def through_layers(
                     for compared, candidate in zip(comparison.found, candidates, strict=True)
                 ]
                 entries.append(found)
-                write_json(journal(step.number), json_finite(found))
+                write_json(journal[step.number], json_finite(found))
             for stream in streams:
                 stream.forget(step.number)
             shown_step(f"layer {step.number}")
     return streams, entries
-
-
-def _compare(
-    models: Sequence[StreamedModel],
-    opened: Sequence[Checkpoint],
-    held: HeldOut,
-    work: Path,
-    check: Callable[[], None],
-    dist: ProcessGroup,
-    cards: Sequence[Card],
-    with_scales: Sequence[int],
-) -> list[Measured]:
-    """What is measured of each candidate; an empty list in all ranks except 0. Arguments as for `through_layers`."""
-    streams, entries = through_layers(
-        models, opened, held.texts, work, check, dist, served=len(cards), with_scales=with_scales
-    )
-    kept = work if dist.node == 0 else None  # other machines have no such folder
-    stage = partial(rank_0_progress, check=check, dist=dist)
-    compared = pairs(len(opened), len(cards))
-    with_cache = [(0, number) for number in range(len(models) - len(with_scales) * len(KINDS), len(models))]
-    scores = score(streams, held.texts, stage, kept, dist, pairs=[*compared, *with_cache])
-    if not dist.is_main:
-        return []
-    on_cards = as_served(scores[: len(compared)], len(opened), cards, held.texts)
-    caches = {
-        number: kv_figures(scores[first : first + len(KINDS)], scores[0], held.texts)
-        for number, first in zip(with_scales, range(len(compared), len(scores), len(KINDS)), strict=True)
-    }
-    for model in models:
-        for one, by_card in zip(opened[1:], on_cards, strict=True):
-            if isinstance(model, ServedModel):
-                by_card[model.card]["kernels"] = kernels_of(model, one)
-    return [
-        Measured(
-            scores[0][0],
-            *of_candidate,
-            [entry[number] for entry in entries],
-            on_cards[number],
-            caches.get(number + 1, {}),
-        )
-        for number, of_candidate in enumerate(scores[1 : len(opened)])
-    ]
 
 
 def _same_evaluation(

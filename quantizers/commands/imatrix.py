@@ -7,17 +7,20 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+import torch
+
+from quantizers.calibration.samples import token_tensors
+from quantizers.device.determinism import ordered
+from quantizers.device.devices import choose_device
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
+from quantizers.importance.input_sums import InputSums, Tokens
+from quantizers.importance.llama_cpp import architecture_of, make_imatrix
+from quantizers.layers.loop import all_tensors, layer_steps
 from quantizers.system.errors import InputError, OutputError
 
 from .question import Question, opened, question_of
-
-if TYPE_CHECKING:
-    import torch
-
-    from quantizers.importance.input_sums import Tokens
 
 
 @dataclass(frozen=True)
@@ -54,21 +57,16 @@ def imatrix(
         output: the file, which may exist; NAME.imatrix.gguf by default, after the recipe or the model.
         tokens: of each expert's matrices: routed, those of its router; all, every token through every expert; both,
             all of them, where routed ones count more.
-        source, calibration, settings: of the recipe, as in `quantizers.run`.
+        source, calibration, settings, device, dist: as in `quantizers.run`.
         facts: the user's own architecture spec.
         model: without a recipe, or instead of its source: a checkpoint's folder or Hub id.
         data: without a recipe, or instead of its set: a calibration set.
-        device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
         work: scratch folder for activations; a temporary one by default.
         trust_remote_code: allow custom tokenizer code.
-        dist: the processes that share the work; each of them calls this.
 
     Raises:
         InputError: something is missing, given twice, or wrong; gguf-py knows no names for the model.
     """
-    from quantizers.device.determinism import ordered
-    from quantizers.device.devices import choose_device
-
     question, read = question_of(
         recipe,
         source=source,
@@ -103,11 +101,6 @@ def write_sums(
     Args:
         work: an empty folder.
     """
-    from quantizers.calibration.samples import token_tensors
-    from quantizers.importance.input_sums import InputSums
-    from quantizers.importance.llama_cpp import architecture_of, make_imatrix
-    from quantizers.layers.loop import all_tensors, layer_steps
-
     streamed, (data,) = opened(question, device, dist)
     checkpoint, facts, sizes = streamed.checkpoint, streamed.facts, streamed.sizes
     architecture_of(facts)  # first, for its error

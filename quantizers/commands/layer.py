@@ -7,22 +7,33 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+import torch
 from pydantic import ValidationError
 
-from quantizers.planning.job import prepare
+from quantizers.architectures.gates import Gate, gate_of
+from quantizers.calibration.load_set import load_set, said
+from quantizers.calibration.samples import token_tensors
+from quantizers.device.determinism import ordered
+from quantizers.device.devices import choose_device, forward_dtype, is_accelerator, use_threads
+from quantizers.formats.packed_integers import dequantize
+from quantizers.layers.loop import Consumer, LayerStep, all_tensors, layer_steps
+from quantizers.model.activation_store import ActivationStore
+from quantizers.model.activation_stream import embed
+from quantizers.model.layer_forward import attend, finish, observe
+from quantizers.model.moe_inputs import MoeInputs, capture_moe_inputs, moe_input_store
+from quantizers.model.streamed_model import DecoderLayer, StreamedModel
+from quantizers.planning.device_memory import Residents
+from quantizers.planning.expert_batches import experts_per_batch, tokens_per_chunk
+from quantizers.planning.job import Job, prepare
 from quantizers.recipe.read import changes_of, set_location
+from quantizers.recipe.schema import Experts
+from quantizers.solve.hessians import blended_hessian, collect_down_hessian, sweep
+from quantizers.solve.result import LayerResult
+from quantizers.solve.routing_weights import routing_statistics
+from quantizers.solve.solver import solve
 from quantizers.system.errors import InputError
-
-if TYPE_CHECKING:
-    import torch
-
-    from quantizers.architectures.gates import Gate
-    from quantizers.model.moe_inputs import MoeInputs
-    from quantizers.planning.job import Job
-    from quantizers.recipe.schema import Experts
-    from quantizers.solve.result import LayerResult
 
 
 @dataclass(frozen=True)
@@ -61,10 +72,6 @@ class Layer:
     inner: bool
 
     def _chunks(self) -> list[MoeInputs]:
-        from quantizers.device.devices import is_accelerator
-        from quantizers.model.moe_inputs import capture_moe_inputs
-        from quantizers.planning.expert_batches import tokens_per_chunk
-
         most = tokens_per_chunk(is_accelerator(self.x.device))
         parts = (each.split(most) for each in (self.x, self.chosen, self.weight))
         return [capture_moe_inputs(*part) for part in zip(*parts, strict=True)]
@@ -76,10 +83,6 @@ class Layer:
             of: x for that of w1's and w3's inputs, (H, H); h for that of w2's, (I, I), as this layer's own w1 and w3
                 give them. `dataclasses.replace(layer, gate_up=…)` asks about others.
         """
-        from quantizers.device.determinism import ordered
-        from quantizers.solve.hessians import blended_hessian, collect_down_hessian, sweep
-        from quantizers.solve.routing_weights import routing_statistics
-
         chunks, hidden, batch = self._chunks(), self.x.shape[1], (expert, expert + 1)
         with ordered():
             routing = routing_statistics(chunks, len(self.down), self.settings.routed_weight, hidden)
@@ -98,13 +101,6 @@ class Layer:
         Raises:
             InputError: a change is wrong, the engine is not gram, or a fold is asked for that would not be exact.
         """
-        from quantizers.device.determinism import ordered
-        from quantizers.device.devices import is_accelerator
-        from quantizers.planning.device_memory import Residents
-        from quantizers.planning.expert_batches import experts_per_batch
-        from quantizers.recipe.schema import Experts
-        from quantizers.solve.solver import solve
-
         keys = self.settings.model_dump(exclude_unset=True) | changes
         try:
             settings = Experts.model_validate({key: value for key, value in keys.items() if value is not None})
@@ -140,10 +136,6 @@ class Layer:
         itself; for an error on held-out texts ask the same layer with these: `quantizers.layer(RECIPE, NUMBER,
         calibration="held-out").errors(solved)`.
         """
-        import torch
-
-        from quantizers.formats.packed_integers import dequantize
-
         smooth, found = solved.smooth, []
         for expert in range(len(self.down)):
             tokens, place = (self.chosen == expert).nonzero(as_tuple=True)
@@ -176,16 +168,12 @@ def layer(
     Args:
         recipe: a recipe file, the name of a shipped recipe, or the Hub id of a model that has one.
         number: the layer's, from 0; one with experts.
-        source, calibration, settings: of the recipe, as in `quantizers.run`.
-        device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
+        source, calibration, settings, device: as in `quantizers.run`.
 
     Raises:
         InputError: something that was given is wrong.
         QuantizeError: an output is not finite.
     """
-    from quantizers.device.determinism import ordered
-    from quantizers.device.devices import choose_device, use_threads
-
     changes = changes_of(settings, calibration)
     job = prepare(str(recipe), source_folder=Path(source) if source is not None else None, changes=changes)
     if number not in job.sizes.moe_layers:
@@ -201,18 +189,6 @@ def layer(
 
 
 def _captured(job: Job, number: int, device: torch.device) -> Layer:
-    from quantizers.architectures.gates import gate_of
-    from quantizers.calibration.load_set import load_set, said
-    from quantizers.calibration.samples import token_tensors
-    from quantizers.device.devices import forward_dtype, is_accelerator
-    from quantizers.layers.loop import Consumer, LayerStep, all_tensors, layer_steps
-    from quantizers.model.activation_store import ActivationStore
-    from quantizers.model.activation_stream import embed
-    from quantizers.model.layer_forward import attend, finish, observe
-    from quantizers.model.moe_inputs import moe_input_store
-    from quantizers.model.streamed_model import DecoderLayer, StreamedModel
-    from quantizers.planning.expert_batches import tokens_per_chunk
-
     sizes, facts, chosen = job.sizes, job.facts, job.recipe
     model = StreamedModel(job.opened, facts, sizes, device, forward_dtype(device))
     data = load_set(
@@ -242,8 +218,8 @@ def _captured(job: Job, number: int, device: torch.device) -> Layer:
             observe(model, layer, states, inputs)
             experts: Any = layer.module.get_submodule(facts.modules.experts)
             router: Any = layer.module.get_submodule(facts.modules.router) if facts.router_follows else None
-            exact = facts.norm and not facts.against_a_fold
-            norm = step.on_device.tensor(facts.layer(number, facts.norm.tensor)) if facts.norm and exact else None
+            fold = None if facts.against_a_fold else facts.norm
+            norm = step.on_device.tensor(facts.layer(number, fold.tensor)).clone() if fold else None
             own = facts.of_layer(number).own_gate
             seen.append(
                 Layer(
@@ -255,7 +231,7 @@ def _captured(job: Job, number: int, device: torch.device) -> Layer:
                     experts.down_proj.data.clone(),
                     gate_of(experts, own),
                     chosen.experts,
-                    None if norm is None else norm.clone(),
+                    norm,
                     facts.norm.offset if facts.norm else 0,
                     None if router is None else router.weight.data.clone(),
                     not own,

@@ -35,8 +35,8 @@ from quantizers.planning.serving_memory import (
 from quantizers.recipe.read import changes_of
 from quantizers.system.errors import InputError
 
-# docs/how-to/serve-with-vllm.md has the table.
 HOPPER = 90  # its compute capability, in tenths
+# docs/how-to/serve-with-vllm.md has the table.
 NEGATIVE_SCALES = "group scales may be negative; `experts.scales_sign: positive` is for kernels not checked with those"
 
 
@@ -118,6 +118,7 @@ def plan(
     )
     checked = planned_check(job, one_expert=True)
     job, schemes = apply_choice(job, Path(output) if output is not None else None)
+    budget = job.allocation.most_bytes if job.allocation and "layers" not in (schemes or ()) else None
     figures: dict[str, Any] = {"basis": job.basis, "recipe": str(job.path), "servers": sorted(job.facts.servers)}
     figures["limits"] = [f"{one.engine}: {one.consequence}" for one in checked.findings]
     if job.recipe.experts.signed and job.recipe.experts.engine == "gram":
@@ -128,13 +129,10 @@ def plan(
         figures |= {"architecture": found, "origin": job.facts.origin()}
     if vram:
         refusal = None if checked.ktransformers == TAKES_THEM else checked.ktransformers or "SGLang lacks the model"
-        chosen = schemes is not None and "layers" in schemes
-        return PlannedRun(figures | _serving(job, vram, context, kv, tp, ram, refusal, chosen=chosen))
+        return PlannedRun(figures | _serving(job, vram, context, kv, tp, ram, refusal, budget))
     # Actions and bytes of a run, and an estimate of its memory and time.
     figures |= summary(job.plan, job.sizes) | {"cards_unknown": unsaid(job.facts)}
-    open_budget = job.allocation if schemes is not None and "layers" not in schemes else None
-    output_bytes = open_budget.most_bytes if open_budget else int(figures["output_bytes"])
-    needs = estimate_run(job, output_bytes, nodes * gpus, disk or DISK)
+    needs = estimate_run(job, budget or int(figures["output_bytes"]), nodes * gpus, disk or DISK)
     figures |= {"needs": asdict(needs), "asked": {"machines": nodes, "gpus": gpus}}
     figures |= {"source_ways": [asdict(way) for way in ways_of_source(job, needs.output, nodes * gpus)]}
     if device_memory:
@@ -154,12 +152,13 @@ def _serving(
     tp: int | None,
     ram: int | None,
     ktransformers: str | None,
-    *,
-    chosen: bool,
+    budget: int | None,
 ) -> dict[str, Any]:
     """Whether the output fits on each of the GPUs, and ways to make it fit; with `ram` those in host memory.
 
-    Before a run has `chosen` within a budget, all of the budget counts.
+    Args:
+        ktransformers: why it would not take the experts.
+        budget: bytes, all of which count before a run has chosen within it.
     """
     gpus = [parse_gpus(text) for text in vram]
     if problem := unsaid(job.facts):
@@ -170,23 +169,21 @@ def _serving(
         return {"cards_unknown": problem, "weights": weights_alone(job.plan, gpus)}
     model = serving_model(job.plan, job.facts, job.sizes, job.config, job.fp8)
     about: dict[str, Any] = {}
-    if job.allocation and not chosen:
-        about["counted"] = job.allocation.most_bytes
-        model = with_budget(model, job.allocation.most_bytes)
+    if budget is not None:
+        about["counted"] = budget
+        model = with_budget(model, budget)
     fits = [fit(model, one, context, kv, tp) for one in gpus]
     suggested = remedies(job, model, list(zip(gpus, fits, strict=True)), tp)
     servers, name = job.facts.servers, job.recipe.source.model
-    parsers = job.facts.server_options("vllm", name) if "vllm" in servers else {}
-    serving = {"servers": sorted(servers), "parsers": parsers, "sampling": {}}
+    wanted = {one: job.facts.server_options(one, name) if one in servers else {} for one in ("vllm", "sglang")}
+    serving = {"servers": sorted(servers), "parsers": wanted["vllm"], "sampling": {}}
     if ram is not None:
-        options = {"vllm": " ".join(vllm_options(serving))}
-        options["sglang"] = " ".join(flags(job.facts.server_options("sglang", name) if "sglang" in servers else {}))
+        options = {"vllm": " ".join(vllm_options(serving)), "sglang": " ".join(flags(wanted["sglang"]))}
+        found = [
+            host_ways(model, cards, one, ram, ktransformers, options) for cards, one in zip(gpus, fits, strict=True)
+        ]
         about["host"] = [
-            {
-                "cards": cards.name,
-                "ways": [asdict(way) for way in host_ways(model, cards, one, ram, ktransformers, options)],
-            }
-            for cards, one in zip(gpus, fits, strict=True)
+            {"cards": cards.name, "ways": list(map(asdict, way))} for cards, way in zip(gpus, found, strict=True)
         ]
 
     def command(cards: Gpus, row: Fit) -> str | None:

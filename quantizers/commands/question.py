@@ -6,27 +6,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from quantizers.architectures.families import architecture_for
+from quantizers.architectures.sizes import sizes_of
+from quantizers.calibration.load_set import load_set, said
+from quantizers.calibration.samples import CalibrationData
+from quantizers.checkpoint.reader import open_checkpoint
+from quantizers.device.devices import forward_dtype, use_threads
 from quantizers.distributed.process_group import ProcessGroup
+from quantizers.formats.tensor_names import published_names
+from quantizers.model.streamed_model import StreamedModel
 from quantizers.output.manifest import refuse_incomplete
 from quantizers.planning.job import given_folder
-from quantizers.recipe.read import (
-    changes_of,
-    facts_location,
-    find_set,
-    read_recipe,
-    set_file,
-    source_location,
-)
+from quantizers.recipe.read import changes_of, facts_location, find_set, read_recipe, set_file, source_location
 from quantizers.recipe.schema import Recipe
 from quantizers.system.errors import InputError
-
-if TYPE_CHECKING:
-    import torch
-
-    from quantizers.calibration.samples import CalibrationData
-    from quantizers.model.streamed_model import StreamedModel
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,19 @@ def question_of(
     question = Question(str(model), "main", trust_remote_code, sets, str(model), own)
     if recipe is not None:
         read, path = read_recipe(str(recipe), changes)
-        return _with_recipe(question, read, path, source, of_its_source=model is None), read
+        question = replace(question, where=str(path))
+        if not sets:
+            file, tokens = set_file(read.calibration_set, path), read.calibration_tokens
+            question = replace(question, sets=(file,), tokens=tokens, without=read.calibration_without)
+        if model is None:  # what the recipe says of its source holds for that alone
+            question = replace(
+                question,
+                model=source_location(read, path) if source is None else given_folder(Path(source)),
+                revision=read.source.revision,
+                trust_remote_code=trust_remote_code or read.source.trusts_tokenizer,
+                facts_file=own or facts_location(read, path),
+            )
+        return question, read
     if changes:
         raise InputError(f"{changes[0].shown}: changes a recipe; give one, or leave it out")
     if model is None:
@@ -90,37 +99,8 @@ def question_of(
     return question, None
 
 
-def _with_recipe(
-    question: Question, recipe: Recipe, path: Path, source: str | Path | None, *, of_its_source: bool
-) -> Question:
-    """The question with a recipe's set and source where no others are given.
-
-    What the recipe says of its source, the revision, trust and facts, holds for that alone.
-    """
-    told: dict[str, Any] = {"where": str(path)}
-    if not question.sets:
-        file = set_file(recipe.calibration_set, path)
-        told |= {"sets": (file,), "tokens": recipe.calibration_tokens, "without": recipe.calibration_without}
-    if of_its_source:
-        told |= {
-            "model": source_location(recipe, path) if source is None else given_folder(Path(source)),
-            "revision": recipe.source.revision,
-            "trust_remote_code": question.trust_remote_code or recipe.source.trusts_tokenizer,
-            "facts_file": question.facts_file or facts_location(recipe, path),
-        }
-    return replace(question, **told)
-
-
 def opened(question: Question, device: torch.device, dist: ProcessGroup) -> tuple[StreamedModel, list[CalibrationData]]:
     """The model, with its whole checkpoint, and the samples of each set; the same in all processes."""
-    from quantizers.architectures.families import architecture_for
-    from quantizers.architectures.sizes import sizes_of
-    from quantizers.calibration.load_set import load_set, said
-    from quantizers.checkpoint.reader import open_checkpoint
-    from quantizers.device.devices import forward_dtype, use_threads
-    from quantizers.formats.tensor_names import published_names
-    from quantizers.model.streamed_model import StreamedModel
-
     checkpoint = dist.in_turn(lambda: open_checkpoint(question.model, question.revision))
     where = str(checkpoint.folder / "config.json")
     facts = architecture_for(checkpoint.config, where, question.facts_file, checkpoint.tensors)

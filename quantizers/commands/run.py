@@ -125,18 +125,17 @@ def run(
     path = find_recipe(str(recipe))
     folder = default_output(path) if output is None else Path(output)
 
-    commits = {} if fresh else journal.begun_with(journal.work_folder(folder), part="commits")
-    commits = dist.broadcast_object(commits)
+    work = journal.work_folder(folder)
+    commits = dist.broadcast_object({} if fresh else journal.begun_with(work, part="commits"))
 
     def begin() -> Job:
         """Everything that may refuse or download; rank 0 does it first."""
         if dist.is_main:
             journal.refuse_second_run(folder)
             refuse_early(destination, folder, fresh=fresh)
-        folder_given = Path(source) if source is not None else None
         job = prepare(
             str(recipe),
-            source_folder=folder_given,
+            source_folder=Path(source) if source is not None else None,
             changes=changes,
             sets_first=dist.is_main,
             stream=stream,
@@ -157,8 +156,7 @@ def run(
     from quantizers.pipeline.pipeline import Options
     from quantizers.pipeline.pipeline import run as run_job
 
-    begun = journal.begun_with(journal.work_folder(folder))
-    use_threads(job.sizes, dist.broadcast_object(begun.get("threads")), dist)
+    use_threads(job.sizes, dist.broadcast_object(journal.begun_with(work).get("threads")), dist)
     options = Options(
         folder,
         choose_device(device, dist),

@@ -290,7 +290,7 @@ def _compare(
         # A server caches in FP8 by itself where a checkpoint has scales for it.
         models.append(CachedModel(*own, ones=False) if has_kv_scales(part.config) else StreamedModel(*own))
     with tempfile.TemporaryDirectory() as folder:
-        streams, _ = through_layers(models, named, texts, Path(folder), check)
+        streams, _ = through_layers(models, range(len(models)), named, texts, Path(folder), check)
         streams.reverse()
         heads = [(stream.model, stream.model.head()) for stream in streams]
         states, tables = [stream.states(sizes["layers"]) for stream in streams], []

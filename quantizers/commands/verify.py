@@ -5,26 +5,28 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from eval.serving.ask_vllm import ask_vllm
+from eval.serving.check import ServingCheck, check_folder
 from quantizers.architectures.families import Own, architecture_for
 from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_checkpoint, read_config, read_json, refuse_gguf
+from quantizers.device.determinism import ordered
+from quantizers.device.devices import choose_device
 from quantizers.formats.awq_gptq import is_awq_or_gptq
 from quantizers.formats.unsupported import refuse_swapped_arguments, refuse_unsupported
-from quantizers.output.manifest import output_facts, refuse_incomplete
+from quantizers.output.manifest import output_facts, read_record, refuse_incomplete
 from quantizers.pipeline.report_files import Record, check_manifest
 from quantizers.recipe.portable import is_hub_id
 from quantizers.system.errors import ArchitectureError, CheckpointError, DamagedRecord, InputError
 from quantizers.system.output_files import FACTS, REPORT
 from quantizers.system.package_data import shipped_model
 from quantizers.system.progress import progress
-
-if TYPE_CHECKING:
-    import torch
-
-    from eval.serving.check import ServingCheck
-    from stitch.audit.checkpoint import Audit
+from stitch.audit.checkpoint import Audit
+from stitch.audit.checkpoint import verify as audit_of
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,6 @@ def verify(
         InputError: the folder or the source cannot be opened, or the source is unknown.
         DamagedRecord: report.json, which would name the source, cannot be read.
     """
-    from quantizers.device.determinism import ordered
-    from quantizers.device.devices import choose_device
-
     folder, own = Path(folder), Path(facts) if facts is not None else None
     refuse_incomplete(folder)
     if source is not None:
@@ -104,29 +103,22 @@ def verify(
         found = verify_folder(folder, opened, choose_device(device), own)
     if not with_vllm:
         return found
-    from eval.serving.ask_vllm import ask_vllm
-
     own = own or output_facts(folder)
     architecture = architecture_for(opened.config, str(opened.folder / CONFIG), own, opened.tensors)
     return replace(found, vllm=ask_vllm(folder, architecture))
 
 
 def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: Own = None) -> Verification:
-    """As `verify`, with the source opened.
-
-    Args:
-        own: a file with the user's own facts about the family, instead of those that the folder may carry.
+    """As `verify`, with the source opened, and perhaps the user's `own` facts instead of those that the folder carries.
 
     Raises:
-        CheckpointError: the folder does not exist, or is in a format that is not read here; the source is broken, or
-            was made from the folder.
+        CheckpointError: the folder's format is not read here, or the source is broken, or was made from the folder.
         ArchitectureError: there are no facts for the source. A fault in facts that the folder carries is a difference.
     """
-    from eval.serving.check import check_folder
-    from stitch.audit.checkpoint import Audit, verify
-
     _refuse(folder, source)
-    record, found, where = check_manifest(folder), _recorded_architecture(folder), str(source.folder / CONFIG)
+    record, where = check_manifest(folder), str(source.folder / CONFIG)
+    probed = read_record(folder).get("architecture")  # what probing found when the folder was written
+    found = probed if isinstance(probed, dict) else None
     carried = output_facts(folder) if own is None and found is None else None  # what was derived is derived again
     if carried is not None:
         try:
@@ -138,22 +130,13 @@ def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: O
         own, record = carried, replace(record, notes=(*record.notes, f"read with the facts that it carries, {FACTS}"))
     facts = architecture_for(source.config, where, own, source.tensors)
     with progress("verifying", sizes_of(facts)["layers"]) as step:
-        audit = verify(folder, source, device, step=step, own=facts)
+        audit = audit_of(folder, source, device, step=step, own=facts)
     if found is not None:  # but for the probes' numbers
         now = json.loads(json.dumps(facts.found()))
         keys = [key for key in now if key != "probes" and now[key] != found.get(key)]
         lines = [f"{REPORT}: architecture.{key} is {found.get(key)}, probing now finds {now[key]}" for key in keys]
         record = replace(record, differences=(*record.differences, *lines))
     return Verification(audit, record, check_folder(folder, facts))
-
-
-def _recorded_architecture(folder: Path) -> dict[str, Any] | None:
-    """What probing found when the folder was written; None if nothing was probed, or report.json cannot be read."""
-    try:
-        recorded = read_json(folder / REPORT).get("architecture")
-    except CheckpointError:
-        return None  # which the record reports
-    return recorded if isinstance(recorded, dict) else None
 
 
 def _refuse(folder: Path, source: Checkpoint) -> None:
@@ -175,12 +158,8 @@ def _refuse(folder: Path, source: Checkpoint) -> None:
 
 
 def source_of(folder: Path, given: str | None, revision: str | None, *, stream: bool = False) -> Checkpoint:
-    """The source of a finished checkpoint: the one given, or the one that its report.json names.
-
-    Args:
-        given: a folder or Hub id; if None, the report's Hub id, or the shipped model with the report's name.
-        revision: on the Hub; if None, the report's, or main.
-        stream: leave its shards on the Hub.
+    """The source of a finished checkpoint: the folder or Hub id given, or the Hub id or shipped model that its
+    report.json names, at the `revision` given, or the report's.
 
     Raises:
         InputError: the report names a folder and no shipped model has that name, or there is no report.
@@ -204,7 +183,6 @@ def source_of(folder: Path, given: str | None, revision: str | None, *, stream: 
             ) from failure
     if given is not None or is_hub_id(model):
         return open_checkpoint(model if given is None else given, revision or made_at, stream=stream)
-    kept = shipped_model(model)
-    if kept is not None:
+    if kept := shipped_model(model):
         return open_checkpoint(str(kept), stream=stream)
     raise InputError(f"{folder}: was made from a folder called {model}; say where that is with --source")

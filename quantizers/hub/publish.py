@@ -12,28 +12,38 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
+import torch
+from httpx import HTTPError
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.errors import RepositoryNotFoundError
+
+from eval.report.pages import front_matter, html_report
+from eval.report.summary import repository
+from eval.serving.check import check_folder
+from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.remote import AGAIN, files_of
 from quantizers.device.devices import choose_device
-from quantizers.output.manifest import add_files, write_record
-from quantizers.output.uploads import MESSAGE, LocalFile, compare, hashed, require_token, upload_errors
-from quantizers.pipeline.report_files import FRONT_MATTER, pictures, read_front_matter, write_with_card
+from quantizers.output.manifest import add_files, output_facts, read_record, refuse_incomplete, seal_of, write_record
+from quantizers.output.uploads import LOGIN, MESSAGE, LocalFile, compare, hashed, require_token, upload_errors
+from quantizers.pipeline.publication import card_gaps
+from quantizers.pipeline.report_files import FRONT_MATTER, check_manifest, pictures, read_front_matter, write_with_card
 from quantizers.recipe.portable import is_hub_id
-from quantizers.system.errors import CheckpointError, InputError
+from quantizers.system.errors import CheckpointError, InputError, OutputError
 from quantizers.system.files import write_text
+from quantizers.system.formatting import gate_figures
 from quantizers.system.interrupts import handle_signals
-from quantizers.system.output_files import CARD, PAGE, REPORT, files_below
+from quantizers.system.output_files import CARD, PAGE, REPORT, files_below, is_within
 from quantizers.system.progress import Step, progress
 from quantizers.system.strict_yaml import dump
+from stitch.audit.checkpoint import added, strays
+from stitch.write.shard import changes, recorded_digests
 
-from .checks import account_points, card_points, check_output, local_files, read_report
-
+PATIENCE = 10.0  # seconds to wait for the Hub's answer
 PUBLICATION_KEYS = ("license", "license_name", "license_link", "base_model", "base_model_relation")
 
 
@@ -118,14 +128,14 @@ def publish(
     figures: dict[str, Any] = {"repo": repo, "revision": revision, "problems": problems, "forced": force}
     if dry_run:
         points = (*card_points(after), *account_points(repo, private))
-        failed = (
-            [f"{count} failed check{'s' if count > 1 else ''}"] if (count := len(problems)) and force is None else []
-        )
+        stops = [point.name for point in points if point.state == "stops"]
+        if problems and force is None:
+            stops.insert(0, f"{len(problems)} failed check{'s'[: len(problems) > 1]}")
         figures |= {
             "private": private,
             "not_sent": sorted(set(files_below(folder)) - {file.name for file in files}),
             "checklist": [vars(point) for point in points],
-            "stops": [*failed, *(point.name for point in points if point.state == "stops")],
+            "stops": stops,
         }
     else:
         after.pop("forced", None)
@@ -137,6 +147,126 @@ def publish(
             figures |= upload(folder, files, repo, revision, private, step)
     figures |= {"files": [vars(file) for file in files], "bytes": sum(file.size for file in files)}
     return Publication(problems, not dry_run, figures)
+
+
+# The checks, and what a dry run says is missing ---------------------------------------------------------------------
+
+
+def read_report(folder: Path) -> dict[str, Any]:
+    """The report of a finished run or stitch; an OutputError without one, or if it was modified since."""
+    refuse_incomplete(folder)
+    report = read_record(folder)
+    if not {"source", "gates", "files"} <= report.keys() or not {"settings", "stitched"} & report.keys():
+        raise OutputError(
+            f"{folder}: has no {REPORT} of a finished run; give the output of `quantize run` or `quantize stitch`"
+        )
+    if report.get("seal") != seal_of(report):
+        raise OutputError(
+            f"{folder / REPORT}: was modified after the run (checksum mismatch), so its figures are not published, "
+            "even with --force; restore it"
+        )
+    return report
+
+
+def local_files(folder: Path, report: dict[str, Any], step: Step = lambda _: None) -> list[LocalFile]:
+    """The files to upload, hashed: those of the run. Any other file in the folder is not uploaded."""
+    files = []
+    for name in sorted({*report["files"], REPORT}):
+        if is_within(name) and (folder / name).is_file():
+            files.append(hashed(folder, name))
+            step(name)
+    return files
+
+
+def check_output(
+    folder: Path,
+    report: dict[str, Any],
+    files: list[LocalFile],
+    source: Checkpoint | None,
+    device: torch.device,
+) -> tuple[list[str], list[str]]:
+    """Check a folder against its report, and against its source if that is given, as `quantize verify` does.
+
+    Without it: the tensors were compared with the source when the output was made, according to the report with its
+    checksum, and every file still has the hash that it had then.
+
+    Returns the reasons not to publish, and remarks that are none, one line each.
+    """
+    digests = recorded_digests(report)  # of shards, from when they were written; of the rest from the end
+    hashes = report.get("sha256", {}) | {name: digest["sha256"] for name, digest in digests.items()}
+    files = [file for file in files if file.name not in (REPORT, CARD)]
+    if source is not None:
+        from quantizers.commands.verify import verify_folder
+
+        found = verify_folder(folder, source, device)
+        record, problems = found.record, [*found.differences, *found.misread]
+        rechecked: tuple[str, ...] = ("audit", "consumers")  # the gates of every output of this program
+    else:
+        record, audit = check_manifest(folder), report["audit"]["differences"]
+        unknown = [file.name for file in files if file.name not in hashes]
+        problems = [f"{name}: {REPORT} has no hash of it; compare it with the source by --thorough" for name in unknown]
+        problems += [*record.differences, *strays(folder, digests)]
+        more = added(folder, report["files"])
+        problems += [f"{name}: not a file of this output, but loaders read it; remove it" for name in more]
+        serving = check_folder(folder, output_facts(folder))
+        if serving is None:
+            problems.append(f"{folder.name}: cannot be opened as a checkpoint; `quantize verify` says why")
+        else:
+            problems += map(str, serving.errors)
+        problems += audit
+        rechecked = ("audit",) if audit else ()
+    for gate in report["gates"]:
+        if not gate["passed"] and gate["name"] not in rechecked:
+            value, limit = gate_figures(gate)
+            problems.append(f"gate {gate['name']} failed: {value}, limit {limit} ({gate['meaning']})")
+    for file in files:
+        if hashes.get(file.name, file.sha256) != file.sha256:
+            tensors = changes(folder / file.name, digests[file.name]) if file.name in digests else []
+            problems += tensors or [f"{file.name}: changed since the run wrote it"]
+    return list(dict.fromkeys(problems)), list(record.notes)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One step of a publication.
+
+    Attributes:
+        state: `stops`: an upload would end at it; `missing`: it is published without; `open`: only an upload shows it.
+    """
+
+    name: str
+    state: Literal["done", "missing", "stops", "open"]
+    words: str
+
+
+def card_points(report: dict[str, Any]) -> list[Point]:
+    """Whether the card names a licence, and the model on the Hub that was quantized."""
+    front, gaps, points = front_matter(report), card_gaps(report), []
+    for key, option in (("license", "--license NAME"), ("base_model", "--base-model OWNER/NAME")):
+        if key in gaps:
+            points.append(Point(key, "missing", f"{gaps[key]}; give {option}"))
+        else:
+            said = front.get(f"{key}_name", front[key])
+            points.append(Point(key, "done", ", ".join(said) if isinstance(said, list) else str(said)))
+    return points
+
+
+def account_points(repo: str, private: bool | None) -> list[Point]:
+    """Whether there is a token and a repository, as far as the Hub answers; nothing is uploaded."""
+    token = get_token()
+    points = [Point("token", "done", "found") if token else Point("token", "stops", LOGIN)]
+    as_new = {True: "as private", False: "as public", None: "with default visibility"}[private]
+    try:
+        info = HfApi().model_info(repo, timeout=PATIENCE)
+    except RepositoryNotFoundError:
+        return [*points, Point("repository", "open", f"{repo}: not found; will be created {as_new}")]
+    except (HTTPError, OSError) as failure:
+        status = getattr(getattr(failure, "response", None), "status_code", None)
+        if token and status in (401, 403):
+            return [Point("token", "stops", f"the Hub refuses it ({status}); {LOGIN}")]
+        return [*points, Point("repository", "open", f"{repo}: the Hub did not answer")]
+    ignored = "; --private and --public have no effect" if private not in (None, info.private) else ""
+    return [*points, Point("repository", "done", f"{repo} exists, {'private' if info.private else 'public'}{ignored}")]
 
 
 # Report and card ----------------------------------------------------------------------------------------------------
@@ -175,9 +305,6 @@ def rewrite(folder: Path, before: dict[str, Any], after: dict[str, Any]) -> list
 
 def _keep_edited(folder: Path, text: str, before: dict[str, Any], after: dict[str, Any]) -> None:
     """Change only commands and front matter of a model card that was edited."""
-    from eval.report.pages import front_matter, html_report
-    from eval.report.summary import repository
-
     old, new, written = repository(before), repository(after), before["card"]["front_matter"]
     front = {key: value for key, value in front_matter(after).items() if key in written or key in PUBLICATION_KEYS}
     for words in ("vllm serve {}", "--model-path {}", 'from_pretrained("{}"'):
@@ -206,18 +333,16 @@ def upload(
 ) -> dict[str, Any]:
     """Create the repository and the branch if they are missing, upload the files, and compare the Hub's hashes.
 
-    Returns:
-        The URL, the commit, and the `strangers`: files on the Hub that were not uploaded from this folder.
-
-    Raises:
-        InputError: no token, or one without write access.
-        QuantizeError: the Hub cannot be reached, or its files differ afterwards. The same command goes on.
+    Returns the URL, the commit, and the `strangers`: files on the Hub that were not uploaded. Raises as `publish` does.
     """
-    from huggingface_hub import HfApi
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        os.write(2, f"quantize: {repo}: interrupted while uploading; {AGAIN}\n".encode())
+        os._exit(128 + number)  # the library's threads would finish their shards first; nothing is written to disk
 
     require_token()
     api = HfApi()
-    with _hub_errors(repo):
+    with handle_signals(end, signal.SIGINT, signal.SIGTERM), upload_errors(repo, "name another repository"):
         url = str(api.create_repo(repo, private=private, exist_ok=True))
         if revision != "main":
             api.create_branch(repo, branch=revision, exist_ok=True)
@@ -232,15 +357,3 @@ def upload(
         step("comparing")
         commit, on_hub = files_of(repo, revision)
     return {"url": url, "commit": commit, "strangers": compare(repo, files, on_hub, "publish again")}
-
-
-@contextmanager
-def _hub_errors(repo: str) -> Iterator[None]:
-    """`upload_errors`; within the block signals end the process."""
-
-    def end(number: int, _frame: FrameType | None) -> None:
-        os.write(2, f"quantize: {repo}: interrupted while uploading; {AGAIN}\n".encode())
-        os._exit(128 + number)  # the library's threads would finish their shards first; nothing is written to disk
-
-    with handle_signals(end, signal.SIGINT, signal.SIGTERM), upload_errors(repo, "name another repository"):
-        yield

@@ -15,8 +15,9 @@ Legend: T rows, C columns of a matrix, N experts or 1, E experts, K experts chos
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -132,10 +133,8 @@ class InputSums(Consumer):
 
     def _keep(self, file: Path, sums: LayerSums) -> None:
         """Write the sums of all processes together, atomically."""
-        parts = {
-            f"{name}:{field.name}": getattr(one, field.name) for name, one in sums.items() for field in fields(one)
-        }
-        gathered = self._dist.all_gather({name: part.unsqueeze(0) for name, part in parts.items()}, torch.device("cpu"))
+        parts = {f"{name}:{part}": rows.unsqueeze(0) for name, one in sums.items() for part, rows in vars(one).items()}
+        gathered = self._dist.all_gather(parts, torch.device("cpu"))
         whole = {name: part.sum(0) for name, part in gathered.items()}
         if self._dist.is_main:
             with disk_errors(file), atomic(file) as stream:
@@ -144,13 +143,13 @@ class InputSums(Consumer):
     @contextmanager
     def _watched(self, layer: DecoderLayer) -> Iterator[LayerSums]:
         """Sums of a layer's matrices, to which all that goes through them in the block is added."""
-        facts, device, sums, hooks = self.model.facts, self.model.device, LayerSums(), []
+        facts, device, sums, hooks = self.model.facts, self.model.device, LayerSums(), ExitStack()
         for name, (_, columns) in facts.of_layer(layer.number).linears.items():
             module = layer.module.get_submodule(module_of(self.model, name))
             sums[name] = no_sums(1, columns, device)
-            hooks.append(module.register_forward_pre_hook(_add_input(sums[name])))
+            hooks.callback(module.register_forward_pre_hook(partial(_add_input, sums[name])).remove)
             if name.endswith(KV_B):
-                hooks.append(self._watch_keys(layer, name.removesuffix(KV_B), sums))
+                hooks.callback(self._watch_keys(layer, name.removesuffix(KV_B), sums).remove)
         if layer.number not in self.model.sizes.dense:
             experts: Any = layer.module.get_submodule(facts.modules.experts)
             count, double, hidden = experts.gate_up_proj.shape
@@ -160,12 +159,9 @@ class InputSums(Consumer):
             def called(module: Any, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
                 add_experts(sums, module, capture_moe_inputs(*args, *kwargs.values()), self.tokens, own_gate)
 
-            hooks.append(experts.register_forward_pre_hook(called, with_kwargs=True))
-        try:
+            hooks.callback(experts.register_forward_pre_hook(called, with_kwargs=True).remove)
+        with hooks:
             yield sums
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _watch_keys(self, layer: DecoderLayer, attention: str, sums: LayerSums) -> Any:
         """A hook for the half of latent attention's kv_b_proj that makes keys.
@@ -203,13 +199,9 @@ def bytes_of_sums(sizes: Sizes, tokens: int, itemsize: int) -> int:
     return tokens * sizes.row_bytes(itemsize) + FLOAT * experts
 
 
-def _add_input(sums: Sums) -> Callable[[Any, tuple[torch.Tensor, ...]], None]:
+def _add_input(sums: Sums, _: Any, args: tuple[torch.Tensor, ...]) -> None:
     """A forward pre-hook that adds a linear module's input."""
-
-    def add(_: Any, args: tuple[torch.Tensor, ...]) -> None:
-        sums.add(args[0].flatten(0, -2))
-
-    return add
+    sums.add(args[0].flatten(0, -2))
 
 
 def module_of(model: StreamedModel, name: str) -> str:

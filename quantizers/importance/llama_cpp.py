@@ -13,8 +13,8 @@ one count. Files are merged by adding both up.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from quantizers.system.formatting import ranges
 from .input_sums import DOWN, GATE, HEAD, KV_B, Sums, read_sums
 
 if TYPE_CHECKING:
-    from gguf import MODEL_ARCH, MODEL_TENSOR
+    from gguf import MODEL_ARCH
 
     from quantizers.calibration.samples import CalibrationData
 
@@ -52,28 +52,15 @@ ALSO = {
 TILED = ("qwen3_5", "qwen4")  # beginnings of model types whose linear attention gets another order of heads
 
 
-@dataclass
-class Matrices:
-    """The sums of a model by llama.cpp's names, and what has none.
-
-    Attributes:
-        named: by names such as blk.0.attn_q.weight.
-        unnamed: the published names of matrices that gguf-py has no name for, or that no text reached.
-    """
-
-    architecture: str
-    named: dict[str, Sums] = field(default_factory=dict)
-    unnamed: list[str] = field(default_factory=list)
-
-
 def architecture_of(facts: Architecture) -> MODEL_ARCH:
     """gguf-py's architecture of a model type; an ArchitectureError if it knows none with experts."""
     from gguf import MODEL_ARCH_NAMES, MODEL_TENSOR, MODEL_TENSORS
 
     model_type = facts.model_type.removesuffix("_text")
-    wanted = _letters(OTHERS.get(model_type, model_type))
+    wanted = OTHERS.get(model_type, model_type)
     for architecture, name in MODEL_ARCH_NAMES.items():
-        if _letters(name) == wanted and MODEL_TENSOR.FFN_DOWN_EXP in MODEL_TENSORS[architecture]:
+        same = re.sub("[^a-z0-9]", "", name) == re.sub("[^a-z0-9]", "", wanted)
+        if same and MODEL_TENSOR.FFN_DOWN_EXP in MODEL_TENSORS[architecture]:
             return architecture
     raise ArchitectureError(
         f"{facts.model_type}: the installed gguf package knows no llama.cpp architecture with experts for this model "
@@ -81,58 +68,46 @@ def architecture_of(facts: Architecture) -> MODEL_ARCH:
     )
 
 
-def _letters(name: str) -> str:
-    return re.sub("[^a-z0-9]", "", name)
-
-
-def by_llama_cpp_names(folder: Path, facts: Architecture, sizes: Sizes, config: Mapping[str, Any]) -> Matrices:
-    """The sums of a whole model by llama.cpp's names.
+def by_llama_cpp_names(
+    architecture: MODEL_ARCH, folder: Path, facts: Architecture, sizes: Sizes, config: Mapping[str, Any]
+) -> tuple[dict[str, Sums], list[str]]:
+    """The sums of a whole model by llama.cpp's names, such as blk.0.attn_q.weight.
 
     Args:
         folder: where `InputSums` has kept them.
         config: config.json.
 
-    Raises:
-        ArchitectureError: see `architecture_of`.
+    Returns:
+        They, and the published names of matrices that gguf-py has no name for, or that no text reached.
     """
-    from gguf import MODEL_ARCH_NAMES, MODEL_TENSORS, TENSOR_NAMES, get_tensor_name_map
+    from gguf import MODEL_TENSORS, TENSOR_NAMES, get_tensor_name_map
 
-    architecture = architecture_of(facts)
     names = get_tensor_name_map(architecture, sizes["layers"])
     known = {tensor.name: tensor for tensor in MODEL_TENSORS[architecture]}
-    result = Matrices(MODEL_ARCH_NAMES[architecture])
+    named, unnamed = dict[str, Sums](), list[str]()
 
     def of_published(name: str) -> str | None:
         return names.get_name(re.sub(r"^(model\.)?language_model\.(model\.)?", "model.", name), (".weight",))
 
-    def of_layer(number: int, name: str) -> Iterator[str | None]:
-        """The names of a matrix; None for one that there is none for."""
-
-        def blocks(tensors: Sequence[str]) -> list[str]:
-            found: list[MODEL_TENSOR] = [known[tensor] for tensor in tensors if tensor in known]
-            return [f"{TENSOR_NAMES[tensor].format(bid=number)}.weight" for tensor in found]
-
-        if name in OF_EXPERTS:
-            yield from blocks(OF_EXPERTS[name])
-            return
-        yield of_published(facts.layer(number, f"{name}.weight"))
-        yield from blocks(ALSO.get(name, ()))
-
     for number in range(sizes["layers"]):
         for name, one in read_sums(folder, number).items():
-            found = [full for full in of_layer(number, name) if full is not None]
+            full = None if name in OF_EXPERTS else of_published(facts.layer(number, f"{name}.weight"))
+            tensors = [known[tensor] for tensor in (OF_EXPERTS | ALSO).get(name, ()) if tensor in known]
+            found = [full] if full else []
+            found += [f"{TENSOR_NAMES[tensor].format(bid=number)}.weight" for tensor in tensors]
             if not found or not int(one.counts.sum()):
-                result.unnamed.append(facts.layer(number, name))
+                unnamed.append(facts.layer(number, name))
                 continue
             tiled = facts.model_type.startswith(TILED) and name.endswith("linear_attn.out_proj")
-            result.named |= dict.fromkeys(found, _tiled(one, config.get("text_config", config)) if tiled else one)
+            named |= dict.fromkeys(found, _tiled(one, config.get("text_config", config)) if tiled else one)
             values = of_published(facts.layer(number, f"{name.removesuffix(KV_B)}{V_B}.weight"))
             if name.endswith(KV_B) and values:  # each head's part of it reads all of the input
-                result.named[values] = replace(one, squares=one.squares.repeat(1, sizes["heads"]))
-    full = of_published(facts.head)
-    result.named |= {full: read_sums(folder, None)[HEAD]} if full else {}
-    result.unnamed += [] if full else [facts.head]
-    return result
+                named[values] = replace(one, squares=one.squares.repeat(1, sizes["heads"]))
+    if full := of_published(facts.head):
+        named[full] = read_sums(folder, None)[HEAD]
+    else:
+        unnamed.append(facts.head)
+    return named, unnamed
 
 
 def _tiled(sums: Sums, config: Mapping[str, Any]) -> Sums:
@@ -182,20 +157,23 @@ def make_imatrix(
     path: Path, folder: Path, facts: Architecture, sizes: Sizes, config: Mapping[str, Any], data: CalibrationData
 ) -> dict[str, Any]:
     """Write the matrix of what `InputSums` has kept in a folder; returns what is said of it, see `imatrix_table`."""
-    matrices, lengths = by_llama_cpp_names(folder, facts, sizes, config), [len(s.tokens) for s in data.samples]
-    write_imatrix(path, matrices.named, [data.name], lengths)
-    experts = {name: sums for name, sums in matrices.named.items() if len(sums.counts) > 1}
+    from gguf import MODEL_ARCH_NAMES
+
+    architecture, lengths = architecture_of(facts), [len(sample.tokens) for sample in data.samples]
+    matrices, unnamed = by_llama_cpp_names(architecture, folder, facts, sizes, config)
+    write_imatrix(path, matrices, [data.name], lengths)
+    experts = {name: sums for name, sums in matrices.items() if len(sums.counts) > 1}
     empty = {name: (sums.counts == 0).nonzero().flatten().tolist() for name, sums in experts.items()}
-    left_out = {name: int(sums.left_out.sum()) for name, sums in matrices.named.items()}
+    left_out = {name: int(sums.left_out.sum()) for name, sums in matrices.items()}
     return {
         "output": str(path),
         "set": data.name,
         "tokens": sum(lengths),
-        "architecture": matrices.architecture,
-        "matrices": len(matrices.named),
+        "architecture": MODEL_ARCH_NAMES[architecture],
+        "matrices": len(matrices),
         "without_tokens": {name: numbers for name, numbers in empty.items() if numbers},
         "left_out": {name: rows for name, rows in left_out.items() if rows},
-        "unnamed": matrices.unnamed,
+        "unnamed": unnamed,
         "not_computed": list(sizes.mtp),
     }
 

@@ -16,6 +16,7 @@ from conftest import Finished
 import quantizers
 from quantizers.checkpoint.reader import open_folder
 from quantizers.cli import coverage, doctor, evaluate, imatrix, plan, publish, run, serve_check, stitch, verify
+from quantizers.cli.common import COMMAND_ONLY
 from quantizers.formats.dequantization import read_weight
 
 CPU = torch.device("cpu")
@@ -31,16 +32,15 @@ COMMANDS = {
     "stitch": stitch.stitch,
     "publish": publish.publish,
 }
-# Of the command alone: printing, asking, and pictures; and what has another name in Python.
-COMMAND_ONLY = {"as_json", "debug", "yes", "picture", "no_picture", "folder", "candidate"}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_of_a_command_is_an_argument(name: str) -> None:
-    options = set(inspect.signature(COMMANDS[name]).parameters) - COMMAND_ONLY
-    if name != "plan":
-        options -= {"context"}  # typer's own
-    assert options <= set(inspect.signature(getattr(quantizers, name)).parameters)
+    """With the same default, where it has one: what is not given is left to the function."""
+    options, arguments = (inspect.signature(one).parameters for one in (COMMANDS[name], getattr(quantizers, name)))
+    for option in set(options) - COMMAND_ONLY:
+        if options[option].annotation != "Context":  # typer's own
+            assert arguments[option].default in (options[option].default, inspect.Parameter.empty, ()), option
 
 
 def test_importing_is_quick_and_unknown_names_are_refused() -> None:

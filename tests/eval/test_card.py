@@ -19,7 +19,7 @@ from eval.report.schema import checked
 from eval.serving.check import ONE_SCHEME, REFUSES
 from quantizers.architectures.families import architecture_for
 from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_folder
-from quantizers.hub.checks import card_points
+from quantizers.hub.publish import card_points
 from quantizers.pipeline.report import _about_source, server_options
 from quantizers.system.output_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
 

@@ -14,7 +14,7 @@ from runs import JobFolder, hashes
 from safetensors.torch import load_file, save_file
 
 from quantizers.formats.dequantization import dequantize_fp8
-from quantizers.hub.checks import local_files
+from quantizers.hub.publish import local_files
 from quantizers.output.journal import discard
 
 pytestmark = pytest.mark.slow

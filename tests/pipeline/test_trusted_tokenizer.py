@@ -16,7 +16,7 @@ from own_tokenizer import FILES, FIRST, write_own_tokenizer
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.commands.evaluate import measure
-from quantizers.hub.checks import local_files
+from quantizers.hub.publish import local_files
 from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.job import prepare
 from quantizers.system.errors import CalibrationError
