@@ -120,7 +120,8 @@ def gptq(weight: Tensor, hessian: Tensor, scale: Tensor, grid: Grid) -> tuple[Te
 
     GPTQ: Frantar et al., https://arxiv.org/abs/2210.17323, columns in the order of falling diagonal, its "act-order".
     Scales (E, R, n) bfloat16 are fixed beforehand, so that no g_idx is needed. The hessian (E, C, C) float32 is Σ x xᵀ
-    of what multiplies the columns of weight (E, R, C) float32. Damping is that of `cholesky_inverse`; where it is infinite, the codes are `nearest`.
+    of what multiplies the columns of weight (E, R, C) float32. Damping is that of `cholesky_inverse`; where it is
+    infinite, the codes are `nearest`.
     """
     experts, rows, columns = weight.shape
     order = hessian.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)  # (E, C)

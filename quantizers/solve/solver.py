@@ -252,14 +252,11 @@ def _round(
 def corrected(down: Tensor, hessian: Tensor, changes: Tensor) -> Tensor:
     """w2 corrected for the inputs that the rounded w1 and w3 give it, (c, H, I) float32; w2 where there is no solution.
 
-    Rounding w1 and w3 changes w2's input from h + d to h. The matrix that comes closest to w2 (h + d) when it reads h
-    instead is a ridge regression towards w2,
+    Rounding w1 and w3 changes w2's input from h + d to h. What comes closest to w2 (h + d) is a ridge regression,
 
-        w2* = w2 + w2 (Σ d hᵀ) (Σ h hᵀ + λ I)⁻¹.
+        w2* = w2 + w2 (Σ d hᵀ) (Σ h hᵀ + λ I)⁻¹,   λ = DAMPING times the Hessian's mean diagonal.
 
-    λ is DAMPING times the Hessian's mean diagonal. Tokens are weighted as in all Hessians, but Σ d hᵀ runs only over
-    those that the router sends to the expert: only their error reaches the model's output. Both are (c, I, I) float32,
-    see `DownHessian`.
+    Both sums are (c, I, I) float32, see `DownHessian`.
     """
     lower, info = torch.linalg.cholesky_ex(damped(hessian, torch.full_like(hessian[:, 0, 0], DAMPING)))
     step = torch.cholesky_solve((down @ changes).mT, lower).mT
@@ -310,14 +307,12 @@ def _fallbacks(
     if left := routing.rows - routing.tokens:
         lines.append(f"{left} rows of the block's input left out: not finite, or too large")
     columns = (numbers[name].tolist() for name in ("seen", "dropped", "routed_tokens", "share"))
-    for expert, (rows, left_out, count, share) in enumerate(zip(*columns, strict=True)):
-        name = f"expert {expert}"
+    for expert, (seen, left_out, count, share) in enumerate(zip(*columns, strict=True)):
         if left_out:
-            lines.append(
-                f"{name}: {left_out:.0f} of {rows + left_out:.0f} rows not finite or too large, left out of the Hessian"
-            )
+            of_all = f"{left_out:.0f} of {seen + left_out:.0f} rows"
+            lines.append(f"expert {expert}: {of_all} not finite or too large, left out of the Hessian")
         if settings.routed_weight and not share:
-            lines.append(f"{name}: {count:.0f} routed tokens, so all tokens count alike for it")
+            lines.append(f"expert {expert}: {count:.0f} routed tokens, so all tokens count alike for it")
     for matrix in ("gate_up", "down"):
         for expert, used in enumerate(numbers.get(f"damping.{matrix}", torch.empty(0)).tolist()):
             if math.isinf(used):
