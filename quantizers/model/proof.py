@@ -34,10 +34,11 @@ class Proof:
         self._calls = [model.skeleton.calls_with(row.to(model.device)) for row in tokens]
         states = SIZE * torch.randn(sum(LENGTHS), model.hidden, generator=generator)
         self._states = states.to(model.device, model.dtype)
-        handed = model.facts.handed
-        self._handed = [handed and example_of(handed, length, model.dtype).to(model.device) for length in LENGTHS]
+        self._handed: list[torch.Tensor | None] = [None, None]
+        if model.facts.handed is not None:
+            self._handed = [example_of(model.facts.handed, length, model.dtype).to(model.device) for length in LENGTHS]
         alone = zip(self._states.split(LENGTHS), self._handed, tokens, strict=True)
-        self._rows = [model.row(state, given, row[0]) for state, given, row in alone]
+        self._rows = [model.row(states, handed, row[0]) for states, handed, row in alone]
         for calls, length in zip(self._calls, LENGTHS, strict=True):
             for argument in differing_arguments(calls, model.skeleton.calls(length)):
                 raise ArchitectureError(
