@@ -35,7 +35,6 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -152,8 +151,8 @@ class SchemeMeasurement(Consumer):
         source.attend(number, layer)
         if disturbed:
             probe.attend(number, layer)
-        else:
-            probe.attend_as(source, number)
+        else:  # so far it is the source
+            probe.begin(number).flat.copy_(source.left.flat)
         self.entry = {"layer": number}
         if number in self.job.sizes.dense:
             source.finish(number, layer)
@@ -208,8 +207,8 @@ class SchemeMeasurement(Consumer):
         """The inputs of the layer's experts, of all processes."""
         source, dist = self.streams[0], self.context.dist
         blocks = [inputs for _, inputs in routes(self.model, layer, source.left)]
-        names = [field.name for field in fields(MoeInputs)]
-        inputs = {name: torch.cat([getattr(block, name) for block in blocks]) for name in names} if blocks else {}
+        names = MoeInputs._fields if blocks else ()
+        inputs = {name: torch.cat([getattr(block, name) for block in blocks]) for name in names}
         return MoeInputs(**dist.all_gather(inputs, self.model.device))
 
 

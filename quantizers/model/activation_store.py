@@ -1,12 +1,9 @@
-"""Activations of many sequences: on the device, in memory, or in one memory-mapped file; shared among processes.
-
-The sequences are stored one after the other, each (T, width). In a file, the page cache holds the parts in use; the
-process itself allocates no memory for them, and other processes can map the same file.
+"""Activations of many sequences, one after the other: on the device, in memory, or in one memory-mapped file.
 
 Of several processes each computes some of the rows, in whole chunks, consecutive ones in the order of ranks. Attention
-needs whole batches of sequences, and a batch may reach across the border of two ranks' rows: then both keep all of it,
-and take it through attention both, which gives both the same bits. What follows attention is computed chunk by chunk,
-by the chunk's process alone; afterwards the rows of the batches at the borders are exchanged (`complete`).
+needs whole batches of sequences: where one reaches across the border of two ranks' rows, both keep all of it and take
+it through attention, which gives both the same bits. What follows is computed by the chunk's process alone, and
+afterwards the rows of these batches are exchanged (`complete`).
 """
 
 from __future__ import annotations
@@ -119,49 +116,39 @@ class ActivationStore:
 
     def complete(self) -> None:
         """Get the rows at the borders that others have computed."""
-        ranks = range(self.dist.world_size)
-        borders = [self.rows_of(rank)[1] for rank in ranks[:-1]]
+        shares = [self.rows_of(rank) for rank in range(self.dist.world_size)]
         for batch in self.batches:  # in all processes the same ones are exchanged
             first, last = self.offsets[batch.start], self.offsets[batch.stop]
-            if not any(first < border < last for border in borders):
+            if not any(first < border < last for _, border in shares[:-1]):
                 continue
-            kept = batch.start in self.sequences
-            for owner in ranks:
-                begin, end = self.rows_of(owner)
-                begin, end = max(begin, first), min(end, last)
+            for owner, share in enumerate(shares):
+                begin, end = max(share[0], first), min(share[1], last)
                 if begin < end:
-                    self.dist.broadcast(self._among_all(begin, end) if kept else self._unused(end - begin), owner)
+                    self.dist.broadcast(self._among_all(begin, end), owner)
 
     def collect(self, whole: torch.Tensor | None) -> None:
         """Put together in rank 0's `whole`, (all rows, width) on the CPU, what the processes have computed."""
-        computed = self._among_all(*self.rows)
         if whole is not None:
-            whole[slice(*self.rows)].copy_(computed)
+            whole[slice(*self.rows)].copy_(self._among_all(*self.rows))
         for owner in range(self.dist.world_size):
             first, last = self.rows_of(owner)
-            if whole is not None:
-                rows = whole[first:last]
-            else:
-                rows = computed if owner == self.dist.rank else self._unused(last - first)
-            self.dist.broadcast(rows, owner)
+            self.dist.broadcast(self._among_all(first, last) if whole is None else whole[first:last], owner)
 
     def deal(self, whole: torch.Tensor | None) -> None:
         """Fill the stores of all processes from rank 0's `whole`: the reverse of `collect`."""
         for rank in range(self.dist.world_size):
             first, last = self.rows_of(rank)
-            rows = self._unused(last - first) if whole is None else whole[first:last]
+            rows = self._among_all(first, last) if whole is None else whole[first:last]
             self.dist.broadcast(rows)
             begin, end = max(first, self.start), min(last, self.start + len(self.flat))
             if begin < end:
                 self._among_all(begin, end).copy_(rows[begin - first : end - first])
 
     def _among_all(self, first: int, last: int) -> torch.Tensor:
-        """Rows that are kept here, by their numbers among all."""
-        return self.flat[first - self.start : last - self.start]
-
-    def _unused(self, rows: int) -> torch.Tensor:
-        """A buffer for rows that this process does not keep: a broadcast needs all processes."""
-        return self.flat.new_empty(rows, self.width)
+        """Rows by their numbers among all; if not all are kept here, a buffer, as a broadcast needs all processes."""
+        begin, end = first - self.start, last - self.start
+        kept = begin >= 0 and end <= len(self.flat)
+        return self.flat[begin:end] if kept else self.flat.new_empty(last - first, self.width)
 
     def remove(self) -> None:
         """Remove the file; its space is freed once no process maps it."""

@@ -1,14 +1,14 @@
 """The activations of one model on the held-out texts, from layer to layer; the source and each candidate have a stream.
 
-They are in files, from which an interrupted run resumes: the source's cannot be computed again without reading the
-source. Where the device has room for them they are kept there, and written to the file once a layer; several processes
-keep their parts in memory, and rank 0 writes all of them to the file.
+They are in files, from which an interrupted run resumes. Where the device has room for them they are kept there, and
+written to the file once a layer; several processes keep their parts in memory, and rank 0 writes all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 import torch
@@ -23,10 +23,11 @@ from .layer_forward import attend, finish
 from .streamed_model import DecoderLayer, StreamedModel
 
 
+@dataclass(eq=False)
 class ActivationStream:
     """One model's states, from layer to layer.
 
-    Args:
+    Attributes:
         name: of the model, for messages.
         number: 0 for the source.
         lengths: tokens of each text.
@@ -36,35 +37,28 @@ class ActivationStream:
         device: where the states are kept; None for the files themselves, or for memory in one of several processes.
         writer: a thread that flushes durable states while the next layer is worked on, see `on_disk`; None for this
             one, which then waits for the disk.
-
-    Attributes:
         left: the states that left the layer that ran last; between its halves, the residual stream.
         chosen: the experts that its router chose in the layer with experts that ran last, int32.
     """
 
-    left: ActivationStore
+    name: str
+    model: StreamedModel
+    number: int
+    lengths: Sequence[int]
+    folder: Path
+    _: KW_ONLY
+    durable: bool
+    check: Callable[[], None] = lambda: None
+    dist: ProcessGroup = SINGLE_PROCESS
+    device: torch.device | None = None
+    writer: Executor | None = None
+    left: ActivationStore = field(init=False)
+    _flushed: dict[int, Future[None]] = field(init=False, default_factory=dict)
+    _states: dict[int, ActivationStore] = field(init=False, default_factory=dict)
 
-    def __init__(
-        self,
-        name: str,
-        model: StreamedModel,
-        number: int,
-        lengths: Sequence[int],
-        folder: Path,
-        *,
-        durable: bool,
-        check: Callable[[], None] = lambda: None,
-        dist: ProcessGroup = SINGLE_PROCESS,
-        device: torch.device | None = None,
-        writer: Executor | None = None,
-    ) -> None:
-        self.name, self.model, self.number = name, model, number
-        self._lengths, self._folder, self._durable, self._check, self._dist = lengths, folder, durable, check, dist
-        self._device, self._in_files = device, device is None and not dist.is_distributed
-        self._writer = writer
-        self._flushed: dict[int, Future[None]] = {}
-        self._states: dict[int, ActivationStore] = {}
-        self.chosen = self._rows(folder / f"chosen-{number}.bin", model.sizes["chosen"], torch.int32)
+    def __post_init__(self) -> None:
+        self._in_files = self.device is None and not self.dist.is_distributed
+        self.chosen = self._rows(self.folder / f"chosen-{self.number}.bin", self.model.sizes["chosen"], torch.int32)
 
     def states(self, layer: int) -> ActivationStore:
         """The states that enter a layer; the number of layers stands for those that leave the last."""
@@ -75,24 +69,24 @@ class ActivationStream:
     def resume(self, layer: int) -> None:
         """Take the states that enter a layer from their file, of which rank 0 gives each process its part."""
         path = self._file(layer)
-        if self._dist.is_main and self._lengths and not path.exists():
+        if self.dist.is_main and self.lengths and not path.exists():
             raise QuantizeError(
                 f"{path}: is missing, so the run cannot be resumed; start over with --fresh, or in another --work"
             )
         if not self._in_files:
-            self.states(layer).deal(self._whole(layer).flat if self._dist.is_main else None)
+            self.states(layer).deal(self._whole(layer).flat if self.dist.is_main else None)
 
     def _whole(self, layer: int) -> ActivationStore:
         """The file of the states that enter a layer, with the rows of all processes."""
-        return ActivationStore(self._file(layer), self._lengths, self.model.row_width, self.model.dtype)
+        return ActivationStore(self._file(layer), self.lengths, self.model.row_width, self.model.dtype)
 
     def _file(self, layer: int) -> Path:
-        return self._folder / f"states-{self.number}-{layer:05d}.bin"
+        return self.folder / f"states-{self.number}-{layer:05d}.bin"
 
     def _rows(self, file: Path, width: int, dtype: torch.dtype) -> ActivationStore:
         path = file if self._in_files else None
         chunk = tokens_per_chunk(is_accelerator(self.model.device))
-        return ActivationStore(path, self._lengths, width, dtype, self._device, dist=self._dist, chunk=chunk)
+        return ActivationStore(path, self.lengths, width, dtype, self.device, dist=self.dist, chunk=chunk)
 
     def embed(self, texts: Sequence[torch.Tensor]) -> None:
         """Fill the states that enter layer 0 from token ids (T,) int64."""
@@ -101,14 +95,8 @@ class ActivationStream:
     def attend(self, number: int, layer: DecoderLayer) -> None:
         """Take all texts through the first half of a layer with this stream's weights; `left` is then the residual."""
         self.left = self.states(number + 1)
-        attend(self.model, layer, self.states(number), self.left, self._check)
+        attend(self.model, layer, self.states(number), self.left, self.check)
         self._states.pop(number)  # the file stays until it is forgotten
-
-    def attend_as(self, other: ActivationStream, number: int) -> None:
-        """Take over the residual of a stream that entered the layer with the same states and has the same attention."""
-        self.left = self.states(number + 1)
-        self.left.flat.copy_(other.left.flat)
-        self._states.pop(number, None)
 
     def begin(self, number: int) -> ActivationStore:
         """Fill `left` with the states that enter a layer, for a caller that takes it through the layer in place."""
@@ -120,19 +108,19 @@ class ActivationStream:
     def finish(self, number: int, layer: DecoderLayer) -> None:
         """Take them through the second half; a QuantizeError if an output is not finite."""
         where = f"{self.name}: layer {number}"
-        finish(self.model, layer, self.left, where, self._check, chosen=self.chosen)
+        finish(self.model, layer, self.left, where, self.check, chosen=self.chosen)
         self.keep(number + 1)
 
     def keep(self, layer: int) -> None:
         """Write the states that enter a layer to their file if they are durable, and flush it."""
-        if not self._durable:
+        if not self.durable:
             return
-        whole = self._whole(layer) if self._dist.is_main and not self._in_files else self.left
+        whole = self._whole(layer) if self.dist.is_main and not self._in_files else self.left
         if not self._in_files:
-            self.left.collect(whole.flat if self._dist.is_main else None)
-        if self._dist.is_main and self._writer is not None:
-            self._flushed[layer] = self._writer.submit(whole.flush)
-        elif self._dist.is_main:
+            self.left.collect(whole.flat if self.dist.is_main else None)
+        if self.dist.is_main and self.writer is not None:
+            self._flushed[layer] = self.writer.submit(whole.flush)
+        elif self.dist.is_main:
             whole.flush()
 
     def on_disk(self, layer: int) -> None:
@@ -143,7 +131,7 @@ class ActivationStream:
     def forget(self, number: int) -> None:
         """Remove the states that entered a layer, once those that left it are kept."""
         self._states.pop(number, None)
-        if self._dist.is_main:
+        if self.dist.is_main:
             self._file(number).unlink(missing_ok=True)
 
 

@@ -1,9 +1,8 @@
 """An FP8 cache of keys and values: the scales with which servers fill it, and a layer that reads from it.
 
-A server stores keys after rotation, and values, as FP8 (E4M3) of x / scale, one scale for each of both in a layer, and
-attention reads code * scale. FP8 is a floating-point format, so that a scale twice as large costs nothing, whereas what
-is beyond the largest number is clipped. Hence HEADROOM above the largest magnitude of the calibration set: for texts
-that it does not have, and for AMD's FP8 (fnuz), which ends at 240.
+A server stores keys after rotation, and values, as FP8 (E4M3) of x / scale, one scale for each in a layer. What is
+beyond the largest number is clipped, and a scale twice as large costs nothing. Hence HEADROOM: for texts that the
+calibration set does not have, and for AMD's FP8 (fnuz), which ends at 240.
 """
 
 from __future__ import annotations

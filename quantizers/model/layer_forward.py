@@ -1,8 +1,8 @@
 """The two halves of a layer over the rows of many sequences, see streamed_model.py.
 
-Attention runs on batches of whole sequences. What follows it treats every row alone, so it runs on chunks of rows
-regardless of where a sequence ends: short sequences would give the experts a handful of tokens each. A layer without
-halves runs on batches in both. Batches and chunks do not depend on the number of processes, so the bytes do not either.
+Attention runs on batches of whole sequences, what follows on chunks of rows, regardless of where a sequence ends: short
+sequences would give the experts a handful of tokens each. A layer without halves runs on batches in both. Batches and
+chunks do not depend on the number of processes, so the bytes do not either.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""The weights of one decoder layer: dequantized, checked, by transformers' names.
+"""The weights of one decoder layer by transformers' names: checked, and dequantized without rounding in between.
 
-Everything becomes float32 without rounding to bfloat16 in between; FP8 bytes are copied to a GPU as FP8. That all is
-finite is checked once for a layer, with one synchronisation; only if something is not are its modules read again, one
-by one, to name it.
+That all is finite is checked once for a layer, with one synchronisation; only if something is not are its modules read
+again, one by one, to name it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 
 import torch
 
@@ -45,10 +46,11 @@ def require_finite(checks: Checks) -> None:
     checks.clear()
 
 
+@dataclass
 class ExpertWeights:
     """The matrices of a layer's routed experts, dequantized batch by batch.
 
-    Args:
+    Attributes:
         stored: where the layer's tensors are read, on the CPU or on `device`. They must stay valid until
             `require_finite` has been called.
         dtype: of the result. The product of integers and scales is float32, rounded to `dtype` once.
@@ -58,27 +60,23 @@ class ExpertWeights:
         CheckpointError: a tensor is missing, has a wrong dtype or shape, or is a bias that the model would not add.
     """
 
-    def __init__(
-        self,
-        stored: Checkpoint,
-        facts: Architecture,
-        sizes: Sizes,
-        layer: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        checks: Checks | None = None,
-    ) -> None:
-        self.stored, self.device, self.dtype = stored, device, dtype
-        self.experts, self.width, self.hidden = sizes["experts"], sizes["width"], sizes["hidden"]
-        self.modules = {m: [facts.expert(layer, e, m) for e in range(self.experts)] for m in MATRICES}
+    stored: Checkpoint
+    facts: Architecture
+    sizes: Sizes
+    layer: int
+    device: torch.device
+    dtype: torch.dtype
+    checks: Checks = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.experts, self.width, self.hidden = (self.sizes[name] for name in ("experts", "width", "hidden"))
         self._formats: dict[str, WeightFormat | None] = {}
-        self._checks: Checks = [] if checks is None else checks
-        for matrix, modules in self.modules.items():
-            for module in modules:
-                stored_as = self._formats[module] = weight_format(stored, module)
-                if stored_as is not None:
-                    self._require_shape(module, matrix, stored_as.shape)
-                refuse_bias(stored, module)
+        for matrix, expert in product(MATRICES, range(self.experts)):
+            module = self.facts.expert(self.layer, expert, matrix)
+            stored_as = self._formats[module] = weight_format(self.stored, module)
+            if stored_as is not None:
+                self._require_shape(module, matrix, stored_as.shape)
+            refuse_bias(self.stored, module)
 
     def batch(self, experts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Some experts, by their numbers: gate_up (c, 2I, H), w1 above w3, and down (c, H, I); not checked yet."""
@@ -87,7 +85,7 @@ class ExpertWeights:
         slots = (gate_up[:, : self.width], gate_up[:, self.width :], down)
         for matrix, slot in zip(MATRICES, slots, strict=True):
             for expert, weight in zip(experts, slot, strict=True):
-                self._fill(matrix, self.modules[matrix][expert], weight)
+                self._fill(matrix, self.facts.expert(self.layer, expert, matrix), weight)
         return gate_up, down
 
     def _fill(self, matrix: Matrix, module: str, slot: torch.Tensor) -> None:
@@ -98,7 +96,7 @@ class ExpertWeights:
             weight = unchecked_weight(self.stored, module, self.device)
             self._require_shape(module, matrix, tuple(weight.shape))
             slot.copy_(weight)
-            self._checks.append((is_finite(weight), again))
+            self.checks.append((is_finite(weight), again))
             return
         parts = [self.stored.tensor(f"{module}.{part}").to(self.device) for part in stored.parts]
         (rows, columns), height = stored.shape, stored.block[0]
@@ -107,11 +105,11 @@ class ExpertWeights:
             band = slot[first : first + step]
             numbers = stored.numbers(stored.band(parts, first, first + len(band)))
             band.copy_(numbers)
-            self._checks.append((is_finite(numbers), again))
+            self.checks.append((is_finite(numbers), again))
 
     def require_finite(self) -> None:
         """Check all batches so far; a CheckpointError if a weight or its scale holds a NaN or infinity."""
-        require_finite(self._checks)
+        require_finite(self.checks)
 
     def _require_shape(self, module: str, matrix: Matrix, shape: tuple[int, ...]) -> None:
         needed = (self.hidden, self.width) if matrix == "down" else (self.width, self.hidden)

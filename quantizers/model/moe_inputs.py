@@ -6,8 +6,8 @@ Legend: T rows (tokens), H hidden, E experts, K experts chosen per token.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,8 +20,7 @@ from .activation_store import ActivationStore
 LARGEST = 1e16  # squares of this, times ten million tokens, are still finite in float32
 
 
-@dataclass(frozen=True)
-class MoeInputs:
+class MoeInputs(NamedTuple):
     """The input and routing of some rows at a layer's MoE block, as `capture_moe_inputs` makes it.
 
     Attributes:
@@ -40,7 +39,7 @@ class MoeInputs:
     def of_sequences(self, lengths: Sequence[int]) -> MoeInputs:
         """Of the rows (B · T, …) of a padded batch those that belong to its sequences."""
         kept = torch.cat([torch.arange(length) + i * max(lengths) for i, length in enumerate(lengths)])
-        return MoeInputs(*(getattr(self, field.name)[kept.to(self.x.device)] for field in fields(self)))
+        return MoeInputs._make(each[kept.to(self.x.device)] for each in self)
 
 
 def capture_moe_inputs(x: torch.Tensor, chosen: torch.Tensor, weight: torch.Tensor) -> MoeInputs:
@@ -59,8 +58,7 @@ def usable_rows(rows: torch.Tensor, dim: int = -1) -> torch.Tensor:
     return (rows.amax(dim) < LARGEST) & (rows.amin(dim) > -LARGEST)  # False for NaN and infinity; no |rows| in between
 
 
-@dataclass(frozen=True)
-class MoeInputStore:
+class MoeInputStore(NamedTuple):
     """Captured inputs of all sequences; every process has all rows, since the solver reads them many times.
 
     Attributes:
@@ -74,24 +72,20 @@ class MoeInputStore:
 
     def put(self, rows: slice, captured: MoeInputs) -> None:
         """Store the inputs of these rows, counted through all sequences."""
-        for stored, field in zip(self.at(rows), fields(captured), strict=True):
-            stored.copy_(getattr(captured, field.name).view_as(stored))
+        for stored, each in zip(self.at(rows), captured, strict=True):
+            stored.copy_(each.view_as(stored))
 
     def complete(self, states: ActivationStore) -> None:
         """Get the rows that the other processes have captured: each those of `states` that it computes."""
-        if not states.dist.is_distributed:
-            return
         for src in range(states.dist.world_size):
             for part in self.at(slice(*states.rows_of(src))):
                 states.dist.broadcast(part, src)
 
     def at(self, rows: slice) -> tuple[torch.Tensor, ...]:
         """Views of these rows, of each of the four."""
-        return tuple(getattr(self, field.name).flat[rows] for field in fields(self))
+        return tuple(store.flat[rows] for store in self)
 
-    def chunks(
-        self, device: torch.device, length: int, check: Callable[[], None] = lambda: None
-    ) -> Sequence[MoeInputs]:
+    def chunks(self, device: torch.device, length: int, check: Callable[[], None] = lambda: None) -> _Chunks:
         """All rows in their order, `length` at a time, on the device.
 
         Each is valid until the next one is asked for, which is copied meanwhile, see `prefetched`; `check` is called
@@ -102,8 +96,8 @@ class MoeInputStore:
 
     def remove(self) -> None:
         """Remove the files, if there are any."""
-        for field in fields(self):
-            getattr(self, field.name).remove()
+        for store in self:
+            store.remove()
 
 
 def moe_input_store(

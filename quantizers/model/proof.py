@@ -1,13 +1,8 @@
-"""The proof that a model is computed as transformers computes it, layer by layer.
+"""The proof that a model is computed as transformers computes it, layer by layer; see docs/explanation/proof.md.
 
-Two short random sequences go through transformers' own call of a layer, each alone, with the arguments that the model's
-own forward passes for its tokens; and as this program runs them: together, and through both halves if the layer has
-them. A difference refuses the model: with a wrong mask, window, rotary embedding or residual, states are of the same
-size and look right. The routed experts are transformers' own module in both ways, with the same arguments. They are
-left out here, so that a layer can be proven without their weights.
-
-Two things are no part of the proof. Which tensor is which parameter: both ways have the same weights. And windows or
-indexers that keep more tokens than these sequences have: for every length, arguments are the model's own.
+Two short random sequences go through transformers' own call of a layer, each alone, and as this program runs them. A
+difference refuses the model: with a wrong mask, window, rotary embedding or residual, states are of the same size and
+look right. The routed experts are left out in both ways, so that a layer can be proven without their weights.
 """
 
 from __future__ import annotations

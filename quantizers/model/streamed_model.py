@@ -1,15 +1,14 @@
-"""A model of which only one decoder layer is in memory at a time.
+"""A model of which only one decoder layer is in memory at a time, made of transformers' own modules.
 
-A layer is a copy of one of transformers' whole model on the meta device, where it needs no memory. It gets its weights,
-runs with the arguments that the model's own forward passes to it, and its weights are freed.
+A layer is a copy of one of transformers' whole model on the meta device. It gets its weights, runs with the arguments
+that the model's own forward passes to it, and its weights are freed.
 
 Most layers are `residual + block(norm(residual))` from a residual stream that attention leaves, and run in two halves.
 The first, `attend`, is the layer without its MoE block, a batch of sequences at a time. The second, `finish`, is norm,
-router and experts, added to that. It treats every token alone, so it takes any rows of any sequences together; and if
-only norm, router and experts change, as they do when a layer is quantized, the first half need not run again. Any other
-layer runs whole each time: its first half leaves the states as they are. Both are made of transformers' own modules.
-Only the call of the routed experts is intercepted, with arguments `(hidden_states, top_k_index, top_k_weights)`, which
-nearly all MoE models in transformers share. proof.py compares each layer with transformers' own call of it.
+router and experts, added to that. It treats every token alone, so it takes any rows of any sequences together; and
+if only norm, router and experts change, the first half need not run again. Any other layer runs whole each time: its
+first half leaves the states as they are. Only the call of the routed experts is intercepted, with arguments
+`(hidden_states, top_k_index, top_k_weights)`, which nearly all MoE models in transformers share.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""AWQ's scale search and folding, from Hessians instead of replayed forward passes.
+"""AWQ's scale search and folding, from Hessians instead of replayed forward passes; see docs/explanation/method.md.
+
+AWQ (Lin et al., https://arxiv.org/abs/2306.00978) looks for the s per column that makes ‖(Q(W s) / s − W) X‖² small.
+With D = Q(W s) / s − W this is tr(D H Dᵀ), so H (C, C) = Σ x xᵀ is enough.
 
 Legend: E experts, c experts of a batch, R rows (outputs), C columns (inputs), H hidden, I expert width,
-P grid points; B = E for a scale per expert, B = 1 for one scale that all experts share. In formulas H (C, C) = Σ x xᵀ.
-
-AWQ (Lin et al., https://arxiv.org/abs/2306.00978) looks for a scale s per column that makes
-‖(Q(W s) / s − W) X‖² small. With D = Q(W s) / s − W this is tr(D H Dᵀ), so the search needs H only and never runs the
-model again. The candidates are llm-compressor's "duo scaling" grid.
+P grid points; B = E for a scale per expert, B = 1 for one scale that all experts share.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from quantizers.device.timing import phase
 from quantizers.distributed.process_group import ProcessGroup
@@ -27,15 +27,13 @@ from .rounding import column_parts, in_groups, minmax_steps
 from .routing_weights import ExpertBatch
 from .symmetric import row_losses
 
-NORM_ROWS, WIDTH_ROWS = (
-    2048,
-    768,
-)  # rows read for the norm's scale, of all experts, and for w2's, of each; see `row_step`
+NORM_ROWS = 2048  # rows read for the norm's scale, of all experts, see `row_step`
+WIDTH_ROWS = 768  # and for w2's, of each
 LARGEST_STEP = 8
 
 # From the numbers of some experts to their w1 above w3 (c, 2I, H) and w2 (c, H, I) in the dtype of the forward pass, in
 # new memory. Called more than once.
-Weights = Callable[[Sequence[int]], tuple[torch.Tensor, torch.Tensor]]
+Weights = Callable[[Sequence[int]], tuple[Tensor, Tensor]]
 
 
 def row_step(rows: int, enough: int) -> int:
@@ -46,7 +44,7 @@ def row_step(rows: int, enough: int) -> int:
     return min(LARGEST_STEP, max(1, rows // enough))
 
 
-def weight_means(weight: torch.Tensor, group: int) -> torch.Tensor:
+def weight_means(weight: Tensor, group: int) -> Tensor:
     """w̄ (E, C) float32: each column's mean over rows of |w| / (largest |w| of its group + 1e-6); weight (E, R, C)."""
     means = torch.empty_like(weight[:, 0])
     for experts, columns in column_parts(weight.mT, group):
@@ -57,7 +55,7 @@ def weight_means(weight: torch.Tensor, group: int) -> torch.Tensor:
     return means
 
 
-def grid_scales(x_mean: torch.Tensor, w_mean: torch.Tensor, grid: int, duo_scaling: bool) -> torch.Tensor:
+def grid_scales(x_mean: Tensor, w_mean: Tensor, grid: int, duo_scaling: bool) -> Tensor:
     """The candidates of the search (P, B, C) float32, P = grid, all finite and positive.
 
     Duo scaling: the identity, then x̄^r / (w̄^(1−r) + 1e-4) for r = 0 … 1 in `grid - 1` steps; without
@@ -77,15 +75,14 @@ def grid_scales(x_mean: torch.Tensor, w_mean: torch.Tensor, grid: int, duo_scali
 
 
 def scale_losses(
-    weight: torch.Tensor, hessian: torch.Tensor, scales: torch.Tensor, group: int, grid: Grid, *, signed: bool = True
-) -> torch.Tensor:
+    weight: Tensor, hessian: Tensor, scales: Tensor, group: int, grid: Grid, *, signed: bool = True
+) -> Tensor:
     """The loss (P, E) of every candidate for every expert, Q with min-max scales as they would be stored.
 
     All are float32: weight (E, R, C), hessian (B, C, C), scales (P, B, C). Infinity where a loss is not finite.
     """
     weight = weight.mT.contiguous()  # (E, C, R): a column is contiguous
-    errors = torch.empty_like(weight)
-    table = []
+    errors, table = torch.empty_like(weight), []
     peaks = weight.abs().amax(-1, keepdim=True) if grid == E2M1 else None  # (E, C, 1)
     for scale in scales.unsqueeze(-1):  # (B, C, 1)
         s = scale if peaks is None else scale * global_scale((peaks * scale).amax(1, keepdim=True))
@@ -101,7 +98,7 @@ def scale_losses(
     return torch.where(torch.isfinite(losses), losses, torch.inf)
 
 
-def fold_norm(norm: torch.Tensor, s: torch.Tensor, offset: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def fold_norm(norm: Tensor, s: Tensor, offset: int = 0) -> tuple[Tensor, Tensor]:
     """Divide a stored norm by s, and return the scale that this division really was.
 
     The file stores the norm in its own dtype, so the quotient is rounded first, and all readers of the norm are
@@ -123,7 +120,7 @@ def fold_norm(norm: torch.Tensor, s: torch.Tensor, offset: int = 0) -> tuple[tor
     return torch.where(usable, folded, norm), torch.where(usable, exact, 1.0)
 
 
-def divided(scale: torch.Tensor, codes: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+def divided(scale: Tensor, codes: Tensor, s: Tensor) -> Tensor:
     """Group scales (E, R, n) bfloat16 of rows that are divided by s (E, R) float32, whose codes (E, R, C) stay.
 
     They are 1 where a group's codes are all zero, or the quotient is.
@@ -133,60 +130,59 @@ def divided(scale: torch.Tensor, codes: torch.Tensor, s: torch.Tensor) -> torch.
     return quotient.masked_fill_(unread | (quotient == 0), 1)
 
 
-def fold_hessian(hessian: torch.Tensor, s: torch.Tensor) -> None:
+def fold_hessian(hessian: Tensor, s: Tensor) -> None:
     """Turn the Hessian of x into that of x / s, in place: H / (s sᵀ). hessian (E, C, C); s (E, C), or (C,) for all."""
     hessian.div_(s.unsqueeze(-1) * s.unsqueeze(-2))
 
 
 def norm_scale(
     weights: Weights, cache: HessianCache, settings: Experts, batches: Sequence[ExpertBatch], dist: ProcessGroup
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The scale (H,) that the norm, the router and every w1 and w3 share, before the norm is rounded.
 
     Each process searches with its own `batches`, and gets the scale; and the objective before and after, two scalars
     on the device.
     """
-    assert isinstance(settings.awq, Awq)
-    group, on, inputs, order = settings.group_size, grid_of(settings), cache.of_all, cache.routing.experts
+    inputs, order = cache.of_all, cache.routing.experts
 
-    def means(gate_up: torch.Tensor) -> torch.Tensor:
-        return weight_means(gate_up.float(), group)
+    def of_all(figures: Callable[[Tensor], Tensor]) -> Tensor:
+        """Those of every expert's w1 and w3, in the order in which they are solved."""
 
-    def losses(points: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
-        step = row_step(len(order) * gate_up.shape[1], NORM_ROWS)
-        table = scale_losses(
-            gate_up[:, ::step].float(), inputs.hessian.unsqueeze(0), points, group, on, signed=settings.signed
-        )
-        return table.T * step  # (c, P)
-
-    def of_all(figures: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        def of_batch(batch: ExpertBatch) -> torch.Tensor:
+        def of_batch(batch: ExpertBatch) -> Tensor:
             return figures(weights(order[slice(*batch)])[0])
 
         parts = [cache.within_memory(partial(of_batch, batch)) for batch in batches]
         return dist.all_gather({"rows": torch.cat(parts)} if parts else {}, inputs.hessian.device)["rows"]
 
-    mean = of_all(means).mean(0, keepdim=True)
-    grid = grid_scales(inputs.mean.unsqueeze(0), mean, settings.awq.grid, settings.awq.duo_scaling)
-    total = of_all(partial(losses, grid)).double().sum(0)  # (P,), added in the order in which they are solved
+    def losses(gate_up: Tensor) -> Tensor:
+        step = row_step(len(order) * gate_up.shape[1], NORM_ROWS)
+        return _sampled_losses(gate_up, inputs.hessian.unsqueeze(0), grid, settings, step).T  # (c, P)
+
+    mean = of_all(lambda gate_up: weight_means(gate_up.float(), settings.group_size)).mean(0, keepdim=True)
+    grid = _candidates(inputs.mean.unsqueeze(0), mean, settings)
+    total = of_all(losses).double().sum(0)  # (P,), added in the order in which they are solved
     best = total.argmin().view(1)
     before, after = total[0], total.index_select(0, best)[0]
     return grid.index_select(0, best)[0, 0], {"norm_search_before": before, "norm_search_after": after}
 
 
-def width_scale(
-    down: torch.Tensor, inputs: DownHessian, settings: Experts
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def width_scale(down: Tensor, inputs: DownHessian, settings: Experts) -> tuple[Tensor, dict[str, Tensor]]:
     """A scale (c, I) for each expert between w3 and w2 (c, H, I) float32, and its objective (c,) before and after."""
-    assert isinstance(settings.awq, Awq)
     with phase("search"):
-        means = weight_means(down, settings.group_size)
-        grid = grid_scales(inputs.mean, means, settings.awq.grid, settings.awq.duo_scaling)
-        step = row_step(down.shape[1], WIDTH_ROWS)
-        rows, group, on = down[:, ::step], settings.group_size, grid_of(settings)
-        losses = scale_losses(rows, inputs.hessian, grid, group, on, signed=settings.signed)  # (P, c)
-        losses *= step
+        grid = _candidates(inputs.mean, weight_means(down, settings.group_size), settings)
+        losses = _sampled_losses(down, inputs.hessian, grid, settings, row_step(down.shape[1], WIDTH_ROWS))
         best = losses.argmin(0)
         chosen = grid[best, torch.arange(len(best), device=best.device)]
         after = losses.gather(0, best.unsqueeze(0))[0].double()
         return chosen, {"down_search_before": losses[0].double(), "down_search_after": after}
+
+
+def _candidates(x_mean: Tensor, w_mean: Tensor, settings: Experts) -> Tensor:
+    assert isinstance(settings.awq, Awq)
+    return grid_scales(x_mean, w_mean, settings.awq.grid, settings.awq.duo_scaling)
+
+
+def _sampled_losses(weight: Tensor, hessian: Tensor, scales: Tensor, settings: Experts, step: int) -> Tensor:
+    """The losses (P, E) of `scale_losses`, from every `step`-th row of weights of any dtype."""
+    rows, on = weight[:, ::step].float(), grid_of(settings)
+    return scale_losses(rows, hessian, scales, settings.group_size, on, signed=settings.signed).mul_(step)

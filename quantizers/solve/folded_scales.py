@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+from torch import Tensor
 from torch.linalg import matrix_norm
 
 from quantizers.checkpoint.reader import Checkpoint
@@ -22,7 +23,7 @@ def close_enough(bits: int) -> float:
     return {2: 0.9, 3: 0.6}.get(bits, CLOSE_ENOUGH)
 
 
-def norm_ratio(before: torch.Tensor, after: torch.Tensor, offset: int) -> torch.Tensor:
+def norm_ratio(before: Tensor, after: Tensor, offset: int) -> Tensor:
     """The scale (H,) float32 by which a norm was divided, and its readers multiplied; 1 where it is 0 now.
 
     To both stored norms the model adds `offset`.
@@ -31,7 +32,7 @@ def norm_ratio(before: torch.Tensor, after: torch.Tensor, offset: int) -> torch.
     return torch.where(divided != 0, source / divided, 1)
 
 
-def stored_norm_ratio(source: Checkpoint, candidate: Checkpoint, name: str, offset: int) -> torch.Tensor:
+def stored_norm_ratio(source: Checkpoint, candidate: Checkpoint, name: str, offset: int) -> Tensor:
     """`norm_ratio` of a norm in two checkpoints; a CheckpointError if the candidate's is missing, or unfit."""
     before = source.tensor(name)
     info = candidate.require(name, "a norm")
@@ -41,16 +42,14 @@ def stored_norm_ratio(source: Checkpoint, candidate: Checkpoint, name: str, offs
     return norm_ratio(before, after, offset)
 
 
-def row_scale(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def row_scale(found: Tensor, wanted: Tensor) -> Tensor:
     """(…, R) the scale s that minimizes ‖found − s · wanted‖ for each row of (…, R, C); 1 where 0 or undefined."""
     power = wanted.square().sum(-1)
     scale = (found * wanted).sum(-1) / power.clamp(min=torch.finfo(torch.float32).tiny)
     return torch.where((power > 0) & (scale.abs() > 1e-12), scale, 1)
 
 
-def matrix_errors(
-    old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], smooth: torch.Tensor, *, inner: bool
-) -> torch.Tensor:
+def matrix_errors(old: Sequence[Tensor], new: Sequence[Tensor], smooth: Tensor, *, inner: bool) -> Tensor:
     """Relative errors ‖found − expected‖ / ‖expected‖ of gate, up and down, given the norm's ratio.
 
     The scale between up's rows and down's columns is not stored. It is estimated from up's rows by least
@@ -74,7 +73,7 @@ def matrix_errors(
     return torch.stack(errors, -1)
 
 
-def is_uncompensated(before: torch.Tensor, after: torch.Tensor, smooth: torch.Tensor) -> bool:
+def is_uncompensated(before: Tensor, after: Tensor, smooth: Tensor) -> bool:
     """Whether a matrix (R, H), perhaps a quantized one, is the source's, not the source's times the ratio (H,)."""
     compensated, unchanged = (
         float((after - wanted).norm() / wanted.norm().clamp(min=torch.finfo(torch.float32).tiny))
@@ -83,9 +82,7 @@ def is_uncompensated(before: torch.Tensor, after: torch.Tensor, smooth: torch.Te
     return unchanged < CLOSE_ENOUGH and unchanged <= compensated
 
 
-def router_state(
-    before: torch.Tensor, after: torch.Tensor, smooth: torch.Tensor
-) -> Literal["compensated", "not compensated", "unclear"]:
+def router_state(before: Tensor, after: Tensor, smooth: Tensor) -> Literal["compensated", "not compensated", "unclear"]:
     """Whether a router (E, H) equals the source's, or the source's multiplied by the norm's ratio (H,).
 
     Each channel's factor is estimated by least squares over all experts, which averages out the errors of

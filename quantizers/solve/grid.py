@@ -1,10 +1,8 @@
 """The grid that weights are rounded to: symmetric integers with bfloat16 scales, or NVFP4's E2M1 with E4M3 scales.
 
-A code is what a group's scale is multiplied by, an int8. E2M1 has the values 0, ½, 1, 1½, 2, 3, 4 and 6, and their
-negatives. Here its codes are twice that, and its scales half of those that are stored, so that they are whole numbers.
-
-NVFP4 has a second scale, float32, of a whole matrix: the divisor `global_scale`. Weights on this grid are multiplied by
-it beforehand, so that a group's scale alone is left to find.
+A code is what a group's scale is multiplied by, an int8. Those of E2M1 are twice its values, and its scales half of
+those that are stored, so that they are whole numbers. NVFP4's second scale, float32, of a whole matrix, is the divisor
+`global_scale`: weights are multiplied by it beforehand, so that a group's scale alone is left to find.
 """
 
 from __future__ import annotations
@@ -13,19 +11,19 @@ from collections.abc import Iterator
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from quantizers.formats.nvfp4 import global_scale, nearest_e2m1_, nearest_e4m3
 from quantizers.formats.packed_integers import code_range
 from quantizers.recipe.schema import Experts
-
-from . import kernels
 
 Grid = int | Literal["e2m1"]  # the bits of symmetric integers, or E2M1
 E2M1: Literal["e2m1"] = "e2m1"
 LARGEST = 12.0  # of E2M1's codes
 # Multiples of the min-max scale that are tried for integers; for E2M1 so many E4M3 numbers below and above it: with
 # half as much again, the largest weight is 4 instead of 6.
-MSE_FACTORS = tuple(kernels.MSE_FIRST - kernels.MSE_LESS * k for k in range(kernels.MSE_COUNT))
+MSE_COUNT, MSE_FIRST, MSE_LESS = 20, 1.05, 0.02  # so many, the first, the steps down
+MSE_FACTORS = tuple(MSE_FIRST - MSE_LESS * k for k in range(MSE_COUNT))
 BELOW, ABOVE = 6, 5
 
 
@@ -42,19 +40,19 @@ def reach(grid: Grid) -> float:
     return (high - low) / 2
 
 
-def nearest_code_(x: torch.Tensor, grid: Grid) -> torch.Tensor:
+def nearest_code_(x: Tensor, grid: Grid) -> Tensor:
     """Round weights, divided by their scale, to codes, in place."""
     if grid != E2M1:
         return x.round_().clamp_(*code_range(grid))
     return nearest_e2m1_(x.div_(2)).mul_(2)
 
 
-def stored_scale(scale: torch.Tensor, grid: Grid) -> torch.Tensor:
+def stored_scale(scale: Tensor, grid: Grid) -> Tensor:
     """The bfloat16 scale nearest to a float32 one that a file can hold; of E2M1 never zero."""
     return scale.bfloat16() if grid != E2M1 else nearest_e4m3(2 * scale).bfloat16().div_(2)
 
 
-def scale_candidates(base: torch.Tensor, grid: Grid, signed: bool) -> Iterator[torch.Tensor]:
+def scale_candidates(base: Tensor, grid: Grid, signed: bool) -> Iterator[Tensor]:
     """What is tried besides the min-max scale `base`, bfloat16 each."""
     if grid == E2M1:
         number = nearest_e4m3(2 * base.float()).view(torch.uint8).short()
@@ -66,6 +64,6 @@ def scale_candidates(base: torch.Tensor, grid: Grid, signed: bool) -> Iterator[t
         yield (exact * factor).bfloat16()
 
 
-def unit(weight: torch.Tensor, grid: Grid) -> torch.Tensor | None:
+def unit(weight: Tensor, grid: Grid) -> Tensor | None:
     """What each matrix of (E, R, C) is multiplied by on its grid, (E,) float32: its global scale; None for integers."""
     return global_scale(torch.linalg.vector_norm(weight, torch.inf, dim=(-2, -1))) if grid == E2M1 else None

@@ -1,23 +1,24 @@
 """Hessians of the inputs of w1 and w3, Σ x xᵀ, and of w2, Σ h hᵀ.
 
+Hessians are float32 and added token chunk by token chunk, in order, one chunk a matmul: torch does not promise the same
+bits for other shapes. Those of x come from sweeps over all chunks, for as many expert batches as memory has room for;
+those of h from a forced pass: every token through every expert of an expert batch.
+
 Legend: T rows of a token chunk, H hidden, I expert width, c experts of an expert batch, m rows routed to an expert
 (padded); x (T, H) is what w1 and w3 read, h (T, I) what w2 reads: the gate of x w1ᵀ and x w3ᵀ, see gates.py. h is
 transposed, (c, I, T): one matmul then gives it for all experts of the batch, and each half of the result is contiguous.
-
-Hessians are float32 and added token chunk by token chunk, in order, one chunk a matmul: torch does not promise the same
-bits for other shapes. Those of x come from sweeps over all chunks for several expert batches, as many as memory has
-room for; where the device's memory is full, they are dropped and the step repeated with half as many. Those of h come
-from a forced pass: every token through every expert of an expert batch.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from quantizers.architectures.gates import Gate
 from quantizers.device.devices import is_accelerator, release_free_memory
@@ -38,9 +39,9 @@ Result = TypeVar("Result")
 class InputHessian:
     """Hessian Σ x xᵀ (H, H) of all usable rows, and mean and largest |x| (H,), float32."""
 
-    hessian: torch.Tensor
-    mean: torch.Tensor
-    largest: torch.Tensor
+    hessian: Tensor
+    mean: Tensor
+    largest: Tensor
 
 
 def sweep(
@@ -50,15 +51,14 @@ def sweep(
     hidden: int,
     *,
     with_all: bool,
-) -> tuple[InputHessian, dict[ExpertBatch, torch.Tensor]]:
+) -> tuple[InputHessian, dict[ExpertBatch, Tensor]]:
     """One pass over all token chunks for the Hessians of some expert batches, which are in memory together.
 
     Of each expert batch Σ r² x xᵀ (c, H, H) over its routed rows; the Hessian of all rows is zero without `with_all`.
     """
-    device = routing.share.device
-    total = torch.zeros(hidden, hidden, device=device)
-    size, largest = torch.zeros(hidden, device=device), torch.zeros(hidden, device=device)
-    hessians = {batch: torch.zeros(batch[1] - batch[0], hidden, hidden, device=device) for batch in batches}
+    zeros = partial(torch.zeros, device=routing.share.device)
+    total, size, largest = zeros(hidden, hidden), zeros(hidden), zeros(hidden)
+    hessians = {(first, last): zeros(last - first, hidden, hidden) for first, last in batches}
     for chunk, table in zip(chunks, routing.tables, strict=True):
         if with_all:
             add_hessian(total, chunk.x)
@@ -66,26 +66,22 @@ def sweep(
             largest = torch.maximum(largest, torch.linalg.vector_norm(chunk.x, torch.inf, dim=0, dtype=torch.float32))
         for batch, hessian in hessians.items():
             for rows, weight in table.routed(*batch):
-                picked = rows_of(chunk.x, rows).mul_(weight.unsqueeze(-1).to(chunk.x.dtype))  # (c, m, H)
-                add_hessian(hessian, picked)
+                add_hessian(hessian, rows_of(chunk.x, rows).mul_(weight.unsqueeze(-1).to(chunk.x.dtype)))  # (c, m, H)
     for hessian in hessians.values():
         mirror(hessian)
     return InputHessian(mirror(total), size / max(routing.tokens, 1), largest), hessians
 
 
-def blended_hessian(
-    routed: torch.Tensor, all_hessian: torch.Tensor, routing: RoutingStatistics, batch: ExpertBatch
-) -> torch.Tensor:
+def blended_hessian(routed: Tensor, all_hessian: Tensor, routing: RoutingStatistics, batch: ExpertBatch) -> Tensor:
     """Blended Σ x xᵀ (c, H, H) of an expert batch, each of total weight 1, in `routed`'s memory; all_hessian (H, H)."""
     of_routed, of_all = (factors[slice(*batch), None, None] for factors in (routing.of_routed, routing.of_all))
     return routed.mul_(of_routed).addcmul_(all_hessian, of_all)
 
 
 class HessianCache:
-    """Hessians of x of one layer: of all rows, and of the next expert batches, as many as there is memory for.
+    """Hessians of x of one layer: `of_all` rows, and of the next expert batches, as many as there is memory for.
 
-    Attributes:
-        of_all: from the first sweep, which caches those of the first expert batches as well.
+    The first sweep gives that of all rows, and caches those of the first expert batches as well.
     """
 
     def __init__(
@@ -97,10 +93,10 @@ class HessianCache:
         batches: Sequence[ExpertBatch],
     ) -> None:
         self.chunks, self.routing, self._hidden, self._residents = chunks, routing, hidden, residents
-        self._cached: dict[ExpertBatch, torch.Tensor] = {}
+        self._cached: dict[ExpertBatch, Tensor] = {}
         self.of_all = self._sweep(batches, with_all=True)
 
-    def take(self, waiting: Sequence[ExpertBatch]) -> torch.Tensor:
+    def take(self, waiting: Sequence[ExpertBatch]) -> Tensor:
         """The Hessians (c, H, H) of the first of these expert batches, removed from the cache."""
         if waiting[0] not in self._cached:
             release_free_memory()  # otherwise memory that was freed sometimes adds to the peak of what comes next
@@ -122,20 +118,20 @@ class HessianCache:
         A QuantizeError says that it is too small even for one expert batch at a time.
         """
         while True:
-            try:
+            with contextlib.suppress(torch.OutOfMemoryError):  # the step's tensors are freed when this block ends
                 return step()
-            except torch.OutOfMemoryError:
-                pass  # the step's tensors are freed only when this block ends
             self._cached = {}
             self._residents.shrink()
             release_free_memory()
 
 
-@dataclass
+@dataclass(frozen=True)
 class DownHessian:
     """Blended Hessians of h for the experts of a batch, each of total weight 1, in float32.
 
     Attributes:
+        hessian: Σ h hᵀ (c, I, I).
+        mean: of |h|, (c, I).
         changes: Σ d hᵀ (c, I, I), where h + d is the source's; over routed tokens only, weighted as in the blend. None
             unless asked for.
         seen, dropped: (c,) int64, rows of h that went into the Hessian, and rows left out: not usable themselves, or in
@@ -143,22 +139,22 @@ class DownHessian:
         largest: |h| of all rows that are not left out, (c, I). None unless asked for.
     """
 
-    hessian: torch.Tensor  # Σ h hᵀ (c, I, I)
-    mean: torch.Tensor  # of |h|, (c, I)
-    changes: torch.Tensor | None
-    seen: torch.Tensor
-    dropped: torch.Tensor
-    largest: torch.Tensor | None = None
+    hessian: Tensor
+    mean: Tensor
+    changes: Tensor | None
+    seen: Tensor
+    dropped: Tensor
+    largest: Tensor | None = None
 
 
 def collect_down_hessian(
     chunks: Sequence[MoeInputs],
     routing: RoutingStatistics,
-    gate_up: torch.Tensor,
+    gate_up: Tensor,
     *,
     gate: Gate,
     batch: ExpertBatch,
-    source: torch.Tensor | None = None,
+    source: Tensor | None = None,
     every: int = 1,
     with_largest: bool = False,
 ) -> DownHessian:
@@ -170,8 +166,7 @@ def collect_down_hessian(
         every: read every n-th token chunk only.
         with_largest: whether `largest` is asked for.
     """
-    count, width = len(gate_up), gate_up.shape[1] // 2
-    zeros = partial(torch.zeros, device=gate_up.device)
+    count, width, zeros = len(gate_up), gate_up.shape[1] // 2, partial(torch.zeros, device=gate_up.device)
     # Sums over token chunks, which are divided by the mass of all rows at the end.
     total, changes = zeros(count, width, width), None if source is None else zeros(count, width, width)
     by_kernel = gate_up.dtype == torch.bfloat16 and use_kernel("weigh_rows", gate_up.device)
@@ -181,8 +176,7 @@ def collect_down_hessian(
     routed_mass = zeros(count, dtype=torch.float64)
     routed = sum(sum(table.known) for table in routing.tables) // len(routing.experts)  # of an expert on average
     step = max(1, routed // (ROUTED_PER_COLUMN * width))
-    products = gate_up.new_empty(0, 0)
-    rows = 0
+    products, rows = gate_up.new_empty(0, 0), 0
     numbered = zip(range(0, len(chunks), every), chunks[::every], strict=True)
     for number, chunk in timed_items("forced pass", numbered):  # the next chunk is prefetched meanwhile
         rows += len(chunk.x)
@@ -197,21 +191,22 @@ def collect_down_hessian(
             root = routing.roots(chunk, batch, good, h.dtype)
             mass += root.float().square().sum(1, keepdim=True)
             seen += good.sum(1)
-        if largest is not None:
-            with phase("Hessians"):
-                seen_here = torch.linalg.vector_norm(h.masked_fill(~good.unsqueeze(1), 0), torch.inf, dim=-1)
-                largest = torch.maximum(largest, seen_here.float())
+            if largest is not None:
+                peaks = torch.linalg.vector_norm(h.masked_fill(~good.unsqueeze(1), 0), torch.inf, dim=-1)
+                largest = torch.maximum(largest, peaks.float())
         if source is not None and changes is not None:
             with phase("changes"):
                 for part in routing.tables[number].routed(*batch) if number % step == 0 else ():
-                    routed_mass += _add_changes(changes, h, good, chunk.x, part, source, gate)
+                    wanted = gate(torch.bmm(source, rows_of(chunk.x, part[0]).mT))  # (c, I, m)
+                    routed_mass += _add_changes(changes, h, good, wanted, part)
+                    del wanted
         with phase("Hessians"):
             if by_kernel:
                 kernels.weigh_rows(h, root, magnitude)
-                add_hessian(total, h.mT)
             else:
                 weigh_rows(h, root)
-                add_hessian(total, h.mT)
+            add_hessian(total, h.mT)
+            if not by_kernel:
                 magnitude += h.abs_().mul_(root.unsqueeze(1)).sum(-1, keepdim=True, dtype=torch.float32)
         del h, good, root  # before there is memory for the next ones
     mass.clamp_(min=torch.finfo(torch.float32).tiny)
@@ -222,7 +217,7 @@ def collect_down_hessian(
     return DownHessian(hessian, magnitude.sum(-1) / mass, changes, seen, rows - seen, largest)
 
 
-def weigh_rows(h: torch.Tensor, root: torch.Tensor) -> None:
+def weigh_rows(h: Tensor, root: Tensor) -> None:
     """h (c, I, T) *= root (c, T), zero where root is: there h may have any value. The twin of `kernels.weigh_rows`."""
     left_out = root == 0
     if is_accelerator(h.device) or bool(left_out.any()):
@@ -230,22 +225,13 @@ def weigh_rows(h: torch.Tensor, root: torch.Tensor) -> None:
     h.mul_(root.unsqueeze(1))
 
 
-def _add_changes(
-    changes: torch.Tensor,
-    h: torch.Tensor,
-    good: torch.Tensor,
-    x: torch.Tensor,
-    routed: Routed,
-    source: torch.Tensor,
-    gate: Gate,
-) -> torch.Tensor:
+def _add_changes(changes: Tensor, h: Tensor, good: Tensor, wanted: Tensor, routed: Routed) -> Tensor:
     """Add Σ r² d hᵀ over one part of a chunk's routed rows to `changes`; returns their Σ r² (c,) in float64.
 
-    h (c, I, T) is from the rounded weights; `good` (c, T) are the rows that are not left out.
+    h (c, I, T) is from the rounded weights, and `wanted` (c, I, m), of these rows alone, from the source's; it is
+    overwritten. `good` (c, T) are the rows that are not left out.
     """
-    rows, weight = routed
-    wanted = gate(torch.bmm(source, rows_of(x, rows).mT))  # (c, I, m)
-    rows = rows.long()
+    rows, weight = routed[0].long(), routed[1]
     got = h.gather(2, rows.unsqueeze(1).expand(-1, h.shape[1], -1))
     counted = weight.square() * (usable_rows(wanted, 1) & good.gather(1, rows))
     left_out = (counted == 0).unsqueeze(1)

@@ -10,24 +10,24 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from quantizers.device.triton_support import can_launch, disable_kernel
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
-from quantizers.formats.packed_integers import grouped
 from quantizers.system.errors import first_line
 
 from . import kernels
 from .hessians import weigh_rows
-from .rounding import BLOCK, in_groups, mse_steps, refine_group, round_block
+from .rounding import BLOCK, mse_scales, refine_group, round_block
 
 Arguments = list[Any]
 
 
 class Case(NamedTuple):
-    """A kernel's twin in torch's operations, and a small input of both."""
+    """What a kernel and its twin in torch's operations do, and a small input of both."""
 
     arguments: Callable[..., Arguments]  # of device, E, R, C, bits and signed; the same numbers every time
-    twin: Callable[..., None]
+    function: Callable[..., None]  # of these, and whether by the kernel
     results: dict[str, int]  # places of the arguments that must have the same bits
     sums: int | None = None  # place of the argument that the twin adds up in another order
 
@@ -66,8 +66,8 @@ def differences(kernel: str, device: torch.device, shape: tuple[int, int, int, i
     """The results of a kernel that do not have its eager twin's bits; `shape` is E, R, C, bits and signed."""
     case = KERNELS[kernel]
     by_kernel, by_twin = case.arguments(device, *shape), case.arguments(device, *shape)
-    getattr(kernels, kernel)(*by_kernel)
-    case.twin(*by_twin)
+    case.function(*by_kernel, True)
+    case.function(*by_twin, False)
     differing = [name for name, at in case.results.items() if not same_bits(by_kernel[at], by_twin[at])]
     if case.sums is not None:
         first, second = (arguments[case.sums].sum(-1) for arguments in (by_kernel, by_twin))
@@ -75,24 +75,24 @@ def differences(kernel: str, device: torch.device, shape: tuple[int, int, int, i
     return differing
 
 
-def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+def same_bits(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors have the same bits, signs of zero included; any NaN is as good as another."""
     known = ~second.isnan()
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32}[first.element_size()]
     return torch.equal(~first.isnan(), known) and torch.equal(first.view(whole)[known], second.view(whole)[known])
 
 
-def _drawn(device: torch.device, *shape: int) -> torch.Tensor:
+def _drawn(device: torch.device, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(device)
 
 
-def _scales(device: torch.device, signed: bool, *shape: int) -> torch.Tensor:
+def _scales(device: torch.device, signed: bool, *shape: int) -> Tensor:
     drawn = _drawn(device, *shape)
     scales = drawn.abs() / 4 + 0.05
     return (scales.copysign(drawn) if signed else scales).bfloat16()
 
 
-def _within(tensor: torch.Tensor, columns: int) -> torch.Tensor:
+def _within(tensor: Tensor, columns: int) -> Tensor:
     """The tensor as a view of a larger one, as a kernel gets a part of a matrix."""
     larger = tensor.new_zeros(tensor.shape[0], tensor.shape[1] + columns, *tensor.shape[2:])
     larger[:, columns:] = tensor
@@ -129,12 +129,14 @@ def _mse_scales(device: torch.device, experts: int, rows: int, columns: int, bit
     weight = _drawn(device, experts, 2 * columns, rows)
     weight[0, :columns, 0] = 0
     importance = _drawn(device, experts, 2 * columns).square()
-    return [weight, importance, _scales(device, signed, experts, 2, rows), bits, signed]
+    return [weight, importance, _scales(device, signed, experts, rows, 2), bits, signed]
 
 
-def _mse_twin(weight: torch.Tensor, importance: torch.Tensor, chosen: torch.Tensor, bits: int, signed: bool) -> None:
-    group = weight.shape[1] // chosen.shape[1]
-    chosen.copy_(mse_steps(in_groups(weight, group), grouped(importance, group).unsqueeze(-1), bits, signed))
+def _choose_scales(
+    weight: Tensor, importance: Tensor, chosen: Tensor, bits: int, signed: bool, by_kernel: bool
+) -> None:
+    group = weight.shape[1] // chosen.shape[2]
+    chosen.copy_(mse_scales(weight.mT, importance, group, bits, signed=signed, by_kernel=by_kernel))
 
 
 def _weigh_rows(device: torch.device, experts: int, rows: int, columns: int, *_: int) -> Arguments:
@@ -146,7 +148,10 @@ def _weigh_rows(device: torch.device, experts: int, rows: int, columns: int, *_:
     return [_within(h, columns), root, torch.zeros(experts, columns, kernels.SUMS, device=device)]
 
 
-def _weigh_twin(h: torch.Tensor, root: torch.Tensor, magnitude: torch.Tensor) -> None:
+def _weigh(h: Tensor, root: Tensor, magnitude: Tensor, by_kernel: bool) -> None:
+    if by_kernel:
+        kernels.weigh_rows(h, root, magnitude)
+        return
     weigh_rows(h, root)
     magnitude[..., 0] += (h.abs() * root.unsqueeze(1)).sum(-1, dtype=torch.float32)
 
@@ -154,6 +159,6 @@ def _weigh_twin(h: torch.Tensor, root: torch.Tensor, magnitude: torch.Tensor) ->
 KERNELS = {
     "gptq_block": Case(_gptq_block, round_block, {"errors": 4, "codes": 5}),
     "refine_group": Case(_refine_group, refine_group, {"scales": 1, "codes": 4, "changes": 5}),
-    "mse_scales": Case(_mse_scales, _mse_twin, {"scales": 2}),
-    "weigh_rows": Case(_weigh_rows, _weigh_twin, {"rows": 0}, sums=2),
+    "mse_scales": Case(_mse_scales, _choose_scales, {"scales": 2}),
+    "weigh_rows": Case(_weigh_rows, _weigh, {"rows": 0}, sums=2),
 }

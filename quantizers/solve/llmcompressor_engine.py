@@ -1,10 +1,6 @@
 """The reference engine: llm-compressor's own AWQ and quantization modifiers on one decoder layer.
 
-The library gets a one-layer model, a session of its own and one sequence a batch, and does what its `oneshot` does with
-that layer: a grid of scales, each scored by replaying the MoE block (norm → router, w1, w3) or the one matrix (w3 → w2)
-on every calibration token; min-max group scales; nearest rounding.
-
-Three things differ on purpose:
+The library gets a one-layer model, a session of its own and one sequence a batch. Three things differ on purpose:
 
 - The layer is float32, and so are the library's group scales, but a checkpoint holds bfloat16 scales. They are rounded
   first, and the smoothed float32 weights are then rounded to codes with them, by the library's own `quantize`.
@@ -31,6 +27,7 @@ from io import StringIO
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quantizers.architectures.facts import Modules
 from quantizers.architectures.matrices import MATRICES, PROJECTIONS, Matrix
@@ -69,7 +66,7 @@ def solve_with_llmcompressor(
     inputs: Sequence[Mapping[str, Any]],
     settings: Experts,
     modules: Modules,
-    norm: torch.Tensor | None,
+    norm: Tensor | None,
     *,
     compensate_router: bool = True,
 ) -> LayerResult:
@@ -100,7 +97,7 @@ def solve_with_llmcompressor(
     from llmcompressor.core import create_session
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
-    source_router = _weight(layer.get_submodule(modules.router)).to(torch.float32, copy=True)
+    source_router = layer.get_parameter(f"{modules.router}.weight").detach().to(torch.float32, copy=True)
     hidden = layer.get_parameter(f"{modules.experts}.down_proj").shape[1]
     divided = None if norm is None else modules.norm
     linear = _linearize(layer, modules.experts)
@@ -114,8 +111,7 @@ def solve_with_llmcompressor(
         router = modules.router if compensate_router else None
         modifiers.insert(0, _awq_modifier(settings.awq, divided, router, every))
 
-    error: dict[str, float] = {}
-    fallbacks: list[str] = []
+    error, fallbacks = dict[str, float](), list[str]()
     with create_session() as session, torch.no_grad():
         session.initialize(model=torch.nn.ModuleDict({"layer": layer}), recipe=modifiers, start=-1)
         tokens = _calibrate(layer, linear, inputs if settings.awq else (), modifiers[0] if settings.awq else None)
@@ -126,17 +122,11 @@ def solve_with_llmcompressor(
 
     folded, smooth = None, torch.ones(hidden, device=source_router.device)
     if norm is not None and modules.norm is not None:
-        folded = _weight(layer.get_submodule(modules.norm)).to(norm.dtype)  # (H,)
+        folded = layer.get_parameter(f"{modules.norm}.weight").detach().to(norm.dtype)  # (H,)
         smooth = torch.where(folded == 0, 1.0, norm.float() / folded.float())
     compensated = norm is not None and settings.awq and compensate_router
     codes, scales = _codes(linear, args)
     return LayerResult(folded, smooth, source_router * smooth if compensated else None, codes, scales, error, fallbacks)
-
-
-def _weight(module: torch.nn.Module) -> torch.Tensor:
-    """The weight's present values, without a gradient; shares memory with the module."""
-    assert isinstance(module.weight, torch.Tensor)
-    return module.weight.detach()
 
 
 def _linearize(layer: torch.nn.Module, experts: str) -> Any:
@@ -162,12 +152,8 @@ def _awq_modifier(awq: Awq, norm: str | None, router: str | None, every: str) ->
     if norm is not None:
         readers = [f"layer.{router}"] * (router is not None) + [f"{every}gate_proj$", f"{every}up_proj$"]
         mappings.insert(0, AWQMapping(f"layer.{norm}", readers))
-    return AWQModifier(
-        mappings=mappings,
-        offload_device=torch.device("cpu"),  # the library's default for a mixture of experts
-        n_grid=awq.grid,
-        duo_scaling=awq.duo_scaling,
-    )
+    cpu = torch.device("cpu")  # the library's default for a mixture of experts
+    return AWQModifier(mappings=mappings, offload_device=cpu, n_grid=awq.grid, duo_scaling=awq.duo_scaling)
 
 
 def _calibrate(layer: torch.nn.Module, linear: Any, inputs: Sequence[Mapping[str, Any]], awq: Any) -> int:
@@ -181,7 +167,7 @@ def _calibrate(layer: torch.nn.Module, linear: Any, inputs: Sequence[Mapping[str
 
     seen = [0] * linear.num_experts
 
-    def count(expert: int, _module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+    def count(expert: int, _module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
         seen[expert] += args[0].shape[:-1].numel()
 
     with ExitStack() as stack:
@@ -225,8 +211,7 @@ def _report(
 ) -> tuple[dict[str, float], list[str]]:
     """The search's errors, and a line for each scale that the library did not search (it only logs that)."""
     searched = {entry["layer_name"]: entry for entry in metrics}
-    error: dict[str, float] = {}
-    fallbacks: list[str] = []
+    error, fallbacks = dict[str, float](), list[str]()
     if norm is not None:
         if shared := searched.get(f"layer.{norm}"):
             error |= {"search_before": shared["initial_error"], "search_after": shared["best_error"]}
@@ -241,22 +226,19 @@ def _report(
     return error, fallbacks
 
 
-def _codes(linear: Any, args: Any) -> tuple[dict[Matrix, torch.Tensor], dict[Matrix, torch.Tensor]]:
+def _codes(linear: Any, args: Any) -> tuple[dict[Matrix, Tensor], dict[Matrix, Tensor]]:
     """The smoothed weights' codes and group scales as in `LayerResult`: the library's scales, rounded to bfloat16."""
     from compressed_tensors.quantization import quantize
 
-    codes: dict[Matrix, torch.Tensor] = {}
-    scales: dict[Matrix, torch.Tensor] = {}
+    codes, scales = dict[Matrix, Tensor](), dict[Matrix, Tensor]()
     for matrix in MATRICES:
         modules = [getattr(linear[e], PROJECTIONS[matrix]) for e in range(linear.num_experts)]
         scales[matrix] = torch.stack([module.weight_scale.detach().to(torch.bfloat16) for module in modules])
         for expert, finite in enumerate(scales[matrix].isfinite().flatten(1).all(1).tolist()):
             if not finite:
                 raise QuantizeError(f"expert {expert}: a group scale of {PROJECTIONS[matrix]} is not finite")
+        both = [(module.weight.detach(), scale) for module, scale in zip(modules, scales[matrix], strict=True)]
         codes[matrix] = torch.stack(
-            [
-                quantize(_weight(module), scale.to(module.weight.dtype), None, args, dtype=torch.int8)
-                for module, scale in zip(modules, scales[matrix], strict=True)
-            ]
+            [quantize(weight, scale.to(weight.dtype), None, args, dtype=torch.int8) for weight, scale in both]
         )
     return codes, scales

@@ -1,30 +1,21 @@
 """Group scales and integer codes: min-max or weighted-MSE scales, nearest or GPTQ rounding, coordinate descent.
 
+Formulas and papers are in docs/explanation/method.md. All functions are pure, and batched over experts. Scales are
+bfloat16 as the file stores them and a server reads them: a code rounded against a finer scale would be a different
+weight there. Each inner loop, `round_block`, `mse_scales` and `refine_group`, is a kernel on a GPU, see kernels.py.
+
 Legend: E experts, R rows (outputs), C columns (inputs), g group size, n = C / g groups, H the columns' Hessian.
 `signed`: a scale may be negative. Codes reach one further down than up, from -8 to 7 with 4 bits, and a negative scale
 turns that side to where a group needs it.
-
-All functions are pure, and batched over experts. Scales are bfloat16 as the file stores them and a server reads them: a
-code rounded against a finer scale would be a different weight there.
-
-GPTQ: Frantar et al., https://arxiv.org/abs/2210.17323. Columns in the order of falling diagonal:
-its "act-order", here with the groups' scales fixed beforehand, so that no g_idx is needed.
-
-GPTQ decides each column once. After it, `refine` sets every group's scale and codes once more, given all the others.
-With P = (W − Ŵ) H at hand, the loss tr((W − Ŵ) H (W − Ŵ)ᵀ) is a parabola in a single group's scale, and in a single
-code, so each can be set to its best value in turn: block coordinate descent, by which the loss never rises. A panel of
-columns gets its part of P by one matmul, and each of its groups by another the changes of the groups before it, so that
-a sweep multiplies by H once.
-
-The inner loops, `round_block`, `mse_steps` and `refine_group`, keep the rule of kernels.py: a kernel takes their place
-on a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import product
 
 import torch
+from torch import Tensor
 
 from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import tensor_to_host
@@ -32,8 +23,8 @@ from quantizers.device.triton_support import use_kernel
 from quantizers.formats.packed_integers import dequantize, grouped
 
 from . import kernels
-from .grid import E2M1, Grid, nearest_code_, reach, scale_candidates, stored_scale
-from .symmetric import ordered_sum
+from .grid import E2M1, MSE_COUNT, MSE_FIRST, MSE_LESS, Grid, nearest_code_, reach, scale_candidates, stored_scale
+from .symmetric import LANES, ordered_sum
 
 DAMPING = 0.01  # of Hessians, as a share of their mean diagonal
 BLOCK = 32  # GPTQ columns of one kernel; one matmul adds the errors of their panel before it
@@ -42,7 +33,7 @@ ATTEMPTS = 4  # dampings tried, each ten times the one before
 PART = 2**19  # numbers of a part that stays in a CPU's cache: 2 MiB of float32
 
 
-def minmax_scales(weight: torch.Tensor, group: int, grid: Grid, *, signed: bool = True) -> torch.Tensor:
+def minmax_scales(weight: Tensor, group: int, grid: Grid, *, signed: bool = True) -> Tensor:
     """Scale per group (…, R, n) bfloat16 from the largest magnitude in weight (…, R, C), 1 where that is zero.
 
     max|w| / 7.5 for 4 bits and max|w| / 6 for E2M1, as compressed-tensors does; if `signed`, that of integers is
@@ -52,7 +43,7 @@ def minmax_scales(weight: torch.Tensor, group: int, grid: Grid, *, signed: bool 
     return minmax_steps(weight.mT.view(*weight.shape[:-2], -1, group, rows), grid, signed).mT.contiguous()
 
 
-def minmax_steps(by_group: torch.Tensor, grid: Grid, signed: bool) -> torch.Tensor:
+def minmax_steps(by_group: Tensor, grid: Grid, signed: bool) -> Tensor:
     """As `minmax_scales`, (…, n, R) bfloat16, of a transposed matrix (…, n, g, R) float32."""
     above, below = by_group.amax(-2), by_group.amin(-2).neg_()
     turned = above > below
@@ -63,26 +54,31 @@ def minmax_steps(by_group: torch.Tensor, grid: Grid, signed: bool) -> torch.Tens
     return torch.where(turned, -scale, scale) if signed and grid != E2M1 else scale
 
 
-def nearest(weight: torch.Tensor, scale: torch.Tensor, grid: Grid) -> torch.Tensor:
+def nearest(weight: Tensor, scale: Tensor, grid: Grid) -> Tensor:
     """Codes (…, R, C) int8 nearest to weight (…, R, C) / scale (…, R, n), within the code range."""
     view = grouped(weight, weight.shape[-1] // scale.shape[-1])
     return nearest_code_(view / scale.float().unsqueeze(-1), grid).flatten(-2).to(torch.int8)
 
 
 def mse_scales(
-    weight: torch.Tensor, importance: torch.Tensor, group: int, grid: Grid, *, signed: bool = True
-) -> torch.Tensor:
+    weight: Tensor, importance: Tensor, group: int, grid: Grid, *, signed: bool = True, by_kernel: bool | None = None
+) -> Tensor:
     """The best of the min-max scale and 20 multiples of it, (E, R, n) bfloat16, by squared error weighted per column.
 
     If `signed`, each multiple is tried with both signs. E2M1 has other candidates, see grid.py.
 
     Both are float32: weight (E, R, C), and importance (E, C), not negative: the diagonal of the columns' Hessian. Where
-    all of it is zero, the min-max scale is the best.
+    all of it is zero, the min-max scale is the best. `by_kernel` is for verification alone.
     """
     experts, rows, columns = weight.shape
     chosen = torch.empty(experts, columns // group, rows, dtype=torch.bfloat16, device=weight.device)
-    if grid != E2M1 and use_kernel("mse_scales", weight.device):
-        kernels.mse_scales(weight.mT.contiguous(), importance.contiguous(), chosen, grid, signed)
+    by_kernel = use_kernel("mse_scales", weight.device) if by_kernel is None else by_kernel
+    if by_kernel and grid != E2M1:
+        tensors = (weight.mT.contiguous(), importance.contiguous(), chosen)
+        kernels.launch(
+            "mse_scales", tensors, bits=grid, columns=LANES, groups=columns // group,
+            G=group, COUNT=MSE_COUNT, FIRST=MSE_FIRST, LESS=MSE_LESS, SIGNED=signed,
+        )  # fmt: skip
         return chosen.mT.contiguous()
     for some, part in column_parts(weight.mT, group):
         by_group = in_groups(weight.mT[some, part].contiguous(), group)
@@ -91,12 +87,12 @@ def mse_scales(
     return chosen.mT.contiguous()
 
 
-def mse_steps(by_group: torch.Tensor, column: torch.Tensor, grid: Grid, signed: bool) -> torch.Tensor:
+def mse_steps(by_group: Tensor, column: Tensor, grid: Grid, signed: bool) -> Tensor:
     """Scales (e, n, R) bfloat16 of a part (e, n, g, R), with the importance `column` (e, n, g, 1) of each column."""
     chosen = base = minmax_steps(by_group, grid, signed)
     error = torch.empty_like(by_group)
 
-    def loss_of(scale: torch.Tensor) -> torch.Tensor:
+    def loss_of(scale: Tensor) -> Tensor:
         step = scale.float().unsqueeze(2)
         nearest_code_(torch.div(by_group, step, out=error), grid).mul_(step).sub_(by_group)
         return ordered_sum(error.square_().mul_(column))
@@ -110,7 +106,7 @@ def mse_steps(by_group: torch.Tensor, column: torch.Tensor, grid: Grid, signed: 
     return chosen
 
 
-def damped(hessian: torch.Tensor, damping: torch.Tensor) -> torch.Tensor:
+def damped(hessian: Tensor, damping: Tensor) -> Tensor:
     """hessian (E, C, C) + damping (E,) times its mean diagonal on the diagonal; 1 where that is not finite or zero."""
     added = damping * hessian.diagonal(dim1=-2, dim2=-1).mean(-1)
     added = torch.where(torch.isfinite(added) & (added > 0), added, 1)
@@ -119,13 +115,13 @@ def damped(hessian: torch.Tensor, damping: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def gptq(
-    weight: torch.Tensor, hessian: torch.Tensor, scale: torch.Tensor, grid: Grid
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gptq(weight: Tensor, hessian: Tensor, scale: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     """Codes (E, R, C) int8 column by column, each column's error spread over those not yet rounded; the damping (E,).
 
-    The hessian (E, C, C) float32 is Σ x xᵀ of what multiplies the columns of weight (E, R, C) float32; scales (E, R, n)
-    bfloat16 are fixed beforehand. Damping is that of `cholesky_inverse`; where it is infinite, the codes are `nearest`.
+    GPTQ: Frantar et al., https://arxiv.org/abs/2210.17323, columns in the order of falling diagonal, its "act-order".
+    Scales (E, R, n) bfloat16 are fixed beforehand, so that no g_idx is needed. The hessian (E, C, C) float32 is Σ x xᵀ
+    of what multiplies the columns of weight (E, R, C) float32. Damping is that of `cholesky_inverse`; where it is
+    infinite, the codes are `nearest`.
     """
     experts, rows, columns = weight.shape
     order = hessian.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)  # (E, C)
@@ -137,8 +133,7 @@ def gptq(
     steps, group_of = scale.mT.contiguous(), (order // (columns // scale.shape[-1])).int()
     codes = torch.empty_like(work, dtype=torch.int8)
     errors = torch.empty(experts, min(PANEL, columns), rows, dtype=work.dtype, device=work.device)
-    by_kernel = grid != E2M1 and use_kernel("gptq_block", work.device)
-    round_one: Callable[..., None] = kernels.gptq_block if by_kernel else round_block
+    by_kernel = use_kernel("gptq_block", work.device)
     for first in range(0, columns, PANEL):
         last = min(first + PANEL, columns)
         if first:
@@ -148,7 +143,10 @@ def gptq(
             block, left = slice(start, end), errors[:, start - first : end - first]
             if start > first:
                 work[:, block].baddbmm_(factor[:, first:start, block].mT, errors[:, : start - first], alpha=-1)
-            round_one(work[:, block], factor[:, block, block], steps, group_of[:, block], left, codes[:, block], grid)
+            round_block(
+                work[:, block], factor[:, block, block], steps, group_of[:, block], left, codes[:, block],
+                grid, by_kernel,
+            )  # fmt: skip
         # These columns are finished: their errors, which later ones need, replace them.
         work[:, first:last] = errors[:, : last - first]
     # Gathered by the inverse order: a deterministic scatter on a GPU sorts all elements, with several int64 for each.
@@ -156,15 +154,29 @@ def gptq(
 
 
 def round_block(
-    work: torch.Tensor,
-    factor: torch.Tensor,
-    scale: torch.Tensor,
-    group_of: torch.Tensor,
-    errors: torch.Tensor,
-    codes: torch.Tensor,
+    work: Tensor,
+    factor: Tensor,
+    scale: Tensor,
+    group_of: Tensor,
+    errors: Tensor,
+    codes: Tensor,
     grid: Grid,
+    by_kernel: bool,
 ) -> None:
-    """The twin of `kernels.gptq_block`, with the same arguments; `work` is changed."""
+    """Round the columns of a block of W one by one, each less its share of the errors before it.
+
+    Args:
+        work: (E, W, R) float32, the columns less the errors spread to them so far. Worthless afterwards.
+        factor: (E, W, W) float32, an error's (row) share in each later column.
+        scale: (E, n, R) bfloat16, of all groups.
+        group_of: (E, W) int32, the group of each column.
+        errors: (E, W, R) float32, filled.
+        codes: (E, W, R) int8, filled.
+    """
+    if by_kernel and grid != E2M1:
+        width, tensors = work.shape[1], (work, factor, scale, group_of, errors, codes)
+        kernels.launch("gptq_block", tensors, *factor.stride()[1:], bits=grid, columns=width, W=width)
+        return
     steps, rounded, shares = _in_order(scale, group_of.long()).float(), *(torch.empty_like(work) for _ in range(2))
     columns = (tensor.unbind(1) for tensor in (work, steps, rounded, errors))
     for j, (column, step, code, error) in enumerate(zip(*columns, strict=True)):
@@ -175,13 +187,13 @@ def round_block(
     codes.copy_(rounded)
 
 
-def _in_order(matrices: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+def _in_order(matrices: Tensor, order: Tensor) -> Tensor:
     """The rows of (E, M, N) in another order for each expert, (E, m, N) contiguous; order (E, m) int64."""
     # The index is a view of `order`, and takes no memory.
     return matrices.gather(1, order.unsqueeze(-1).expand(-1, -1, matrices.shape[-1]))
 
 
-def cholesky_inverse(hessian: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def cholesky_inverse(hessian: Tensor) -> tuple[Tensor, Tensor]:
     """U (E, C, C), upper triangular, with inverse(H) = Uᵀ U for H = hessian (E, C, C) + d I; and the damping (E,).
 
     With A upper triangular and H = A Aᵀ, U is A's inverse; A comes from the Cholesky factor of H with rows and columns
@@ -204,90 +216,79 @@ def cholesky_inverse(hessian: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
             break
         used = torch.where(failed, used * 10, used)
     used.masked_fill_(failed, torch.inf)
-    _set_identity(lower, failed)
-    _set_identity(work, torch.ones_like(failed))
+    # U is the identity there; and A is inverted by solving for the identity, in the memory of H.
+    lower.masked_fill_(failed[:, None, None], 0)
+    lower.diagonal(dim1=-2, dim2=-1).masked_fill_(failed.unsqueeze(-1), 1)
+    work.zero_()
+    diagonal.fill_(1)
     # The solver takes contiguous columns, and gets them: as it overwrites the identity, nothing is copied.
     torch.linalg.solve_triangular(lower, work.mT, upper=False, out=work.mT)
     return work.mT.flip(-1, -2), used
 
 
-def _set_identity(matrices: torch.Tensor, where: torch.Tensor) -> None:
-    """Set those of (E, C, C) to the identity where the mask (E,) is true."""
-    matrices.masked_fill_(where[:, None, None], 0)
-    matrices.diagonal(dim1=-2, dim2=-1).masked_fill_(where.unsqueeze(-1), 1)
-
-
 def refine(
-    weight: torch.Tensor,
-    hessian: torch.Tensor,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    grid: Grid,
-    *,
-    signed: bool = True,
-    sweeps: int = 1,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    weight: Tensor, hessian: Tensor, codes: Tensor, scale: Tensor, grid: Grid, *, signed: bool = True, sweeps: int = 1
+) -> tuple[Tensor, Tensor]:
     """Coordinate descent: codes (E, R, C) int8 and scales (E, R, n) bfloat16, not zero, after sweeps over all groups.
 
-    The hessian (E, C, C) of weight (E, R, C) is damped, so that its diagonal is positive; both are float32.
+    The hessian (E, C, C) of weight (E, R, C) is damped, so that its diagonal is positive; both are float32. With
+    P = (W − Ŵ) H at hand the loss is a parabola in a single group's scale, and in a single code, so each is set to its
+    best value in turn, by which the loss never rises. A panel of columns gets its part of P by one matmul, and each of
+    its groups by another the changes of the groups before it, so that a sweep multiplies by H once.
     """
     group = codes.shape[2] // scale.shape[2]
-    # Everything is transposed, (E, C, R) and (E, n, R): a column is contiguous.
+    # All are transposed, (E, C, R) and (E, n, R), so that a column is contiguous; `difference` is (W − Ŵ)ᵀ.
     difference = dequantize(codes, scale)
     difference = torch.sub(weight, difference, out=difference).mT.contiguous()
     codes, scale = (tensor.mT.clone(memory_format=torch.contiguous_format) for tensor in (codes, scale))
     by_group = hessian.view(len(hessian), -1, group, hessian.shape[2] // group, group)
     blocks = by_group.diagonal(dim1=1, dim2=3).movedim(-1, 1).contiguous()  # (E, n, g, g)
-    for _ in range(sweeps):
-        _sweep(hessian, blocks, codes, scale, difference, grid=grid, signed=signed)
-    return codes.mT.contiguous(), scale.mT.contiguous()
-
-
-def _sweep(
-    hessian: torch.Tensor,
-    blocks: torch.Tensor,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    difference: torch.Tensor,
-    *,
-    grid: Grid,
-    signed: bool,
-) -> None:
-    """Set all codes (E, C, R) and scales (E, n, R), and with them (W − Ŵ)ᵀ (E, C, R); blocks (E, n, g, g) of H."""
-    experts, columns, rows = codes.shape
-    group = columns // scale.shape[1]
-    panel = max(1, PANEL // group) * group
-    by_kernel = grid != E2M1 and use_kernel("refine_group", codes.device)
-    refine_one: Callable[..., None] = kernels.refine_group if by_kernel else refine_group
-    for first in range(0, columns, panel):
+    columns, panel = codes.shape[1], max(1, PANEL // group) * group
+    by_kernel = use_kernel("refine_group", codes.device)
+    for _, first in product(range(sweeps), range(0, columns, panel)):
         chosen = slice(first, min(first + panel, columns))
         near = torch.bmm(hessian[:, chosen], difference)  # Pᵀ
         change = codes[:, chosen].float()
-        groups = slice(first // group, chosen.stop // group)
-        image = blocks[:, groups] @ change.view(experts, -1, group, rows)
-        for at in range(groups.start, groups.stop):
+        groups = range(first // group, chosen.stop // group)
+        image = blocks[:, groups.start : groups.stop] @ in_groups(change, group)
+        for at in groups:
             whole = slice(at * group, (at + 1) * group)
             part = slice(whole.start - first, whole.stop - first)
             if part.start:
                 near[:, part].baddbmm_(hessian[:, whole, first : whole.start], change[:, : part.start])
-            refine_one(
-                blocks[:, at], scale[:, at], near[:, part],
-                image[:, at - groups.start], codes[:, whole], change[:, part], grid, signed,
+            refine_group(
+                blocks[:, at], scale[:, at], near[:, part], image[:, at - groups.start], codes[:, whole],
+                change[:, part], grid, signed, by_kernel,
             )  # fmt: skip
         difference[:, chosen].add_(change)
+    return codes.mT.contiguous(), scale.mT.contiguous()
 
 
 def refine_group(
-    block: torch.Tensor,
-    scale: torch.Tensor,
-    near: torch.Tensor,
-    image: torch.Tensor,
-    codes: torch.Tensor,
-    change: torch.Tensor,
+    block: Tensor,
+    scale: Tensor,
+    near: Tensor,
+    image: Tensor,
+    codes: Tensor,
+    change: Tensor,
     grid: Grid,
     signed: bool,
+    by_kernel: bool,
 ) -> None:
-    """The twin of `kernels.refine_group`, with the same arguments."""
+    """Set a group's scale, and then its codes one by one, each to the best given all others.
+
+    Args:
+        block: (E, g, g) float32, the group's own part of the Hessian H.
+        scale: (E, R) bfloat16, set.
+        near: (E, g, R) float32, the group's columns of Pᵀ. Worthless afterwards.
+        image: (E, g, R) float32, block @ codes. Worthless afterwards.
+        codes: (E, g, R) int8, set.
+        change: (E, g, R) float32, filled: Ŵᵀ before less Ŵᵀ after.
+    """
+    if by_kernel and grid != E2M1:
+        group, tensors = codes.shape[1], (block, scale, near, image, codes, change)
+        kernels.launch("refine_group", tensors, block.stride(1), bits=grid, columns=group, G=group, SIGNED=signed)
+        return
     old, before = scale.float(), codes.float()
     curvature, gradient = ordered_sum(torch.stack((image, near)).mul_(before))
     rounded = stored_scale(old + gradient / curvature.clamp(min=torch.finfo(torch.float32).tiny), grid)
@@ -311,7 +312,7 @@ def refine_group(
     change.sub_(torch.mul(codes, now.unsqueeze(1), out=image))
 
 
-def column_parts(columns_first: torch.Tensor, group: int) -> Iterator[tuple[slice, slice]]:
+def column_parts(columns_first: Tensor, group: int) -> Iterator[tuple[slice, slice]]:
     """Experts and columns of each part of (E, C, R): whole groups of columns of one expert, or whole experts.
 
     A CPU does all passes over a part before it starts the next, so that the part stays in the cache. The columns of a
@@ -328,6 +329,6 @@ def column_parts(columns_first: torch.Tensor, group: int) -> Iterator[tuple[slic
             yield slice(expert, min(expert + together, experts)), slice(column, min(column + width, columns))
 
 
-def in_groups(part: torch.Tensor, group: int) -> torch.Tensor:
+def in_groups(part: Tensor, group: int) -> Tensor:
     """View (e, C, R) as (e, n, g, R)."""
     return part.view(part.shape[0], -1, group, part.shape[2])

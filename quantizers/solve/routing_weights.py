@@ -1,32 +1,30 @@
 """Weight of each token for each expert, and the rows that the router sends to each expert.
 
-Legend: T rows of a token chunk, E experts, c experts of a batch, K experts chosen per token, r routing weight.
-
-Every expert sees every token, since a router sends some experts too few to know their inputs by, and routed tokens
-count more. Of two ways of counting tokens, each of total weight 1,
+Every expert sees every token, and routed tokens count more: the blend of docs/explanation/method.md,
 
     G_e = a_e Σ_routed r² h hᵀ / Σ_routed r²  +  (1 − a_e) Σ_all h hᵀ / n_all
 
-is the blend, with a_e = a · min(1, n_e / n0): an expert with few routed tokens depends on all of them. Because routing
-is known before the experts run, the blend is one weighted sum.
-
 One product takes as many routed rows of each expert of a batch as the busiest of them has; the others are padded. So
 the experts of a batch are chosen by their number of routed tokens, see `expert_batches.by_load`.
+
+Legend: T rows of a token chunk, E experts, c experts of a batch, K experts chosen per token, r routing weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
+from torch import Tensor
 
 from quantizers.device.prefetch import tensor_to_host
 from quantizers.model.moe_inputs import MoeInputs, route_counts
 from quantizers.planning.expert_batches import ALIGNED, ROUTED_ROWS, by_load
 
 ExpertBatch = tuple[int, int]  # first and last (exclusive) of its experts, in the order in which they are solved
-Routed = tuple[torch.Tensor, torch.Tensor]  # rows of a chunk (c, m) int32, and their routing weights (c, m) float32
+Routed = tuple[Tensor, Tensor]  # rows of a chunk (c, m) int32, and their routing weights (c, m) float32
 
 
 @dataclass(frozen=True)
@@ -40,10 +38,10 @@ class Table:
         known: the counts on the host, so that a gather of padded rows needs no synchronisation.
     """
 
-    rows: torch.Tensor
-    weight: torch.Tensor
-    starts: torch.Tensor
-    counts: torch.Tensor
+    rows: Tensor
+    weight: Tensor
+    starts: Tensor
+    counts: Tensor
     known: list[int]
 
     def most(self, first: int, last: int) -> int:
@@ -80,15 +78,15 @@ class RoutingStatistics:
 
     tables: list[Table]
     experts: list[int]
-    numbers: torch.Tensor
-    routed_tokens: torch.Tensor
-    share: torch.Tensor
-    of_routed: torch.Tensor
-    of_all: torch.Tensor
+    numbers: Tensor
+    routed_tokens: Tensor
+    share: Tensor
+    of_routed: Tensor
+    of_all: Tensor
     tokens: int
     rows: int
 
-    def roots(self, chunk: MoeInputs, batch: ExpertBatch, good: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def roots(self, chunk: MoeInputs, batch: ExpertBatch, good: Tensor, dtype: torch.dtype) -> Tensor:
         """(c, T): the square root of each row's weight in the blend for a batch's experts, 0 where not `good`."""
         experts = slice(*batch)
         chosen = chunk.chosen == self.numbers[experts, None, None]  # (c, T, K), of which at most one of K is true
@@ -112,10 +110,10 @@ def routing_statistics(
         full_share_at: n0. The hidden size is used: with fewer tokens than columns the routed Hessian is singular.
         batch_size: experts of a batch, for the order of `expert_batches.by_load`; None for that of their numbers.
     """
-    parts = [(_of_chunk(chunk, experts), len(chunk.x)) for chunk in chunks]
-    numbers = torch.stack([counts for (_, _, counts, _), _ in parts])  # (chunks, 2E + 1)
-    mass = sum(squares for (_, _, _, squares), _ in parts)
-    assert isinstance(mass, torch.Tensor), "a calibration set has at least one sequence"
+    parts = [(*_of_chunk(chunk, experts), len(chunk.x)) for chunk in chunks]
+    assert parts, "a calibration set has at least one sequence"
+    rows, weights, counted, squares, lengths = zip(*parts, strict=True)
+    numbers, mass = torch.stack(counted), reduce(torch.add, squares)  # (chunks, 2E + 1) and (E,)
     listed, counts = numbers[:, :experts], numbers[:, experts : 2 * experts].sum(0)
     starts = listed.cumsum(1) - listed
     known: list[list[int]] = tensor_to_host(numbers).tolist()
@@ -125,17 +123,14 @@ def routing_statistics(
     starts, listed, counts, mass = (each.index_select(-1, index) for each in (starts, listed, counts, mass))
     share = routed_weight * torch.clamp(counts / full_share_at, max=1.0)
     share = torch.where(mass > torch.finfo(torch.float32).tiny, share, torch.zeros_like(share)).float()
-    tables = [
-        Table(rows, weight, start, count, [row[expert] for expert in order])
-        for ((rows, weight, _, _), _), start, count, row in zip(parts, starts, listed, known, strict=True)
-    ]
+    known = [[row[expert] for expert in order] for row in known]
+    tables = [Table(*of_chunk) for of_chunk in zip(rows, weights, starts, listed, known, strict=True)]
     of_routed = (share / mass.clamp(min=torch.finfo(torch.float64).tiny)).float()
     of_all = (1 - share) / total[-1]
-    rows = sum(rows for _, rows in parts)
-    return RoutingStatistics(tables, order, index, counts, share, of_routed, of_all, total[-1], rows)
+    return RoutingStatistics(tables, order, index, counts, share, of_routed, of_all, total[-1], sum(lengths))
 
 
-def _of_chunk(chunk: MoeInputs, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _of_chunk(chunk: MoeInputs, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One chunk's rows and weights in the order of experts, see `Table`; its counts; its Σ r² of each expert.
 
     The counts are (2E + 1,) int64: of each expert the rows of the table and all rows that chose it; the usable rows.
@@ -154,6 +149,6 @@ def _of_chunk(chunk: MoeInputs, experts: int) -> tuple[torch.Tensor, torch.Tenso
     return (order // chosen.shape[1]).int(), chunk.weight.flatten()[order], counts, squares
 
 
-def rows_of(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def rows_of(x: Tensor, rows: Tensor) -> Tensor:
     """The rows (c, m) of x (T, H), (c, m, H)."""
     return x.index_select(0, rows.flatten()).view(*rows.shape, -1)

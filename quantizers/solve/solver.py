@@ -1,20 +1,14 @@
 """The native solver (`engine: gram`): one layer's captured MoE inputs and weights ─► its quantized experts.
 
-Order: one pass over the routing ─► one over the token chunks, for the Hessians of x ─► one scale for the norm and all
-its readers, where it is folded ─► expert batch by expert batch (`solve_batch`). The other engine, llm-compressor's own,
-is llmcompressor_engine.py.
+The order is that of docs/explanation/method.md: one pass over the routing ─► one over the token chunks, for the
+Hessians of x ─► one scale for the norm and all its readers, where it is folded ─► expert batch by expert batch.
 
-Of an expert batch w1 and w3 are rounded first, and w2's Hessian is that of the inputs which the rounded ones give it.
-w2 is corrected for the difference (`corrected`), a scale s per expert between w3 and w2 is searched, and w2 is rounded.
+With NVFP4 and with 8 bits the scale s between w3 and w2 comes before w3 is rounded: E4M3 scales are too coarse to be
+divided and rounded again, and with 8 bits bfloat16's are off by 4 to 39 % of the codes' error. It is searched from what
+the source's w1 and w3 give w2, half a percent off, on a part of large sets: with 8 bits a median KL of 4.22e-6 on the
+tiny model instead of 4.58e-6.
 
-With NVFP4 s comes first, since E4M3 scales are too coarse to be divided and rounded again. So it does with 8 bits.
-Found afterwards, it would divide w3's stored group scales, which bfloat16 then rounds a second time. That is far below
-the codes' error at 4 bits, but 4 to 39 % of it at 8. So s is searched from what the source's w1 and w3 give w2 (the
-rounded ones differ by half a percent), on a part of large sets, and w3 / s is rounded as it is stored: with 8 bits a
-median KL of 4.22e-6 on the tiny model instead of 4.58e-6.
-
-Every matmul works on one token chunk or one expert batch, see planning/expert_batches.py. Memory decides no byte, see
-planning/device_memory.py.
+Every matmul works on one token chunk or one expert batch, see planning/expert_batches.py.
 
 Legend: E experts, c experts of an expert batch, H hidden, I expert width, R rows, C columns.
 """
@@ -28,6 +22,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quantizers.architectures.gates import Gate, gate_of
 from quantizers.architectures.matrices import MATRICES, Matrix
@@ -61,9 +56,9 @@ def solve(
     chunks: Sequence[MoeInputs],
     weights: Weights,
     *,
-    norm: torch.Tensor | None,
+    norm: Tensor | None,
     offset: int = 0,
-    router: torch.Tensor | None,
+    router: Tensor | None,
     shape: Sequence[int],
     gate: Gate,
     inner: bool = True,
@@ -99,7 +94,7 @@ def solve(
     with phase("Hessians"):
         routing = routing_statistics(chunks, experts, settings.routed_weight, hidden, batch_size=batch_size)
     cache = HessianCache(chunks, routing, hidden, residents, batches)
-    searched: dict[str, torch.Tensor] = {}
+    searched: dict[str, Tensor] = {}
     folded, smooth, router_weight = norm, torch.ones(hidden, device=routing.share.device), None
     if norm is not None and settings.awq:
         with phase("search"):
@@ -109,17 +104,15 @@ def solve(
     within = settings if inner else settings.model_copy(update={"awq": False})
     one = partial(solve_batch, cache, weights, smooth, gate, within)
     parts = [cache.within_memory(partial(one, batches[first:])) for first in range(len(batches))]
-    order = routing.numbers.argsort()  # of each expert, its place among those that were solved
     # Emptied on the way, so that nothing is in memory twice.
     rows = {name: torch.cat([part.pop(name) for part in parts]) for name in list(parts[0] if parts else ())}
+    order = routing.numbers.argsort()  # of each expert, its place among those that were solved
     rows = dist.all_gather(rows, order.device)
     solved = {name: rows.pop(name).index_select(0, order) for name in list(rows)}
-    codes = {matrix: solved.pop(f"codes.{matrix}") for matrix in MATRICES}
-    scales = {matrix: solved.pop(f"scales.{matrix}") for matrix in MATRICES}
-    of_matrices = [
+    codes, scales, global_scales, input_scales = (
         {matrix: solved.pop(f"{kind}.{matrix}") for matrix in MATRICES if f"{kind}.{matrix}" in solved}
-        for kind in ("global", "input")
-    ]
+        for kind in ("codes", "scales", "global", "input")
+    )
     solved |= {"routed_tokens": routing.routed_tokens[order], "share": routing.share[order]}
     numbers = to_host(solved | searched)  # only now, when all batches are under way
     under_routed = {
@@ -136,18 +129,14 @@ def solve(
         _errors(numbers, routing.tokens),
         _fallbacks(numbers, routing, settings, scales),
         under_routed if settings.routed_weight else None,
-        *of_matrices,
+        global_scales,
+        input_scales,
     )
 
 
 def solve_batch(
-    cache: HessianCache,
-    weights: Weights,
-    smooth: torch.Tensor,
-    gate: Gate,
-    settings: Experts,
-    waiting: Sequence[ExpertBatch],
-) -> dict[str, torch.Tensor]:
+    cache: HessianCache, weights: Weights, smooth: Tensor, gate: Gate, settings: Experts, waiting: Sequence[ExpertBatch]
+) -> dict[str, Tensor]:
     """Scale and round the first of the waiting expert batches.
 
     Returns:
@@ -180,7 +169,8 @@ def solve_batch(
     # gate and up read the same inputs, so they share one factorization.
     with phase("rounding"):
         codes, scales, divisor = _round(gate_up, hessian, settings, "gate_up", numbers, rows)
-    rounded = dequantize(codes, _divided(scales, divisor))
+    # What codes are multiplied by: scales (c, R, n), divided by each matrix's own divisor (c,), if there is one.
+    rounded = dequantize(codes, scales if divisor is None else scales.float() / divisor[:, None, None])
     if rows is not None:
         rounded.mul_(rows)
     # One rounding of the weights to the dtype of the forward pass, as a server does it.
@@ -206,33 +196,25 @@ def solve_batch(
         fold_hessian(inputs.hessian, s)
     with phase("rounding"):
         down_codes, down_scales, down_divisor = _round(down, inputs.hessian, settings, "down", numbers)
-    for name, found in (
-        ("codes", (gate_codes, up_codes, down_codes)),
-        ("scales", (gate_scales, up_scales, down_scales)),
-    ):
-        numbers |= {f"{name}.{matrix}": values for matrix, values in zip(MATRICES, found, strict=True)}
+    found = {"codes": (gate_codes, up_codes, down_codes), "scales": (gate_scales, up_scales, down_scales)}
     if divisor is not None and down_divisor is not None:
-        numbers |= {"global.gate": divisor, "global.up": divisor, "global.down": down_divisor}
+        found["global"] = (divisor, divisor, down_divisor)
     if inputs.largest is not None:
         of_x = global_scale((cache.of_all.largest / smooth).amax()).expand(len(s))
-        of_h = global_scale((inputs.largest / s).amax(1))
-        numbers |= {"input.gate": of_x, "input.up": of_x, "input.down": of_h}
+        found["input"] = (of_x, of_x, global_scale((inputs.largest / s).amax(1)))
+    for kind, tensors in found.items():
+        numbers |= {f"{kind}.{matrix}": tensor for matrix, tensor in zip(MATRICES, tensors, strict=True)}
     return numbers | {"seen": inputs.seen, "dropped": inputs.dropped}
 
 
-def _divided(scale: torch.Tensor, divisor: torch.Tensor | None) -> torch.Tensor:
-    """What codes are multiplied by: scales (c, R, n) divided by each matrix's own divisor (c,), if there is one."""
-    return scale if divisor is None else scale.float() / divisor[:, None, None]
-
-
 def _round(
-    weight: torch.Tensor,
-    hessian: torch.Tensor,
+    weight: Tensor,
+    hessian: Tensor,
     settings: Experts,
     name: str,
-    numbers: dict[str, torch.Tensor],
-    rows: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    numbers: dict[str, Tensor],
+    rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes int8, scales bfloat16 and their divisor, see grid.py, of (c, R, C) matrices whose inputs have a Hessian.
 
     The numbers of `solve_batch` under `name` are added to `numbers`. Losses are those of the rows before they were
@@ -267,17 +249,14 @@ def _round(
     return codes, scale, divisor
 
 
-def corrected(down: torch.Tensor, hessian: torch.Tensor, changes: torch.Tensor) -> torch.Tensor:
+def corrected(down: Tensor, hessian: Tensor, changes: Tensor) -> Tensor:
     """w2 corrected for the inputs that the rounded w1 and w3 give it, (c, H, I) float32; w2 where there is no solution.
 
-    Rounding w1 and w3 changes w2's input from h + d to h. The matrix that comes closest to w2 (h + d) when it reads h
-    instead is a ridge regression towards w2,
+    Rounding w1 and w3 changes w2's input from h + d to h. What comes closest to w2 (h + d) is a ridge regression,
 
-        w2* = w2 + w2 (Σ d hᵀ) (Σ h hᵀ + λ I)⁻¹.
+        w2* = w2 + w2 (Σ d hᵀ) (Σ h hᵀ + λ I)⁻¹,   λ = DAMPING times the Hessian's mean diagonal.
 
-    λ is DAMPING times the Hessian's mean diagonal. Tokens are weighted as in all Hessians, but Σ d hᵀ runs only over
-    those that the router sends to the expert: only their error reaches the model's output. Both are (c, I, I) float32,
-    see `DownHessian`.
+    Both sums are (c, I, I) float32, see `DownHessian`.
     """
     lower, info = torch.linalg.cholesky_ex(damped(hessian, torch.full_like(hessian[:, 0, 0], DAMPING)))
     step = torch.cholesky_solve((down @ changes).mT, lower).mT
@@ -288,7 +267,7 @@ def corrected(down: torch.Tensor, hessian: torch.Tensor, changes: torch.Tensor) 
 # The report's figures of a layer. Numbers are in float64 on the CPU: results of `solve_batch` but for codes and scales,
 # `routed_tokens` and `share` of `RoutingStatistics`, and SEARCHED.
 
-Numbers = Mapping[str, torch.Tensor]
+Numbers = Mapping[str, Tensor]
 
 
 def _errors(numbers: Numbers, tokens: int) -> dict[str, float]:
@@ -304,13 +283,13 @@ def _errors(numbers: Numbers, tokens: int) -> dict[str, float]:
     return errors
 
 
-def _zero_groups(gate_up: torch.Tensor, down: torch.Tensor, group: int) -> dict[str, torch.Tensor]:
+def _zero_groups(gate_up: Tensor, down: Tensor, group: int) -> dict[str, Tensor]:
     """For each matrix `…_zero`, (c,) int64: the number of its groups that are all zero."""
     matrices = zip(MATRICES, (*gate_up.chunk(2, dim=1), down), strict=True)
     return {f"{matrix}_zero": grouped(weight, group).any(-1).logical_not_().sum((1, 2)) for matrix, weight in matrices}
 
 
-def _zero_lines(numbers: Numbers, scales: Mapping[Matrix, torch.Tensor]) -> list[str]:
+def _zero_lines(numbers: Numbers, scales: Mapping[Matrix, Tensor]) -> list[str]:
     """A line for every expert's matrix with such groups."""
     return [
         f"expert {expert}: {matrix}: {count:.0f} of {scales[matrix][0].numel()} groups are all zero"
@@ -321,21 +300,19 @@ def _zero_lines(numbers: Numbers, scales: Mapping[Matrix, torch.Tensor]) -> list
 
 
 def _fallbacks(
-    numbers: Numbers, routing: RoutingStatistics, settings: Experts, scales: Mapping[Matrix, torch.Tensor]
+    numbers: Numbers, routing: RoutingStatistics, settings: Experts, scales: Mapping[Matrix, Tensor]
 ) -> list[str]:
     """One line for every expert that did not get the method of the recipe; a smaller share is part of the method."""
     lines = []
     if left := routing.rows - routing.tokens:
         lines.append(f"{left} rows of the block's input left out: not finite, or too large")
     columns = (numbers[name].tolist() for name in ("seen", "dropped", "routed_tokens", "share"))
-    for expert, (rows, left_out, count, share) in enumerate(zip(*columns, strict=True)):
-        name = f"expert {expert}"
+    for expert, (seen, left_out, count, share) in enumerate(zip(*columns, strict=True)):
         if left_out:
-            lines.append(
-                f"{name}: {left_out:.0f} of {rows + left_out:.0f} rows not finite or too large, left out of the Hessian"
-            )
+            of_all = f"{left_out:.0f} of {seen + left_out:.0f} rows"
+            lines.append(f"expert {expert}: {of_all} not finite or too large, left out of the Hessian")
         if settings.routed_weight and not share:
-            lines.append(f"{name}: {count:.0f} routed tokens, so all tokens count alike for it")
+            lines.append(f"expert {expert}: {count:.0f} routed tokens, so all tokens count alike for it")
     for matrix in ("gate_up", "down"):
         for expert, used in enumerate(numbers.get(f"damping.{matrix}", torch.empty(0)).tolist()):
             if math.isinf(used):
@@ -348,13 +325,13 @@ def _fallbacks(
 def solve_layer(
     model: StreamedModel,
     layer: DecoderLayer,
-    norm: torch.Tensor | None,
+    norm: Tensor | None,
     moe_inputs: MoeInputStore,
     settings: Experts,
     *,
     weights: Weights,
     residents: Residents,
-    entering: Sequence[torch.Tensor] = (),
+    entering: Sequence[Tensor] = (),
     check: Callable[[], None] = lambda: None,
     dist: ProcessGroup = SINGLE_PROCESS,
 ) -> LayerResult:

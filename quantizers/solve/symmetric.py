@@ -1,10 +1,8 @@
-"""Products with symmetric matrices, of which only one half is computed.
+"""Products with symmetric matrices, of which only one half is computed, by pairs of blocks of columns.
+
+Both a Hessian aᵀ b and the loss tr(D H Dᵀ) are sums over pairs of columns that do not depend on the pair's order.
 
 Legend: E matrices, T tokens, R rows, C columns, b columns of a block.
-
-Both a Hessian aᵀ b and the loss tr(D H Dᵀ) are sums over pairs of columns that do not depend on
-the pair's order. So pairs of blocks of columns are enough: each block with itself and those after it,
-which for many blocks is half of the multiplications. All of this is batched over E.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from quantizers.device.devices import is_accelerator
 
@@ -25,14 +24,14 @@ def blocks(columns: int) -> Iterator[tuple[int, int]]:
     return ((start, min(start + width, columns)) for start in range(0, columns, width))
 
 
-def transposed_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def transposed_product(a: Tensor, b: Tensor) -> Tensor:
     """aᵀ b with float32 accumulation and result, for (T, M) and (T, N) of one dtype."""
     if a.dtype != torch.float32 and is_accelerator(a.device):
         return torch.mm(a.mT, b, out_dtype=torch.float32)
     return a.float().mT @ b.float()
 
 
-def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total (E, M, N) float32 += aᵀ b of (E, T, M) and (E, T, N), with float32 sums for any dtype of both factors."""
     if a.dtype == torch.float32:
         total.baddbmm_(a.mT, b)
@@ -42,7 +41,7 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total.baddbmm_(a.float().mT, b.float())
 
 
-def add_hessian(total: torch.Tensor, rows: torch.Tensor) -> None:
+def add_hessian(total: Tensor, rows: Tensor) -> None:
     """total (E, C, C) or (C, C) float32 += Σ x xᵀ of the rows (E, T, C) or (T, C), in the lower blocks.
 
     Call `mirror` once all is added.
@@ -54,7 +53,7 @@ def add_hessian(total: torch.Tensor, rows: torch.Tensor) -> None:
         add_product(total[:, start:, start:end], rows[..., start:], rows[..., start:end])
 
 
-def mirror(total: torch.Tensor) -> torch.Tensor:
+def mirror(total: Tensor) -> Tensor:
     """Copy the lower triangle to the upper one, in place: (E, C, C), then exactly symmetric."""
     for start, end in blocks(total.shape[-1]):
         block = total[..., start:end, start:end]
@@ -64,7 +63,7 @@ def mirror(total: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def row_losses(delta: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
+def row_losses(delta: Tensor, hessian: Tensor) -> Tensor:
     """d H dᵀ (E, R) of each row d of D, `delta` (E, R, C); their sum is tr(D H Dᵀ) = ‖D X‖².
 
     The hessian is symmetric (E, C, C), or (1, C, C) where all share it.
@@ -88,7 +87,7 @@ def row_losses(delta: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
 LANES = 8  # terms that are added side by side
 
 
-def ordered_sum(terms: torch.Tensor) -> torch.Tensor:
+def ordered_sum(terms: Tensor) -> Tensor:
     """The sum (…, R) of terms (…, g, R) float32: in 8 lanes, each from left to right, then neighbouring lanes in pairs.
 
     With g not divisible by 8 there are 4, 2 or 1 lanes. The terms are overwritten.

@@ -1,8 +1,7 @@
 """The Triton kernels. Importing this file takes Triton; kernels.py launches them.
 
-A program has some rows of one expert's matrix, which is transposed, (C, R), so that a column's rows are contiguous. All
-columns of a block or a group that is rounded stay in registers until the last of them is. weigh_rows belongs to the
-forced pass, whose results are transposed as well, (C, T): a program has some columns of an expert.
+A program has some rows of one expert's matrix, which is transposed, (C, R); all columns of a block or a group that is
+rounded stay in registers until the last of them is. weigh_rows has some columns of an expert's (C, T).
 
 They are compiled with `enable_fp_fusion=False`, or the compiler would fuse products and sums. Nothing is added by
 tl.sum or tl.dot, whose order is not specified: a group's sums are made in 8 lanes, see symmetric.py.
@@ -58,7 +57,7 @@ def gptq_block(
     R, work_e, factor_e, scale_e, group_e, errors_e, codes_e, factor_row, factor_column,
     W: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """See kernels.gptq_block. Grid (E, R / ROWS)."""
+    """See rounding.round_block. Grid (E, R / ROWS)."""
     expert = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     there = row < R
@@ -87,7 +86,7 @@ def refine_group(
     R, block_e, scale_e, near_e, image_e, codes_e, change_e, block_row,
     G: tl.constexpr, SIGNED: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """See kernels.refine_group. Grid (E, R / ROWS)."""
+    """See rounding.refine_group. Grid (E, R / ROWS)."""
     expert = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     there = row < R
@@ -134,7 +133,7 @@ def mse_scales(
     G: tl.constexpr, COUNT: tl.constexpr, FIRST: tl.constexpr, LESS: tl.constexpr, SIGNED: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """See kernels.mse_scales. Grid (E, R / ROWS, n)."""
+    """See rounding.mse_scales. Grid (E, R / ROWS, n)."""
     expert = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     group = tl.program_id(2)
