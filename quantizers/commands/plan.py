@@ -175,7 +175,6 @@ def _serving(
         about["counted"] = job.allocation.most_bytes
         model = with_budget(model, job.allocation.most_bytes)
     fits = [fit(model, one, context, kv, tp) for one in gpus]
-    suggested = remedies(job, model, list(zip(gpus, fits, strict=True)), tp)
     servers, name = job.facts.servers, job.recipe.source.model
     parsers = job.facts.server_options("vllm", name) if "vllm" in servers else {}
     serving = {"servers": sorted(servers), "parsers": parsers, "sampling": {}}
@@ -200,9 +199,9 @@ def _serving(
         "fits": [
             asdict(one)
             | {"nominal": cards.nominal, "command": command(cards, one)}
-            | {"to_fit": [asdict(remedy) for remedy in remedied]}
+            | {"to_fit": [asdict(remedy) for remedy in remedies(job, model, cards, one, tp)]}
             | {"ways": [asdict(way) for way in ways(model, cards, one.context, tp)]}
-            for cards, one, remedied in zip(gpus, fits, suggested, strict=True)
+            for cards, one in zip(gpus, fits, strict=True)
         ],
         "longest": model.longest,
         "kv_bytes_per_token": kv_bytes_per_token(model, kv),

@@ -10,8 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
-from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.facts import TensorFacts
+from quantizers.architectures.architecture import Architecture, TensorFacts
 from quantizers.architectures.fused import FUSED_IN_SOME, fits_fp8
 from quantizers.architectures.matrices import MATRICES, Matrix
 from quantizers.architectures.sizes import Sizes

@@ -26,22 +26,14 @@ GB = 10**9
 
 @dataclass(frozen=True)
 class HostWay:
-    """A way to serve an output with experts in host memory.
-
-    Attributes:
-        ram: bytes of host memory that it needs for experts; 0 where it does not take the output at all.
-        on_gpu: the share of the experts that lies on the GPUs.
-        problem: why it is not possible here; empty if it is.
-        needs: which GPUs it needs, where it is not known whether these are such.
-        command: what to type, with OUT for the output's folder and CORES for the CPU's; empty with a problem.
-    """
+    """A way to serve an output with experts in host memory."""
 
     name: str
-    ram: int
-    on_gpu: float
-    problem: str
-    needs: str
-    command: str
+    ram: int  # bytes of host memory that it needs for experts
+    on_gpu: float  # the share of the experts that lies on the GPUs
+    problem: str  # why it is not possible here; empty if it is
+    needs: str  # which GPUs it needs, where it is not known whether these are such
+    command: str  # what to type, with OUT for the output's folder and CORES for the CPU's; empty with a problem
 
 
 def host_ways(

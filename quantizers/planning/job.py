@@ -1,7 +1,4 @@
-"""Prepare a recipe on this machine: open the source, or read its headers on the Hub, and make the plan.
-
-All of this happens before any long computation starts, so that errors are reported at once.
-"""
+"""Prepare a recipe on this machine, before any long computation: open the source, or its headers, and make the plan."""
 
 from __future__ import annotations
 
@@ -46,26 +43,14 @@ from .allocation import Allocation, allocation
 from .assign_actions import expected_tensors, make_plan
 from .plan import Plan
 
-# The files of a checkpoint that its tokenizer needs.
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")
-
-
 HEADERS: Literal["headers"] = "headers"  # of a model on the Hub, which are asked for
 NO_COMMITS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe with its source and its plan.
-
-    Attributes:
-        source: the opened checkpoint, of which the Hub may have the shards; None if the plan was made without headers.
-        location: where the source is: a folder, or a Hub id.
-        basis: what the plan was made from, as text for users.
-        fp8: the form of the FP8 weights that pass through; None if none do.
-        allocation: of a recipe with a budget. Before the choice is made, the plan uses the best uniform scheme.
-        facts_file: the user's file that `facts` was read from; None for built-in facts.
-    """
+    """A recipe with its source and its plan."""
 
     recipe: Recipe
     path: Path
@@ -73,12 +58,12 @@ class Job:
     sizes: Sizes
     config: dict[str, Any]
     plan: Plan
-    source: Checkpoint | None
-    basis: str
-    fp8: Fp8 | None
-    allocation: Allocation | None = None
-    location: str = ""
-    facts_file: Path | None = None
+    source: Checkpoint | None  # the Hub may have its shards; None if the plan was made without headers
+    basis: str  # what the plan was made from, as text for users
+    fp8: Fp8 | None  # the form of the FP8 weights that pass through; None if none do
+    allocation: Allocation | None = None  # of a recipe with a budget; the plan uses the best uniform scheme until then
+    location: str = ""  # where the source is: a folder, or a Hub id
+    facts_file: Path | None = None  # the user's file that `facts` was read from; None for built-in facts
 
     @property
     def opened(self) -> Checkpoint:
