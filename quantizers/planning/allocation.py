@@ -25,7 +25,7 @@ PARALLEL = (1, 2, 4, 8, 16)  # numbers of GPUs for which `as_dict` says whether 
 
 @dataclass(frozen=True)
 class Allocation:
-    """The possible schemes, their costs, and the limit. "Choice" means the index of a candidate for each of `layers`."""
+    """The possible schemes, their costs and the limit. A "choice" is the index of a candidate for each of `layers`."""
 
     layers: tuple[int, ...]  # the numbers of those with experts
     decoder_layers: int  # how many there are in all

@@ -84,17 +84,18 @@ def estimate_run(job: Job, output_bytes: int, processes: int = 1, disk: float = 
         disk: bytes a second that each machine reads from or writes to files.
     """
     (lengths, drawn), texts = calibration_lengths(job), evaluation_lengths(job)
-    tokens = None if lengths is None else sum(lengths)
-    plan, numbers = job.plan, range(job.plan.layers)
-    layer_source = max(sum(action.spec.bytes for action in plan.of_layer(n)) for n in numbers)
-    layer_output = max(sum(spec.bytes for spec in plan.shard(n).values()) for n in numbers)
+    tokens, plan = None if lengths is None else sum(lengths), job.plan
+    layer_source = max(sum(action.spec.bytes for action in plan.of_layer(n)) for n in range(plan.layers))
+    layer_output = max(sum(spec.bytes for spec in plan.shard(n).values()) for n in range(plan.layers))
     memory = {name: _device_memory(job, None, name == "GPU", lengths, texts) for name in ITEMSIZES}
     seconds = several = None
     if lengths is not None and texts is not None and plan.experts.engine == "gram":
-        layers = _work_of_layers(job, lengths, texts)
-        logits = Work(
-            2.0 * _models(job) * sum(texts) * job.sizes["hidden"] * job.sizes["vocabulary"], files=output_bytes
-        )
+        kinds = [(number in job.sizes.dense, plan.schemes[number]) for number in range(plan.layers)]
+        of_kind = {kind: layer_work(job, kinds.index(kind), lengths, texts) for kind in set(kinds)}
+        around = 2.0 * sum(a.spec.bytes for part in plan.passthrough_parts for a in plan.of_layer(part))
+        layers = [*(of_kind[kind] for kind in kinds), Work(files=around)]
+        products = 2.0 * _models(job) * sum(texts) * job.sizes["hidden"] * job.sizes["vocabulary"]
+        logits = Work(products, files=output_bytes)
         gpus = [rates for rates in rates_of_gpus() if memory["GPU"].smallest <= USABLE * rates.memory]
 
         def of(rates: Rates, count: int) -> dict[str, float]:
@@ -146,15 +147,6 @@ def ways_of_source(job: Job, output_bytes: int, processes: int = 1) -> list[Way]
         Way("streamed", window, output_bytes, fetched),
         Way("published", window, output_bytes - job.plan.removed_bytes(processes), fetched, output_bytes),
     ]
-
-
-def _work_of_layers(job: Job, lengths: Sequence[int], texts: Sequence[int]) -> list[Work]:
-    """The work on each layer, computed once for those that are alike, and the bytes of all that passes through."""
-    plan = job.plan
-    kinds = [(number in job.sizes.dense, plan.schemes[number]) for number in range(plan.layers)]
-    of_kind = {kind: layer_work(job, kinds.index(kind), lengths, texts) for kind in set(kinds)}
-    around = 2.0 * sum(a.spec.bytes for part in plan.passthrough_parts for a in plan.of_layer(part))
-    return [*(of_kind[kind] for kind in kinds), Work(files=around)]
 
 
 def layer_work(job: Job, number: int, lengths: Sequence[int], texts: Sequence[int]) -> Work:

@@ -45,7 +45,6 @@ from .plan import Plan
 
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")
 HEADERS: Literal["headers"] = "headers"  # of a model on the Hub, which are asked for
-NO_COMMITS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def prepare(
     changes: Sequence[Change] = (),
     sets_first: bool = False,
     stream: bool = False,
-    commits: Mapping[str, str] = NO_COMMITS,
+    commits: Mapping[str, str] = MappingProxyType({}),
     any_sets: bool = False,
     cache: Path | None = None,
 ) -> Job:
@@ -120,7 +119,11 @@ def prepare(
         config, where = offline
         basis = config_name = where
     else:
-        _refuse_unknown_source(location, given_at(("source", "model"), path, changes))
+        if "/" not in location:  # as a published recipe has it of a folder: others beside it may be other models
+            raise CheckpointError(
+                f"{given_at(('source', 'model'), path, changes)}: {printed(location)} is neither a folder beside the "
+                "recipe nor a Hub id (owner/name); give --source DIR if it is elsewhere, or correct it"
+            )
         if sets_first and not Path(location).is_dir() and cached_folder(location, recipe.source.revision) is None:
             _load_sets(location, recipe, path)
         revision = commits.get(f"{location}@{recipe.source.revision}", recipe.source.revision)
@@ -196,15 +199,6 @@ def _load_sets(location: str, recipe: Recipe, path: Path) -> None:
         load_set(set_location(name, path), tokenizer, recipe.source.trusts_tokenizer, without=without)
 
 
-def _refuse_unknown_source(location: str, where: str) -> None:
-    """Refuse a bare name, as a published recipe has it, of no folder beside the recipe: others may be other models."""
-    if "/" not in location:
-        raise CheckpointError(
-            f"{where}: {printed(location)} is neither a folder beside the recipe nor a Hub id "
-            "(owner/name); give --source DIR if it is elsewhere, or correct it"
-        )
-
-
 def given_folder(folder: Path) -> str:
     """The folder given with --source, as an absolute path; CheckpointError if there is none."""
     if not folder.is_dir():
@@ -243,8 +237,7 @@ def cached_folder(model: str, revision: str) -> Path | None:
         return None  # before an import that takes a quarter of a second
     from huggingface_hub import try_to_load_from_cache
 
-    index = try_to_load_from_cache(model, INDEX, revision=revision)
-    single = try_to_load_from_cache(model, SINGLE, revision=revision)
+    index, single = (try_to_load_from_cache(model, name, revision=revision) for name in (INDEX, SINGLE))
     if not isinstance(index, str):
         return Path(single).parent if isinstance(single, str) else None
     folder, shards = Path(index).parent, read_json(Path(index)).get("weight_map")

@@ -350,8 +350,10 @@ def obstacles(ranks: int, facts: Architecture, sizes: Sizes, groups: Iterable[in
         blocks: of the passthrough linear modules that are FP8 with a scale per block.
     """
     assert facts.kv_cache is not None
+    assert facts.tensor_parallel is not None
     heads, width, split = sizes["heads"], sizes["width"], sizes["kv_heads"] if facts.kv_cache.divided else 0
     shapes, divided = facts.every_linear(), _parts(facts)
+    edges = {module: int(module not in facts.tensor_parallel.rows) for module in divided}  # rows, 0, or columns, 1
     if heads % ranks:
         yield f"{heads} attention heads are not a multiple of {ranks}"
     if split and split % ranks and ranks % split:
@@ -365,25 +367,20 @@ def obstacles(ranks: int, facts: Architecture, sizes: Sizes, groups: Iterable[in
                 "be split between ranks"
             )
     for module, parts in divided.items():
-        if module in shapes and parts == "own" and (own := shapes[module][_edge(module, facts)]) % ranks:
+        if module in shapes and parts == "own" and (own := shapes[module][edges[module]]) % ranks:
             yield f"{module} has {own} parts, which are not a multiple of {ranks}"
     # What vLLM makes one module of: all but the last must end with a block.
     merged = FUSED | (facts.servers["vllm"].fused if "vllm" in facts.servers else {})
     for module, block in blocks.items():
-        edge, rows = _edge(module, facts), shapes[module][0]
+        rows = shapes[module][0]
         if ranks > 1 and module in divided:
+            edge = edges[module]
             share = shapes[module][edge] // module_gpus(module, ranks, facts, sizes)
             if share % block[edge]:
                 side = ("rows", "columns")[edge]
                 yield f"{module}'s {side} per rank, {share}, are not a multiple of the FP8 block, {block[edge]}"
         elif rows % block[0] and any(module.rpartition(".")[2] in parts[:-1] for parts in merged.values()):
             yield f"{module}'s rows, {rows}, are merged with others and not a multiple of the FP8 block, {block[0]}"
-
-
-def _edge(module: str, facts: Architecture) -> int:
-    """Which of a divided module's dimensions is divided: rows, 0, or columns, 1."""
-    assert facts.tensor_parallel is not None
-    return 0 if module in facts.tensor_parallel.rows else 1
 
 
 def _parts(facts: Architecture) -> dict[str, Parts]:
