@@ -1,8 +1,7 @@
 """What the parts of a decoder layer do, found by running it: no name is read, every claim is a number.
 
-The weights are random: what is asked holds for all weights or for none. No file is read, and a layer of a large model
-takes seconds: the matrices of its experts are never filled. In the layer a cheap function stands for the experts, and
-the experts' module is probed by itself with the matrices of one expert.
+The weights are random: what is asked holds for all weights or for none. In the layer a cheap function stands for the
+experts, whose module is probed by itself with the matrices of one: a layer of a large model takes seconds.
 
 Legend: T tokens, H hidden size, E experts, K experts chosen per token, I width of an expert.
 """

@@ -1,8 +1,7 @@
 """Memory of a run: the data kept on the device, in host memory or in files, and the data computed again.
 
-Arithmetic on sizes and a limit (`--device-memory`), and one safety net, `Residents`: if the device is full all the
-same, the cached Hessians are dropped, half as many are kept, and the step is repeated. Memory decides speed, never a
-byte of the output.
+Arithmetic on sizes and a limit (`--device-memory`), and one safety net, `Residents`, for a device that is full all the
+same. Memory decides speed, never a byte of the output.
 
 The largest of a layer step's four phases is the peak. On an accelerator the source's stored layer stays throughout.
 
@@ -237,7 +236,7 @@ class Residents:
         return -(-units // max(-(-units // self.count), 1))
 
     def shrink(self) -> None:
-        """Halve the number after the device was full, with one line that says so; QuantizeError if it was one."""
+        """Halve the number, since the device was full, before the step is repeated; QuantizeError if it was one."""
         if self.count <= 1:
             raise QuantizeError(
                 f"the device's memory is full with the Hessians of one batch of {self.unit} experts at a time, for "

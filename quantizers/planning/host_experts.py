@@ -1,8 +1,7 @@
 """Experts in host memory: the ways to serve an output whose experts do not fit on the GPUs, by arithmetic.
 
-From the sources of SGLang 0.5.23 (paged experts: store.py, method.py), vLLM 0.33 (offloader/uva.py) and KTransformers
-0.7.2; none of them was tried here. `--cpu-offload-gb` counts GiB on each GPU (offloader/base.py); `--kt-cpuinfer` and
-`--kt-threadpool-count` have no defaults. What each holds:
+From the sources of SGLang 0.5.23 (paged experts: store.py, method.py), vLLM 0.33 (offloader/uva.py; `--cpu-offload-gb`
+counts GiB on each GPU, base.py) and KTransformers 0.7.2, whose CPU options have no defaults; none was tried here:
 
     SGLang, paged experts   all experts in pinned host memory, however many of them are on the GPU too; one GPU
     vLLM, UVA offloading    of each GPU's experts a part in pinned host memory, read through PCIe where it lies

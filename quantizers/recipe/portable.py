@@ -5,9 +5,8 @@
     own facts    about the model's family, copied as facts.yaml if the recipe names any
     local data   named by content, `data-<first 16 digits of the SHA-256>.jsonl`; copied with --with-data
 
-The copied sets give the same samples as the originals: a run adds a lock for datasets of the Hub, and as the order of
-a local file's rows depends on its name, the copy states the seed of that order. Comments are removed, because they
-could contain anything.
+The copied sets give the same samples as the originals: a run adds a lock for datasets of the Hub, and the copy states
+the seed of a local file's order, which depends on its name. Comments are removed: they could contain anything.
 """
 
 from __future__ import annotations
