@@ -30,8 +30,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.facts import ServerFacts, ServerName
+from quantizers.architectures.architecture import Architecture, ServerFacts, ServerName
 from quantizers.architectures.fused import FUSED, FUSED_IN_SOME
 from quantizers.architectures.matrices import MATRICES, PROJECTIONS
 from quantizers.architectures.sizes import Sizes

@@ -1,45 +1,208 @@
 """What is known about a model: names, shapes and roles of its tensors, and what its servers are told.
 
 Names, shapes and places come from the model's class in transformers (derive.py), roles from probes or the family's
-data, everything about servers from the family's data alone (families.py). facts.py has the parts.
+data, everything about servers from the family's data alone (families.py).
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from quantizers.system.formatting import ranges
 from quantizers.system.strict_yaml import dump
 
-from .facts import (
-    Facts,
-    HandedFacts,
-    KindFacts,
-    KvCacheFacts,
-    LinearFacts,
-    Modules,
-    MtpFacts,
-    NormFacts,
-    Options,
-    Published,
-    RoleFacts,
-    RouterFacts,
-    ServerFacts,
-    ServerName,
-    Shape,
-    SizeFacts,
-    Targets,
-    TensorFacts,
-    TensorParallelFacts,
-)
 from .matrices import Matrix
 
 NEEDED = ("layers", "experts", "chosen", "hidden", "width", "vocabulary", "heads")  # of the sizes
 ROUTER, EXPERTS = "router", "experts"  # as readers of a norm
 SECTION_KEYS = ["scale_fmt"]  # for a family whose servers are not known: vLLM reads it of every model
+ServerName = Literal["vllm", "sglang"]
+Shape = tuple[int, ...]
+
+
+class Stored(Protocol):
+    """The header entry of a stored tensor: its dtype as safetensors calls it, and its shape."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class Facts(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class SizeFacts(Facts):
+    """A size, and its key in config.json for messages."""
+
+    key: str
+    value: int
+
+
+class TensorFacts(Facts):
+    """A tensor's shape, and its published dtype; for a floating one any other is accepted too."""
+
+    shape: Shape
+    dtype: Literal["BF16", "F16", "F32", "I32", "I64"]
+    optional: bool = False  # some models of the family lack it, and config.json does not say which
+
+
+class KindFacts(Facts):
+    """All that lies in decoder layers of one kind besides the routed experts, without the layer's prefix."""
+
+    tensors: dict[str, TensorFacts] = {}  # those that are no linear module's
+    linears: dict[str, Shape] = {}  # linear modules with the shapes (rows, columns) of their weights
+    layers: list[int]
+    dense: bool  # whether they have no experts
+    halves: bool  # whether they run in two halves, see model/streamed_model.py
+    alone: bool  # whether each sequence must go through them alone, since others beside it would change its states
+    own_gate: bool = False  # whether their experts have a gate of their own, see gates.py
+    cached: str | None = None  # the attention module whose keys and values a server caches; not linear or latent ones
+
+
+class HandedFacts(Facts):
+    """What each layer hands on to the next besides its states, such as the tokens that an indexer has chosen."""
+
+    argument: str  # the layer's parameter that gets it
+    entry: int  # its place in the tuple that a layer returns; None there stands for nothing
+    width: int  # of its last dimension, at most; those before are sequences and tokens
+    dtype: Literal["float", "int32", "int64"]  # `float` for the model's own
+
+
+class MtpFacts(Facts):
+    """What a layer that predicts further tokens has besides all that a layer with experts has.
+
+    Such layers follow the last one. Nothing here computes with them: they are kept whole, experts too.
+    """
+
+    layers: str  # the key of config.json that says how many there are
+    tensors: dict[str, list[Literal["hidden", "vocabulary", "hidden + hidden"]]]  # their shapes
+    optional: list[str] = []  # those that some models of the family lack
+
+
+class LinearFacts(Facts):
+    """One matrix of an expert: its published name and its shape (rows, columns)."""
+
+    name: str
+    shape: Shape
+
+
+class RoleFacts(Facts):
+    """The parts of a layer with experts, which probes find in a model of another family."""
+
+    norm: str  # this and the next two: paths of submodules of transformers' layer
+    router: str
+    experts: str
+    scoring: Literal["sigmoid", "softmax"]  # this and the next: as in `RouterFacts`
+    served: Literal["F32", "BF16"]
+    readers: tuple[str, ...] = ()  # the linear modules that read the norm besides router and experts
+
+
+class NormFacts(Facts):
+    """The norm before the experts, into which AWQ may fold its scales, and everything that reads what comes out of it.
+
+    Attributes:
+        tensor: its weight, without the layer's prefix.
+        readers: `experts` (their gate and up), `router` if it reads the same, `residual` (the residual stream continues
+            from the norm's output), or the name of any other linear module, or of a tensor.
+        offset: what the model adds to the stored weight w before it multiplies: 1 where it computes (1 + w) x.
+    """
+
+    tensor: str
+    readers: list[str]
+    offset: Literal[0, 1] = 0
+
+
+class RouterFacts(Facts):
+    """The router: the matrix that makes its scores, without the prefix, and what these become before a choice."""
+
+    tensor: str
+    served: Literal["F32", "BF16"]  # how servers hold it, and how it is written when it is compensated
+    scoring: Literal["sigmoid", "softmax"]
+
+
+class Modules(Facts):
+    """The decoder layer in transformers.
+
+    Attributes:
+        converted: transformers' names of parameters that it makes of other tensors, joined, split or transposed, with
+            the published names of these.
+        idle: transformers' names of parameters of other experts, through which no text goes. They need no weights.
+        norm, router, experts: paths of submodules. The experts read the norm's output; there may be no such module.
+    """
+
+    rename: dict[str, str] = {}  # from published names to transformers' names of modules
+    aliases: dict[str, str] = {}  # other programs' names of tensors, with the published ones
+    converted: dict[str, list[str]] = {}
+    idle: list[str] = []
+    norm: str | None = None
+    router: str
+    experts: str
+
+
+class Targets(Facts):
+    """Regular expressions for quantization_config, for the names under which any server looks its modules up."""
+
+    fp8: list[str]  # of the kept linear modules, and of what servers fuse them to
+    experts: str  # the end of the name of an expert's matrix
+    ignore: list[str]  # names and expressions (`re:`) of what is not quantized
+    unquantized: list[str]  # the same of the kept linear modules, for a model in which they are not FP8
+    keys: list[str] = []  # of the source's quantization_config, those that servers read whatever the method is
+
+
+class KvCacheFacts(Facts):
+    """What a server caches of one token in one layer: a number for each row of the linear modules `rows_of`.
+
+    Attributes:
+        divided: whether tensor parallelism divides them by heads of keys and values; with more cards than heads, heads
+            are repeated. Otherwise every card holds all of them.
+    """
+
+    rows_of: list[str]
+    divided: bool = False
+
+
+Parts = Literal["heads", "kv_heads", "own"]
+
+
+class TensorParallelFacts(Facts):
+    """How servers divide the kept linear modules of a layer among cards; those that are not named lie whole on each.
+
+    Attributes:
+        rows, columns: into how many parts the rows or columns of a module can be divided, by its name: as many as there
+            are heads, heads of keys and values, or rows or columns.
+    """
+
+    rows: dict[str, Parts] = {}
+    columns: dict[str, Parts] = {}
+
+
+# Of a server's command line: values by name, `true` for one that takes none.
+Options = dict[str, str | Literal[True]]
+
+
+class ServerFacts(Facts):
+    """A server that knows the family."""
+
+    experts: str  # its name for the module of a layer's experts, without the layer's prefix
+    asks_for_router: bool = False  # whether it looks the router up in quantization_config, or else builds it plain
+    fused: dict[str, list[str]] = {}  # what it builds as one besides q, k and v, gate and up: the parts by its name
+    mtp_prefix: str | None = None  # of a layer that predicts further tokens, where that is not `layer_prefix`
+    options: Options = {}  # to be given when it is started
+
+
+class Published(Facts):
+    """Models of one size on the Hub, with the license fields of their cards."""
+
+    models: list[str]
+    license: dict[str, str]
+    options: dict[ServerName, Options] = {}  # to be given when a server is started, besides those of the family
+    config: dict[str, Any] = {}  # the parts of their config.json that decide what is planned, where they differ
 
 
 class Known(Facts):

@@ -1,7 +1,6 @@
-"""Keys and values of attention on their way into it: transformers' attention interface, which every model calls.
+"""Keys and values on their way into attention, through transformers' attention interface, which every model calls.
 
-They arrive after rotation, and before those of a group of heads are repeated: as a server caches them. A function that
-is registered with the interface hands them to whoever looks, and then calls the implementation that the model has.
+They arrive after rotation, and before those of a group of heads are repeated: as a server caches them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""The facts about a model from its class in transformers.
+"""The facts about a model from its class in transformers, whose rules for loading give the names.
 
-Names come from transformers' own rules for loading. The rest comes from the stored tensors and from probes (roles.py):
-what a server calls its modules none of them says, so such a model's servers are not checked. Or it comes from data
-about the family: then nothing is probed, no files are needed, and names, shapes and places are those of the tensors
-that the class itself would write.
+The rest comes from the stored tensors and from probes (roles.py), which do not say what a server calls its modules. Or
+it comes from data about the family: then shapes and places are those of the tensors that the class itself would write.
 """
 
 from __future__ import annotations
@@ -21,8 +19,7 @@ from pydantic import ValidationError
 
 from quantizers.system.errors import ArchitectureError
 
-from .architecture import EXPERTS, ROUTER, Architecture, Family
-from .facts import HandedFacts, Stored
+from .architecture import EXPERTS, ROUTER, Architecture, Family, HandedFacts, Stored
 from .matrices import MATRICES, PROJECTIONS, Matrix
 from .roles import EXACT, TOKENS, Roles, find_handed, kinds_of_layers, probe, require_usable
 from .sizes import KEYS, MOST_MTP_LAYERS, require_possible, require_sane
@@ -61,7 +58,11 @@ def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...])
     parsed: dict[str, Any] = json.loads(config)
     skeleton = skeleton_of(parsed)
     handed = find_handed(skeleton)
-    _require_length_alone(skeleton)
+    tokens = torch.arange(TOKENS).unsqueeze(0)
+    for argument in differing_arguments(skeleton.calls_with(tokens), skeleton.calls(TOKENS)):
+        raise ArchitectureError(
+            f"{skeleton.name}: {argument} depends on the tokens, not on their number alone; {NOT_BY_LAYER}"
+        )
     kinds = [Kind(numbers, *probe(skeleton, numbers[0], handed)) for numbers in kinds_of_layers(skeleton)]
     roles = _common([kind.roles for kind in kinds if kind.roles])
     require_usable(roles, parsed["model_type"])
@@ -79,7 +80,10 @@ def _described(
     handed: HandedFacts | None = None,
 ) -> dict[str, Any]:
     """What class, stored tensors and roles say of a model of this config.json, see `Architecture`."""
-    router, sizes, call = roles.router_weight, _sizes(skeleton, roles, config), skeleton.calls(TOKENS)[0]
+    first = next(kind.layers[0] for kind in kinds if kind.roles)  # of the layers with experts
+    experts = dict(skeleton.layers[first].get_submodule(roles.experts).named_parameters())
+    sizes = _sizes(skeleton, roles.chosen, experts["down_proj"].shape, config)
+    router, call = roles.router_weight, skeleton.calls(TOKENS)[0]
     return {
         "model_type": config["model_type"],
         "model_class": skeleton.name,
@@ -91,7 +95,7 @@ def _described(
         "handed": handed and handed.model_dump(),
         "tokens": bool(call.tokens),
         "streams": call.states[0, 0].numel() // sizes["hidden"]["value"],
-        **_experts(skeleton, stored, roles),
+        **_experts(stored, first, roles.experts, experts),
         "norm": _norm(stored, roles),
         "router": {
             "tensor": stored.published(router),
@@ -205,15 +209,6 @@ def _mtp(family: Family, config: Mapping[str, Any], facts: Mapping[str, Any]) ->
     return last | {"tensors": last["tensors"] | own, "layers": list(layers)} if count else None
 
 
-def _require_length_alone(skeleton: Skeleton) -> None:
-    """Refuse a model whose layers get arguments, other than the token ids, that depend on these."""
-    tokens = torch.arange(TOKENS).unsqueeze(0)
-    for argument in differing_arguments(skeleton.calls_with(tokens), skeleton.calls(TOKENS)):
-        raise ArchitectureError(
-            f"{skeleton.name}: {argument} depends on the tokens, not on their number alone; {NOT_BY_LAYER}"
-        )
-
-
 def skeleton_of(config: dict[str, Any]) -> Skeleton:
     """transformers' whole model of a config.json, without weights.
 
@@ -287,16 +282,15 @@ def _common(found: Sequence[Roles]) -> Roles:
     return replace(found[0], readers=readers, probes=probes)
 
 
-def _sizes(skeleton: Skeleton, roles: Roles, given: Mapping[str, Any]) -> dict[str, Any]:
+def _sizes(skeleton: Skeleton, chosen: int, down: Sequence[int], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts about the sizes of a model whose experts have `down_proj` of a shape (E, H, I)."""
     config = skeleton.config.get_text_config()
-    layer = next(one for one in skeleton.layers if roles.experts in dict(one.named_modules()))
-    experts, hidden, width = layer.get_submodule(roles.experts).get_parameter("down_proj").shape
     sizes = {
         "layers": len(skeleton.layers),
-        "experts": experts,
-        "chosen": roles.chosen,
-        "hidden": hidden,
-        "width": width,
+        "experts": down[0],
+        "chosen": chosen,
+        "hidden": down[1],
+        "width": down[2],
         "vocabulary": skeleton.model.get_input_embeddings().weight.shape[0],
         "heads": config.num_attention_heads,
     }
@@ -352,10 +346,8 @@ def _patterns(stored: StoredTensors) -> list[str]:
             patterns.setdefault(re.escape(".".join(parts[: end - 1])), []).append(parts[end - 1])
         else:
             patterns[re.escape(".".join(parts[:end])) + r"\..*"] = []
-    return [
-        start + (rf"\.({'|'.join(dict.fromkeys(numbers))})\..*" if numbers else "")
-        for start, numbers in patterns.items()
-    ]
+    rests = (rf"\.({'|'.join(dict.fromkeys(numbers))})\..*" if numbers else "" for numbers in patterns.values())
+    return [start + rest for start, rest in zip(patterns, rests, strict=True)]
 
 
 def _norm(stored: StoredTensors, roles: Roles) -> dict[str, Any] | None:
@@ -421,13 +413,13 @@ def _of_layer(skeleton: Skeleton, stored: StoredTensors, number: int, roles: Rol
     return {"tensors": tensors, "linears": linears}
 
 
-def _experts(skeleton: Skeleton, stored: StoredTensors, roles: Roles) -> dict[str, Any]:
+def _experts(
+    stored: StoredTensors, number: int, module: str, parameters: Mapping[str, torch.nn.Parameter]
+) -> dict[str, Any]:
     """The facts about the names and shapes of the routed experts' matrices; refuses a layout that is not known here.
 
     Tensors of all experts may have any names: transformers' rules say which parameter they are, or which part of it.
     """
-    number = next(n for n, layer in enumerate(skeleton.layers) if roles.experts in dict(layer.named_modules()))
-    parameters = dict(skeleton.layers[number].get_submodule(roles.experts).named_parameters())
     _, hidden, width = parameters["down_proj"].shape
     shapes = {"gate": [width, hidden], "up": [width, hidden], "down": [hidden, width]}
     names: dict[Matrix, str] = {}
@@ -435,7 +427,7 @@ def _experts(skeleton: Skeleton, stored: StoredTensors, roles: Roles) -> dict[st
     prefixes = set()
     for name, place in stored.layers[number].items():
         path, _, parameter = place.parameter.rpartition(".")
-        if path != roles.experts:
+        if path != module:
             continue
         single, shape = re.fullmatch(r"(.*\.)\d+\.(.+)\.weight", name), stored.header(number, name).shape
         matrix: Matrix = "down" if parameter == "down_proj" else "up" if place.part else "gate"
@@ -454,6 +446,6 @@ def _experts(skeleton: Skeleton, stored: StoredTensors, roles: Roles) -> dict[st
                 f"{list(shape)}; this program cannot read it; give a checkpoint with one "
                 "tensor for each expert's matrix"
             )
-    (prefix,) = prefixes or {f"{roles.experts}."}
+    (prefix,) = prefixes or {f"{module}."}
     linears = {m: {"name": names.get(m, PROJECTIONS[m]), "shape": shapes[m]} for m in MATRICES}
     return {"expert_prefix": prefix + "{expert}.", "expert_linears": linears, "fused": fused}

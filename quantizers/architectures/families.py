@@ -1,7 +1,6 @@
 """The families of which there is data: their files, the one that a config.json belongs to, and the published models.
 
-Of a model of such a family, names, shapes and places come from its class in transformers alone, so that nothing is
-probed and no files are needed. What its files hold is compared with that when a plan is made.
+Of such a model nothing is probed and no files are needed; what its files hold is compared when a plan is made.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from quantizers.system.errors import ArchitectureError
 from quantizers.system.schema import load
 from quantizers.system.strict_yaml import parse
 
-from .architecture import Architecture, Family
-from .facts import Published, Stored
+from .architecture import Architecture, Family, Known, Published, Stored
 
 FOLDER = Path(__file__).parent
 
@@ -49,12 +47,9 @@ def architecture_for(
         raise ArchitectureError(f"{where}: model_type is missing; give a transformers checkpoint")
     if isinstance(own, Architecture):
         return own
-    given: Family | Architecture | None = None
+    given: Known | None = None
     if own is not None:
-        schema: type[Family] | type[Architecture] = (
-            Family if "roles" in parse(own, ArchitectureError)[0] else Architecture
-        )
-        given = load(own, schema, ArchitectureError)
+        given = load(own, Family if "roles" in parse(own, ArchitectureError)[0] else Architecture, ArchitectureError)
         if given.model_type != model_type:
             raise ArchitectureError(
                 f"{where}: model_type is {reprlib.repr(model_type)}, but {own} holds the facts of "

@@ -1,8 +1,7 @@
 """The gate of routed experts: from what w1 and w3 give to h, which w2 reads.
 
 Most compute act(gate) * up, which a scale between w3 and w2 passes through unchanged. Others have a gate of their own,
-clamped or shifted, which only their module can compute: `_apply_gate`, which all of transformers' ways to run experts
-call. It lets no scale through.
+clamped or shifted, which lets none through: their module's `_apply_gate`, which all of transformers' ways call.
 
 Legend: I width of an expert, T tokens.
 """

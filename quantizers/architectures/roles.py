@@ -1,8 +1,7 @@
 """What the parts of a decoder layer do, found by running it: no name is read, every claim is a number.
 
-The weights are random: what is asked holds for all weights or for none. No file is read, and a layer of a large model
-takes seconds: the matrices of its experts are never filled. In the layer a cheap function stands for the experts, and
-the experts' module is probed by itself with the matrices of one expert.
+The weights are random: what is asked holds for all weights or for none. In the layer a cheap function stands for the
+experts, whose module is probed by itself with the matrices of one: a layer of a large model takes seconds.
 
 Legend: T tokens, H hidden size, E experts, K experts chosen per token, I width of an expert.
 """
@@ -11,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -23,8 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from quantizers.system.errors import ArchitectureError
 
+from .architecture import HandedFacts
 from .attention import keys_and_values
-from .facts import HandedFacts
 from .gates import Gate, gate_of
 from .matrices import FUSED
 from .skeleton import NOT_BY_LAYER, NOT_QUANTIZED, Call, Skeleton, first, replaced_forward, scores
@@ -43,30 +42,24 @@ class Roles:
     """The parts of a decoder layer with experts; modules are paths within the layer, as transformers names them.
 
     Attributes:
-        experts: the module of all routed experts, with `gate_up_proj` (E, 2I, H) and `down_proj` (E, H, I).
-        router_weight: the name of the matrix that makes the router's logits.
-        router_follows: whether it reads what the experts read, so that it must follow a scale that is folded.
-        chosen: K.
-        scoring: what the router makes of its logits before it chooses; softmax where neither is seen.
-        norm: the module whose output the experts read; None if there is none.
-        norm_offset: what it adds to its stored weight before it multiplies; None if it has anything else than one
+        norm_offset: what the norm adds to its stored weight before it multiplies; None if it has anything else than one
             vector of weights, so that no scale can be folded into it.
         readers: the linear modules, and the other matrices, that read its output besides the router and the experts;
             `residual` among them if scales cannot be folded into the norm, and these do not explain it.
-        probes: the largest difference of each probe by name, as a part of the largest value; see `probe`.
-        idle: the parameters of other experts, through which no text goes.
     """
 
-    experts: str
-    router_weight: str
-    router_follows: bool
-    chosen: int
-    scoring: Literal["sigmoid", "softmax"]
-    norm: str | None
+    experts: str  # the module of all routed experts, with `gate_up_proj` (E, 2I, H) and `down_proj` (E, H, I)
+    router_weight: str  # the name of the matrix that makes the router's logits
+    router_follows: bool  # whether it reads what the experts read, so that it must follow a scale that is folded
+    chosen: int  # K
+    scoring: Literal["sigmoid", "softmax"]  # what the router makes of its logits; softmax where neither is seen
+    norm: str | None  # the module whose output the experts read
     norm_offset: int | None
     readers: tuple[str, ...]
-    probes: dict[str, float]
-    idle: tuple[str, ...] = ()
+    probes: dict[
+        str, float
+    ]  # the largest difference of each probe by name, as a part of the largest value: see `probe`
+    idle: tuple[str, ...] = ()  # the parameters of other experts, through which no text goes
 
     @property
     def own_gate(self) -> bool:
@@ -81,10 +74,9 @@ def kinds_of_layers(skeleton: Skeleton) -> list[list[int]]:
         return str([tuple(leaf.shape) if torch.is_tensor(leaf) else leaf for leaf in tree_leaves(value)])
 
     kinds: dict[Any, list[int]] = {}
-    calls = skeleton.calls(TOKENS)
-    for number, layer in enumerate(skeleton.layers):
+    for number, (layer, call) in enumerate(zip(skeleton.layers, skeleton.calls(TOKENS), strict=True)):
         shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.state_dict().items())
-        given = tuple(sorted((name, shapes_of(value)) for name, value in calls[number].arguments.items()))
+        given = tuple(sorted((name, shapes_of(value)) for name, value in call.arguments.items()))
         classes = tuple(map(type, layer.modules()))
         path = _experts_path(skeleton, number)
         experts = vars(layer.get_submodule(path)) if path else {}
@@ -117,7 +109,8 @@ def probe(skeleton: Skeleton, number: int, handed: HandedFacts | None = None) ->
         ArchitectureError: its experts have matrices or arguments that are not known here, or it needs another layer's.
     """
     path, model = _experts_path(skeleton, number), skeleton.name
-    others = _other_experts(skeleton.layers[number], path) if path else []
+    sizes = _called_experts(skeleton.layers[number]) if path else {}
+    others = [one for one, size in sizes.items() if one != path and size and "shared" not in one.lower()]
     layer = _with_random_weights(skeleton, number, [path, *others] if path else [])
     value = example_of(handed, TOKENS) if handed else None
 
@@ -151,11 +144,7 @@ def probe(skeleton: Skeleton, number: int, handed: HandedFacts | None = None) ->
 
 
 def require_usable(roles: Roles, model_type: str) -> None:
-    """Refuse a model of which a probe refutes what is needed of every one.
-
-    Raises:
-        ArchitectureError: it names the probe.
-    """
+    """Refuse a model of which a probe refutes what is needed of every one, with an ArchitectureError that names it."""
     needed = {  # of the last three none, where a gate of the experts' own explains them
         "tokens": "its experts do not treat every token alone",
         "product": "its experts compute another product than act(gate) * up",
@@ -175,7 +164,7 @@ def require_usable(roles: Roles, model_type: str) -> None:
 
 
 def _with_random_weights(skeleton: Skeleton, number: int, experts: Sequence[str]) -> torch.nn.Module:
-    """A layer with random weights, all but those of its experts, modules of these names: they stay without memory.
+    """A layer with random weights, all but those of these modules of experts, which stay without memory.
 
     Integers that its class does not compute are taken for the numbers of experts through which each token goes.
     """
@@ -212,9 +201,7 @@ def _random(name: str, like: torch.Tensor, generator: torch.Generator) -> torch.
 
 def _experts_path(skeleton: Skeleton, number: int) -> str | None:
     """The module of a layer's routed experts: of those called so, the one with most three-dimensional parameters."""
-    layer = skeleton.layers[number]
-    experts = [(path, module) for path, module in layer.named_modules() if "expert" in path.lower()]
-    sizes = {path: sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 3) for path, module in experts}
+    sizes = _called_experts(skeleton.layers[number])
     path = max(sizes, key=lambda one: sizes[one], default=None)
     if path is None or sizes[path]:
         return path
@@ -223,14 +210,10 @@ def _experts_path(skeleton: Skeleton, number: int) -> str | None:
     raise ArchitectureError(f"{skeleton.name}: its experts are not held in {' and '.join(FUSED)}; {NOT_QUANTIZED}")
 
 
-def _other_experts(layer: torch.nn.Module, path: str) -> list[str]:
-    """The modules of routed experts besides the one at this path, such as those for images."""
-    return [
-        name
-        for name, module in layer.named_modules()
-        if name != path and "expert" in name.lower() and "shared" not in name.lower()
-        if any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
-    ]
+def _called_experts(layer: torch.nn.Module) -> dict[str, int]:
+    """The modules that are called experts, by path, with how many numbers their three-dimensional parameters have."""
+    experts = [(path, module) for path, module in layer.named_modules() if "expert" in path.lower()]
+    return {path: sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 3) for path, module in experts}
 
 
 # Probes -------------------------------------------------------------------------------------------------------------
@@ -318,12 +301,9 @@ def find_handed(skeleton: Skeleton) -> HandedFacts | None:
 
 
 class _Layer:
-    """A layer with random weights, and what its modules are called with.
+    """A layer with random weights but for its experts, at `path`; and what its modules are called with.
 
-    Args:
-        handed: what the layer before hands on.
-        layer: with weights, but without those of its experts, at this path.
-        model: the model's name, for messages.
+    `handed` is what the layer before hands on, and `model` the model's name, for messages.
     """
 
     def __init__(self, call: Call, handed: torch.Tensor | None, layer: torch.nn.Module, path: str, model: str) -> None:
@@ -340,7 +320,10 @@ class _Layer:
         self.inputs: dict[str, tuple[Any, ...]] = {}  # of the modules in the first run, by path
         self.outputs: dict[str, Any] = {}
         self.arguments: list[torch.Tensor] = []  # of the experts, in the last run
-        with self._observing():
+        with contextlib.ExitStack() as stack:
+            for name, module in layer.named_modules():
+                if name:
+                    stack.callback(module.register_forward_hook(partial(self._observe, name), with_kwargs=True).remove)
             self.output = self.run()
         if path not in self.inputs:
             raise self._refused(f"no text goes through {path}, most of its experts")
@@ -367,39 +350,27 @@ class _Layer:
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
             self.arguments = arguments = [*args, *kwargs.values()]
-            self._require_three(arguments)
+            if (
+                len(arguments) != 3
+                or not all(map(torch.is_tensor, arguments))
+                or arguments[0].dim() != 2
+                or arguments[1].dtype not in (torch.int64, torch.int32)
+                or arguments[1].shape != arguments[2].shape
+            ):
+                raise self._refused("its experts are not called with states, indices and weights")
             return self._stand_in(*arguments)
 
         given = self.call.of(self.states, self.handed, self.tokens)
         with replaced_forward(self.experts, forward):
             return first(functional_call(self.layer, dict(changed or {}), (), given))
 
-    def _require_three(self, arguments: Sequence[Any]) -> None:
-        if (
-            len(arguments) != 3
-            or not all(map(torch.is_tensor, arguments))
-            or arguments[0].dim() != 2
-            or arguments[1].dtype not in (torch.int64, torch.int32)
-            or arguments[1].shape != arguments[2].shape
-        ):
-            raise self._refused("its experts are not called with states, indices and weights")
-
-    @contextlib.contextmanager
-    def _observing(self) -> Iterator[None]:
-        def observe(name: str, _: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if name == self.path and name in self.inputs:
-                raise ArchitectureError(f"{self.model}: its experts are called twice in a layer; give another model")
-            self.inputs[name], self.outputs[name] = (*args, *kwargs.values()), output
-
-        with contextlib.ExitStack() as stack:
-            for name, module in self.layer.named_modules():
-                if name:
-                    hook = module.register_forward_hook(partial(observe, name), with_kwargs=True)
-                    stack.callback(hook.remove)
-            yield
+    def _observe(self, name: str, _: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """A hook of the module of this name, which keeps its inputs and outputs."""
+        if name == self.path and name in self.inputs:
+            raise ArchitectureError(f"{self.model}: its experts are called twice in a layer; give another model")
+        self.inputs[name], self.outputs[name] = (*args, *kwargs.values()), output
 
     def roles(self) -> Roles:
-        """All roles, see `probe`."""
         probes = self._of_the_experts() | {"fold": 1.0, "halves": 1.0}
         norm, router = self._norm(), self._router()
         follows, offset, readers = self._reads_the_same(router), None, list[str]()
@@ -424,14 +395,10 @@ class _Layer:
 
     def _norm(self) -> str | None:
         """The module with weights whose output is what the experts read."""
-        norms = [
-            path
-            for path, output in self.outputs.items()
-            if path != self.path
-            and self._is_input(first(output))
-            and any(True for _ in self.layer.get_submodule(path).parameters())
-        ]
-        return norms[-1] if norms else None
+        of_input = [p for p, output in self.outputs.items() if p != self.path and self._is_input(first(output))]
+        return next(
+            (p for p in reversed(of_input) if any(True for _ in self.layer.get_submodule(p).parameters())), None
+        )
 
     def _matrices(self, path: str) -> dict[str, torch.nn.Parameter]:
         """A module's own parameters of more than one dimension, by name."""
@@ -486,8 +453,8 @@ class _Layer:
 
     def _linear(self, matrix: str) -> str:
         """The linear module of a matrix; the matrix itself where it is of none."""
-        path = matrix.removesuffix(".weight")
-        return path if isinstance(dict(self.layer.named_modules()).get(path), torch.nn.Linear) else matrix
+        path, name = matrix.rpartition(".")[::2]
+        return path if name == "weight" and isinstance(self.layer.get_submodule(path), torch.nn.Linear) else matrix
 
     def _offset(self, norm: str) -> int:
         """What a norm adds to its weight: the change of its output by that of a weight is the normed input."""

@@ -77,11 +77,7 @@ def is_of(facts: Architecture, config: Mapping[str, Any]) -> bool:
 
 
 def require_sane(config: Mapping[str, Any]) -> None:
-    """Refuse a config.json of which no model can be made, before one is made.
-
-    Raises:
-        ArchitectureError: a size is no whole number, or absurd.
-    """
+    """Refuse a config.json of which no model can be made, since a size is no whole number, or absurd."""
     limits = {key: LIMITS.get(name, LARGEST_SIZE) for name, keys in KEYS.items() for key in keys}
     for key, value in config.items():
         limit = limits.get(key, LARGEST_SIZE)
@@ -91,11 +87,7 @@ def require_sane(config: Mapping[str, Any]) -> None:
 
 
 def require_possible(facts: Architecture) -> None:
-    """Refuse a model whose sizes contradict each other.
-
-    Raises:
-        ArchitectureError: they do; it names their keys in config.json.
-    """
+    """Refuse a model whose sizes contradict each other, naming their keys in config.json."""
     sizes, keys = sizes_of(facts), {name: f"{size.key} {size.value}" for name, size in facts.sizes.items()}
     groups, chosen_groups = sizes.get("groups", 1), sizes.get("chosen_groups", 1)
     problem = None

@@ -1,8 +1,7 @@
-"""transformers' whole model of a config.json without its weights.
+"""transformers' whole model of a config.json without its weights: parameters on the meta device, computed buffers real.
 
-Its parameters are on the meta device, where they need no memory; buffers that are computed, such as rotary frequencies,
-are real. It says what no list of families has to say: where the decoder layers are, where each stored tensor goes, and
-what the model's own forward passes to every layer (masks, windows, rotary embeddings, position ids).
+It says where the decoder layers are, where each stored tensor goes, and what the model's own forward passes to every
+layer (masks, windows, rotary embeddings, position ids).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import re
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -46,18 +45,15 @@ class Call:
     """The arguments of one call of a decoder layer by the model's own forward.
 
     Attributes:
-        arguments: by the names of the layer's parameters, without the hidden states.
-        states: the hidden states (B, T, H), or with several streams (B, T, S, H), which the layer calls `name`.
         handed: the names of the arguments that the layer before returns besides its states, with their places in the
             tuple that it returns; their values are unknown.
-        tokens: the names of the arguments that are the token ids themselves.
     """
 
-    arguments: dict[str, Any]
-    states: torch.Tensor
-    name: str
+    arguments: dict[str, Any]  # by the names of the layer's parameters, without the hidden states
+    states: torch.Tensor  # (B, T, H), or with several streams (B, T, S, H)
+    name: str  # of the states among the layer's parameters
     handed: dict[str, int]
-    tokens: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()  # the names of the arguments that are the token ids themselves
 
     def of(
         self, states: torch.Tensor, handed: torch.Tensor | None = None, tokens: torch.Tensor | None = None
@@ -75,17 +71,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a stored tensor goes.
+    """Where a stored tensor goes."""
 
-    Attributes:
-        layer: the decoder layer's number; None outside the layers.
-        parameter: the name of a parameter or persistent buffer, within the layer, or outside them within the model.
-        part: if transformers makes the parameter of several kinds of tensors, or rearranges it: which of them this is.
-    """
-
-    layer: int | None
-    parameter: str
-    part: int | None = None
+    layer: int | None  # the decoder layer's number; None outside the layers
+    parameter: str  # the name of a parameter or persistent buffer, within the layer, or outside them within the model
+    part: int | None = None  # if the parameter is made of several kinds of tensors, or rearranged: which this is
 
 
 # Names of an expert's matrices, the parameters that hold those of all experts, and which part of them they are: FP8
@@ -101,12 +91,6 @@ class Skeleton:
         device: of the computed buffers, and of the arguments of layers.
         dtype: of the hidden states.
 
-    Attributes:
-        model: in evaluation mode.
-        name: its class.
-        path: the name of the list of decoder layers within the model.
-        layers: the list.
-
     Raises:
         ArchitectureError: the model has no layers with experts.
     """
@@ -117,9 +101,9 @@ class Skeleton:
         self.device, self.dtype, self.config = device, dtype, config
         # On a CPU the plain loop is faster. Else the default: a grouped matmul, where the class can.
         config._experts_implementation = "eager" if device.type == "cpu" else None
-        self.model: Any = _built(model_class, config, device)
+        self.model: Any = _built(model_class, config, device)  # in evaluation mode
         self.name = type(self.model).__name__
-        self.path, self.layers = _decoder_layers(self.model)
+        self.path, self.layers = _decoder_layers(self.model)  # `path` is the name of the list within the model
         self._longest = 0
         self._calls: dict[int, list[Call]] = {}  # by length, views of the longest
         self._other: dict[int, list[Call]] = {}
@@ -127,8 +111,7 @@ class Skeleton:
     def layer(self, number: int) -> torch.nn.Module:
         """A copy of a decoder layer, to be given weights."""
         config = getattr(self.layers[number], "config", self.config)
-        layer: torch.nn.Module = copy.deepcopy(self.layers[number], {id(config): config, id(self.config): self.config})
-        return layer
+        return copy.deepcopy(self.layers[number], {id(config): config, id(self.config): self.config})
 
     def calls(self, length: int) -> list[Call]:
         """What the model's forward calls each of its layers with, for a sequence of `length` tokens; states are zeros.
@@ -258,7 +241,7 @@ class Skeleton:
         conversions: dict[str, Any] = {}
         for name in sorted(tensors, key=dot_natural_key):  # experts by their numbers
             parameter, pattern, converter = self._target(name)
-            if converter is None or _keeps_shape(converter):
+            if _keeps_shape(converter):
                 made[parameter] = tensors[name]
             else:
                 one = conversions.setdefault(parameter, copy.deepcopy(converter))
@@ -306,15 +289,13 @@ class Skeleton:
             whole = self.place(f"{single[1]}{fused}")
             return whole and replace(whole, part=of_fused)
         within = re.match(rf"{re.escape(self.path)}\.(\d+)\.", parameter)
-        part = None if converter is None or _keeps_shape(converter) else converter.source_patterns.index(pattern)
-        if within is None:
-            return Place(None, parameter, part)
-        return Place(int(within[1]), parameter[within.end() :], part)
+        part = None if _keeps_shape(converter) else converter.source_patterns.index(pattern)
+        return Place(int(within[1]), parameter[within.end() :], part) if within else Place(None, parameter, part)
 
 
 def _keeps_shape(converter: Any) -> bool:
-    """Whether a conversion leaves a tensor that has the parameter's shape as it is."""
-    return all(getattr(operation, "check_dims", False) for operation in converter.operations)
+    """Whether a conversion, or None, leaves a tensor that has the parameter's shape as it is."""
+    return converter is None or all(getattr(operation, "check_dims", False) for operation in converter.operations)
 
 
 def model_class(name: str, source: str) -> Any:
@@ -359,8 +340,8 @@ def config_of(model_class: Any, config: Mapping[str, Any]) -> Any:
         return float(entry["__float__"]) if entry.keys() == {"__float__"} else entry
 
     made = model_class.config_class(**json.loads(json.dumps(plain), object_hook=number))
-    text = made.get_text_config()
     _refuse_two_meanings(config.get("text_config") or config)
+    text = made.get_text_config()
     rotary = getattr(text, "rotary_dim", None)
     if rotary is not None:
         head = _head_size(text)
@@ -404,34 +385,30 @@ def rotated_channels(config: Any) -> int | None:
 
 
 def _head_size(config: Any) -> int:
-    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return size
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _beginnings(calls: Sequence[Call], length: int) -> list[Call]:
     """The calls for the first `length` tokens, as views; a dimension of the full length is taken for one of tokens."""
-    full, made = calls[0].states.shape[1], dict[int, torch.Tensor]()
+    full = calls[0].states.shape[1]
+
+    @cache  # the layers share most of their arguments; tensors are hashed by identity
+    def cut_tensor(value: torch.Tensor) -> torch.Tensor:
+        return value[tuple(slice(length if size == full else None) for size in value.shape)]
 
     def cut(value: Any) -> Any:
-        if not torch.is_tensor(value):
-            return value
-        if id(value) not in made:  # the layers share most of their arguments
-            made[id(value)] = value[tuple(slice(length if size == full else None) for size in value.shape)]
-        return made[id(value)]
+        return cut_tensor(value) if torch.is_tensor(value) else value
 
     return [replace(call, arguments=tree_map(cut, call.arguments), states=call.states[:, :length]) for call in calls]
 
 
 def differing_arguments(one: Sequence[Call], other: Sequence[Call]) -> Iterator[str]:
     """The layers' numbers and names of the arguments that are not equal, tensor by tensor; but of no token ids."""
-    known: dict[tuple[int, int], bool] = {}
+    equal_tensors = cache(torch.equal)  # by identity: the layers share most of their arguments
 
     def equal(a: Any, b: Any) -> bool:
-        if not (torch.is_tensor(a) and torch.is_tensor(b)):
-            return a is b or bool(a == b)
-        if (id(a), id(b)) not in known:
-            known[id(a), id(b)] = torch.equal(a, b)
-        return known[id(a), id(b)]
+        both = torch.is_tensor(a) and torch.is_tensor(b)
+        return equal_tensors(a, b) if both else a is b or bool(a == b)
 
     for number, (first, second) in enumerate(zip(one, other, strict=True)):
         for name, value in first.arguments.items():
@@ -512,11 +489,11 @@ class _EmptyOnMeta(TorchFunctionMode):
     """Puts what `torch.empty` makes on the meta device: parameters, but no buffer that is computed."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
         if func is torch.nn.init.normal_ and kwargs["tensor"].is_meta:  # it draws nothing, for a third of the time
             return kwargs["tensor"]
         if func is torch.empty and kwargs.get("device") is None:
-            kwargs["device"] = "meta"
+            kwargs = kwargs | {"device": "meta"}
         return func(*args, **kwargs)
 
 

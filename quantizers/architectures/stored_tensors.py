@@ -28,23 +28,14 @@ class Header(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredTensors:
-    """The tensors of a checkpoint by what the model does with them; the scales of FP8 weights go with these.
+    """The tensors of a checkpoint by what the model does with them; the scales of FP8 weights go with these."""
 
-    Attributes:
-        headers: of all.
-        prefix: of the names of a decoder layer's tensors, before the layer's number.
-        layers: for each decoder layer its tensors: their names without the prefix, and their places.
-        outside: names and places of those outside the layers that the model computes with.
-        carried: the names of all others.
-        converted: parameters within a layer that transformers makes of other tensors, with the names of these.
-    """
-
-    headers: Mapping[str, Header]
-    prefix: str
-    layers: list[dict[str, Place]]
-    outside: dict[str, Place]
-    carried: list[str]
-    converted: dict[str, list[str]]
+    headers: Mapping[str, Header]  # of all
+    prefix: str  # of the names of a decoder layer's tensors, before the layer's number
+    layers: list[dict[str, Place]]  # for each decoder layer its tensors: their names without the prefix, and places
+    outside: dict[str, Place]  # names and places of those outside the layers that the model computes with
+    carried: list[str]  # the names of all others
+    converted: dict[str, list[str]]  # parameters within a layer that are made of other tensors, with their names
 
     def header(self, layer: int, name: str) -> Header:
         """The header entry of a tensor of a layer, by its name without the prefix."""
@@ -145,9 +136,9 @@ def sort_out(skeleton: Skeleton, headers: Mapping[str, Header], idle: Collection
         """As the class has the parameters, whatever the order in the files."""
         return dict(sorted(names.items(), key=lambda entry: order[path + entry[1].parameter]))
 
-    outside = in_order(outside)
     layers = [in_order(names, f"{skeleton.path}.{number}.") for number, names in enumerate(layers)]
-    return StoredTensors(headers, prefix, layers, outside, carried, _converted(skeleton, headers, prefix, layers))
+    converted = _converted(skeleton, headers, prefix, layers)
+    return StoredTensors(headers, prefix, layers, in_order(outside), carried, converted)
 
 
 def _converted(
@@ -162,12 +153,11 @@ def _converted(
                 groups.setdefault(place.parameter, []).append(name)
         for parts in groups.values():
             full = [f"{prefix}{number}.{name}" for name in parts]
+            made, reason = dict[str, torch.Tensor](), "they have other shapes"
             try:
                 made = skeleton.convert({name: torch.empty(headers[name].shape, device="meta") for name in full})
             except FAILURES as failure:
-                made, reason = {}, " ".join(str(failure).split())
-            else:
-                reason = "they have other shapes"
+                reason = " ".join(str(failure).split())
             wrong = [name for name, one in made.items() if one.shape != skeleton.parameters[name].shape]
             if wrong or not made:
                 shapes = ", ".join(f"{name} {list(headers[name].shape)}" for name in full)

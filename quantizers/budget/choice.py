@@ -42,19 +42,12 @@ def choose_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Con
 
 @dataclass(frozen=True)
 class Choice:
-    """A candidate for each layer, and what a mixture gains over the best candidate that all layers could have.
+    """A candidate for each layer, and what a mixture gains over the best candidate that all layers could have."""
 
-    Attributes:
-        picked: the mixture, or the same for all where nothing is gained.
-        uniform: the candidate with the least predicted KL of those that fit when all layers use it.
-        gain: 1 - predicted KL of the mixture / that with `uniform`.
-        interval: 95 % of it, over samples of the measured experts.
-    """
-
-    picked: list[int]
-    uniform: int
-    gain: float
-    interval: tuple[float, float]
+    picked: list[int]  # the mixture, or the same for all where nothing is gained
+    uniform: int  # the candidate with the least predicted KL of those that fit when all layers use it
+    gain: float  # 1 - predicted KL of the mixture / that with `uniform`
+    interval: tuple[float, float]  # 95 % of it, over samples of the measured experts
 
 
 def choose(allocation: Allocation, entries: Entries) -> Choice:

@@ -33,7 +33,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -47,8 +47,7 @@ from eval.fidelity.scoring import score
 from quantizers.architectures.gates import Gate, gate_of
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes
-from quantizers.checkpoint.loaded_tensors import LoadedTensors, load_once, outside_names
-from quantizers.checkpoint.reader import Checkpoint
+from quantizers.checkpoint.loaded_tensors import load_once, outside_names
 from quantizers.device.devices import forward_dtype, use_one_arena
 from quantizers.distributed.process_group import rank_0_progress
 from quantizers.formats.packed_integers import dequantize
@@ -79,7 +78,7 @@ def measure_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Co
     Raises:
         QuantizeError: states or logits are not finite, or there is no room for them.
     """
-    work, dist = context.work, context.dist
+    work, dist, check = context.work, context.dist, context.check
     finished = read_measurements(work, job.sizes.moe_layers) if dist.is_main else None
     if dist.broadcast_object(finished is not None):
         return finished
@@ -94,39 +93,26 @@ def measure_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Co
     )
     names, tensors = outside_names(job.opened, job.facts), all_tensors(job, job.opened)
     with context.streamed(job.opened, [names, *tensors.values()]) as source:
-        kl, disturbance = _measure(job, load_once(source, names, dist), source, tensors, texts, context)
+        outside, dtype = load_once(source, names, dist), forward_dtype(context.device)
+        model = StreamedModel(outside, job.facts, job.sizes, context.device, dtype)
+        measurement, started = SchemeMeasurement(job, model, context, texts), time.monotonic()
+        early = context.prefetch_to_device
+        steps = layer_steps(source, tensors, [measurement], model, check=check, dist=dist, early=early)
+        with rank_0_progress("measuring", len(tensors), 0, check, dist, unit="layer") as step, closing(steps):
+            for one in steps:
+                seconds, started = time.monotonic() - started, time.monotonic()
+                if dist.is_main:
+                    write_json(_entry_file(work, one.number), measurement.entry | {"seconds": seconds})
+                step(f"{seconds:.1f} s")
+        _, (_, kl, *_) = score(measurement.streams, texts, partial(rank_0_progress, check=check, dist=dist), dist=dist)
+        if not math.isfinite(float(kl.mean())):
+            raise QuantizeError("the model's logits are not finite on the calibration texts; nothing can be compared")
     if dist.local_rank == 0:
         shutil.rmtree(files)
     if not dist.is_main:
         return None
-    write_json(work / FOLDER / "kl.json", {"kl": kl, "disturbance": disturbance})
+    write_json(work / FOLDER / "kl.json", {"kl": float(kl.mean()), "disturbance": measurement.disturbance})
     return read_measurements(work, job.sizes.moe_layers)
-
-
-def _measure(
-    job: Job,
-    outside: LoadedTensors,
-    source: Checkpoint,
-    tensors: Mapping[int, Sequence[str]],
-    texts: Sequence[Text],
-    context: Context,
-) -> tuple[float, list[float]]:
-    """Go over the source once, with an entry for each layer; the probe's KL, and the disturbance after each layer."""
-    model = StreamedModel(outside, job.facts, job.sizes, context.device, forward_dtype(context.device))
-    measurement = SchemeMeasurement(job, model, context, texts)
-    work, dist, check, started = context.work, context.dist, context.check, time.monotonic()
-    early = context.prefetch_to_device
-    steps = layer_steps(source, tensors, [measurement], model, check=check, dist=dist, early=early)
-    with rank_0_progress("measuring", len(tensors), 0, check, dist, unit="layer") as step, closing(steps):
-        for one in steps:
-            seconds, started = time.monotonic() - started, time.monotonic()
-            if dist.is_main:
-                write_json(_entry_file(work, one.number), measurement.entry | {"seconds": seconds})
-            step(f"{seconds:.1f} s")
-    _, (_, kl, *_) = score(measurement.streams, texts, partial(rank_0_progress, check=check, dist=dist), dist=dist)
-    if not math.isfinite(float(kl.mean())):
-        raise QuantizeError("the model's logits are not finite on the calibration texts; nothing can be compared")
-    return float(kl.mean()), measurement.disturbance
 
 
 class SchemeMeasurement(Consumer):
@@ -170,10 +156,9 @@ class SchemeMeasurement(Consumer):
         count = min(MEASURED_EXPERTS, len(weights[0]))
         moe_inputs = self._moe_inputs(layer)
         schemes, settings = self.job.allocation.candidates, self.job.recipe.experts
-        awq = bool(settings.awq)
         own_gate = self.job.facts.of_layer(number).own_gate
-        gate, inner = gate_of(experts, own_gate), awq and not own_gate
-        outer = column_scale(moe_inputs.x) if awq and self.job.plan.folds else None
+        gate, inner = gate_of(experts, own_gate), bool(settings.awq) and not own_gate
+        outer = column_scale(moe_inputs.x) if settings.awq and self.job.plan.folds else None
         of_expert = partial(scheme_errors, gate=gate, outer=outer, inner=inner, signed=settings.signed)
         measured = []
         for expert in dist.partition(count):

@@ -173,7 +173,6 @@ def _serving(
         about["counted"] = budget
         model = with_budget(model, budget)
     fits = [fit(model, one, context, kv, tp) for one in gpus]
-    suggested = remedies(job, model, list(zip(gpus, fits, strict=True)), tp)
     servers, name = job.facts.servers, job.recipe.source.model
     wanted = {one: job.facts.server_options(one, name) if one in servers else {} for one in ("vllm", "sglang")}
     serving = {"servers": sorted(servers), "parsers": wanted["vllm"], "sampling": {}}
@@ -196,9 +195,9 @@ def _serving(
         "fits": [
             asdict(one)
             | {"nominal": cards.nominal, "command": command(cards, one)}
-            | {"to_fit": [asdict(remedy) for remedy in remedied]}
+            | {"to_fit": [asdict(remedy) for remedy in remedies(job, model, cards, one, tp)]}
             | {"ways": [asdict(way) for way in ways(model, cards, one.context, tp)]}
-            for cards, one, remedied in zip(gpus, fits, suggested, strict=True)
+            for cards, one in zip(gpus, fits, strict=True)
         ],
         "longest": model.longest,
         "kv_bytes_per_token": kv_bytes_per_token(model, kv),

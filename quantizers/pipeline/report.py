@@ -25,8 +25,7 @@ from eval.fidelity.kv_cache import KINDS, kv_figures
 from eval.fidelity.metrics import Measured, Text
 from eval.fidelity.scoring import HeldOut
 from eval.serving.check import ServingCheck, check_folder
-from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.facts import Options, ServerName
+from quantizers.architectures.architecture import Architecture, Options, ServerName
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes
 from quantizers.budget.choice import describe_choice

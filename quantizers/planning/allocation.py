@@ -1,10 +1,8 @@
 """Bit allocation: a scheme for each layer with experts within a budget; which are possible, and what each costs.
 
 Fewer than 4 bits, which most servers do not take, are possible only where 4 bits in every layer are not.
-
-`experts.budget` bounds the bytes of all shards on disk, including embeddings, attention and headers, but not the index
-and the tokenizer; `experts.bits_per_weight` only the experts: bits of packed weights and scales, divided by the number
-of weights. Both are exact. Nothing is measured here, and no file is opened.
+`experts.budget` bounds the bytes of all shards on disk, without the index and the tokenizer; `experts.bits_per_weight`
+only the experts: bits of packed weights and scales, divided by the number of weights. Both are exact.
 """
 
 from __future__ import annotations
@@ -27,25 +25,16 @@ PARALLEL = (1, 2, 4, 8, 16)  # numbers of GPUs for which `as_dict` says whether 
 
 @dataclass(frozen=True)
 class Allocation:
-    """The possible schemes, their costs, and the limit. "Choice" means the index of a candidate for each of `layers`.
+    """The possible schemes, their costs and the limit. A "choice" is the index of a candidate for each of `layers`."""
 
-    Attributes:
-        layers: the numbers of the layers with experts, of `decoder_layers` in all.
-        candidates: in ascending order of size.
-        shard_bytes: for each layer, the bytes of its shard with each candidate; `outside_bytes` of all other shards.
-        weights: number of weights in all experts of one layer.
-        width: an expert's width.
-        limit: bound on the total cost, in `unit`s: bytes of all shards, or bits of the experts' weights and scales.
-    """
-
-    layers: tuple[int, ...]
-    decoder_layers: int
-    candidates: tuple[Scheme, ...]
-    shard_bytes: tuple[tuple[int, ...], ...]
-    outside_bytes: int
-    weights: int
-    width: int
-    limit: int
+    layers: tuple[int, ...]  # the numbers of those with experts
+    decoder_layers: int  # how many there are in all
+    candidates: tuple[Scheme, ...]  # in ascending order of size
+    shard_bytes: tuple[tuple[int, ...], ...]  # for each of `layers`, the bytes of its shard with each candidate
+    outside_bytes: int  # of all other shards
+    weights: int  # number of weights in all experts of one layer
+    width: int  # of an expert
+    limit: int  # on the total cost, in `unit`s: bytes of all shards, or bits of the experts' weights and scales
     unit: Literal["bytes", "bits"]
 
     @property
@@ -136,8 +125,7 @@ def candidates(sizes: Sizes, parallel: int) -> tuple[Scheme, ...]:
 
 def _shard_bytes(plan: Plan, layers: Sequence[int], possible: Sequence[Scheme]) -> Iterator[tuple[int, ...]]:
     """For each of these layers the bytes of its shard with each scheme."""
-    # The same for layers with the same tensors, if their names have as many letters.
-    sizes: dict[object, tuple[int, ...]] = {}
+    sizes: dict[object, tuple[int, ...]] = {}  # alike for layers with the same tensors, whose names are as long
     for actions in map(plan.of_layer, layers):
         key = tuple((len(action.source), action.kind, action.spec) for action in actions)
         if key not in sizes:

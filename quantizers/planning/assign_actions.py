@@ -1,7 +1,6 @@
 """An action for every tensor of a checkpoint, from the architecture spec of its family and the headers.
 
-An unknown tensor is refused: it might read the norm before the experts, into which scales are folded only where
-everything that reads it can follow.
+An unknown tensor is refused: it might read the norm into which scales are folded.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
-from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.facts import TensorFacts
+from quantizers.architectures.architecture import Architecture, TensorFacts
 from quantizers.architectures.fused import FUSED_IN_SOME, fits_fp8
 from quantizers.architectures.matrices import MATRICES, Matrix
 from quantizers.architectures.sizes import Sizes
@@ -53,13 +51,12 @@ def _modules(facts: Architecture, sizes: Sizes, mtp: Iterable[int]) -> Iterator[
     """Everything that a checkpoint of these facts has, layer by layer, `mtp` last, then outside the layers."""
     shapes = {matrix: facts.expert_linears[matrix].shape for matrix in MATRICES}
     for layer in (*range(sizes["layers"]), *mtp):
-        dense = layer in sizes.dense
         here = facts.of_layer(layer)
         for name, one in here.tensors.items():
             yield _Module(facts.layer(layer, name), one.shape, layer, one)
         for name, shape in here.linears.items():
             yield _Module(facts.layer(layer, name), shape, layer)
-        for expert in range(0 if dense else sizes["experts"]):
+        for expert in range(0 if here.dense else sizes["experts"]):
             for matrix in MATRICES:
                 yield _Module(facts.expert(layer, expert, matrix), shapes[matrix], layer, None, expert, matrix)
     for name, one in facts.outside.items():
@@ -75,21 +72,21 @@ def expected_tensors(facts: Architecture, sizes: Sizes, config: Mapping[str, Any
         CheckpointError: quantization_config declares a form of weights that cannot be read.
     """
     form = declared_form(config, where) if config.get("quantization_config") else None
-    suffix = declared_scale(config)
+    scale = declared_scale(config)
 
     @cache
     def linear(shape: tuple[int, ...]) -> list[tuple[str, Spec]]:
         if not form:
             return [("weight", Spec("BF16", shape))]
-        return [("weight", Spec(FP8, shape)), (suffix, Spec(facts.scale_dtype, scale_shape(form, shape)))]
+        return [("weight", Spec(FP8, shape)), (scale, Spec(facts.scale_dtype, scale_shape(form, shape)))]
 
     tensors: dict[str, Spec] = {}
     for module in _modules(facts, sizes, sizes.mtp):
         if module.facts is not None:
             tensors[module.name] = Spec(module.facts.dtype, module.shape)
             continue
-        for suffix, spec in linear(module.shape):
-            tensors[f"{module.name}.{suffix}"] = spec
+        for last, spec in linear(module.shape):
+            tensors[f"{module.name}.{last}"] = spec
     return tensors
 
 
@@ -179,8 +176,7 @@ def _linear_actions(
     where: str,
 ) -> Iterator[Action]:
     """The actions of a linear module: of its weight, and of the scale that an FP8 one has."""
-    of = module.layer, module.expert, module.matrix
-    weight = f"{module.name}.weight"
+    of, weight = (module.layer, module.expert, module.matrix), f"{module.name}.weight"
     spec = take(remaining, weight, module.shape, (FP8, *FLOATING), where)
     quantized = module.expert is not None and module.layer not in mtp
     converts = module.expert is None and (
@@ -208,10 +204,10 @@ def _linear_actions(
             "the model's release with such scales, or in BF16"
         )
     scale_spec = take(remaining, scale, scale_shape(form, spec.shape), ("F32", "BF16"), where)
-    if kind != "keep":
-        yield Action(scale, scale_spec, "drop", {}, *of)
-    else:
+    if kind == "keep":
         yield Action(scale, scale_spec, "keep" if scale == written else "rename", {written: scale_spec}, *of)
+    else:
+        yield Action(scale, scale_spec, "drop", {}, *of)
 
 
 def _cached(facts: Architecture, sizes: Sizes, where: str) -> dict[int, str]:
@@ -239,10 +235,8 @@ def _require_converted(attention: Attention, actions: Sequence[Action], where: s
     matrices, key = [action for action in actions if action.is_other_matrix], f"{where}: attention: {attention}"
     found = [action for action in matrices if action.kind == "convert"]
     if not found:
-        why = (
-            "no matrix of attention, shared experts or dense layers is FP8" if attention == "bf16" else "no matrix fits"
-        )
-        raise RecipeError(f"{key}: {why}; remove the key")
+        is_fp8 = "of attention, shared experts or dense layers is FP8"
+        raise RecipeError(f"{key}: no matrix {is_fp8 if attention == 'bf16' else 'fits'}; remove the key")
     if attention == "bf16":
         return
     for action in matrices:

@@ -1,8 +1,7 @@
 """Memory of a run: the data kept on the device, in host memory or in files, and the data computed again.
 
-Arithmetic on sizes and a limit (`--device-memory`), and one safety net, `Residents`: if the device is full all the
-same, the cached Hessians are dropped, half as many are kept, and the step is repeated. Memory decides speed, never a
-byte of the output.
+Arithmetic on sizes and a limit (`--device-memory`), and one safety net, `Residents`, for a device that is full all the
+same. Memory decides speed, never a byte of the output.
 
 The largest of a layer step's four phases is the peak. On an accelerator the source's stored layer stays throughout.
 
@@ -44,34 +43,21 @@ CONVERTING = 24  # bytes for each number of a matrix that becomes FP8: its codes
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes on the device, and the data kept there.
+    """Bytes on the device, and the data kept there: of a CPU, which keeps them in host memory or in files, none."""
 
-    Attributes:
-        unit, units: experts of an expert batch, and expert batches of a layer.
-        resident: expert batches whose Hessians of x are kept at a time.
-        inputs, states, texts: whether the captured MoE inputs, the activations between layers, and the held-out
-            activations stay on the device; never on a CPU, which keeps them in host memory or in files.
-        early: whether the source's next layer is prefetched to the device.
-        layer: the source's largest layer as stored; 0 on a CPU, where it is in host memory anyway.
-        forward: the largest layer in the dtype of the forward pass.
-        one_unit: for solving one expert batch.
-        smallest, peak: the peak with one expert batch at a time and nothing else kept, and as planned.
-        sweeps: passes over the captured inputs for the Hessians of x.
-    """
-
-    unit: int
-    units: int
-    resident: int
-    inputs: bool
-    states: bool
-    texts: bool
-    early: bool
-    layer: int
-    forward: int
-    one_unit: int
-    smallest: int
-    peak: int
-    sweeps: int
+    unit: int  # experts of an expert batch
+    units: int  # expert batches of a layer
+    resident: int  # expert batches whose Hessians of x are kept at a time
+    inputs: bool  # whether the captured MoE inputs stay on the device
+    states: bool  # the activations between layers
+    texts: bool  # the held-out activations
+    early: bool  # whether the source's next layer is prefetched to the device
+    layer: int  # the source's largest layer as stored; 0 on a CPU, where it is in host memory anyway
+    forward: int  # the largest layer in the dtype of the forward pass
+    one_unit: int  # for solving one expert batch
+    smallest: int  # the peak with one expert batch at a time and nothing else kept
+    peak: int  # as planned
+    sweeps: int  # passes over the captured inputs for the Hessians of x
 
 
 def device_memory(
@@ -250,7 +236,7 @@ class Residents:
         return -(-units // max(-(-units // self.count), 1))
 
     def shrink(self) -> None:
-        """Halve the number after the device was full, with one line that says so; QuantizeError if it was one."""
+        """Halve the number, since the device was full, before the step is repeated; QuantizeError if it was one."""
         if self.count <= 1:
             raise QuantizeError(
                 f"the device's memory is full with the Hessians of one batch of {self.unit} experts at a time, for "

@@ -57,30 +57,22 @@ class Estimate:
     """Needs of a run: all sizes in bytes, times in seconds.
 
     Attributes:
-        tokens, held_out: of the calibration set and the evaluation set at most; None if unknown until they are read.
-        source, output: bytes of the source, and disk space needed besides.
-        states: activations of the calibration set, by kind of device: host memory, or disk space if they do not fit.
-        host: host memory for two layers of the source and two of the output, the non-layer tensors, and the program.
-        memory: by kind of device, with the Hessians of one expert batch, and with all of them and the activations.
         seconds: `layers`, `verification`, and `all` for their sum, on this machine's CPU and on every known GPU that
             has the memory; None if a set's size is unknown, and for the library's engine.
-        several: the same on GPUs by so many `processes`; None for one.
-        measuring: to read the source once more and measure for a budget, without the computing; None without one.
-        assumptions: one line each.
     """
 
-    tokens: int | None
-    held_out: int | None
+    tokens: int | None  # of the calibration set at most; None if unknown until it is read
+    held_out: int | None  # the same of the evaluation set
     source: int
-    output: int
-    states: dict[str, int] | None
-    host: int
-    memory: dict[str, tuple[int, int]]
+    output: int  # disk space needed besides
+    states: dict[str, int] | None  # activations of the calibration set, by device: host memory, or disk if they must
+    host: int  # memory for two layers of the source and two of the output, the non-layer tensors, and the program
+    memory: dict[str, tuple[int, int]]  # by device, with the Hessians of one expert batch, and with all and activations
     seconds: dict[str, dict[str, float]] | None
     processes: int
-    several: dict[str, dict[str, float]] | None
-    measuring: float | None
-    assumptions: list[str]
+    several: dict[str, dict[str, float]] | None  # the same on GPUs by so many `processes`; None for one
+    measuring: float | None  # to read the source once more for a budget, without the computing; None without one
+    assumptions: list[str]  # one line each
 
 
 def estimate_run(job: Job, output_bytes: int, processes: int = 1, disk: float = DISK) -> Estimate:
@@ -92,17 +84,18 @@ def estimate_run(job: Job, output_bytes: int, processes: int = 1, disk: float = 
         disk: bytes a second that each machine reads from or writes to files.
     """
     (lengths, drawn), texts = calibration_lengths(job), evaluation_lengths(job)
-    tokens = None if lengths is None else sum(lengths)
-    plan, numbers = job.plan, range(job.plan.layers)
-    layer_source = max(sum(action.spec.bytes for action in plan.of_layer(n)) for n in numbers)
-    layer_output = max(sum(spec.bytes for spec in plan.shard(n).values()) for n in numbers)
+    tokens, plan = None if lengths is None else sum(lengths), job.plan
+    layer_source = max(sum(action.spec.bytes for action in plan.of_layer(n)) for n in range(plan.layers))
+    layer_output = max(sum(spec.bytes for spec in plan.shard(n).values()) for n in range(plan.layers))
     memory = {name: _device_memory(job, None, name == "GPU", lengths, texts) for name in ITEMSIZES}
     seconds = several = None
     if lengths is not None and texts is not None and plan.experts.engine == "gram":
-        layers = _work_of_layers(job, lengths, texts)
-        logits = Work(
-            2.0 * _models(job) * sum(texts) * job.sizes["hidden"] * job.sizes["vocabulary"], files=output_bytes
-        )
+        kinds = [(number in job.sizes.dense, plan.schemes[number]) for number in range(plan.layers)]
+        of_kind = {kind: layer_work(job, kinds.index(kind), lengths, texts) for kind in set(kinds)}
+        around = 2.0 * sum(a.spec.bytes for part in plan.passthrough_parts for a in plan.of_layer(part))
+        layers = [*(of_kind[kind] for kind in kinds), Work(files=around)]
+        products = 2.0 * _models(job) * sum(texts) * job.sizes["hidden"] * job.sizes["vocabulary"]
+        logits = Work(products, files=output_bytes)
         gpus = [rates for rates in rates_of_gpus() if memory["GPU"].smallest <= USABLE * rates.memory]
 
         def of(rates: Rates, count: int) -> dict[str, float]:
@@ -131,18 +124,12 @@ def estimate_run(job: Job, output_bytes: int, processes: int = 1, disk: float = 
 
 @dataclass(frozen=True)
 class Way:
-    """How a source gets to a run, and the output to the Hub: bytes on the disk and over the network.
-
-    Attributes:
-        source: of the source on the disk; None if its headers are needed to know it.
-        output: of the output on the disk.
-        download, upload: from and to the Hub, with all passes of a run.
-    """
+    """How a source gets to a run, and the output to the Hub: bytes on the disk and over the network."""
 
     name: str
-    source: int | None
-    output: int
-    download: int
+    source: int | None  # on the disk; None if its headers are needed to know it
+    output: int  # on the disk
+    download: int  # with all passes of a run
     upload: int = 0
 
 
@@ -160,15 +147,6 @@ def ways_of_source(job: Job, output_bytes: int, processes: int = 1) -> list[Way]
         Way("streamed", window, output_bytes, fetched),
         Way("published", window, output_bytes - job.plan.removed_bytes(processes), fetched, output_bytes),
     ]
-
-
-def _work_of_layers(job: Job, lengths: Sequence[int], texts: Sequence[int]) -> list[Work]:
-    """The work on each layer, computed once for those that are alike, and the bytes of all that passes through."""
-    plan = job.plan
-    kinds = [(number in job.sizes.dense, plan.schemes[number]) for number in range(plan.layers)]
-    of_kind = {kind: layer_work(job, kinds.index(kind), lengths, texts) for kind in set(kinds)}
-    around = 2.0 * sum(a.spec.bytes for part in plan.passthrough_parts for a in plan.of_layer(part))
-    return [*(of_kind[kind] for kind in kinds), Work(files=around)]
 
 
 def layer_work(job: Job, number: int, lengths: Sequence[int], texts: Sequence[int]) -> Work:

@@ -64,7 +64,5 @@ def tokens_per_chunk(accelerator: bool) -> int:
 
 def batch_sizes(accelerator: bool, sizes: Mapping[str, int]) -> dict[str, int]:
     """Both sizes, for the fingerprint of a run."""
-    return {
-        "experts": experts_per_batch(accelerator, sizes["hidden"], sizes["width"]),
-        "rows": tokens_per_chunk(accelerator),
-    }
+    experts = experts_per_batch(accelerator, sizes["hidden"], sizes["width"])
+    return {"experts": experts, "rows": tokens_per_chunk(accelerator)}

@@ -39,24 +39,17 @@ def _memory(entry: dict[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class Rates:
-    """Nominal rates of a GPU, or of a CPU, and the shares of them that are assumed to be reached.
-
-    Attributes:
-        memory: bytes that torch sees; 0 for a CPU, whose memory is the machine's.
-        bandwidth: bytes a second of the device's memory.
-        products: operations a second of matrix products in the forward pass's dtype: bfloat16 on a GPU, else float32.
-        float32: operations a second.
-    """
+    """Nominal rates of a GPU, or of a CPU, in bytes or operations a second, and the shares of them that are reached."""
 
     name: str
-    memory: int
-    bandwidth: float
-    products: float
+    memory: int  # bytes that torch sees; 0 for a CPU, whose memory is the machine's
+    bandwidth: float  # of the device's memory
+    products: float  # of matrix products in the forward pass's dtype: bfloat16 on a GPU, else float32
     float32: float
     shares: dict[str, float]
 
     def reached(self, kind: str) -> float:
-        """Bytes or operations a second that are assumed to be reached: one of the keys of `shares`."""
+        """What is assumed to be reached a second of one of the keys of `shares`."""
         return float(getattr(self, "float32" if kind == "factorization" else kind)) * self.shares[kind]
 
 
@@ -78,18 +71,13 @@ def rates_of_cpu() -> Rates:
 
 @dataclass(frozen=True)
 class Gpus:
-    """`count` equal GPUs of `bytes` each; `name` is the user's text, such as 2x96GiB or 2xH100.
-
-    Attributes:
-        sm: their compute capability, as 86; None where it is not known.
-        nominal: whether `bytes` is what the vendor or the user calls them; otherwise it is what torch sees.
-    """
+    """`count` equal GPUs of `bytes` each; `name` is the user's text, such as 2x96GiB or 2xH100."""
 
     name: str
     count: int
     bytes: int
-    sm: int | None = None
-    nominal: bool = True
+    sm: int | None = None  # their compute capability, as 86; None where it is not known
+    nominal: bool = True  # whether `bytes` is what the vendor or the user calls them; otherwise it is what torch sees
 
     def of(self, count: int) -> Gpus:
         """Another number of the same GPUs."""

@@ -1,8 +1,7 @@
 """Experts in host memory: the ways to serve an output whose experts do not fit on the GPUs, by arithmetic.
 
-From the sources of SGLang 0.5.23 (paged experts: store.py, method.py), vLLM 0.33 (offloader/uva.py) and KTransformers
-0.7.2; none of them was tried here. `--cpu-offload-gb` counts GiB on each GPU (offloader/base.py); `--kt-cpuinfer` and
-`--kt-threadpool-count` have no defaults. What each holds:
+From the sources of SGLang 0.5.23 (paged experts: store.py, method.py), vLLM 0.33 (offloader/uva.py; `--cpu-offload-gb`
+counts GiB on each GPU, base.py) and KTransformers 0.7.2, whose CPU options have no defaults; none was tried here:
 
     SGLang, paged experts   all experts in pinned host memory, however many of them are on the GPU too; one GPU
     vLLM, UVA offloading    of each GPU's experts a part in pinned host memory, read through PCIe where it lies
@@ -14,38 +13,28 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from .gpus import GIB, Gpus
 from .serving_memory import EXPERTS, FLASHINFER, FP8_CACHE_SM, UTILISATION, Fit, Model, needs_flashinfer
 
-NONE: Mapping[str, str] = MappingProxyType({})
 SYSTEM = 6 * 10**9  # bytes of host memory for everything else
 GB = 10**9
 
 
 @dataclass(frozen=True)
 class HostWay:
-    """A way to serve an output with experts in host memory.
-
-    Attributes:
-        ram: bytes of host memory that it needs for experts; 0 where it does not take the output at all.
-        on_gpu: the share of the experts that lies on the GPUs.
-        problem: why it is not possible here; empty if it is.
-        needs: which GPUs it needs, where it is not known whether these are such.
-        command: what to type, with OUT for the output's folder and CORES for the CPU's; empty with a problem.
-    """
+    """A way to serve an output with experts in host memory."""
 
     name: str
-    ram: int
-    on_gpu: float
-    problem: str
-    needs: str
-    command: str
+    ram: int  # bytes of host memory that it needs for experts
+    on_gpu: float  # the share of the experts that lies on the GPUs
+    problem: str  # why it is not possible here; empty if it is
+    needs: str  # which GPUs it needs, where it is not known whether these are such
+    command: str  # what to type, with OUT for the output's folder and CORES for the CPU's; empty with a problem
 
 
 def host_ways(
-    model: Model, gpus: Gpus, fit: Fit, ram: int, ktransformers: str | None, options: Mapping[str, str] = NONE
+    model: Model, gpus: Gpus, fit: Fit, ram: int, ktransformers: str | None, options: Mapping[str, str] | None = None
 ) -> list[HostWay]:
     """The three ways on some GPUs, at the context and with the KV cache of the estimate `fit`; none where that fits.
 
@@ -80,33 +69,31 @@ def host_ways(
         if count > 1
     )
     fp8 = fit.kv == "fp8"
-    wanted = {name: f" {options[name]}" if options.get(name) else "" for name in ("vllm", "sglang")}
+    wanted = {name: f" {option}" for name, option in (options or {}).items() if option}
     cache = " --kv-cache-dtype fp8_e4m3" if fp8 else ""
-    sglang = f"python -m sglang.launch_server --model-path OUT{parallel}{wanted['sglang']}{cache}"
+    sglang = f"python -m sglang.launch_server --model-path OUT{parallel}{wanted.get('sglang', '')}{cache}"
     tokens = f"--context-length {fit.context}"
-    paged = f"--enable-paged-experts --paged-experts-num-resident {resident} {tokens}"
-    kt = "--kt-weight-path OUT --kt-method RAWINT4 --kt-cpuinfer CORES --kt-threadpool-count 1"
     attention = f" {FLASHINFER}" if needs_flashinfer(gpus, fit.kv) else ""
     cache = f" --kv-cache-dtype fp8{attention}" if fp8 else ""
     vllm = (
-        f"vllm serve OUT{parallel}{wanted['vllm']}{cache} --max-model-len {fit.context} "
+        f"vllm serve OUT{parallel}{wanted.get('vllm', '')}{cache} --max-model-len {fit.context} "
         f"--gpu-memory-utilization {UTILISATION}"
     )
     offloaded = math.ceil((of_gpu - free) / GIB)
-    uva = f"--offload-backend uva --cpu-offload-gb {offloaded} --cpu-offload-params experts"
     share = resident / model.sizes["experts"]
     no_others = "" if fit.left + of_gpu > 0 else "what must be on the GPU does not fit"
     return [
         way(
             "SGLang, paged experts", experts, share, one_gpu or few_bits or blocks or no_room,
-            f"{sglang} {paged}", from_ada,
+            f"{sglang} --enable-paged-experts --paged-experts-num-resident {resident} {tokens}", from_ada,
         ),
         way(
             "vLLM, UVA offloading", offloaded * GIB * gpus.count, max(0, 1 - offloaded * GIB / of_gpu), no_others,
-            f"{vllm} {uva}",
+            f"{vllm} --offload-backend uva --cpu-offload-gb {offloaded} --cpu-offload-params experts",
         ),
         way(
             "KTransformers", experts, share, ktransformers or blocks or no_others,
-            f"{sglang} {kt} --kt-num-gpu-experts {resident} {tokens}", from_ada,
+            f"{sglang} --kt-weight-path OUT --kt-method RAWINT4 --kt-cpuinfer CORES --kt-threadpool-count 1 "
+            f"--kt-num-gpu-experts {resident} {tokens}", from_ada,
         ),
     ]  # fmt: skip

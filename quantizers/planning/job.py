@@ -1,7 +1,4 @@
-"""Prepare a recipe on this machine: open the source, or read its headers on the Hub, and make the plan.
-
-All of this happens before any long computation starts, so that errors are reported at once.
-"""
+"""Prepare a recipe on this machine, before any long computation: open the source, or its headers, and make the plan."""
 
 from __future__ import annotations
 
@@ -45,26 +42,13 @@ from .allocation import Allocation, allocation
 from .assign_actions import expected_tensors, make_plan
 from .plan import Plan
 
-# The files of a checkpoint that its tokenizer needs.
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")
-
-
 HEADERS: Literal["headers"] = "headers"  # of a model on the Hub, which are asked for
-NO_COMMITS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe with its source and its plan.
-
-    Attributes:
-        source: the opened checkpoint, of which the Hub may have the shards; None if the plan was made without headers.
-        location: where the source is: a folder, or a Hub id.
-        basis: what the plan was made from, as text for users.
-        fp8: the form of the FP8 weights that pass through; None if none do.
-        allocation: of a recipe with a budget. Before the choice is made, the plan uses the best uniform scheme.
-        facts_file: the user's file that `facts` was read from; None for built-in facts.
-    """
+    """A recipe with its source and its plan."""
 
     recipe: Recipe
     path: Path
@@ -72,12 +56,12 @@ class Job:
     sizes: Sizes
     config: dict[str, Any]
     plan: Plan
-    source: Checkpoint | None
-    basis: str
-    fp8: Fp8 | None
-    allocation: Allocation | None = None
-    location: str = ""
-    facts_file: Path | None = None
+    source: Checkpoint | None  # the Hub may have its shards; None if the plan was made without headers
+    basis: str  # what the plan was made from, as text for users
+    fp8: Fp8 | None  # the form of the FP8 weights that pass through; None if none do
+    allocation: Allocation | None = None  # of a recipe with a budget; the plan uses the best uniform scheme until then
+    location: str = ""  # where the source is: a folder, or a Hub id
+    facts_file: Path | None = None  # the user's file that `facts` was read from; None for built-in facts
 
     @property
     def opened(self) -> Checkpoint:
@@ -102,7 +86,7 @@ def prepare(
     changes: Sequence[Change] = (),
     sets_first: bool = False,
     stream: bool = False,
-    commits: Mapping[str, str] = NO_COMMITS,
+    commits: Mapping[str, str] = MappingProxyType({}),
     any_sets: bool = False,
     cache: Path | None = None,
 ) -> Job:
@@ -134,7 +118,11 @@ def prepare(
         config, where = offline
         basis = config_name = where
     else:
-        _refuse_unknown_source(location, given_at(("source", "model"), path, changes))
+        if "/" not in location:  # as a published recipe has it of a folder: others beside it may be other models
+            raise CheckpointError(
+                f"{given_at(('source', 'model'), path, changes)}: {printed(location)} is neither a folder beside the "
+                "recipe nor a Hub id (owner/name); give --source DIR if it is elsewhere, or correct it"
+            )
         if sets_first and not Path(location).is_dir() and cached_folder(location, recipe.source.revision) is None:
             _load_sets(location, recipe, path)
         revision = commits.get(f"{location}@{recipe.source.revision}", recipe.source.revision)
@@ -210,15 +198,6 @@ def _load_sets(location: str, recipe: Recipe, path: Path) -> None:
         load_set(set_location(name, path), tokenizer, recipe.source.trusts_tokenizer, without=without)
 
 
-def _refuse_unknown_source(location: str, where: str) -> None:
-    """Refuse a bare name, as a published recipe has it, of no folder beside the recipe: others may be other models."""
-    if "/" not in location:
-        raise CheckpointError(
-            f"{where}: {printed(location)} is neither a folder beside the recipe nor a Hub id "
-            "(owner/name); give --source DIR if it is elsewhere, or correct it"
-        )
-
-
 def given_folder(folder: Path) -> str:
     """The folder given with --source, as an absolute path; CheckpointError if there is none."""
     if not folder.is_dir():
@@ -257,8 +236,7 @@ def cached_folder(model: str, revision: str) -> Path | None:
         return None  # before an import that takes a quarter of a second
     from huggingface_hub import try_to_load_from_cache
 
-    index = try_to_load_from_cache(model, INDEX, revision=revision)
-    single = try_to_load_from_cache(model, SINGLE, revision=revision)
+    index, single = (try_to_load_from_cache(model, name, revision=revision) for name in (INDEX, SINGLE))
     if not isinstance(index, str):
         return Path(single).parent if isinstance(single, str) else None
     folder, shards = Path(index).parent, read_json(Path(index)).get("weight_map")

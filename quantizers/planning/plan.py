@@ -55,21 +55,14 @@ _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # a whole part of a name
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """The action of one source tensor.
-
-    Attributes:
-        source, spec: its name, dtype and shape.
-        outputs: the tensors written for it.
-        layer: None for a tensor outside the layers.
-        expert, matrix: for quantize and drop, and of the experts of MTP layers.
-    """
+    """The action of one source tensor."""
 
     source: str
     spec: Spec
     kind: Kind
-    outputs: Mapping[str, Spec]
-    layer: int | None = None
-    expert: int | None = None
+    outputs: Mapping[str, Spec]  # the tensors written for it
+    layer: int | None = None  # None for a tensor outside the layers
+    expert: int | None = None  # this and the next: for quantize and drop, and of the experts of MTP layers
     matrix: Matrix | None = None
 
     @property
@@ -95,24 +88,15 @@ class Action:
 
 @dataclass(frozen=True)
 class Plan:
-    """All actions, in the order of shards: layer by layer, then the tensors outside the layers.
-
-    Attributes:
-        layers: number of decoder layers, without those that predict further tokens.
-        experts: the recipe's settings; use `schemes` instead of its bits and group size.
-        schemes: of each layer's experts.
-        attention: what becomes of the other linear modules.
-        mtp: the numbers of the layers that predict further tokens, as far as the source has them.
-        cached: the attention modules, by layer, that get scales for an FP8 cache of keys and values.
-    """
+    """All actions, in the order of shards: layer by layer, then the tensors outside the layers."""
 
     actions: tuple[Action, ...]
-    layers: int
-    experts: Experts
-    schemes: tuple[Scheme, ...]
-    attention: Attention = "keep"
-    mtp: tuple[int, ...] = ()
-    cached: Mapping[int, str] = field(default_factory=dict)
+    layers: int  # number of decoder layers, without those that predict further tokens
+    experts: Experts  # the recipe's settings; use `schemes` instead of its bits and group size
+    schemes: tuple[Scheme, ...]  # of each layer's experts
+    attention: Attention = "keep"  # what becomes of the other linear modules
+    mtp: tuple[int, ...] = ()  # the numbers of the layers that predict further tokens, as far as the source has them
+    cached: Mapping[int, str] = field(default_factory=dict)  # attention modules that get scales for an FP8 cache
 
     @property
     def parts(self) -> tuple[int | None, ...]:
@@ -150,13 +134,12 @@ class Plan:
 
     def with_norms_kept(self, layers: Collection[int]) -> Plan:
         """The plan with norms and routers of these layers passed through."""
-        actions = (
-            replace(action, kind="keep", outputs={action.source: action.spec})
-            if action.kind in ("fold", "compensate") and action.layer in layers
-            else action
-            for action in self.actions
-        )
-        return replace(self, actions=tuple(actions))
+
+        def kept(action: Action) -> Action:
+            changed = action.kind in ("fold", "compensate") and action.layer in layers
+            return replace(action, kind="keep", outputs={action.source: action.spec}) if changed else action
+
+        return replace(self, actions=tuple(map(kept, self.actions)))
 
     def of_layer(self, layer: int | None) -> list[Action]:
         """The actions of one layer, or, for None, of the tensors outside the layers."""
@@ -195,10 +178,6 @@ class Plan:
         """The names of the tensors in one output shard that are never opened."""
         return {action.source for action in self.of_layer(layer) if action.kind == "carry"}
 
-    def counts(self) -> dict[str, int]:
-        """Number of source tensors by kind of action."""
-        return dict(Counter(action.kind for action in self.actions))
-
     def kv_scales(self, layer: int | None) -> tuple[str, ...]:
         """The names of a layer's scales of keys and of values, each F32 (1,); none without."""
         attention = None if layer is None else self.cached.get(layer)
@@ -220,8 +199,7 @@ class Plan:
     def removed_bytes(self, processes: int) -> int:
         """Bytes of shards that need no room on the disk of a run that removes what it has uploaded.
 
-        They are all but the largest that may lie there at a time: those that wait, one more that makes the run wait,
-        and one that is being written in each process.
+        All but the largest: those that wait, one more that makes the run wait, and one being written in each process.
         """
         sizes = sorted(file_size(tensors) for tensors in self.shards().values())
         return sum(sizes[: -(WAITING + 1 + processes)])
@@ -335,12 +313,16 @@ def summary(plan: Plan, sizes: Sizes) -> dict[str, object]:
     shards = {file: file_size(tensors) for file, tensors in plan.shards().items()}
     source = {layer: sum(action.spec.bytes for action in plan.of_layer(layer)) for layer in plan.parts}
     index = len(index_json(plan).encode())
-    converted = {} if plan.attention == "keep" else {"attention": plan.attention}
+    only_if_given: dict[str, object] = {} if plan.attention == "keep" else {"attention": plan.attention}
+    if plan.cached:
+        only_if_given["kv_cache"] = sorted(plan.cached)
+    if plan.mtp:
+        only_if_given["mtp"] = {"layers": list(plan.mtp), "bytes": sum(source[n] for n in plan.mtp)}
     return {
         "layers": sizes["layers"],
         "dense_layers": sorted(sizes.dense),
         "experts_per_layer": sizes["experts"],
-        "quantized_matrices": plan.counts()["quantize"],
+        "quantized_matrices": table["quantize"]["tensors"],
         "kept_attention_tensors": sum(".self_attn." in a.source for a in plan.actions if a.kind in PASSTHROUGH),
         "actions": table,
         "kinds": by_kind,
@@ -350,6 +332,5 @@ def summary(plan: Plan, sizes: Sizes) -> dict[str, object]:
         "index_bytes": index,
         "shards": shards,
         "layer_source_bytes": max(source[layer] for layer in range(plan.layers)),
-        **converted,
-        **({"kv_cache": sorted(plan.cached)} if plan.cached else {}),
-    } | ({"mtp": {"layers": list(plan.mtp), "bytes": sum(source[n] for n in plan.mtp)}} if plan.mtp else {})
+        **only_if_given,
+    }

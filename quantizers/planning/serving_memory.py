@@ -25,8 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.facts import Parts
+from quantizers.architectures.architecture import Architecture, Parts
 from quantizers.architectures.fused import FUSED
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.sizes import Sizes
@@ -71,30 +70,18 @@ Blocks = Mapping[str, tuple[int, int]]  # rows and columns of an FP8 block, by m
 
 @dataclass(frozen=True)
 class Model:
-    """The facts about a planned output that decide its serving memory.
+    """The facts about a planned output that decide its serving memory, in bytes and tokens."""
 
-    Attributes:
-        facts: with `kv_cache` and `tensor_parallel`.
-        layers: weight bytes of each layer: of its EXPERTS, of each passthrough linear module, and of all OTHERS.
-        outside: bytes of embedding, head and final norm.
-        groups: the group sizes of the experts.
-        padded: the layers whose experts vLLM's Humming has, which fills their shapes up.
-        blocks: of the passthrough linear modules that are FP8 in blocks.
-        longest: the model's maximum context in tokens; 0 if config.json does not say.
-        fp8_cache: whether servers cache keys and values in FP8 by themselves.
-        beside: bytes of the output's files that no GPU holds: headers, and layers for speculative decoding.
-    """
-
-    facts: Architecture
+    facts: Architecture  # with `kv_cache` and `tensor_parallel`
     sizes: Sizes
-    layers: tuple[Mapping[str, int], ...]
-    outside: int
-    groups: frozenset[int]
-    padded: frozenset[int]
-    blocks: Blocks
-    longest: int
-    fp8_cache: bool = False
-    beside: int = 0
+    layers: tuple[Mapping[str, int], ...]  # weights of a layer: its EXPERTS, each passthrough linear module, all OTHERS
+    outside: int  # embedding, head and final norm
+    groups: frozenset[int]  # the group sizes of the experts
+    padded: frozenset[int]  # the layers whose experts vLLM's Humming has, which fills their shapes up
+    blocks: Blocks  # of the passthrough linear modules that are FP8 in blocks
+    longest: int  # the model's maximum context; 0 if config.json does not say
+    fp8_cache: bool = False  # whether servers cache keys and values in FP8 by themselves
+    beside: int = 0  # of the output's files, what no GPU holds: headers, and layers for speculative decoding
 
     @property
     def stored(self) -> int:
@@ -265,27 +252,19 @@ def step_tokens(gpus: Gpus) -> int:
 def assumptions(gpus: Sequence[Gpus]) -> list[str]:
     """The assumptions behind an estimate, one line each."""
     steps = " or ".join(f"{n:,}" for n in sorted({step_tokens(c) for c in gpus}))
-    return [
+    nominal = ", ".join(dict.fromkeys(one.name for one in gpus if one.nominal))
+    lines = [
         f"vLLM may use {UTILISATION:.0%} of a GPU (--gpu-memory-utilization {UTILISATION})",
         f"{RUNTIME / GIB:.0f} GiB a GPU for CUDA context and graphs, kernels, NCCL and fragmentation, a guess; "
         f"therefore experts.budget as named here leaves {LITTLE / GIB:g} GiB more",
         f"activations: {steps} tokens in a prefill step, logits of {SEQUENCES} sequences",
         "KV cache for one sequence of that context, or several that share it; no speculative decoding",
-        *_flashinfer(gpus),
-        *_nominal(gpus),
     ]
-
-
-def _flashinfer(gpus: Sequence[Gpus]) -> list[str]:
-    """What an FP8 cache needs, where a GPU may be one that needs it."""
-    below = any(one.sm is None or one.sm < FP8_CACHE_SM for one in gpus)
-    return [f"an FP8 KV cache below SM{FP8_CACHE_SM} (RTX 3090, A100): {FLASHINFER}; others refuse it"] if below else []
-
-
-def _nominal(gpus: Sequence[Gpus]) -> list[str]:
-    """Which GPUs count with a memory of which torch sees less."""
-    names = ", ".join(dict.fromkeys(one.name for one in gpus if one.nominal))
-    return [f"{names}: the nominal memory; torch and vLLM see up to {most_unseen():.0%} less"] if names else []
+    if any(one.sm is None or one.sm < FP8_CACHE_SM for one in gpus):
+        lines.append(f"an FP8 KV cache below SM{FP8_CACHE_SM} (RTX 3090, A100): {FLASHINFER}; others refuse it")
+    if nominal:
+        lines.append(f"{nominal}: the nominal memory; torch and vLLM see up to {most_unseen():.0%} less")
+    return lines
 
 
 def needs_flashinfer(gpus: Gpus, kv: KvType) -> bool:
@@ -325,12 +304,10 @@ def common_fits(model: Model) -> list[Fit]:
     where that does not fit, or the model has scales for it. Without a known maximum there are none.
     """
     rows: list[Fit] = []
-    if not model.longest:
-        return rows
     kvs = tuple(KV_BYTES)[model.fp8_cache :]
-    for gpus in (parse_gpus(f"{text}GiB") for text in COMMON.split()):
+    for text in COMMON.split() if model.longest else ():
         for kv in kvs:
-            row = fit(model, gpus, kv=kv)
+            row = fit(model, parse_gpus(f"{text}GiB"), kv=kv)
             if row.longest >= min(8192, model.longest):
                 rows.append(row)
             if row.fits:
@@ -373,7 +350,10 @@ def obstacles(ranks: int, facts: Architecture, sizes: Sizes, groups: Iterable[in
         blocks: of the passthrough linear modules that are FP8 with a scale per block.
     """
     assert facts.kv_cache is not None
+    assert facts.tensor_parallel is not None
     heads, width, split = sizes["heads"], sizes["width"], sizes["kv_heads"] if facts.kv_cache.divided else 0
+    shapes, divided = facts.every_linear(), _parts(facts)
+    edges = {module: int(module not in facts.tensor_parallel.rows) for module in divided}  # rows, 0, or columns, 1
     if heads % ranks:
         yield f"{heads} attention heads are not a multiple of {ranks}"
     if split and split % ranks and ranks % split:
@@ -386,31 +366,21 @@ def obstacles(ranks: int, facts: Architecture, sizes: Sizes, groups: Iterable[in
                 f"the experts' width per rank, {width // ranks}, is not a multiple of the group, {group}: groups would "
                 "be split between ranks"
             )
-    shapes = facts.every_linear()
-    for module, parts in _parts(facts).items():
-        if module in shapes and parts == "own" and (own := shapes[module][_edge(module, facts)]) % ranks:
+    for module, parts in divided.items():
+        if module in shapes and parts == "own" and (own := shapes[module][edges[module]]) % ranks:
             yield f"{module} has {own} parts, which are not a multiple of {ranks}"
+    # What vLLM makes one module of: all but the last must end with a block.
+    merged = FUSED | (facts.servers["vllm"].fused if "vllm" in facts.servers else {})
     for module, block in blocks.items():
-        edge, rows = _edge(module, facts), shapes[module][0]
-        if ranks > 1 and module in _parts(facts):
+        rows = shapes[module][0]
+        if ranks > 1 and module in divided:
+            edge = edges[module]
             share = shapes[module][edge] // module_gpus(module, ranks, facts, sizes)
             if share % block[edge]:
                 side = ("rows", "columns")[edge]
                 yield f"{module}'s {side} per rank, {share}, are not a multiple of the FP8 block, {block[edge]}"
-        elif rows % block[0] and _is_followed(module, facts):
+        elif rows % block[0] and any(module.rpartition(".")[2] in parts[:-1] for parts in merged.values()):
             yield f"{module}'s rows, {rows}, are merged with others and not a multiple of the FP8 block, {block[0]}"
-
-
-def _edge(module: str, facts: Architecture) -> int:
-    """Which of a divided module's dimensions is divided: rows, 0, or columns, 1."""
-    assert facts.tensor_parallel is not None
-    return 0 if module in facts.tensor_parallel.rows else 1
-
-
-def _is_followed(module: str, facts: Architecture) -> bool:
-    """Whether vLLM makes one module of this one and others, of which it is not the last."""
-    merged = FUSED | (facts.servers["vllm"].fused if "vllm" in facts.servers else {})
-    return any(module.rpartition(".")[2] in parts[:-1] for parts in merged.values())
 
 
 def _parts(facts: Architecture) -> dict[str, Parts]:
@@ -427,19 +397,15 @@ class Remedy:
     fit: Fit
 
 
-def remedies(
-    job: Job, model: Model, asked: Sequence[tuple[Gpus, Fit]], tensor_parallel: int | None = None
-) -> list[list[Remedy]]:
-    """For each set of GPUs the changes that would make the output fit, the cheapest first; none where it fits already.
+def remedies(job: Job, model: Model, gpus: Gpus, asked: Fit, tensor_parallel: int | None = None) -> Iterator[Remedy]:
+    """The changes that would make the output fit on these GPUs, the cheapest first; none where it fits already.
 
     Args:
         model: of the job's plan.
-        asked: sets of GPUs with their estimates, for which the user gave `tensor_parallel` or None.
+        asked: the estimate, for which the user gave `tensor_parallel` or None.
     """
-    return [[] if tried.fits else list(_remedies(job, model, gpus, tried, tensor_parallel)) for gpus, tried in asked]
-
-
-def _remedies(job: Job, model: Model, gpus: Gpus, asked: Fit, tensor_parallel: int | None) -> Iterator[Remedy]:
+    if asked.fits:
+        return
     in_fp8 = fit(model, gpus, asked.context, "fp8", tensor_parallel)
     if in_fp8.fits:
         yield Remedy("--kv fp8", in_fp8)
@@ -449,12 +415,11 @@ def _remedies(job: Job, model: Model, gpus: Gpus, asked: Fit, tensor_parallel: i
         if longest >= USEFUL:
             shorter = fit(model, gpus, longest, kv, tensor_parallel)
             yield Remedy(f"{'' if kv == asked.kv else f'--kv {kv} '}--context {longest}", shorter)
-    fewer = [
-        (scheme, one)
-        for scheme in candidates(job.sizes, 1)
+    tried = [
+        (scheme, one, fit(one, gpus, asked.context, asked.kv))
+        for scheme in reversed(candidates(job.sizes, 1))
         if (one := with_scheme(model, scheme)).stored < model.stored
     ]
-    tried = [(scheme, one, fit(one, gpus, asked.context, asked.kv)) for scheme, one in reversed(fewer)]
     fitting = [one for one in tried if one[2].fits and tensor_parallel in (None, one[2].tensor_parallel)]
     roomy = [one for one in fitting if one[2].left >= LITTLE] if job.recipe.experts.by_budget else []
     for scheme, one, with_fewer_bits in (roomy or fitting)[:1]:
@@ -517,25 +482,21 @@ class Way:
     """An output with one scheme in every layer, on some GPUs.
 
     Attributes:
-        bytes: of its weights.
-        output: bytes of its shards, with what no GPU holds of them.
-        longest: by the KV cache's type, the context that fits, in tokens.
-        budget: by the same, the largest `experts.budget` that leaves LITTLE on each GPU at the context asked for, with
-            this split and this scheme's kernels, its bits spread evenly over pipeline stages; 0 where this output does
-            not fit.
+        budget: by the KV cache's type, the largest `experts.budget` that leaves LITTLE on each GPU at the context asked
+            for, with this split and this scheme's kernels, its bits spread evenly over pipeline stages; 0 where this
+            output does not fit.
         mixture: the same for a recipe, rounded down to 0.1 GB; empty where that is no more than this output takes.
-        tiny_kl: its mean KL on the tiny MiniMax-M2, in nats; None where that is not known.
     """
 
     scheme: str
-    bytes: int
-    output: int
+    bytes: int  # of its weights
+    output: int  # bytes of its shards, with what no GPU holds of them
     tensor_parallel: int
     pipeline_parallel: int
-    longest: dict[KvType, int]
+    longest: dict[KvType, int]  # by the KV cache's type, the context that fits, in tokens
     budget: dict[KvType, int]
     mixture: dict[KvType, str]
-    tiny_kl: float | None
+    tiny_kl: float | None  # its mean KL on the tiny MiniMax-M2, in nats; None where that is not known
 
 
 def ways(model: Model, gpus: Gpus, context: int, tensor_parallel: int | None = None) -> list[Way]:

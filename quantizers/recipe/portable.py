@@ -5,9 +5,8 @@
     own facts    about the model's family, copied as facts.yaml if the recipe names any
     local data   named by content, `data-<first 16 digits of the SHA-256>.jsonl`; copied with --with-data
 
-The copied sets give the same samples as the originals: a run adds a lock for datasets of the Hub, and as the order of
-a local file's rows depends on its name, the copy states the seed of that order. Comments are removed, because they
-could contain anything.
+The copied sets give the same samples as the originals: a run adds a lock for datasets of the Hub, and the copy states
+the seed of a local file's order, which depends on its name. Comments are removed: they could contain anything.
 """
 
 from __future__ import annotations
@@ -94,7 +93,9 @@ def resolve_recipe(recipe: Recipe, path: Path, pins: Pins = NO_PINS, commit: str
     Raises:
         CalibrationError: a set is wrong, or one of its local files is missing.
     """
-    given, recipe = recipe, _pinned(recipe, commit)
+    given = recipe
+    if commit:
+        recipe = recipe.model_copy(update={"source": recipe.source.model_copy(update={"revision": commit})})
     data: dict[str, Path] = {}
     renamed: dict[str, dict[str, str]] = {CALIBRATION: {}, HELD_OUT: {}}
 
@@ -108,11 +109,6 @@ def resolve_recipe(recipe: Recipe, path: Path, pins: Pins = NO_PINS, commit: str
     names = renamed[CALIBRATION]
     portable = _with_copies(recipe, path, lambda name: names.get(name, name))
     return Resolved(portable, settings_hash(given, path), settings_hash(recipe, path, pins), texts, data, renamed)
-
-
-def _pinned(recipe: Recipe, commit: str | None) -> Recipe:
-    source = recipe.source.model_copy(update={"revision": commit})
-    return recipe.model_copy(update={"source": source}) if commit else recipe
 
 
 def settings_hash(recipe: Recipe, path: Path, pins: Pins = NO_PINS) -> str:
@@ -132,9 +128,7 @@ def meaning(recipe: Recipe, path: Path, pins: Pins = NO_PINS) -> list[dict[str, 
 
 def _with_copies(recipe: Recipe, path: Path, published: Callable[[str], str]) -> Recipe:
     """The recipe with the published names of its source, of the copied sets, and of the sources that it leaves out."""
-    names = {"model": source_name(recipe.source.model, path.parent)}
-    if recipe.source.facts is not None:
-        names["facts"] = FACTS
+    names = {"model": source_name(recipe.source.model, path.parent), "facts": recipe.source.facts and FACTS}
     source = recipe.source.model_copy(update=names)
     without = tuple(map(published, recipe.calibration_without))
     copied = Calibration(set=CALIBRATION, tokens=recipe.calibration_tokens, without=without)

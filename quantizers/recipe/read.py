@@ -1,9 +1,7 @@
-"""Reads a recipe with the keys that the command line overrides, and locates what it names: a shipped recipe, its
-source, its sets, the user's own facts.
+"""Reads a recipe with the keys that the command line overrides, and locates the files that it names.
 
-The changes of `--set key=value` and `--calibration SET` are made before the recipe is checked, so the changed recipe is
-hashed and written to the output. A value is YAML; `null` removes a key. Paths are relative to the current folder, those
-in the file to the file's.
+Changes (`--set`, `--calibration`, `--without`) are made before the recipe is checked, so that the changed one is hashed
+and written to the output. Their paths are relative to the current folder, those in the file to the file's.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quantizers.architectures.families import published_models
-from quantizers.system.errors import InputError, RecipeError, did_you_mean
+from quantizers.system.errors import RecipeError, did_you_mean
 from quantizers.system.package_data import find, shipped, shipped_names
 from quantizers.system.schema import Origin, fit, origins_in
 from quantizers.system.strict_yaml import Place, Refused, dotted, parse, parse_value
@@ -89,15 +87,16 @@ def set_file(name: str, path: Path) -> Path:
     return file
 
 
-def find_set(name: str, such_as: str = "embedded") -> Path:
+def find_set(name: str, such_as: str = "embedded", shown: str = "") -> Path:
     """The file of a calibration set, from a path or the name of a shipped one.
 
-    Raises InputError, which names the shipped set `such_as` as an example, if there is no such set.
+    Raises RecipeError, which names the option `shown` and the shipped set `such_as` as an example, if there is none.
     """
     path = find(name, "calibration")
-    if not path.is_file():
+    if not os.path.isfile(path):
         hint = did_you_mean(name, shipped_names("calibration"))
-        raise InputError(f"{name}: no such set{hint}; give a file, or the name of a shipped set such as {such_as}")
+        give = f"give a file, or the name of a shipped set such as {such_as}"
+        raise RecipeError(f"{shown or name}: no such set{hint}; {give}")
     return path
 
 
@@ -207,11 +206,7 @@ def _from_here(place: Place, value: Any, shown: str) -> Any:
     if not isinstance(value, str):
         return value
     if place in SETS:
-        path = find(value, "calibration")
-        if not os.path.isfile(path):
-            hint = did_you_mean(value, shipped_names("calibration"))
-            raise RecipeError(f"{shown}: no such set{hint}; give a file, or the name of a shipped set such as embedded")
-        return str(path.absolute())
+        return str(find_set(value, shown=shown).absolute())
     if place in (MODEL, FACTS):
         path = Path(os.path.expanduser(value))
         if os.path.exists(path):
@@ -232,45 +227,32 @@ def changed(
     """
     result, new_origins = copy.deepcopy(dict(data)), dict(origins)
     for change in changes:
-        inside = change.place[:1] == CALIBRATION and len(change.place) > 1
-        if inside and isinstance(result.get("calibration"), str):
+        place, key = change.place, change.place[-1]
+        if place[:1] == CALIBRATION and len(place) > 1 and isinstance(result.get("calibration"), str):
             result["calibration"] = {"set": result["calibration"]}  # which means the same as the name alone
             new_origins[SET] = new_origins[CALIBRATION]
         if change.value is None:
-            _remove(change, result, new_origins)
+            inner = _value_at(place[:-1], result)
+            if not isinstance(inner, dict) or key not in inner:
+                raise RecipeError(f"{change.shown}: the recipe has no such key; leave it out")
+            del inner[key]
         else:
-            _set(change, result, new_origins)
+            inner = result
+            for depth, part in enumerate(place[:-1], 1):
+                if inner.get(part) is None:
+                    inner[part] = {}
+                    new_origins[place[:depth]] = change.origin
+                if not isinstance(inner[part], dict):
+                    raise RecipeError(
+                        f"{change.shown}: the recipe has `{part}: {json.dumps(inner[part])}`, which holds no keys; "
+                        f"give all of them as --set {dotted(place[:depth])}='{{...}}'"
+                    )
+                inner = inner[part]
+            inner[key] = change.value
+        new_origins = {old: origin for old, origin in new_origins.items() if old[: len(place)] != place}
+        if change.value is not None:
+            new_origins |= dict.fromkeys(_places(change.value, place), change.origin)
     return result, new_origins
-
-
-def _remove(change: Change, data: dict[str, Any], origins: dict[Place, Origin]) -> None:
-    inner = _value_at(change.place[:-1], data)
-    if not isinstance(inner, dict) or change.place[-1] not in inner:
-        raise RecipeError(f"{change.shown}: the recipe has no such key; leave it out")
-    del inner[change.place[-1]]
-    _forget(change.place, origins)
-
-
-def _set(change: Change, data: dict[str, Any], origins: dict[Place, Origin]) -> None:
-    inner, place = data, change.place
-    for depth, part in enumerate(place[:-1], 1):
-        if inner.get(part) is None:
-            inner[part] = {}
-            origins[place[:depth]] = change.origin
-        if not isinstance(inner[part], dict):
-            raise RecipeError(
-                f"{change.shown}: the recipe has `{part}: {json.dumps(inner[part])}`, which holds no keys; give all "
-                f"of them as --set {dotted(place[:depth])}='{{...}}'"
-            )
-        inner = inner[part]
-    _forget(place, origins)
-    inner[place[-1]] = change.value
-    origins.update(dict.fromkeys(_places(change.value, place), change.origin))
-
-
-def _forget(place: Place, origins: dict[Place, Origin]) -> None:
-    for old in [old for old in origins if old[: len(place)] == place]:
-        del origins[old]
 
 
 def _places(value: Any, place: Place) -> list[Place]:

@@ -212,39 +212,31 @@ class Experts(Strict):
             raise ValueError("is not a size; write it as 120GiB or 120GB") from None
         return budget
 
-    @field_validator("format", "activations", "scales_sign")
-    @classmethod
-    def _of_a_format(cls, value: Any, info: ValidationInfo) -> Any:
-        """Check the keys of NVFP4, as `_agree` does."""
-        nvfp4, name = info.data.get("format") == "nvfp4", str(info.field_name)
-        given = next((key for key in ("budget", "bits_per_weight") if info.data.get(key) is not None), None)
-        if name == "format" and value == "nvfp4" and given is not None:
-            raise ValueError(f"experts.{given} chooses among integers; remove one of the two keys")
-        if name == "activations" and not nvfp4:
-            raise ValueError("belongs to experts.format: nvfp4; give that, or remove this key")
-        if name == "scales_sign" and nvfp4:
-            raise ValueError("experts.format: nvfp4 has no negative scales; remove this key")
-        return value
-
-    @field_validator("bits_per_weight", "tensor_parallel", "bits", "group_size", "engine")
+    @field_validator(
+        "bits_per_weight", "tensor_parallel", "format", "activations", "bits", "group_size", "engine", "scales_sign"
+    )
     @classmethod
     def _agree(cls, value: Any, info: ValidationInfo) -> Any:
         """Check a key against the keys before it. pydantic calls this only for keys in the file, in field order."""
-        name = str(info.field_name)
-        given = next((key for key in ("budget", "bits_per_weight") if info.data.get(key) is not None), None)
-        if name == "tensor_parallel":
-            if value is not None and given is None:
-                raise ValueError("bounds what a budget chooses; give experts.budget, or remove it")
-        elif name != "bits_per_weight" and info.data.get("format") == "nvfp4":
-            if name != "engine":
-                raise ValueError("experts.format: nvfp4 decides this; remove one of the two keys")
-            if value != "gram":
-                raise ValueError("experts.format: nvfp4 needs the gram engine; remove one of the two keys")
-        elif name == "engine":
-            if value != "gram" and given is not None:
-                raise ValueError(f"experts.{given} needs the gram engine; remove one of the two keys")
-        elif value is not None and given is not None:
-            raise ValueError(f"experts.{given} decides this; remove one of the two keys")
+        budget = next((f"experts.{key}" for key in ("budget", "bits_per_weight") if info.data.get(key) is not None), "")
+        nvfp4, given = info.data.get("format") == "nvfp4", value is not None
+        decides = "experts.format: nvfp4" if nvfp4 else budget
+        of_decided = bool(decides) and given, f"{decides} decides this; remove one of the two keys"
+        wrong, fault = {
+            "bits_per_weight": of_decided,
+            "tensor_parallel": (
+                given and not budget,
+                "bounds what a budget chooses; give experts.budget, or remove it",
+            ),
+            "format": (value == "nvfp4" and budget, f"{budget} chooses among integers; remove one of the two keys"),
+            "activations": (not nvfp4, "belongs to experts.format: nvfp4; give that, or remove this key"),
+            "bits": of_decided,
+            "group_size": of_decided,
+            "engine": (decides and value != "gram", f"{decides} needs the gram engine; remove one of the two keys"),
+            "scales_sign": (nvfp4, "experts.format: nvfp4 has no negative scales; remove this key"),
+        }[str(info.field_name)]
+        if wrong:
+            raise ValueError(fault)
         return value
 
     @model_serializer(mode="wrap")

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantizers.architectures.facts import Modules
+from quantizers.architectures.architecture import Modules
 from quantizers.architectures.matrices import MATRICES, PROJECTIONS, Matrix
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.system.errors import QuantizeError

@@ -28,8 +28,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.facts import Targets
+from quantizers.architectures.architecture import Architecture, Targets
 from quantizers.architectures.fused import FUSED_IN_SOME
 from quantizers.architectures.matrices import PROJECTIONS
 from quantizers.checkpoint.reader import CONFIG, INDEX, Checkpoint, side_files

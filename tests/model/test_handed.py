@@ -11,8 +11,8 @@ import torch
 import zoo
 from runs import hashes
 
+from quantizers.architectures.architecture import HandedFacts
 from quantizers.architectures.derive import derived_architecture
-from quantizers.architectures.facts import HandedFacts
 from quantizers.architectures.roles import find_handed
 from quantizers.architectures.skeleton import Skeleton
 from quantizers.checkpoint.reader import open_folder

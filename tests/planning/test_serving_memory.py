@@ -415,9 +415,10 @@ SMALL = ("2xH100", "4x4090", "2x94GiB")
 def test_what_would_make_it_fit_fits(model: Model, published_job: Job) -> None:
     """Each remedy is given to the estimate as its words say it, with nothing else changed."""
     said = set()
-    asked = [(gpus, fit(model, gpus)) for gpus in map(parse_gpus, SMALL)]
-    for (gpus, before), remedied in zip(asked, remedies(published_job, model, asked), strict=True):
+    for gpus in map(parse_gpus, SMALL):
+        before = fit(model, gpus)
         assert not before.fits
+        remedied = list(remedies(published_job, model, gpus, before))
         assert remedied
         for way in remedied:
             if fewer_bits := re.fullmatch(r"experts.bits: (\d) with group_size: (\d+) in the recipe", way.say):
@@ -461,8 +462,7 @@ def test_fewer_bits_are_a_remedy_where_they_are_enough(tmp_path: Path, write_rec
         gpus = Gpus("1x1GiB", 1, int((room.weights + room.activations + RUNTIME + room.kv_cache - 1) / UTILISATION))
         asked = fit(large, gpus, 16)
         assert not asked.fits
-        (remedied,) = remedies(job, large, [(gpus, asked)])
-        way = next(way for way in remedied if way.say.startswith(f"experts.{key}: "))
+        way = next(way for way in remedies(job, large, gpus, asked) if way.say.startswith(f"experts.{key}: "))
         assert way.fit.fits
         assert way.fit.weights < asked.weights
         value = way.say.removesuffix(" in the recipe").removeprefix("experts.")

@@ -13,7 +13,7 @@ import torch
 from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
 from transformers.masking_utils import create_causal_mask
 
-from quantizers.architectures.facts import Modules
+from quantizers.architectures.architecture import Modules
 from quantizers.architectures.matrices import MATRICES
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve.llmcompressor_engine import solve_with_llmcompressor
