@@ -178,7 +178,7 @@ def main() -> None:
                 print(damaged_table(found))
             return
         columns = {"whole": [one["kl"]["mean"] for one in found["sets"]]}
-        for first in range(1, prepare(given.recipe).sizes["layers"]):
+        for first in range(1, prepare(given.recipe).facts["layers"]):
             part = quantizers.compare(given.recipe, files, layers=f"first:{first}", **common).figures
             columns[f"first:{first}"] = [one["kl"]["mean"] for one in part["sets"]]
         labels = [one["label"] for one in found["sets"]]

@@ -29,7 +29,6 @@ from library_route import folder_bytes, library_route
 from methods import options, recipe_job, spread
 
 from quantizers.architectures.families import architecture_for, published_config
-from quantizers.architectures.sizes import sizes_of
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.checkpoint.loaded_tensors import layer_names, load_tensors
@@ -93,7 +92,7 @@ def compare_layer(
         facts = architecture_for(config, CONFIG)
         checkpoint = write_random(Path(folder) / "model", config, facts, torch.device("cpu"))
         dtype = forward_dtype(device)
-        model = StreamedModel(checkpoint, facts, sizes_of(facts), device, dtype)
+        model = StreamedModel(checkpoint, facts, device, dtype)
         generator = torch.Generator().manual_seed(1)
         count = max(1, tokens // length)
         states = [torch.randn(length, sizes["hidden"], generator=generator).to(dtype) for _ in range(count)]
@@ -103,7 +102,7 @@ def compare_layer(
         def solve(settings: Experts) -> None:
             with model.layer(0, experts=settings.engine != "gram") as layer:
                 moe_inputs = observed(model, layer, states)[1]
-                weights = ExpertWeights(loaded, facts, model.sizes, 0, device, dtype)
+                weights = ExpertWeights(loaded, facts, 0, device, dtype)
                 residents = Residents(sizes["experts"], 1, 0)
                 solve_layer(
                     model, layer, norm, moe_inputs, settings,
@@ -134,8 +133,8 @@ def observed(
         return ActivationStore(None, lengths, width, dtype, chunk=chunk)
 
     residual, moe_inputs = (
-        rows("states", model.sizes["hidden"], model.dtype),
-        moe_input_store(rows, model.sizes, model.dtype),
+        rows("states", model.facts["hidden"], model.dtype),
+        moe_input_store(rows, model.facts, model.dtype),
     )
     for i, values in enumerate(states):
         residual[i] = values
@@ -212,7 +211,7 @@ def compare_route(
     assert source is not None
     assert job.recipe.verify is not None
     assert job.recipe.verify.perplexity is not None
-    tokens = token_tensors(data, job.sizes["vocabulary"])
+    tokens = token_tensors(data, job.facts["vocabulary"])
     with tempfile.TemporaryDirectory(dir=work) as folder:
         own = replace(job, recipe=job.recipe.model_copy(update={"experts": OURS}))
         steps: dict[str, list[dict[str, float]]] = {"ours": [], "library": []}
@@ -221,11 +220,11 @@ def compare_route(
         def ours(place: Path) -> None:
             for name in ("layers", "output"):
                 (place / name).mkdir(parents=True)
-            residents = Residents(job.sizes["experts"], 1, 0)
+            residents = Residents(job.facts["experts"], 1, 0)
             quantize_layers(own, data, tokens, Context(place, device, residents, inputs="files", states="files"))
             layers_done = time.perf_counter()
             write_config_files(place / "output", own.opened, own.plan, own.facts)
-            entries = journal.done_layers(place, job.sizes["layers"])
+            entries = journal.done_layers(place, job.facts["layers"])
             phases = {p: sum(e["seconds"].get(p, 0.0) for e in entries) for p in entries[0]["seconds"]}
             steps["ours"].append(phases | {"assemble": time.perf_counter() - layers_done})
             states = _states_bytes(job, tokens, device)
@@ -271,7 +270,7 @@ def compare_route(
 
 def _states_bytes(job: Job, tokens: Sequence[torch.Tensor], device: torch.device) -> int:
     """Peak bytes of the hidden states between two layers and at the experts, and of the router's choices."""
-    row = 2 * forward_dtype(device).itemsize * job.sizes["hidden"] + 8 * job.sizes["chosen"]
+    row = 2 * forward_dtype(device).itemsize * job.facts["hidden"] + 8 * job.facts["chosen"]
     return row * sum(len(t) for t in tokens)
 
 

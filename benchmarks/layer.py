@@ -130,7 +130,7 @@ def main() -> None:
     given = parser.parse_args()
     job, device = prepare(given.recipe, offline_facts=True), choose_device(given.device)
     limit = parse_bytes(given.device_memory, "--device-memory") if given.device_memory else None
-    use_threads(job.sizes)
+    use_threads(job.facts)
     rates = device_rates(device, forward_dtype(device))
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * is_accelerator(device)
     watched: AbstractContextManager[Any] = profile(activities=activities) if given.trace else contextlib.nullcontext()

@@ -28,7 +28,6 @@ from safetensors.torch import save_file
 from eval.fidelity.metrics import Text
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for
-from quantizers.architectures.sizes import Sizes, is_of, sizes_of
 from quantizers.calibration.samples import CalibrationData, Sample, token_tensors
 from quantizers.checkpoint.reader import CONFIG, SINGLE, Checkpoint, open_folder, torch_dtype
 from quantizers.checkpoint.safetensors_header import FP8, Spec
@@ -105,8 +104,8 @@ def measure_layer(
     ratios = {
         TOKENS: sum(run_lengths) / tokens,
         TEXTS: sum(run_texts) / sum(texts) if texts else 0.0,
-        EXPERTS: job.sizes["experts"] / small.sizes["experts"],
-        HESSIANS: _hessian_work(job.sizes) / _hessian_work(small.sizes),
+        EXPERTS: job.facts["experts"] / small.facts["experts"],
+        HESSIANS: _hessian_work(job.facts) / _hessian_work(small.facts),
     }
     *dense, measured = (entry["seconds"] for entry in entries)
     solving = clock.seconds()  # the phases of `solve`
@@ -114,10 +113,10 @@ def measure_layer(
     return extrapolated(job, measured | solving | {"other solving": rest}, dense, ratios) | {
         "tokens": tokens,
         "held_out": sum(texts),
-        "sizes": dict(small.sizes),
+        "sizes": {word: size.value for word, size in small.facts.sizes.items()},
         "run_tokens": sum(run_lengths),
         "run_held_out": sum(run_texts),
-        "run_experts": job.sizes["experts"],
+        "run_experts": job.facts["experts"],
         "peak_memory_bytes": max(peak_memory(device), *(entry["peak_memory_bytes"] for entry in entries)),
         "machine": machine(device),
     }
@@ -149,13 +148,13 @@ def _quantize_random(
     with torch.no_grad():
         # With limits, though none is set, the shard is waited for within the layer: so its time is known.
         quantize_layers(job, data, token_tensors(data, VOCABULARY), context, evaluation, stop=Stop())
-    return journal.done_layers(folder, job.sizes["layers"])
+    return journal.done_layers(folder, job.facts["layers"])
 
 
 def _announce(job: Job, lengths: list[int], texts: list[int], device: torch.device) -> None:
     """Say what is measured, and how long it takes where that can be estimated and is long: on a CPU."""
-    line = f"measuring one layer: {job.sizes['experts']} experts, {sum(lengths):,} tokens"
-    seconds = layer_work(job, job.sizes.moe_layers[0], lengths, texts).seconds(rates_of_cpu())
+    line = f"measuring one layer: {job.facts['experts']} experts, {sum(lengths):,} tokens"
+    seconds = layer_work(job, job.facts.moe_layers[0], lengths, texts).seconds(rates_of_cpu())
     if device.type == "cpu" and seconds > 60:
         line += f"; about {duration(seconds)} are estimated, less with fewer --experts and --tokens"
     print(line, file=sys.stderr, flush=True)
@@ -176,7 +175,7 @@ def extrapolated(
     of_run = _scaled(measured, ratios)
     layer = _overlapped(of_run)
     without = [_overlapped(_scaled(seconds, {**ratios, EXPERTS: 1.0, HESSIANS: 1.0})) for seconds in dense]
-    moe, others = len(job.sizes.moe_layers), len(job.sizes.dense)
+    moe, others = len(job.facts.moe_layers), len(job.facts.dense)
     dense_layer = sum(without) / len(without) if without else layer if others else 0.0
     return {
         "phases": [
@@ -201,9 +200,9 @@ def _overlapped(seconds: Mapping[str, float]) -> float:
     return max(reading, sum(seconds.values()) - reading)
 
 
-def _hessian_work(sizes: Sizes) -> int:
+def _hessian_work(facts: Architecture) -> int:
     """Multiplications of a token in the Hessians of a layer, see `planning.estimate`."""
-    return sizes["experts"] * sizes["width"] ** 2 + (sizes["chosen"] + 1) * sizes["hidden"] ** 2
+    return facts["experts"] * facts["width"] ** 2 + (facts["chosen"] + 1) * facts["hidden"] ** 2
 
 
 def _run_lengths(job: Job) -> tuple[list[int], list[int]]:
@@ -224,19 +223,19 @@ def _largest_fitting(
     job: Job, lengths: list[int], held_out: int, device: torch.device, experts: int | None, limit: int | None
 ) -> tuple[Job, DeviceMemory]:
     """The job of a random model with as many experts as fit, or as were asked for, and its device memory."""
-    if experts and experts > job.sizes["experts"]:
-        raise InputError(f"--experts {experts}: the model has {job.sizes['experts']}; give as many, or fewer")
+    if experts and experts > job.facts["experts"]:
+        raise InputError(f"--experts {experts}: the model has {job.facts['experts']}; give as many, or fewer")
     accelerator, limit, folder = is_accelerator(device), limit or device_limit(device), Path(tempfile.gettempdir())
     refused: InputError | None = None
-    for count in [experts] if experts else halved(job.sizes["experts"]):
+    for count in [experts] if experts else halved(job.facts["experts"]):
         try:
             small = random_job(job, count)
             memory = device_memory(
-                small.plan, small.sizes, max(lengths), accelerator, limit, sum(lengths), held_out=held_out
+                small.plan, small.facts, max(lengths), accelerator, limit, sum(lengths), held_out=held_out
             )
             files = 2 * sum(action.spec.bytes for action in small.plan.actions)
             host = files + PROGRAM + (0 if accelerator else memory.smallest)
-            host += calibration_bytes(small.sizes, sum(lengths), forward_dtype(device).itemsize)
+            host += calibration_bytes(small.facts, sum(lengths), forward_dtype(device).itemsize)
             disk = f"disk space in {folder}", files, shutil.disk_usage(folder).free
             for kind, needed, free in (("host memory", host, available()), disk):
                 if needed > free:
@@ -256,10 +255,10 @@ def _largest_fitting(
 def _smallest(job: Job, accelerator: bool) -> Job:
     """A model with as few experts as the router allows; of the real width on an accelerator, whose kernels know it."""
     narrow = {} if accelerator else {"hidden": 256, "width": 256}
-    for count in reversed(list(halved(job.sizes["experts"]))):
+    for count in reversed(list(halved(job.facts["experts"]))):
         with contextlib.suppress(InputError):
             return random_job(job, count, **narrow)
-    return random_job(job, job.sizes["experts"])
+    return random_job(job, job.facts["experts"])
 
 
 def halved(experts: int) -> Iterator[int]:
@@ -275,21 +274,19 @@ def random_job(job: Job, experts: int, **narrow: int) -> Job:
     Raises:
         ArchitectureError: the router of such a model cannot have so many experts, or its facts are not of a family.
     """
-    first = job.sizes.moe_layers[0]
+    first = job.facts.moe_layers[0]
     config = resized(job.config, job.facts, layers=first + 1, experts=experts, vocabulary=VOCABULARY, **narrow)
     config |= {"bos_token_id": 0, "eos_token_id": 1}
     facts = architecture_for(config, CONFIG, job.facts_file)
-    if not is_of(facts, config):
+    if not facts.is_of(config):
         raise ArchitectureError(
             f"{job.facts_file}: these are facts about one model, and one of other sizes is needed; give data about its "
             "family, as docs/how-to/add-a-family.md explains"
         )
-    sizes, block = sizes_of(facts), declared_block(config, CONFIG)
-    specs = expected_tensors(facts, sizes, config, CONFIG)
-    plan = make_plan(facts, sizes, specs, job.plan.settings(first), CONFIG, block)
-    return replace(
-        job, facts=facts, sizes=sizes, config=config, plan=plan, source=None, fp8=plan.fp8_form(block), allocation=None
-    )
+    block = declared_block(config, CONFIG)
+    specs = expected_tensors(facts, config, CONFIG)
+    plan = make_plan(facts, specs, job.plan.settings(first), CONFIG, block)
+    return replace(job, facts=facts, config=config, plan=plan, source=None, fp8=plan.fp8_form(block), allocation=None)
 
 
 def resized(config: dict[str, Any], facts: Architecture | None = None, **sizes: int) -> dict[str, Any]:
@@ -308,9 +305,8 @@ def write_random(folder: Path, config: dict[str, Any], facts: Architecture, devi
     Norms have outlier channels; linear weights are scaled by 1/√columns, which preserves the length of a vector.
     Random numbers differ between devices.
     """
-    sizes = sizes_of(facts)
     generator = torch.Generator(device).manual_seed(0)
-    specs = expected_tensors(facts, sizes, config, CONFIG)
+    specs = expected_tensors(facts, config, CONFIG)
     tensors = {name: _draw(name, spec, facts, specs, generator) for name, spec in specs.items()}
     folder.mkdir(parents=True)
     (folder / CONFIG).write_text(json.dumps(config))

@@ -144,7 +144,7 @@ def variant(job: Job, method: Method) -> Job:
         readers = {"readers": [ROUTER, EXPERTS]}
         facts = facts.model_copy(update={"norm": facts.norm.model_copy(update=readers)})
     specs = {name: Spec(info.dtype, info.shape) for name, info in source.tensors.items()}
-    plan = make_plan(facts, job.sizes, specs, method.experts, str(source.folder), block_size(source))
+    plan = make_plan(facts, specs, method.experts, str(source.folder), block_size(source))
     recipe = job.recipe.model_copy(update={"experts": method.experts})
     return replace(job, recipe=recipe, facts=facts, plan=plan)
 
@@ -160,8 +160,8 @@ def quantized(job: Job, data: CalibrationData, place: Path, device: torch.device
     """The output of a job on these samples, in a new folder; the journal of its layers lies beside it."""
     for name in ("layers", "output"):
         (place / name).mkdir(parents=True)
-    context = Context(place, device, Residents(job.sizes["experts"], 1, 0))
-    quantize_layers(job, data, token_tensors(data, job.sizes["vocabulary"]), context)
+    context = Context(place, device, Residents(job.facts["experts"], 1, 0))
+    quantize_layers(job, data, token_tensors(data, job.facts["vocabulary"]), context)
     write_config_files(place / "output", job.opened, job.plan, job.facts)
     return open_folder(place / "output")
 
@@ -219,7 +219,7 @@ def compare_methods(
                 with patch.object(llmcompressor_engine, "solve_with_llmcompressor", library):
                     output = quantized(changed, data, place, device)
                 counted = ("solve",) if method.experts.engine == "llmcompressor" else ("observe", "solve")
-                entries = journal.done_layers(place, job.sizes["layers"])
+                entries = journal.done_layers(place, job.facts["layers"])
                 # A layer without experts has neither.
                 seconds.append(sum(entry["seconds"].get(phase, 0.0) for entry in entries for phase in counted))
             outputs.append(output)
@@ -278,7 +278,7 @@ def recipe_job(recipe: str, *settings: str) -> Job:
         InputError: it names none.
     """
     job = prepare(recipe, changes=changes_of(settings))
-    use_threads(job.sizes)
+    use_threads(job.facts)
     if job.recipe.verify is None or job.recipe.verify.perplexity is None:
         raise InputError(f"{recipe}: verify.perplexity.data is missing; the methods are measured on it")
     return job

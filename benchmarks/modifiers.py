@@ -74,7 +74,7 @@ def ours(form: str) -> dict[str, Ours]:
 @quiet_library()
 def by_the_library(job: Job, form: str, data: CalibrationData, copy: Path, work: Path) -> dict[str, Checkpoint]:
     """The output of each of the library's rows, in new folders; `copy` is the model in BF16."""
-    outputs, tokens = dict[str, Checkpoint](), token_tensors(data, job.sizes["vocabulary"])
+    outputs, tokens = dict[str, Checkpoint](), token_tensors(data, job.facts["vocabulary"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the library's use of torch and transformers warns
         for number, (name, modifiers) in enumerate(library_rows(form, Awq(fold=job.plan.folds)).items()):

@@ -54,7 +54,7 @@ def least(recipe: str, device: str) -> int:
     place = set_location(job.recipe.calibration_set, job.path)
     data = load_set(place, job.opened.folder, job.recipe.source.trusts_tokenizer, job.recipe.calibration_tokens)
     tokens = sum(len(sample.tokens) for sample in data.samples)
-    memory = device_memory(job.plan, job.sizes, data.lengths[-1], device != "cpu", None, tokens)
+    memory = device_memory(job.plan, job.facts, data.lengths[-1], device != "cpu", None, tokens)
     print(f"{memory.smallest}B")
     return 0
 

@@ -19,7 +19,6 @@ import torch
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import Own, architecture_for
 from quantizers.architectures.matrices import MATRICES
-from quantizers.architectures.sizes import Sizes, is_of, sizes_of
 from quantizers.checkpoint.reader import CONFIG, Checkpoint, torch_dtype
 from quantizers.formats.dequantization import read_weight
 from quantizers.formats.tensor_names import published_names, split_fused_experts
@@ -56,7 +55,6 @@ class Mix:
     source: Checkpoint  # the FP8 one, with its experts apart
     experts: Checkpoint  # the experts-only one, under published names
     facts: Architecture
-    sizes: Sizes
     plan: Plan
     found: list[Layer]
 
@@ -73,17 +71,16 @@ def belong_together(source: Checkpoint, experts: Checkpoint, device: torch.devic
     """
     refuse_swapped_arguments(source, experts, f"--source {experts.name} --experts {source.name}")
     facts = architecture_for(source.config, str(source.folder / CONFIG), own, source.tensors)
-    sizes = sizes_of(facts)
-    source = split_fused_experts(source, facts, sizes)
-    if not is_of(facts, experts.config):
+    source = split_fused_experts(source, facts)
+    if not facts.is_of(experts.config):
         where = experts.folder / CONFIG
         raise CheckpointError(f"{where}: is another model than {source.name}; give one made from a copy of it")
     experts = published_names(experts, facts)
-    schemes = stored_schemes(experts, facts, sizes)
-    found = [examine(layer, source, experts, facts, sizes, device, schemes[layer].bits) for layer in sizes.moe_layers]
+    schemes = stored_schemes(experts, facts)
+    found = [examine(layer, source, experts, facts, device, schemes[layer].bits) for layer in facts.moe_layers]
     unfolded = [layer.layer for layer in found if not layer.folded]
-    plan = stored_plan(source, facts, sizes, schemes).with_norms_kept(unfolded)
-    return Mix(source, experts, facts, sizes, plan, found)
+    plan = stored_plan(source, facts, schemes).with_norms_kept(unfolded)
+    return Mix(source, experts, facts, plan, found)
 
 
 def examine(
@@ -91,7 +88,6 @@ def examine(
     source: Checkpoint,
     experts: Checkpoint,
     facts: Architecture,
-    sizes: Sizes,
     device: torch.device,
     bits: int,
 ) -> Layer:
@@ -121,7 +117,7 @@ def examine(
             state = router_state(source.tensor(router), found, ratio)
     inner, error, unscaled = not facts.of_layer(layer).own_gate, 0.0, 0.0
     smooth = ratio.to(device)
-    for expert in sorted({0, sizes["experts"] // 2, sizes["experts"] - 1}):  # the audit reads all of them
+    for expert in sorted({0, facts["experts"] // 2, facts["experts"] - 1}):  # the audit reads all of them
         modules = [facts.expert(layer, expert, matrix) for matrix in MATRICES]
         old, new = ([read_weight(c, module, device) for module in modules] for c in (source, experts))
         error = max(error, *matrix_errors(old, new, smooth, inner=inner).tolist())
@@ -194,7 +190,7 @@ def write_mix(mix: Mix, work: Path, *, repair_router: bool, check: Callable[[], 
     Finished and undamaged layers of an earlier call are not written again. `repair_router` is as in `mixed_tensors`;
     `check` is called between steps, and may raise to interrupt.
     """
-    layers, plan, folder = mix.sizes["layers"], mix.plan, work / "output"
+    layers, plan, folder = mix.facts["layers"], mix.plan, work / "output"
     for layer in journal.damaged_shards(work, journal.done_layers(work, layers)):
         journal.layer_file(work, layer).unlink()  # so that it is stitched again
     journal.remove_cut_files(work)

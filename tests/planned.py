@@ -8,8 +8,8 @@ from typing import Any
 import tiny
 
 from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.derive import KEYS
 from quantizers.architectures.families import architecture_for, published_config
-from quantizers.architectures.sizes import KEYS, Sizes, sizes_of
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.planning.assign_actions import expected_tensors, make_plan
 from quantizers.planning.plan import Plan
@@ -23,20 +23,18 @@ class Model:
     """A model that was never written."""
 
     facts: Architecture
-    sizes: Sizes
     config: dict[str, Any]
     tensors: dict[str, Spec]
 
     def plan(self, tensors: dict[str, Spec] | None = None, **experts: Any) -> Plan:
         """The plan of a checkpoint `here` with these tensors, by default those that the facts expect."""
         found = self.tensors if tensors is None else tensors
-        return make_plan(self.facts, self.sizes, found, Experts.model_validate(experts), "here", BLOCK)
+        return make_plan(self.facts, found, Experts.model_validate(experts), "here", BLOCK)
 
 
 def of_config(config: dict[str, Any]) -> Model:
     facts = architecture_for(config, "config.json")
-    sizes = sizes_of(facts)
-    return Model(facts, sizes, config, expected_tensors(facts, sizes, config, "config.json"))
+    return Model(facts, config, expected_tensors(facts, config, "config.json"))
 
 
 def tiny_model(**changes: Any) -> Model:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from eval.fidelity.scoring import products
 from quantizers.architectures.families import Own, architecture_for
-from quantizers.architectures.sizes import sizes_of
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.device.devices import choose_device
@@ -22,10 +21,10 @@ def log_probabilities(folder: Path, texts: list[Tensor], own: Own = None) -> lis
     """Of each text, token ids (T,), what a checkpoint predicts for all but the first: (T - 1, V) float64."""
     opened = open_folder(folder)
     facts = architecture_for(opened.config, str(folder), own, opened.tensors)
-    model = StreamedModel(published_names(opened, facts), facts, sizes_of(facts), choose_device("cpu"), torch.float32)
+    model = StreamedModel(published_names(opened, facts), facts, choose_device("cpu"), torch.float32)
     table, head = model.embedding(), model.head()
     states = [model.begin(text, table) for text in texts]
-    for number in range(model.sizes["layers"]):
+    for number in range(model.facts["layers"]):
         with model.layer(number) as layer:
             states = [model.run(layer, rows)[0] for rows in states]
     logits = (model.logits(products(model.final(rows[:-1]), head)) for rows in states)

@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantizers.architectures.families import architecture_for
-from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.formats.tensor_names import split_fused_experts
 from quantizers.model.streamed_model import StreamedModel
@@ -369,8 +368,7 @@ def opened(folder: Path, dtype: torch.dtype = torch.float32) -> StreamedModel:
     checkpoint = open_folder(folder)
     where = str(folder / "config.json")
     facts = architecture_for(checkpoint.config, where, None, checkpoint.tensors)
-    sizes = sizes_of(facts)
-    return StreamedModel(split_fused_experts(checkpoint, facts, sizes), facts, sizes, torch.device("cpu"), dtype)
+    return StreamedModel(split_fused_experts(checkpoint, facts), facts, torch.device("cpu"), dtype)
 
 
 # As Qwen3.5-MoE, Qwen3-VL-MoE and Step-3.7 are published -----------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from quantizers.architectures.sizes import Sizes
+from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.skeleton import scores
 from quantizers.distributed.process_group import ProcessGroup
 from quantizers.layers.loop import Consumer, LayerStep, Need, all_tensors, layer_steps
@@ -94,7 +94,7 @@ def count_routes(
     counter.states.remove()
     tables = dist.all_gather({"tables": counter.tables.unsqueeze(0)}, torch.device("cpu"))["tables"]
     counts, close, near = tables.sum(0).numpy()
-    return Routed(names, tokens, tuple(model.sizes.moe_layers), counts, close, near, counter.weighted_norms)
+    return Routed(names, tokens, tuple(model.facts.moe_layers), counts, close, near, counter.weighted_norms)
 
 
 class _RouteCounter(Consumer):
@@ -125,14 +125,14 @@ class _RouteCounter(Consumer):
         embedding = model.embedding()
         for row, i in enumerate(self.own):
             self.states[row] = model.begin(sequences[i], embedding)
-        shape = (len(model.sizes.moe_layers), count, model.sizes["experts"])
+        shape = (len(model.facts.moe_layers), count, model.facts["experts"])
         self.tables = torch.zeros(3, *shape, dtype=torch.int64)
         self.weighted_norms = np.zeros(shape) if norms else None
 
     def source_layer(self, step: LayerStep, layer: DecoderLayer) -> None:
         """Take the sequences through a layer, and count the choices of its router if it has one."""
-        model, sizes, number = self.model, self.model.sizes, step.number
-        experts, dense = sizes["experts"], number in sizes.dense
+        model, facts, number = self.model, self.model.facts, step.number
+        experts, dense = facts["experts"], number in facts.dense
         sums: list[torch.Tensor] = []
         with ExitStack() as stack:
             scores = [] if dense else _router_scores(layer, model, stack)
@@ -144,18 +144,18 @@ class _RouteCounter(Consumer):
                     raise QuantizeError(f"{model.checkpoint.name}: layer {number}: its output is not finite")
                 self.states[row] = output
                 if chosen is not None:
-                    near, tie = ranked(scores.pop(), sizes)
+                    near, tie = ranked(scores.pop(), facts)
                     kinds = (chosen, chosen[tie.to(chosen.device)], near)
                     counts = torch.stack([route_counts(each, experts).cpu() for each in kinds])
-                    self.tables[:, sizes.moe_layers.index(number), self.categories[i]] += counts
+                    self.tables[:, facts.moe_layers.index(number), self.categories[i]] += counts
         if self.weighted_norms is not None and not dense:
             parts = self.dist.all_gather({"sums": torch.stack(sums)} if sums else {}, torch.device("cpu"))
             rows = dict(zip(self.gathered, parts["sums"].numpy(), strict=True))
             for i, category in enumerate(self.categories):
-                self.weighted_norms[sizes.moe_layers.index(number), category] += rows[i]
+                self.weighted_norms[facts.moe_layers.index(number), category] += rows[i]
 
 
-def ranked(scores: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
+def ranked(scores: torch.Tensor, facts: Architecture) -> tuple[torch.Tensor, torch.Tensor]:
     """Which experts are near to being chosen, and which choices are nearly others, by the scores (T, E) of a router.
 
     Where a router divides the experts into groups, it adds up the best two scores of each, and chooses only in the
@@ -166,12 +166,11 @@ def ranked(scores: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, torch.Tens
         bool, whether a token's choice depends on a margin below TIE.
     """
     tokens, experts = scores.shape
-    chosen, groups = sizes["chosen"], sizes.get("groups", 1)
+    chosen, (groups, last) = facts["chosen"], facts.groups
     tie = torch.zeros(tokens, dtype=torch.bool, device=scores.device)
-    if sizes.get("chosen_groups", 1) < groups:
+    if last < groups:
         in_groups = scores.view(tokens, groups, -1)
         order = in_groups.topk(2).values.sum(-1).sort(descending=True)
-        last = sizes["chosen_groups"]
         tie |= order.values[:, last - 1] - order.values[:, last] < TIE
         outside = torch.zeros(tokens, groups, dtype=torch.bool, device=scores.device)
         outside.scatter_(1, order.indices[:, last:], True)
@@ -189,7 +188,7 @@ def _router_scores(layer: DecoderLayer, model: StreamedModel, stack: ExitStack) 
     argument, or it is a buffer of the router; with sigmoid scoring it is added to the probabilities.
     """
     captured: list[torch.Tensor] = []
-    experts = model.sizes["experts"]
+    experts = model.facts["experts"]
 
     def capture(module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         made = scores(output, experts)
@@ -219,7 +218,7 @@ def _weighted_norms(layer: DecoderLayer, model: StreamedModel, stack: ExitStack)
         outputs = module.forward(rows, chosen.reshape(-1, 1), torch.ones_like(weight).view(-1, 1))
         norms = torch.linalg.vector_norm(outputs, dim=-1, dtype=torch.float32)
         products = (weight.flatten().double() * norms).cpu()  # a GPU would add in no fixed order
-        captured.append(torch.bincount(chosen.flatten().cpu(), products, model.sizes["experts"]))
+        captured.append(torch.bincount(chosen.flatten().cpu(), products, model.facts["experts"]))
 
     experts = layer.module.get_submodule(model.facts.modules.experts)
     stack.callback(experts.register_forward_hook(capture, with_kwargs=True).remove)

@@ -26,7 +26,6 @@ from eval.serving.cards import KINDS, WHERE, Activations, Kernel, Kind, Where, k
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.gates import Gate, gate_of
 from quantizers.architectures.matrices import MATRICES
-from quantizers.architectures.sizes import Sizes
 from quantizers.architectures.skeleton import replaced_forward
 from quantizers.checkpoint.reader import CONFIG, Checkpoint
 from quantizers.checkpoint.safetensors_header import FP8
@@ -168,17 +167,15 @@ class ServedModel(StreamedModel):
     vLLM's kernels do not take.
     """
 
-    def __init__(
-        self, checkpoint: Checkpoint, facts: Architecture, sizes: Sizes, device: torch.device, card: Card
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, facts: Architecture, device: torch.device, card: Card) -> None:
         if (block := block_size(checkpoint)) != (BLOCK, BLOCK):
             raise CheckpointError(
                 f"{checkpoint.folder / CONFIG}: FP8 in blocks of {block[0]} x {block[1]}, and only those of "
                 f"{BLOCK} x {BLOCK} are known as served; leave as_served out, or give `as_served: []`"
             )
-        super().__init__(checkpoint, facts, sizes, device, DTYPE)
+        super().__init__(checkpoint, facts, device, DTYPE)
         self.card = card
-        kinds = {tuple(facts.of_layer(number).linears): number for number in range(sizes["layers"])}
+        kinds = {tuple(facts.of_layer(number).linears): number for number in range(facts["layers"])}
         layers = [(names, self.skeleton.layer(number)) for names, number in kinds.items()]
         self.exact = {name for names, layer in layers for name in names if self._module(layer, name) is None}
 
@@ -196,7 +193,7 @@ class ServedModel(StreamedModel):
                     stack.enter_context(
                         replaced_forward(module, partial(linear, weight=weight, bias=module.bias, how=how))
                     )
-            if experts and number not in self.sizes.dense:
+            if experts and number not in self.facts.dense:
                 stack.enter_context(replaced_forward(self._experts(layer), self._routed(layer, files)))
             yield layer
 
@@ -294,11 +291,11 @@ def kernels_of(model: ServedModel, checkpoint: Checkpoint, experts: Kind | None 
 
     `experts` are stored so, if otherwise than in the checkpoint.
     """
-    facts, sizes, card = model.facts, model.sizes, model.card
+    facts, card = model.facts, model.card
     found = dict.fromkeys(sorted(model.exact), "bfloat16 alone is simulated")
-    for number in range(sizes["layers"]):
+    for number in range(facts["layers"]):
         modules = [facts.layer(number, name) for name in facts.of_layer(number).linears]
-        routed = [facts.expert(number, 0, matrix) for matrix in MATRICES if number not in sizes.dense]
+        routed = [facts.expert(number, 0, matrix) for matrix in MATRICES if number not in facts.dense]
         for module in (*modules, *routed):
             where: Where = "experts" if module in routed else "linear"
             kind = experts if where == "experts" and experts else stored_kind(checkpoint, module)

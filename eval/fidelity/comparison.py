@@ -20,7 +20,6 @@ import torch
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import MATRICES
-from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.prefetch import to_host
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
@@ -100,7 +99,7 @@ class Comparison(Consumer):
                     step.watch.lap("candidate")
             if self.texts:
                 doing("comparing")
-                routed = step.number not in self.reference.model.sizes.dense
+                routed = step.number not in self.reference.model.facts.dense
                 self.found.append(compare(self.reference, candidate.stream, self.texts, routed=routed, dist=self.dist))
                 step.watch.lap("compare")
 
@@ -176,7 +175,7 @@ def _of_batch(source: ActivationStream, candidate: ActivationStream, batch: rang
 
 
 def weight_errors(
-    source: Checkpoint, candidate: Checkpoint, facts: Architecture, sizes: Sizes, layer: int, device: torch.device
+    source: Checkpoint, candidate: Checkpoint, facts: Architecture, layer: int, device: torch.device
 ) -> dict[str, float]:
     """‖candidate − source‖ / ‖source‖ of one layer, over all matrices of the experts and all of attention; holds one
     expert in memory at a time.
@@ -189,7 +188,7 @@ def weight_errors(
 
     def experts() -> Pairs:
         smooth = ratio(before.tensor) if before else torch.ones(1, device=device)
-        for expert in range(0 if layer in sizes.dense else sizes["experts"]):
+        for expert in range(0 if layer in facts.dense else facts["experts"]):
             modules = [facts.expert(layer, expert, matrix) for matrix in MATRICES]
             gate, up, down = (read_weight(source, module, device) for module in modules)
             g, u, d = (read_weight(candidate, module, device) for module in modules)

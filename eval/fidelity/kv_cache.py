@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.model.kv_cache import through_cache
 from quantizers.model.streamed_model import DecoderLayer, StreamedModel
@@ -34,13 +33,12 @@ class CachedModel(StreamedModel):
         self,
         checkpoint: Checkpoint,
         facts: Architecture,
-        sizes: Sizes,
         device: torch.device,
         dtype: torch.dtype,
         *,
         ones: bool,
     ) -> None:
-        super().__init__(checkpoint, facts, sizes, device, dtype)
+        super().__init__(checkpoint, facts, device, dtype)
         self._ones = ones
 
     @contextlib.contextmanager

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from quantizers.architectures.sizes import Sizes
+from quantizers.architectures.architecture import Architecture
 from quantizers.calibration.render import load_tokenizer, scored_bytes
 from quantizers.calibration.samples import CalibrationData, identity, token_tensors
 from quantizers.checkpoint.reader import Checkpoint
@@ -65,7 +65,7 @@ def score(
             a version with other columns left there is scored again.
         pairs: which streams are compared; by default each one with the source's.
     """
-    layers = streams[0].model.sizes["layers"]
+    layers = streams[0].model.facts["layers"]
     states = [stream.states(layers) for stream in streams]
     heads: dict[tuple[Path, torch.dtype], torch.Tensor] = {}
     tables: dict[str, torch.Tensor] = {}
@@ -181,7 +181,7 @@ class HeldOut:
 def held_out(
     data: CalibrationData,
     source: Checkpoint,
-    sizes: Sizes,
+    facts: Architecture,
     trust_remote_code: bool,
     published: Callable[[str], str] = str,
 ) -> HeldOut:
@@ -190,10 +190,10 @@ def held_out(
 
     The sizes have the vocabulary for the check of token ids; `published` is the place of a row as figures name it.
     """
-    limit = sizes.positions
+    limit = facts.positions
     tokenizer = load_tokenizer(str(source.folder), trust_remote_code=trust_remote_code)
     texts = []
-    for sample, whole in zip(data.samples, token_tensors(data, sizes["vocabulary"]), strict=True):
+    for sample, whole in zip(data.samples, token_tensors(data, facts["vocabulary"]), strict=True):
         tokens = whole[:limit]
         size = scored_bytes(tokenizer, tokens.tolist())
         texts.append(Text(tokens, sample.category, size, sample.long, published(sample.place)))

@@ -19,7 +19,6 @@ from typing import Any
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import Own, architecture_for
 from quantizers.architectures.matrices import MATRICES
-from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import CONFIG, read_json
 from quantizers.system.errors import InputError
 
@@ -50,7 +49,6 @@ def ask_vllm(folder: Path, own: Own = None) -> dict[str, Any]:
     where = str(folder / CONFIG)
     config = read_json(folder / CONFIG)
     facts = architecture_for(config, where, own)
-    sizes = sizes_of(facts)
     section = config.get("quantization_config")
     if not isinstance(section, dict):
         raise InputError(f"{where}: quantization_config is missing; there is nothing to ask vLLM")
@@ -73,7 +71,7 @@ def ask_vllm(folder: Path, own: Own = None) -> dict[str, Any]:
     engine = VLLM if queries.expert_names() == VLLM.expert_parts(facts) else engines.VLLM_BEFORE
     result["rules"] = engine.name
     counts: dict[str, Counter[str]] = {}
-    for lookup in engines.server_lookups(engine, facts, sizes, rules, engines.model_modules(facts, sizes)):
+    for lookup in engines.server_lookups(engine, facts, rules, engines.model_modules(facts)):
         if lookup.kind == engines.MTP_OTHER or not engines.is_looked_up(engine, facts, lookup.members[0]):
             continue  # vLLM builds it without a quantization config, so there is no answer
         answer, kernel = queries.ask(lookup.kind, lookup.asked)

@@ -31,7 +31,6 @@ from typing import Any, Literal
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import Own, architecture_for
 from quantizers.architectures.matrices import MATRICES, PROJECTIONS
-from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import CONFIG, open_folder
 from quantizers.checkpoint.remote import HubFiles
 from quantizers.checkpoint.safetensors_header import FLOATING, FP8, Stored
@@ -202,33 +201,32 @@ def check_folder(folder: Path, own: Own = None, remote: HubFiles | None = None) 
     try:
         candidate = open_folder(folder, strays=True, remote=remote)
         facts = architecture_for(candidate.config, str(folder / CONFIG), own)
-        sizes = sizes_of(facts)
     except InputError:
         return None
-    return check(candidate.config, candidate.tensors, facts, sizes)
+    return check(candidate.config, candidate.tensors, facts)
 
 
-def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Architecture, sizes: Sizes) -> ServingCheck:
+def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Architecture) -> ServingCheck:
     """Apply the engines' rules to a checkpoint: its config.json, and every tensor's dtype and shape by name."""
-    sizes = _without_absent_mtp(tensors, facts, sizes)
+    facts = _without_absent_mtp(tensors, facts)
     stored: dict[str, dict[str, Stored]] = {}  # by module, then by the last part of a tensor's name
     for name, info in tensors.items():
         module, _, part = name.rpartition(".")
         stored.setdefault(module, {})[part] = info
-    modules, remarks = engines.model_modules(facts, sizes), list[Remark]()
+    modules, remarks = engines.model_modules(facts), list[Remark]()
     section: Any = config.get(SECTION)
     if not config.get("architectures"):
         problem = "missing; servers look the model's class up by it"
         remarks.append(("error", SERVER_NAMES, f"{CONFIG}: architectures", problem, "loading fails"))
-    remarks += _of_names(tensors, stored, modules, facts, sizes)
+    remarks += _of_names(tensors, stored, modules, facts)
     table = {STORED: _by_kind((m.kind, describe(stored[m.name], m.shape)) for m in modules if m.name in stored)}
     packed = any(PACKED in parts for parts in stored.values())
     rules = _read_section(section, packed, facts.section_keys, remarks)
     if rules is None:
         return ServingCheck(table, _findings(remarks))
-    remarks += _of_cache(section, tensors.keys(), facts, sizes)
+    remarks += _of_cache(section, tensors.keys(), facts)
     servers = [server for server in SERVERS if server.key in facts.servers] or [engines.UNKNOWN_SERVER]
-    lookups = {server.name: list(engines.server_lookups(server, facts, sizes, rules, modules)) for server in servers}
+    lookups = {server.name: list(engines.server_lookups(server, facts, rules, modules)) for server in servers}
     if engines.UNKNOWN_SERVER in servers:
         remarks.append(("warning", SERVER_NAMES, facts.model_type, NOT_CHECKED, MAY_SERVE))
     lookups[TRANSFORMERS] = list(engines.transformers_lookups(facts, rules, modules))
@@ -258,16 +256,15 @@ def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Archi
         for card in CARDS
         if card != NO_E8M0 and not (server.is_sglang and card == "vllm-cpu")
     }
-    parallel = {ranks: tensor_parallel(ranks, facts, sizes, answers) for ranks in PARALLEL if answers}
+    parallel = {ranks: tensor_parallel(ranks, facts, answers) for ranks in PARALLEL if answers}
     return ServingCheck(table, _findings(remarks), parallel, ktransformers, kernels)
 
 
-def _without_absent_mtp(tensors: Mapping[str, Stored], facts: Architecture, sizes: Sizes) -> Sizes:
-    """The sizes without MTP layers, if config.json declares some but no file has any: most tools leave them out."""
-    prefixes, present = tuple(facts.layer(layer, "") for layer in sizes.mtp), copy.copy(sizes)
-    if not any(name.startswith(prefixes) for name in tensors):
-        present.mtp = range(0)
-    return present
+def _without_absent_mtp(tensors: Mapping[str, Stored], facts: Architecture) -> Architecture:
+    """The facts without MTP layers, if config.json declares some but no file has any: most tools leave them out."""
+    prefixes = tuple(facts.layer(layer, "") for layer in facts.mtp_layers)
+    found = any(name.startswith(prefixes) for name in tensors)
+    return facts if found else facts.model_copy(update={"mtp": None})
 
 
 def _by_kind(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
@@ -317,14 +314,13 @@ def _of_names(
     stored: Mapping[str, Parts],
     modules: Sequence[engines.Module],
     facts: Architecture,
-    sizes: Sizes,
 ) -> Iterator[Remark]:
     """Experts under another family's names, and missing tensors."""
     right = [facts.expert_linears[matrix].name for matrix in MATRICES]
     prefixes = [
         facts.layer(layer, facts.expert_prefix.format(expert=expert))
-        for layer in (*sizes.moe_layers, *sizes.mtp)
-        for expert in range(sizes["experts"])
+        for layer in (*facts.moe_layers, *facts.mtp_layers)
+        for expert in range(facts["experts"])
     ]
     others = [name for name in (*PROJECTIONS.values(), "w1", "w3", "w2") if name not in right]
     misnamed = [(prefix + other, other) for prefix in prefixes for other in others if prefix + other in stored]
@@ -337,7 +333,7 @@ def _of_names(
     missing = [m.name for m in modules if m.name not in stored and not m.optional and m.kind not in reported]
     # Of the tensors that are not matrices: norms, biases and the router's correction bias.
     named = dict(facts.outside)
-    for layer in (*range(sizes["layers"]), *sizes.mtp):
+    for layer in (*range(facts["layers"]), *facts.mtp_layers):
         named |= {facts.layer(layer, name): tensor for name, tensor in facts.of_layer(layer).tensors.items()}
     missing += [n for n, one in named.items() if len(one.shape) == 1 and not one.optional and n not in tensors]
     for name in missing:
@@ -394,11 +390,9 @@ def _validation_errors(section: Mapping[str, Any]) -> list[tuple[str, str]]:
     return []
 
 
-def _of_cache(
-    section: Mapping[str, Any], tensors: Collection[str], facts: Architecture, sizes: Sizes
-) -> Iterator[Remark]:
+def _of_cache(section: Mapping[str, Any], tensors: Collection[str], facts: Architecture) -> Iterator[Remark]:
     """What is to be said of scales for a cache of keys and values, if there are or `section` declares any."""
-    attention = {n: name for n in range(sizes["layers"]) if (name := facts.of_layer(n).cached) is not None}
+    attention = {n: name for n in range(facts["layers"]) if (name := facts.of_layer(n).cached) is not None}
     names = [facts.layer(n, f"{module}.{scale}") for n, module in attention.items() for scale in KV_SCALES]
     place, problem = f"{SECTION}.{KV_SCHEME}", "scales for an FP8 cache of keys and values"
     if not section.get(KV_SCHEME):
@@ -412,7 +406,7 @@ def _of_cache(
         yield "warning", VLLM_NAMES, place, problem, CACHE_ON_CARDS
     if "sglang" in facts.servers and facts.model_type not in SGLANG_LOADS:
         yield "warning", [SGLANG.name], place, problem, TAKES_ONES
-    if bare := [n for n in (*range(sizes["layers"]), *sizes.mtp) if n not in attention]:
+    if bare := [n for n in (*range(facts["layers"]), *facts.mtp_layers) if n not in attention]:
         where = f"layers {', '.join(map(str, bare))} have none"
         consequence = "where such a layer has a cache of keys and values, it is filled with scales of 1"
         yield "warning", VLLM_NAMES, place, where, consequence
@@ -514,7 +508,7 @@ def _required(scheme: ServedScheme, shape: tuple[int, ...]) -> Needed | None:
 # Tensor parallelism ------------------------------------------------------------------------------------------------
 
 
-def tensor_parallel(ranks: int, facts: Architecture, sizes: Sizes, lookups: Sequence[Lookup]) -> str:
+def tensor_parallel(ranks: int, facts: Architecture, lookups: Sequence[Lookup]) -> str:
     """`ok`, or the first reason why vLLM cannot split a checkpoint among tensor-parallel ranks, or why that is unknown.
 
     The rules for outputs of this program are in planning/serving_memory.py. Other checkpoints may also break those of
@@ -532,14 +526,14 @@ def tensor_parallel(ranks: int, facts: Architecture, sizes: Sizes, lookups: Sequ
         if (name := member.name.removeprefix(facts.layer(member.layer or 0, ""))) in linears
         if lookup.scheme and lookup.scheme.block
     }
-    problems = obstacles(ranks, facts, sizes, groups, blocks)
-    return next(chain(problems, _expert_obstacles(ranks, sizes, experts)), "ok")
+    problems = obstacles(ranks, facts, groups, blocks)
+    return next(chain(problems, _expert_obstacles(ranks, facts, experts)), "ok")
 
 
-def _expert_obstacles(ranks: int, sizes: Sizes, schemes: Iterable[ServedScheme]) -> Iterator[str]:
-    hidden, share = sizes["hidden"], sizes["width"] // ranks
-    if ranks > sizes["experts"]:
-        yield f"there are only {sizes['experts']} experts"
+def _expert_obstacles(ranks: int, facts: Architecture, schemes: Iterable[ServedScheme]) -> Iterator[str]:
+    hidden, share = facts["hidden"], facts["width"] // ranks
+    if ranks > facts["experts"]:
+        yield f"there are only {facts['experts']} experts"
     for scheme in schemes:
         group = scheme.group_size if scheme.type == "int" else None
         if group and hidden % group:

@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Any
 from quantizers.architectures.architecture import Architecture, ServerFacts, ServerName
 from quantizers.architectures.fused import FUSED, FUSED_IN_SOME
 from quantizers.architectures.matrices import MATRICES, PROJECTIONS
-from quantizers.architectures.sizes import Sizes
 from quantizers.recipe.schema import NVFP4
 
 if TYPE_CHECKING:
@@ -234,25 +233,25 @@ def module_of(tensor: str) -> str:
     return tensor.removesuffix(".weight")
 
 
-def model_modules(facts: Architecture, sizes: Sizes) -> list[Module]:
+def model_modules(facts: Architecture) -> list[Module]:
     """Every matrix of a model that an engine may quantize."""
     modules: list[Module] = []
-    for layer in (*range(sizes["layers"]), *sizes.mtp):
-        mtp, here = layer in sizes.mtp, facts.of_layer(layer)
+    for layer in (*range(facts["layers"]), *facts.mtp_layers):
+        mtp, here = layer in facts.mtp_layers, facts.of_layer(layer)
         for name, shape in here.linears.items():
             parent, _, last = name.rpartition(".")
             kind = OUTPUT if last == "o_proj" else ATTENTION
             if last in PROJECTIONS.values():
                 kind = SHARED if "shared_expert" in parent else MLP
             modules.append(Module(facts.layer(layer, name), MTP_LINEAR if mtp else kind, shape, layer))
-        if layer in sizes.dense:
+        if layer in facts.dense:
             continue
         for name, tensor in here.tensors.items():
             if (mtp and len(tensor.shape) == 2) or name == facts.router.tensor:
                 kind, module = MTP_OTHER if mtp else ROUTER, module_of(facts.layer(layer, name))
                 modules.append(Module(module, kind, tensor.shape, layer, tensor.optional))
         kind = MTP_EXPERTS if mtp else EXPERTS
-        for expert in range(sizes["experts"]):
+        for expert in range(facts["experts"]):
             for matrix in MATRICES:
                 shape = facts.expert_linears[matrix].shape
                 modules.append(Module(facts.expert(layer, expert, matrix), kind, shape, layer))
@@ -269,7 +268,7 @@ def server_facts(engine: Engine, facts: Architecture) -> ServerFacts:
     return ServerFacts(experts=experts, asks_for_router=True, fused={k: list(v) for k, v in FUSED_IN_SOME.items()})
 
 
-def _built(engine: Engine, facts: Architecture, sizes: Sizes, modules: Iterable[Module]) -> dict[str, list[Module]]:
+def _built(engine: Engine, facts: Architecture, modules: Iterable[Module]) -> dict[str, list[Module]]:
     """The modules that a server builds: its name for each, and the published modules in it."""
     server, modules = server_facts(engine, facts), list(modules)
     names, built = {module.name for module in modules}, dict[str, list[Module]]()
@@ -286,7 +285,7 @@ def _built(engine: Engine, facts: Architecture, sizes: Sizes, modules: Iterable[
                     if last in parts and names.issuperset(f"{prefix}{parent}.{part}" for part in parts):
                         name = f"{parent}.{whole}"
                         break
-            in_mtp = module.layer in sizes.mtp and server.mtp_prefix is not None
+            in_mtp = module.layer in facts.mtp_layers and server.mtp_prefix is not None
             name = f"{server.mtp_prefix if in_mtp else prefix}{name}"
         built.setdefault(name, []).append(module)
     return built
@@ -309,12 +308,10 @@ def is_looked_up(engine: Engine, facts: Architecture, module: Module) -> bool:
     return not (engine.is_sglang and module.kind in (HEAD, EMBEDDINGS))
 
 
-def server_lookups(
-    engine: Engine, facts: Architecture, sizes: Sizes, rules: Rules, modules: Iterable[Module]
-) -> Iterator[Lookup]:
+def server_lookups(engine: Engine, facts: Architecture, rules: Rules, modules: Iterable[Module]) -> Iterator[Lookup]:
     """Every module that a server builds of those from `model_modules`, with the scheme it gets."""
     engine = replace(engine, fused={**FUSED, **server_facts(engine, facts).fused})
-    for name, members in _built(engine, facts, sizes, modules).items():
+    for name, members in _built(engine, facts, modules).items():
         kind, scheme, refused = members[0].kind, None, None
         try:
             if kind in (EXPERTS, MTP_EXPERTS):

@@ -7,6 +7,7 @@ data, everything about servers from the family's data alone (families.py).
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, Literal, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -287,6 +288,45 @@ class Architecture(Known):
             if reader not in words and not any(self.is_unread(self.layer(number, reader)) for number in numbers):
                 raise ValueError(f"norm.readers: {reader} is neither {ROUTER}, {EXPERTS} nor residual, nor any tensor")
         return self
+
+    def __getitem__(self, word: str) -> int:
+        """A size of the model, by this program's word for it: layers, experts, chosen, hidden, width, …"""
+        return self.sizes[word].value
+
+    def is_of(self, config: Mapping[str, Any]) -> bool:
+        """Whether a config.json has the sizes of this model, as far as it gives them by their keys."""
+        given = config.get("text_config", config)
+        return all(given.get(size.key, size.value) == size.value for size in self.sizes.values())
+
+    @property
+    def dense(self) -> frozenset[int]:
+        """The numbers of the layers that have no experts."""
+        return frozenset(number for kind in self.kinds if kind.dense for number in kind.layers)
+
+    @property
+    def moe_layers(self) -> list[int]:
+        """The numbers of the layers that have experts."""
+        return sorted(number for kind in self.kinds if not kind.dense for number in kind.layers)
+
+    @property
+    def mtp_layers(self) -> list[int]:
+        """The numbers of the layers that predict further tokens, which follow the others and are not among `layers`."""
+        return self.mtp.layers if self.mtp else []
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """Into how many groups the router divides the experts, and from how many of them it chooses."""
+        known = "groups" in self.sizes
+        return (self["groups"], self["chosen_groups"]) if known else (1, 1)
+
+    @property
+    def beside(self) -> int:
+        """32-bit numbers that are kept of a token besides its state: what a layer hands on, and the token's id."""
+        return (1 + self.handed.width if self.handed else 0) + self.tokens
+
+    def row_bytes(self, itemsize: int) -> int:
+        """Bytes of what is kept of a token between two layers: its state in `itemsize` each, and what is beside it."""
+        return self["hidden"] * self.streams * itemsize + self.beside * 4
 
     def server_options(self, server: ServerName, model: str) -> Options:
         """The options to start a server with that knows the family: the family's, and those of the model `model`."""

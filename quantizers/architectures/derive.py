@@ -22,7 +22,6 @@ from quantizers.system.errors import ArchitectureError
 from .architecture import EXPERTS, ROUTER, Architecture, Family, HandedFacts, Stored
 from .matrices import MATRICES, PROJECTIONS, Matrix
 from .roles import EXACT, TOKENS, Roles, find_handed, kinds_of_layers, probe, require_usable
-from .sizes import KEYS, MOST_MTP_LAYERS, require_possible, require_sane
 from .skeleton import (
     FACTOR,
     FAILURES,
@@ -40,6 +39,27 @@ from .stored_tensors import Header, StoredTensors, parameter_of, require_complet
 
 INTEGERS = ("I32", "I64")  # numbers of something, such as of a table's rows
 BESIDES = {"float32", "mtp_layer", "roles", "aliases", "config"}  # keys of a family that no architecture has
+
+# This program's words for sizes, with their keys in config.json, of which a model has one.
+KEYS = {
+    "layers": ("num_hidden_layers",),
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "chosen": ("num_experts_per_tok",),
+    "hidden": ("hidden_size",),
+    "width": ("moe_intermediate_size", "intermediate_size"),
+    "vocabulary": ("vocab_size",),
+    "heads": ("num_attention_heads",),
+    "kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "groups": ("n_group",),
+    "chosen_groups": ("topk_group",),
+}
+# A config.json with larger sizes than these is broken or hostile.
+LIMITS = {"layers": 1000, "experts": 4096, "vocabulary": 10_000_000}
+LARGEST_SIZE = 1 << 20
+OF_SIZES = ("_size", "_dim", "_rank", "_heads", "_layers", "_experts")  # ends of the keys of all others
+MOST_EXPERTS = 200_000  # over all layers
+MOST_MTP_LAYERS = 16
 
 
 def derived_architecture(config: dict[str, Any], tensors: Mapping[str, Stored]) -> Architecture:
@@ -121,7 +141,7 @@ def of_family(family: Family, config: dict[str, Any]) -> Architecture:
     Raises:
         ArchitectureError: config.json contradicts itself or the data, or its class cannot be made of it.
     """
-    require_sane(config)
+    _require_sane(config)
     for key, expected in family.asserts.items():
         if key in config and config[key] != expected:
             raise ArchitectureError(
@@ -132,7 +152,7 @@ def of_family(family: Family, config: dict[str, Any]) -> Architecture:
         facts = Architecture.model_validate(_with_data(family, config))
     except ValidationError as failure:
         raise ArchitectureError(f"{failure.errors()[0]['msg']}; correct the data about the family") from None
-    require_possible(facts)
+    _require_possible(facts)
     return facts
 
 
@@ -207,6 +227,40 @@ def _mtp(family: Family, config: Mapping[str, Any], facts: Mapping[str, Any]) ->
     layers = range(sizes["layers"]["value"], sizes["layers"]["value"] + count)
     sizes["mtp"] = {"key": key, "value": count}
     return last | {"tensors": last["tensors"] | own, "layers": list(layers)} if count else None
+
+
+def _require_sane(config: Mapping[str, Any]) -> None:
+    """Refuse a config.json of which no model can be made, since a size is no whole number, or absurd."""
+    limits = {key: LIMITS.get(name, LARGEST_SIZE) for name, keys in KEYS.items() for key in keys}
+    for key, value in config.items():
+        limit = limits.get(key, LARGEST_SIZE)
+        known = key in limits and value is not None and (type(value) is not int or value < 1)
+        if known or (type(value) is int and value > limit and (key in limits or key.endswith(OF_SIZES))):
+            raise ArchitectureError(f"{key} is {reprlib.repr(value)}; a whole number from 1 to {limit} is needed")
+
+
+def _require_possible(facts: Architecture) -> None:
+    """Refuse a model whose sizes contradict each other, naming their keys in config.json."""
+    keys = {name: f"{size.key} {size.value}" for name, size in facts.sizes.items()}
+    groups, chosen_groups = facts.groups
+    problem = None
+    if facts["chosen"] > facts["experts"]:
+        problem = f"{keys['chosen']} is larger than {keys['experts']}"
+    elif groups > 1 and (facts["experts"] % groups or facts["experts"] < 2 * groups):
+        problem = (
+            f"{keys['experts']} are not two or more in each of {keys['groups']} groups, of which the router adds up "
+            "the best two"
+        )
+    elif chosen_groups > groups:
+        problem = f"{keys['chosen_groups']} is larger than {keys['groups']}"
+    elif facts["chosen"] > chosen_groups * facts["experts"] // groups:
+        problem = f"{keys['chosen_groups']} of {groups} groups have fewer experts than {keys['chosen']}"
+    elif facts["layers"] * facts["experts"] > MOST_EXPERTS:
+        problem = f"{keys['layers']} with {keys['experts']} is more than any model has"
+    elif "kv_heads" in keys and facts["heads"] % facts["kv_heads"]:
+        problem = f"{keys['kv_heads']} does not divide {keys['heads']}"
+    if problem:
+        raise ArchitectureError(f"{problem}; correct this file")
 
 
 def skeleton_of(config: dict[str, Any]) -> Skeleton:

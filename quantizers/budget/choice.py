@@ -142,7 +142,7 @@ def read_choice(job: Job, output: Path) -> dict[str, Any] | None:
     if (report := finished_report(output)) is not None:
         return report.get("schemes") if is_made_by(report, job.recipe, job.path) else None
     work = journal.work_folder(output)
-    entries = read_measurements(work, job.sizes.moe_layers)
+    entries = read_measurements(work, job.facts.moe_layers)
     try:
         same = json.loads((work / "run.json").read_text())["experts"] == job.recipe.settings()["experts"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -44,9 +44,9 @@ import torch
 from eval.fidelity.comparison import by_text
 from eval.fidelity.metrics import Text
 from eval.fidelity.scoring import score
+from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.gates import Gate, gate_of
 from quantizers.architectures.matrices import MATRICES
-from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.loaded_tensors import load_once, outside_names
 from quantizers.device.devices import forward_dtype, use_one_arena
 from quantizers.distributed.process_group import rank_0_progress
@@ -79,7 +79,7 @@ def measure_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Co
         QuantizeError: states or logits are not finite, or there is no room for them.
     """
     work, dist, check = context.work, context.dist, context.check
-    finished = read_measurements(work, job.sizes.moe_layers) if dist.is_main else None
+    finished = read_measurements(work, job.facts.moe_layers) if dist.is_main else None
     if dist.broadcast_object(finished is not None):
         return finished
     use_one_arena()
@@ -94,7 +94,7 @@ def measure_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Co
     names, tensors = outside_names(job.opened, job.facts), all_tensors(job, job.opened)
     with context.streamed(job.opened, [names, *tensors.values()]) as source:
         outside, dtype = load_once(source, names, dist), forward_dtype(context.device)
-        model = StreamedModel(outside, job.facts, job.sizes, context.device, dtype)
+        model = StreamedModel(outside, job.facts, context.device, dtype)
         measurement, started = SchemeMeasurement(job, model, context, texts), time.monotonic()
         early = context.prefetch_to_device
         steps = layer_steps(source, tensors, [measurement], model, check=check, dist=dist, early=early)
@@ -112,7 +112,7 @@ def measure_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Co
     if not dist.is_main:
         return None
     write_json(work / FOLDER / "kl.json", {"kl": float(kl.mean()), "disturbance": measurement.disturbance})
-    return read_measurements(work, job.sizes.moe_layers)
+    return read_measurements(work, job.facts.moe_layers)
 
 
 class SchemeMeasurement(Consumer):
@@ -140,7 +140,7 @@ class SchemeMeasurement(Consumer):
         else:  # so far it is the source
             probe.begin(number).flat.copy_(source.left.flat)
         self.entry = {"layer": number}
-        if number in self.job.sizes.dense:
+        if number in self.job.facts.dense:
             source.finish(number, layer)
             probe.finish(number, layer)
         else:
@@ -273,9 +273,9 @@ def probes_of(lengths: Sequence[int], tokens: int | None = None, longest: int | 
     return {i: min(lengths[i], longest) for i in chosen if lengths[i] > 1}
 
 
-def probe_bytes(sizes: Sizes, lengths: Sequence[int], itemsize: int) -> int:
+def probe_bytes(facts: Architecture, lengths: Sequence[int], itemsize: int) -> int:
     """Bytes of the files of a measurement: both streams' states that enter and leave a layer, and their choices."""
-    return 4 * sum(probes_of(lengths).values()) * (sizes.row_bytes(itemsize) + sizes["chosen"] * 4)
+    return 4 * sum(probes_of(lengths).values()) * (facts.row_bytes(itemsize) + facts["chosen"] * 4)
 
 
 def read_measurements(work: Path, layers: Sequence[int]) -> list[dict[str, Any]] | None:

@@ -195,7 +195,7 @@ class _Asked:
 
         data = None
         if self.dist.is_main:
-            tokens, positions, kept = self.tokens, self.job.sizes.positions, self.work / "calibration"
+            tokens, positions, kept = self.tokens, self.job.facts.positions, self.work / "calibration"
             options: dict[str, Any] = {"draw": draw, "run": kept, "positions": positions}
             data = load_set(file, self.job.opened.folder, self.trust_remote_code, tokens, **options)
             if draw == 0:
@@ -225,8 +225,8 @@ class _Asked:
         self.dist.barrier()
         options = Options(work, self.device, self.limit, dist=self.dist)
         nll, measured = measure_lanes(self.job, draws, texts, self.quantized, options, self.check)
-        found, sizes = dict(zip(lanes, measured, strict=True)), self.job.sizes
-        choices = np.array([len(text.tokens) * sizes["chosen"] * len(sizes.moe_layers) for text in texts], dtype=float)
+        found, facts = dict(zip(lanes, measured, strict=True)), self.job.facts
+        choices = np.array([len(text.tokens) * facts["chosen"] * len(facts.moe_layers) for text in texts], dtype=float)
         return [[found[_texts_of(data)] for data in one] for one in sets], Scored(texts, nll, choices)
 
     def of_set(
@@ -236,8 +236,8 @@ class _Asked:
 
         names = tuple(sorted({sample.category for data in draws for sample in data.samples}))
         tokens = np.zeros(len(names), dtype=np.int64)
-        layers = tuple(number for number in self.job.sizes.moe_layers if number < self.quantized)
-        counts = np.zeros((len(layers), len(names), self.job.sizes["experts"]), dtype=np.int64)
+        layers = tuple(number for number in self.job.facts.moe_layers if number < self.quantized)
+        counts = np.zeros((len(layers), len(names), self.job.facts["experts"]), dtype=np.int64)
         for data, lane in zip(draws, lanes, strict=True):
             rows = [names.index(name) for name in category_names(data.samples)]
             counts[:, rows] += np.stack(lane.routed)
@@ -262,7 +262,7 @@ class _Asked:
     ) -> SetComparison:
         """What a command prints of the sets, in rank 0."""
 
-        quantized, depth = self.quantized, self.job.sizes["layers"]
+        quantized, depth = self.quantized, self.job.facts["layers"]
         of_part = (
             f"Only the first {quantized} of {depth} layers are quantized, the others are the source's: KL is of these."
         )
@@ -317,10 +317,10 @@ def _asked(
     refuse_library(job, dist)
     trusted = trust_remote_code or job.recipe.source.trusts_tokenizer
     read = said(load_set(held_out_file, job.opened.folder, trusted), "held out") if dist.is_main else None
-    held = held_out(dist.broadcast_object(read), job.opened, job.sizes, trusted)
-    quantized = _first(layers, job.sizes["layers"], min(job.sizes.moe_layers))
+    held = held_out(dist.broadcast_object(read), job.opened, job.facts, trusted)
+    quantized = _first(layers, job.facts["layers"], min(job.facts.moe_layers))
     begun = begun_with(Path(work) / "draws-0", "lanes.json") if work else {}
-    use_threads(job.sizes, dist.broadcast_object(begun.get("threads")), dist)
+    use_threads(job.facts, dist.broadcast_object(begun.get("threads")), dist)
     advice = "give the same command again" + (" to resume" if work else "; with --work DIR it would resume")
     scratch = tempfile.TemporaryDirectory() if work is None else contextlib.nullcontext(str(work))
     with scratch as folder, interruptible(advice) as interrupt, ordered():

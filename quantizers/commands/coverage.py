@@ -136,10 +136,10 @@ def measure_coverage(
     model, loaded = opened(question, device, dist)
     for data in loaded:
         check_floors(rule, [sample.category for sample in data.samples], question.where)
-    sequences = [tokens for data in loaded for tokens in token_tensors(data, model.sizes["vocabulary"])]
+    sequences = [tokens for data in loaded for tokens in token_tensors(data, model.facts["vocabulary"])]
     # All sets in one pass: the categories of set n get the prefix `n:`.
     categories = [f"{n}:{sample.category}" for n, data in enumerate(loaded) for sample in data.samples]
-    with rank_0_progress("streaming", model.sizes["layers"], 0, lambda: None, dist) as step:
+    with rank_0_progress("streaming", model.facts["layers"], 0, lambda: None, dist) as step:
         routed = count_routes(model, sequences, categories, work, step, dist, norms=scored)
     names = [data.name for data in loaded]
     if len(loaded) == 1:

@@ -394,14 +394,14 @@ def _look_at_recipe(rows: _Rows, given: _Given, device: torch.device, unreachabl
     sets = _sets(rows, given, job, unreachable)
     if job is None:
         return None
-    rows.add("model", f"{job.facts.model_type}, {job.sizes['layers']} layers of {job.sizes['experts']} experts")
+    rows.add("model", f"{job.facts.model_type}, {job.facts['layers']} layers of {job.facts['experts']} experts")
     rows.tried("model", planned_check, job, one_expert=True)
     state = rows.tried("run", _output_state, given.folder, job, sets.get("calibration"), device)
     if state is not None:
         rows.add("run", state)
     if state != DONE:
         rows.tried("publication", refuse_early, given.destination, given.folder, fresh=False)
-        output = job.allocation.most_bytes if job.allocation else int(str(summary(job.plan, job.sizes)["output_bytes"]))
+        output = job.allocation.most_bytes if job.allocation else int(str(summary(job.plan, job.facts)["output_bytes"]))
         temporary = 0, 0
         if len(sets) == len(sets_of(given.recipe)):
             temporary = rows.tried("memory", _memory_and_time, rows, given, job, output, sets, device) or temporary
@@ -450,7 +450,7 @@ def _sets(rows: _Rows, given: _Given, job: Job | None, unreachable: str) -> dict
             continue
         on_hub, found[what], limits = sum(not one.is_local for one in calibration.sources), None, dict[str, Any]()
         if what == "calibration":
-            limits = {"tokens": recipe.calibration_tokens, "positions": job and job.sizes.positions}
+            limits = {"tokens": recipe.calibration_tokens, "positions": job and job.facts.positions}
         if tokenizer and given.here and not on_hub:
             found[what] = data = rows.tried(what, load_set, file, given.here, trusted, without=without, **limits)
             if data is not None:
@@ -485,11 +485,11 @@ def _output_state(folder: Path, job: Job, data: CalibrationData | None, device: 
     journal.refuse_strangers(folder)
     if not journal.unfinished(folder):
         return "would begin anew"
-    work, layers = journal.work_folder(folder), job.sizes["layers"]
+    work, layers = journal.work_folder(folder), job.facts["layers"]
     if data is not None and job.source is not None and not (work / "moving").exists():
         threads = torch.get_num_threads()
         try:
-            use_threads(job.sizes, journal.begun_with(work).get("threads"))
+            use_threads(job.facts, journal.begun_with(work).get("threads"))
             journal.refuse_changes(work, deciding(job, data, device), folder)
         finally:
             torch.set_num_threads(threads)
@@ -519,7 +519,7 @@ def _memory_and_time(
     if data:
         lengths = [len(sample.tokens) for sample in data.samples]
     if held_out:
-        texts = [min(len(one.tokens), job.sizes.positions or len(one.tokens)) for one in held_out.samples]
+        texts = [min(len(one.tokens), job.facts.positions or len(one.tokens)) for one in held_out.samples]
     if lengths is None or texts is None:
         rows.add(f"{on} memory", "unknown before the sets are read", "`quantize calibration check` reads one")
         return 0, 0
@@ -529,7 +529,7 @@ def _memory_and_time(
         return 0, 0
     usable = given.device_memory or device_limit(device)
     rows.add(f"{on} memory", f"{gib(needs.memory[on][0])} needed; {gib(usable)} usable")
-    probe = probe_bytes(job.sizes, lengths, forward_dtype(device).itemsize) if job.allocation else 0
+    probe = probe_bytes(job.facts, lengths, forward_dtype(device).itemsize) if job.allocation else 0
     most = kept[1] + probe
     return most if data and (held_out or not texts) else 0, most
 

@@ -25,7 +25,6 @@ from eval.fidelity.metrics import Measured, Text
 from eval.fidelity.paired import NOTE, paired
 from eval.fidelity.scoring import held_out, score
 from quantizers.architectures.families import Own, architecture_for
-from quantizers.architectures.sizes import is_of, sizes_of
 from quantizers.calibration.load_set import load_set, said
 from quantizers.calibration.samples import CalibrationData, identity
 from quantizers.checkpoint.loaded_tensors import LoadedTensors, layer_names, load_tensors, outside_names
@@ -150,7 +149,7 @@ def evaluate(
     where = str(opened[0].folder / "config.json")
     architecture = architecture_for(opened[0].config, where, own, opened[0].tensors)
     begun = begun_with(Path(work) / "evaluation", EVALUATION) if work else {}
-    use_threads(sizes_of(architecture), dist.broadcast_object(begun.get("threads")), dist)
+    use_threads(architecture, dist.broadcast_object(begun.get("threads")), dist)
     advice = "give the same command again" + (" to resume" if work else "; with --work DIR it would resume")
     on = choose_device(device, dist)
     scratch = tempfile.TemporaryDirectory() if work is None else contextlib.nullcontext(work)
@@ -203,23 +202,22 @@ def measure(
         refuse_swapped_arguments(source, candidate, f"give {candidate.name} first, and {source.name} after it")
     where = str(source.folder / "config.json")
     facts = architecture_for(source.config, where, own, source.tensors)
-    sizes = sizes_of(facts)
     opened = [published_names(checkpoint, facts) for checkpoint in (source, *candidates)]
     for candidate in candidates:
         config_path = str(candidate.folder / "config.json")
-        if candidate.config.get("model_type") != facts.model_type or not is_of(facts, candidate.config):
+        if candidate.config.get("model_type") != facts.model_type or not facts.is_of(candidate.config):
             raise CheckpointError(f"{config_path}: is another model than {source.name}; give checkpoints of one model")
     read = said(load_set(data_set, source.folder, trust_remote_code), "held out") if dist.is_main else None
     data: CalibrationData = dist.broadcast_object(read)
-    held = held_out(data, source, sizes, trust_remote_code)
+    held = held_out(data, source, facts, trust_remote_code)
     parts = [load_tensors(one, outside_names(one, facts)) for one in opened]
-    models = [StreamedModel(part, facts, sizes, device, forward_dtype(device)) for part in parts]
-    models += [ServedModel(part, facts, sizes, device, card) for card in cards for part in parts]
+    models = [StreamedModel(part, facts, device, forward_dtype(device)) for part in parts]
+    models += [ServedModel(part, facts, device, card) for card in cards for part in parts]
     of = list(range(len(opened))) * (1 + len(cards))
     first_cached, dtype = len(models), models[0].dtype
     for number, part in enumerate(parts):
         if number and has_kv_scales(part.config):
-            models += [CachedModel(part, facts, sizes, device, dtype, ones=kind == WITH_ONES) for kind in KINDS]
+            models += [CachedModel(part, facts, device, dtype, ones=kind == WITH_ONES) for kind in KINDS]
             of += [number for _ in KINDS]
     if dist.is_main:
         work.mkdir(parents=True, exist_ok=True)
@@ -270,7 +268,7 @@ class _FromFiles:
         model = self.stream.model
         self.part = load_tensors(self.checkpoint, layer_names(self.checkpoint, model.facts, step.number))
         if self.weights:
-            errors = weight_errors(step.source, self.part, model.facts, model.sizes, step.number, model.device)
+            errors = weight_errors(step.source, self.part, model.facts, step.number, model.device)
             self.weight_error = errors
         with model.layer(step.number, self.part) as layer:
             if not self.reread:
@@ -299,7 +297,7 @@ def through_layers(
         The models' streams, whose states are those that leave the last layer; and by layer what `comparison.compare`
         found of each candidate, in rank 0.
     """
-    layers, count = models[0].sizes["layers"], len(opened)
+    layers, count = models[0].facts["layers"], len(opened)
     journal = [work / f"layer-{number:05d}.json" for number in range(layers)]
     done = dist.broadcast_object(next((n for n in range(layers) if not journal[n].exists()), layers))
     lengths = [len(text.tokens) for text in texts]

@@ -102,19 +102,19 @@ def write_sums(
         work: an empty folder.
     """
     streamed, (data,) = opened(question, device, dist)
-    checkpoint, facts, sizes = streamed.checkpoint, streamed.facts, streamed.sizes
+    checkpoint, facts = streamed.checkpoint, streamed.facts
     architecture_of(facts)  # first, for its error
-    sequences = token_tensors(data, sizes["vocabulary"])
+    sequences = token_tensors(data, facts["vocabulary"])
     if not sequences:
         raise InputError(f"{question.sets[0]}: has no samples; an importance matrix needs some")
     sums = InputSums(streamed, sequences, work, tokens, dist=dist)
     steps = layer_steps(checkpoint, all_tensors(streamed, checkpoint), [sums], streamed, dist=dist)
-    with rank_0_progress("streaming", sizes["layers"], 0, lambda: None, dist) as step, closing(steps):
+    with rank_0_progress("streaming", facts["layers"], 0, lambda: None, dist) as step, closing(steps):
         for one in steps:
             step(f"layer {one.number}")
     sums.end()
     if not dist.is_main:
         return {}
-    figures = make_imatrix(output, work, facts, sizes, checkpoint.config, data)
+    figures = make_imatrix(output, work, facts, checkpoint.config, data)
     drawn = {"drawn": asdict(data.drawn)} if data.drawn else {}
     return {"model": question.model, "of": tokens} | figures | drawn

@@ -176,30 +176,30 @@ def layer(
     """
     changes = changes_of(settings, calibration)
     job = prepare(str(recipe), source_folder=Path(source) if source is not None else None, changes=changes)
-    if number not in job.sizes.moe_layers:
-        layers = job.sizes.moe_layers
+    if number not in job.facts.moe_layers:
+        layers = job.facts.moe_layers
         raise InputError(
             f"{job.path}: layer {number}: has no routed experts; give one from {layers[0]} to {layers[-1]}"
         )
     if job.recipe.experts.by_budget:
         raise InputError(f"{job.path}: a budget chooses bits for whole models; give bits and group_size instead")
-    use_threads(job.sizes)
+    use_threads(job.facts)
     with ordered():
         return _captured(job, number, choose_device(device))
 
 
 def _captured(job: Job, number: int, device: torch.device) -> Layer:
-    sizes, facts, chosen = job.sizes, job.facts, job.recipe
-    model = StreamedModel(job.opened, facts, sizes, device, forward_dtype(device))
+    facts, chosen = job.facts, job.recipe
+    model = StreamedModel(job.opened, facts, device, forward_dtype(device))
     data = load_set(
         set_location(chosen.calibration_set, job.path),
         job.opened.folder,
         chosen.source.trusts_tokenizer,
         chosen.calibration_tokens,
         without=chosen.calibration_without,
-        positions=sizes.positions,
+        positions=facts.positions,
     )
-    sequences = token_tensors(said(data), sizes["vocabulary"])
+    sequences = token_tensors(said(data), facts["vocabulary"])
     lengths = [len(sequence) for sequence in sequences]
     rows = partial(ActivationStore, None, lengths, device=device, chunk=tokens_per_chunk(is_accelerator(device)))
     states = rows(model.row_width, model.dtype)
@@ -214,7 +214,7 @@ def _captured(job: Job, number: int, device: torch.device) -> Layer:
                 attend(model, layer, states, states)
                 finish(model, layer, states, f"{job.opened.name}: layer {layer.number}")
                 return
-            inputs = moe_input_store(lambda _, width, dtype: rows(width, dtype), sizes, model.dtype)
+            inputs = moe_input_store(lambda _, width, dtype: rows(width, dtype), facts, model.dtype)
             observe(model, layer, states, inputs)
             experts: Any = layer.module.get_submodule(facts.modules.experts)
             router: Any = layer.module.get_submodule(facts.modules.router) if facts.router_follows else None

@@ -131,7 +131,7 @@ def plan(
         refusal = None if checked.ktransformers == TAKES_THEM else checked.ktransformers or "SGLang lacks the model"
         return PlannedRun(figures | _serving(job, vram, context, kv, tp, ram, refusal, budget))
     # Actions and bytes of a run, and an estimate of its memory and time.
-    figures |= summary(job.plan, job.sizes) | {"cards_unknown": unsaid(job.facts)}
+    figures |= summary(job.plan, job.facts) | {"cards_unknown": unsaid(job.facts)}
     needs = estimate_run(job, budget or int(figures["output_bytes"]), nodes * gpus, disk or DISK)
     figures |= {"needs": asdict(needs), "asked": {"machines": nodes, "gpus": gpus}}
     figures |= {"source_ways": [asdict(way) for way in ways_of_source(job, needs.output, nodes * gpus)]}
@@ -167,7 +167,7 @@ def _serving(
         if ram is not None:
             raise InputError(f"--ram: {problem}; leave it out")
         return {"cards_unknown": problem, "weights": weights_alone(job.plan, gpus)}
-    model = serving_model(job.plan, job.facts, job.sizes, job.config, job.fp8)
+    model = serving_model(job.plan, job.facts, job.config, job.fp8)
     about: dict[str, Any] = {}
     if budget is not None:
         about["counted"] = budget

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from quantizers.architectures.families import architecture_for
-from quantizers.architectures.sizes import sizes_of
 from quantizers.calibration.load_set import load_set, said
 from quantizers.calibration.samples import CalibrationData
 from quantizers.checkpoint.reader import open_checkpoint
@@ -104,7 +103,6 @@ def opened(question: Question, device: torch.device, dist: ProcessGroup) -> tupl
     checkpoint = dist.in_turn(lambda: open_checkpoint(question.model, question.revision))
     where = str(checkpoint.folder / "config.json")
     facts = architecture_for(checkpoint.config, where, question.facts_file, checkpoint.tensors)
-    sizes = sizes_of(facts)
     named = published_names(checkpoint, facts)  # first, for reading the sets may take long
     load = partial(
         load_set,
@@ -112,9 +110,9 @@ def opened(question: Question, device: torch.device, dist: ProcessGroup) -> tupl
         trust_remote_code=question.trust_remote_code,
         tokens=question.tokens,
         without=question.without,
-        positions=sizes.positions,
+        positions=facts.positions,
     )
     read = [said(load(file)) for file in question.sets] if dist.is_main else None
     loaded: list[CalibrationData] = dist.broadcast_object(read)
-    use_threads(sizes)
-    return StreamedModel(named, facts, sizes, device, forward_dtype(device)), loaded
+    use_threads(facts)
+    return StreamedModel(named, facts, device, forward_dtype(device)), loaded

@@ -156,7 +156,7 @@ def run(
     from quantizers.pipeline.pipeline import Options
     from quantizers.pipeline.pipeline import run as run_job
 
-    use_threads(job.sizes, dist.broadcast_object(journal.begun_with(work).get("threads")), dist)
+    use_threads(job.facts, dist.broadcast_object(journal.begun_with(work).get("threads")), dist)
     options = Options(
         folder,
         choose_device(device, dist),

@@ -6,7 +6,6 @@ and compared with its answers position by position.
 
 from __future__ import annotations
 
-import copy
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -27,7 +26,6 @@ from eval.serving.server import Returned, Server, kernel_lines, over_http, score
 from eval.serving.server import offline as engine_of
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for
-from quantizers.architectures.sizes import Sizes, is_of, sizes_of
 from quantizers.calibration.load_set import load_set, said
 from quantizers.calibration.samples import identity
 from quantizers.checkpoint.loaded_tensors import load_tensors, outside_names
@@ -137,8 +135,7 @@ def serve_check(
     first = checkpoints[-1]  # the source, if there is one: its tokenizer made the texts of every candidate
     own = Path(facts) if facts is not None else output_facts(opened.folder)
     architecture = architecture_for(first.config, str(first.folder / CONFIG), own, first.tensors)
-    sizes = sizes_of(architecture)
-    if opened.config.get("model_type") != architecture.model_type or not is_of(architecture, opened.config):
+    if opened.config.get("model_type") != architecture.model_type or not architecture.is_of(opened.config):
         raise CheckpointError(f"{opened.folder / CONFIG}: is another model than {first.name}; give its own source")
     names = [{"model": _name(one), "digest": source_digest(one)} for one in checkpoints]
     before = _record(Path(source_check), names, top_k) if source_check is not None else None
@@ -154,18 +151,18 @@ def serve_check(
                 f"{source_check}: is of {before.server.kind} {before.server.version}, and this server is "
                 f"{asked.kind} {asked.version}; serve the source on this one, and check it again"
             )
-        held = _texts(samples, first, sizes, asked.max_model_len, trust_remote_code)
+        held = _texts(samples, first, architecture, asked.max_model_len, trust_remote_code)
         pairs = zip(samples.samples, held.texts, strict=True)
         sent = identity([replace(one, tokens=text.tokens.numpy()) for one, text in pairs])
         if before and before.data.identity != sent:
             raise InputError(f"{source_check}: was made with other texts; give the same --data and --max-model-len")
-        returned = _ask(asked, held.texts, top_k, sizes["vocabulary"])
+        returned = _ask(asked, held.texts, top_k, architecture["vocabulary"])
         about = {
             "kind": asked.kind, "version": asked.version, "model": asked.model, "max_model_len": asked.max_model_len,
             "offline": offline is not None, "kernels": kernel_lines(asked.log()),
         }  # fmt: skip
     with interruptible("give the same command again") as check, ordered():
-        tables = _compare(checkpoints, architecture, sizes, held.texts, returned, check)
+        tables = _compare(checkpoints, architecture, held.texts, returned, check)
     found = figures(tables, [text.category for text in held.texts])
     lost = held.about["past_the_model"]
     data_sent = {"name": held.about["name"], "identity": sent, "cut": lost["texts"], "cut_tokens": lost["tokens"]}
@@ -244,18 +241,17 @@ def _record(path: Path, names: Sequence[dict[str, str]], top_k: int) -> ServeChe
     return record
 
 
-def _texts(samples: Any, source: Checkpoint, sizes: Sizes, longest: int | None, trust_remote_code: bool) -> Any:
+def _texts(samples: Any, source: Checkpoint, facts: Architecture, longest: int | None, trust_remote_code: bool) -> Any:
     """The held-out texts, cut where model or server ends; one token of the server's is for its answer."""
-    limits = [limit for limit in (sizes.positions, longest and longest - 1) if limit]
-    limited = copy.copy(sizes)
-    limited.positions = min(limits) if limits else None
+    limits = [limit for limit in (facts.positions, longest and longest - 1) if limit]
+    limited = facts.model_copy(update={"positions": min(limits) if limits else None})
     if limited.positions is not None and limited.positions < 2:
         raise InputError(f"max_model_len is {longest}, too short for any text; serve it with a larger --max-model-len")
     held = held_out(samples, source, limited, trust_remote_code)
     if lost := held.about["past_the_model"]["texts"]:
         print(
             f"{lost} of {len(held.texts)} texts are longer than the {limited.positions:,} tokens that "
-            f"{'the model' if limited.positions == sizes.positions else 'the server'} takes, and are cut there",
+            f"{'the model' if limited.positions == facts.positions else 'the server'} takes, and are cut there",
             file=sys.stderr, flush=True,
         )  # fmt: skip
     return held
@@ -275,25 +271,24 @@ def _ask(server: Server, texts: Sequence[Text], top_k: int, vocabulary: int) -> 
 def _compare(
     checkpoints: Sequence[Checkpoint],
     facts: Architecture,
-    sizes: Sizes,
     texts: Sequence[Text],
     returned: Sequence[Returned],
     check: Callable[[], None],
 ) -> list[np.ndarray]:
     """`served.compare_text` of every text, with the candidate and, if there is one, its source."""
-    use_threads(sizes)
+    use_threads(facts)
     named = [published_names(one, facts) for one in reversed(checkpoints)]  # the source first
     models: list[StreamedModel] = []
     for one in named:
         part = load_tensors(one, outside_names(one, facts))
-        own = part, facts, sizes, torch.device("cpu"), torch.float32
+        own = part, facts, torch.device("cpu"), torch.float32
         # A server caches in FP8 by itself where a checkpoint has scales for it.
         models.append(CachedModel(*own, ones=False) if has_kv_scales(part.config) else StreamedModel(*own))
     with tempfile.TemporaryDirectory() as folder:
         streams, _ = through_layers(models, range(len(models)), named, texts, Path(folder), check)
         streams.reverse()
         heads = [(stream.model, stream.model.head()) for stream in streams]
-        states, tables = [stream.states(sizes["layers"]) for stream in streams], []
+        states, tables = [stream.states(facts["layers"]) for stream in streams], []
         with progress("comparing", len(texts), unit="text") as step:
             for number, (text, answer) in enumerate(zip(texts, returned, strict=True)):
                 check()

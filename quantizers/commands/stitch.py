@@ -96,7 +96,7 @@ def stitch(
                 copied |= {FACTS: mix.facts.as_yaml()} if mix.facts.probes else {}
                 for name, text in copied.items():
                     write_text(text, folder / name)
-                with progress("verifying", mix.sizes["layers"], check=check) as step:
+                with progress("verifying", mix.facts["layers"], check=check) as step:
                     audit = verify(folder, opened, on, written, step, own=mix.facts)
                 write_report(folder, stitch_report(mix, settings, folder, audit, written), copied)
                 write_text("", work / "moving")

@@ -12,7 +12,6 @@ import torch
 from eval.serving.ask_vllm import ask_vllm
 from eval.serving.check import ServingCheck, check_folder
 from quantizers.architectures.families import Own, architecture_for
-from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_checkpoint, read_config, read_json, refuse_gguf
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device
@@ -129,7 +128,7 @@ def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: O
             return Verification(Audit(differences=[] if told else [fault]), record, None)
         own, record = carried, replace(record, notes=(*record.notes, f"read with the facts that it carries, {FACTS}"))
     facts = architecture_for(source.config, where, own, source.tensors)
-    with progress("verifying", sizes_of(facts)["layers"]) as step:
+    with progress("verifying", facts["layers"]) as step:
         audit = audit_of(folder, source, device, step=step, own=facts)
     if found is not None:  # but for the probes' numbers
         now = json.loads(json.dumps(facts.found()))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from quantizers.architectures.sizes import Sizes
+from quantizers.architectures.architecture import Architecture
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.system.errors import InputError, OutputError, first_line
 from quantizers.system.host_memory import available
@@ -79,7 +79,7 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def use_threads(sizes: Sizes, begun_with: int | None = None, dist: ProcessGroup = SINGLE_PROCESS) -> None:
+def use_threads(facts: Architecture, begun_with: int | None = None, dist: ProcessGroup = SINGLE_PROCESS) -> None:
     """Set torch's threads: one for a layer with few weights, else one per core. OMP_NUM_THREADS takes precedence.
 
     On a CPU the number of threads decides bits, so a run or evaluation that is resumed keeps the number that it was
@@ -91,7 +91,7 @@ def use_threads(sizes: Sizes, begun_with: int | None = None, dist: ProcessGroup 
     given = os.environ.get("OMP_NUM_THREADS")
     if begun_with is None:
         if given is None:
-            small = 3 * sizes["experts"] * sizes["hidden"] * sizes["width"] < SMALL_LAYER
+            small = 3 * facts["experts"] * facts["hidden"] * facts["width"] < SMALL_LAYER
             torch.set_num_threads(1 if small else len(os.sched_getaffinity(0)))
         return
     chosen = given is not None and not (dist.is_distributed and given == "1")

@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import FUSED, MATRICES, PROJECTIONS, Matrix
-from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, FLOATING, FP8, Stored, TensorInfo
 from quantizers.system.errors import CheckpointError
@@ -36,9 +35,9 @@ SCALES = "_scale_inv"  # what follows the name of an FP8 weight in that of its b
 REMEDY = "save the model with transformers' save_pretrained, which takes them apart"
 
 
-def split_fused_experts(checkpoint: Checkpoint, facts: Architecture, sizes: Sizes) -> Checkpoint:
+def split_fused_experts(checkpoint: Checkpoint, facts: Architecture) -> Checkpoint:
     """The checkpoint after `split_fused`."""
-    return replace(checkpoint, tensors=split_fused(checkpoint.tensors, facts, sizes, str(checkpoint.folder)))
+    return replace(checkpoint, tensors=split_fused(checkpoint.tensors, facts, str(checkpoint.folder)))
 
 
 def fused_matrices(name: str, facts: Architecture) -> Sequence[Matrix]:
@@ -47,7 +46,7 @@ def fused_matrices(name: str, facts: Architecture) -> Sequence[Matrix]:
     return next((matrices for end, matrices in ends.items() if name.endswith(f".{end}")), ())
 
 
-def split_fused(tensors: Mapping[str, Entry], facts: Architecture, sizes: Sizes, where: str) -> dict[str, Entry]:
+def split_fused(tensors: Mapping[str, Entry], facts: Architecture, where: str) -> dict[str, Entry]:
     """Header entries with one for each expert's matrix, in the order of their bytes, in place of every fused tensor.
 
     Raises:
@@ -56,7 +55,7 @@ def split_fused(tensors: Mapping[str, Entry], facts: Architecture, sizes: Sizes,
     # The names that fused tensors can have, the family's own and transformers'.
     published = facts.expert_prefix.partition("{expert}")[0].rstrip(".")
     names = [f"{experts}.{last}" for experts in (published, facts.modules.experts) for last in FUSED]
-    layers = {facts.layer(layer, name): layer for layer in sizes.moe_layers for name in (*names, *facts.fused)}
+    layers = {facts.layer(layer, name): layer for layer in facts.moe_layers for name in (*names, *facts.fused)}
     result: dict[str, Entry] = {}
     for name, info in tensors.items():
         weight = name.removesuffix(SCALES)
@@ -70,14 +69,14 @@ def split_fused(tensors: Mapping[str, Entry], facts: Architecture, sizes: Sizes,
             rows, columns = (*info.shape, 0, 0)[1:3]
         elif len(matrices) == 1 and f"{weight}{SCALES}" in tensors:
             dtypes = (*FLOATING, FP8)
-        needed = (sizes["experts"], len(matrices) * rows, columns)
+        needed = (facts["experts"], len(matrices) * rows, columns)
         if weight not in layers or tuple(info.shape) != needed or info.dtype not in dtypes:
             raise CheckpointError(
                 f"{where}: {name} holds all experts in one tensor, {info.dtype} {list(info.shape)}; only "
                 f"{' or '.join(dtypes)} {list(needed)} in a layer with experts can be read; {REMEDY}"
             )
         size, place = rows * columns * DTYPE_BYTES[info.dtype], dict[str, Any]()
-        for number, (expert, matrix) in enumerate(product(range(sizes["experts"]), matrices)):
+        for number, (expert, matrix) in enumerate(product(range(facts["experts"]), matrices)):
             single = f"{facts.expert(layers[weight], expert, matrix)}.weight{name.removeprefix(weight)}"
             if single in tensors or single in result:
                 raise CheckpointError(f"{where}: {single} is also a part of {name}; keep one")
@@ -110,7 +109,7 @@ def published_names(checkpoint: Checkpoint, facts: Architecture) -> Checkpoint:
         tensors[published] = info
     renamed = replace(checkpoint, tensors={name: replace(info, name=name) for name, info in tensors.items()})
     if any(fused_matrices(name, facts) for name in tensors):
-        return split_fused_experts(renamed, facts, sizes_of(facts))
+        return split_fused_experts(renamed, facts)
     return renamed
 
 

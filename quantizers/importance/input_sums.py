@@ -24,8 +24,8 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load, save
 
+from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.gates import gate_of
-from quantizers.architectures.sizes import Sizes
 from quantizers.device.devices import is_accelerator
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.layers.loop import Consumer, LayerStep, Need
@@ -118,7 +118,7 @@ class InputSums(Consumer):
 
     def end(self) -> None:
         """After the last layer, add up what the head reads; the states are removed."""
-        sums = no_sums(1, self.model.sizes["hidden"], self.model.device)
+        sums = no_sums(1, self.model.facts["hidden"], self.model.device)
         for rows in self.states.chunks():
             sums.add(self.model.final(self.states.flat[rows]))
         self._keep(sums_file(self.folder, None), {HEAD: sums})
@@ -150,7 +150,7 @@ class InputSums(Consumer):
             hooks.callback(module.register_forward_pre_hook(partial(_add_input, sums[name])).remove)
             if name.endswith(KV_B):
                 hooks.callback(self._watch_keys(layer, name.removesuffix(KV_B), sums).remove)
-        if layer.number not in self.model.sizes.dense:
+        if layer.number not in self.model.facts.dense:
             experts: Any = layer.module.get_submodule(facts.modules.experts)
             count, double, hidden = experts.gate_up_proj.shape
             sums |= {GATE: no_sums(count, hidden, device), DOWN: no_sums(count, double // 2, device)}
@@ -168,7 +168,7 @@ class InputSums(Consumer):
 
         llama.cpp stores it transposed, and multiplies it with the part of each head's query that is not rotated.
         """
-        linears, heads = self.model.facts.of_layer(layer.number).linears, self.model.sizes["heads"]
+        linears, heads = self.model.facts.of_layer(layer.number).linears, self.model.facts["heads"]
         name = next(name for name in (f"{attention}.q_b_proj", f"{attention}.q_proj") if name in linears)
         query = module_of(self.model, name)
         module: Any = layer.module.get_submodule(query.rpartition(".")[0])
@@ -193,10 +193,10 @@ def read_sums(folder: Path, layer: int | None) -> LayerSums:
     return {name: Sums(*(stored[f"{name}:{field.name}"] for field in fields(Sums))) for name in names}
 
 
-def bytes_of_sums(sizes: Sizes, tokens: int, itemsize: int) -> int:
+def bytes_of_sums(facts: Architecture, tokens: int, itemsize: int) -> int:
     """Bytes of all that `InputSums` writes for so many tokens, and of the matrix made of it."""
-    experts = len(sizes.moe_layers) * sizes["experts"] * (3 * sizes["hidden"] + 2 * sizes["width"])
-    return tokens * sizes.row_bytes(itemsize) + FLOAT * experts
+    experts = len(facts.moe_layers) * facts["experts"] * (3 * facts["hidden"] + 2 * facts["width"])
+    return tokens * facts.row_bytes(itemsize) + FLOAT * experts
 
 
 def _add_input(sums: Sums, _: Any, args: tuple[torch.Tensor, ...]) -> None:

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.sizes import Sizes
 from quantizers.system.errors import ArchitectureError, QuantizeError
 from quantizers.system.files import atomic, disk_errors
 from quantizers.system.formatting import ranges
@@ -69,7 +68,7 @@ def architecture_of(facts: Architecture) -> MODEL_ARCH:
 
 
 def by_llama_cpp_names(
-    architecture: MODEL_ARCH, folder: Path, facts: Architecture, sizes: Sizes, config: Mapping[str, Any]
+    architecture: MODEL_ARCH, folder: Path, facts: Architecture, config: Mapping[str, Any]
 ) -> tuple[dict[str, Sums], list[str]]:
     """The sums of a whole model by llama.cpp's names, such as blk.0.attn_q.weight.
 
@@ -82,14 +81,14 @@ def by_llama_cpp_names(
     """
     from gguf import MODEL_TENSORS, TENSOR_NAMES, get_tensor_name_map
 
-    names = get_tensor_name_map(architecture, sizes["layers"])
+    names = get_tensor_name_map(architecture, facts["layers"])
     known = {tensor.name: tensor for tensor in MODEL_TENSORS[architecture]}
     named, unnamed = dict[str, Sums](), list[str]()
 
     def of_published(name: str) -> str | None:
         return names.get_name(re.sub(r"^(model\.)?language_model\.(model\.)?", "model.", name), (".weight",))
 
-    for number in range(sizes["layers"]):
+    for number in range(facts["layers"]):
         for name, one in read_sums(folder, number).items():
             full = None if name in OF_EXPERTS else of_published(facts.layer(number, f"{name}.weight"))
             tensors = [known[tensor] for tensor in (OF_EXPERTS | ALSO).get(name, ()) if tensor in known]
@@ -102,7 +101,7 @@ def by_llama_cpp_names(
             named |= dict.fromkeys(found, _tiled(one, config.get("text_config", config)) if tiled else one)
             values = of_published(facts.layer(number, f"{name.removesuffix(KV_B)}{V_B}.weight"))
             if name.endswith(KV_B) and values:  # each head's part of it reads all of the input
-                named[values] = replace(one, squares=one.squares.repeat(1, sizes["heads"]))
+                named[values] = replace(one, squares=one.squares.repeat(1, facts["heads"]))
     if full := of_published(facts.head):
         named[full] = read_sums(folder, None)[HEAD]
     else:
@@ -154,13 +153,13 @@ def write_imatrix(path: Path, matrices: Mapping[str, Sums], datasets: Sequence[s
 
 
 def make_imatrix(
-    path: Path, folder: Path, facts: Architecture, sizes: Sizes, config: Mapping[str, Any], data: CalibrationData
+    path: Path, folder: Path, facts: Architecture, config: Mapping[str, Any], data: CalibrationData
 ) -> dict[str, Any]:
     """Write the matrix of what `InputSums` has kept in a folder; returns what is said of it, see `imatrix_table`."""
     from gguf import MODEL_ARCH_NAMES
 
     architecture, lengths = architecture_of(facts), [len(sample.tokens) for sample in data.samples]
-    matrices, unnamed = by_llama_cpp_names(architecture, folder, facts, sizes, config)
+    matrices, unnamed = by_llama_cpp_names(architecture, folder, facts, config)
     write_imatrix(path, matrices, [data.name], lengths)
     experts = {name: sums for name, sums in matrices.items() if len(sums.counts) > 1}
     empty = {name: (sums.counts == 0).nonzero().flatten().tolist() for name, sums in experts.items()}
@@ -174,7 +173,7 @@ def make_imatrix(
         "without_tokens": {name: numbers for name, numbers in empty.items() if numbers},
         "left_out": {name: rows for name, rows in left_out.items() if rows},
         "unnamed": unnamed,
-        "not_computed": list(sizes.mtp),
+        "not_computed": list(facts.mtp_layers),
     }
 
 

@@ -99,7 +99,7 @@ def run_step(
             step.proof = proof.of_layer(layer) if proof else None
             for consumer in with_experts:
                 consumer.source_layer(step, layer)
-            if with_experts and step.number not in model.sizes.dense:
+            if with_experts and step.number not in model.facts.dense:
                 model.release_experts(layer)
             for consumer in consumers:
                 consumer.without_experts(step, layer)
@@ -173,7 +173,7 @@ def layer_steps(
 
 def all_tensors(model: StreamedModel | Job, source: Checkpoint, first: int = 0) -> dict[int, list[str]]:
     """The names of all tensors of each layer from `first` on, by the layer's number."""
-    return {number: layer_names(source, model.facts, number) for number in range(first, model.sizes["layers"])}
+    return {number: layer_names(source, model.facts, number) for number in range(first, model.facts["layers"])}
 
 
 @contextlib.contextmanager

@@ -15,7 +15,6 @@ import torch
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import MATRICES, Matrix
-from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.devices import is_accelerator
 from quantizers.formats.dequantization import (
@@ -62,14 +61,13 @@ class ExpertWeights:
 
     stored: Checkpoint
     facts: Architecture
-    sizes: Sizes
     layer: int
     device: torch.device
     dtype: torch.dtype
     checks: Checks = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.experts, self.width, self.hidden = (self.sizes[name] for name in ("experts", "width", "hidden"))
+        self.experts, self.width, self.hidden = (self.facts[name] for name in ("experts", "width", "hidden"))
         self._formats: dict[str, WeightFormat | None] = {}
         for matrix, expert in product(MATRICES, range(self.experts)):
             module = self.facts.expert(self.layer, expert, matrix)
@@ -123,7 +121,6 @@ class ExpertWeights:
 def layer_weights(
     checkpoint: Checkpoint,
     facts: Architecture,
-    sizes: Sizes,
     layer: int,
     device: torch.device,
     dtype: torch.dtype,
@@ -159,8 +156,8 @@ def layer_weights(
         weights[facts.in_transformers(f"{name}.weight")] = weight.to(dtype)
         if f"{name}.bias" not in here.tensors:
             refuse_bias(checkpoint, full)
-    if experts and layer not in sizes.dense:
-        routed = ExpertWeights(checkpoint, facts, sizes, layer, device, dtype, checks)
+    if experts and layer not in facts.dense:
+        routed = ExpertWeights(checkpoint, facts, layer, device, dtype, checks)
         at = facts.modules.experts
         weights[f"{at}.gate_up_proj"], weights[f"{at}.down_proj"] = routed.batch(range(routed.experts))
     require_finite(checks)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quantizers.architectures.sizes import Sizes
+from quantizers.architectures.architecture import Architecture
 from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import prefetched
 
@@ -101,16 +101,16 @@ class MoeInputStore(NamedTuple):
 
 
 def moe_input_store(
-    make: Callable[[str, int, torch.dtype], ActivationStore], sizes: Sizes, dtype: torch.dtype
+    make: Callable[[str, int, torch.dtype], ActivationStore], facts: Architecture, dtype: torch.dtype
 ) -> MoeInputStore:
     """Room for what a layer's experts are called with, in the dtype of the forward pass.
 
     `make` gets a name, a width and a dtype, and returns rows of all sequences.
     """
     return MoeInputStore(
-        make("x", sizes["hidden"], dtype),
-        make("chosen", sizes["chosen"], torch.int32),
-        make("weight", sizes["chosen"], torch.float32),
+        make("x", facts["hidden"], dtype),
+        make("chosen", facts["chosen"], torch.int32),
+        make("weight", facts["chosen"], torch.float32),
         make("usable", 1, torch.bool),
     )
 

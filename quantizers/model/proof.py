@@ -30,7 +30,7 @@ class Proof:
 
     def __init__(self, model: StreamedModel) -> None:
         self.model, generator = model, torch.Generator().manual_seed(1)
-        tokens = [torch.randint(model.sizes["vocabulary"], (1, n), generator=generator) for n in LENGTHS]
+        tokens = [torch.randint(model.facts["vocabulary"], (1, n), generator=generator) for n in LENGTHS]
         self._calls = [model.skeleton.calls_with(row.to(model.device)) for row in tokens]
         states = SIZE * torch.randn(sum(LENGTHS), model.hidden, generator=generator)
         self._states = states.to(model.device, model.dtype)
@@ -58,7 +58,7 @@ class Proof:
         """
         model, bound = self.model, BOUND[self.model.dtype]
         with contextlib.ExitStack() as stack:
-            if layer.number not in model.sizes.dense:
+            if layer.number not in model.facts.dense:
                 experts = layer.module.get_submodule(model.facts.modules.experts)
                 stack.enter_context(replaced_forward(experts, weighted))
             alone = list(zip(self._calls, self._handed, self._states.split(LENGTHS), strict=True))

@@ -24,7 +24,6 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.gates import gate_of
 from quantizers.architectures.matrices import FUSED
 from quantizers.architectures.roles import EXACT, LARGE
-from quantizers.architectures.sizes import Sizes
 from quantizers.architectures.skeleton import Skeleton, config_of, first, model_class, replaced_forward
 from quantizers.formats.dequantization import read_weight
 from quantizers.system.errors import ArchitectureError, CheckpointError
@@ -55,11 +54,9 @@ class StreamedModel:
         dtype: of the forward pass: float32 on a CPU, bfloat16 on an accelerator.
     """
 
-    def __init__(
-        self, checkpoint: Checkpoint, facts: Architecture, sizes: Sizes, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        self.checkpoint, self.facts, self.sizes = checkpoint, facts, sizes
-        self.device, self.dtype, self.hidden = device, dtype, sizes.state
+    def __init__(self, checkpoint: Checkpoint, facts: Architecture, device: torch.device, dtype: torch.dtype) -> None:
+        self.checkpoint, self.facts = checkpoint, facts
+        self.device, self.dtype, self.hidden = device, dtype, facts["hidden"] * facts.streams
         whole = model_class(facts.model_class, f"the facts of {facts.model_type}: model_class")
         self.skeleton = Skeleton(whole, config_of(whole, checkpoint.config), device, dtype)
         self._keeps_products: bool | None = None
@@ -81,7 +78,7 @@ class StreamedModel:
     @property
     def row_width(self) -> int:
         """The numbers of a token between two layers: H of its state, and behind it what is kept besides."""
-        return self.sizes.row_bytes(self.dtype.itemsize) // self.dtype.itemsize
+        return self.facts.row_bytes(self.dtype.itemsize) // self.dtype.itemsize
 
     def begin(self, tokens: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
         """The rows (T, W) that enter layer 0, from token ids (T,) int64 and the embedding table."""
@@ -101,9 +98,9 @@ class StreamedModel:
             tokens: ids (…); None for 0.
         """
         facts, states = self.facts.handed, states.to(self.dtype)
-        if not self.sizes.beside:
+        if not self.facts.beside:
             return states
-        columns = torch.zeros(*states.shape[:-1], self.sizes.beside, dtype=torch.int32, device=states.device)
+        columns = torch.zeros(*states.shape[:-1], self.facts.beside, dtype=torch.int32, device=states.device)
         if self.facts.tokens and tokens is not None:
             columns[..., -1] = tokens
         if facts is not None and handed is not None:
@@ -165,12 +162,10 @@ class StreamedModel:
         """
         module, modules = self.skeleton.layer(number), self.facts.modules
         left_out = list(modules.idle)
-        if number not in self.sizes.dense:
+        if number not in self.facts.dense:
             require_gate(module.get_submodule(modules.experts), self.facts, number)
             left_out += [] if experts else [f"{modules.experts}.{name}" for name in FUSED]
-        weights = layer_weights(
-            stored or self.checkpoint, self.facts, self.sizes, number, self.device, self.dtype, experts=experts
-        )
+        weights = layer_weights(stored or self.checkpoint, self.facts, number, self.device, self.dtype, experts=experts)
         # What transformers makes of some of a layer's tensors takes their place.
         parts = {name for names in self.facts.modules.converted.values() for name in names if name in weights}
         converted = self.skeleton.convert({self.facts.layer(number, name): weights.pop(name) for name in parts})
@@ -224,7 +219,7 @@ class StreamedModel:
         Returns:
             The output in the same shape; and the chosen experts (rows, K) int64, None in a layer without experts.
         """
-        if layer.number in self.sizes.dense:
+        if layer.number in self.facts.dense:
             return self._second_half(layer, entering), None
         with self._experts_called(layer) as calls:
             return self._second_half(layer, entering), calls[0][1]

@@ -127,7 +127,7 @@ class _Lanes(Consumer):
 
     def after_source(self, step: LayerStep) -> None:
         """Each lane's layer is made, its texts go through it, and are compared."""
-        routed = step.number not in self.reference.model.sizes.dense
+        routed = step.number not in self.reference.model.facts.dense
         for lane in self.lanes:
             lane.found = {}
             if step.number < self.quantized:
@@ -164,10 +164,10 @@ def measure_lanes(
         QuantizeError: a model's hidden states are not finite, or the disk has too little room for them.
     """
     context = _context(job, draws, texts, options, check)
-    work, dist, layers = context.work, context.dist, job.sizes["layers"]
+    work, dist, layers = context.work, context.dist, job.facts["layers"]
     use_one_arena()
     outside = load_tensors(job.opened, outside_names(job.opened, job.facts))
-    model = StreamedModel(outside, job.facts, job.sizes, context.device, forward_dtype(context.device))
+    model = StreamedModel(outside, job.facts, context.device, forward_dtype(context.device))
     lengths = [len(text.tokens) for text in texts]
     reference = ActivationStream(job.opened.name, model, 0, lengths, work, durable=True, check=check, dist=dist)
     lanes = [Lane(job, model, number, data, texts, context) for number, data in enumerate(draws)]
@@ -187,7 +187,7 @@ def measure_lanes(
             if done:
                 lane.calibration.resume(done)
             else:
-                lane.calibration.embed(token_tensors(lane.data, job.sizes["vocabulary"]))
+                lane.calibration.embed(token_tensors(lane.data, job.facts["vocabulary"]))
     entries = [json.loads(journal(number).read_text()) for number in range(done)] if dist.is_main else []
     tensors, early = all_tensors(model, job.opened, done), context.prefetch_to_device
     consumer = _Lanes(reference, lanes, quantized, dist)
@@ -215,8 +215,8 @@ def _context(
     longest = max(max(one) for one in (of_texts, *lengths))
     _, kept, in_files = kept_in_memory(job, longest, max(tokens), 0, options)
     if options.dist.is_main:
-        states = 2 * job.sizes.row_bytes(itemsize) * sum(tokens)
-        held_out = held_out_bytes(job.sizes, sum(of_texts), itemsize) * (1 + len(draws)) // 2
+        states = 2 * job.facts.row_bytes(itemsize) * sum(tokens)
+        held_out = held_out_bytes(job.facts, sum(of_texts), itemsize) * (1 + len(draws)) // 2
         check_room(options.output, in_files + states + held_out)
     kept["states"] = "files"
     return Context(options.output, options.device, check=check, dist=options.dist, **kept)

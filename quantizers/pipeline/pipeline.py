@@ -305,9 +305,9 @@ def _make_output(
         removed = job.plan.removed_bytes(dist.world_size) if options.destination.remove else 0
         needed -= max(removed, uploads.removed_bytes)
     itemsize = forward_dtype(options.device).itemsize
-    needed += bytes_of_sums(job.sizes, inputs.counts[0], itemsize) if options.imatrix else 0
+    needed += bytes_of_sums(job.facts, inputs.counts[0], itemsize) if options.imatrix else 0
     needed += schedule(job.opened, parts_of_run(job)).window(options.window) if remote else 0
-    probe = probe_bytes(job.sizes, lengths, itemsize) if job.allocation else 0
+    probe = probe_bytes(job.facts, lengths, itemsize) if job.allocation else 0
     publish = "give --remove-uploaded" if uploads else "give --publish-as-you-go OWNER/NAME --remove-uploaded"
     less = ["give a smaller --window"] * bool(remote) + [publish]
     journal.check_room(work, needed + probe, less)
@@ -316,7 +316,7 @@ def _make_output(
     check_source(job, inputs.texts, context, ignore=options.ignore_source_check)
     if job.allocation:
         job = choose_schemes(job, inputs.tokens, context, options.output)
-        planned |= of_plan(job.plan, job.facts, job.sizes, job.opened, resolved.recipe.source.model)
+        planned |= of_plan(job.plan, job.facts, job.opened, resolved.recipe.source.model)
         journal.check_room(work, needed, less)
     stop = job.recipe.verify.stop if job.recipe.verify and not options.ignore_stop else None
     measured = quantize_layers(
@@ -335,7 +335,7 @@ def _make_output(
     write_report(output, report | publishing.published(report, options.destination, output), resolved.texts())
     if options.imatrix:
         sums, path = work / IMATRIX, options.imatrix_file
-        print(imatrix_table(make_imatrix(path, sums, job.facts, job.sizes, job.config, inputs.data)), file=sys.stderr)
+        print(imatrix_table(make_imatrix(path, sums, job.facts, job.config, inputs.data)), file=sys.stderr)
     publishing.finish(uploads, work, options.output, check)
     write_text("", work / "moving")
 
@@ -351,7 +351,7 @@ def refuse_library(job: Job, dist: ProcessGroup) -> None:
 
 def _read_inputs(job: Job, dist: ProcessGroup, work: Path) -> _Inputs:
     """Read and tokenize all sets before anything slow, so that a fault in one is found now."""
-    recipe, sizes, trusted = job.recipe, job.sizes, job.recipe.source.trusts_tokenizer
+    recipe, facts, trusted = job.recipe, job.facts, job.recipe.source.trusts_tokenizer
     refuse_library(job, dist)
     pins: dict[str, list[Pin]] = {}
 
@@ -367,7 +367,7 @@ def _read_inputs(job: Job, dist: ProcessGroup, work: Path) -> _Inputs:
         CALIBRATION,
         tokens=recipe.calibration_tokens,
         without=recipe.calibration_without,
-        positions=sizes.positions,
+        positions=facts.positions,
     )
     if recipe.verify and recipe.verify.coverage:
         check_floors(recipe.verify.coverage, [sample.category for sample in data.samples], str(job.path))
@@ -376,10 +376,10 @@ def _read_inputs(job: Job, dist: ProcessGroup, work: Path) -> _Inputs:
     commit = job.opened.revision if COMMIT.fullmatch(job.opened.revision or "") else None
     resolved = resolve_recipe(recipe, job.path, pins, commit)
     published = partial(resolved.published, target=HELD_OUT)
-    texts = held_out(other, job.opened, sizes, trusted, published) if other else None
+    texts = held_out(other, job.opened, facts, trusted, published) if other else None
     if job.facts.probes:  # derived ones, for those who have the output alone
         resolved = replace(resolved, sets={**resolved.sets, FACTS: job.facts.as_yaml()})
-    return _Inputs(data, token_tensors(data, sizes["vocabulary"]), texts, resolved)
+    return _Inputs(data, token_tensors(data, facts["vocabulary"]), texts, resolved)
 
 
 def share_memory(
@@ -398,8 +398,8 @@ def share_memory(
     if dist.is_distributed and memory.units < dist.world_size:
         batches = f"{memory.units} expert batch{'es' if memory.units > 1 else ''} of {memory.unit} experts"
         print(f"{batches} for {dist.world_size} processes: some will be idle", file=sys.stderr)
-    on_cards = len(job.recipe.as_served) * held_out_bytes(job.sizes, text_rows, torch.bfloat16.itemsize)
-    as_stored = held_out_bytes(job.sizes, text_rows, forward_dtype(options.device).itemsize)
+    on_cards = len(job.recipe.as_served) * held_out_bytes(job.facts, text_rows, torch.bfloat16.itemsize)
+    as_stored = held_out_bytes(job.facts, text_rows, forward_dtype(options.device).itemsize)
     return kept, as_stored * (2 if job.plan.cached else 1) + on_cards + in_files
 
 
@@ -412,14 +412,14 @@ def kept_in_memory(
         longest: tokens of the longest sequence of all.
         tokens, held_out: of the calibration samples, and of the held-out texts that may be kept on the device.
     """
-    dist, accelerator, sizes = options.dist, is_accelerator(options.device), job.sizes
+    dist, accelerator, facts = options.dist, is_accelerator(options.device), job.facts
     itemsize, machines = forward_dtype(options.device).itemsize, len(set(dist.nodes))
     limit, free = least_memory(options)
     # Only with "auto" may they be kept on the device.
     on_device, texts = (tokens, held_out) if options.states == "auto" else (0, 0)
-    memory = device_memory(job.plan, sizes, longest, accelerator, limit, on_device, dist.world_size, texts)
+    memory = device_memory(job.plan, facts, longest, accelerator, limit, on_device, dist.world_size, texts)
     shared = {"free": free, "processes": dist.world_size, "machines": machines}
-    inputs, states, in_files = placement(sizes, memory, tokens, itemsize, states=options.states, **shared)
+    inputs, states, in_files = placement(facts, memory, tokens, itemsize, states=options.states, **shared)
     kept = {
         "residents": Residents(memory.resident, memory.unit, memory.smallest),
         "inputs": inputs,
@@ -448,7 +448,7 @@ def _open_work_folder(
     output = options.output
     journal.refuse_changes(work, deciding(job, inputs.data, options.device), output)
     journal.note_command(work, options.command)
-    entries = journal.done_layers(work, job.sizes["layers"])
+    entries = journal.done_layers(work, job.facts["layers"])
     print(_opening_line(job, options, inputs, len(entries)), file=sys.stderr, flush=True)
     if inputs.evaluation:
         if entries and not (work / journal.HELD_OUT).exists():
@@ -491,7 +491,7 @@ def _opening_line(job: Job, options: Options, inputs: _Inputs, done: int) -> str
     It gives no time: the rates of `plan` are not this machine's. After the first layer the progress has a measured one.
     """
     tokens, held_out = inputs.counts
-    layers, dense, threads = job.sizes["layers"], len(job.sizes.dense), torch.get_num_threads()
+    layers, dense, threads = job.facts["layers"], len(job.facts.dense), torch.get_num_threads()
     place = f"cpu, {threads} thread{'s' if threads > 1 else ''}"
     if options.device.type != "cpu":
         place = f"{options.device} ({torch.cuda.get_device_name(options.device)})"
@@ -502,7 +502,7 @@ def _opening_line(job: Job, options: Options, inputs: _Inputs, done: int) -> str
     texts = f" and {held_out:,} held-out" if held_out else ""
     resuming = f"; resuming after layer {done} of {layers}" if done else ""
     return (
-        f"{inputs.resolved.recipe.source.model} ({size(source)}, {routed} × {job.sizes['experts']} experts) → "
+        f"{inputs.resolved.recipe.source.model} ({size(source)}, {routed} × {job.facts['experts']} experts) → "
         f"{short_path(options.output)} on {place}; {tokens:,} calibration{texts} tokens{resuming}"
     )
 
@@ -525,5 +525,5 @@ def deciding(job: Job, data: CalibrationData | None, device: torch.device) -> di
         "source": source_stats(job.opened),
         "source_config": job.config,
         "machine": fingerprint(device),
-        "batches": batch_sizes(is_accelerator(device), job.sizes),
+        "batches": batch_sizes(is_accelerator(device), job.facts),
     }

@@ -104,7 +104,7 @@ def quantize_layers(
         Stopped: a layer's figures are beyond `stop`.
     """
     dist, folder = context.dist, context.work / IMATRIX
-    entries = journal.done_layers(context.work, job.sizes["layers"]) if dist.is_main else []
+    entries = journal.done_layers(context.work, job.facts["layers"]) if dist.is_main else []
     for entry in entries:
         refuse_layer(entry, stop)
     done, damaged, lengths, stops, summing, passing = dist.broadcast_object(
@@ -121,7 +121,7 @@ def quantize_layers(
     parts = parts_of_run(job, done, passing if dist.node == 0 else (), [*damaged, *range(done if summing else 0)])
     with context.streamed(job.opened, parts) as source, ThreadPoolExecutor(max_workers=1) as background:
         run = _Run(replace(job, source=source), context, texts, lengths, background, stops=stops)
-        if done < job.sizes["layers"] or damaged or summing:
+        if done < job.facts["layers"] or damaged or summing:
             sequences = run.embed(tokens)
             if summing:
                 run.sums = InputSums(run.model, sequences, folder, "both", context.check, dist)
@@ -177,7 +177,7 @@ class Quantizer:
 
     def new_inputs(self) -> MoeInputStore:
         """Room for what the experts of a layer are called with."""
-        return moe_input_store(partial(self.rows, self.context.inputs), self.job.sizes, self.model.dtype)
+        return moe_input_store(partial(self.rows, self.context.inputs), self.job.facts, self.model.dtype)
 
     def prepare(self, step: LayerStep, layer: DecoderLayer) -> None:
         """Make the quantized layer, if it is made early."""
@@ -212,11 +212,11 @@ class Quantizer:
         library = settings.engine == "llmcompressor"
         entering = [self.states[i].clone() for i in range(len(self.states))] if library else []
         made = {**linears, **self._observe(number, layer)}
-        if number in job.sizes.dense:
+        if number in job.facts.dense:
             self._pack(step, None, made)
             return
         step.watch.lap("observe")
-        weights = ExpertWeights(stored, job.facts, job.sizes, number, model.device, model.dtype)
+        weights = ExpertWeights(stored, job.facts, number, model.device, model.dtype)
         norm = job.facts.norm if job.plan.folds else None
         with model.layer(number, stored) if library else contextlib.nullcontext(layer) as whole:
             solved = solve_layer(
@@ -245,7 +245,7 @@ class Quantizer:
         model, states, check, peaks = self.model, self.states, self.context.check, Peaks()
         names = self.job.plan.kv_scales(number)
         with keys_and_values(layer.module, peaks.see) if names else contextlib.nullcontext():
-            if number not in self.job.sizes.dense:
+            if number not in self.job.facts.dense:
                 observe(model, layer, states, self.moe_inputs, check)
             elif layer.halves or not names:
                 attend(model, layer, states, states, check)
@@ -298,10 +298,10 @@ class Quantizer:
 
         A layer without experts has no rows.
         """
-        if number in self.job.sizes.dense:
+        if number in self.job.facts.dense:
             return []
         names = category_names(data.samples)
-        counts = torch.zeros(len(names), self.job.sizes["experts"], dtype=torch.int64)
+        counts = torch.zeros(len(names), self.job.facts["experts"], dtype=torch.int64)
         chosen = self.moe_inputs.chosen.flat.cpu().split(self.states.lengths)
         for sample, experts in zip(data.samples, chosen, strict=True):
             counts[names.index(sample.category)] += route_counts(experts.long(), counts.shape[1])
@@ -335,7 +335,7 @@ class _Run(Quantizer):
     ) -> None:
         self.texts, dist = texts, context.dist
         outside = load_once(job.opened, [action.source for action in job.plan.of_layer(None)], dist)
-        own = outside, job.facts, job.sizes, context.device
+        own = outside, job.facts, context.device
         model = StreamedModel(*own, forward_dtype(context.device))
         model.head()  # only to check it: otherwise a NaN in it would be found after the last layer
         folder = context.work / "held-out"
@@ -397,7 +397,7 @@ class _Run(Quantizer):
             whole = [entry for number, entry in enumerate(entries) if number not in damaged]
             context.upload(*journal.passthrough_entries(context.work), *whole)
             context.uploads.make_room(check)
-        followed = done if done < job.sizes["layers"] else max(damaged, default=-1) + 1
+        followed = done if done < job.facts["layers"] else max(damaged, default=-1) + 1
         if followed:
             with rank_0_progress("resuming", followed, 0, check, dist) as shown:
                 for number in range(followed):
@@ -479,7 +479,7 @@ class _Run(Quantizer):
     def quantize(self, done: int, data: CalibrationData | None, entries: list[Entry], stop: Stop | None) -> None:
         """The loop over the layers that are left; rank 0 adds the entry of each one that is done to `entries`."""
         job, context, begun = self.job, self.context, dict[int, Entry]()  # begun: shards are not on disk yet
-        layers, dist = job.sizes["layers"], context.dist
+        layers, dist = job.facts["layers"], context.dist
         context.upload(*journal.passthrough_entries(context.work), *entries)  # unless an earlier call did
         say_forecast, tensors, early = forecast(layers), all_tensors(job, job.opened, done), context.prefetch_to_device
         consumers = [*([self.sums] if self.sums else []), self.comparison, self.served]
@@ -582,5 +582,5 @@ def _audit_shard(job: Job, number: int, source: LoadedTensors, made: LoadedTenso
     """Compare what is going to be in a layer's file with the source."""
     audit = written_from(job.plan.of_layer(number))
     bits = job.plan.schemes[number].bits
-    audit_layer(number, job.facts, job.sizes, source, made, bits=bits, device=device, audit=audit)
+    audit_layer(number, job.facts, source, made, bits=bits, device=device, audit=audit)
     return audit

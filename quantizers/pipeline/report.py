@@ -27,7 +27,6 @@ from eval.fidelity.scoring import HeldOut
 from eval.serving.check import ServingCheck, check_folder
 from quantizers.architectures.architecture import Architecture, Options, ServerName
 from quantizers.architectures.matrices import MATRICES
-from quantizers.architectures.sizes import Sizes
 from quantizers.budget.choice import describe_choice
 from quantizers.budget.measure import measuring_seconds, read_measurements
 from quantizers.calibration import samples
@@ -86,15 +85,15 @@ def planned_report(job: Job, resolved: Resolved, data: CalibrationData, device: 
         "versions": versions(),
         "calibration": _calibration(job, data, resolved),
         "notes": [*filter(None, [job.facts.origin(), left_behind(source)]), as_stored(device)],
-        **of_plan(job.plan, job.facts, job.sizes, source, model),
+        **of_plan(job.plan, job.facts, source, model),
         **({"architecture": found} if found else {}),
     }
 
 
-def of_plan(plan: Plan, facts: Architecture, sizes: Sizes, source: Checkpoint, model: str) -> dict[str, Any]:
+def of_plan(plan: Plan, facts: Architecture, source: Checkpoint, model: str) -> dict[str, Any]:
     """What of a report depends on bits and group sizes, which a budget decides last; `model` is the published name."""
-    numbers = {key: value for key, value in summary(plan, sizes).items() if key != "shards"}
-    return {"plan": numbers, "serving": _serving(plan, facts, sizes, source, model)}
+    numbers = {key: value for key, value in summary(plan, facts).items() if key != "shards"}
+    return {"plan": numbers, "serving": _serving(plan, facts, source, model)}
 
 
 def run_report(
@@ -112,7 +111,7 @@ def run_report(
         figures: fidelity on the held-out texts, of `metrics.figures`; None without any.
         started: `time.monotonic()` when this process began.
     """
-    layers = journal.done_layers(context.work, job.sizes["layers"])
+    layers = journal.done_layers(context.work, job.facts["layers"])
     on_hub = context.uploads.settle(context.check) if context.uploads else None
     written, audit = _last_reading(job, layers, context, on_hub)
     engines = check_folder(context.work / "output", job.facts, on_hub)
@@ -121,10 +120,10 @@ def run_report(
     report["seconds"] = seconds = {"this_process": time.monotonic() - started, "layers": in_layers}
     report["peak_memory_bytes"] = max([peak_memory(context.device), *(entry["peak_memory_bytes"] for entry in layers)])
     if job.allocation:
-        entries = read_measurements(context.work, job.sizes.moe_layers)
+        entries = read_measurements(context.work, job.facts.moe_layers)
         assert entries is not None
         report["schemes"] = describe_choice(job.allocation, entries)
-        seconds["measuring"] = measuring_seconds(context.work, job.sizes["layers"])
+        seconds["measuring"] = measuring_seconds(context.work, job.facts["layers"])
     return report
 
 
@@ -168,14 +167,14 @@ def rehearse(
         InputError: something that would end the run after its last layer. A picture that fails is only a note.
     """
     categories = len(samples.category_names(data.samples))
-    layers = [_entry(number, job, categories) for number in range(job.sizes["layers"])]
+    layers = [_entry(number, job, categories) for number in range(job.facts["layers"])]
     written = {job.plan.shard_file(part): ShardDigest(bytes=0, sha256="", tensors="") for part in job.plan.parts}
     try:
         figures = evaluation.figures(_measured(job, evaluation.texts), "the output") if evaluation else None
         report = dict(planned) | _found_report(job, data, figures, layers, _verified(written, Audit(), engines))
         report |= {"seconds": {"this_process": 0.0, "layers": 0.0}, "peak_memory_bytes": 0}
         if job.allocation:
-            measurements = [_measurement(number, job.allocation) for number in job.sizes.moe_layers]
+            measurements = [_measurement(number, job.allocation) for number in job.facts.moe_layers]
             report["schemes"] = describe_choice(job.allocation, measurements)
         with TemporaryDirectory() as folder:
             made = write_report(Path(folder), report, texts)
@@ -194,7 +193,7 @@ def rehearse(
 
 def _entry(number: int, job: Job, categories: int) -> dict[str, Any]:
     """The journal's entry of a layer in which every expert got the same."""
-    routed = number not in job.sizes.dense
+    routed = number not in job.facts.dense
     return {
         "layer": number,
         "proof": 0.0,
@@ -203,7 +202,7 @@ def _entry(number: int, job: Job, categories: int) -> dict[str, Any]:
         "fallbacks": [],
         "leaning": None,
         "closeness": None,
-        "routed": [[1] * job.sizes["experts"]] * categories if routed else [],
+        "routed": [[1] * job.facts["experts"]] * categories if routed else [],
     } | ({"kv_peaks": [1.0, 1.0]} if job.plan.kv_scales(number) else {})
 
 
@@ -219,7 +218,7 @@ def _measurement(number: int, allocation: Allocation) -> dict[str, Any]:
 def _measured(job: Job, texts: list[Text]) -> Measured:
     """An output as close to its source in every token."""
     loss = np.ones(sum(len(text.tokens) - 1 for text in texts))
-    agreement = [None if number in job.sizes.dense else 1.0 for number in range(job.sizes["layers"])]
+    agreement = [None if number in job.facts.dense else 1.0 for number in range(job.facts["layers"])]
     parts = [{"agreement": share, "hidden_error": 0.1} for share in agreement]
     cards, even = job.recipe.as_served, (loss, loss / 100, loss / 100, loss.astype(bool))
     (on_cards,) = as_served([even] * len(pairs(2, len(cards))), 2, cards, texts)
@@ -246,7 +245,7 @@ def stitch_report(
         "examined": examined,
         "notes": [*examined, *filter(None, [left_behind(source)])],
         "layers": [asdict(layer) for layer in mix.found],
-        **of_plan(mix.plan, mix.facts, mix.sizes, source, model),
+        **of_plan(mix.plan, mix.facts, source, model),
         **_verified(written, audit, check_folder(folder, mix.facts)),
     }
 
@@ -324,7 +323,7 @@ def _coverage(
     return coverage, coverage_gates(coverage, counts, names, rule) if rule else []
 
 
-def _serving(plan: Plan, facts: Architecture, sizes: Sizes, source: Checkpoint, name: str) -> dict[str, Any]:
+def _serving(plan: Plan, facts: Architecture, source: Checkpoint, name: str) -> dict[str, Any]:
     """`Serving` of eval/report/schema.py; some models of a family have options of their own, by the source's `name`."""
     # transformers finds the class, and fuses the experts, by the model type in config.json.
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -337,8 +336,8 @@ def _serving(plan: Plan, facts: Architecture, sizes: Sizes, source: Checkpoint, 
         "sampling": {key: generation[key] for key in SAMPLING_KEYS if type(generation.get(key)) in (int, float)},
     } | ({} if facts.model_type in CONFIG_MAPPING_NAMES else {"transformers": False})
     if problem := unsaid(facts):
-        return about | {"longest": sizes.positions or 0, "fits": [], "assumptions": [], "cards_unknown": problem}
-    model = serving_model(plan, facts, sizes, source.config, plan.fp8_form(block_size(source)))
+        return about | {"longest": facts.positions or 0, "fits": [], "assumptions": [], "cards_unknown": problem}
+    model = serving_model(plan, facts, source.config, plan.fp8_form(block_size(source)))
     fits = common_fits(model)
     return about | {
         "longest": model.longest,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 from eval.serving.check import ServingCheck, check
 from quantizers.planning.job import Job
 from quantizers.planning.plan import KV_SCALE
@@ -23,10 +21,11 @@ def planned_check(job: Job, one_expert: bool = False) -> ServingCheck:
     actions = (action for action in job.plan.actions if not (one_expert and action.expert))
     written = {name: spec for action in actions for name, spec in action.outputs.items()}
     written |= {name: KV_SCALE for layer in job.plan.cached for name in job.plan.kv_scales(layer)}
-    sizes = copy.copy(job.sizes)
+    facts = job.facts
     if one_expert:
-        sizes["experts"] = 1
-    found = check(output_config(job.config, job.facts, job.plan, job.fp8), written, job.facts, sizes)
+        one = facts.sizes["experts"].model_copy(update={"value": 1})
+        facts = facts.model_copy(update={"sizes": facts.sizes | {"experts": one}})
+    found = check(output_config(job.config, job.facts, job.plan, job.fp8), written, facts)
     for error in found.errors:
         where = job.source.folder if job.source and not job.source.remote else job.location
         raise CheckpointError(

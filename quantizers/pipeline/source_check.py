@@ -78,13 +78,13 @@ def _perplexity(job: Job, texts: Sequence[Text], context: Context) -> float:
         shutil.rmtree(folder, ignore_errors=True)  # of an interrupted check
     dist.in_turn(partial(folder.mkdir, parents=True, exist_ok=True))
     outside = load_tensors(job.opened, outside_names(job.opened, job.facts))
-    model = StreamedModel(outside, job.facts, job.sizes, context.device, forward_dtype(context.device))
+    model = StreamedModel(outside, job.facts, context.device, forward_dtype(context.device))
     lengths = [len(text.tokens) for text in texts]
     stream = ActivationStream(job.opened.name, model, 0, lengths, folder, durable=False, check=check, dist=dist)
     stream.embed([text.tokens for text in texts])
     comparison, tensors = Comparison(stream, [], texts, dist), all_tensors(model, job.opened)
     steps = layer_steps(job.opened, tensors, [comparison], model, check=check, dist=dist)
-    with rank_0_progress("checking the source", job.sizes["layers"], 0, check, dist) as step, closing(steps):
+    with rank_0_progress("checking the source", job.facts["layers"], 0, check, dist) as step, closing(steps):
         for one in steps:
             stream.forget(one.number)
             step(f"layer {one.number}")

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from quantizers.architectures.sizes import Sizes
+from quantizers.architectures.architecture import Architecture
 from quantizers.recipe.schema import CANDIDATES, Experts, Scheme
 from quantizers.system.errors import RecipeError
 from quantizers.system.formatting import parse_bytes, size, size_from
@@ -114,12 +114,12 @@ class Allocation:
         }
 
 
-def candidates(sizes: Sizes, parallel: int) -> tuple[Scheme, ...]:
+def candidates(facts: Architecture, parallel: int) -> tuple[Scheme, ...]:
     """The schemes whose groups divide the inputs of an expert's matrices, of down (w2) each part on `parallel` GPUs."""
     return tuple(
         scheme
         for scheme in CANDIDATES
-        if sizes["hidden"] % scheme.group_size == 0 and sizes["width"] % (scheme.group_size * parallel) == 0
+        if facts["hidden"] % scheme.group_size == 0 and facts["width"] % (scheme.group_size * parallel) == 0
     )
 
 
@@ -136,20 +136,20 @@ def _shard_bytes(plan: Plan, layers: Sequence[int], possible: Sequence[Scheme]) 
         yield sizes[key]
 
 
-def allocation(plan: Plan, sizes: Sizes, experts: Experts, where: str) -> Allocation:
+def allocation(plan: Plan, facts: Architecture, experts: Experts, where: str) -> Allocation:
     """The possible schemes, their costs and the limit for a recipe with a budget; `where` is its file, line and key.
 
     Raises:
         RecipeError: no group size fits the matrices, or the budget is smaller than the smallest output.
     """
-    parallel, layers = experts.tensor_parallel or 1, tuple(sizes.moe_layers)
-    if not (possible := candidates(sizes, parallel)):
+    parallel, layers = experts.tensor_parallel or 1, tuple(facts.moe_layers)
+    if not (possible := candidates(facts, parallel)):
         raise RecipeError(
-            f"{where}: no group of 32, 64 or 128 divides the experts' width {sizes['width']} over {parallel} GPUs; "
+            f"{where}: no group of 32, 64 or 128 divides the experts' width {facts['width']} over {parallel} GPUs; "
             "lower experts.tensor_parallel"
         )
     rows = tuple(_shard_bytes(plan, layers, possible))
-    weights = 3 * sizes["experts"] * sizes["hidden"] * sizes["width"]
+    weights = 3 * facts["experts"] * facts["hidden"] * facts["width"]
     outside = sum(file_size(plan.shard(part)) for part in plan.parts if part not in layers)
     unit: Literal["bytes", "bits"] = "bits"
     if experts.budget is not None:
@@ -157,7 +157,7 @@ def allocation(plan: Plan, sizes: Sizes, experts: Experts, where: str) -> Alloca
     else:
         assert experts.bits_per_weight is not None
         limit = math.floor(experts.bits_per_weight * weights * len(layers))
-    result = Allocation(layers, plan.layers, possible, rows, outside, weights, sizes["width"], limit, unit)
+    result = Allocation(layers, plan.layers, possible, rows, outside, weights, facts["width"], limit, unit)
     few = sum(scheme.bits < MOST_SERVERS for scheme in possible)
     if few < len(possible) and result.cost(result.uniform(few)) <= limit:
         return replace(result, candidates=possible[few:], shard_bytes=tuple(row[few:] for row in rows))

@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple
 from quantizers.architectures.architecture import Architecture, TensorFacts
 from quantizers.architectures.fused import FUSED_IN_SOME, fits_fp8
 from quantizers.architectures.matrices import MATRICES, Matrix
-from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.safetensors_header import FLOATING, FP8, TORCH_DTYPES, Spec
 from quantizers.formats.fp8 import (
     CONVERTED_BLOCK,
@@ -47,23 +46,23 @@ class _Module(NamedTuple):
     matrix: Matrix | None = None
 
 
-def _modules(facts: Architecture, sizes: Sizes, mtp: Iterable[int]) -> Iterator[_Module]:
+def _modules(facts: Architecture, mtp: Iterable[int]) -> Iterator[_Module]:
     """Everything that a checkpoint of these facts has, layer by layer, `mtp` last, then outside the layers."""
     shapes = {matrix: facts.expert_linears[matrix].shape for matrix in MATRICES}
-    for layer in (*range(sizes["layers"]), *mtp):
+    for layer in (*range(facts["layers"]), *mtp):
         here = facts.of_layer(layer)
         for name, one in here.tensors.items():
             yield _Module(facts.layer(layer, name), one.shape, layer, one)
         for name, shape in here.linears.items():
             yield _Module(facts.layer(layer, name), shape, layer)
-        for expert in range(0 if here.dense else sizes["experts"]):
+        for expert in range(0 if here.dense else facts["experts"]):
             for matrix in MATRICES:
                 yield _Module(facts.expert(layer, expert, matrix), shapes[matrix], layer, None, expert, matrix)
     for name, one in facts.outside.items():
         yield _Module(name, one.shape, None, one)
 
 
-def expected_tensors(facts: Architecture, sizes: Sizes, config: Mapping[str, Any], where: str) -> dict[str, Spec]:
+def expected_tensors(facts: Architecture, config: Mapping[str, Any], where: str) -> dict[str, Spec]:
     """Every tensor of a checkpoint as the family publishes it, for planning without the files.
 
     Linear modules are FP8 if config.json's quantization_config says so, else bfloat16. `where` is its path.
@@ -81,7 +80,7 @@ def expected_tensors(facts: Architecture, sizes: Sizes, config: Mapping[str, Any
         return [("weight", Spec(FP8, shape)), (scale, Spec(facts.scale_dtype, scale_shape(form, shape)))]
 
     tensors: dict[str, Spec] = {}
-    for module in _modules(facts, sizes, sizes.mtp):
+    for module in _modules(facts, facts.mtp_layers):
         if module.facts is not None:
             tensors[module.name] = Spec(module.facts.dtype, module.shape)
             continue
@@ -92,7 +91,6 @@ def expected_tensors(facts: Architecture, sizes: Sizes, config: Mapping[str, Any
 
 def make_plan(
     facts: Architecture,
-    sizes: Sizes,
     tensors: Mapping[str, Spec],
     experts: Experts,
     where: str,
@@ -119,19 +117,19 @@ def make_plan(
     if experts.format == "nvfp4":
         remedy = "experts.format: nvfp4 has no other; quantize to integers"
     for size in ("hidden", "width"):
-        if sizes[size] % group:
+        if facts[size] % group:
             raise RecipeError(
-                f"{where}: experts.group_size {group} does not divide {facts.sizes[size].key} {sizes[size]}; {remedy}"
+                f"{where}: experts.group_size {group} does not divide {facts.sizes[size].key} {facts[size]}; {remedy}"
             )
     folded = folds(facts, experts, where)
     in_layers, _, _ = facts.layer_prefix.partition("{layer}")
     within = {n: t for n, t in tensors.items() if n.startswith(in_layers) and not facts.is_unread(n)}
     form = stored_form(within, block)
     # Copies of a model may lack its MTP layers.
-    mtp = [layer for layer in sizes.mtp if any(name.startswith(facts.layer(layer, "")) for name in tensors)]
-    remaining, scheme, folding = dict(tensors), experts.scheme, set(sizes.moe_layers if folded else ())
+    mtp = [layer for layer in facts.mtp_layers if any(name.startswith(facts.layer(layer, "")) for name in tensors)]
+    remaining, scheme, folding = dict(tensors), experts.scheme, set(facts.moe_layers if folded else ())
     actions: list[Action] = []
-    for module in _modules(facts, sizes, mtp):
+    for module in _modules(facts, mtp):
         if module.facts is None:
             actions += _linear_actions(remaining, module, scheme, form, mtp, attention, where)
         elif module.name in remaining or not module.facts.optional:
@@ -139,7 +137,7 @@ def make_plan(
             dtypes = (module.facts.dtype,) if integers else FLOATING
             spec = take(remaining, module.name, module.shape, dtypes, where)
             actions.append(_tensor_action(module, spec, facts, fold=module.layer in folding))
-    actions += _unread_actions(remaining, actions, facts, sizes["layers"], where)
+    actions += _unread_actions(remaining, actions, facts, facts["layers"], where)
     if remaining:
         more = f" (and {len(remaining) - 1} more)" if len(remaining) > 1 else ""
         reason = "it might read the folded norm" if folded else "nothing says what it is for"
@@ -147,11 +145,11 @@ def make_plan(
             f"{where}: {next(iter(remaining))}{more} is not among the facts of {facts.model_type}; {reason}, so it is "
             "refused; give the published checkpoint"
         )
-    last = sizes["layers"] + len(sizes.mtp)
+    last = facts["layers"] + len(facts.mtp_layers)
     actions.sort(key=lambda action: last if action.layer is None else action.layer)
     _require_converted(attention, actions, where)
-    cached = _cached(facts, sizes, where) if kv_cache else {}
-    return Plan(tuple(actions), sizes["layers"], experts, (scheme,) * sizes["layers"], attention, tuple(mtp), cached)
+    cached = _cached(facts, where) if kv_cache else {}
+    return Plan(tuple(actions), facts["layers"], experts, (scheme,) * facts["layers"], attention, tuple(mtp), cached)
 
 
 def _tensor_action(module: _Module, spec: Spec, facts: Architecture, *, fold: bool) -> Action:
@@ -210,7 +208,7 @@ def _linear_actions(
         yield Action(scale, scale_spec, "drop", {}, *of)
 
 
-def _cached(facts: Architecture, sizes: Sizes, where: str) -> dict[int, str]:
+def _cached(facts: Architecture, where: str) -> dict[int, str]:
     """The attention modules whose keys and values servers cache, by layer; refused where there are none."""
     latent = [name for name in facts.every_linear() if name.rpartition(".")[2] in LATENT]
     if latent:
@@ -218,7 +216,7 @@ def _cached(facts: Architecture, sizes: Sizes, where: str) -> dict[int, str]:
             f"{where}: kv_cache: fp8: {latent[0]} is of latent attention (MLA), of whose cache servers read no scales; "
             "remove the key"
         )
-    found = {n: name for n in range(sizes["layers"]) if (name := facts.of_layer(n).cached) is not None}
+    found = {n: name for n in range(facts["layers"]) if (name := facts.of_layer(n).cached) is not None}
     other = next((name for name in found.values() if not name.endswith(SERVED_NAME)), None)
     if not found or other:
         why = (

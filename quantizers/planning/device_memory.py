@@ -23,7 +23,7 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
-from quantizers.architectures.sizes import Sizes
+from quantizers.architectures.architecture import Architecture
 from quantizers.system.errors import InputError, QuantizeError
 from quantizers.system.formatting import gib
 
@@ -62,7 +62,7 @@ class DeviceMemory:
 
 def device_memory(
     plan: Plan,
-    sizes: Sizes,
+    facts: Architecture,
     longest: int,
     accelerator: bool,
     limit: int | None,
@@ -82,7 +82,7 @@ def device_memory(
     Raises:
         InputError: the limit is too small even for one expert batch at a time.
     """
-    phases = _Phases(plan, sizes, longest, accelerator=accelerator, tokens=tokens or 0)
+    phases = _Phases(plan, facts, longest, accelerator=accelerator, tokens=tokens or 0)
     smallest, limit = phases.peak(1), sys.maxsize if limit is None else limit
     if smallest > limit:
         raise InputError(
@@ -92,12 +92,12 @@ def device_memory(
         )
     kept, room = {"inputs": 0, "states": 0, "texts": 0}, limit
     if accelerator and tokens is not None:
-        row = sizes.row_bytes(phases.itemsize)
+        row = facts.row_bytes(phases.itemsize)
         wanted = {
-            "inputs": recorded_bytes(sizes, tokens, phases.itemsize),
+            "inputs": recorded_bytes(facts, tokens, phases.itemsize),
             "states": -(-tokens // processes) * row,
             # After the layer of source and output, before it of one, and the routing.
-            "texts": -(-held_out // processes) * (3 * row + 8 * sizes["chosen"]),
+            "texts": -(-held_out // processes) * (3 * row + 8 * facts["chosen"]),
         }
         for name, needed in wanted.items():
             if smallest + needed <= room:
@@ -124,8 +124,8 @@ def device_memory(
 class _Phases:
     """Bytes of each phase of a layer step, without the activations of the calibration set of so many tokens."""
 
-    def __init__(self, plan: Plan, sizes: Sizes, longest: int, *, accelerator: bool, tokens: int) -> None:
-        experts, hidden, width, chosen = (sizes[name] for name in ("experts", "hidden", "width", "chosen"))
+    def __init__(self, plan: Plan, facts: Architecture, longest: int, *, accelerator: bool, tokens: int) -> None:
+        experts, hidden, width, chosen = (facts[name] for name in ("experts", "hidden", "width", "chosen"))
         numbers, rows = range(plan.layers), tokens_per_chunk(accelerator)
         self.itemsize = itemsize = 2 if accelerator else FLOAT
         self.size = experts_per_batch(accelerator, hidden, width)
@@ -152,7 +152,7 @@ class _Phases:
         # The Hessian of all rows and a temporary, one token chunk and one being copied, and the routing.
         self._inputs = 2 * FLOAT * hidden**2 + 2 * rows * hidden * itemsize + 8 * chosen * tokens
         self.routed = self.size * FLOAT * hidden**2
-        self.one_batch = self.size * _expert_bytes(sizes, rows, itemsize)
+        self.one_batch = self.size * _expert_bytes(facts, rows, itemsize)
 
     def solve(self, resident: int) -> int:
         own = self.layer + self._linears + self._rest + self._codes
@@ -169,9 +169,9 @@ def _layer_bytes(plan: Plan, number: int, itemsize: int) -> int:
     return sum(math.prod(a.spec.shape) * (FLOAT if a.kind == "compensate" else itemsize) for a in weights)
 
 
-def _expert_bytes(sizes: Sizes, rows: int, itemsize: int) -> int:
+def _expert_bytes(facts: Architecture, rows: int, itemsize: int) -> int:
     """Bytes of one expert while its batch is solved in chunks of `rows` tokens, without its routed Hessian."""
-    hidden, width, chosen = sizes["hidden"], sizes["width"], sizes["chosen"]
+    hidden, width, chosen = facts["hidden"], facts["width"], facts["chosen"]
     square, narrow = FLOAT * hidden**2, FLOAT * width**2  # the Hessians of x and of h
     gate_up, down = FLOAT * 2 * width * hidden, FLOAT * width * hidden
     stored = itemsize * 3 * width * hidden  # the weights as they are served
@@ -193,7 +193,7 @@ def _expert_bytes(sizes: Sizes, rows: int, itemsize: int) -> int:
 
 
 def placement(
-    sizes: Sizes,
+    facts: Architecture,
     memory: DeviceMemory,
     rows: int,
     itemsize: int,
@@ -213,8 +213,8 @@ def placement(
         free: bytes of host memory that are free on every machine.
         processes, machines: each process keeps all inputs, and its part of the activations between layers.
     """
-    inputs = 0 if memory.inputs else recorded_bytes(sizes, rows, itemsize) * -(-processes // machines)
-    between = 0 if memory.states else -(-rows // machines) * sizes.row_bytes(itemsize)
+    inputs = 0 if memory.inputs else recorded_bytes(facts, rows, itemsize) * -(-processes // machines)
+    between = 0 if memory.states else -(-rows // machines) * facts.row_bytes(itemsize)
     files = states == "files" or (states == "auto" and inputs + between > SHARE_FOR_STATES * free)
     other: Place = "files" if files else "memory"
     return other if inputs else "device", other if between else "device", inputs + between if files else 0
@@ -252,16 +252,16 @@ class Residents:
         )
 
 
-def recorded_bytes(sizes: Sizes, tokens: int, itemsize: int) -> int:
+def recorded_bytes(facts: Architecture, tokens: int, itemsize: int) -> int:
     """Captured MoE inputs of the calibration set, see `model.moe_inputs.MoeInputStore`."""
-    return tokens * (itemsize * sizes["hidden"] + 8 * sizes["chosen"] + 1)
+    return tokens * (itemsize * facts["hidden"] + 8 * facts["chosen"] + 1)
 
 
-def calibration_bytes(sizes: Sizes, tokens: int, itemsize: int) -> int:
+def calibration_bytes(facts: Architecture, tokens: int, itemsize: int) -> int:
     """Activations between two layers and captured MoE inputs of the calibration set, of `itemsize` bytes a number."""
-    return tokens * sizes.row_bytes(itemsize) + recorded_bytes(sizes, tokens, itemsize)
+    return tokens * facts.row_bytes(itemsize) + recorded_bytes(facts, tokens, itemsize)
 
 
-def held_out_bytes(sizes: Sizes, tokens: int, itemsize: int) -> int:
+def held_out_bytes(facts: Architecture, tokens: int, itemsize: int) -> int:
     """Held-out activations in files: before and after the layer, of source and output, and the routing."""
-    return tokens * (4 * sizes.row_bytes(itemsize) + 8 * sizes["chosen"])
+    return tokens * (4 * facts.row_bytes(itemsize) + 8 * facts["chosen"])

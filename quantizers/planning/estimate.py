@@ -90,11 +90,11 @@ def estimate_run(job: Job, output_bytes: int, processes: int = 1, disk: float = 
     memory = {name: _device_memory(job, None, name == "GPU", lengths, texts) for name in ITEMSIZES}
     seconds = several = None
     if lengths is not None and texts is not None and plan.experts.engine == "gram":
-        kinds = [(number in job.sizes.dense, plan.schemes[number]) for number in range(plan.layers)]
+        kinds = [(number in job.facts.dense, plan.schemes[number]) for number in range(plan.layers)]
         of_kind = {kind: layer_work(job, kinds.index(kind), lengths, texts) for kind in set(kinds)}
         around = 2.0 * sum(a.spec.bytes for part in plan.passthrough_parts for a in plan.of_layer(part))
         layers = [*(of_kind[kind] for kind in kinds), Work(files=around)]
-        products = 2.0 * _models(job) * sum(texts) * job.sizes["hidden"] * job.sizes["vocabulary"]
+        products = 2.0 * _models(job) * sum(texts) * job.facts["hidden"] * job.facts["vocabulary"]
         logits = Work(products, files=output_bytes)
         gpus = [rates for rates in rates_of_gpus() if memory["GPU"].smallest <= USABLE * rates.memory]
 
@@ -111,7 +111,7 @@ def estimate_run(job: Job, output_bytes: int, processes: int = 1, disk: float = 
         None if texts is None else sum(texts),
         source,
         output_bytes,
-        None if tokens is None else {n: calibration_bytes(job.sizes, tokens, size) for n, size in ITEMSIZES.items()},
+        None if tokens is None else {n: calibration_bytes(job.facts, tokens, size) for n, size in ITEMSIZES.items()},
         2 * (layer_source + layer_output) + sum(action.spec.bytes for action in plan.of_layer(None)) + HOST,
         {name: (needed.smallest, needed.peak) for name, needed in memory.items()},
         seconds,
@@ -155,17 +155,17 @@ def layer_work(job: Job, number: int, lengths: Sequence[int], texts: Sequence[in
     Args:
         lengths, texts: tokens of each calibration sequence, and of each evaluation text.
     """
-    sizes, settings, layer = job.sizes, job.plan.experts, job.plan.of_layer(number)
-    hidden, width, experts, chosen = (float(sizes[name]) for name in ("hidden", "width", "experts", "chosen"))
+    facts, settings, layer = job.facts, job.plan.experts, job.plan.of_layer(number)
+    hidden, width, experts, chosen = (float(facts[name]) for name in ("hidden", "width", "experts", "chosen"))
     models = _models(job)
     tokens, passes = sum(lengths), sum(lengths) + models * sum(texts)
     passthrough = [action for action in layer if action.is_other_matrix]
     numbers = sum(math.prod(action.spec.shape) for action in passthrough)
-    outputs = (a.spec.shape[1] for a in passthrough if "attn" in a.source and a.spec.shape[0] == sizes["hidden"])
+    outputs = (a.spec.shape[1] for a in passthrough if "attn" in a.source and a.spec.shape[0] == facts["hidden"])
     pairs = sum(n * n for n in lengths) + models * sum(n * n for n in texts)
     products = 2.0 * passes * numbers + 2.0 * max(outputs, default=0) * pairs  # with attention
     files = float(sum(a.spec.bytes for a in layer) + sum(spec.bytes for spec in job.plan.shard(number).values()))
-    if number in sizes.dense:
+    if number in facts.dense:
         return Work(products, files=files)
     products += 4 * tokens * experts * hidden * width  # every expert sees every token
     products += tokens * (experts * width**2 + (chosen + 1) * hidden**2)  # Hessians
@@ -191,7 +191,7 @@ def _device_memory(
 ) -> DeviceMemory:
     tokens = None if lengths is None else sum(lengths)
     longest = max([*(lengths or [_lengths(job, job.recipe.calibration_set)[1]]), *(texts or ())])
-    return device_memory(job.plan, job.sizes, longest, accelerator, limit, tokens, held_out=sum(texts or ()))
+    return device_memory(job.plan, job.facts, longest, accelerator, limit, tokens, held_out=sum(texts or ()))
 
 
 def memory_on_gpu(job: Job, limit: int) -> DeviceMemory:
@@ -228,7 +228,7 @@ def _lengths(job: Job, name: str) -> tuple[list[int] | None, int]:
     """
     path = set_location(name, job.path)
     data = read_set(path)
-    longest = min(data.lengths[-1], job.sizes.positions or data.lengths[-1])
+    longest = min(data.lengths[-1], job.facts.positions or data.lengths[-1])
     lengths: list[int] = []
     for source in data.sources:
         samples = _most_samples(source, path.parent)

@@ -12,8 +12,10 @@ Legend: E experts, U experts of a batch, H hidden, I expert width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
+
+from quantizers.architectures.architecture import Architecture
 
 Item = TypeVar("Item")
 LARGEST_BATCH, BATCH_BYTES, SQUARES = 16, 6 * 2**30, 6
@@ -62,7 +64,7 @@ def tokens_per_chunk(accelerator: bool) -> int:
     return GPU_TOKENS if accelerator else CPU_TOKENS
 
 
-def batch_sizes(accelerator: bool, sizes: Mapping[str, int]) -> dict[str, int]:
+def batch_sizes(accelerator: bool, facts: Architecture) -> dict[str, int]:
     """Both sizes, for the fingerprint of a run."""
-    experts = experts_per_batch(accelerator, sizes["hidden"], sizes["width"])
+    experts = experts_per_batch(accelerator, facts["hidden"], facts["width"])
     return {"experts": experts, "rows": tokens_per_chunk(accelerator)}

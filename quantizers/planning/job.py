@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for, published_config
-from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.loaded_tensors import layer_names
 from quantizers.checkpoint.reader import (
     CONFIG,
@@ -53,7 +52,6 @@ class Job:
     recipe: Recipe
     path: Path
     facts: Architecture
-    sizes: Sizes
     config: dict[str, Any]
     plan: Plan
     source: Checkpoint | None  # the Hub may have its shards; None if the plan was made without headers
@@ -134,22 +132,19 @@ def prepare(
             basis = f"the headers of {location} on the Hub, commit {source.revision}"
     facts = architecture_for(config, config_name, facts_file, source.tensors if source else None)
     block = declared_block(config, config_name)
-    sizes = sizes_of(facts)
     if source:
-        source = split_fused_experts(source, facts, sizes)
+        source = split_fused_experts(source, facts)
         tensors = {tensor: Spec(info.dtype, info.shape) for tensor, info in source.tensors.items()}
     else:
-        tensors = split_fused(expected_tensors(facts, sizes, config, where), facts, sizes, where)
-    plan = make_plan(
-        facts, sizes, tensors, recipe.experts, where, block, recipe.attention, kv_cache=recipe.kv_cache == "fp8"
-    )
+        tensors = split_fused(expected_tensors(facts, config, where), facts, where)
+    plan = make_plan(facts, tensors, recipe.experts, where, block, recipe.attention, kv_cache=recipe.kv_cache == "fp8")
     choices = None
     if recipe.experts.by_budget:
         key = "budget" if recipe.experts.budget is not None else "bits_per_weight"
-        choices = allocation(plan, sizes, recipe.experts, given_at(("experts", key), path, changes))
+        choices = allocation(plan, facts, recipe.experts, given_at(("experts", key), path, changes))
         plan = plan.with_schemes(choices.best_uniform())
     fp8 = plan.fp8_form(block)
-    return Job(recipe, path, facts, sizes, config, plan, source, basis, fp8, choices, location, facts_file)
+    return Job(recipe, path, facts, config, plan, source, basis, fp8, choices, location, facts_file)
 
 
 def parts_of_run(
@@ -166,7 +161,7 @@ def parts_of_run(
     outside = (None, *(part for part in passing if part is not None))
     return [
         *([action.source for action in job.plan.of_layer(part)] for part in outside),
-        *(layer_names(job.opened, job.facts, number) for number in (*again, *range(done, job.sizes["layers"]))),
+        *(layer_names(job.opened, job.facts, number) for number in (*again, *range(done, job.facts["layers"]))),
     ]
 
 

@@ -27,8 +27,8 @@ from functools import cache, cached_property
 from itertools import pairwise
 from typing import Literal
 
+from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import Matrix
-from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, FP8, Spec
 from quantizers.formats.fp8 import (
     CONVERTED_BLOCK,
@@ -305,7 +305,7 @@ def listing(plan: Plan) -> list[dict[str, object]]:
     ]
 
 
-def summary(plan: Plan, sizes: Sizes) -> dict[str, object]:
+def summary(plan: Plan, facts: Architecture) -> dict[str, object]:
     """The plan in numbers: tensors and bytes by kind of action, output size, source size of a layer."""
     by_kind, table = kinds(plan), defaultdict[str, Counter[str]](Counter)
     for row in by_kind:
@@ -319,9 +319,9 @@ def summary(plan: Plan, sizes: Sizes) -> dict[str, object]:
     if plan.mtp:
         only_if_given["mtp"] = {"layers": list(plan.mtp), "bytes": sum(source[n] for n in plan.mtp)}
     return {
-        "layers": sizes["layers"],
-        "dense_layers": sorted(sizes.dense),
-        "experts_per_layer": sizes["experts"],
+        "layers": facts["layers"],
+        "dense_layers": sorted(facts.dense),
+        "experts_per_layer": facts["experts"],
         "quantized_matrices": table["quantize"]["tensors"],
         "kept_attention_tensors": sum(".self_attn." in a.source for a in plan.actions if a.kind in PASSTHROUGH),
         "actions": table,

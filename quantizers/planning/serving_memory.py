@@ -28,7 +28,6 @@ from typing import Any, Literal
 from quantizers.architectures.architecture import Architecture, Parts
 from quantizers.architectures.fused import FUSED
 from quantizers.architectures.matrices import MATRICES
-from quantizers.architectures.sizes import Sizes
 from quantizers.formats.fp8 import Fp8
 from quantizers.recipe.schema import Scheme
 from quantizers.system.errors import InputError
@@ -73,7 +72,6 @@ class Model:
     """The facts about a planned output that decide its serving memory, in bytes and tokens."""
 
     facts: Architecture  # with `kv_cache` and `tensor_parallel`
-    sizes: Sizes
     layers: tuple[Mapping[str, int], ...]  # weights of a layer: its EXPERTS, each passthrough linear module, all OTHERS
     outside: int  # embedding, head and final norm
     groups: frozenset[int]  # the group sizes of the experts
@@ -109,7 +107,7 @@ class Fit:
     fits: bool
 
 
-def serving_model(plan: Plan, facts: Architecture, sizes: Sizes, config: dict[str, Any], fp8: Fp8 | None) -> Model:
+def serving_model(plan: Plan, facts: Architecture, config: dict[str, Any], fp8: Fp8 | None) -> Model:
     """The facts about a plan's output; InputError where the architecture spec does not say how servers divide it."""
     if problem := unsaid(facts):
         raise InputError(problem)
@@ -127,13 +125,12 @@ def serving_model(plan: Plan, facts: Architecture, sizes: Sizes, config: dict[st
     held = outside + sum(size for layer in layers for size in layer.values())
     return Model(
         facts=facts,
-        sizes=sizes,
         layers=tuple(layers),
         outside=outside,
         groups=frozenset(plan.schemes[layer].group_size for layer in plan.quantized_layers),
         padded=frozenset(layer for layer in plan.quantized_layers if plan.schemes[layer].bits not in MARLIN_BITS),
         blocks=blocks,
-        longest=sizes.positions or 0,
+        longest=facts.positions or 0,
         fp8_cache=bool(plan.cached),
         beside=sum(file_size(plan.shard(part)) for part in plan.parts) - held,
     )
@@ -141,7 +138,7 @@ def serving_model(plan: Plan, facts: Architecture, sizes: Sizes, config: dict[st
 
 def tensor_parallel_problem(model: Model, parallel: int) -> str | None:
     """Why vLLM cannot split this model over `parallel` GPUs; None if it can."""
-    return next(obstacles(parallel, model.facts, model.sizes, model.groups, model.blocks), None)
+    return next(obstacles(parallel, model.facts, model.groups, model.blocks), None)
 
 
 def split_over(model: Model, gpus: Gpus, tensor_parallel: int | None) -> tuple[int, int]:
@@ -165,8 +162,8 @@ def kv_bytes_per_token(model: Model, kv: KvType, tensor_parallel: int = 1, pipel
     cache, linears = model.facts.kv_cache, model.facts.every_linear()
     assert cache is not None
     numbers = sum(linears[name][0] for name in cache.rows_of)
-    layers = math.ceil(model.sizes["layers"] / pipeline_parallel)
-    gpus = min(tensor_parallel, model.sizes["kv_heads"]) if cache.divided else 1
+    layers = math.ceil(model.facts["layers"] / pipeline_parallel)
+    gpus = min(tensor_parallel, model.facts["kv_heads"]) if cache.divided else 1
     return layers * numbers // gpus * KV_BYTES["fp8" if model.fp8_cache else kv]
 
 
@@ -200,8 +197,8 @@ def fit(
 def _weights(model: Model, tensor: int, pipeline: int) -> int:
     """Weight bytes on the fullest GPU: equal runs of layers, the embedding in the first, the head in the last."""
     parts = {name for layer in model.layers for name in layer}
-    gpus = {name: module_gpus(name, tensor, model.facts, model.sizes) for name in parts} | {EXPERTS: tensor}
-    filled = dict.fromkeys(model.padded, _filled_up(model.sizes, tensor))
+    gpus = {name: module_gpus(name, tensor, model.facts) for name in parts} | {EXPERTS: tensor}
+    filled = dict.fromkeys(model.padded, _filled_up(model.facts, tensor))
     layers = [
         sum(size / gpus[name] * (filled.get(number, 1) if name == EXPERTS else 1) for name, size in layer.items())
         for number, layer in enumerate(model.layers)
@@ -211,24 +208,24 @@ def _weights(model: Model, tensor: int, pipeline: int) -> int:
     return math.ceil(in_layers + model.outside / tensor / (1 if pipeline == 1 else 2))
 
 
-def _filled_up(sizes: Sizes, tensor: int) -> float:
+def _filled_up(facts: Architecture, tensor: int) -> float:
     """The size of a GPU's part of the experts in Humming, relative to what is stored of it."""
 
     def up(count: int, step: int) -> int:
         return math.ceil(count / step) * step
 
-    hidden, share = sizes["hidden"], sizes["width"] // tensor
+    hidden, share = facts["hidden"], facts["width"] // tensor
     gate_up = up(2 * share, HUMMING_ROWS) * up(hidden, HUMMING_COLUMNS)
     return (gate_up + up(hidden, HUMMING_ROWS) * up(share, HUMMING_COLUMNS)) / (3 * share * hidden)
 
 
 def _activations(model: Model, gpus: Gpus, tensor: int) -> int:
     """Bytes at the peak of a prefill step: vLLM's two MoE workspaces, hidden states, what attention reads, logits."""
-    sizes, tokens = model.sizes, step_tokens(gpus)
-    width, hidden = sizes["width"] // tensor, sizes["hidden"]
-    experts = tokens * sizes["chosen"] * (max(2 * width, hidden) + width)
+    facts, tokens = model.facts, step_tokens(gpus)
+    width, hidden = facts["width"] // tensor, facts["hidden"]
+    experts = tokens * facts["chosen"] * (max(2 * width, hidden) + width)
     attention = tokens * _attention_rows(model, tensor)
-    return 2 * (experts + attention + 4 * tokens * hidden) + 2 * 4 * SEQUENCES * sizes["vocabulary"]
+    return 2 * (experts + attention + 4 * tokens * hidden) + 2 * 4 * SEQUENCES * facts["vocabulary"]
 
 
 def _attention_rows(model: Model, tensor: int) -> int:
@@ -275,18 +272,18 @@ def needs_flashinfer(gpus: Gpus, kv: KvType) -> bool:
 def notes(model: Model, fits: Iterable[Fit]) -> list[str]:
     """Needs besides memory, and where little of it is left, one line each."""
     rows = list(fits)
-    shares = {row.tensor_parallel: model.sizes["width"] // row.tensor_parallel for row in rows}
+    shares = {row.tensor_parallel: model.facts["width"] // row.tensor_parallel for row in rows}
     marlin = [
         f"vLLM 0.33 or newer for TP {ranks}: {share} of an expert's width on a GPU are no multiple of {MARLIN_TILE}, "
         "and older ones do not fill up Marlin's tiles"
         for ranks, share in sorted(shares.items())
-        if share % MARLIN_TILE and len(model.padded) < len(model.sizes.moe_layers)
+        if share % MARLIN_TILE and len(model.padded) < len(model.facts.moe_layers)
     ]
     humming = [
         f"vLLM's Humming fills experts up to {HUMMING_ROWS} rows and {HUMMING_COLUMNS} columns: with TP {ranks} "
-        f"they take {_filled_up(model.sizes, ranks) - 1:.0%} more memory than on disk"
+        f"they take {_filled_up(model.facts, ranks) - 1:.0%} more memory than on disk"
         for ranks in sorted(shares)
-        if model.padded and _filled_up(model.sizes, ranks) > 1
+        if model.padded and _filled_up(model.facts, ranks) > 1
     ]
     little = [
         f"{row.cards}: {row.left / MIB:,.0f} MiB of a GPU are left; if vLLM says that memory is full, its message "
@@ -335,13 +332,13 @@ def weights_alone(plan: Plan, gpus: Sequence[Gpus]) -> list[dict[str, str | int]
     ]
 
 
-def module_gpus(module: str, ranks: int, facts: Architecture, sizes: Sizes) -> int:
+def module_gpus(module: str, ranks: int, facts: Architecture) -> int:
     """The number of GPUs among which a passthrough linear module is divided: 1 if each has all of it."""
     parts = _parts(facts).get(module)
-    return min(ranks, sizes["kv_heads"]) if parts == "kv_heads" else ranks if parts else 1
+    return min(ranks, facts["kv_heads"]) if parts == "kv_heads" else ranks if parts else 1
 
 
-def obstacles(ranks: int, facts: Architecture, sizes: Sizes, groups: Iterable[int], blocks: Blocks) -> Iterator[str]:
+def obstacles(ranks: int, facts: Architecture, groups: Iterable[int], blocks: Blocks) -> Iterator[str]:
     """Every reason why a model cannot be divided among `ranks` GPUs.
 
     Args:
@@ -351,7 +348,7 @@ def obstacles(ranks: int, facts: Architecture, sizes: Sizes, groups: Iterable[in
     """
     assert facts.kv_cache is not None
     assert facts.tensor_parallel is not None
-    heads, width, split = sizes["heads"], sizes["width"], sizes["kv_heads"] if facts.kv_cache.divided else 0
+    heads, width, split = facts["heads"], facts["width"], facts["kv_heads"] if facts.kv_cache.divided else 0
     shapes, divided = facts.every_linear(), _parts(facts)
     edges = {module: int(module not in facts.tensor_parallel.rows) for module in divided}  # rows, 0, or columns, 1
     if heads % ranks:
@@ -375,7 +372,7 @@ def obstacles(ranks: int, facts: Architecture, sizes: Sizes, groups: Iterable[in
         rows = shapes[module][0]
         if ranks > 1 and module in divided:
             edge = edges[module]
-            share = shapes[module][edge] // module_gpus(module, ranks, facts, sizes)
+            share = shapes[module][edge] // module_gpus(module, ranks, facts)
             if share % block[edge]:
                 side = ("rows", "columns")[edge]
                 yield f"{module}'s {side} per rank, {share}, are not a multiple of the FP8 block, {block[edge]}"
@@ -417,7 +414,7 @@ def remedies(job: Job, model: Model, gpus: Gpus, asked: Fit, tensor_parallel: in
             yield Remedy(f"{'' if kv == asked.kv else f'--kv {kv} '}--context {longest}", shorter)
     tried = [
         (scheme, one, fit(one, gpus, asked.context, asked.kv))
-        for scheme in reversed(candidates(job.sizes, 1))
+        for scheme in reversed(candidates(job.facts, 1))
         if (one := with_scheme(model, scheme)).stored < model.stored
     ]
     fitting = [one for one in tried if one[2].fits and tensor_parallel in (None, one[2].tensor_parallel)]
@@ -454,7 +451,7 @@ def largest_budget(model: Model, fitting: Fit) -> int:
     is left, the budget is smaller than that output.
     """
     tensor, pipeline, layers = fitting.tensor_parallel, fitting.pipeline_parallel, len(model.layers)
-    grown = tensor * layers / math.ceil(layers / pipeline) / (_filled_up(model.sizes, tensor) if model.padded else 1)
+    grown = tensor * layers / math.ceil(layers / pipeline) / (_filled_up(model.facts, tensor) if model.padded else 1)
     return int(model.stored + model.beside + (fitting.left - LITTLE) * grown)
 
 
@@ -470,7 +467,7 @@ def with_scheme(model: Model, scheme: Scheme) -> Model:
     """The same output with one scheme in every layer."""
     shapes = [model.facts.expert_linears[matrix].shape for matrix in MATRICES]
     stored = sum(spec.bytes for shape in shapes for spec in packed_specs("", shape, scheme).values())
-    experts = {EXPERTS: model.sizes["experts"] * stored}
+    experts = {EXPERTS: model.facts["experts"] * stored}
     layers = tuple({**layer, **experts} if EXPERTS in layer else layer for layer in model.layers)
     padded = frozenset(number for number, layer in enumerate(layers) if EXPERTS in layer)
     few = scheme.bits not in MARLIN_BITS
@@ -502,7 +499,7 @@ class Way:
 def ways(model: Model, gpus: Gpus, context: int, tensor_parallel: int | None = None) -> list[Way]:
     """What fits on some GPUs: each scheme, from small to large, that vLLM can split over them."""
     found = []
-    for scheme in candidates(model.sizes, tensor_parallel or 1):
+    for scheme in candidates(model.facts, tensor_parallel or 1):
         one = with_scheme(model, scheme)
         fits = {kv: fit(one, gpus, context, kv, tensor_parallel) for kv in KV_BYTES}
         tensor, pipeline = fits["auto"].tensor_parallel, fits["auto"].pipeline_parallel

@@ -348,18 +348,18 @@ def solve_layer(
     own_gate = model.facts.of_layer(layer.number).own_gate
     if settings.engine == "gram":
         router: Any = layer.module.get_submodule(modules.router) if model.facts.router_follows else None
-        accelerator, sizes = is_accelerator(model.device), model.sizes
+        accelerator, facts = is_accelerator(model.device), model.facts
         return solve(
             moe_inputs.chunks(model.device, tokens_per_chunk(accelerator), check),
             weights,
             norm=norm,
             offset=model.facts.norm.offset if model.facts.norm else 0,
             router=router and router.weight.data,
-            shape=(sizes["experts"], sizes["hidden"]),
+            shape=(facts["experts"], facts["hidden"]),
             gate=gate_of(experts, own_gate),
             inner=not own_gate,
             settings=settings,
-            batch_size=experts_per_batch(accelerator, sizes["hidden"], sizes["width"]),
+            batch_size=experts_per_batch(accelerator, facts["hidden"], facts["width"]),
             residents=residents,
             dist=dist,
         )

@@ -19,7 +19,6 @@ import torch
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import Own, architecture_for
-from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.loaded_tensors import prefetched_tensors
 from quantizers.checkpoint.reader import CONFIG, WEIGHTS, Checkpoint, open_folder, side_files
 from quantizers.checkpoint.remote import HubFiles
@@ -107,8 +106,7 @@ def verify(
     """
     audit = Audit()
     facts = architecture_for(source.config, str(source.folder / CONFIG), own, source.tensors)
-    sizes = sizes_of(facts)
-    source = split_fused_experts(source, facts, sizes)
+    source = split_fused_experts(source, facts)
     recorded = recorded_digests(read_record(folder)) if digests is None else digests
     audit.digests_checked = bool(recorded)
     audit.differences += _side_file_differences(folder, source.folder)
@@ -128,18 +126,18 @@ def verify(
     try:
         candidate = open_folder(folder, strays=True, remote=remote)
         renamed = published_names(candidate, facts)
-        schemes = stored_schemes(renamed, facts, sizes)
+        schemes = stored_schemes(renamed, facts)
     except CheckpointError as failure:
         audit.differences.append(str(failure))
         return _ordered(audit, folder)
     try:
-        attention = stored_attention(source, candidate, facts, sizes)
+        attention = stored_attention(source, candidate, facts)
         kv_cache = has_kv_scales(candidate.config) or any(name.endswith(KV_SCALES) for name in candidate.tensors)
-        plan = stored_plan(source, facts, sizes, schemes, attention, kv_cache=kv_cache)
+        plan = stored_plan(source, facts, schemes, attention, kv_cache=kv_cache)
     except RecipeError as failure:  # made so that it cannot be served
         audit.differences.append(str(failure))
         return _ordered(audit, folder)
-    plan = plan.with_norms_kept(list(_unfolded(plan, source, renamed, facts, sizes)))
+    plan = plan.with_norms_kept(list(_unfolded(plan, source, renamed, facts)))
     audit.differences += _header_differences(plan, facts, candidate)
     config = output_config(source.config, facts, plan, plan.fp8_form(block_size(source)))
     audit.differences += _config_differences(candidate.config, config, ours=audit.digests_checked)
@@ -159,7 +157,7 @@ def verify(
                 of_layer.differences.append(f"{name}: is {values}, and a positive number is needed")
         if layer is not None and layer not in plan.mtp:
             bits = schemes[layer].bits
-            audit_layer(layer, facts, sizes, part, renamed, bits=bits, device=device, audit=of_layer)
+            audit_layer(layer, facts, part, renamed, bits=bits, device=device, audit=of_layer)
             step(f"layer {layer}")
         audit.add(of_layer)
     return _ordered(audit, folder)
@@ -168,7 +166,6 @@ def verify(
 def stored_plan(
     source: Checkpoint,
     facts: Architecture,
-    sizes: Sizes,
     schemes: Sequence[Scheme],
     attention: Attention = "keep",
     *,
@@ -181,12 +178,12 @@ def stored_plan(
     experts = Experts(format=schemes[0].format)
     specs = {name: Spec(info.dtype, info.shape) for name, info in source.tensors.items()}
     where, block = str(source.folder), block_size(source)
-    return make_plan(facts, sizes, specs, experts, where, block, attention, kv_cache=kv_cache).with_schemes(schemes)
+    return make_plan(facts, specs, experts, where, block, attention, kv_cache=kv_cache).with_schemes(schemes)
 
 
-def stored_attention(source: Checkpoint, candidate: Checkpoint, facts: Architecture, sizes: Sizes) -> Attention:
+def stored_attention(source: Checkpoint, candidate: Checkpoint, facts: Architecture) -> Attention:
     """How linear modules that are no experts were converted, by the first whose dtype is another than the source's."""
-    for layer in range(sizes["layers"]):
+    for layer in range(facts["layers"]):
         for module in (facts.layer(layer, name) for name in facts.of_layer(layer).linears):
             before, now = (one.tensors.get(f"{module}.weight") for one in (source, candidate))
             if before is None or now is None or (before.dtype == FP8) == (now.dtype == FP8):
@@ -198,9 +195,7 @@ def stored_attention(source: Checkpoint, candidate: Checkpoint, facts: Architect
     return "keep"
 
 
-def _unfolded(
-    plan: Plan, source: Checkpoint, candidate: Checkpoint, facts: Architecture, sizes: Sizes
-) -> Iterator[int]:
+def _unfolded(plan: Plan, source: Checkpoint, candidate: Checkpoint, facts: Architecture) -> Iterator[int]:
     """The layers whose norms a candidate did not fold, though its family allows it: those with the source's bytes.
 
     The router must then have the source's bytes too, unless it was written in another dtype, as a compensated one is:
@@ -208,7 +203,7 @@ def _unfolded(
     """
     if facts.norm is None or not plan.folds:
         return
-    for layer in sizes.moe_layers:
+    for layer in facts.moe_layers:
         norm, router = facts.layer(layer, facts.norm.tensor), facts.layer(layer, facts.router.tensor)
         written = candidate.tensors.get(router)
         same_dtype = written is None or written.dtype == source.tensors[router].dtype
@@ -297,13 +292,13 @@ def strays(folder: Path, shards: Collection[str]) -> list[str]:
 # The experts' scheme -----------------------------------------------------------------------------------------------
 
 
-def stored_schemes(experts: Checkpoint, facts: Architecture, sizes: Sizes) -> list[Scheme]:
+def stored_schemes(experts: Checkpoint, facts: Architecture) -> list[Scheme]:
     """Each layer's scheme, from the shapes of its first whole expert's tensors (under published names).
 
     Raises a CheckpointError if they are no packed symmetric integers of a supported bit width and group size.
     """
-    schemes = {layer: _stored_scheme(experts, facts, layer, sizes["experts"]) for layer in sizes.moe_layers}
-    return [schemes.get(layer, schemes[sizes.moe_layers[0]]) for layer in range(sizes["layers"])]
+    schemes = {layer: _stored_scheme(experts, facts, layer, facts["experts"]) for layer in facts.moe_layers}
+    return [schemes.get(layer, schemes[facts.moe_layers[0]]) for layer in range(facts["layers"])]
 
 
 def _stored_scheme(experts: Checkpoint, facts: Architecture, layer: int, count: int) -> Scheme:

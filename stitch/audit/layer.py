@@ -16,7 +16,6 @@ import torch
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import MATRICES
-from quantizers.architectures.sizes import Sizes
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import to_host
@@ -88,7 +87,6 @@ def audit_kept(
 def audit_layer(
     layer: int,
     facts: Architecture,
-    sizes: Sizes,
     source: Checkpoint,
     candidate: Checkpoint,
     *,
@@ -104,14 +102,14 @@ def audit_layer(
     Raises:
         CheckpointError: the source is damaged. Damage to the candidate is a difference.
     """
-    if layer in sizes.dense or facts.layer(layer, facts.router.tensor) not in candidate.tensors:
+    if layer in facts.dense or facts.layer(layer, facts.router.tensor) not in candidate.tensors:
         return
     smooth: torch.Tensor | None = torch.ones(1, device=device)
     if facts.norm is not None:
         smooth = _ratio(facts.layer(layer, facts.norm.tensor), facts.norm.offset, source, candidate, device, audit)
     if smooth is None:
         return
-    pair = _Pair(layer, facts, sizes, source, candidate, smooth, bits)
+    pair = _Pair(layer, facts, source, candidate, smooth, bits)
     audit.differences += [*_router_differences(pair), *_other_readers(pair), *_zero_scales(pair), *_global_scales(pair)]
     for expert, errors in enumerate(_errors(pair)):
         if isinstance(errors, str):
@@ -155,7 +153,6 @@ class _Pair:
 
     layer: int
     facts: Architecture
-    sizes: Sizes
     source: Checkpoint
     candidate: Checkpoint
     smooth: torch.Tensor  # the ratio (H,) of its norms, on the device that computes; 1 (1,) where nothing can be folded
@@ -180,7 +177,7 @@ class _Pair:
 def _errors(pair: _Pair) -> Sequence[list[float] | str]:
     """The three errors of each expert, in batches; one by one, with why it cannot be read, if any of them cannot."""
     found, device = list[torch.Tensor](), pair.smooth.device
-    of_layer = (pair.facts, pair.sizes, pair.layer, device, torch.float32)
+    of_layer = (pair.facts, pair.layer, device, torch.float32)
     with _reading_the_source():
         old = ExpertWeights(pair.source, *of_layer)
     try:
@@ -220,7 +217,7 @@ def _matrices(gate_up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def _one_by_one(pair: _Pair) -> Iterator[list[float] | str]:
-    for expert in range(pair.sizes["experts"]):
+    for expert in range(pair.facts["experts"]):
         modules = [pair.facts.expert(pair.layer, expert, matrix) for matrix in MATRICES]
         with _reading_the_source():
             old = [read_weight(pair.source, module, pair.smooth.device) for module in modules]
@@ -257,7 +254,7 @@ def _router_differences(pair: _Pair) -> Iterator[str]:
 
 def _zero_scales(pair: _Pair) -> Iterator[str]:
     """Where a group's scale is zero, and with it all of its weights; a negative one is as good as a positive one."""
-    modules = (pair.facts.expert(pair.layer, e, matrix) for e in range(pair.sizes["experts"]) for matrix in MATRICES)
+    modules = (pair.facts.expert(pair.layer, e, matrix) for e in range(pair.facts["experts"]) for matrix in MATRICES)
     names = [name for module in modules if (name := f"{module}.weight_scale") in pair.candidate.tensors]
     counts = [(pair.candidate.tensor(name) == 0).sum() for name in names]
     for name, count in zip(names, torch.stack(counts).tolist() if counts else (), strict=True):
@@ -268,7 +265,7 @@ def _zero_scales(pair: _Pair) -> Iterator[str]:
 def _global_scales(pair: _Pair) -> Iterator[str]:
     """Where a global scale of NVFP4 is no positive number, or gate's and up's differ: servers take gate's for both."""
     for part in (GLOBAL_SCALE, INPUT_SCALE):
-        for expert in range(pair.sizes["experts"]):
+        for expert in range(pair.facts["experts"]):
             names = [f"{pair.facts.expert(pair.layer, expert, matrix)}.{part}" for matrix in MATRICES]
             found = [pair.candidate.tensor(name).item() for name in names if name in pair.candidate.tensors]
             yield from (

@@ -25,7 +25,6 @@ from quantizers.architectures.derive import derived_architecture
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.roles import EXACT
-from quantizers.architectures.sizes import sizes_of
 from quantizers.architectures.stored_tensors import Header
 from quantizers.checkpoint.reader import open_folder
 from quantizers.planning.assign_actions import expected_tensors, folds
@@ -68,22 +67,21 @@ def test_the_roles_are_those_in_the_data(both: Both) -> None:
 
 
 def test_what_the_class_alone_says_is_what_lies_in_the_files(both: Both) -> None:
-    expected = expected_tensors(both.known, sizes_of(both.known), both.config, "x")
+    expected = expected_tensors(both.known, both.config, "x")
     assert {name: (spec.dtype, spec.shape) for name, spec in expected.items()} == both.headers
 
 
 def test_what_the_class_alone_says_is_what_is_derived_from_the_files(both: Both) -> None:
-    derived, known, sizes = both.derived, both.known, sizes_of(both.known)
-    found = sizes_of(derived)
-    assert found == {name: sizes[name] for name in found}
-    assert (found.dense, found.positions) == (sizes.dense, sizes.positions)
+    derived, known = both.derived, both.known
+    assert {name: derived[name] for name in derived.sizes} == {name: known[name] for name in derived.sizes}
+    assert (derived.dense, derived.positions) == (known.dense, known.positions)
     assert {name for name in both.headers if derived.is_unread(name)} == {
         name for name in both.headers if families.is_mtp(both.config, name)
     }
-    for number in range(sizes["layers"]):
+    for number in range(known["layers"]):
         assert derived.of_layer(number).linears == known.of_layer(number).linears
         assert derived.of_layer(number).tensors == known.of_layer(number).tensors
-        assert derived.of_layer(number).halves == (number not in sizes.dense)
+        assert derived.of_layer(number).halves == (number not in known.dense)
         assert not derived.of_layer(number).alone
         for name in [*known.of_layer(number).tensors, *known.of_layer(number).linears]:
             assert derived.in_transformers(name) == known.in_transformers(name)

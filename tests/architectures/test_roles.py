@@ -13,7 +13,6 @@ import zoo
 from quantizers.architectures.architecture import EXPERTS, ROUTER
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.roles import EXACT, Roles, kinds_of_layers, probe, require_usable
-from quantizers.architectures.sizes import sizes_of
 from quantizers.architectures.skeleton import Skeleton
 from quantizers.system.errors import ArchitectureError
 
@@ -54,7 +53,7 @@ def test_roles_are_those_that_the_family_was_written_with(family: str) -> None:
     config = families.config(family)
     facts = architecture_for(config, family)
     skeleton = skeleton_of(family)
-    dense = sizes_of(facts).dense
+    dense = facts.dense
     kinds = kinds_of_layers(skeleton)
     assert kinds == [part for part in (sorted(dense), [n for n in range(3) if n not in dense]) if part]
     assert all(probe(skeleton, number)[0] is None for number in dense)

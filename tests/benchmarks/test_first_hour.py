@@ -128,9 +128,9 @@ def test_the_least_memory_with_which_the_tiny_model_is_made_again(device: str, a
     limit = parse_bytes(done.stdout, "least")
     job = prepare("tiny-minimax-m2-fp8-int4")
     tokens, longest = 76_544, 256  # as the run says, and the set's sequence_length
-    whole = device_memory(job.plan, job.sizes, longest, accelerator, 4 * 2**30, tokens)
-    less = device_memory(job.plan, job.sizes, longest, accelerator, limit, tokens)
+    whole = device_memory(job.plan, job.facts, longest, accelerator, 4 * 2**30, tokens)
+    less = device_memory(job.plan, job.facts, longest, accelerator, limit, tokens)
     held = [(memory.resident, memory.inputs, memory.states) for memory in (whole, less)]
     assert held == ([(1, True, True), (1, False, False)] if accelerator else [(2, False, False), (1, False, False)])
     with pytest.raises(InputError, match="of device memory is too little"):
-        device_memory(job.plan, job.sizes, longest, accelerator, limit - 1, tokens)
+        device_memory(job.plan, job.facts, longest, accelerator, limit - 1, tokens)

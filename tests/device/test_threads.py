@@ -15,8 +15,8 @@ from conftest import Finished
 from runs import Small
 
 from eval.fidelity import scoring
+from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for
-from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.device import devices
 from quantizers.device.devices import use_threads
@@ -36,9 +36,9 @@ def kept_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def sizes(finished: Finished) -> Sizes:
+def facts(finished: Finished) -> Architecture:
     config = open_folder(finished.source).config
-    return sizes_of(architecture_for(config, ""))
+    return architecture_for(config, "")
 
 
 @pytest.mark.usefixtures("kept_threads")
@@ -54,7 +54,12 @@ def sizes(finished: Finished) -> Sizes:
     ],
 )
 def test_another_number_of_processes_keeps_the_threads(
-    begun_with: int, given: str | None, processes: int, wanted: int | str, sizes: Sizes, monkeypatch: pytest.MonkeyPatch
+    begun_with: int,
+    given: str | None,
+    processes: int,
+    wanted: int | str,
+    facts: Architecture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Before, the run was refused for another machine.threads at default settings."""
     if given is not None:
@@ -64,9 +69,9 @@ def test_another_number_of_processes_keeps_the_threads(
     dist.world_size = processes
     if isinstance(wanted, str):
         with pytest.raises(OutputError, match=wanted):
-            use_threads(sizes, begun_with, dist)
+            use_threads(facts, begun_with, dist)
         return
-    use_threads(sizes, begun_with, dist)
+    use_threads(facts, begun_with, dist)
     assert torch.get_num_threads() == wanted
 
 

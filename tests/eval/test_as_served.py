@@ -199,4 +199,4 @@ def test_other_blocks_are_refused(small: Small) -> None:
     quantization = job.opened.config["quantization_config"] | {"weight_block_size": [128, 64]}
     source = replace(job.opened, config=job.opened.config | {"quantization_config": quantization})
     with pytest.raises(CheckpointError, match=r"config.json: FP8 in blocks of 128 x 64, and only those of 128 x 128"):
-        as_served.ServedModel(source, job.facts, job.sizes, CPU, "hopper")
+        as_served.ServedModel(source, job.facts, CPU, "hopper")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from eval.coverage.routing import TIE, ranked
+from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for
-from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.system.errors import ArchitectureError
 
 CONFIG = families.config("deepseek_v3")
@@ -28,8 +28,8 @@ def states() -> Tensor:
     return torch.randn(TOKENS, CONFIG["hidden_size"], generator=torch.Generator().manual_seed(3))
 
 
-def sizes() -> Sizes:
-    return sizes_of(architecture_for(CONFIG, "x"))
+def facts_of(**changes: int) -> Architecture:
+    return architecture_for(CONFIG | changes, "x")
 
 
 def choice(router: Any, states: Tensor, *, top_k: int, bias: Tensor) -> Tensor:
@@ -40,18 +40,17 @@ def choice(router: Any, states: Tensor, *, top_k: int, bias: Tensor) -> Tensor:
     return chosen
 
 
-def near(scores: Tensor, sizes: Sizes) -> Tensor:
-    return ranked(scores, sizes)[0].view(len(scores), -1).sort().values
+def near(scores: Tensor, facts: Architecture) -> Tensor:
+    return ranked(scores, facts)[0].view(len(scores), -1).sort().values
 
 
 def test_near_are_the_experts_that_the_router_would_choose_next(router: Any, states: Tensor) -> None:
     bias = router.e_score_correction_bias
     scores = router(states)[0].sigmoid()
     wanted = choice(router, states, top_k=4, bias=bias)
-    assert torch.equal(near(scores + bias, sizes()), wanted)
-    assert not torch.equal(near(scores, sizes()), wanted)
-    without = sizes()
-    without["groups"] = without["chosen_groups"] = 1
+    assert torch.equal(near(scores + bias, facts_of()), wanted)
+    assert not torch.equal(near(scores, facts_of()), wanted)
+    without = facts_of(n_group=1, topk_group=1)
     assert not torch.equal(near(scores + bias, without), wanted)
 
 
@@ -70,13 +69,12 @@ def test_a_choice_within_a_margin_of_rounding(scores: list[float], tied: bool) -
     for nudge in (0.0, TIE / 10, -TIE / 10):
         rows = torch.tensor([scores], dtype=torch.float64)
         rows[0, 3] += nudge
-        assert ranked(rows, sizes())[1].tolist() == [tied]
+        assert ranked(rows, facts_of())[1].tolist() == [tied]
 
 
 def test_experts_outside_the_groups_that_are_chosen_are_never_near() -> None:
     """Even if these hold fewer than twice as many as a token chooses."""
-    few = sizes()
-    few["chosen_groups"] = 1
+    few = facts_of(topk_group=1)
     assert sorted(ranked(torch.tensor([[0.9, 0.8, 0.7, 0.7, 0.5, 0.4, 0.3, 0.2]]), few)[0].tolist()) == [0, 1]
 
 
@@ -90,4 +88,4 @@ def test_experts_outside_the_groups_that_are_chosen_are_never_near() -> None:
 def test_groups_that_cannot_be_chosen_are_refused(change: dict[str, int], said: str) -> None:
     config = CONFIG | change
     with pytest.raises(ArchitectureError, match=said):
-        sizes_of(architecture_for(config, "x"))
+        architecture_for(config, "x")

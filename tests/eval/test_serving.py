@@ -41,7 +41,6 @@ from eval.serving.engines import (
     ServedScheme,
 )
 from quantizers.architectures.families import architecture_for, published_config, published_models
-from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.formats.fp8 import ROWS
@@ -67,8 +66,7 @@ def made(config: dict[str, Any], experts: Experts | None = None, schemes: list[S
     section = config.get("quantization_config")
     fp8 = None if section is None else BLOCK if "weight_block_size" in section else ROWS
     facts = architecture_for(config, "x")
-    sizes = sizes_of(facts)
-    plan = make_plan(facts, sizes, expected_tensors(facts, sizes, config, "x"), experts or Experts(), "x", BLOCK)
+    plan = make_plan(facts, expected_tensors(facts, config, "x"), experts or Experts(), "x", BLOCK)
     plan = plan.with_schemes(schemes) if schemes else plan
     tensors = {name: spec for action in plan.actions for name, spec in action.outputs.items()}
     return copy.deepcopy(output_config(config, facts, plan, fp8)), tensors
@@ -85,7 +83,7 @@ def of_family(family: str) -> Output:
 def checked(output: Output) -> ServingCheck:
     config, tensors = output
     facts = architecture_for(config, "x")
-    return check(config, tensors, facts, sizes_of(facts))
+    return check(config, tensors, facts)
 
 
 def changed(change: Change, family: str = "") -> Output:
@@ -243,7 +241,7 @@ def test_bits_that_no_server_has_a_kernel_for_are_an_error() -> None:
     config, tensors = made(tiny.config(), Experts(bits=2))
     facts = architecture_for(config, "x")
     alone = facts.model_copy(update={"servers": {"sglang": facts.servers["sglang"]}})
-    (finding,) = check(config, tensors, alone, sizes_of(facts)).errors
+    (finding,) = check(config, tensors, alone).errors
     assert (finding.engine, len(finding.places)) == (S, 2)
     in_experts(strategy="channel", group_size=None)(config["quantization_config"])
     for name in [name for name in tensors if ".experts." in name and name.endswith("weight_scale")]:
@@ -543,7 +541,7 @@ def test_a_family_whose_servers_are_not_known_is_a_warning() -> None:
     """What is declared is compared with what is stored all the same, under the published names."""
     config, tensors = good()
     facts = architecture_for(config, "x").model_copy(update={"servers": {}})
-    found = check(config, tensors, facts, sizes_of(facts))
+    found = check(config, tensors, facts)
     (finding,) = found.findings
     assert (finding.severity, finding.where) == ("warning", "minimax_m2")
     assert "so none was checked" in finding.problem
@@ -551,7 +549,7 @@ def test_a_family_whose_servers_are_not_known_is_a_warning() -> None:
     assert set(found.schemes) == {STORED, UNKNOWN_SERVER.name, T}
     tensors[f"{V_PROJ}.weight"] = Spec("BF16", (128, 128))
     del tensors[f"{V_PROJ}.weight_scale"]
-    found = check(config, tensors, facts, sizes_of(facts))
+    found = check(config, tensors, facts)
     assert "but is stored as BF16" in said(found, UNKNOWN_SERVER.name)
 
 
@@ -613,7 +611,7 @@ def serve_commands() -> list[str]:
     for name in published_models():
         whole = published(name, layers=4, experts=16)
         source = Checkpoint(Path("here"), name, whole.config, {})
-        about = of_plan(whole.plan(), whole.facts, whole.sizes, source, name)["serving"]
+        about = of_plan(whole.plan(), whole.facts, source, name)["serving"]
         about |= {"sampling": {"temperature": 1.0, "top_k": 40}, "fits": [row | split for row in about["fits"][:1]]}
         commands.append(vllm_command(about, name) or "")
     return list(filter(None, commands))

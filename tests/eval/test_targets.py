@@ -15,7 +15,6 @@ import pytest
 from eval.serving.engines import SERVERS, model_modules, read_rules, server_lookups, transformers_lookups
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.matrices import Matrix
-from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.formats.fp8 import ROWS, Fp8
 from quantizers.planning.assign_actions import expected_tensors, make_plan
@@ -41,9 +40,8 @@ def section_of(family: str, schemes: list[Scheme]) -> tuple[dict[str, Any], dict
     """The quantization_config of a model of LAYERS layers, whose schemes take turns, and the scheme of each layer."""
     config = families.config(family, num_hidden_layers=LAYERS)
     facts = architecture_for(config, "x")
-    sizes = sizes_of(facts)
     fp8 = FORMS[family]
-    plan = make_plan(facts, sizes, expected_tensors(facts, sizes, config, "x"), Experts(), "x", (128, 128))
+    plan = make_plan(facts, expected_tensors(facts, config, "x"), Experts(), "x", (128, 128))
     turns = {layer: schemes[layer % len(schemes)] for layer in plan.quantized_layers}
     plan = plan.with_schemes([turns.get(layer, schemes[0]) for layer in range(LAYERS)])
     return output_config(config, facts, plan, fp8)["quantization_config"], turns
@@ -111,17 +109,16 @@ def test_made_targets_give_each_module_the_scheme_of_written_ones(family: str, s
 
     config = families.config(family)
     facts = architecture_for(config, "x")
-    sizes = sizes_of(facts)
     section = config.get("quantization_config")
     fp8: Fp8 | None = None if section is None else (128, 128) if "weight_block_size" in section else ROWS
-    plan = make_plan(facts, sizes, expected_tensors(facts, sizes, config, "x"), Experts(), "x", (128, 128))
+    plan = make_plan(facts, expected_tensors(facts, config, "x"), Experts(), "x", (128, 128))
     plan = plan.with_schemes([schemes[layer % len(schemes)] for layer in range(plan.layers)])
     answers = []
     for known in (facts, facts.model_copy(update={"targets": None})):
         rules = read_rules(output_config(config, known, plan, fp8)["quantization_config"])
-        modules = model_modules(facts, sizes)
+        modules = model_modules(facts)
         asked = [(one.asked, one.scheme, one.refused) for engine in SERVERS for one in
-                 server_lookups(engine, facts, sizes, rules, modules)]  # fmt: skip
+                 server_lookups(engine, facts, rules, modules)]  # fmt: skip
         asked += [(one.asked, one.scheme, one.refused) for one in transformers_lookups(facts, rules, modules)]
         for name in (module.name for module in modules):
             ignored = any(match_name(name, entry) for entry in rules.ignore)

@@ -12,7 +12,6 @@ import tiny
 import torch
 
 from quantizers.architectures.families import architecture_for
-from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.loaded_tensors import load_tensors
 from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.formats.dequantization import read_weight
@@ -93,7 +92,7 @@ def stored(folder: Path, form: str, block: tuple[int, int] = (32, 32), **changes
 
 def experts_of(checkpoint: Checkpoint, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> ExpertWeights:
     facts = architecture_for(checkpoint.config, "config.json")
-    return ExpertWeights(checkpoint, facts, sizes_of(facts), 0, device, dtype)
+    return ExpertWeights(checkpoint, facts, 0, device, dtype)
 
 
 @pytest.fixture(autouse=True)
@@ -202,8 +201,7 @@ def test_a_layer_without_its_experts_attends_and_routes(tmp_path: Path) -> None:
     """As the whole one does; the experts' parameters need no memory, and can be given back later."""
     checkpoint = stored(tmp_path, "FP8 in blocks")
     facts = architecture_for(checkpoint.config, "config.json")
-    sizes = sizes_of(facts)
-    model = StreamedModel(checkpoint, facts, sizes, CPU, torch.float32)
+    model = StreamedModel(checkpoint, facts, CPU, torch.float32)
     states = torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(1))
     with model.layer(0) as layer:
         residual = model.attend(layer, states)
@@ -222,8 +220,8 @@ def test_a_layer_without_its_experts_attends_and_routes(tmp_path: Path) -> None:
         assert torch.equal(found.weight, wanted.weight)
         experts: Any = layer.module.get_submodule(facts.modules.experts)
         assert torch.equal(experts.act_fn(states), torch.nn.functional.silu(states))
-    whole = layer_weights(checkpoint, facts, sizes, 0, CPU, torch.float32)
-    without = layer_weights(checkpoint, facts, sizes, 0, CPU, torch.float32, experts=False)
+    whole = layer_weights(checkpoint, facts, 0, CPU, torch.float32)
+    without = layer_weights(checkpoint, facts, 0, CPU, torch.float32, experts=False)
     assert whole.keys() - without.keys() == {name for name, kind in kinds.items() if kind == "meta"}
     short = {name: t for name, t in without.items() if name != "input_layernorm.weight"}
     module = model.skeleton.layer(0)

@@ -60,7 +60,7 @@ def test_a_row_keeps_token_ids(tmp_path: Path, dtype: torch.dtype) -> None:
     model = zoo.opened(zoo.save("qwen4_exp", tmp_path), dtype)
     states, ids = torch.randn(2, 5, model.hidden).to(dtype), torch.randint(2**31 - 1, (2, 5))
     rows = model.row(states, None, ids)
-    assert rows.numel() * dtype.itemsize == 10 * model.sizes.row_bytes(dtype.itemsize)
+    assert rows.numel() * dtype.itemsize == 10 * model.facts.row_bytes(dtype.itemsize)
     assert torch.equal(rows[..., : model.hidden], states)
     assert torch.equal(model.tokens(rows), ids)
     text = torch.randint(300, (9,))
@@ -68,7 +68,6 @@ def test_a_row_keeps_token_ids(tmp_path: Path, dtype: torch.dtype) -> None:
     with model.layer(0) as layer:
         assert torch.equal(model.tokens(model.run(layer, entering)[0]), text)
     model.facts = model.facts.model_copy(update={"handed": HandedFacts(argument="a", entry=1, width=8, dtype="int64")})
-    model.sizes.beside = 10
     rows = model.row(states[:1], indices := torch.randint(2**20, (1, 5, 3)), ids[:1])
     assert torch.equal(model.handed(rows), indices)
     assert torch.equal(model.tokens(rows), ids[:1])
@@ -83,7 +82,7 @@ def test_a_row_keeps_it_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
         indices = torch.randint(2**20, (1, 5, width), dtype=torch.int32)
         rows = model.row(states, indices)
         assert rows.shape[-1] == model.row_width
-        assert rows.numel() * dtype.itemsize == 5 * model.sizes.row_bytes(dtype.itemsize)
+        assert rows.numel() * dtype.itemsize == 5 * model.facts.row_bytes(dtype.itemsize)
         assert torch.equal(rows[..., : model.hidden], states)
         found = model.handed(rows)
         assert found is not None

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tiny import make
 
 from quantizers.architectures.families import architecture_for
-from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.model.activation_store import ActivationStore
 from quantizers.model.layer_forward import attend, finish, observe, padded, unpadded
@@ -29,8 +28,7 @@ CHUNK = 8  # rows: every block but the first holds parts of two sequences or mor
 def model(tmp_path_factory: pytest.TempPathFactory) -> StreamedModel:
     checkpoint = open_folder(make(tmp_path_factory.mktemp("halves") / "model", seed=3))
     facts = architecture_for(checkpoint.config, "config.json")
-    sizes = sizes_of(facts)
-    return StreamedModel(checkpoint, facts, sizes, torch.device("cpu"), torch.float32)
+    return StreamedModel(checkpoint, facts, torch.device("cpu"), torch.float32)
 
 
 @pytest.fixture
@@ -44,7 +42,7 @@ def rows(width: int, dtype: torch.dtype, path: Path | None = None) -> Activation
 
 
 def filled(model: StreamedModel, path: Path | None = None) -> ActivationStore:
-    states = rows(model.sizes["hidden"], model.dtype, path)
+    states = rows(model.facts["hidden"], model.dtype, path)
     states.flat.copy_(torch.randn(states.flat.shape, generator=torch.Generator().manual_seed(1)))
     return states
 
@@ -61,7 +59,7 @@ def test_blocks_of_rows_give_what_each_sequence_gives_alone(
     for sequence in states:
         layer.module(**model.inputs(layer, sequence.unsqueeze(0)))
     hook.remove()
-    after, chosen = filled(model), rows(model.sizes["chosen"], torch.int32)
+    after, chosen = filled(model), rows(model.facts["chosen"], torch.int32)
     attend(model, layer, states, after)
     assert len(after.chunks()) == 5
     assert [len(batch) for batch in after.batches] == [1, 1, 1, 1, 2, 3]
@@ -78,7 +76,7 @@ def test_observing_leaves_the_residual_and_what_the_experts_are_given(
 ) -> None:
     states = filled(model)
     residual = [model.attend(layer, sequence) for sequence in states]
-    recorded = moe_input_store(lambda _, width, dtype: rows(width, dtype), model.sizes, model.dtype)
+    recorded = moe_input_store(lambda _, width, dtype: rows(width, dtype), model.facts, model.dtype)
     observe(model, layer, states, recorded)
     for i, expected in enumerate(residual):
         if i < SINGLE_PROCESS:

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for
-from quantizers.architectures.sizes import sizes_of
 from quantizers.architectures.skeleton import Call, Skeleton
 from quantizers.checkpoint.reader import open_folder
 from quantizers.model.proof import BOUND, LENGTHS, Proof
@@ -39,13 +38,13 @@ Change = Callable[[Architecture], Architecture]
 def opened(folder: Path, change: Change = lambda facts: facts, dtype: torch.dtype = torch.float32) -> StreamedModel:
     checkpoint = open_folder(folder)
     facts = architecture_for(checkpoint.config, "config.json", None, checkpoint.tensors)
-    return StreamedModel(checkpoint, change(facts), sizes_of(facts), CPU, dtype)
+    return StreamedModel(checkpoint, change(facts), CPU, dtype)
 
 
 def proven(model: StreamedModel) -> list[float]:
     """The proof's figures of all layers, each without the weights of its experts."""
     proof, found = Proof(model), []
-    for number in range(model.sizes["layers"]):
+    for number in range(model.facts["layers"]):
         with model.layer(number, experts=False) as layer:
             found.append(proof.of_layer(layer))
     return found
@@ -163,7 +162,7 @@ def test_a_layer_that_does_not_consist_of_two_halves_is_refused(model_type: str,
     folder = zoo.save(model_type, tmp_path / "model")
     assert max(proven(opened(folder))) < BOUND[torch.float32]
     model = opened(folder, in_halves)
-    assert min(refused(model, number) for number in model.sizes.moe_layers) > 0.05
+    assert min(refused(model, number) for number in model.facts.moe_layers) > 0.05
 
 
 def test_a_run_of_a_model_that_is_not_proven_ends_with_its_figure_and_leaves_nothing_finished(

@@ -15,7 +15,6 @@ from tiny import make
 from torch import Tensor
 
 from quantizers.architectures.families import architecture_for
-from quantizers.architectures.sizes import sizes_of
 from quantizers.architectures.skeleton import replaced_forward
 from quantizers.checkpoint.reader import open_folder
 from quantizers.model.streamed_model import StreamedModel, require_gate
@@ -131,14 +130,14 @@ class Pass:
 def layered(folder: Path) -> StreamedModel:
     checkpoint = open_folder(folder)
     facts = architecture_for(checkpoint.config, str(folder))
-    return StreamedModel(checkpoint, facts, sizes_of(facts), torch.device("cpu"), torch.float32)
+    return StreamedModel(checkpoint, facts, torch.device("cpu"), torch.float32)
 
 
 def streamed(folder: Path, tokens: Tensor) -> Pass:
     model = layered(folder)
     x = model.begin(tokens, model.embedding())
     states, choices = [], []
-    for number in range(model.sizes["layers"]):
+    for number in range(model.facts["layers"]):
         with model.layer(number) as layer:
             x, chosen = model.run(layer, x)
         states.append(x)

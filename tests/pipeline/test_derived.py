@@ -71,10 +71,10 @@ def test_the_gates_pass_and_so_does_verify(made: Made) -> None:
 
 def test_everything_but_experts_folded_norms_and_their_routers_has_the_sources_bytes(made: Made) -> None:
     job, output = made.job, stored(made.output)[1]
-    facts, sizes = job.facts, job.sizes
+    facts = job.facts
     changed = {
         facts.layer(number, name)
-        for number in (sizes.moe_layers if job.plan.folds else [])
+        for number in (facts.moe_layers if job.plan.folds else [])
         for name in (facts.norm.tensor, *([facts.router.tensor] if facts.router_follows else []))
     }
     for name, tensor in stored(made.model)[1].items():

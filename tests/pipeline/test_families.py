@@ -105,7 +105,7 @@ def whole(made: Made) -> Any:
 
 @pytest.fixture
 def streamed(made: Made) -> StreamedModel:
-    return StreamedModel(open_folder(made.model), made.job.facts, made.job.sizes, CPU, torch.float32)
+    return StreamedModel(open_folder(made.model), made.job.facts, CPU, torch.float32)
 
 
 def test_every_family_that_is_known_is_tested() -> None:
@@ -121,7 +121,7 @@ def test_the_streamed_model_is_transformers_whole_model(made: Made, whole: Any, 
     assert len(text) > 2 * families.MODELS[made.name].get("sliding_window", 0), "a window would not show"
     expected = run_whole(whole, [text])
     states = streamed.begin(text, streamed.embedding())
-    for number in range(streamed.sizes["layers"]):
+    for number in range(streamed.facts["layers"]):
         with streamed.layer(number) as layer:
             states, chosen = streamed.run(layer, states)
         wanted = expected.states[number][0]

@@ -23,7 +23,6 @@ from whole_models import stored
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.matrices import MATRICES
-from quantizers.architectures.sizes import Sizes, sizes_of
 from quantizers.checkpoint.reader import Checkpoint, open_folder, torch_dtype
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.checkpoint.source_identity import source_digest
@@ -62,22 +61,22 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return made
 
 
-def opened(folder: Path) -> tuple[Checkpoint, Architecture, Sizes]:
+def opened(folder: Path) -> tuple[Checkpoint, Architecture]:
     checkpoint = open_folder(folder)
     facts = architecture_for(checkpoint.config, "config.json")
-    return checkpoint, facts, sizes_of(facts)
+    return checkpoint, facts
 
 
 def test_every_matrix_has_the_bytes_that_transformers_saves_apart(made: Made) -> None:
-    checkpoint, facts, sizes = opened(made.fused / "model")
+    checkpoint, facts = opened(made.fused / "model")
     assert GATE_UP in checkpoint.tensors
     _, apart = stored(made.apart / "model")
-    for shown in (split_fused_experts(checkpoint, facts, sizes), published_names(checkpoint, facts)):
+    for shown in (split_fused_experts(checkpoint, facts), published_names(checkpoint, facts)):
         assert shown.tensors.keys() == apart.keys()
         for name, tensor in apart.items():
             assert shown.tensors[name].name == name
             assert torch.equal(shown.tensor(name), tensor), name
-    assert split_fused_experts(shown, facts, sizes) == shown
+    assert split_fused_experts(shown, facts) == shown
 
 
 def test_it_runs_to_the_same_bytes_as_the_model_saved_apart(made: Made) -> None:
@@ -122,8 +121,7 @@ CONFIG = {"model_type": "mixtral"} | {
     "num_key_value_heads": 2, "vocab_size": 64, "num_local_experts": 3, "num_experts_per_tok": 2,
 }  # fmt: skip
 FACTS = architecture_for(CONFIG, "config.json")
-SIZES = sizes_of(FACTS)
-APART = expected_tensors(FACTS, SIZES, CONFIG, "config.json")
+APART = expected_tensors(FACTS, CONFIG, "config.json")
 
 
 def headers(base: str = "mlp", **changes: Spec) -> dict[str, Spec]:
@@ -138,7 +136,7 @@ def headers(base: str = "mlp", **changes: Spec) -> dict[str, Spec]:
 
 @pytest.mark.parametrize("base", ["mlp", "block_sparse_moe"])
 def test_headers_alone_are_those_of_the_model_saved_apart(base: str) -> None:
-    assert split_fused(headers(base), FACTS, SIZES, "here") == APART
+    assert split_fused(headers(base), FACTS, "here") == APART
 
 
 def test_tensors_under_names_that_the_facts_say_are_taken_apart_with_the_scales_of_fp8() -> None:
@@ -153,11 +151,11 @@ def test_tensors_under_names_that_the_facts_say_are_taken_apart_with_the_scales_
     for name, spec in APART.items():
         if ".experts." in name:
             wanted |= {name: Spec("F8_E4M3", spec.shape), f"{name}_scale_inv": Spec("F32", (3, 4))}
-    assert split_fused(tensors, facts, SIZES, "here") == wanted
+    assert split_fused(tensors, facts, "here") == wanted
     name = "model.layers.1.moe.up.weight"
     for changed in ({f"{name}_scale_inv": Spec("F32", (3, 3))}, {name: Spec("F8_E4M3", (3, 128, 96))}):
         with pytest.raises(CheckpointError, match=rf"^here: {next(iter(changed))} holds all experts in one tensor"):
-            split_fused(tensors | changed, facts, SIZES, "here")
+            split_fused(tensors | changed, facts, "here")
 
 
 def test_headers_from_the_hub_are_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,14 +184,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_another_layout_is_refused_by_name_with_the_remedy(name: str) -> None:
     changes, said = REFUSED[name]
     with pytest.raises(CheckpointError, match=rf"^here: {said}.*; save the model with transformers' save_pretrained, "):
-        split_fused(headers(**changes), FACTS, SIZES, "here")
+        split_fused(headers(**changes), FACTS, "here")
 
 
 def test_fused_experts_in_an_unknown_place_are_refused() -> None:
     with pytest.raises(CheckpointError, match=r"^here: model.layers.2.mlp.experts.down_proj holds all experts"):
-        split_fused(
-            headers() | {"model.layers.2.mlp.experts.down_proj": Spec("BF16", (3, 128, 96))}, FACTS, SIZES, "here"
-        )
+        split_fused(headers() | {"model.layers.2.mlp.experts.down_proj": Spec("BF16", (3, 128, 96))}, FACTS, "here")
 
 
 @pytest.mark.parametrize("more", [APART, headers("block_sparse_moe")], ids=["apart", "fused under another name"])
@@ -201,4 +197,4 @@ def test_experts_that_are_there_twice_are_refused(more: dict[str, Spec]) -> None
     with pytest.raises(
         CheckpointError, match=r"^here: model.layers.\d.block_sparse_moe.experts.\d.w\d.weight is also a"
     ):
-        split_fused(headers() | more, FACTS, SIZES, "here")
+        split_fused(headers() | more, FACTS, "here")

@@ -19,9 +19,9 @@ from commands import Command
 from delayed_copies import Delayed, delay
 from runs import Small, assert_same, change, cut_at, cut_in_layer, hashes
 from safetensors.torch import save_file
-from tiny import make, write_job
+from tiny import config, make, write_job
 
-from quantizers.architectures.sizes import Sizes
+from quantizers.architectures.families import architecture_for
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.layers import loop
@@ -83,7 +83,7 @@ def test_a_layer_is_journaled_once_what_goes_on_from_it_is_on_the_disk(
     monkeypatch.setattr(ActivationStore, "flush", slowly)
     monkeypatch.setattr(quantize, "write_json", noted)
     run(small.job, Options(tmp_path / "output", CPU))
-    layers = small.job.sizes["layers"]
+    layers = small.job.facts["layers"]
     for number in range(layers):
         entry = events.index(journal.layer_file(tmp_path, number).name)
         assert all(events.index(f"states-{stream}-{number + 1:05d}.bin") < entry for stream in range(4))
@@ -252,8 +252,7 @@ def test_what_is_copied_beside_the_work_has_the_same_bytes(
 
 def test_little_memory_sends_states_to_files() -> None:
     """What a device has no room for lies in host memory as long as it takes at most half of what is free."""
-    sizes = Sizes(hidden=16, chosen=2)
-    sizes.state = 16
+    facts = architecture_for(config(hidden_size=16, num_experts_per_tok=2), "x")
     nothing, inputs = (DeviceMemory(1, 1, 1, held, False, False, False, 0, 0, 0, 0, 0, 1) for held in (False, True))
     states: Any  # one of the three
     rows = 100
@@ -269,7 +268,7 @@ def test_little_memory_sends_states_to_files() -> None:
             (0, "memory", where),
             (10**12, "files", in_files),
         ):
-            *got, on_disk = placement(sizes, memory, rows, 4, states=states, machines=1, free=free)
+            *got, on_disk = placement(facts, memory, rows, 4, states=states, machines=1, free=free)
             assert tuple(got) == found
             assert on_disk == (bytes_elsewhere if "files" in found else 0)
 

@@ -22,7 +22,7 @@ from calibration_tokenizer import write_tokenizer
 from live_bytes import Alive
 from safetensors.torch import save_file
 
-from quantizers.architectures.sizes import Sizes
+from quantizers.architectures.families import architecture_for
 from quantizers.checkpoint import loaded_tensors
 from quantizers.pipeline import pipeline, quantize
 from quantizers.pipeline.pipeline import Options
@@ -221,9 +221,8 @@ def test_what_is_alive_does_not_grow_with_the_number_of_tokens(
     table = 8 * tiny.config()["num_experts_per_tok"] * more + 16 * SMALL[2] * more // (8 * SEQUENCE)
     assert 0 <= many.tensors - few.tensors <= 1.5 * table < 0.1 * 4 * SMALL[0] * more
     assert many.others - few.others <= 100 * more < 4 * SMALL[0] * more / 10
-    sizes = Sizes(hidden=SMALL[0], chosen=tiny.config()["num_experts_per_tok"])
-    sizes.state = SMALL[0]
-    assert living(1, 36, "memory").tensors - many.tensors == calibration_bytes(sizes, 36 * SEQUENCE, 4)
+    facts = architecture_for(tiny.config(hidden_size=SMALL[0]), "x")
+    assert living(1, 36, "memory").tensors - many.tensors == calibration_bytes(facts, 36 * SEQUENCE, 4)
 
 
 @pytest.mark.every

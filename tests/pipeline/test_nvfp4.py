@@ -107,7 +107,7 @@ def test_the_scales_of_activations_are_those_of_every_token_through_every_expert
         assert not any(name.endswith("input_global_scale") for name in tensors)
         return
     model, job = families.whole_model(config, weights), made.job
-    inputs: dict[int, list[Tensor]] = {number: [] for number in job.sizes.moe_layers}
+    inputs: dict[int, list[Tensor]] = {number: [] for number in job.facts.moe_layers}
     for number, kept in inputs.items():
         model.model.layers[number].mlp.experts.register_forward_pre_hook(
             lambda _module, args, kept=kept: kept.append(args[0].flatten(0, -2))
@@ -115,7 +115,7 @@ def test_the_scales_of_activations_are_those_of_every_token_through_every_expert
     run_whole(model, made.texts("calibration"))
     for number, kept in inputs.items():
         x = torch.cat(kept)
-        for expert in range(job.sizes["experts"]):
+        for expert in range(job.facts["experts"]):
             names = {m: job.facts.expert(number, expert, m) for m in ("gate", "up", "down")}
             gate, up = (weights[f"{names[m]}.weight"] for m in ("gate", "up"))
             h = torch.nn.functional.silu(x @ gate.mT) * (x @ up.mT)
@@ -172,7 +172,7 @@ def test_what_servers_and_transformers_do_with_it(made: Made, command: Command) 
 )
 def test_a_scale_that_breaks_an_expert_is_named(made: Made, part: str, value: float, said: str, tmp_path: Path) -> None:
     copy = shutil.copytree(made.output, tmp_path / "copy")
-    name = f"{made.job.facts.expert(made.job.sizes.moe_layers[0], 1, 'up')}.{part}"
+    name = f"{made.job.facts.expert(made.job.facts.moe_layers[0], 1, 'up')}.{part}"
     edit(copy, name, lambda t: t[name].fill_(value))
     (copy / "report.json").unlink()
     found = verify(copy, open_folder(made.model), CPU).differences

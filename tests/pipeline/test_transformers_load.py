@@ -21,7 +21,6 @@ from torch import Tensor
 from whole_models import load
 
 from quantizers.architectures.families import architecture_for
-from quantizers.architectures.sizes import sizes_of
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.model.layer_weights import layer_weights
@@ -53,7 +52,7 @@ def with_float32_experts(model: Any, streamed: StreamedModel | None = None) -> A
     for number, layer in enumerate(model.model.layers):
         exact = {}
         if streamed is not None:
-            exact = layer_weights(streamed.checkpoint, streamed.facts, streamed.sizes, number, CPU, torch.float32)
+            exact = layer_weights(streamed.checkpoint, streamed.facts, number, CPU, torch.float32)
         for name in ("gate_up_proj", "down_proj"):
             weight = exact.get(f"mlp.experts.{name}", getattr(layer.mlp.experts, name).float())
             setattr(layer.mlp.experts, name, torch.nn.Parameter(weight, requires_grad=False))
@@ -71,7 +70,7 @@ def texts(finished: Finished) -> list[Tensor]:
 def streamed(finished: Finished) -> StreamedModel:
     checkpoint = open_folder(finished.folder)
     facts = architecture_for(checkpoint.config, "config.json")
-    return StreamedModel(checkpoint, facts, sizes_of(facts), CPU, torch.float32)
+    return StreamedModel(checkpoint, facts, CPU, torch.float32)
 
 
 def rounded_to_fp8(_module: Any, inputs: tuple[Tensor, ...]) -> Tensor:
@@ -87,7 +86,7 @@ def streamed_logs(
 ) -> list[Tensor]:
     """Log-probabilities of the streamed model, with transformers' two roundings done by hand if asked for."""
     states = [model.begin(text, model.embedding()) for text in texts]
-    for number in range(model.sizes["layers"]):
+    for number in range(model.facts["layers"]):
         with model.layer(number) as layer:
             hooks = []
             if round_inputs:
@@ -177,7 +176,7 @@ def test_weights_as_transformers_dequantizes_them(
     model, _ = load(finished.folder, dtype)
     model(torch.tensor([[1, 2, 3]]))  # decompresses
     for number, layer in enumerate(model.model.layers):
-        exact = layer_weights(checkpoint, streamed.facts, streamed.sizes, number, CPU, torch.float32)
+        exact = layer_weights(checkpoint, streamed.facts, number, CPU, torch.float32)
         for name in ("gate_up_proj", "down_proj"):
             loaded = getattr(layer.mlp.experts, name)
             assert loaded.dtype == torch.bfloat16

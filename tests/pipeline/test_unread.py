@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 
 from quantizers.architectures import families
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.pipeline.pipeline import Options, run
@@ -28,8 +27,7 @@ from stitch.audit.checkpoint import verify
 CPU = torch.device("cpu")
 CONFIG = tiny.config()
 FACTS = families.architecture_for(CONFIG, "config.json")
-SIZES = sizes_of(FACTS)
-TENSORS = expected_tensors(FACTS, SIZES, CONFIG, "config.json")
+TENSORS = expected_tensors(FACTS, CONFIG, "config.json")
 PATTERNS = [r".*rotary_emb\.inv_freq", r"vision_tower\..*", r"model\.layers\.2\..*", r".*\.mask"]
 INV_FREQ = "model.layers.1.self_attn.rotary_emb.inv_freq"
 MASK = "model.layers.0.self_attn.mask"
@@ -55,7 +53,7 @@ def with_unread(*patterns: str) -> Architecture:
 
 
 def planned(facts: Architecture, tensors: dict[str, Spec]) -> Plan:
-    return make_plan(facts, SIZES, tensors, Experts(), "here", (128, 128))
+    return make_plan(facts, tensors, Experts(), "here", (128, 128))
 
 
 def test_they_lie_in_the_shard_of_their_layer_or_in_the_last() -> None:
@@ -75,7 +73,7 @@ def test_they_change_nothing_else_in_the_plan() -> None:
     plain, plan = planned(FACTS, TENSORS), planned(with_unread(*PATTERNS), TENSORS | SPECS)
     assert tuple(action for action in plan.actions if action.kind != "carry") == plain.actions
     assert plan.fp8_form((128, 128)) == (128, 128)
-    assert device_memory(plan, SIZES, 64, False, None) == device_memory(plain, SIZES, 64, False, None)
+    assert device_memory(plan, FACTS, 64, False, None) == device_memory(plain, FACTS, 64, False, None)
 
 
 def test_the_scale_of_an_fp8_weight_gets_the_name_that_servers_read() -> None:

@@ -60,14 +60,14 @@ def test_upgrades_go_where_they_gain_most() -> None:
 def of(limit: str | float, parallel: int | None = None, **changes: int) -> Allocation:
     model, key = tiny_model(**changes), "budget" if isinstance(limit, str) else "bits_per_weight"
     experts = Experts.model_validate({key: limit, "tensor_parallel": parallel})
-    return allocation(model.plan(), model.sizes, experts, "r.yaml:6: experts." + key)
+    return allocation(model.plan(), model.facts, experts, "r.yaml:6: experts." + key)
 
 
 def test_candidates_are_what_vllm_takes() -> None:
     assert list(CANDIDATES) == sorted(CANDIDATES, key=lambda scheme: scheme.bits_per_weight)
-    sizes = published("MiniMaxAI/MiniMax-M2.1", layers=1).sizes
-    assert [len(candidates(sizes, parallel)) for parallel in (1, 2, 4, 8, 16, 32)] == [12, 12, 12, 8, 4, 0]
-    small = tiny_model(intermediate_size=64).sizes
+    facts = published("MiniMaxAI/MiniMax-M2.1", layers=1).facts
+    assert [len(candidates(facts, parallel)) for parallel in (1, 2, 4, 8, 16, 32)] == [12, 12, 12, 8, 4, 0]
+    small = tiny_model(intermediate_size=64).facts
     assert {scheme.group_size for scheme in candidates(small, 1)} == {32, 64}
     assert {scheme.group_size for scheme in candidates(small, 2)} == {32}
 
@@ -91,7 +91,7 @@ def test_layers_without_experts_have_no_choice_and_are_paid_for() -> None:
     model = published("deepseek-ai/DeepSeek-V3", layers=6, experts=16)
     plan = model.plan()
     for limit in ({"budget": "100GB"}, {"bits_per_weight": 4.6}):
-        found = allocation(plan, model.sizes, Experts.model_validate(limit), "r.yaml:6: experts")
+        found = allocation(plan, model.facts, Experts.model_validate(limit), "r.yaml:6: experts")
         assert found.layers == (3, 4, 5)
         chosen = [0, len(found.candidates) - 1, 1]
         schemes = found.schemes(chosen)

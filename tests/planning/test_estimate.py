@@ -31,7 +31,7 @@ README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 @pytest.fixture(scope="module")
 def numbers(published_job: Job) -> dict[str, Any]:
     """Of MiniMax-M2.1."""
-    return summary(published_job.plan, published_job.sizes)
+    return summary(published_job.plan, published_job.facts)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_seconds_are_work_over_the_shares_of_nominal_rates() -> None:
 def test_a_gpu_that_is_too_small_has_no_time(published_job: Job) -> None:
     """A layer of DeepSeek-V3 does not fit on 24 GB."""
     large = published("deepseek-ai/DeepSeek-V3", layers=4)
-    needs = estimate_run(replace(published_job, plan=large.plan(), sizes=large.sizes), 1)
+    needs = estimate_run(replace(published_job, plan=large.plan()), 1)
     assert list(needs.seconds or ())[:2] == ["CPU", "A100"]
 
 

@@ -7,7 +7,6 @@ import torch
 from conftest import REPOSITORY
 
 from quantizers.architectures.families import all_published, architecture_for
-from quantizers.architectures.sizes import sizes_of
 from quantizers.planning.expert_batches import batch_sizes, by_load, expert_batches, experts_per_batch, tokens_per_chunk
 
 GIB = 2**30
@@ -68,9 +67,8 @@ def test_the_table_in_the_docs_is_what_the_program_does() -> None:
     page = (REPOSITORY / "docs/explanation/memory-and-time.md").read_text()
     for _, published in all_published():
         facts = architecture_for(published.config | {"num_hidden_layers": 4}, "config.json")
-        sizes = sizes_of(facts)
-        experts, hidden, width = (sizes[name] for name in ("experts", "hidden", "width"))
-        on_gpu, on_cpu = (batch_sizes(accelerator, sizes)["experts"] for accelerator in (True, False))
+        experts, hidden, width = (facts[name] for name in ("experts", "hidden", "width"))
+        on_gpu, on_cpu = (batch_sizes(accelerator, facts)["experts"] for accelerator in (True, False))
         row = f"| {experts} | {hidden:,} | {width:,} | {on_gpu} | {on_cpu} |"
         assert row in page, f"{published.models[0]}: {row}"
     for accelerator in (True, False):

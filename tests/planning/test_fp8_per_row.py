@@ -95,7 +95,7 @@ def test_a_config_alone_with_other_weights_of_compressed_tensors_is_refused(chan
 def test_rows_divide_among_cards_where_blocks_do_not() -> None:
     plan = MODEL.plan()
     forms: list[Fp8] = [ROWS, BLOCK]
-    rows, blocks = (serving_model(plan, MODEL.facts, MODEL.sizes, MODEL.config, form) for form in forms)
+    rows, blocks = (serving_model(plan, MODEL.facts, MODEL.config, form) for form in forms)
     assert tensor_parallel_problem(rows, 2) is None
     assert (
         tensor_parallel_problem(blocks, 2)
@@ -104,7 +104,7 @@ def test_rows_divide_among_cards_where_blocks_do_not() -> None:
 
 
 def test_scales_take_no_memory_of_their_own_as_weights() -> None:
-    needed = [device_memory(model.plan(), model.sizes, 64, False, None) for model in (MODEL, IN_BLOCKS)]
+    needed = [device_memory(model.plan(), model.facts, 64, False, None) for model in (MODEL, IN_BLOCKS)]
     assert needed[0] == needed[1]
 
 
@@ -112,7 +112,7 @@ def read_by_servers(form: Fp8, model: Model) -> ServingCheck:
     """How servers read an output with the model's tensors whose config says this form."""
     plan = model.plan()
     written = {name: spec for action in plan.actions for name, spec in action.outputs.items()}
-    return check(output_config(MODEL.config, MODEL.facts, plan, form), written, MODEL.facts, MODEL.sizes)
+    return check(output_config(MODEL.config, MODEL.facts, plan, form), written, MODEL.facts)
 
 
 def test_servers_find_the_form_that_the_config_says() -> None:

@@ -22,7 +22,7 @@ PLAN = MINIMAX.plan()
 
 def within(limit: int | None, tokens: int = 131_072, held_out: int = 90_000) -> DeviceMemory:
     """A layer of MiniMax-M2 on an accelerator."""
-    return device_memory(PLAN, MINIMAX.sizes, 8192, True, limit, tokens, held_out=held_out)
+    return device_memory(PLAN, MINIMAX.facts, 8192, True, limit, tokens, held_out=held_out)
 
 
 def test_more_is_kept_the_larger_the_limit_and_the_peak_stays_within_it() -> None:
@@ -77,13 +77,13 @@ def test_never_more_than_planned(
     # Every scale that is tried needs the same arrays, so three say as much as twenty.
     settings = Experts(rounding=method[0], scales=method[1], bits=method[2], awq=Awq(grid=3))
     model = tiny_model(hidden_size=hidden, intermediate_size=width, num_local_experts=experts)
-    sizes = model.sizes
+    facts = model.facts
     torch.manual_seed(0)
     gate_up, down = torch.randn(experts, 2 * width, hidden), torch.randn(experts, hidden, width)
     for rows, unit, resident in ((32, 1, 1), (256, 2, 2)):
         scores = torch.rand(2, rows, experts)
         scores[..., 0] += 1  # one expert gets every token, the worst case that is planned for
-        chosen = scores.topk(sizes["chosen"]).indices
+        chosen = scores.topk(facts["chosen"]).indices
         blocks = [capture_moe_inputs(torch.randn(rows, hidden), c, torch.rand(c.shape)) for c in chosen]
         with Alive() as alive:
             solve(
@@ -99,7 +99,7 @@ def test_never_more_than_planned(
             )
         monkeypatch.setattr("quantizers.planning.device_memory.experts_per_batch", lambda *_, unit=unit: unit)
         monkeypatch.setattr("quantizers.planning.device_memory.tokens_per_chunk", lambda _, rows=rows: rows)
-        phases = _Phases(model.plan(), sizes, rows, accelerator=False, tokens=2 * rows)
+        phases = _Phases(model.plan(), facts, rows, accelerator=False, tokens=2 * rows)
         foreseen = phases.solve(min(resident, -(-experts // unit)))
         assert alive.most <= foreseen
         assert method[0] != "gptq" or foreseen <= 2.5 * alive.most

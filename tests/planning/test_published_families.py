@@ -13,8 +13,8 @@ from planned import BLOCK, published, published_with
 
 from eval.serving.check import tensor_parallel
 from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.derive import KEYS
 from quantizers.architectures.families import all_published, architecture_for, published_config
-from quantizers.architectures.sizes import KEYS, sizes_of
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.planning import serving_memory
 from quantizers.planning.gpus import parse_gpus
@@ -44,7 +44,7 @@ def served(model: str, **changes: Any) -> serving_memory.Model:
     """With few experts, which decide nothing here but the weights' bytes, and other changes to config.json."""
     small = published(model, experts=16, **changes)
     plan = small.plan()
-    return serving_memory.serving_model(plan, small.facts, small.sizes, small.config, plan.fp8_form(BLOCK))
+    return serving_memory.serving_model(plan, small.facts, small.config, plan.fp8_form(BLOCK))
 
 
 @pytest.mark.parametrize("model", SIZES)
@@ -56,7 +56,7 @@ def test_matrices_and_size_of_the_experts(model: str) -> None:
     experts = next(config[key] for key in KEYS["experts"] if key in config)
     matrices, gigabytes = SIZES[model]
     packed = [spec for a in whole.plan().actions if a.kind == "quantize" for spec in a.outputs.values()]
-    scale = layers * experts / (len(whole.sizes.moe_layers) * 16)
+    scale = layers * experts / (len(whole.facts.moe_layers) * 16)
     assert sum(action.kind == "quantize" for action in whole.plan().actions) * scale == matrices
     weights = sum(spec.bytes for spec in packed if spec.dtype != "I64")  # without the two numbers of each shape
     assert weights * scale / 1e9 == pytest.approx(gigabytes, abs=0.05)
@@ -68,7 +68,7 @@ def test_the_source_of_deepseek_v3_is_as_large_as_published() -> None:
     model = published("deepseek-ai/DeepSeek-V3")
     assert len(model.tensors) == 91_991
     assert sum(spec.bytes for spec in model.tensors.values()) / 1e9 == pytest.approx(688.57, abs=0.01)
-    assert list(model.sizes.mtp) == [61]
+    assert list(model.facts.mtp_layers) == [61]
     layer = model.plan().of_layer(61)
     assert {action.kind for action in layer} == {"keep", "rename"}
     experts = [action for action in layer if action.expert is not None and not action.is_scale]
@@ -144,9 +144,7 @@ def test_tensor_parallelism(model: str, fits: list[int]) -> None:
 )
 def test_what_keeps_a_model_from_more_gpus(model: str, ranks: int, reason: str) -> None:
     one = served(model, layers=4)
-    assert any(
-        reason in found for found in serving_memory.obstacles(ranks, one.facts, one.sizes, one.groups, one.blocks)
-    )
+    assert any(reason in found for found in serving_memory.obstacles(ranks, one.facts, one.groups, one.blocks))
 
 
 @pytest.mark.slow
@@ -198,8 +196,8 @@ def test_facts_that_do_not_say_what_gpus_hold_are_refused_for_gpus_alone(key: st
     model = published("zai-org/GLM-4.7-Flash", experts=8)
     old = replace(model, facts=model.facts.model_copy(update={key: None}))
     with pytest.raises(InputError, match=r"is not known here for glm4_moe_lite$") as why:
-        serving_memory.serving_model(old.plan(), old.facts, old.sizes, old.config, None)
-    assert tensor_parallel(1, old.facts, old.sizes, []) == str(why.value)
+        serving_memory.serving_model(old.plan(), old.facts, old.config, None)
+    assert tensor_parallel(1, old.facts, []) == str(why.value)
 
 
 def test_a_size_that_config_json_leaves_out_is_that_of_the_class() -> None:
@@ -243,8 +241,8 @@ def test_facts_that_are_wrong_are_refused_with_their_key(
 )
 def test_dense_layers(value: Any, message: str) -> None:
     config = published_with("Qwen/Qwen3-30B-A3B-FP8", layers=3, experts=8)
-    assert sizes_of(architecture_for(config, "x")).dense == frozenset()
-    assert sizes_of(architecture_for(config | {"mlp_only_layers": [1]}, "x")).moe_layers == [0, 2]
+    assert architecture_for(config, "x").dense == frozenset()
+    assert architecture_for(config | {"mlp_only_layers": [1]}, "x").moe_layers == [0, 2]
     with pytest.raises(ArchitectureError, match=message):
         architecture_for(config | {"mlp_only_layers": value}, "x")
 

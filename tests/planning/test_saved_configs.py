@@ -10,7 +10,6 @@ import transformers
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for
-from quantizers.architectures.sizes import is_of, sizes_of
 from quantizers.system.errors import ArchitectureError
 
 
@@ -24,16 +23,17 @@ def test_what_transformers_saves_has_the_sizes_of_what_it_read(family: str) -> N
     config = families.config(family)
     facts = architecture_for(config, "x")
     again = saved(facts, config)
-    read, found = sizes_of(facts), sizes_of(architecture_for(again, "x"))
-    assert (found, found.dense, found.mtp) == (read, read.dense, read.mtp)
-    assert is_of(facts, again)
+    found = architecture_for(again, "x")
+    values = [[one[name] for name in facts.sizes] for one in (facts, found)]
+    assert (values[1], found.dense, found.mtp_layers) == (values[0], facts.dense, facts.mtp_layers)
+    assert facts.is_of(again)
     for name in ("experts", "chosen", "hidden", "width", "layers", "kv_heads"):
-        assert config[facts.sizes[name].key] == read[name]
-        assert not is_of(facts, config | {facts.sizes[name].key: 2 * read[name]})
+        assert config[facts.sizes[name].key] == facts[name]
+        assert not facts.is_of(config | {facts.sizes[name].key: 2 * facts[name]})
 
 
 def experts_of(config: dict[str, Any]) -> int:
-    return sizes_of(architecture_for(config, "x"))["experts"]
+    return architecture_for(config, "x")["experts"]
 
 
 def test_a_key_of_another_name_is_that_of_the_class_and_a_missing_one_its_default() -> None:
@@ -58,6 +58,6 @@ def test_a_size_that_the_class_works_out_is_what_it_works_out() -> None:
 def test_kinds_of_layers_are_those_of_the_class() -> None:
     config = families.config("glm4_moe_lite")
     kinds = ["sparse", "dense", "sparse"]
-    assert sizes_of(architecture_for(config | {"mlp_layer_types": kinds}, "x")).dense == {1}
+    assert architecture_for(config | {"mlp_layer_types": kinds}, "x").dense == {1}
     with pytest.raises(ArchitectureError, match=r"^x: transformers.* cannot make Glm4MoeLiteForCausalLM of it \("):
         architecture_for(config | {"mlp_layer_types": 3}, "x")

@@ -20,7 +20,6 @@ from runs import cut_in_layer
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for, known
-from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.commands.verify import verify_folder
 from quantizers.model.streamed_model import StreamedModel
@@ -175,7 +174,7 @@ def test_transformers_is_asked_whether_the_facts_fit_it(
     source = open_folder(job.parent / "model")
     facts = architecture_for(source.config, "x", job.parent / "mine.yaml")
     with contextlib.nullcontext() if said is None else pytest.raises(ArchitectureError, match=said):
-        model = StreamedModel(source, facts, sizes_of(facts), CPU, torch.float32)
+        model = StreamedModel(source, facts, CPU, torch.float32)
         with model.layer(0):
             pass
 

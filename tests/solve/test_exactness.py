@@ -16,7 +16,6 @@ from whole_models import source_weights
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for
-from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.planning.assign_actions import expected_tensors, folds, make_plan
 from quantizers.recipe.schema import Awq, Experts
@@ -86,9 +85,8 @@ def facts_with(*readers: str) -> Architecture:
 
 def planned(facts: Architecture, experts: Experts) -> Any:
     config = families.config("qwen3_moe")
-    sizes = sizes_of(facts)
-    tensors: dict[str, Spec] = expected_tensors(facts, sizes, config, "here")
-    return make_plan(facts, sizes, tensors, experts, "here", (128, 128))
+    tensors: dict[str, Spec] = expected_tensors(facts, config, "here")
+    return make_plan(facts, tensors, experts, "here", (128, 128))
 
 
 @pytest.mark.parametrize("reader", ["self_attn.o_proj", "residual"])

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.gates import plain_gate
-from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.reader import open_folder
 from quantizers.model.moe_inputs import MoeInputs
 from quantizers.model.moe_inputs import capture_moe_inputs as seen_by
@@ -49,8 +48,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Observed:
     folder = tiny.make(tmp_path_factory.mktemp("observed") / "model", seed=1)
     checkpoint = open_folder(folder)
     facts = architecture_for(checkpoint.config, "config.json")
-    sizes = sizes_of(facts)
-    model = StreamedModel(checkpoint, facts, sizes, torch.device("cpu"), torch.float32)
+    model = StreamedModel(checkpoint, facts, torch.device("cpu"), torch.float32)
     generator = torch.Generator().manual_seed(1)
     states = [torch.randn(n, HIDDEN, generator=generator) for n in LENGTHS]
     with model.layer(1) as layer:

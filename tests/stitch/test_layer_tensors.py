@@ -14,7 +14,6 @@ from tiny import make
 
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.matrices import MATRICES
-from quantizers.architectures.sizes import sizes_of
 from quantizers.checkpoint.loaded_tensors import LoadedTensors, layer_names, load_tensors, tensors_in_memory
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import Spec
@@ -38,15 +37,14 @@ class Layer:
     def __init__(self, folder: Path, bits: Literal[2, 3, 4] = 4) -> None:
         model = open_folder(make(folder / "model", num_hidden_layers=1))
         self.facts = architecture_for(model.config, "config.json")
-        self.sizes = sizes_of(self.facts)
         self.source: LoadedTensors = load_tensors(model, layer_names(model, self.facts, 0))
         specs = {name: Spec(info.dtype, info.shape) for name, info in model.tensors.items()}
-        self.plan: Plan = make_plan(self.facts, self.sizes, specs, Experts(bits=bits, group_size=32), "tiny", BLOCK)
+        self.plan: Plan = make_plan(self.facts, specs, Experts(bits=bits, group_size=32), "tiny", BLOCK)
         self.norm = self.source.tensor(self.facts.layer(0, self.facts.norm.tensor))
         self.router = self.source.tensor(self.facts.layer(0, self.facts.router.tensor))
 
     def solved(self, device: str = "cpu") -> LayerResult:
-        experts, hidden, width = self.sizes["experts"], self.sizes["hidden"], self.sizes["width"]
+        experts, hidden, width = self.facts["experts"], self.facts["hidden"], self.facts["width"]
         shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
         generator = torch.Generator().manual_seed(0)
         codes, scales = {}, {}
@@ -74,7 +72,7 @@ def test_a_shard_holds_what_the_plan_says_and_the_library_packs(layer: Layer, tm
     assert {name: tuple(tensor.shape) for name, tensor in written.items()} == {
         name: spec.shape for name, spec in planned.items()
     }
-    for expert in range(layer.sizes["experts"]):
+    for expert in range(layer.facts["experts"]):
         for matrix in MATRICES:
             module = layer.facts.expert(0, expert, matrix)
             assert torch.equal(written[f"{module}.weight_packed"], pack_to_int32(solved.codes[matrix][expert], 4))
@@ -112,7 +110,7 @@ def rounded(layer: Layer) -> LayerTensors:
 def audited(layer: Layer, tensors: dict[str, torch.Tensor]) -> LayerAudit:
     audit, made = LayerAudit(), tensors_in_memory(layer.source, tensors, Path("made"))
     bits = layer.plan.schemes[0].bits
-    audit_layer(0, layer.facts, layer.sizes, layer.source, made, bits=bits, device=torch.device("cpu"), audit=audit)
+    audit_layer(0, layer.facts, layer.source, made, bits=bits, device=torch.device("cpu"), audit=audit)
     return audit
 
 
@@ -130,7 +128,7 @@ def test_units_of_experts_are_audited_as_single_ones(layer: Layer, monkeypatch: 
     assert [line.partition(":")[0] for line in single.differences] == [
         f"{wrong}.weight_packed", unreadable.rpartition(".")[0],
     ]  # fmt: skip
-    assert [error is None for error in units.by_expert] == [i == 2 for i in range(layer.sizes["experts"])]
+    assert [error is None for error in units.by_expert] == [i == 2 for i in range(layer.facts["experts"])]
     known = [[error for error in found.by_expert if error is not None] for found in (units, single)]
     assert known[0] == pytest.approx(known[1], rel=1e-5)
 
@@ -147,14 +145,14 @@ def test_with_few_bits_an_expert_that_was_not_scaled_as_its_norm_is_still_named(
         solved = layer.solved()
         for matrix in MATRICES:
             scale = smooth if right and matrix != "down" else torch.ones(1)
-            modules = [layer.facts.expert(0, expert, matrix) for expert in range(layer.sizes["experts"])]
+            modules = [layer.facts.expert(0, expert, matrix) for expert in range(layer.facts["experts"])]
             weight = scale * torch.stack([read_weight(layer.source, name, torch.device("cpu")) for name in modules])
             solved.scales[matrix] = minmax_scales(weight, 32, bits)
             solved.codes[matrix] = nearest(weight, solved.scales[matrix], bits)
         solved = replace(solved, norm=norm, smooth=smooth, router=layer.router.float() * smooth)
         audit = audited(layer, layer_tensors(layer.plan, 0, layer.source, solved).host)
         assert right == (not audit.differences), audit.differences
-        assert right or len(audit.differences) >= 2 * layer.sizes["experts"]  # gate and up, and with it maybe down
+        assert right or len(audit.differences) >= 2 * layer.facts["experts"]  # gate and up, and with it maybe down
         assert all("closer to the source's matrix without the norm's ratio" in line for line in audit.differences)
 
 
