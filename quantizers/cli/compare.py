@@ -65,22 +65,7 @@ def compare(
     from eval.report.set_tables import sets_table
     from quantizers.commands.compare import compare as compare_sets
 
-    found = compare_sets(
-        recipe,
-        sets,
-        draws=draws,
-        at_most=at_most,
-        tokens=tokens,
-        layers=layers,
-        data=data,
-        source=source,
-        settings=settings or (),
-        device=device,
-        device_memory=device_memory,
-        work=work,
-        trust_remote_code=trust_remote_code,
-        dist=context.obj,
-    ).figures
+    found = compare_sets(**common.given(context), dist=context.obj).figures
     _show(found, sets_table, sets_figure, None if no_picture else picture, as_json)
 
 
@@ -116,21 +101,7 @@ def why(
     from eval.report.set_tables import sources_table
     from quantizers.commands.compare import why as effects_of_sources
 
-    found = effects_of_sources(
-        set_,
-        recipe,
-        draws=draws,
-        tokens=tokens,
-        layers=layers,
-        data=data,
-        source=source,
-        settings=settings or (),
-        device=device,
-        device_memory=device_memory,
-        work=work,
-        trust_remote_code=trust_remote_code,
-        dist=context.obj,
-    ).figures
+    found = effects_of_sources(**common.given(context), dist=context.obj).figures
     _show(found, sources_table, sources_figure, None if no_picture else picture, as_json)
 
 

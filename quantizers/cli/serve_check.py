@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
 from quantizers.system.formatting import text_table
 
@@ -21,6 +21,7 @@ HOW = (
 
 def serve_check(
     *,
+    context: Context,
     candidate: Annotated[str, Argument(metavar="CANDIDATE", help="the checkpoint that is served, a folder or Hub id")],
     data: Annotated[str, Option(metavar="SET", help="evaluation set: a file, or the name of a shipped set")],
     server: Annotated[
@@ -68,11 +69,7 @@ def serve_check(
     """
     from quantizers.commands.serve_check import serve_check as check_server
 
-    found = check_server(
-        candidate, data, server=server, offline=offline, engine=engine or (), source=source, source_check=source_check,
-        exact=exact, top_k=top_k, timeout=timeout, server_log=server_log, output=output, facts=facts,
-        trust_remote_code=trust_remote_code,
-    )  # fmt: skip
+    found = check_server(candidate, **common.given(context))
     report = found.as_dict()
     common.emit(report, as_json, f"{served_table(report)}\n\nwritten: {found.path}", passed=found.passed)
 
