@@ -109,9 +109,9 @@ def materialised(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
     counts: Counter[tuple[str, int]] = Counter()
     original = streamed_model.layer_weights
 
-    def counted(checkpoint: Checkpoint, facts: Any, sizes: Any, layer: int, *rest: Any, **named: Any) -> Any:
+    def counted(checkpoint: Checkpoint, facts: Any, layer: int, *rest: Any, **named: Any) -> Any:
         counts[checkpoint.name, layer] += 1
-        return original(checkpoint, facts, sizes, layer, *rest, **named)
+        return original(checkpoint, facts, layer, *rest, **named)
 
     monkeypatch.setattr(streamed_model, "layer_weights", counted)
     return counts
