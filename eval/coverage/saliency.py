@@ -24,10 +24,10 @@ PARTS = {"quarter": 0.25, "half": 0.5}  # of a layer's experts, those that score
 
 
 def saliency(routed: Routed, blocks: Sequence[str]) -> dict[str, Any]:
-    """The scores over all texts and by category, see `Saliency` in scripts/command_schema.py; of routes with their
-    norms.
+    """The scores over all texts and by category, see `Saliency` in scripts/command_schema.py.
 
-    `blocks` are, of each layer with experts, the names of transformers' modules that hold its router and experts.
+    `routed` has `weighted_norms`; `blocks` are, of each layer with experts, the names of transformers' modules that
+    hold its router and experts.
     """
     assert routed.weighted_norms is not None, "the norms were asked for"
     sums, counts = routed.weighted_norms, routed.counts
