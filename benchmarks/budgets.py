@@ -46,8 +46,8 @@ def compare_budgets(jobs: Sequence[Job], draws: int, tokens: int, device: torch.
                 assert job.allocation is not None
                 work = Path(folder) / f"measured-{len(rows)}"
                 work.mkdir()
-                context = Context(work, device, Residents(job.facts["experts"], 1, 0))
-                entries = measure_schemes(job, token_tensors(data, job.facts["vocabulary"]), context)
+                context = Context(work, device, Residents(job.facts.num_experts, 1, 0))
+                entries = measure_schemes(job, token_tensors(data, job.facts.vocab_size), context)
                 assert entries is not None
                 found = describe_choice(job.allocation, entries)
                 layers = [Scheme(row["bits"], row["group_size"]) for row in found["layers"]]

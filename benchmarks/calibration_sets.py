@@ -24,8 +24,8 @@ import numpy as np
 import yaml
 
 import quantizers
-from eval.report.set_tables import sources_table
 from quantizers.commands.compare import why
+from quantizers.eval.report.set_tables import sources_table
 from quantizers.planning.job import prepare
 from quantizers.system.formatting import text_table
 from quantizers.system.package_data import shipped
@@ -178,7 +178,7 @@ def main() -> None:
                 print(damaged_table(found))
             return
         columns = {"whole": [one["kl"]["mean"] for one in found["sets"]]}
-        for first in range(1, prepare(given.recipe).facts["layers"]):
+        for first in range(1, prepare(given.recipe).facts.num_layers):
             part = quantizers.compare(given.recipe, files, layers=f"first:{first}", **common).figures
             columns[f"first:{first}"] = [one["kl"]["mean"] for one in part["sets"]]
         labels = [one["label"] for one in found["sets"]]

@@ -49,8 +49,8 @@ from quantizers.planning.job import Job
 from quantizers.recipe.read import set_location
 from quantizers.recipe.schema import Experts
 from quantizers.solve.solver import solve_layer
+from quantizers.stitch.write.config_files import write_config_files
 from quantizers.system.formatting import size, text_table
-from stitch.write.config_files import write_config_files
 
 PUBLISHED = published_config("MiniMaxAI/MiniMax-M2.1")
 assert PUBLISHED is not None
@@ -133,7 +133,7 @@ def observed(
         return ActivationStore(None, lengths, width, dtype, chunk=chunk)
 
     residual, moe_inputs = (
-        rows("states", model.facts["hidden"], model.dtype),
+        rows("states", model.facts.hidden_size, model.dtype),
         moe_input_store(rows, model.facts, model.dtype),
     )
     for i, values in enumerate(states):
@@ -211,7 +211,7 @@ def compare_route(
     assert source is not None
     assert job.recipe.verify is not None
     assert job.recipe.verify.perplexity is not None
-    tokens = token_tensors(data, job.facts["vocabulary"])
+    tokens = token_tensors(data, job.facts.vocab_size)
     with tempfile.TemporaryDirectory(dir=work) as folder:
         own = replace(job, recipe=job.recipe.model_copy(update={"experts": OURS}))
         steps: dict[str, list[dict[str, float]]] = {"ours": [], "library": []}
@@ -220,11 +220,11 @@ def compare_route(
         def ours(place: Path) -> None:
             for name in ("layers", "output"):
                 (place / name).mkdir(parents=True)
-            residents = Residents(job.facts["experts"], 1, 0)
+            residents = Residents(job.facts.num_experts, 1, 0)
             quantize_layers(own, data, tokens, Context(place, device, residents, inputs="files", states="files"))
             layers_done = time.perf_counter()
             write_config_files(place / "output", own.opened, own.plan, own.facts)
-            entries = journal.done_layers(place, job.facts["layers"])
+            entries = journal.done_layers(place, job.facts.num_layers)
             phases = {p: sum(e["seconds"].get(p, 0.0) for e in entries) for p in entries[0]["seconds"]}
             steps["ours"].append(phases | {"assemble": time.perf_counter() - layers_done})
             states = _states_bytes(job, tokens, device)
@@ -270,7 +270,7 @@ def compare_route(
 
 def _states_bytes(job: Job, tokens: Sequence[torch.Tensor], device: torch.device) -> int:
     """Peak bytes of the hidden states between two layers and at the experts, and of the router's choices."""
-    row = 2 * forward_dtype(device).itemsize * job.facts["hidden"] + 8 * job.facts["chosen"]
+    row = 2 * forward_dtype(device).itemsize * job.facts.hidden_size + 8 * job.facts.top_k
     return row * sum(len(t) for t in tokens)
 
 

@@ -64,7 +64,7 @@ def plain_tensors(job: Job, flat: bool) -> Tensors:
     tensors = {name: source.tensor(name) for name in source.tensors if name not in modules | scales}
     tensors |= {name: read_weight(source, name.removesuffix(".weight"), CPU) for name in modules}
     for layer in job.facts.moe_layers if flat else ():
-        experts = [[f"{facts.expert(layer, e, m)}.weight" for m in MATRICES] for e in range(job.facts["experts"])]
+        experts = [[f"{facts.expert(layer, e, m)}.weight" for m in MATRICES] for e in range(job.facts.num_experts)]
         norm, router = facts.layer(layer, facts.norm.tensor), facts.layer(layer, facts.router.tensor)
         outer = power_of_two(tensors[norm].float().abs())
         tensors[norm] = (tensors[norm] / outer).to(tensors[norm].dtype)
@@ -92,14 +92,14 @@ def written(tensors: Tensors, like: Checkpoint, folder: Path) -> Path:
 def importances(job: Job, data: CalibrationData, tokens: Tokens, work: Path) -> dict[Expert, tuple[torch.Tensor, ...]]:
     """Of each expert mean x² of w1's and w3's inputs (H,) and of w2's (I,), as `quantize imatrix` writes it."""
     model = StreamedModel(job.opened, job.facts, CPU, torch.float32)
-    sums = InputSums(model, token_tensors(data, job.facts["vocabulary"]), work, tokens)
+    sums = InputSums(model, token_tensors(data, job.facts.vocab_size), work, tokens)
     for _ in layer_steps(job.opened, all_tensors(model, job.opened), [sums], model):
         pass
     found: dict[Expert, tuple[torch.Tensor, ...]] = {}
     for layer in job.facts.moe_layers:
         stored = read_sums(work, layer)
         means = [(stored[name].squares / stored[name].counts.unsqueeze(1)).nan_to_num(1) for name in (GATE, DOWN)]
-        found |= {(layer, expert): (means[0][expert], means[1][expert]) for expert in range(job.facts["experts"])}
+        found |= {(layer, expert): (means[0][expert], means[1][expert]) for expert in range(job.facts.num_experts)}
     return found
 
 
@@ -136,8 +136,8 @@ def outputs(
         given = prepare(str(job.path), source_folder=source.folder, changes=changes_of(keys))
         work = place / f"measured-{budget}"
         work.mkdir()
-        context = Context(work, CPU, Residents(job.facts["experts"], 1, 0))
-        chosen = choose_schemes(given, token_tensors(data, job.facts["vocabulary"]), context, work)
+        context = Context(work, CPU, Residents(job.facts.num_experts, 1, 0))
+        chosen = choose_schemes(given, token_tensors(data, job.facts.vocab_size), context, work)
         mean = sum(scheme.bits_per_weight for scheme in chosen.plan.schemes) / len(chosen.plan.schemes)
         yield f"budget of {budget:g} bits", mean, quantized(chosen, data, place / f"budget-{budget}", CPU)
 

@@ -25,13 +25,13 @@ import torch
 from clock import Clock, listening
 from safetensors.torch import save_file
 
-from eval.fidelity.metrics import Text
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for
 from quantizers.calibration.samples import CalibrationData, Sample, token_tensors
 from quantizers.checkpoint.reader import CONFIG, SINGLE, Checkpoint, open_folder, torch_dtype
 from quantizers.checkpoint.safetensors_header import FP8, Spec
 from quantizers.device.devices import device_limit, forward_dtype, is_accelerator, machine
+from quantizers.eval.fidelity.metrics import Text
 from quantizers.formats.fp8 import SCALE, SCALE_INV, declared_block
 from quantizers.layers.context import Context
 from quantizers.output import journal
@@ -104,7 +104,7 @@ def measure_layer(
     ratios = {
         TOKENS: sum(run_lengths) / tokens,
         TEXTS: sum(run_texts) / sum(texts) if texts else 0.0,
-        EXPERTS: job.facts["experts"] / small.facts["experts"],
+        EXPERTS: job.facts.num_experts / small.facts.num_experts,
         HESSIANS: _hessian_work(job.facts) / _hessian_work(small.facts),
     }
     *dense, measured = (entry["seconds"] for entry in entries)
@@ -116,7 +116,7 @@ def measure_layer(
         "sizes": {word: size.value for word, size in small.facts.sizes.items()},
         "run_tokens": sum(run_lengths),
         "run_held_out": sum(run_texts),
-        "run_experts": job.facts["experts"],
+        "run_experts": job.facts.num_experts,
         "peak_memory_bytes": max(peak_memory(device), *(entry["peak_memory_bytes"] for entry in entries)),
         "machine": machine(device),
     }
@@ -148,12 +148,12 @@ def _quantize_random(
     with torch.no_grad():
         # With limits, though none is set, the shard is waited for within the layer: so its time is known.
         quantize_layers(job, data, token_tensors(data, VOCABULARY), context, evaluation, stop=Stop())
-    return journal.done_layers(folder, job.facts["layers"])
+    return journal.done_layers(folder, job.facts.num_layers)
 
 
 def _announce(job: Job, lengths: list[int], texts: list[int], device: torch.device) -> None:
     """Say what is measured, and how long it takes where that can be estimated and is long: on a CPU."""
-    line = f"measuring one layer: {job.facts['experts']} experts, {sum(lengths):,} tokens"
+    line = f"measuring one layer: {job.facts.num_experts} experts, {sum(lengths):,} tokens"
     seconds = layer_work(job, job.facts.moe_layers[0], lengths, texts).seconds(rates_of_cpu())
     if device.type == "cpu" and seconds > 60:
         line += f"; about {duration(seconds)} are estimated, less with fewer --experts and --tokens"
@@ -202,7 +202,7 @@ def _overlapped(seconds: Mapping[str, float]) -> float:
 
 def _hessian_work(facts: Architecture) -> int:
     """Multiplications of a token in the Hessians of a layer, see `planning.estimate`."""
-    return facts["experts"] * facts["width"] ** 2 + (facts["chosen"] + 1) * facts["hidden"] ** 2
+    return facts.num_experts * facts.expert_width**2 + (facts.top_k + 1) * facts.hidden_size**2
 
 
 def _run_lengths(job: Job) -> tuple[list[int], list[int]]:
@@ -223,11 +223,11 @@ def _largest_fitting(
     job: Job, lengths: list[int], held_out: int, device: torch.device, experts: int | None, limit: int | None
 ) -> tuple[Job, DeviceMemory]:
     """The job of a random model with as many experts as fit, or as were asked for, and its device memory."""
-    if experts and experts > job.facts["experts"]:
-        raise InputError(f"--experts {experts}: the model has {job.facts['experts']}; give as many, or fewer")
+    if experts and experts > job.facts.num_experts:
+        raise InputError(f"--experts {experts}: the model has {job.facts.num_experts}; give as many, or fewer")
     accelerator, limit, folder = is_accelerator(device), limit or device_limit(device), Path(tempfile.gettempdir())
     refused: InputError | None = None
-    for count in [experts] if experts else halved(job.facts["experts"]):
+    for count in [experts] if experts else halved(job.facts.num_experts):
         try:
             small = random_job(job, count)
             memory = device_memory(
@@ -255,10 +255,10 @@ def _largest_fitting(
 def _smallest(job: Job, accelerator: bool) -> Job:
     """A model with as few experts as the router allows; of the real width on an accelerator, whose kernels know it."""
     narrow = {} if accelerator else {"hidden": 256, "width": 256}
-    for count in reversed(list(halved(job.facts["experts"]))):
+    for count in reversed(list(halved(job.facts.num_experts))):
         with contextlib.suppress(InputError):
             return random_job(job, count, **narrow)
-    return random_job(job, job.facts["experts"])
+    return random_job(job, job.facts.num_experts)
 
 
 def halved(experts: int) -> Iterator[int]:

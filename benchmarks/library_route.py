@@ -56,7 +56,7 @@ def library_route(
     Returns:
         seconds by step, bytes written by step, and the folder of the result.
     """
-    from quantizers.commands.stitch import stitch
+    from quantizers.commands.stitch import stitch_experts
 
     folders = {name: work / name for name in ("bf16", "saved", "stitched")}
     seconds: dict[str, float] = {}
@@ -78,7 +78,9 @@ def library_route(
         lap(STEPS[2])
         model.save_pretrained(folders["saved"], save_compressed=True)
         lap(STEPS[3])
-        stitch(source.folder, folders["saved"], folders["stitched"], repair_router=True, facts=own, device="cpu")
+        stitch_experts(
+            source.folder, folders["saved"], folders["stitched"], repair_router=True, facts=own, device="cpu"
+        )
         lap(STEPS[4])
     return {
         "seconds": seconds,

@@ -40,9 +40,9 @@ from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve import llmcompressor_engine
 from quantizers.solve.llmcompressor_engine import solve_with_llmcompressor
 from quantizers.solve.result import LayerResult
+from quantizers.stitch.write.config_files import write_config_files
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import text_table
-from stitch.write.config_files import write_config_files
 
 
 @dataclass(frozen=True)
@@ -160,8 +160,8 @@ def quantized(job: Job, data: CalibrationData, place: Path, device: torch.device
     """The output of a job on these samples, in a new folder; the journal of its layers lies beside it."""
     for name in ("layers", "output"):
         (place / name).mkdir(parents=True)
-    context = Context(place, device, Residents(job.facts["experts"], 1, 0))
-    quantize_layers(job, data, token_tensors(data, job.facts["vocabulary"]), context)
+    context = Context(place, device, Residents(job.facts.num_experts, 1, 0))
+    quantize_layers(job, data, token_tensors(data, job.facts.vocab_size), context)
     write_config_files(place / "output", job.opened, job.plan, job.facts)
     return open_folder(place / "output")
 
@@ -219,7 +219,7 @@ def compare_methods(
                 with patch.object(llmcompressor_engine, "solve_with_llmcompressor", library):
                     output = quantized(changed, data, place, device)
                 counted = ("solve",) if method.experts.engine == "llmcompressor" else ("observe", "solve")
-                entries = journal.done_layers(place, job.facts["layers"])
+                entries = journal.done_layers(place, job.facts.num_layers)
                 # A layer without experts has neither.
                 seconds.append(sum(entry["seconds"].get(phase, 0.0) for entry in entries for phase in counted))
             outputs.append(output)

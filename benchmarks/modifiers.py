@@ -29,7 +29,7 @@ from parts import DEFAULT, PLAIN, Ours, rows_of
 
 from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.checkpoint.reader import Checkpoint, open_folder
-from quantizers.commands.stitch import stitch
+from quantizers.commands.stitch import stitch_experts
 from quantizers.device.devices import choose_device
 from quantizers.planning.job import Job, prepare
 from quantizers.recipe.schema import Awq, Experts
@@ -74,7 +74,7 @@ def ours(form: str) -> dict[str, Ours]:
 @quiet_library()
 def by_the_library(job: Job, form: str, data: CalibrationData, copy: Path, work: Path) -> dict[str, Checkpoint]:
     """The output of each of the library's rows, in new folders; `copy` is the model in BF16."""
-    outputs, tokens = dict[str, Checkpoint](), token_tensors(data, job.facts["vocabulary"])
+    outputs, tokens = dict[str, Checkpoint](), token_tensors(data, job.facts.vocab_size)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the library's use of torch and transformers warns
         for number, (name, modifiers) in enumerate(library_rows(form, Awq(fold=job.plan.folds)).items()):
@@ -82,7 +82,9 @@ def by_the_library(job: Job, form: str, data: CalibrationData, copy: Path, work:
             model = load(copy, job.facts)
             oneshot(model, tokens, modifiers())
             model.save_pretrained(saved, save_compressed=True)
-            stitch(job.opened.folder, saved, output, repair_router=job.plan.folds, facts=job.facts_file, device="cpu")
+            stitch_experts(
+                job.opened.folder, saved, output, repair_router=job.plan.folds, facts=job.facts_file, device="cpu"
+            )
             outputs[name] = open_folder(output)
     return outputs
 

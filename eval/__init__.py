@@ -1,5 +1,4 @@
 """Measures a checkpoint against its source, and presents what was measured.
 
-Nothing here writes a checkpoint. Import as `from eval.fidelity.metrics import …`, never `import eval`, which would
-hide the builtin.
+Nothing here writes a checkpoint. The package's link to this folder, `quantizers.eval`, is its only name.
 """

@@ -1,6 +1,7 @@
 """Quantizes the routed experts of mixture-of-experts checkpoints, and leaves every other byte as it is.
 
-Each command of `quantize` is a function with the same options, which returns a dataclass:
+Each command of `quantize` is a function with the same options, which returns a dataclass (that of `quantize stitch` is
+`stitch_experts`):
 
     import quantizers
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from quantizers.commands.plan import plan
     from quantizers.commands.run import run
     from quantizers.commands.serve_check import serve_check
-    from quantizers.commands.stitch import stitch
+    from quantizers.commands.stitch import stitch_experts
     from quantizers.commands.verify import verify
     from quantizers.hub.publish import publish
 
@@ -47,7 +48,7 @@ __all__ = [
     "publish",
     "run",
     "serve_check",
-    "stitch",
+    "stitch_experts",
     "verify",
 ]
 
@@ -61,5 +62,5 @@ def __getattr__(name: str) -> Any:
     """Import a command's function when it is first used: torch takes seconds."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    room = "hub" if name == "publish" else "commands"
-    return getattr(import_module(f"quantizers.{room}.{name}"), name)
+    modules = {"publish": "hub.publish", "stitch_experts": "commands.stitch"}
+    return getattr(import_module(f"quantizers.{modules.get(name, f'commands.{name}')}"), name)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from eval.report.fidelity import Fidelity, ServeCheckReport
-from eval.report.keys import Number, Part, key, maybe
-from eval.report.schema import AuditFigures, Coverage, Drawn, Engines, Gate, RunReport, StitchReport
-from eval.report.set_comparison import SetComparison, SourceEffects
+from quantizers.eval.report.fidelity import Fidelity, ServeCheckReport
+from quantizers.eval.report.keys import Number, Part, key, maybe
+from quantizers.eval.report.schema import AuditFigures, Coverage, Drawn, Engines, Gate, RunReport, StitchReport
+from quantizers.eval.report.set_comparison import SetComparison, SourceEffects
 
 
 class EvaluatedCandidate(Fidelity):

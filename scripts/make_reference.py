@@ -23,10 +23,10 @@ from python_reference import python_reference
 from schema_tables import key_table, part_tables
 from typer.models import ArgumentInfo
 
-from eval.report.schema import RunReport, StitchReport
 from quantizers.architectures.families import published_models
 from quantizers.calibration.set import CalibrationSet
 from quantizers.cli.main import app
+from quantizers.eval.report.schema import RunReport, StitchReport
 from quantizers.recipe.catalogue import rows
 from quantizers.recipe.portable import is_hub_id
 from quantizers.recipe.schema import Recipe

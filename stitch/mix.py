@@ -27,12 +27,12 @@ from quantizers.layers.loop import layer_steps
 from quantizers.output import journal
 from quantizers.planning.plan import PASSTHROUGH, Plan
 from quantizers.solve.folded_scales import close_enough, matrix_errors, norm_ratio, router_state, stored_norm_ratio
+from quantizers.stitch.audit.checkpoint import stored_plan, stored_schemes
+from quantizers.stitch.write.config_files import write_config_files
+from quantizers.stitch.write.shard import ShardDigest, kept_hashes, layer_tensors, write_shard
 from quantizers.system.errors import CheckpointError
 from quantizers.system.files import write_json
 from quantizers.system.progress import progress
-from stitch.audit.checkpoint import stored_plan, stored_schemes
-from stitch.write.config_files import write_config_files
-from stitch.write.shard import ShardDigest, kept_hashes, layer_tensors, write_shard
 
 Router = Literal["not smoothed", "compensated", "not compensated", "unclear"]
 
@@ -117,7 +117,7 @@ def examine(
             state = router_state(source.tensor(router), found, ratio)
     inner, error, unscaled = not facts.of_layer(layer).own_gate, 0.0, 0.0
     smooth = ratio.to(device)
-    for expert in sorted({0, facts["experts"] // 2, facts["experts"] - 1}):  # the audit reads all of them
+    for expert in sorted({0, facts.num_experts // 2, facts.num_experts - 1}):  # the audit reads all of them
         modules = [facts.expert(layer, expert, matrix) for matrix in MATRICES]
         old, new = ([read_weight(c, module, device) for module in modules] for c in (source, experts))
         error = max(error, *matrix_errors(old, new, smooth, inner=inner).tolist())
@@ -190,7 +190,7 @@ def write_mix(mix: Mix, work: Path, *, repair_router: bool, check: Callable[[], 
     Finished and undamaged layers of an earlier call are not written again. `repair_router` is as in `mixed_tensors`;
     `check` is called between steps, and may raise to interrupt.
     """
-    layers, plan, folder = mix.facts["layers"], mix.plan, work / "output"
+    layers, plan, folder = mix.facts.num_layers, mix.plan, work / "output"
     for layer in journal.damaged_shards(work, journal.done_layers(work, layers)):
         journal.layer_file(work, layer).unlink()  # so that it is stitched again
     journal.remove_cut_files(work)

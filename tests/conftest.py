@@ -136,7 +136,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def plots(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Plots are drawn once for all equal reports; those of random models not at all, see plotted.py."""
-    from eval.report import plots
+    from quantizers.eval.report import plots
 
     folder = common_folder(tmp_path_factory) / "plots"
     folder.mkdir(exist_ok=True)
@@ -159,7 +159,7 @@ def reports_have_the_schema(request: pytest.FixtureRequest) -> Iterator[None]:
     if folder is None or request.node.get_closest_marker("altered_report"):
         return
     for path in folder.rglob("report.json"):
-        from eval.report.schema import checked
+        from quantizers.eval.report.schema import checked
         from quantizers.output.manifest import seal_of
 
         report = json.loads(path.read_bytes()) if path.is_file() else None

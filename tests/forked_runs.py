@@ -29,16 +29,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from forking import quantize
 
-import eval as evaluation
 import quantizers
-import stitch
 from quantizers.cli import main as cli
 from quantizers.pipeline import pipeline
 
 pipeline.rehearse = lambda *_: None  # which writes nothing that stays, and would get most of the moments
 OPTIONS = sys.argv[6:]
 MOMENTS = ".moments"  # suffix of the file with their number
-OWN = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (evaluation, quantizers, stitch))
+OWN = os.path.dirname(str(quantizers.__file__)) + os.sep
 
 
 def run(recipe: str, output: Path) -> int:

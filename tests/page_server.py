@@ -30,7 +30,6 @@ from forking import quantize
 from quantizers.calibration import load_set as loading
 from quantizers.calibration.samples import CalibrationData, digest_of
 
-OWN = ("quantizers", "eval", "stitch")
 NOT_HERE = ("offline_vllm", "ask_vllm", "triton_code", "__main__")  # of another environment, or run when imported
 # What the shell sets by itself.
 SHELL = {"PWD", "OLDPWD", "SHLVL", "_"}
@@ -56,10 +55,9 @@ def import_everything() -> None:
     """Import the program, and what commands import late."""
     import_module("quantizers.calibration.check")  # which is asked about whole sets
     loading.load_set = with_few_samples(loading.load_set)  # before others import it by name
-    for package in OWN:
-        for found in walk_packages(import_module(package).__path__, f"{package}."):
-            if not found.name.endswith(NOT_HERE):
-                import_module(found.name)
+    for found in walk_packages(import_module("quantizers").__path__, "quantizers."):
+        if not found.name.endswith(NOT_HERE):
+            import_module(found.name)
     from quantizers.cli import main as cli
     from quantizers.pipeline import pipeline
 

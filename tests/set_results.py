@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from eval.coverage.routing import Routed
-from eval.fidelity.metrics import Text
-from eval.sets.figures import MeasuredSet, Scored, comparison, set_figures, source_effects
+from quantizers.eval.coverage.routing import Routed
+from quantizers.eval.fidelity.metrics import Text
+from quantizers.eval.sets.figures import MeasuredSet, Scored, comparison, set_figures, source_effects
 from quantizers.recipe.schema import CoverageGate
 
 CATEGORIES = (

@@ -19,11 +19,11 @@ from typing import Any
 
 from plotted import drawn_once
 
-from eval.report import plots
 from quantizers.budget import measure
 from quantizers.cli import main as cli
 from quantizers.device import devices
 from quantizers.distributed.torch_group import DistributedGroup
+from quantizers.eval.report import plots
 from quantizers.pipeline import quantize
 
 real_message, pause = DistributedGroup.final_message, float(os.environ.get("SLOW_LAST_WORDS", "0"))

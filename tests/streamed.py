@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eval.fidelity.scoring import products
 from quantizers.architectures.families import Own, architecture_for
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.device.devices import choose_device
+from quantizers.eval.fidelity.scoring import products
 from quantizers.formats.tensor_names import published_names
 from quantizers.model.streamed_model import StreamedModel
 
@@ -24,7 +24,7 @@ def log_probabilities(folder: Path, texts: list[Tensor], own: Own = None) -> lis
     model = StreamedModel(published_names(opened, facts), facts, choose_device("cpu"), torch.float32)
     table, head = model.embedding(), model.head()
     states = [model.begin(text, table) for text in texts]
-    for number in range(model.facts["layers"]):
+    for number in range(model.facts.num_layers):
         with model.layer(number) as layer:
             states = [model.run(layer, rows)[0] for rows in states]
     logits = (model.logits(products(model.final(rows[:-1]), head)) for rows in states)

@@ -40,7 +40,7 @@ def furthest() -> dict[str, float]:
     from vllm.model_executor.layers.quantization.utils.fp8_utils import requant_weight_ue8m0_inplace
     from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
-    from eval.fidelity.as_served import blocks_to_powers_of_two, rounded_activations
+    from quantizers.eval.fidelity.as_served import blocks_to_powers_of_two, rounded_activations
 
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(64, 384, generator=generator).mul_(torch.randn(384, generator=generator).exp_()).bfloat16()
@@ -75,9 +75,9 @@ def cpu_kernels() -> dict[str, float]:
     from vllm._custom_ops import CPUQuantMethod, fused_experts_cpu
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import prepare_int4_moe_layer_for_cpu
 
-    from eval.fidelity.as_served import linear, routed_experts
-    from eval.serving.cards import EXPERT_KERNELS, LINEAR_KERNELS
     from quantizers.architectures.gates import plain_gate
+    from quantizers.eval.fidelity.as_served import linear, routed_experts
+    from quantizers.eval.serving.cards import EXPERT_KERNELS, LINEAR_KERNELS
 
     generator = torch.Generator().manual_seed(4)
 

@@ -125,14 +125,14 @@ class _RouteCounter(Consumer):
         embedding = model.embedding()
         for row, i in enumerate(self.own):
             self.states[row] = model.begin(sequences[i], embedding)
-        shape = (len(model.facts.moe_layers), count, model.facts["experts"])
+        shape = (len(model.facts.moe_layers), count, model.facts.num_experts)
         self.tables = torch.zeros(3, *shape, dtype=torch.int64)
         self.weighted_norms = np.zeros(shape) if norms else None
 
     def source_layer(self, step: LayerStep, layer: DecoderLayer) -> None:
         """Take the sequences through a layer, and count the choices of its router if it has one."""
         model, facts, number = self.model, self.model.facts, step.number
-        experts, dense = facts["experts"], number in facts.dense
+        experts, dense = facts.num_experts, number in facts.dense
         sums: list[torch.Tensor] = []
         with ExitStack() as stack:
             scores = [] if dense else _router_scores(layer, model, stack)
@@ -166,7 +166,7 @@ def ranked(scores: torch.Tensor, facts: Architecture) -> tuple[torch.Tensor, tor
         bool, whether a token's choice depends on a margin below TIE.
     """
     tokens, experts = scores.shape
-    chosen, (groups, last) = facts["chosen"], facts.groups
+    chosen, (groups, last) = facts.top_k, facts.groups
     tie = torch.zeros(tokens, dtype=torch.bool, device=scores.device)
     if last < groups:
         in_groups = scores.view(tokens, groups, -1)
@@ -188,7 +188,7 @@ def _router_scores(layer: DecoderLayer, model: StreamedModel, stack: ExitStack) 
     argument, or it is a buffer of the router; with sigmoid scoring it is added to the probabilities.
     """
     captured: list[torch.Tensor] = []
-    experts = model.facts["experts"]
+    experts = model.facts.num_experts
 
     def capture(module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         made = scores(output, experts)
@@ -218,7 +218,7 @@ def _weighted_norms(layer: DecoderLayer, model: StreamedModel, stack: ExitStack)
         outputs = module.forward(rows, chosen.reshape(-1, 1), torch.ones_like(weight).view(-1, 1))
         norms = torch.linalg.vector_norm(outputs, dim=-1, dtype=torch.float32)
         products = (weight.flatten().double() * norms).cpu()  # a GPU would add in no fixed order
-        captured.append(torch.bincount(chosen.flatten().cpu(), products, model.facts["experts"]))
+        captured.append(torch.bincount(chosen.flatten().cpu(), products, model.facts.num_experts))
 
     experts = layer.module.get_submodule(model.facts.modules.experts)
     stack.callback(experts.register_forward_hook(capture, with_kwargs=True).remove)

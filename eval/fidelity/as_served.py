@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.serving.cards import KINDS, WHERE, Activations, Kernel, Kind, Where, kernel
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.gates import Gate, gate_of
 from quantizers.architectures.matrices import MATRICES
@@ -30,6 +29,7 @@ from quantizers.architectures.skeleton import replaced_forward
 from quantizers.checkpoint.reader import CONFIG, Checkpoint
 from quantizers.checkpoint.safetensors_header import FP8
 from quantizers.device.devices import is_accelerator
+from quantizers.eval.serving.cards import KINDS, WHERE, Activations, Kernel, Kind, Where, kernel
 from quantizers.formats import nvfp4
 from quantizers.formats.conversion import LARGEST, to_fp8
 from quantizers.formats.dequantization import PLAIN, unchecked_weight, weight_format
@@ -175,7 +175,7 @@ class ServedModel(StreamedModel):
             )
         super().__init__(checkpoint, facts, device, DTYPE)
         self.card = card
-        kinds = {tuple(facts.of_layer(number).linears): number for number in range(facts["layers"])}
+        kinds = {tuple(facts.of_layer(number).linears): number for number in range(facts.num_layers)}
         layers = [(names, self.skeleton.layer(number)) for names, number in kinds.items()]
         self.exact = {name for names, layer in layers for name in names if self._module(layer, name) is None}
 
@@ -293,7 +293,7 @@ def kernels_of(model: ServedModel, checkpoint: Checkpoint, experts: Kind | None 
     """
     facts, card = model.facts, model.card
     found = dict.fromkeys(sorted(model.exact), "bfloat16 alone is simulated")
-    for number in range(facts["layers"]):
+    for number in range(facts.num_layers):
         modules = [facts.layer(number, name) for name in facts.of_layer(number).linears]
         routed = [facts.expert(number, 0, matrix) for matrix in MATRICES if number not in facts.dense]
         for module in (*modules, *routed):

@@ -188,7 +188,7 @@ def weight_errors(
 
     def experts() -> Pairs:
         smooth = ratio(before.tensor) if before else torch.ones(1, device=device)
-        for expert in range(0 if layer in facts.dense else facts["experts"]):
+        for expert in range(0 if layer in facts.dense else facts.num_experts):
             modules = [facts.expert(layer, expert, matrix) for matrix in MATRICES]
             gate, up, down = (read_weight(source, module, device) for module in modules)
             g, u, d = (read_weight(candidate, module, device) for module in modules)

@@ -65,7 +65,7 @@ def score(
             a version with other columns left there is scored again.
         pairs: which streams are compared; by default each one with the source's.
     """
-    layers = streams[0].model.facts["layers"]
+    layers = streams[0].model.facts.num_layers
     states = [stream.states(layers) for stream in streams]
     heads: dict[tuple[Path, torch.dtype], torch.Tensor] = {}
     tables: dict[str, torch.Tensor] = {}
@@ -193,7 +193,7 @@ def held_out(
     limit = facts.positions
     tokenizer = load_tokenizer(str(source.folder), trust_remote_code=trust_remote_code)
     texts = []
-    for sample, whole in zip(data.samples, token_tensors(data, facts["vocabulary"]), strict=True):
+    for sample, whole in zip(data.samples, token_tensors(data, facts.vocab_size), strict=True):
         tokens = whole[:limit]
         size = scored_bytes(tokenizer, tokens.tolist())
         texts.append(Text(tokens, sample.category, size, sample.long, published(sample.place)))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from eval.report.keys import Number, Part, key, maybe
+from quantizers.eval.report.keys import Number, Part, key, maybe
 
 
 class Perplexity(Part):

@@ -17,11 +17,11 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from eval.fidelity.tables import by_part, past_the_model, shown_categories
-from eval.serving.cards import DEEP_GEMM, KEEPS_SCALES, NEGATIVE_SCALES, UNSCALED
-from eval.serving.check import ONE_SCHEME, REFUSES
-from eval.serving.engines import READ, SGLANG, TRANSFORMERS
 from quantizers.calibration.samples import in_words
+from quantizers.eval.fidelity.tables import by_part, past_the_model, shown_categories
+from quantizers.eval.serving.cards import DEEP_GEMM, KEEPS_SCALES, NEGATIVE_SCALES, UNSCALED
+from quantizers.eval.serving.check import ONE_SCHEME, REFUSES
+from quantizers.eval.serving.engines import READ, SGLANG, TRANSFORMERS
 from quantizers.recipe.portable import is_hub_id
 from quantizers.recipe.schema import Scheme
 from quantizers.system.formatting import gate_figures, gib, number, size
@@ -206,7 +206,7 @@ def front_matter(report: dict[str, Any]) -> dict[str, Any]:
 @cache
 def _hub_licenses() -> frozenset[str]:
     """The Hub's identifiers of licences, as its documentation lists them."""
-    return frozenset(files("eval.report").joinpath("licenses.txt").read_text().split())
+    return frozenset(files("quantizers.eval.report").joinpath("licenses.txt").read_text().split())
 
 
 def strange_licenses(license: dict[str, Any]) -> list[str]:
@@ -292,7 +292,7 @@ def _render(template: str, report: dict[str, Any], place: str, **context: Any) -
 @cache
 def _environment() -> Environment:
     environment = Environment(
-        loader=PackageLoader("eval.report"),
+        loader=PackageLoader("quantizers.eval.report"),
         autoescape=lambda name: name is not None and name.endswith(".html.jinja"),
         undefined=StrictUndefined,
         trim_blocks=True,

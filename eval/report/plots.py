@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from eval.fidelity.tables import CATEGORY_ROWS, Results, shown_categories
+from quantizers.eval.fidelity.tables import CATEGORY_ROWS, Results, shown_categories
 from quantizers.system.files import atomic, disk_errors
 
 LOW, HIGH = 1 / 8, 8.0

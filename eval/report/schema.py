@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from eval.report import fidelity
-from eval.report.fidelity import Fidelity
-from eval.report.keys import Number, Part, key, maybe
+from quantizers.eval.report import fidelity
+from quantizers.eval.report.fidelity import Fidelity
+from quantizers.eval.report.keys import Number, Part, key, maybe
 
 
 class Source(Part):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from eval.report.fidelity import HeldOutSet, Perplexity
-from eval.report.keys import Number, Part, key
-from eval.report.schema import Gate
-from eval.sets.estimate import Verdict
+from quantizers.eval.report.fidelity import HeldOutSet, Perplexity
+from quantizers.eval.report.keys import Number, Part, key
+from quantizers.eval.report.schema import Gate
+from quantizers.eval.sets.estimate import Verdict
 
 FieldKind = Literal["family", "category", "long"]
 

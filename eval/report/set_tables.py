@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from eval.fidelity.tables import past_the_model
-from eval.sets.estimate import ERROR
+from quantizers.eval.fidelity.tables import past_the_model
+from quantizers.eval.sets.estimate import ERROR
 from quantizers.system.formatting import number, several, text_table
 
 ROWS, LAYERS, LANGUAGES = 15, 5, 5  # of a table of fields, of layers, and categories that are named, at most

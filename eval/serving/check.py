@@ -320,7 +320,7 @@ def _of_names(
     prefixes = [
         facts.layer(layer, facts.expert_prefix.format(expert=expert))
         for layer in (*facts.moe_layers, *facts.mtp_layers)
-        for expert in range(facts["experts"])
+        for expert in range(facts.num_experts)
     ]
     others = [name for name in (*PROJECTIONS.values(), "w1", "w3", "w2") if name not in right]
     misnamed = [(prefix + other, other) for prefix in prefixes for other in others if prefix + other in stored]
@@ -333,7 +333,7 @@ def _of_names(
     missing = [m.name for m in modules if m.name not in stored and not m.optional and m.kind not in reported]
     # Of the tensors that are not matrices: norms, biases and the router's correction bias.
     named = dict(facts.outside)
-    for layer in (*range(facts["layers"]), *facts.mtp_layers):
+    for layer in (*range(facts.num_layers), *facts.mtp_layers):
         named |= {facts.layer(layer, name): tensor for name, tensor in facts.of_layer(layer).tensors.items()}
     missing += [n for n, one in named.items() if len(one.shape) == 1 and not one.optional and n not in tensors]
     for name in missing:
@@ -392,7 +392,7 @@ def _validation_errors(section: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _of_cache(section: Mapping[str, Any], tensors: Collection[str], facts: Architecture) -> Iterator[Remark]:
     """What is to be said of scales for a cache of keys and values, if there are or `section` declares any."""
-    attention = {n: name for n in range(facts["layers"]) if (name := facts.of_layer(n).cached) is not None}
+    attention = {n: name for n in range(facts.num_layers) if (name := facts.of_layer(n).cached) is not None}
     names = [facts.layer(n, f"{module}.{scale}") for n, module in attention.items() for scale in KV_SCALES]
     place, problem = f"{SECTION}.{KV_SCHEME}", "scales for an FP8 cache of keys and values"
     if not section.get(KV_SCHEME):
@@ -406,7 +406,7 @@ def _of_cache(section: Mapping[str, Any], tensors: Collection[str], facts: Archi
         yield "warning", VLLM_NAMES, place, problem, CACHE_ON_CARDS
     if "sglang" in facts.servers and facts.model_type not in SGLANG_LOADS:
         yield "warning", [SGLANG.name], place, problem, TAKES_ONES
-    if bare := [n for n in (*range(facts["layers"]), *facts.mtp_layers) if n not in attention]:
+    if bare := [n for n in (*range(facts.num_layers), *facts.mtp_layers) if n not in attention]:
         where = f"layers {', '.join(map(str, bare))} have none"
         consequence = "where such a layer has a cache of keys and values, it is filled with scales of 1"
         yield "warning", VLLM_NAMES, place, where, consequence
@@ -531,9 +531,9 @@ def tensor_parallel(ranks: int, facts: Architecture, lookups: Sequence[Lookup]) 
 
 
 def _expert_obstacles(ranks: int, facts: Architecture, schemes: Iterable[ServedScheme]) -> Iterator[str]:
-    hidden, share = facts["hidden"], facts["width"] // ranks
-    if ranks > facts["experts"]:
-        yield f"there are only {facts['experts']} experts"
+    hidden, share = facts.hidden_size, facts.expert_width // ranks
+    if ranks > facts.num_experts:
+        yield f"there are only {facts.num_experts} experts"
     for scheme in schemes:
         group = scheme.group_size if scheme.type == "int" else None
         if group and hidden % group:

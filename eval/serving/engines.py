@@ -236,7 +236,7 @@ def module_of(tensor: str) -> str:
 def model_modules(facts: Architecture) -> list[Module]:
     """Every matrix of a model that an engine may quantize."""
     modules: list[Module] = []
-    for layer in (*range(facts["layers"]), *facts.mtp_layers):
+    for layer in (*range(facts.num_layers), *facts.mtp_layers):
         mtp, here = layer in facts.mtp_layers, facts.of_layer(layer)
         for name, shape in here.linears.items():
             parent, _, last = name.rpartition(".")
@@ -251,7 +251,7 @@ def model_modules(facts: Architecture) -> list[Module]:
                 kind, module = MTP_OTHER if mtp else ROUTER, module_of(facts.layer(layer, name))
                 modules.append(Module(module, kind, tensor.shape, layer, tensor.optional))
         kind = MTP_EXPERTS if mtp else EXPERTS
-        for expert in range(facts["experts"]):
+        for expert in range(facts.num_experts):
             for matrix in MATRICES:
                 shape = facts.expert_linears[matrix].shape
                 modules.append(Module(facts.expert(layer, expert, matrix), kind, shape, layer))

@@ -31,7 +31,7 @@ from typing import Literal
 
 import numpy as np
 
-from eval.fidelity.paired import FEWEST
+from quantizers.eval.fidelity.paired import FEWEST
 
 RESAMPLES, SEED = 20_000, 0
 ERROR = 0.05  # the probability that an interval misses the truth, or that a verdict is wrong

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from eval.coverage.compare import SIDES, compare_counts
-from eval.coverage.routing import Routed
-from eval.fidelity.metrics import Text, groups, parts
-from eval.fidelity.paired import FEWEST
+from quantizers.eval.coverage.compare import SIDES, compare_counts
+from quantizers.eval.coverage.routing import Routed
+from quantizers.eval.fidelity.metrics import Text, groups, parts
+from quantizers.eval.fidelity.paired import FEWEST
 from quantizers.recipe.schema import CoverageGate
 from quantizers.system.formatting import several
 

@@ -289,9 +289,45 @@ class Architecture(Known):
                 raise ValueError(f"norm.readers: {reader} is neither {ROUTER}, {EXPERTS} nor residual, nor any tensor")
         return self
 
-    def __getitem__(self, word: str) -> int:
-        """A size of the model, by this program's word for it: layers, experts, chosen, hidden, width, …"""
-        return self.sizes[word].value
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers, without those that predict further tokens."""
+        return self.sizes["layers"].value
+
+    @property
+    def num_experts(self) -> int:
+        """Number of routed experts of a layer."""
+        return self.sizes["experts"].value
+
+    @property
+    def top_k(self) -> int:
+        """Number of experts that the router chooses for a token."""
+        return self.sizes["chosen"].value
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states, H."""
+        return self.sizes["hidden"].value
+
+    @property
+    def expert_width(self) -> int:
+        """Width of a routed expert, I."""
+        return self.sizes["width"].value
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of rows of the embedding table."""
+        return self.sizes["vocabulary"].value
+
+    @property
+    def num_heads(self) -> int:
+        """Number of attention heads."""
+        return self.sizes["heads"].value
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of heads of keys and values; a KeyError for a family whose facts have none."""
+        return self.sizes["kv_heads"].value
 
     def is_of(self, config: Mapping[str, Any]) -> bool:
         """Whether a config.json has the sizes of this model, as far as it gives them by their keys."""
@@ -316,8 +352,9 @@ class Architecture(Known):
     @property
     def groups(self) -> tuple[int, int]:
         """Into how many groups the router divides the experts, and from how many of them it chooses."""
-        known = "groups" in self.sizes
-        return (self["groups"], self["chosen_groups"]) if known else (1, 1)
+        if "groups" not in self.sizes:
+            return 1, 1
+        return self.sizes["groups"].value, self.sizes["chosen_groups"].value
 
     @property
     def beside(self) -> int:
@@ -326,7 +363,7 @@ class Architecture(Known):
 
     def row_bytes(self, itemsize: int) -> int:
         """Bytes of what is kept of a token between two layers: its state in `itemsize` each, and what is beside it."""
-        return self["hidden"] * self.streams * itemsize + self.beside * 4
+        return self.hidden_size * self.streams * itemsize + self.beside * 4
 
     def server_options(self, server: ServerName, model: str) -> Options:
         """The options to start a server with that knows the family: the family's, and those of the model `model`."""

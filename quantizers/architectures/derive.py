@@ -244,20 +244,20 @@ def _require_possible(facts: Architecture) -> None:
     keys = {name: f"{size.key} {size.value}" for name, size in facts.sizes.items()}
     groups, chosen_groups = facts.groups
     problem = None
-    if facts["chosen"] > facts["experts"]:
+    if facts.top_k > facts.num_experts:
         problem = f"{keys['chosen']} is larger than {keys['experts']}"
-    elif groups > 1 and (facts["experts"] % groups or facts["experts"] < 2 * groups):
+    elif groups > 1 and (facts.num_experts % groups or facts.num_experts < 2 * groups):
         problem = (
             f"{keys['experts']} are not two or more in each of {keys['groups']} groups, of which the router adds up "
             "the best two"
         )
     elif chosen_groups > groups:
         problem = f"{keys['chosen_groups']} is larger than {keys['groups']}"
-    elif facts["chosen"] > chosen_groups * facts["experts"] // groups:
+    elif facts.top_k > chosen_groups * facts.num_experts // groups:
         problem = f"{keys['chosen_groups']} of {groups} groups have fewer experts than {keys['chosen']}"
-    elif facts["layers"] * facts["experts"] > MOST_EXPERTS:
+    elif facts.num_layers * facts.num_experts > MOST_EXPERTS:
         problem = f"{keys['layers']} with {keys['experts']} is more than any model has"
-    elif "kv_heads" in keys and facts["heads"] % facts["kv_heads"]:
+    elif "kv_heads" in keys and facts.num_heads % facts.num_kv_heads:
         problem = f"{keys['kv_heads']} does not divide {keys['heads']}"
     if problem:
         raise ArchitectureError(f"{problem}; correct this file")

@@ -41,15 +41,15 @@ from typing import Any
 
 import torch
 
-from eval.fidelity.comparison import by_text
-from eval.fidelity.metrics import Text
-from eval.fidelity.scoring import score
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.gates import Gate, gate_of
 from quantizers.architectures.matrices import MATRICES
 from quantizers.checkpoint.loaded_tensors import load_once, outside_names
 from quantizers.device.devices import forward_dtype, use_one_arena
 from quantizers.distributed.process_group import rank_0_progress
+from quantizers.eval.fidelity.comparison import by_text
+from quantizers.eval.fidelity.metrics import Text
+from quantizers.eval.fidelity.scoring import score
 from quantizers.formats.packed_integers import dequantize
 from quantizers.layers.context import Context
 from quantizers.layers.loop import Consumer, LayerStep, Need, all_tensors, layer_steps
@@ -275,7 +275,7 @@ def probes_of(lengths: Sequence[int], tokens: int | None = None, longest: int | 
 
 def probe_bytes(facts: Architecture, lengths: Sequence[int], itemsize: int) -> int:
     """Bytes of the files of a measurement: both streams' states that enter and leave a layer, and their choices."""
-    return 4 * sum(probes_of(lengths).values()) * (facts.row_bytes(itemsize) + facts["chosen"] * 4)
+    return 4 * sum(probes_of(lengths).values()) * (facts.row_bytes(itemsize) + facts.top_k * 4)
 
 
 def read_measurements(work: Path, layers: Sequence[int]) -> list[dict[str, Any]] | None:

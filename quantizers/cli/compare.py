@@ -61,9 +61,9 @@ def compare(
 
     Example: quantize compare tiny-minimax-m2-fp8-int4 --calibration embedded --calibration mine.yaml --tokens 16384
     """
-    from eval.report.set_figures import sets_figure
-    from eval.report.set_tables import sets_table
     from quantizers.commands.compare import compare as compare_sets
+    from quantizers.eval.report.set_figures import sets_figure
+    from quantizers.eval.report.set_tables import sets_table
 
     found = compare_sets(**common.given(context), dist=context.obj).figures
     _show(found, sets_table, sets_figure, None if no_picture else picture, as_json)
@@ -97,9 +97,9 @@ def why(
 
     Example: quantize calibration why embedded --tokens 16384
     """
-    from eval.report.set_figures import sources_figure
-    from eval.report.set_tables import sources_table
     from quantizers.commands.compare import why as effects_of_sources
+    from quantizers.eval.report.set_figures import sources_figure
+    from quantizers.eval.report.set_tables import sources_table
 
     found = effects_of_sources(**common.given(context), dist=context.obj).figures
     _show(found, sources_table, sources_figure, None if no_picture else picture, as_json)
@@ -109,7 +109,7 @@ def _show(
     found: dict[str, Any], table: Callable[..., str], figure: Callable[..., Any], picture: Path | None, as_json: bool
 ) -> None:
     """Print what was found and draw the picture, in rank 0: the others found nothing."""
-    from eval.report.plots import save
+    from quantizers.eval.report.plots import save
 
     if not found:
         return

@@ -66,11 +66,11 @@ def coverage(
 
     Example: quantize coverage tiny-minimax-m2-fp8-int4
     """
-    from eval.coverage.compare import compare_table
-    from eval.coverage.saliency import saliency_table
-    from eval.coverage.summary import coverage_table
-    from eval.report.plots import comparison_figure, coverage_figure, saliency_figure, save
     from quantizers.commands.coverage import coverage as count_tokens
+    from quantizers.eval.coverage.compare import compare_table
+    from quantizers.eval.coverage.saliency import saliency_table
+    from quantizers.eval.coverage.summary import coverage_table
+    from quantizers.eval.report.plots import comparison_figure, coverage_figure, saliency_figure, save
 
     dist: ProcessGroup = context.obj
     output = output or (Path("saliency") if saliency else None)

@@ -52,8 +52,8 @@ def evaluate(
 
     Example: quantize eval tiny-minimax-m2 out/tiny --data held-out
     """
-    from eval.fidelity.tables import eval_table
     from quantizers.commands.evaluate import evaluate as evaluate_candidates
+    from quantizers.eval.fidelity.tables import eval_table
 
     dist: ProcessGroup = context.obj
     found = evaluate_candidates(candidates=candidate, **common.given(context), dist=dist)
@@ -62,7 +62,7 @@ def evaluate(
     report = found.as_dict()
     text = eval_table(report)
     if not no_picture:
-        from eval.report.plots import fidelity_figure, save
+        from quantizers.eval.report.plots import fidelity_figure, save
 
         evaluated_on = found.candidates[0].figures["evaluated_on"]["name"]
         figure = fidelity_figure(

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from typer import Context, Option
 
-from eval.report.summary import candidate_lines, choice_lines, layer_rows, without_vllm
+from quantizers.eval.report.summary import candidate_lines, choice_lines, layer_rows, without_vllm
 from quantizers.system.formatting import gib, size, text_table
 from quantizers.system.progress import duration
 

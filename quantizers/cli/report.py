@@ -24,9 +24,9 @@ def report(
     """
     from pydantic import ValidationError
 
-    from eval.report.pages import html_report
-    from eval.report.schema import checked
     from quantizers.checkpoint.reader import read_json
+    from quantizers.eval.report.pages import html_report
+    from quantizers.eval.report.schema import checked
     from quantizers.output.journal import refuse_unfinished
     from quantizers.output.manifest import add_files, seal_of, write_record
     from quantizers.pipeline.report_files import pictures

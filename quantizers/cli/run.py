@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from typer import Argument, Context, Option
 
-from eval.report.summary import scheme_lines, under_routed_line
 from quantizers.distributed.process_group import ProcessGroup
+from quantizers.eval.report.summary import scheme_lines, under_routed_line
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import collapse_lines, short_path, size
 from quantizers.system.output_files import CALIBRATION_PICTURE, CARD, COVERAGE_PICTURE, PAGE, REPORT
@@ -98,8 +98,15 @@ def run_table(report: dict[str, Any], output: Path, source: str, recipe: str, *,
 
     `recipe` is as the user typed it, with the options that change it.
     """
-    from eval.coverage.summary import gate_table
-    from eval.fidelity.tables import SERVED, fidelity_table, past_the_model, positions_table, served_table, worst_table
+    from quantizers.eval.coverage.summary import gate_table
+    from quantizers.eval.fidelity.tables import (
+        SERVED,
+        fidelity_table,
+        past_the_model,
+        positions_table,
+        served_table,
+        worst_table,
+    )
 
     lines = [f"{output} was finished before; nothing was touched"] if report.get("already_done") else []
     lines += ["", gate_table(report["gates"]), ""]

@@ -76,7 +76,7 @@ def serve_check(
 
 def served_table(report: dict[str, Any]) -> str:
     """Server, a row for each category (or family, if there are many) and one for all texts, and the verdict."""
-    from eval.fidelity.tables import CATEGORY_ROWS
+    from quantizers.eval.fidelity.tables import CATEGORY_ROWS
 
     server, figures, verdict = report["server"], report["figures"], report["verdict"]
     longest = f", max_model_len {server['max_model_len']:,}" if server["max_model_len"] else ""

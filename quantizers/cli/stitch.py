@@ -37,9 +37,9 @@ def stitch(
 
     Example: quantize stitch --source tiny-minimax-m2 --experts out/awq --output out/mixed --repair-router
     """
-    from quantizers.commands.stitch import stitch as stitch_both
+    from quantizers.commands.stitch import stitch_experts
 
-    made = stitch_both(**common.given(context), command=common.typed())
+    made = stitch_experts(**common.given(context), command=common.typed())
     common.emit(made.report, as_json, stitch_table(made.report, made.folder, made.source), passed=made.passed)
 
 

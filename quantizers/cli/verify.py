@@ -40,8 +40,8 @@ def verify(
 
     Example: quantize verify out/tiny
     """
-    from eval.serving.check import render
     from quantizers.commands.verify import verify as verify_checkpoint
+    from quantizers.eval.serving.check import render
 
     found = verify_checkpoint(candidate, **common.given(context))
     report = found.as_dict()

@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from eval.coverage.compare import labels
-from eval.coverage.routing import Routed
-from eval.fidelity.scoring import HeldOut, held_out
-from eval.sets.estimate import ERROR
-from eval.sets.figures import NOTES, MeasuredSet, Scored, comparison, decided, set_figures, source_effects
 from quantizers.calibration.load_set import load_set, said
 from quantizers.calibration.samples import CalibrationData, category_names, digest_of, identity
 from quantizers.calibration.set import read_set
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device, use_threads
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from quantizers.eval.coverage.compare import labels
+from quantizers.eval.coverage.routing import Routed
+from quantizers.eval.fidelity.scoring import HeldOut, held_out
+from quantizers.eval.sets.estimate import ERROR
+from quantizers.eval.sets.figures import NOTES, MeasuredSet, Scored, comparison, decided, set_figures, source_effects
 from quantizers.output.journal import begun_with, refuse_changes
 from quantizers.pipeline.lanes import LaneFigures, measure_lanes
 from quantizers.pipeline.pipeline import Options, deciding, refuse_library
@@ -226,7 +226,7 @@ class _Asked:
         options = Options(work, self.device, self.limit, dist=self.dist)
         nll, measured = measure_lanes(self.job, draws, texts, self.quantized, options, self.check)
         found, facts = dict(zip(lanes, measured, strict=True)), self.job.facts
-        choices = np.array([len(text.tokens) * facts["chosen"] * len(facts.moe_layers) for text in texts], dtype=float)
+        choices = np.array([len(text.tokens) * facts.top_k * len(facts.moe_layers) for text in texts], dtype=float)
         return [[found[_texts_of(data)] for data in one] for one in sets], Scored(texts, nll, choices)
 
     def of_set(
@@ -237,7 +237,7 @@ class _Asked:
         names = tuple(sorted({sample.category for data in draws for sample in data.samples}))
         tokens = np.zeros(len(names), dtype=np.int64)
         layers = tuple(number for number in self.job.facts.moe_layers if number < self.quantized)
-        counts = np.zeros((len(layers), len(names), self.job.facts["experts"]), dtype=np.int64)
+        counts = np.zeros((len(layers), len(names), self.job.facts.num_experts), dtype=np.int64)
         for data, lane in zip(draws, lanes, strict=True):
             rows = [names.index(name) for name in category_names(data.samples)]
             counts[:, rows] += np.stack(lane.routed)
@@ -262,7 +262,7 @@ class _Asked:
     ) -> SetComparison:
         """What a command prints of the sets, in rank 0."""
 
-        quantized, depth = self.quantized, self.job.facts["layers"]
+        quantized, depth = self.quantized, self.job.facts.num_layers
         of_part = (
             f"Only the first {quantized} of {depth} layers are quantized, the others are the source's: KL is of these."
         )
@@ -318,7 +318,7 @@ def _asked(
     trusted = trust_remote_code or job.recipe.source.trusts_tokenizer
     read = said(load_set(held_out_file, job.opened.folder, trusted), "held out") if dist.is_main else None
     held = held_out(dist.broadcast_object(read), job.opened, job.facts, trusted)
-    quantized = _first(layers, job.facts["layers"], min(job.facts.moe_layers))
+    quantized = _first(layers, job.facts.num_layers, min(job.facts.moe_layers))
     begun = begun_with(Path(work) / "draws-0", "lanes.json") if work else {}
     use_threads(job.facts, dist.broadcast_object(begun.get("threads")), dist)
     advice = "give the same command again" + (" to resume" if work else "; with --work DIR it would resume")

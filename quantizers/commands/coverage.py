@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from eval.coverage.compare import SIDES, compare_counts, labels
-from eval.coverage.routing import count_routes
-from eval.coverage.saliency import lists
-from eval.coverage.saliency import saliency as saliency_of
-from eval.coverage.summary import check_floors, report
 from quantizers.calibration.samples import token_tensors
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
+from quantizers.eval.coverage.compare import SIDES, compare_counts, labels
+from quantizers.eval.coverage.routing import count_routes
+from quantizers.eval.coverage.saliency import lists
+from quantizers.eval.coverage.saliency import saliency as saliency_of
+from quantizers.eval.coverage.summary import check_floors, report
 from quantizers.recipe.schema import CoverageGate
 from quantizers.system.errors import InputError, OutputError
 from quantizers.system.files import json_finite, write_json, write_text
@@ -136,10 +136,10 @@ def measure_coverage(
     model, loaded = opened(question, device, dist)
     for data in loaded:
         check_floors(rule, [sample.category for sample in data.samples], question.where)
-    sequences = [tokens for data in loaded for tokens in token_tensors(data, model.facts["vocabulary"])]
+    sequences = [tokens for data in loaded for tokens in token_tensors(data, model.facts.vocab_size)]
     # All sets in one pass: the categories of set n get the prefix `n:`.
     categories = [f"{n}:{sample.category}" for n, data in enumerate(loaded) for sample in data.samples]
-    with rank_0_progress("streaming", model.facts["layers"], 0, lambda: None, dist) as step:
+    with rank_0_progress("streaming", model.facts.num_layers, 0, lambda: None, dist) as step:
         routed = count_routes(model, sequences, categories, work, step, dist, norms=scored)
     names = [data.name for data in loaded]
     if len(loaded) == 1:

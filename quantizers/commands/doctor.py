@@ -24,8 +24,6 @@ from huggingface_hub.utils import build_hf_headers
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from eval.coverage.summary import check_floors
-from eval.serving.engines import READ
 from quantizers.architectures.families import published_config
 from quantizers.calibration.hub import Hub
 from quantizers.calibration.load_set import load_set, look_at_sources
@@ -35,6 +33,8 @@ from quantizers.calibration.set import read_set
 from quantizers.checkpoint.reader import side_files
 from quantizers.checkpoint.remote import hub_errors, reason_of
 from quantizers.checkpoint.window import DEFAULT, schedule
+from quantizers.eval.coverage.summary import check_floors
+from quantizers.eval.serving.engines import READ
 from quantizers.output import journal
 from quantizers.output.uploads import LOGIN, may_write, require_token
 from quantizers.pipeline.publication import Destination, refuse_early
@@ -394,7 +394,7 @@ def _look_at_recipe(rows: _Rows, given: _Given, device: torch.device, unreachabl
     sets = _sets(rows, given, job, unreachable)
     if job is None:
         return None
-    rows.add("model", f"{job.facts.model_type}, {job.facts['layers']} layers of {job.facts['experts']} experts")
+    rows.add("model", f"{job.facts.model_type}, {job.facts.num_layers} layers of {job.facts.num_experts} experts")
     rows.tried("model", planned_check, job, one_expert=True)
     state = rows.tried("run", _output_state, given.folder, job, sets.get("calibration"), device)
     if state is not None:
@@ -485,7 +485,7 @@ def _output_state(folder: Path, job: Job, data: CalibrationData | None, device: 
     journal.refuse_strangers(folder)
     if not journal.unfinished(folder):
         return "would begin anew"
-    work, layers = journal.work_folder(folder), job.facts["layers"]
+    work, layers = journal.work_folder(folder), job.facts.num_layers
     if data is not None and job.source is not None and not (work / "moving").exists():
         threads = torch.get_num_threads()
         try:

@@ -18,12 +18,6 @@ from typing import Any
 
 import torch
 
-from eval.fidelity.as_served import ServedModel, ServedTexts, as_served, as_stored, kernels_of, pairs
-from eval.fidelity.comparison import Comparison, weight_errors
-from eval.fidelity.kv_cache import KINDS, WITH_ONES, CachedModel, kv_figures
-from eval.fidelity.metrics import Measured, Text
-from eval.fidelity.paired import NOTE, paired
-from eval.fidelity.scoring import held_out, score
 from quantizers.architectures.families import Own, architecture_for
 from quantizers.calibration.load_set import load_set, said
 from quantizers.calibration.samples import CalibrationData, identity
@@ -33,6 +27,12 @@ from quantizers.checkpoint.source_identity import source_stats
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device, fingerprint, forward_dtype, use_threads
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
+from quantizers.eval.fidelity.as_served import ServedModel, ServedTexts, as_served, as_stored, kernels_of, pairs
+from quantizers.eval.fidelity.comparison import Comparison, weight_errors
+from quantizers.eval.fidelity.kv_cache import KINDS, WITH_ONES, CachedModel, kv_figures
+from quantizers.eval.fidelity.metrics import Measured, Text
+from quantizers.eval.fidelity.paired import NOTE, paired
+from quantizers.eval.fidelity.scoring import held_out, score
 from quantizers.formats.fp8 import has_kv_scales
 from quantizers.formats.tensor_names import published_names
 from quantizers.formats.unsupported import refuse_swapped_arguments
@@ -297,7 +297,7 @@ def through_layers(
         The models' streams, whose states are those that leave the last layer; and by layer what `comparison.compare`
         found of each candidate, in rank 0.
     """
-    layers, count = models[0].facts["layers"], len(opened)
+    layers, count = models[0].facts.num_layers, len(opened)
     journal = [work / f"layer-{number:05d}.json" for number in range(layers)]
     done = dist.broadcast_object(next((n for n in range(layers) if not journal[n].exists()), layers))
     lengths = [len(text.tokens) for text in texts]

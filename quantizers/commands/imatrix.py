@@ -104,12 +104,12 @@ def write_sums(
     streamed, (data,) = opened(question, device, dist)
     checkpoint, facts = streamed.checkpoint, streamed.facts
     architecture_of(facts)  # first, for its error
-    sequences = token_tensors(data, facts["vocabulary"])
+    sequences = token_tensors(data, facts.vocab_size)
     if not sequences:
         raise InputError(f"{question.sets[0]}: has no samples; an importance matrix needs some")
     sums = InputSums(streamed, sequences, work, tokens, dist=dist)
     steps = layer_steps(checkpoint, all_tensors(streamed, checkpoint), [sums], streamed, dist=dist)
-    with rank_0_progress("streaming", facts["layers"], 0, lambda: None, dist) as step, closing(steps):
+    with rank_0_progress("streaming", facts.num_layers, 0, lambda: None, dist) as step, closing(steps):
         for one in steps:
             step(f"layer {one.number}")
     sums.end()

@@ -199,7 +199,7 @@ def _captured(job: Job, number: int, device: torch.device) -> Layer:
         without=chosen.calibration_without,
         positions=facts.positions,
     )
-    sequences = token_tensors(said(data), facts["vocabulary"])
+    sequences = token_tensors(said(data), facts.vocab_size)
     lengths = [len(sequence) for sequence in sequences]
     rows = partial(ActivationStore, None, lengths, device=device, chunk=tokens_per_chunk(is_accelerator(device)))
     states = rows(model.row_width, model.dtype)

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from eval.report.summary import flags, vllm_command, vllm_options
-from eval.serving.cards import KEEPS_SCALES, TAKES_THEM
 from quantizers.budget.choice import apply_choice
 from quantizers.checkpoint.reader import left_behind
+from quantizers.eval.report.summary import flags, vllm_command, vllm_options
+from quantizers.eval.serving.cards import KEEPS_SCALES, TAKES_THEM
 from quantizers.pipeline.servable import planned_check
 from quantizers.planning.estimate import DISK, estimate_run, memory_on_gpu, ways_of_source
 from quantizers.planning.gpus import Gpus, parse_gpus

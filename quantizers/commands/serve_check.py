@@ -17,13 +17,6 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
-from eval.fidelity.kv_cache import CachedModel
-from eval.fidelity.metrics import Text
-from eval.fidelity.scoring import held_out
-from eval.fidelity.served import UNLIKE, compare_text, figures, verdict
-from eval.report.fidelity import ServeCheckReport
-from eval.serving.server import Returned, Server, kernel_lines, over_http, score
-from eval.serving.server import offline as engine_of
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for
 from quantizers.calibration.load_set import load_set, said
@@ -33,6 +26,13 @@ from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_checkpoint, re
 from quantizers.checkpoint.source_identity import source_digest
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import use_threads, versions
+from quantizers.eval.fidelity.kv_cache import CachedModel
+from quantizers.eval.fidelity.metrics import Text
+from quantizers.eval.fidelity.scoring import held_out
+from quantizers.eval.fidelity.served import UNLIKE, compare_text, figures, verdict
+from quantizers.eval.report.fidelity import ServeCheckReport
+from quantizers.eval.serving.server import Returned, Server, kernel_lines, over_http, score
+from quantizers.eval.serving.server import offline as engine_of
 from quantizers.formats.fp8 import has_kv_scales
 from quantizers.formats.tensor_names import published_names
 from quantizers.formats.unsupported import refuse_swapped_arguments
@@ -156,7 +156,7 @@ def serve_check(
         sent = identity([replace(one, tokens=text.tokens.numpy()) for one, text in pairs])
         if before and before.data.identity != sent:
             raise InputError(f"{source_check}: was made with other texts; give the same --data and --max-model-len")
-        returned = _ask(asked, held.texts, top_k, architecture["vocabulary"])
+        returned = _ask(asked, held.texts, top_k, architecture.vocab_size)
         about = {
             "kind": asked.kind, "version": asked.version, "model": asked.model, "max_model_len": asked.max_model_len,
             "offline": offline is not None, "kernels": kernel_lines(asked.log()),
@@ -288,7 +288,7 @@ def _compare(
         streams, _ = through_layers(models, range(len(models)), named, texts, Path(folder), check)
         streams.reverse()
         heads = [(stream.model, stream.model.head()) for stream in streams]
-        states, tables = [stream.states(facts["layers"]) for stream in streams], []
+        states, tables = [stream.states(facts.num_layers) for stream in streams], []
         with progress("comparing", len(texts), unit="text") as step:
             for number, (text, answer) in enumerate(zip(texts, returned, strict=True)):
                 check()

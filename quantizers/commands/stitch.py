@@ -1,4 +1,4 @@
-"""Two checkpoints become one, which is verified and reported as a run's is: `quantizers.stitch`.
+"""Two checkpoints become one, which is verified and reported as a run's is: `quantizers.stitch_experts`.
 
 Nothing is known of the experts' calibration; report and card say so, and repeat what the experts' checkpoint says of
 itself.
@@ -20,18 +20,18 @@ from quantizers.output.manifest import refuse_incomplete, text_sha256
 from quantizers.pipeline.report import stitch_report
 from quantizers.pipeline.report_files import write_report
 from quantizers.recipe.portable import facts_copy, source_name
+from quantizers.stitch.audit.checkpoint import verify
+from quantizers.stitch.mix import belong_together, write_mix
 from quantizers.system.errors import OutputError
 from quantizers.system.files import write_text
 from quantizers.system.interrupts import interruptible
 from quantizers.system.output_files import FACTS
 from quantizers.system.progress import progress
-from stitch.audit.checkpoint import verify
-from stitch.mix import belong_together, write_mix
 
 from .run import FinishedCheckpoint, print_default
 
 
-def stitch(
+def stitch_experts(
     source: str | Path,
     experts: str | Path,
     output: str | Path | None = None,
@@ -96,7 +96,7 @@ def stitch(
                 copied |= {FACTS: mix.facts.as_yaml()} if mix.facts.probes else {}
                 for name, text in copied.items():
                     write_text(text, folder / name)
-                with progress("verifying", mix.facts["layers"], check=check) as step:
+                with progress("verifying", mix.facts.num_layers, check=check) as step:
                     audit = verify(folder, opened, on, written, step, own=mix.facts)
                 write_report(folder, stitch_report(mix, settings, folder, audit, written), copied)
                 write_text("", work / "moving")

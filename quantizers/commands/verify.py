@@ -9,23 +9,23 @@ from typing import Any
 
 import torch
 
-from eval.serving.ask_vllm import ask_vllm
-from eval.serving.check import ServingCheck, check_folder
 from quantizers.architectures.families import Own, architecture_for
 from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_checkpoint, read_config, read_json, refuse_gguf
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device
+from quantizers.eval.serving.ask_vllm import ask_vllm
+from quantizers.eval.serving.check import ServingCheck, check_folder
 from quantizers.formats.awq_gptq import is_awq_or_gptq
 from quantizers.formats.unsupported import refuse_swapped_arguments, refuse_unsupported
 from quantizers.output.manifest import output_facts, read_record, refuse_incomplete
 from quantizers.pipeline.report_files import Record, check_manifest
 from quantizers.recipe.portable import is_hub_id
+from quantizers.stitch.audit.checkpoint import Audit
+from quantizers.stitch.audit.checkpoint import verify as audit_of
 from quantizers.system.errors import ArchitectureError, CheckpointError, DamagedRecord, InputError
 from quantizers.system.output_files import FACTS, REPORT
 from quantizers.system.package_data import shipped_model
 from quantizers.system.progress import progress
-from stitch.audit.checkpoint import Audit
-from stitch.audit.checkpoint import verify as audit_of
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: O
             return Verification(Audit(differences=[] if told else [fault]), record, None)
         own, record = carried, replace(record, notes=(*record.notes, f"read with the facts that it carries, {FACTS}"))
     facts = architecture_for(source.config, where, own, source.tensors)
-    with progress("verifying", facts["layers"]) as step:
+    with progress("verifying", facts.num_layers) as step:
         audit = audit_of(folder, source, device, step=step, own=facts)
     if found is not None:  # but for the probes' numbers
         now = json.loads(json.dumps(facts.found()))

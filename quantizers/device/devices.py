@@ -91,7 +91,7 @@ def use_threads(facts: Architecture, begun_with: int | None = None, dist: Proces
     given = os.environ.get("OMP_NUM_THREADS")
     if begun_with is None:
         if given is None:
-            small = 3 * facts["experts"] * facts["hidden"] * facts["width"] < SMALL_LAYER
+            small = 3 * facts.num_experts * facts.hidden_size * facts.expert_width < SMALL_LAYER
             torch.set_num_threads(1 if small else len(os.sched_getaffinity(0)))
         return
     chosen = given is not None and not (dist.is_distributed and given == "1")

@@ -69,14 +69,14 @@ def split_fused(tensors: Mapping[str, Entry], facts: Architecture, where: str) -
             rows, columns = (*info.shape, 0, 0)[1:3]
         elif len(matrices) == 1 and f"{weight}{SCALES}" in tensors:
             dtypes = (*FLOATING, FP8)
-        needed = (facts["experts"], len(matrices) * rows, columns)
+        needed = (facts.num_experts, len(matrices) * rows, columns)
         if weight not in layers or tuple(info.shape) != needed or info.dtype not in dtypes:
             raise CheckpointError(
                 f"{where}: {name} holds all experts in one tensor, {info.dtype} {list(info.shape)}; only "
                 f"{' or '.join(dtypes)} {list(needed)} in a layer with experts can be read; {REMEDY}"
             )
         size, place = rows * columns * DTYPE_BYTES[info.dtype], dict[str, Any]()
-        for number, (expert, matrix) in enumerate(product(range(facts["experts"]), matrices)):
+        for number, (expert, matrix) in enumerate(product(range(facts.num_experts), matrices)):
             single = f"{facts.expert(layers[weight], expert, matrix)}.weight{name.removeprefix(weight)}"
             if single in tensors or single in result:
                 raise CheckpointError(f"{where}: {single} is also a part of {name}; keep one")

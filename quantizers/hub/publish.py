@@ -22,17 +22,19 @@ from httpx import HTTPError
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import RepositoryNotFoundError
 
-from eval.report.pages import front_matter, html_report
-from eval.report.summary import repository
-from eval.serving.check import check_folder
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.remote import AGAIN, files_of
 from quantizers.device.devices import choose_device
+from quantizers.eval.report.pages import front_matter, html_report
+from quantizers.eval.report.summary import repository
+from quantizers.eval.serving.check import check_folder
 from quantizers.output.manifest import add_files, output_facts, read_record, refuse_incomplete, seal_of, write_record
 from quantizers.output.uploads import LOGIN, MESSAGE, LocalFile, compare, hashed, require_token, upload_errors
 from quantizers.pipeline.publication import card_gaps
 from quantizers.pipeline.report_files import FRONT_MATTER, check_manifest, pictures, read_front_matter, write_with_card
 from quantizers.recipe.portable import is_hub_id
+from quantizers.stitch.audit.checkpoint import added, strays
+from quantizers.stitch.write.shard import changes, recorded_digests
 from quantizers.system.errors import CheckpointError, InputError, OutputError
 from quantizers.system.files import write_text
 from quantizers.system.formatting import gate_figures
@@ -40,8 +42,6 @@ from quantizers.system.interrupts import handle_signals
 from quantizers.system.output_files import CARD, PAGE, REPORT, files_below, is_within
 from quantizers.system.progress import Step, progress
 from quantizers.system.strict_yaml import dump
-from stitch.audit.checkpoint import added, strays
-from stitch.write.shard import changes, recorded_digests
 
 PATIENCE = 10.0  # seconds to wait for the Hub's answer
 PUBLICATION_KEYS = ("license", "license_name", "license_link", "base_model", "base_model_relation")

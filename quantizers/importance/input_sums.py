@@ -118,7 +118,7 @@ class InputSums(Consumer):
 
     def end(self) -> None:
         """After the last layer, add up what the head reads; the states are removed."""
-        sums = no_sums(1, self.model.facts["hidden"], self.model.device)
+        sums = no_sums(1, self.model.facts.hidden_size, self.model.device)
         for rows in self.states.chunks():
             sums.add(self.model.final(self.states.flat[rows]))
         self._keep(sums_file(self.folder, None), {HEAD: sums})
@@ -168,7 +168,7 @@ class InputSums(Consumer):
 
         llama.cpp stores it transposed, and multiplies it with the part of each head's query that is not rotated.
         """
-        linears, heads = self.model.facts.of_layer(layer.number).linears, self.model.facts["heads"]
+        linears, heads = self.model.facts.of_layer(layer.number).linears, self.model.facts.num_heads
         name = next(name for name in (f"{attention}.q_b_proj", f"{attention}.q_proj") if name in linears)
         query = module_of(self.model, name)
         module: Any = layer.module.get_submodule(query.rpartition(".")[0])
@@ -195,7 +195,7 @@ def read_sums(folder: Path, layer: int | None) -> LayerSums:
 
 def bytes_of_sums(facts: Architecture, tokens: int, itemsize: int) -> int:
     """Bytes of all that `InputSums` writes for so many tokens, and of the matrix made of it."""
-    experts = len(facts.moe_layers) * facts["experts"] * (3 * facts["hidden"] + 2 * facts["width"])
+    experts = len(facts.moe_layers) * facts.num_experts * (3 * facts.hidden_size + 2 * facts.expert_width)
     return tokens * facts.row_bytes(itemsize) + FLOAT * experts
 
 

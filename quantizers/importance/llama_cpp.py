@@ -81,14 +81,14 @@ def by_llama_cpp_names(
     """
     from gguf import MODEL_TENSORS, TENSOR_NAMES, get_tensor_name_map
 
-    names = get_tensor_name_map(architecture, facts["layers"])
+    names = get_tensor_name_map(architecture, facts.num_layers)
     known = {tensor.name: tensor for tensor in MODEL_TENSORS[architecture]}
     named, unnamed = dict[str, Sums](), list[str]()
 
     def of_published(name: str) -> str | None:
         return names.get_name(re.sub(r"^(model\.)?language_model\.(model\.)?", "model.", name), (".weight",))
 
-    for number in range(facts["layers"]):
+    for number in range(facts.num_layers):
         for name, one in read_sums(folder, number).items():
             full = None if name in OF_EXPERTS else of_published(facts.layer(number, f"{name}.weight"))
             tensors = [known[tensor] for tensor in (OF_EXPERTS | ALSO).get(name, ()) if tensor in known]
@@ -101,7 +101,7 @@ def by_llama_cpp_names(
             named |= dict.fromkeys(found, _tiled(one, config.get("text_config", config)) if tiled else one)
             values = of_published(facts.layer(number, f"{name.removesuffix(KV_B)}{V_B}.weight"))
             if name.endswith(KV_B) and values:  # each head's part of it reads all of the input
-                named[values] = replace(one, squares=one.squares.repeat(1, facts["heads"]))
+                named[values] = replace(one, squares=one.squares.repeat(1, facts.num_heads))
     if full := of_published(facts.head):
         named[full] = read_sums(folder, None)[HEAD]
     else:

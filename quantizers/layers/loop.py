@@ -173,7 +173,7 @@ def layer_steps(
 
 def all_tensors(model: StreamedModel | Job, source: Checkpoint, first: int = 0) -> dict[int, list[str]]:
     """The names of all tensors of each layer from `first` on, by the layer's number."""
-    return {number: layer_names(source, model.facts, number) for number in range(first, model.facts["layers"])}
+    return {number: layer_names(source, model.facts, number) for number in range(first, model.facts.num_layers)}
 
 
 @contextlib.contextmanager

@@ -58,7 +58,7 @@ class ActivationStream:
 
     def __post_init__(self) -> None:
         self._in_files = self.device is None and not self.dist.is_distributed
-        self.chosen = self._rows(self.folder / f"chosen-{self.number}.bin", self.model.facts["chosen"], torch.int32)
+        self.chosen = self._rows(self.folder / f"chosen-{self.number}.bin", self.model.facts.top_k, torch.int32)
 
     def states(self, layer: int) -> ActivationStore:
         """The states that enter a layer; the number of layers stands for those that leave the last."""

@@ -67,7 +67,9 @@ class ExpertWeights:
     checks: Checks = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.experts, self.width, self.hidden = (self.facts[name] for name in ("experts", "width", "hidden"))
+        self.experts = self.facts.num_experts
+        self.width = self.facts.expert_width
+        self.hidden = self.facts.hidden_size
         self._formats: dict[str, WeightFormat | None] = {}
         for matrix, expert in product(MATRICES, range(self.experts)):
             module = self.facts.expert(self.layer, expert, matrix)

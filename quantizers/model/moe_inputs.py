@@ -108,9 +108,9 @@ def moe_input_store(
     `make` gets a name, a width and a dtype, and returns rows of all sequences.
     """
     return MoeInputStore(
-        make("x", facts["hidden"], dtype),
-        make("chosen", facts["chosen"], torch.int32),
-        make("weight", facts["chosen"], torch.float32),
+        make("x", facts.hidden_size, dtype),
+        make("chosen", facts.top_k, torch.int32),
+        make("weight", facts.top_k, torch.float32),
         make("usable", 1, torch.bool),
     )
 

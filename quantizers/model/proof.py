@@ -30,7 +30,7 @@ class Proof:
 
     def __init__(self, model: StreamedModel) -> None:
         self.model, generator = model, torch.Generator().manual_seed(1)
-        tokens = [torch.randint(model.facts["vocabulary"], (1, n), generator=generator) for n in LENGTHS]
+        tokens = [torch.randint(model.facts.vocab_size, (1, n), generator=generator) for n in LENGTHS]
         self._calls = [model.skeleton.calls_with(row.to(model.device)) for row in tokens]
         states = SIZE * torch.randn(sum(LENGTHS), model.hidden, generator=generator)
         self._states = states.to(model.device, model.dtype)

@@ -25,13 +25,13 @@ from typing import Any
 
 import numpy as np
 
-from eval.fidelity.comparison import by_text
-from eval.fidelity.metrics import Text
-from eval.fidelity.scoring import Scores, score
 from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.checkpoint.loaded_tensors import load_tensors, outside_names
 from quantizers.device.devices import forward_dtype, use_one_arena
 from quantizers.distributed.process_group import ProcessGroup, rank_0_progress
+from quantizers.eval.fidelity.comparison import by_text
+from quantizers.eval.fidelity.metrics import Text
+from quantizers.eval.fidelity.scoring import Scores, score
 from quantizers.layers.context import Context
 from quantizers.layers.loop import Consumer, LayerStep, Need, all_tensors, layer_steps
 from quantizers.model.activation_stream import ActivationStream
@@ -164,7 +164,7 @@ def measure_lanes(
         QuantizeError: a model's hidden states are not finite, or the disk has too little room for them.
     """
     context = _context(job, draws, texts, options, check)
-    work, dist, layers = context.work, context.dist, job.facts["layers"]
+    work, dist, layers = context.work, context.dist, job.facts.num_layers
     use_one_arena()
     outside = load_tensors(job.opened, outside_names(job.opened, job.facts))
     model = StreamedModel(outside, job.facts, context.device, forward_dtype(context.device))
@@ -187,7 +187,7 @@ def measure_lanes(
             if done:
                 lane.calibration.resume(done)
             else:
-                lane.calibration.embed(token_tensors(lane.data, job.facts["vocabulary"]))
+                lane.calibration.embed(token_tensors(lane.data, job.facts.vocab_size))
     entries = [json.loads(journal(number).read_text()) for number in range(done)] if dist.is_main else []
     tensors, early = all_tensors(model, job.opened, done), context.prefetch_to_device
     consumer = _Lanes(reference, lanes, quantized, dist)

@@ -10,9 +10,9 @@ from typing import Any
 
 from quantizers.recipe.schema import Stop
 from quantizers.solve.result import LayerResult
+from quantizers.stitch.audit.layer import LayerAudit
+from quantizers.stitch.write.shard import ShardDigest
 from quantizers.system.errors import Stopped
-from stitch.audit.layer import LayerAudit
-from stitch.write.shard import ShardDigest
 
 Written = tuple[ShardDigest, LayerAudit]
 Entry = dict[str, Any]

@@ -19,10 +19,6 @@ from typing import Any, Literal
 import torch
 import yaml
 
-from eval.coverage.summary import check_floors
-from eval.fidelity.metrics import Text
-from eval.fidelity.scoring import HeldOut, held_out
-from eval.serving.check import ServingCheck
 from quantizers.budget.choice import choose_schemes
 from quantizers.budget.measure import probe_bytes
 from quantizers.calibration.load_set import load_set, pins_of, said
@@ -34,6 +30,10 @@ from quantizers.checkpoint.source_identity import check_hashes, is_source, sourc
 from quantizers.checkpoint.window import schedule
 from quantizers.device.devices import device_limit, fingerprint, forward_dtype, is_accelerator, versions
 from quantizers.distributed.process_group import RESUME, SINGLE_PROCESS, ProcessGroup
+from quantizers.eval.coverage.summary import check_floors
+from quantizers.eval.fidelity.metrics import Text
+from quantizers.eval.fidelity.scoring import HeldOut, held_out
+from quantizers.eval.serving.check import ServingCheck
 from quantizers.importance.input_sums import bytes_of_sums
 from quantizers.importance.llama_cpp import architecture_of, imatrix_table, make_imatrix
 from quantizers.layers.context import Context
@@ -46,6 +46,7 @@ from quantizers.planning.job import Job, parts_of_run
 from quantizers.recipe.portable import Resolved, facts_copy, is_made_by, meaning, resolve_recipe, settings_hash
 from quantizers.recipe.read import read_recipe, set_location
 from quantizers.solve.kernel_check import verify_kernels
+from quantizers.stitch.write.config_files import write_config_files
 from quantizers.system.errors import InputError, OutputError
 from quantizers.system.files import copy_file, sync_folder, write_text
 from quantizers.system.formatting import short_path, size
@@ -53,7 +54,6 @@ from quantizers.system.host_memory import available
 from quantizers.system.interrupts import interruptible
 from quantizers.system.output_files import CALIBRATION, FACTS, HELD_OUT, RECIPE
 from quantizers.system.progress import progress
-from stitch.write.config_files import write_config_files
 
 from . import publication as publishing
 from .publication import Destination
@@ -379,7 +379,7 @@ def _read_inputs(job: Job, dist: ProcessGroup, work: Path) -> _Inputs:
     texts = held_out(other, job.opened, facts, trusted, published) if other else None
     if job.facts.probes:  # derived ones, for those who have the output alone
         resolved = replace(resolved, sets={**resolved.sets, FACTS: job.facts.as_yaml()})
-    return _Inputs(data, token_tensors(data, facts["vocabulary"]), texts, resolved)
+    return _Inputs(data, token_tensors(data, facts.vocab_size), texts, resolved)
 
 
 def share_memory(
@@ -448,7 +448,7 @@ def _open_work_folder(
     output = options.output
     journal.refuse_changes(work, deciding(job, inputs.data, options.device), output)
     journal.note_command(work, options.command)
-    entries = journal.done_layers(work, job.facts["layers"])
+    entries = journal.done_layers(work, job.facts.num_layers)
     print(_opening_line(job, options, inputs, len(entries)), file=sys.stderr, flush=True)
     if inputs.evaluation:
         if entries and not (work / journal.HELD_OUT).exists():
@@ -491,7 +491,7 @@ def _opening_line(job: Job, options: Options, inputs: _Inputs, done: int) -> str
     It gives no time: the rates of `plan` are not this machine's. After the first layer the progress has a measured one.
     """
     tokens, held_out = inputs.counts
-    layers, dense, threads = job.facts["layers"], len(job.facts.dense), torch.get_num_threads()
+    layers, dense, threads = job.facts.num_layers, len(job.facts.dense), torch.get_num_threads()
     place = f"cpu, {threads} thread{'s' if threads > 1 else ''}"
     if options.device.type != "cpu":
         place = f"{options.device} ({torch.cuda.get_device_name(options.device)})"
@@ -502,7 +502,7 @@ def _opening_line(job: Job, options: Options, inputs: _Inputs, done: int) -> str
     texts = f" and {held_out:,} held-out" if held_out else ""
     resuming = f"; resuming after layer {done} of {layers}" if done else ""
     return (
-        f"{inputs.resolved.recipe.source.model} ({size(source)}, {routed} × {job.facts['experts']} experts) → "
+        f"{inputs.resolved.recipe.source.model} ({size(source)}, {routed} × {job.facts.num_experts} experts) → "
         f"{short_path(options.output)} on {place}; {tokens:,} calibration{texts} tokens{resuming}"
     )
 

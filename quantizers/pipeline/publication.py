@@ -75,7 +75,7 @@ def uploads_of(destination: Destination | None, output: Path) -> Uploads | None:
 
 def card_gaps(report: dict[str, Any]) -> dict[str, str]:
     """Why the card has no licence of the Hub's, and no model on the Hub that was quantized, by their keys in it."""
-    from eval.report.pages import front_matter, strange_licenses  # here, and below: with torch
+    from quantizers.eval.report.pages import front_matter, strange_licenses  # here, and below: with torch
 
     front = front_matter(report)
     said = report.get("experts", {}).get("card", {}).get("license", ())
@@ -99,7 +99,7 @@ def begin(uploads: Uploads | None, destination: Destination | None, report: dict
     Raises:
         InputError: the Hub does not take the card, or refuses a new repository.
     """
-    from eval.report.pages import front_matter
+    from quantizers.eval.report.pages import front_matter
 
     if uploads is None or destination is None:
         return

@@ -23,12 +23,6 @@ from functools import partial
 
 import torch
 
-from eval.fidelity.as_served import ServedModel, ServedTexts, as_served, kernels_of, pairs
-from eval.fidelity.comparison import Comparison
-from eval.fidelity.kv_cache import KINDS, WITH_ONES, CachedModel, kv_figures
-from eval.fidelity.metrics import Measured, Text
-from eval.fidelity.scoring import score
-from eval.serving.cards import Kind
 from quantizers.architectures.attention import keys_and_values
 from quantizers.calibration.samples import CalibrationData, category_names
 from quantizers.checkpoint.loaded_tensors import (
@@ -44,6 +38,12 @@ from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.device.devices import forward_dtype, is_accelerator, release_free_memory, use_one_arena
 from quantizers.device.prefetch import PinnedBuffers, pin
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
+from quantizers.eval.fidelity.as_served import ServedModel, ServedTexts, as_served, kernels_of, pairs
+from quantizers.eval.fidelity.comparison import Comparison
+from quantizers.eval.fidelity.kv_cache import KINDS, WITH_ONES, CachedModel, kv_figures
+from quantizers.eval.fidelity.metrics import Measured, Text
+from quantizers.eval.fidelity.scoring import score
+from quantizers.eval.serving.cards import Kind
 from quantizers.importance.input_sums import InputSums, sums_file
 from quantizers.layers.context import Context
 from quantizers.layers.loop import LayerStep, all_tensors, device_memory_errors, layer_steps, run_step
@@ -61,11 +61,11 @@ from quantizers.planning.job import Job, parts_of_run
 from quantizers.recipe.schema import Stop
 from quantizers.solve.result import LayerResult
 from quantizers.solve.solver import solve_layer
+from quantizers.stitch.audit.layer import LayerAudit, audit_layer, written_from
+from quantizers.stitch.write.shard import LayerTensors, converted_tensors, kept_hashes, layer_tensors, write_shard
 from quantizers.system.errors import QuantizeError
 from quantizers.system.files import write_json
 from quantizers.system.progress import doing, forecast, peak_memory, progress
-from stitch.audit.layer import LayerAudit, audit_layer, written_from
-from stitch.write.shard import LayerTensors, converted_tensors, kept_hashes, layer_tensors, write_shard
 
 from .layer_entry import Entry, Written, layer_note, of_shard, of_solution, refuse_layer
 from .shard_writer import ShardWriter
@@ -104,7 +104,7 @@ def quantize_layers(
         Stopped: a layer's figures are beyond `stop`.
     """
     dist, folder = context.dist, context.work / IMATRIX
-    entries = journal.done_layers(context.work, job.facts["layers"]) if dist.is_main else []
+    entries = journal.done_layers(context.work, job.facts.num_layers) if dist.is_main else []
     for entry in entries:
         refuse_layer(entry, stop)
     done, damaged, lengths, stops, summing, passing = dist.broadcast_object(
@@ -121,7 +121,7 @@ def quantize_layers(
     parts = parts_of_run(job, done, passing if dist.node == 0 else (), [*damaged, *range(done if summing else 0)])
     with context.streamed(job.opened, parts) as source, ThreadPoolExecutor(max_workers=1) as background:
         run = _Run(replace(job, source=source), context, texts, lengths, background, stops=stops)
-        if done < job.facts["layers"] or damaged or summing:
+        if done < job.facts.num_layers or damaged or summing:
             sequences = run.embed(tokens)
             if summing:
                 run.sums = InputSums(run.model, sequences, folder, "both", context.check, dist)
@@ -301,7 +301,7 @@ class Quantizer:
         if number in self.job.facts.dense:
             return []
         names = category_names(data.samples)
-        counts = torch.zeros(len(names), self.job.facts["experts"], dtype=torch.int64)
+        counts = torch.zeros(len(names), self.job.facts.num_experts, dtype=torch.int64)
         chosen = self.moe_inputs.chosen.flat.cpu().split(self.states.lengths)
         for sample, experts in zip(data.samples, chosen, strict=True):
             counts[names.index(sample.category)] += route_counts(experts.long(), counts.shape[1])
@@ -397,7 +397,7 @@ class _Run(Quantizer):
             whole = [entry for number, entry in enumerate(entries) if number not in damaged]
             context.upload(*journal.passthrough_entries(context.work), *whole)
             context.uploads.make_room(check)
-        followed = done if done < job.facts["layers"] else max(damaged, default=-1) + 1
+        followed = done if done < job.facts.num_layers else max(damaged, default=-1) + 1
         if followed:
             with rank_0_progress("resuming", followed, 0, check, dist) as shown:
                 for number in range(followed):
@@ -479,7 +479,7 @@ class _Run(Quantizer):
     def quantize(self, done: int, data: CalibrationData | None, entries: list[Entry], stop: Stop | None) -> None:
         """The loop over the layers that are left; rank 0 adds the entry of each one that is done to `entries`."""
         job, context, begun = self.job, self.context, dict[int, Entry]()  # begun: shards are not on disk yet
-        layers, dist = job.facts["layers"], context.dist
+        layers, dist = job.facts.num_layers, context.dist
         context.upload(*journal.passthrough_entries(context.work), *entries)  # unless an earlier call did
         say_forecast, tensors, early = forecast(layers), all_tensors(job, job.opened, done), context.prefetch_to_device
         consumers = [*([self.sums] if self.sums else []), self.comparison, self.served]

@@ -18,13 +18,6 @@ import numpy as np
 import torch
 import yaml
 
-from eval.coverage.summary import gate, summarise
-from eval.coverage.summary import gates as coverage_gates
-from eval.fidelity.as_served import as_served, as_stored, pairs
-from eval.fidelity.kv_cache import KINDS, kv_figures
-from eval.fidelity.metrics import Measured, Text
-from eval.fidelity.scoring import HeldOut
-from eval.serving.check import ServingCheck, check_folder
 from quantizers.architectures.architecture import Architecture, Options, ServerName
 from quantizers.architectures.matrices import MATRICES
 from quantizers.budget.choice import describe_choice
@@ -37,6 +30,13 @@ from quantizers.checkpoint.reader import Checkpoint, left_behind, read_json, sid
 from quantizers.checkpoint.remote import HubFiles
 from quantizers.checkpoint.source_identity import source_digest
 from quantizers.device.devices import machine, versions
+from quantizers.eval.coverage.summary import gate, summarise
+from quantizers.eval.coverage.summary import gates as coverage_gates
+from quantizers.eval.fidelity.as_served import as_served, as_stored, pairs
+from quantizers.eval.fidelity.kv_cache import KINDS, kv_figures
+from quantizers.eval.fidelity.metrics import Measured, Text
+from quantizers.eval.fidelity.scoring import HeldOut
+from quantizers.eval.serving.check import ServingCheck, check_folder
 from quantizers.formats.fp8 import block_size
 from quantizers.layers.context import Context
 from quantizers.output import journal
@@ -47,14 +47,14 @@ from quantizers.planning.plan import Plan, summary
 from quantizers.planning.serving_memory import assumptions, common_fits, notes, serving_model, unsaid
 from quantizers.recipe.portable import Resolved, is_hub_id
 from quantizers.recipe.read import set_location
+from quantizers.stitch.audit.checkpoint import Audit, verify
+from quantizers.stitch.audit.layer import LayerAudit
+from quantizers.stitch.mix import Mix
+from quantizers.stitch.mix import describe as describe_mix
+from quantizers.stitch.write.shard import ShardDigest
 from quantizers.system.errors import CheckpointError, InputError, QuantizeError
 from quantizers.system.output_files import CARD, RECIPE
 from quantizers.system.progress import peak_memory, progress
-from stitch.audit.checkpoint import Audit, verify
-from stitch.audit.layer import LayerAudit
-from stitch.mix import Mix
-from stitch.mix import describe as describe_mix
-from stitch.write.shard import ShardDigest
 
 from .report_files import read_front_matter, write_report
 
@@ -111,7 +111,7 @@ def run_report(
         figures: fidelity on the held-out texts, of `metrics.figures`; None without any.
         started: `time.monotonic()` when this process began.
     """
-    layers = journal.done_layers(context.work, job.facts["layers"])
+    layers = journal.done_layers(context.work, job.facts.num_layers)
     on_hub = context.uploads.settle(context.check) if context.uploads else None
     written, audit = _last_reading(job, layers, context, on_hub)
     engines = check_folder(context.work / "output", job.facts, on_hub)
@@ -123,7 +123,7 @@ def run_report(
         entries = read_measurements(context.work, job.facts.moe_layers)
         assert entries is not None
         report["schemes"] = describe_choice(job.allocation, entries)
-        seconds["measuring"] = measuring_seconds(context.work, job.facts["layers"])
+        seconds["measuring"] = measuring_seconds(context.work, job.facts.num_layers)
     return report
 
 
@@ -167,7 +167,7 @@ def rehearse(
         InputError: something that would end the run after its last layer. A picture that fails is only a note.
     """
     categories = len(samples.category_names(data.samples))
-    layers = [_entry(number, job, categories) for number in range(job.facts["layers"])]
+    layers = [_entry(number, job, categories) for number in range(job.facts.num_layers)]
     written = {job.plan.shard_file(part): ShardDigest(bytes=0, sha256="", tensors="") for part in job.plan.parts}
     try:
         figures = evaluation.figures(_measured(job, evaluation.texts), "the output") if evaluation else None
@@ -202,7 +202,7 @@ def _entry(number: int, job: Job, categories: int) -> dict[str, Any]:
         "fallbacks": [],
         "leaning": None,
         "closeness": None,
-        "routed": [[1] * job.facts["experts"]] * categories if routed else [],
+        "routed": [[1] * job.facts.num_experts] * categories if routed else [],
     } | ({"kv_peaks": [1.0, 1.0]} if job.plan.kv_scales(number) else {})
 
 
@@ -218,7 +218,7 @@ def _measurement(number: int, allocation: Allocation) -> dict[str, Any]:
 def _measured(job: Job, texts: list[Text]) -> Measured:
     """An output as close to its source in every token."""
     loss = np.ones(sum(len(text.tokens) - 1 for text in texts))
-    agreement = [None if number in job.facts.dense else 1.0 for number in range(job.facts["layers"])]
+    agreement = [None if number in job.facts.dense else 1.0 for number in range(job.facts.num_layers)]
     parts = [{"agreement": share, "hidden_error": 0.1} for share in agreement]
     cards, even = job.recipe.as_served, (loss, loss / 100, loss / 100, loss.astype(bool))
     (on_cards,) = as_served([even] * len(pairs(2, len(cards))), 2, cards, texts)

@@ -35,9 +35,9 @@ def write_report(folder: Path, report: dict[str, Any], texts: Mapping[str, str])
     Raises:
         pydantic.ValidationError: the report does not have the schema of eval/report/schema.py, which is a bug.
     """
-    from eval.report.pages import PLOTS
-    from eval.report.plots import draw
-    from eval.report.schema import checked
+    from quantizers.eval.report.pages import PLOTS
+    from quantizers.eval.report.plots import draw
+    from quantizers.eval.report.schema import checked
 
     drawn, failed = draw(as_read(report))
     report = as_read(report | {"notes": [*report["notes"], *failed]})
@@ -58,7 +58,7 @@ def write_with_card(folder: Path, report: dict[str, Any], drawn: Mapping[str, by
         report: with `files` and `sha256`, see `describe_files`; of this or an older version.
         drawn: its plots; None to draw them.
     """
-    from eval.report.pages import front_matter, html_report, model_card
+    from quantizers.eval.report.pages import front_matter, html_report, model_card
 
     report = as_read(report)  # so page and card come out the same from memory and from the file
     texts = {PAGE: html_report(report, pictures(report) if drawn is None else drawn), CARD: model_card(report)}
@@ -71,7 +71,7 @@ def write_with_card(folder: Path, report: dict[str, Any], drawn: Mapping[str, by
 
 def pictures(report: dict[str, Any]) -> dict[str, bytes]:
     """The pictures of a finished output's page; those that fail are named on standard error."""
-    from eval.report.plots import draw
+    from quantizers.eval.report.plots import draw
 
     drawn, failed = draw(report)
     for line in failed:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from eval.serving.check import ServingCheck, check
+from quantizers.eval.serving.check import ServingCheck, check
 from quantizers.planning.job import Job
 from quantizers.planning.plan import KV_SCALE
+from quantizers.stitch.write.config_files import output_config
 from quantizers.system.errors import CheckpointError
-from stitch.write.config_files import output_config
 
 
 def planned_check(job: Job, one_expert: bool = False) -> ServingCheck:

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 
-from eval.fidelity.comparison import Comparison
-from eval.fidelity.metrics import Text
-from eval.fidelity.scoring import score
 from quantizers.budget.measure import probes_of
 from quantizers.checkpoint.loaded_tensors import load_tensors, outside_names
 from quantizers.device.devices import forward_dtype
 from quantizers.distributed.process_group import rank_0_progress
+from quantizers.eval.fidelity.comparison import Comparison
+from quantizers.eval.fidelity.metrics import Text
+from quantizers.eval.fidelity.scoring import score
 from quantizers.layers.context import Context
 from quantizers.layers.loop import all_tensors, layer_steps
 from quantizers.model.activation_stream import ActivationStream
@@ -84,7 +84,7 @@ def _perplexity(job: Job, texts: Sequence[Text], context: Context) -> float:
     stream.embed([text.tokens for text in texts])
     comparison, tensors = Comparison(stream, [], texts, dist), all_tensors(model, job.opened)
     steps = layer_steps(job.opened, tensors, [comparison], model, check=check, dist=dist)
-    with rank_0_progress("checking the source", job.facts["layers"], 0, check, dist) as step, closing(steps):
+    with rank_0_progress("checking the source", job.facts.num_layers, 0, check, dist) as step, closing(steps):
         for one in steps:
             stream.forget(one.number)
             step(f"layer {one.number}")

@@ -119,7 +119,7 @@ def candidates(facts: Architecture, parallel: int) -> tuple[Scheme, ...]:
     return tuple(
         scheme
         for scheme in CANDIDATES
-        if facts["hidden"] % scheme.group_size == 0 and facts["width"] % (scheme.group_size * parallel) == 0
+        if facts.hidden_size % scheme.group_size == 0 and facts.expert_width % (scheme.group_size * parallel) == 0
     )
 
 
@@ -145,11 +145,11 @@ def allocation(plan: Plan, facts: Architecture, experts: Experts, where: str) ->
     parallel, layers = experts.tensor_parallel or 1, tuple(facts.moe_layers)
     if not (possible := candidates(facts, parallel)):
         raise RecipeError(
-            f"{where}: no group of 32, 64 or 128 divides the experts' width {facts['width']} over {parallel} GPUs; "
+            f"{where}: no group of 32, 64 or 128 divides the experts' width {facts.expert_width} over {parallel} GPUs; "
             "lower experts.tensor_parallel"
         )
     rows = tuple(_shard_bytes(plan, layers, possible))
-    weights = 3 * facts["experts"] * facts["hidden"] * facts["width"]
+    weights = 3 * facts.num_experts * facts.hidden_size * facts.expert_width
     outside = sum(file_size(plan.shard(part)) for part in plan.parts if part not in layers)
     unit: Literal["bytes", "bits"] = "bits"
     if experts.budget is not None:
@@ -157,7 +157,7 @@ def allocation(plan: Plan, facts: Architecture, experts: Experts, where: str) ->
     else:
         assert experts.bits_per_weight is not None
         limit = math.floor(experts.bits_per_weight * weights * len(layers))
-    result = Allocation(layers, plan.layers, possible, rows, outside, weights, facts["width"], limit, unit)
+    result = Allocation(layers, plan.layers, possible, rows, outside, weights, facts.expert_width, limit, unit)
     few = sum(scheme.bits < MOST_SERVERS for scheme in possible)
     if few < len(possible) and result.cost(result.uniform(few)) <= limit:
         return replace(result, candidates=possible[few:], shard_bytes=tuple(row[few:] for row in rows))

@@ -49,13 +49,13 @@ class _Module(NamedTuple):
 def _modules(facts: Architecture, mtp: Iterable[int]) -> Iterator[_Module]:
     """Everything that a checkpoint of these facts has, layer by layer, `mtp` last, then outside the layers."""
     shapes = {matrix: facts.expert_linears[matrix].shape for matrix in MATRICES}
-    for layer in (*range(facts["layers"]), *mtp):
+    for layer in (*range(facts.num_layers), *mtp):
         here = facts.of_layer(layer)
         for name, one in here.tensors.items():
             yield _Module(facts.layer(layer, name), one.shape, layer, one)
         for name, shape in here.linears.items():
             yield _Module(facts.layer(layer, name), shape, layer)
-        for expert in range(0 if here.dense else facts["experts"]):
+        for expert in range(0 if here.dense else facts.num_experts):
             for matrix in MATRICES:
                 yield _Module(facts.expert(layer, expert, matrix), shapes[matrix], layer, None, expert, matrix)
     for name, one in facts.outside.items():
@@ -117,9 +117,10 @@ def make_plan(
     if experts.format == "nvfp4":
         remedy = "experts.format: nvfp4 has no other; quantize to integers"
     for size in ("hidden", "width"):
-        if facts[size] % group:
+        width = facts.sizes[size]
+        if width.value % group:
             raise RecipeError(
-                f"{where}: experts.group_size {group} does not divide {facts.sizes[size].key} {facts[size]}; {remedy}"
+                f"{where}: experts.group_size {group} does not divide {width.key} {width.value}; {remedy}"
             )
     folded = folds(facts, experts, where)
     in_layers, _, _ = facts.layer_prefix.partition("{layer}")
@@ -137,7 +138,7 @@ def make_plan(
             dtypes = (module.facts.dtype,) if integers else FLOATING
             spec = take(remaining, module.name, module.shape, dtypes, where)
             actions.append(_tensor_action(module, spec, facts, fold=module.layer in folding))
-    actions += _unread_actions(remaining, actions, facts, facts["layers"], where)
+    actions += _unread_actions(remaining, actions, facts, facts.num_layers, where)
     if remaining:
         more = f" (and {len(remaining) - 1} more)" if len(remaining) > 1 else ""
         reason = "it might read the folded norm" if folded else "nothing says what it is for"
@@ -145,11 +146,11 @@ def make_plan(
             f"{where}: {next(iter(remaining))}{more} is not among the facts of {facts.model_type}; {reason}, so it is "
             "refused; give the published checkpoint"
         )
-    last = facts["layers"] + len(facts.mtp_layers)
+    last = facts.num_layers + len(facts.mtp_layers)
     actions.sort(key=lambda action: last if action.layer is None else action.layer)
     _require_converted(attention, actions, where)
     cached = _cached(facts, where) if kv_cache else {}
-    return Plan(tuple(actions), facts["layers"], experts, (scheme,) * facts["layers"], attention, tuple(mtp), cached)
+    return Plan(tuple(actions), facts.num_layers, experts, (scheme,) * facts.num_layers, attention, tuple(mtp), cached)
 
 
 def _tensor_action(module: _Module, spec: Spec, facts: Architecture, *, fold: bool) -> Action:
@@ -216,7 +217,7 @@ def _cached(facts: Architecture, where: str) -> dict[int, str]:
             f"{where}: kv_cache: fp8: {latent[0]} is of latent attention (MLA), of whose cache servers read no scales; "
             "remove the key"
         )
-    found = {n: name for n in range(facts["layers"]) if (name := facts.of_layer(n).cached) is not None}
+    found = {n: name for n in range(facts.num_layers) if (name := facts.of_layer(n).cached) is not None}
     other = next((name for name in found.values() if not name.endswith(SERVED_NAME)), None)
     if not found or other:
         why = (

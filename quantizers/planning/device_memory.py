@@ -97,7 +97,7 @@ def device_memory(
             "inputs": recorded_bytes(facts, tokens, phases.itemsize),
             "states": -(-tokens // processes) * row,
             # After the layer of source and output, before it of one, and the routing.
-            "texts": -(-held_out // processes) * (3 * row + 8 * facts["chosen"]),
+            "texts": -(-held_out // processes) * (3 * row + 8 * facts.top_k),
         }
         for name, needed in wanted.items():
             if smallest + needed <= room:
@@ -125,7 +125,8 @@ class _Phases:
     """Bytes of each phase of a layer step, without the activations of the calibration set of so many tokens."""
 
     def __init__(self, plan: Plan, facts: Architecture, longest: int, *, accelerator: bool, tokens: int) -> None:
-        experts, hidden, width, chosen = (facts[name] for name in ("experts", "hidden", "width", "chosen"))
+        experts, chosen = facts.num_experts, facts.top_k
+        hidden, width = facts.hidden_size, facts.expert_width
         numbers, rows = range(plan.layers), tokens_per_chunk(accelerator)
         self.itemsize = itemsize = 2 if accelerator else FLOAT
         self.size = experts_per_batch(accelerator, hidden, width)
@@ -171,7 +172,7 @@ def _layer_bytes(plan: Plan, number: int, itemsize: int) -> int:
 
 def _expert_bytes(facts: Architecture, rows: int, itemsize: int) -> int:
     """Bytes of one expert while its batch is solved in chunks of `rows` tokens, without its routed Hessian."""
-    hidden, width, chosen = facts["hidden"], facts["width"], facts["chosen"]
+    hidden, width, chosen = facts.hidden_size, facts.expert_width, facts.top_k
     square, narrow = FLOAT * hidden**2, FLOAT * width**2  # the Hessians of x and of h
     gate_up, down = FLOAT * 2 * width * hidden, FLOAT * width * hidden
     stored = itemsize * 3 * width * hidden  # the weights as they are served
@@ -254,7 +255,7 @@ class Residents:
 
 def recorded_bytes(facts: Architecture, tokens: int, itemsize: int) -> int:
     """Captured MoE inputs of the calibration set, see `model.moe_inputs.MoeInputStore`."""
-    return tokens * (itemsize * facts["hidden"] + 8 * facts["chosen"] + 1)
+    return tokens * (itemsize * facts.hidden_size + 8 * facts.top_k + 1)
 
 
 def calibration_bytes(facts: Architecture, tokens: int, itemsize: int) -> int:
@@ -264,4 +265,4 @@ def calibration_bytes(facts: Architecture, tokens: int, itemsize: int) -> int:
 
 def held_out_bytes(facts: Architecture, tokens: int, itemsize: int) -> int:
     """Held-out activations in files: before and after the layer, of source and output, and the routing."""
-    return tokens * (4 * facts.row_bytes(itemsize) + 8 * facts["chosen"])
+    return tokens * (4 * facts.row_bytes(itemsize) + 8 * facts.top_k)

@@ -94,7 +94,7 @@ def estimate_run(job: Job, output_bytes: int, processes: int = 1, disk: float = 
         of_kind = {kind: layer_work(job, kinds.index(kind), lengths, texts) for kind in set(kinds)}
         around = 2.0 * sum(a.spec.bytes for part in plan.passthrough_parts for a in plan.of_layer(part))
         layers = [*(of_kind[kind] for kind in kinds), Work(files=around)]
-        products = 2.0 * _models(job) * sum(texts) * job.facts["hidden"] * job.facts["vocabulary"]
+        products = 2.0 * _models(job) * sum(texts) * job.facts.hidden_size * job.facts.vocab_size
         logits = Work(products, files=output_bytes)
         gpus = [rates for rates in rates_of_gpus() if memory["GPU"].smallest <= USABLE * rates.memory]
 
@@ -156,12 +156,13 @@ def layer_work(job: Job, number: int, lengths: Sequence[int], texts: Sequence[in
         lengths, texts: tokens of each calibration sequence, and of each evaluation text.
     """
     facts, settings, layer = job.facts, job.plan.experts, job.plan.of_layer(number)
-    hidden, width, experts, chosen = (float(facts[name]) for name in ("hidden", "width", "experts", "chosen"))
+    hidden, width = float(facts.hidden_size), float(facts.expert_width)
+    experts, chosen = float(facts.num_experts), float(facts.top_k)
     models = _models(job)
     tokens, passes = sum(lengths), sum(lengths) + models * sum(texts)
     passthrough = [action for action in layer if action.is_other_matrix]
     numbers = sum(math.prod(action.spec.shape) for action in passthrough)
-    outputs = (a.spec.shape[1] for a in passthrough if "attn" in a.source and a.spec.shape[0] == facts["hidden"])
+    outputs = (a.spec.shape[1] for a in passthrough if "attn" in a.source and a.spec.shape[0] == facts.hidden_size)
     pairs = sum(n * n for n in lengths) + models * sum(n * n for n in texts)
     products = 2.0 * passes * numbers + 2.0 * max(outputs, default=0) * pairs  # with attention
     files = float(sum(a.spec.bytes for a in layer) + sum(spec.bytes for spec in job.plan.shard(number).values()))

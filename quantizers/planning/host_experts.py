@@ -49,8 +49,8 @@ def host_ways(
     of_gpu = experts / fit.tensor_parallel / fit.pipeline_parallel
     # What the fullest GPU has left for experts, and how many of each layer that is.
     free = max(0, fit.left + math.ceil(of_gpu))
-    resident = min(model.facts["experts"], int(free / of_gpu * model.facts["experts"]))
-    least = model.facts["chosen"]
+    resident = min(model.facts.num_experts, int(free / of_gpu * model.facts.num_experts))
+    least = model.facts.top_k
 
     def way(name: str, needed: int, on_gpu: float, problem: str, command: str, needs: str = "") -> HostWay:
         if not problem and needed + SYSTEM > ram:
@@ -80,7 +80,7 @@ def host_ways(
         f"--gpu-memory-utilization {UTILISATION}"
     )
     offloaded = math.ceil((of_gpu - free) / GIB)
-    share = resident / model.facts["experts"]
+    share = resident / model.facts.num_experts
     no_others = "" if fit.left + of_gpu > 0 else "what must be on the GPU does not fit"
     return [
         way(

@@ -161,7 +161,7 @@ def parts_of_run(
     outside = (None, *(part for part in passing if part is not None))
     return [
         *([action.source for action in job.plan.of_layer(part)] for part in outside),
-        *(layer_names(job.opened, job.facts, number) for number in (*again, *range(done, job.facts["layers"]))),
+        *(layer_names(job.opened, job.facts, number) for number in (*again, *range(done, job.facts.num_layers))),
     ]
 
 

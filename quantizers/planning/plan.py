@@ -319,9 +319,9 @@ def summary(plan: Plan, facts: Architecture) -> dict[str, object]:
     if plan.mtp:
         only_if_given["mtp"] = {"layers": list(plan.mtp), "bytes": sum(source[n] for n in plan.mtp)}
     return {
-        "layers": facts["layers"],
+        "layers": facts.num_layers,
         "dense_layers": sorted(facts.dense),
-        "experts_per_layer": facts["experts"],
+        "experts_per_layer": facts.num_experts,
         "quantized_matrices": table["quantize"]["tensors"],
         "kept_attention_tensors": sum(".self_attn." in a.source for a in plan.actions if a.kind in PASSTHROUGH),
         "actions": table,

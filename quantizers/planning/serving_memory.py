@@ -162,8 +162,8 @@ def kv_bytes_per_token(model: Model, kv: KvType, tensor_parallel: int = 1, pipel
     cache, linears = model.facts.kv_cache, model.facts.every_linear()
     assert cache is not None
     numbers = sum(linears[name][0] for name in cache.rows_of)
-    layers = math.ceil(model.facts["layers"] / pipeline_parallel)
-    gpus = min(tensor_parallel, model.facts["kv_heads"]) if cache.divided else 1
+    layers = math.ceil(model.facts.num_layers / pipeline_parallel)
+    gpus = min(tensor_parallel, model.facts.num_kv_heads) if cache.divided else 1
     return layers * numbers // gpus * KV_BYTES["fp8" if model.fp8_cache else kv]
 
 
@@ -214,7 +214,7 @@ def _filled_up(facts: Architecture, tensor: int) -> float:
     def up(count: int, step: int) -> int:
         return math.ceil(count / step) * step
 
-    hidden, share = facts["hidden"], facts["width"] // tensor
+    hidden, share = facts.hidden_size, facts.expert_width // tensor
     gate_up = up(2 * share, HUMMING_ROWS) * up(hidden, HUMMING_COLUMNS)
     return (gate_up + up(hidden, HUMMING_ROWS) * up(share, HUMMING_COLUMNS)) / (3 * share * hidden)
 
@@ -222,10 +222,10 @@ def _filled_up(facts: Architecture, tensor: int) -> float:
 def _activations(model: Model, gpus: Gpus, tensor: int) -> int:
     """Bytes at the peak of a prefill step: vLLM's two MoE workspaces, hidden states, what attention reads, logits."""
     facts, tokens = model.facts, step_tokens(gpus)
-    width, hidden = facts["width"] // tensor, facts["hidden"]
-    experts = tokens * facts["chosen"] * (max(2 * width, hidden) + width)
+    width, hidden = facts.expert_width // tensor, facts.hidden_size
+    experts = tokens * facts.top_k * (max(2 * width, hidden) + width)
     attention = tokens * _attention_rows(model, tensor)
-    return 2 * (experts + attention + 4 * tokens * hidden) + 2 * 4 * SEQUENCES * facts["vocabulary"]
+    return 2 * (experts + attention + 4 * tokens * hidden) + 2 * 4 * SEQUENCES * facts.vocab_size
 
 
 def _attention_rows(model: Model, tensor: int) -> int:
@@ -272,7 +272,7 @@ def needs_flashinfer(gpus: Gpus, kv: KvType) -> bool:
 def notes(model: Model, fits: Iterable[Fit]) -> list[str]:
     """Needs besides memory, and where little of it is left, one line each."""
     rows = list(fits)
-    shares = {row.tensor_parallel: model.facts["width"] // row.tensor_parallel for row in rows}
+    shares = {row.tensor_parallel: model.facts.expert_width // row.tensor_parallel for row in rows}
     marlin = [
         f"vLLM 0.33 or newer for TP {ranks}: {share} of an expert's width on a GPU are no multiple of {MARLIN_TILE}, "
         "and older ones do not fill up Marlin's tiles"
@@ -335,7 +335,7 @@ def weights_alone(plan: Plan, gpus: Sequence[Gpus]) -> list[dict[str, str | int]
 def module_gpus(module: str, ranks: int, facts: Architecture) -> int:
     """The number of GPUs among which a passthrough linear module is divided: 1 if each has all of it."""
     parts = _parts(facts).get(module)
-    return min(ranks, facts["kv_heads"]) if parts == "kv_heads" else ranks if parts else 1
+    return min(ranks, facts.num_kv_heads) if parts == "kv_heads" else ranks if parts else 1
 
 
 def obstacles(ranks: int, facts: Architecture, groups: Iterable[int], blocks: Blocks) -> Iterator[str]:
@@ -348,7 +348,7 @@ def obstacles(ranks: int, facts: Architecture, groups: Iterable[int], blocks: Bl
     """
     assert facts.kv_cache is not None
     assert facts.tensor_parallel is not None
-    heads, width, split = facts["heads"], facts["width"], facts["kv_heads"] if facts.kv_cache.divided else 0
+    heads, width, split = facts.num_heads, facts.expert_width, facts.num_kv_heads if facts.kv_cache.divided else 0
     shapes, divided = facts.every_linear(), _parts(facts)
     edges = {module: int(module not in facts.tensor_parallel.rows) for module in divided}  # rows, 0, or columns, 1
     if heads % ranks:
@@ -467,7 +467,7 @@ def with_scheme(model: Model, scheme: Scheme) -> Model:
     """The same output with one scheme in every layer."""
     shapes = [model.facts.expert_linears[matrix].shape for matrix in MATRICES]
     stored = sum(spec.bytes for shape in shapes for spec in packed_specs("", shape, scheme).values())
-    experts = {EXPERTS: model.facts["experts"] * stored}
+    experts = {EXPERTS: model.facts.num_experts * stored}
     layers = tuple({**layer, **experts} if EXPERTS in layer else layer for layer in model.layers)
     padded = frozenset(number for number, layer in enumerate(layers) if EXPERTS in layer)
     few = scheme.bits not in MARLIN_BITS

@@ -355,11 +355,11 @@ def solve_layer(
             norm=norm,
             offset=model.facts.norm.offset if model.facts.norm else 0,
             router=router and router.weight.data,
-            shape=(facts["experts"], facts["hidden"]),
+            shape=(facts.num_experts, facts.hidden_size),
             gate=gate_of(experts, own_gate),
             inner=not own_gate,
             settings=settings,
-            batch_size=experts_per_batch(accelerator, facts["hidden"], facts["width"]),
+            batch_size=experts_per_batch(accelerator, facts.hidden_size, facts.expert_width),
             residents=residents,
             dist=dist,
         )

@@ -9,12 +9,8 @@ _PACKAGE = Path(__file__).parent.parent
 
 
 def shipped(folder: str) -> Path:
-    """The folder `recipes`, `calibration` or `models`.
-
-    A wheel has them inside the package (pyproject.toml, force-include), a clone or an editable install next to it.
-    """
-    inside = _PACKAGE / "shipped" / folder
-    return inside if inside.is_dir() else _PACKAGE.parent / folder
+    """The folder `recipes`, `calibration` or `models`; in a clone quantizers/shipped has links to them."""
+    return (_PACKAGE / "shipped" / folder).resolve()
 
 
 def shipped_names(folder: str) -> list[str]:

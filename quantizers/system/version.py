@@ -1,6 +1,7 @@
 """The version, in the one place that has it: pyproject.toml and `quantizers.__version__` read it from here."""
 
 import hashlib
+import os
 from functools import cache
 from pathlib import Path
 
@@ -13,10 +14,10 @@ def files_digest() -> str:
 
     Recipes, calibration sets and models that are shipped count for nothing: a report names those that it used.
     """
-    root, found = Path(__file__).resolve().parents[2], hashlib.sha256()
-    for package in ("eval", "quantizers", "stitch"):
-        for file in sorted(path for path in (root / package).rglob("*") if path.is_file()):
-            name = file.relative_to(root).as_posix()
-            if "/__pycache__/" not in name and not name.startswith("quantizers/shipped/"):
-                found.update(f"{name}\0".encode() + file.read_bytes())
-    return found.hexdigest()[:12]
+    package, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
+    # In a clone `eval` and `stitch` are links to the folders beside the package.
+    files = (Path(folder, name) for folder, _, names in os.walk(package, followlinks=True) for name in names)
+    for name, file in sorted((file.relative_to(package).as_posix(), file) for file in files):
+        if "__pycache__/" not in name and not name.startswith("shipped/"):
+            digest.update(f"{name}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:12]

@@ -31,11 +31,11 @@ from quantizers.output.manifest import read_record
 from quantizers.planning.assign_actions import make_plan
 from quantizers.planning.plan import KV_SCALE, KV_SCALES, Plan
 from quantizers.recipe.schema import BITS, GROUPS, NVFP4, Attention, Experts, Scheme
+from quantizers.stitch.write.config_files import output_config
+from quantizers.stitch.write.shard import ShardDigest, changes, recorded_digests
 from quantizers.system.errors import CheckpointError, RecipeError
 from quantizers.system.files import file_sha256
 from quantizers.system.thread_map import thread_map
-from stitch.write.config_files import output_config
-from stitch.write.shard import ShardDigest, changes, recorded_digests
 
 from .layer import NOT_COMPENSATED, LayerAudit, audit_kept, audit_layer
 
@@ -183,7 +183,7 @@ def stored_plan(
 
 def stored_attention(source: Checkpoint, candidate: Checkpoint, facts: Architecture) -> Attention:
     """How linear modules that are no experts were converted, by the first whose dtype is another than the source's."""
-    for layer in range(facts["layers"]):
+    for layer in range(facts.num_layers):
         for module in (facts.layer(layer, name) for name in facts.of_layer(layer).linears):
             before, now = (one.tensors.get(f"{module}.weight") for one in (source, candidate))
             if before is None or now is None or (before.dtype == FP8) == (now.dtype == FP8):
@@ -297,8 +297,8 @@ def stored_schemes(experts: Checkpoint, facts: Architecture) -> list[Scheme]:
 
     Raises a CheckpointError if they are no packed symmetric integers of a supported bit width and group size.
     """
-    schemes = {layer: _stored_scheme(experts, facts, layer, facts["experts"]) for layer in facts.moe_layers}
-    return [schemes.get(layer, schemes[facts.moe_layers[0]]) for layer in range(facts["layers"])]
+    schemes = {layer: _stored_scheme(experts, facts, layer, facts.num_experts) for layer in facts.moe_layers}
+    return [schemes.get(layer, schemes[facts.moe_layers[0]]) for layer in range(facts.num_layers)]
 
 
 def _stored_scheme(experts: Checkpoint, facts: Architecture, layer: int, count: int) -> Scheme:

@@ -217,7 +217,7 @@ def _matrices(gate_up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def _one_by_one(pair: _Pair) -> Iterator[list[float] | str]:
-    for expert in range(pair.facts["experts"]):
+    for expert in range(pair.facts.num_experts):
         modules = [pair.facts.expert(pair.layer, expert, matrix) for matrix in MATRICES]
         with _reading_the_source():
             old = [read_weight(pair.source, module, pair.smooth.device) for module in modules]
@@ -254,7 +254,7 @@ def _router_differences(pair: _Pair) -> Iterator[str]:
 
 def _zero_scales(pair: _Pair) -> Iterator[str]:
     """Where a group's scale is zero, and with it all of its weights; a negative one is as good as a positive one."""
-    modules = (pair.facts.expert(pair.layer, e, matrix) for e in range(pair.facts["experts"]) for matrix in MATRICES)
+    modules = (pair.facts.expert(pair.layer, e, matrix) for e in range(pair.facts.num_experts) for matrix in MATRICES)
     names = [name for module in modules if (name := f"{module}.weight_scale") in pair.candidate.tensors]
     counts = [(pair.candidate.tensor(name) == 0).sum() for name in names]
     for name, count in zip(names, torch.stack(counts).tolist() if counts else (), strict=True):
@@ -265,7 +265,7 @@ def _zero_scales(pair: _Pair) -> Iterator[str]:
 def _global_scales(pair: _Pair) -> Iterator[str]:
     """Where a global scale of NVFP4 is no positive number, or gate's and up's differ: servers take gate's for both."""
     for part in (GLOBAL_SCALE, INPUT_SCALE):
-        for expert in range(pair.facts["experts"]):
+        for expert in range(pair.facts.num_experts):
             names = [f"{pair.facts.expert(pair.layer, expert, matrix)}.{part}" for matrix in MATRICES]
             found = [pair.candidate.tensor(name).item() for name in names if name in pair.candidate.tensors]
             yield from (

@@ -73,12 +73,12 @@ def test_what_the_class_alone_says_is_what_lies_in_the_files(both: Both) -> None
 
 def test_what_the_class_alone_says_is_what_is_derived_from_the_files(both: Both) -> None:
     derived, known = both.derived, both.known
-    assert {name: derived[name] for name in derived.sizes} == {name: known[name] for name in derived.sizes}
+    assert derived.sizes == {name: known.sizes[name] for name in derived.sizes}
     assert (derived.dense, derived.positions) == (known.dense, known.positions)
     assert {name for name in both.headers if derived.is_unread(name)} == {
         name for name in both.headers if families.is_mtp(both.config, name)
     }
-    for number in range(known["layers"]):
+    for number in range(known.num_layers):
         assert derived.of_layer(number).linears == known.of_layer(number).linears
         assert derived.of_layer(number).tensors == known.of_layer(number).tensors
         assert derived.of_layer(number).halves == (number not in known.dense)

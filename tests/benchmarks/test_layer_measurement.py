@@ -34,7 +34,7 @@ def test_a_layer_goes_through_every_phase_of_a_run(tmp_path: Path, monkeypatch: 
     for shard in (tmp_path / "job" / "model").glob("*.safetensors"):
         shard.unlink()
     job = prepare(str(recipe), offline_facts=True)
-    assert [job.facts[name] for name in ("experts", "hidden", "width", "chosen")] == [4, 128, 64, 2]
+    assert [job.facts.sizes[name].value for name in ("experts", "hidden", "width", "chosen")] == [4, 128, 64, 2]
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     found = measure_layer(job, CPU, tokens=100, experts=2)
     assert not list(tmp_path.glob("quantize-measure-*"))
@@ -74,7 +74,7 @@ def test_layers_without_experts_are_measured_too(tmp_path: Path) -> None:
     found = measure_layer(job, CPU, tokens=64)
     assert found["dense_layers"] == len(job.facts.dense) > 0
     assert 0 < found["dense_layer"] < found["layer"]
-    assert found["sizes"]["experts"] == job.facts["experts"]  # all fit
+    assert found["sizes"]["experts"] == job.facts.num_experts  # all fit
 
 
 def test_a_random_checkpoint_has_the_published_layout(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_a_published_models_layer_has_its_real_size_and_needs_no_files(deepseek:
     with pytest.raises(InputError, match=r"^--experts 8: .*n_routed_experts 8 are not two or more in each"):
         measure_layer(deepseek, CPU, experts=8)
     small = random_job(deepseek, 16)
-    assert (small.facts["layers"], small.facts["hidden"], small.facts["width"]) == (4, 7168, 2048)
+    assert (small.facts.num_layers, small.facts.hidden_size, small.facts.expert_width) == (4, 7168, 2048)
     assert small.facts.dense == {0, 1, 2}
     assert not small.plan.mtp
 

@@ -24,13 +24,13 @@ from runs import cut_at
 from torch import Tensor
 from whole_models import compared, finished_weights, load, run_whole, source_weights
 
-from eval.report.summary import choice_lines
-from eval.serving.check import STORED
 from quantizers.architectures.gates import plain_gate
 from quantizers.budget import choice, measure
 from quantizers.budget.measure import column_scale, scheme_errors
 from quantizers.calibration.load_set import load_set
-from quantizers.commands.stitch import stitch
+from quantizers.commands.stitch import stitch_experts
+from quantizers.eval.report.summary import choice_lines
+from quantizers.eval.serving.check import STORED
 from quantizers.formats.dequantization import read_weight
 from quantizers.formats.packed_integers import dequantize
 from quantizers.layers.context import Context
@@ -43,9 +43,9 @@ from quantizers.planning.job import Job, prepare
 from quantizers.planning.plan import file_size
 from quantizers.recipe.schema import CANDIDATES, Scheme
 from quantizers.solve.rounding import minmax_scales, nearest
+from quantizers.stitch.audit.checkpoint import verify
+from quantizers.stitch.write.config_files import output_config
 from quantizers.system.errors import OutputError
-from stitch.audit.checkpoint import verify
-from stitch.write.config_files import output_config
 
 CPU = torch.device("cpu")
 MEAN_BITS = 4.375  # between groups of 64 and of 32 in every layer
@@ -282,7 +282,7 @@ def test_verify_reads_the_schemes_from_the_files(done: Any, tmp_path: Path) -> N
 def test_stitch_keeps_each_layers_scheme(done: Any, tmp_path: Path) -> None:
     """The output taken as an experts' checkpoint: the same config, packed experts and routers."""
     job, folder, _ = done
-    report = stitch(job.source.folder, folder, tmp_path / "output", device="cpu", repair_router=True).report
+    report = stitch_experts(job.source.folder, folder, tmp_path / "output", device="cpu", repair_router=True).report
     assert report["audit"]["differences"] == []
     for name in ("config.json", "model-00001-of-00005.safetensors", "model-00004-of-00005.safetensors"):
         assert (tmp_path / "output" / name).read_bytes() == (folder / name).read_bytes()

@@ -29,7 +29,7 @@ COMMANDS = {
     "coverage": coverage.coverage,
     "imatrix": imatrix.imatrix,
     "serve_check": serve_check.serve_check,
-    "stitch": stitch.stitch,
+    "stitch_experts": stitch.stitch,
     "publish": publish.publish,
 }
 

@@ -15,7 +15,7 @@ import yaml
 from conftest import REPOSITORY
 from schema_tables import models_in
 
-from eval.report.schema import RunReport
+from quantizers.eval.report.schema import RunReport
 
 # https://docs.github.com/actions/reference/workflows-and-actions/workflow-syntax: what runs a step, by its `shell`.
 SHELLS = {None: ["bash", "-e"], "bash": ["bash", "--noprofile", "--norc", "-eo", "pipefail"]}
@@ -71,8 +71,10 @@ def test_what_a_wheel_is_made_of_goes_to_the_build_of_the_image() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
     needed = {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"], *wheel["packages"]}
+    links = [path for path in (REPOSITORY / "quantizers").rglob("*") if path.is_symlink()]
+    needed |= {path.resolve().relative_to(REPOSITORY).as_posix() for path in links}
     sent = (REPOSITORY / "examples" / "Dockerfile.dockerignore").read_text(encoding="utf-8").split()
-    assert {f"!{name}" for name in needed | set(wheel["force-include"])} <= set(sent)
+    assert {f"!{name}" for name in needed} <= set(sent)
 
 
 def test_agents_find_on_one_page_every_exit_code_and_key_that_there_is() -> None:

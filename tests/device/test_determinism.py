@@ -15,7 +15,6 @@ import torch
 from one_layer import GROUP, make_layer, sliced
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eval.fidelity.scoring import score_text
 from quantizers.architectures.gates import plain_gate
 from quantizers.budget.measure import column_scale, scheme_errors
 from quantizers.cli import main as cli
@@ -29,6 +28,7 @@ from quantizers.device.determinism import (
     ordered,
     settings_in_force,
 )
+from quantizers.eval.fidelity.scoring import score_text
 from quantizers.model.moe_inputs import capture_moe_inputs as seen_by
 from quantizers.planning.device_memory import Residents
 from quantizers.recipe.schema import Awq, Experts, Scheme

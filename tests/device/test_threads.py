@@ -14,13 +14,13 @@ from commands import quantize
 from conftest import Finished
 from runs import Small
 
-from eval.fidelity import scoring
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for
 from quantizers.checkpoint.reader import open_folder
 from quantizers.device import devices
 from quantizers.device.devices import use_threads
 from quantizers.distributed.process_group import ProcessGroup
+from quantizers.eval.fidelity import scoring
 from quantizers.output.journal import begun_with
 from quantizers.pipeline import quantize as quantizing
 from quantizers.system.errors import OutputError

@@ -18,10 +18,10 @@ from torch import Tensor
 from whole_models import compared, finished_weights, run_whole, source_weights, stored
 
 import quantizers
-from eval.fidelity import as_served
-from eval.fidelity.as_served import blocks_to_powers_of_two, multiplied_weight, rounded_activations
-from eval.serving.cards import CUTLASS_BLOCKS, DEEP_GEMM, EXPERT_KERNELS, LINEAR_KERNELS, Kernel, kernel
 from quantizers.checkpoint.reader import open_folder
+from quantizers.eval.fidelity import as_served
+from quantizers.eval.fidelity.as_served import blocks_to_powers_of_two, multiplied_weight, rounded_activations
+from quantizers.eval.serving.cards import CUTLASS_BLOCKS, DEEP_GEMM, EXPERT_KERNELS, LINEAR_KERNELS, Kernel, kernel
 from quantizers.planning.job import prepare
 from quantizers.recipe.schema import CARDS
 from quantizers.system.errors import CheckpointError

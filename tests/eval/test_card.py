@@ -13,12 +13,12 @@ from conftest import Finished
 from huggingface_hub import ModelCard
 from own_tokenizer import write_own_tokenizer
 
-from eval.report.pages import front_matter, model_card
-from eval.report.plots import calibration_figure, draw
-from eval.report.schema import checked
-from eval.serving.check import ONE_SCHEME, REFUSES
 from quantizers.architectures.families import architecture_for
 from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_folder
+from quantizers.eval.report.pages import front_matter, model_card
+from quantizers.eval.report.plots import calibration_figure, draw
+from quantizers.eval.report.schema import checked
+from quantizers.eval.serving.check import ONE_SCHEME, REFUSES
 from quantizers.hub.publish import card_points
 from quantizers.pipeline.report import _about_source, server_options
 from quantizers.system.output_files import CALIBRATION_PICTURE, COVERAGE_PICTURE

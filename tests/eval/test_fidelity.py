@@ -19,11 +19,11 @@ from safetensors.torch import load_file, save_file
 from sets import write_set
 from whole_models import compared, run_whole, source_weights
 
-from eval.fidelity.metrics import Measured, Text, figures
 from quantizers.architectures.families import architecture_for
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.commands.evaluate import measure
+from quantizers.eval.fidelity.metrics import Measured, Text, figures
 from quantizers.formats.dequantization import read_weight
 from quantizers.formats.tensor_names import published_names
 from quantizers.model import streamed_model

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.coverage.routing import TIE, ranked
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for
+from quantizers.eval.coverage.routing import TIE, ranked
 from quantizers.system.errors import ArchitectureError
 
 CONFIG = families.config("deepseek_v3")

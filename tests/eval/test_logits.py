@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from eval.fidelity import scoring
-from eval.fidelity.scoring import score_text
+from quantizers.eval.fidelity import scoring
+from quantizers.eval.fidelity.scoring import score_text
 
 POSITIONS, HIDDEN, WORDS = 300, 256, 2000
 Model = tuple[torch.Tensor, torch.Tensor]  # states after the final norm (T, H), head (V, H)

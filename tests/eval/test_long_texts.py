@@ -17,15 +17,15 @@ from runs import Small
 from sets import EMBEDDED, LONG, SHORT, write_set
 from whole_models import Figures, compared, finished_weights, run_whole, source_weights
 
-from eval.fidelity.metrics import Measured, Text, by_position, figures
-from eval.fidelity.tables import eval_table
-from eval.report.pages import html_report, model_card
-from eval.report.plots import fidelity_figure, save
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.samples import CalibrationData
 from quantizers.checkpoint.reader import open_folder
 from quantizers.cli.run import run_table
 from quantizers.commands.evaluate import measure
+from quantizers.eval.fidelity.metrics import Measured, Text, by_position, figures
+from quantizers.eval.fidelity.tables import eval_table
+from quantizers.eval.report.pages import html_report, model_card
+from quantizers.eval.report.plots import fidelity_figure, save
 
 CPU = torch.device("cpu")
 

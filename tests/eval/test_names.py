@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from eval.report import plots
-from eval.report.pages import cell, code, front_matter, html_report, md, model_card
+from quantizers.eval.report import plots
+from quantizers.eval.report.pages import cell, code, front_matter, html_report, md, model_card
 from quantizers.pipeline.report_files import read_front_matter
 from quantizers.system.formatting import printable, text_table
 
@@ -204,7 +204,7 @@ def test_a_picture_that_fails_is_a_line(awkward: dict[str, Any], monkeypatch: py
 @pytest.mark.slow
 def test_a_notebooks_backend_is_left_alone() -> None:
     """One that matplotlib would refuse when it is imported."""
-    words = "from eval.report import plots; plots.png(plots.layers_figure({'x': {'y': [1.0]}}))"
+    words = "from quantizers.eval.report import plots; plots.png(plots.layers_figure({'x': {'y': [1.0]}}))"
     backend = {"MPLBACKEND": "module://not_installed.backend"}
     path = os.pathsep.join(sys.path)
     subprocess.run([sys.executable, "-c", words], env=os.environ | backend | {"PYTHONPATH": path}, check=True)

@@ -15,10 +15,10 @@ import pytest
 from commands import Command
 from conftest import Finished
 
-from eval.report.pages import html_report, model_card
-from eval.report.plots import HIGH, LOW, coverage_figure
-from eval.report.summary import summary, vllm_command
 from quantizers.cli.run import run_table
+from quantizers.eval.report.pages import html_report, model_card
+from quantizers.eval.report.plots import HIGH, LOW, coverage_figure
+from quantizers.eval.report.summary import summary, vllm_command
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 

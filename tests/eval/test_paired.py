@@ -15,8 +15,8 @@ from command_schema import EvalReport
 from commands import Command
 from conftest import Finished
 
-from eval.fidelity.paired import INTERVAL, RESAMPLES, SEED, difference_of, paired
-from eval.fidelity.tables import eval_table, paired_table
+from quantizers.eval.fidelity.paired import INTERVAL, RESAMPLES, SEED, difference_of, paired
+from quantizers.eval.fidelity.tables import eval_table, paired_table
 
 
 def figures_of(kl: list[float], tokens: list[int], categories: list[str]) -> dict[str, Any]:

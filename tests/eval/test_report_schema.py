@@ -17,7 +17,7 @@ from conftest import REPOSITORY, Finished
 from make_reference import part_tables
 from pydantic import ValidationError
 
-from eval.report.schema import checked
+from quantizers.eval.report.schema import checked
 
 
 def validate(report: dict[str, Any]) -> None:

@@ -21,11 +21,11 @@ from streamed import divergence, held_out_texts, log_probabilities
 from torch import Tensor
 from whole_models import finished_weights, source_weights, stored
 
-from eval.coverage.saliency import lists, saliency_table
-from eval.report.plots import saliency_figure
 from quantizers.calibration.load_set import load_set
 from quantizers.commands.coverage import measure_coverage
 from quantizers.commands.question import Question
+from quantizers.eval.coverage.saliency import lists, saliency_table
+from quantizers.eval.report.plots import saliency_figure
 from quantizers.recipe.schema import CoverageGate
 
 CPU = torch.device("cpu")

@@ -16,11 +16,14 @@ import tiny
 from conftest import REPOSITORY, VLLM_PYTHON, needs_vllm
 from planned import published
 
-from eval.report.summary import vllm_command
-from eval.serving.ask_vllm import ask_vllm
-from eval.serving.cards import HUMMING_SM, TAKES_THEM, moe_kernels
-from eval.serving.check import STORED, ServingCheck, check, render
-from eval.serving.engines import (
+from quantizers.architectures.families import architecture_for, published_config, published_models
+from quantizers.checkpoint.reader import Checkpoint
+from quantizers.checkpoint.safetensors_header import Spec
+from quantizers.eval.report.summary import vllm_command
+from quantizers.eval.serving.ask_vllm import ask_vllm
+from quantizers.eval.serving.cards import HUMMING_SM, TAKES_THEM, moe_kernels
+from quantizers.eval.serving.check import STORED, ServingCheck, check, render
+from quantizers.eval.serving.engines import (
     ATTENTION,
     EMBEDDINGS,
     EXPERTS,
@@ -40,16 +43,13 @@ from eval.serving.engines import (
     VLLM_BEFORE,
     ServedScheme,
 )
-from quantizers.architectures.families import architecture_for, published_config, published_models
-from quantizers.checkpoint.reader import Checkpoint
-from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.formats.fp8 import ROWS
 from quantizers.pipeline.report import of_plan
 from quantizers.planning.assign_actions import expected_tensors, make_plan
 from quantizers.planning.serving_memory import FLASHINFER
 from quantizers.recipe.schema import GROUPS, Experts, Scheme
+from quantizers.stitch.write.config_files import output_config
 from quantizers.system.errors import InputError
-from stitch.write.config_files import output_config
 
 BLOCK = (128, 128)
 FP8 = "FP8 block 128x128"
@@ -568,7 +568,7 @@ def test_text_and_json() -> None:
 ASK = """
 import json, sys
 from pathlib import Path
-from eval.serving.ask_vllm import ask_vllm
+from quantizers.eval.serving.ask_vllm import ask_vllm
 from vllm_kernels import answers
 from vllm_serve import cpu_kernels, furthest, refused
 commands, *asked = json.loads(sys.argv[1])

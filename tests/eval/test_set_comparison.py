@@ -10,11 +10,11 @@ from matplotlib.colors import to_hex
 from pydantic import ValidationError
 from set_results import compared, explained
 
-from eval.report.plots import png
-from eval.report.set_comparison import SetComparison, SourceEffects
-from eval.report.set_figures import EFFECTS, UNTOLD, sets_figure, sources_figure
-from eval.report.set_tables import ROWS, sets_table, sources_table
-from eval.sets.figures import percent
+from quantizers.eval.report.plots import png
+from quantizers.eval.report.set_comparison import SetComparison, SourceEffects
+from quantizers.eval.report.set_figures import EFFECTS, UNTOLD, sets_figure, sources_figure
+from quantizers.eval.report.set_tables import ROWS, sets_table, sources_table
+from quantizers.eval.sets.figures import percent
 
 TOO_FEW = {"interval": None, "p": 1.0, "adjusted": 1.0, "verdict": "too few texts"}
 LONG = "a calibration set whose name is as long as sixty letters are"

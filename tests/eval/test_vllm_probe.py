@@ -22,10 +22,10 @@ from streamed import divergence, held_out_texts, log_probabilities
 from torch import Tensor
 from whole_models import stored
 
-from eval.serving.check import check_folder
-from eval.serving.engines import VLLM
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for, known
+from quantizers.eval.serving.check import check_folder
+from quantizers.eval.serving.engines import VLLM
 from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.job import prepare
 

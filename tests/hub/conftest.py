@@ -51,7 +51,7 @@ def publish(
 
     def call(*arguments: object, token: str | None = TOKEN) -> tuple[int, str, str]:
         with monkeypatch.context() as patched:
-            patched.setattr("eval.report.plots.draw", lambda _: ({}, []))
+            patched.setattr("quantizers.eval.report.plots.draw", lambda _: ({}, []))
             patched.delenv("HF_TOKEN", raising=False)
             if token is not None:
                 patched.setenv("HF_TOKEN", token)

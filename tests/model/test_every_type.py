@@ -50,7 +50,7 @@ def streamed(model: StreamedModel, texts: list[Tensor]) -> list[Tensor]:
     """For each pair of texts (2, T) the states (2, T, H) before each layer and the logits; each layer is proven."""
     proof, table, head = Proof(model), model.embedding(), model.head()
     states = [[torch.stack([model.begin(text, table) for text in pair])] for pair in texts]
-    for number in range(model.facts["layers"]):
+    for number in range(model.facts.num_layers):
         with model.layer(number) as layer:
             assert proof.of_layer(layer) <= BOUND[model.dtype]
             for passed in states:
@@ -101,7 +101,7 @@ def differences(name: str, folder: Path) -> list[float]:
     """Those of the states before each layer, and of the logits, over all texts."""
     model = zoo.opened(zoo.save(name, folder))
     generator = torch.Generator().manual_seed(0)
-    texts = [torch.randint(2, model.facts["vocabulary"], (2, length), generator=generator) for length in LENGTHS]
+    texts = [torch.randint(2, model.facts.vocab_size, (2, length), generator=generator) for length in LENGTHS]
     whole = zoo.whole_model(name, *source_weights(folder))
     assert whole.config._attn_implementation == model.skeleton.config._attn_implementation
     expected = of_the_whole(whole, model.skeleton.path, texts)

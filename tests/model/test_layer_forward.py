@@ -42,7 +42,7 @@ def rows(width: int, dtype: torch.dtype, path: Path | None = None) -> Activation
 
 
 def filled(model: StreamedModel, path: Path | None = None) -> ActivationStore:
-    states = rows(model.facts["hidden"], model.dtype, path)
+    states = rows(model.facts.hidden_size, model.dtype, path)
     states.flat.copy_(torch.randn(states.flat.shape, generator=torch.Generator().manual_seed(1)))
     return states
 
@@ -59,7 +59,7 @@ def test_blocks_of_rows_give_what_each_sequence_gives_alone(
     for sequence in states:
         layer.module(**model.inputs(layer, sequence.unsqueeze(0)))
     hook.remove()
-    after, chosen = filled(model), rows(model.facts["chosen"], torch.int32)
+    after, chosen = filled(model), rows(model.facts.top_k, torch.int32)
     attend(model, layer, states, after)
     assert len(after.chunks()) == 5
     assert [len(batch) for batch in after.batches] == [1, 1, 1, 1, 2, 3]

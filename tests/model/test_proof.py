@@ -44,7 +44,7 @@ def opened(folder: Path, change: Change = lambda facts: facts, dtype: torch.dtyp
 def proven(model: StreamedModel) -> list[float]:
     """The proof's figures of all layers, each without the weights of its experts."""
     proof, found = Proof(model), []
-    for number in range(model.facts["layers"]):
+    for number in range(model.facts.num_layers):
         with model.layer(number, experts=False) as layer:
             found.append(proof.of_layer(layer))
     return found

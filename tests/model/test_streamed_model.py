@@ -137,7 +137,7 @@ def streamed(folder: Path, tokens: Tensor) -> Pass:
     model = layered(folder)
     x = model.begin(tokens, model.embedding())
     states, choices = [], []
-    for number in range(model.facts["layers"]):
+    for number in range(model.facts.num_layers):
         with model.layer(number) as layer:
             x, chosen = model.run(layer, x)
         states.append(x)

@@ -48,7 +48,7 @@ def limits(job: Path) -> dict[int, int]:
     """For every number of sums a limit with which so many are held."""
     prepared = prepare(str(job))
     data = load_set(set_location(prepared.recipe.calibration_set, job), prepared.opened.folder)
-    lengths = [len(sequence) for sequence in token_tensors(data, prepared.facts["vocabulary"])]
+    lengths = [len(sequence) for sequence in token_tensors(data, prepared.facts.vocab_size)]
     assert max(lengths) <= 32  # what attention takes of longer ones would be most
     needs = partial(device_memory, prepared.plan, prepared.facts, max(lengths), False, tokens=sum(lengths))
     whole = needs(limit=None)

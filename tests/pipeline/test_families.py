@@ -27,13 +27,13 @@ from whole_models import finished_weights, run_whole, source_weights, stored
 
 from quantizers.architectures.families import known
 from quantizers.checkpoint.reader import open_folder
-from quantizers.commands.stitch import stitch
+from quantizers.commands.stitch import stitch_experts
 from quantizers.model.streamed_model import StreamedModel
 from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.job import prepare
 from quantizers.planning.plan import file_size, index_json
+from quantizers.stitch.audit.checkpoint import verify
 from quantizers.system.errors import CheckpointError
-from stitch.audit.checkpoint import verify
 
 CPU = torch.device("cpu")
 NORM = "model.layers.1.post_attention_layernorm.weight"
@@ -121,7 +121,7 @@ def test_the_streamed_model_is_transformers_whole_model(made: Made, whole: Any, 
     assert len(text) > 2 * families.MODELS[made.name].get("sliding_window", 0), "a window would not show"
     expected = run_whole(whole, [text])
     states = streamed.begin(text, streamed.embedding())
-    for number in range(streamed.facts["layers"]):
+    for number in range(streamed.facts.num_layers):
         with streamed.layer(number) as layer:
             states, chosen = streamed.run(layer, states)
         wanted = expected.states[number][0]
@@ -362,7 +362,7 @@ def test_stitching_its_own_experts_gives_the_output_again(made: Made, tmp_path: 
     groups = own["quantization_config"]["config_groups"]
     section = own["quantization_config"] | {"config_groups": {"routed_experts": groups["routed_experts"]}}
     folder = tiny.write(tmp_path / "experts", own | {"quantization_config": section}, experts | written | packed)
-    stitch(made.model, folder, tmp_path / "output", device="cpu", repair_router=made.folds)
+    stitch_experts(made.model, folder, tmp_path / "output", device="cpu", repair_router=made.folds)
     found = stored(tmp_path / "output")[1]
     assert found.keys() == output.keys()
     assert [n for n, t in output.items() if not torch.equal(t.view(torch.uint8), found[n].view(torch.uint8))] == []

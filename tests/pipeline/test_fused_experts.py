@@ -30,8 +30,8 @@ from quantizers.formats.tensor_names import published_names, split_fused, split_
 from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.assign_actions import expected_tensors
 from quantizers.planning.job import prepare
+from quantizers.stitch.audit.checkpoint import verify
 from quantizers.system.errors import CheckpointError, OutputError
-from stitch.audit.checkpoint import verify
 
 CPU = torch.device("cpu")
 GATE_UP, DOWN = "model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"

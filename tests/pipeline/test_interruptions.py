@@ -145,7 +145,7 @@ def test_a_disk_that_fills_while_the_run_works(
 def test_writes_that_find_no_room(small: Small, tmp_path: Path, quantize: Callable[..., tuple[int, str]]) -> None:
     """Where nothing can be mounted: the second of one kind of write says that the disk is full, then of another."""
     command = ("run", small.recipe, "--output", tmp_path / "output")
-    for name in ("os.posix_fallocate", "stitch.write.shard.save_file", "os.fsync"):
+    for name in ("os.posix_fallocate", "quantizers.stitch.write.shard.save_file", "os.fsync"):
         count = iter(range(1_000_000))
         module, _, function = name.rpartition(".")
         real = getattr(sys.modules[module], function)

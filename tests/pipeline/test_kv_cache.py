@@ -34,7 +34,7 @@ from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.gpus import parse_gpus
 from quantizers.planning.job import Job, prepare
 from quantizers.planning.serving_memory import fit, serving_model
-from stitch.audit.checkpoint import verify
+from quantizers.stitch.audit.checkpoint import verify
 
 CPU = torch.device("cpu")
 SCALE = "model.layers.1.self_attn.k_scale"

@@ -18,8 +18,8 @@ from sets import rows_set
 from tiny import write_job
 
 import quantizers
-from eval.sets import figures
 from quantizers.commands.compare import why
+from quantizers.eval.sets import figures
 from quantizers.pipeline import lanes
 from quantizers.system.errors import InputError, QuantizeError
 

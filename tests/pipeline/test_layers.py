@@ -31,9 +31,9 @@ from quantizers.pipeline import pipeline, quantize
 from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.device_memory import DeviceMemory, placement
 from quantizers.planning.job import prepare
+from quantizers.stitch.write import shard as writing
+from quantizers.stitch.write.shard import LayerTensors
 from quantizers.system.errors import QuantizeError
-from stitch.write import shard as writing
-from stitch.write.shard import LayerTensors
 
 CPU = torch.device("cpu")
 SHARD = "model-00002-of-00004.safetensors"
@@ -83,7 +83,7 @@ def test_a_layer_is_journaled_once_what_goes_on_from_it_is_on_the_disk(
     monkeypatch.setattr(ActivationStore, "flush", slowly)
     monkeypatch.setattr(quantize, "write_json", noted)
     run(small.job, Options(tmp_path / "output", CPU))
-    layers = small.job.facts["layers"]
+    layers = small.job.facts.num_layers
     for number in range(layers):
         entry = events.index(journal.layer_file(tmp_path, number).name)
         assert all(events.index(f"states-{stream}-{number + 1:05d}.bin") < entry for stream in range(4))

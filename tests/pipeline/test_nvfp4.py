@@ -25,10 +25,10 @@ from runs import change
 from torch import Tensor
 from whole_models import finished_weights, run_whole, source_weights, stored
 
-from eval.fidelity.as_served import rounded_activations
 from quantizers.checkpoint.reader import open_folder
+from quantizers.eval.fidelity.as_served import rounded_activations
 from quantizers.formats.dequantization import read_weight
-from stitch.audit.checkpoint import verify
+from quantizers.stitch.audit.checkpoint import verify
 
 CPU = torch.device("cpu")
 FORMS = [
@@ -115,7 +115,7 @@ def test_the_scales_of_activations_are_those_of_every_token_through_every_expert
     run_whole(model, made.texts("calibration"))
     for number, kept in inputs.items():
         x = torch.cat(kept)
-        for expert in range(job.facts["experts"]):
+        for expert in range(job.facts.num_experts):
             names = {m: job.facts.expert(number, expert, m) for m in ("gate", "up", "down")}
             gate, up = (weights[f"{names[m]}.weight"] for m in ("gate", "up"))
             h = torch.nn.functional.silu(x @ gate.mT) * (x @ up.mT)

@@ -11,7 +11,7 @@ import torch
 from conftest import Finished
 from runs import Small, assert_same, change, cut_in_layer, report_of
 
-from eval.report import plots
+from quantizers.eval.report import plots
 from quantizers.output.journal import work_folder
 from quantizers.pipeline import pipeline, report, servable
 from quantizers.pipeline.pipeline import Options, run

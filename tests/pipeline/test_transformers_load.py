@@ -86,7 +86,7 @@ def streamed_logs(
 ) -> list[Tensor]:
     """Log-probabilities of the streamed model, with transformers' two roundings done by hand if asked for."""
     states = [model.begin(text, model.embedding()) for text in texts]
-    for number in range(model.facts["layers"]):
+    for number in range(model.facts.num_layers):
         with model.layer(number) as layer:
             hooks = []
             if round_inputs:

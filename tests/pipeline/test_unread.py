@@ -21,8 +21,8 @@ from quantizers.planning.device_memory import device_memory
 from quantizers.planning.job import prepare
 from quantizers.planning.plan import Plan
 from quantizers.recipe.schema import Experts
+from quantizers.stitch.audit.checkpoint import verify
 from quantizers.system.errors import ArchitectureError, CheckpointError
-from stitch.audit.checkpoint import verify
 
 CPU = torch.device("cpu")
 CONFIG = tiny.config()

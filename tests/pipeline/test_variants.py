@@ -31,8 +31,8 @@ from quantizers.architectures.fused import fits_fp8
 from quantizers.checkpoint.reader import open_folder
 from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.job import prepare
-from stitch.audit.checkpoint import verify
-from stitch.write.config_files import output_config
+from quantizers.stitch.audit.checkpoint import verify
+from quantizers.stitch.write.config_files import output_config
 
 CPU = torch.device("cpu")
 ATTENTION = "model.layers.1.self_attn.o_proj.weight"

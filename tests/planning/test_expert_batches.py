@@ -67,7 +67,7 @@ def test_the_table_in_the_docs_is_what_the_program_does() -> None:
     page = (REPOSITORY / "docs/explanation/memory-and-time.md").read_text()
     for _, published in all_published():
         facts = architecture_for(published.config | {"num_hidden_layers": 4}, "config.json")
-        experts, hidden, width = (facts[name] for name in ("experts", "hidden", "width"))
+        experts, hidden, width = (facts.num_experts, facts.hidden_size, facts.expert_width)
         on_gpu, on_cpu = (batch_sizes(accelerator, facts)["experts"] for accelerator in (True, False))
         row = f"| {experts} | {hidden:,} | {width:,} | {on_gpu} | {on_cpu} |"
         assert row in page, f"{published.models[0]}: {row}"

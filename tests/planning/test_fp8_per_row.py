@@ -9,14 +9,14 @@ import pytest
 from families import PER_ROW
 from planned import BLOCK, Model, tiny_model
 
-from eval.serving.check import STORED, ServingCheck, check
-from eval.serving.engines import ATTENTION
 from quantizers.checkpoint.safetensors_header import Spec
+from quantizers.eval.serving.check import STORED, ServingCheck, check
+from quantizers.eval.serving.engines import ATTENTION
 from quantizers.formats.fp8 import ROWS, Fp8
 from quantizers.planning.device_memory import device_memory
 from quantizers.planning.serving_memory import serving_model, tensor_parallel_problem
+from quantizers.stitch.write.config_files import output_config
 from quantizers.system.errors import CheckpointError
-from stitch.write.config_files import output_config
 
 ATTENTION_SCALE = "model.layers.1.self_attn.o_proj.weight_scale"
 EXPERT_SCALE = "model.layers.0.block_sparse_moe.experts.3.w2.weight_scale"

@@ -83,7 +83,7 @@ def test_never_more_than_planned(
     for rows, unit, resident in ((32, 1, 1), (256, 2, 2)):
         scores = torch.rand(2, rows, experts)
         scores[..., 0] += 1  # one expert gets every token, the worst case that is planned for
-        chosen = scores.topk(facts["chosen"]).indices
+        chosen = scores.topk(facts.top_k).indices
         blocks = [capture_moe_inputs(torch.randn(rows, hidden), c, torch.rand(c.shape)) for c in chosen]
         with Alive() as alive:
             solve(

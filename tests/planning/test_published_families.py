@@ -11,11 +11,11 @@ import pytest
 import yaml
 from planned import BLOCK, published, published_with
 
-from eval.serving.check import tensor_parallel
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.derive import KEYS
 from quantizers.architectures.families import all_published, architecture_for, published_config
 from quantizers.checkpoint.safetensors_header import Spec
+from quantizers.eval.serving.check import tensor_parallel
 from quantizers.planning import serving_memory
 from quantizers.planning.gpus import parse_gpus
 from quantizers.planning.job import prepare

@@ -24,16 +24,16 @@ def test_what_transformers_saves_has_the_sizes_of_what_it_read(family: str) -> N
     facts = architecture_for(config, "x")
     again = saved(facts, config)
     found = architecture_for(again, "x")
-    values = [[one[name] for name in facts.sizes] for one in (facts, found)]
+    values = [[one.sizes[name].value for name in facts.sizes] for one in (facts, found)]
     assert (values[1], found.dense, found.mtp_layers) == (values[0], facts.dense, facts.mtp_layers)
     assert facts.is_of(again)
     for name in ("experts", "chosen", "hidden", "width", "layers", "kv_heads"):
-        assert config[facts.sizes[name].key] == facts[name]
-        assert not facts.is_of(config | {facts.sizes[name].key: 2 * facts[name]})
+        assert config[facts.sizes[name].key] == facts.sizes[name].value
+        assert not facts.is_of(config | {facts.sizes[name].key: 2 * facts.sizes[name].value})
 
 
 def experts_of(config: dict[str, Any]) -> int:
-    return architecture_for(config, "x")["experts"]
+    return architecture_for(config, "x").num_experts
 
 
 def test_a_key_of_another_name_is_that_of_the_class_and_a_missing_one_its_default() -> None:

@@ -126,7 +126,7 @@ def test_a_plan_with_facts_of_ones_own_is_not_made_from_a_kept_config(
         reached(hub, job.parent / "home", monkeypatch)
         planned = prepare("minimax-m2.1-fp8-int4", offline_facts=True, facts_file=job.parent / "mine.yaml")
         assert planned.basis == f"the headers of {model} on the Hub, commit {hub.commit(model)}"
-    assert planned.facts["layers"] == 2
+    assert planned.facts.num_layers == 2
 
 
 def test_facts_in_the_source_itself_are_not_taken(job: Path, refused: Callable[..., str]) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from quantizers.checkpoint.reader import open_folder
 from quantizers.solve.folded_scales import CLOSE_ENOUGH, matrix_errors
-from stitch.audit.checkpoint import verify
+from quantizers.stitch.audit.checkpoint import verify
 
 CPU = torch.device("cpu")
 LAYER = "model.layers.{}.block_sparse_moe"

@@ -23,10 +23,10 @@ from quantizers.planning.plan import PASSTHROUGH, Plan
 from quantizers.recipe.schema import Experts
 from quantizers.solve.result import LayerResult
 from quantizers.solve.rounding import minmax_scales, nearest
+from quantizers.stitch.audit import layer as auditing
+from quantizers.stitch.audit.layer import LayerAudit, audit_layer
+from quantizers.stitch.write.shard import LayerTensors, check_finite, layer_tensors, write_shard
 from quantizers.system.errors import QuantizeError
-from stitch.audit import layer as auditing
-from stitch.audit.layer import LayerAudit, audit_layer
-from stitch.write.shard import LayerTensors, check_finite, layer_tensors, write_shard
 
 BLOCK = (128, 128)
 
@@ -44,7 +44,7 @@ class Layer:
         self.router = self.source.tensor(self.facts.layer(0, self.facts.router.tensor))
 
     def solved(self, device: str = "cpu") -> LayerResult:
-        experts, hidden, width = self.facts["experts"], self.facts["hidden"], self.facts["width"]
+        experts, hidden, width = self.facts.num_experts, self.facts.hidden_size, self.facts.expert_width
         shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
         generator = torch.Generator().manual_seed(0)
         codes, scales = {}, {}
@@ -72,7 +72,7 @@ def test_a_shard_holds_what_the_plan_says_and_the_library_packs(layer: Layer, tm
     assert {name: tuple(tensor.shape) for name, tensor in written.items()} == {
         name: spec.shape for name, spec in planned.items()
     }
-    for expert in range(layer.facts["experts"]):
+    for expert in range(layer.facts.num_experts):
         for matrix in MATRICES:
             module = layer.facts.expert(0, expert, matrix)
             assert torch.equal(written[f"{module}.weight_packed"], pack_to_int32(solved.codes[matrix][expert], 4))
@@ -81,7 +81,7 @@ def test_a_shard_holds_what_the_plan_says_and_the_library_packs(layer: Layer, tm
 
 def test_an_accelerators_tensors_have_the_same_bytes(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its branch taken on the CPU: experts are packed several at a time."""
-    from stitch.write import shard
+    from quantizers.stitch.write import shard
 
     plain = layer_tensors(layer.plan, 0, layer.source, layer.solved())
     monkeypatch.setattr(shard, "is_accelerator", lambda device: True)
@@ -128,7 +128,7 @@ def test_units_of_experts_are_audited_as_single_ones(layer: Layer, monkeypatch: 
     assert [line.partition(":")[0] for line in single.differences] == [
         f"{wrong}.weight_packed", unreadable.rpartition(".")[0],
     ]  # fmt: skip
-    assert [error is None for error in units.by_expert] == [i == 2 for i in range(layer.facts["experts"])]
+    assert [error is None for error in units.by_expert] == [i == 2 for i in range(layer.facts.num_experts)]
     known = [[error for error in found.by_expert if error is not None] for found in (units, single)]
     assert known[0] == pytest.approx(known[1], rel=1e-5)
 
@@ -145,14 +145,14 @@ def test_with_few_bits_an_expert_that_was_not_scaled_as_its_norm_is_still_named(
         solved = layer.solved()
         for matrix in MATRICES:
             scale = smooth if right and matrix != "down" else torch.ones(1)
-            modules = [layer.facts.expert(0, expert, matrix) for expert in range(layer.facts["experts"])]
+            modules = [layer.facts.expert(0, expert, matrix) for expert in range(layer.facts.num_experts)]
             weight = scale * torch.stack([read_weight(layer.source, name, torch.device("cpu")) for name in modules])
             solved.scales[matrix] = minmax_scales(weight, 32, bits)
             solved.codes[matrix] = nearest(weight, solved.scales[matrix], bits)
         solved = replace(solved, norm=norm, smooth=smooth, router=layer.router.float() * smooth)
         audit = audited(layer, layer_tensors(layer.plan, 0, layer.source, solved).host)
         assert right == (not audit.differences), audit.differences
-        assert right or len(audit.differences) >= 2 * layer.facts["experts"]  # gate and up, and with it maybe down
+        assert right or len(audit.differences) >= 2 * layer.facts.num_experts  # gate and up, and with it maybe down
         assert all("closer to the source's matrix without the norm's ratio" in line for line in audit.differences)
 
 

@@ -17,12 +17,12 @@ from huggingface_hub import ModelCard
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.commands.evaluate import measure
-from quantizers.commands.stitch import stitch
+from quantizers.commands.stitch import stitch_experts
 from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.job import prepare
+from quantizers.stitch.audit.checkpoint import verify
 from quantizers.system.errors import CheckpointError
 from quantizers.system.files import file_sha256 as sha256
-from stitch.audit.checkpoint import verify
 
 SHARD = "model-00001-of-00005.safetensors"
 CPU = torch.device("cpu")
@@ -109,13 +109,13 @@ def test_verify_names_the_router_of_any_published_checkpoint(finished: Finished,
 def test_norms_and_experts_that_do_not_belong_together(finished: Finished, copy: Path, tmp_path: Path) -> None:
     experts = experts_only(finished.folder, copy, tmp_path / "experts", folded=False)
     with pytest.raises(CheckpointError, match=r"layer 0: its experts are .*% away from the source's times the ratio"):
-        stitch(finished.source, experts, tmp_path / "output", device="cpu")
+        stitch_experts(finished.source, experts, tmp_path / "output", device="cpu")
     assert not (tmp_path / "output").exists()
 
 
 def test_experts_that_are_not_packed(finished: Finished, copy: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="its experts must be packed integers"):
-        stitch(finished.source, copy, tmp_path / "output", device="cpu")
+        stitch_experts(finished.source, copy, tmp_path / "output", device="cpu")
 
 
 def test_experts_that_were_not_smoothed(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_experts_that_were_not_smoothed(tmp_path: Path) -> None:
     run(prepare(str(recipe)), Options(tmp_path / "made", CPU))
     model, source = tmp_path / "model", open_folder(tmp_path / "model")
     experts = experts_only(tmp_path / "made", bf16_copy(model, tmp_path / "copy"), tmp_path / "experts", folded=False)
-    report = stitch(model, experts, tmp_path / "output", device="cpu").report
+    report = stitch_experts(model, experts, tmp_path / "output", device="cpu").report
     assert report["notes"] == ["no norm was smoothed: the source's routers fit"]
     assert report["audit"]["differences"] == []
     output = open_folder(tmp_path / "output")
@@ -144,7 +144,7 @@ def test_the_repair_wins_the_divergence_back(finished: Finished, copy: Path, tmp
     made = []
     for repair in (False, True):
         folder = tmp_path / str(repair)
-        report = stitch(finished.source, experts, folder, device="cpu", repair_router=repair).report
+        report = stitch_experts(finished.source, experts, folder, device="cpu", repair_router=repair).report
         assert [layer["router"] for layer in report["layers"]] == ["not compensated"] * 4
         assert len(report["audit"]["differences"]) == (0 if repair else 4)
         made.append(open_folder(folder))

@@ -15,9 +15,9 @@ from torch import Tensor
 from whole_models import source_weights, stored
 
 from quantizers.checkpoint.reader import open_folder, side_files
-from quantizers.commands.stitch import stitch
+from quantizers.commands.stitch import stitch_experts
+from quantizers.stitch.audit.checkpoint import verify
 from quantizers.system.errors import CheckpointError
-from stitch.audit.checkpoint import verify
 
 CPU = torch.device("cpu")
 CHANNELS = 256
@@ -125,7 +125,7 @@ def test_stitching_is_refused_since_neither_norm_would_be_right(
         r"up_proj read it too and would keep the source's bytes: its experts fit the divided norm alone"
     )
     with pytest.raises(CheckpointError, match=says):
-        stitch(source, experts, tmp_path / "output", device="cpu", repair_router=repair)
+        stitch_experts(source, experts, tmp_path / "output", device="cpu", repair_router=repair)
     assert not (tmp_path / "output").exists()
 
 

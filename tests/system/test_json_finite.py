@@ -13,11 +13,11 @@ import pytest
 import torch
 from conftest import Finished
 
-from eval.fidelity.metrics import Measured, Text, figures
-from eval.fidelity.scoring import HeldOut
-from eval.report.pages import html_report, model_card
 from quantizers.cli.common import emit
 from quantizers.cli.run import run_table
+from quantizers.eval.fidelity.metrics import Measured, Text, figures
+from quantizers.eval.fidelity.scoring import HeldOut
+from quantizers.eval.report.pages import html_report, model_card
 from quantizers.output.manifest import write_record
 from quantizers.system.errors import QuantizeError
 from quantizers.system.files import json_finite, write_json

@@ -12,9 +12,9 @@ import pytest
 import torch
 from conftest import Finished
 
-from eval.fidelity import scoring
 from quantizers.checkpoint.reader import open_folder
 from quantizers.commands.evaluate import measure
+from quantizers.eval.fidelity import scoring
 from quantizers.model import activation_stream
 from quantizers.system import progress as shown
 

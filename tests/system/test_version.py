@@ -13,7 +13,7 @@ def test_the_digest_has_every_file_of_the_packages_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A template counts as code does; what Python compiles does not, nor what only a wheel has there."""
-    template = tmp_path / "eval/report/templates/card.md.jinja"
+    template = tmp_path / "quantizers/eval/report/templates/card.md.jinja"
     others = ("quantizers/system/__pycache__/version.pyc", "quantizers/shipped/recipes/a.yaml", "tests/test_a.py")
     monkeypatch.setattr(version, "__file__", str(tmp_path / "quantizers/system/version.py"))
 
@@ -26,4 +26,4 @@ def test_the_digest_has_every_file_of_the_packages_and_nothing_else(
     found = [digest(template, text) for text in ("one", "two", "one")]
     assert found[0] == found[2] != found[1]
     assert all(digest(name, "") == found[0] for name in others)
-    assert digest("stitch/audit/a.yaml", "") != found[0]
+    assert digest("quantizers/stitch/audit/a.yaml", "") != found[0]
