@@ -20,8 +20,7 @@ from torch import Tensor
 
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.lock import lock_set
-from quantizers.pipeline import layer as layering
-from quantizers.pipeline import pipeline
+from quantizers.pipeline import pipeline, quantizer
 from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.job import Job, prepare
 from quantizers.system.errors import QuantizeError
@@ -130,7 +129,7 @@ def cut_at(module: ModuleType, name: str, job: Job, options: Options, calls: int
 
 def cut_in_layer(number: int, job: Job, options: Options) -> None:
     """A run that fails where it would solve this layer."""
-    cut_at(layering, "solve_layer", job, options, number)
+    cut_at(quantizer, "solve_layer", job, options, number)
 
 
 def timeless_card(folder: Path) -> list[str]:

@@ -39,8 +39,8 @@ from quantizers.system.progress import doing, progress
 from quantizers.walk.context import Context
 from quantizers.walk.walk import LayerStep, all_tensors, walk
 
-from .layer import Calibration, Quantizer, routed_tokens
 from .pipeline import Options, place_activations
+from .quantizer import Calibration, Quantizer
 
 SCORED_TOGETHER = 4  # lanes whose logits are in memory together
 
@@ -157,7 +157,7 @@ def measure_lanes(
 
 
 def _quantize(quantizer: Quantizer, step: LayerStep, lane: Lane) -> list[list[int]]:
-    """Quantize a layer with a lane's samples, and take these and the texts through it; see `routed_tokens`."""
+    """Quantize a layer with a lane's samples, and take these and the texts through it: `routed_tokens`."""
     lengths = [len(sample.tokens) for sample in lane.data.samples]
     calibration = Calibration(lane.calibration.begin(step.number), quantizer.moe_inputs(lengths))
     # Each lane solves behind a module of its own, after the source's: so one of these is in memory at a time.
@@ -171,7 +171,7 @@ def _quantize(quantizer: Quantizer, step: LayerStep, lane: Lane) -> list[list[in
         quantizer.propagate(layer, calibration.states)
         step.watch.lap("propagate")
         lane.calibration.keep(step.number + 1)
-        routed = routed_tokens(quantizer, calibration, lane.data, step.number)
+        routed = quantizer.routed_tokens(calibration, lane.data, step.number)
         calibration.moe_inputs.remove()
         del calibration
         doing("held-out texts")

@@ -1,9 +1,6 @@
-"""Quantizes a checkpoint layer by layer: the loop over the layers, its journal, and how an interrupted one resumes.
+"""Quantizes a checkpoint: begins or resumes, takes the layers one by one (layer.py), and measures the output.
 
-What happens to one layer is `quantize_layer` of layer.py.
-
-A layer is done once its shard and the held-out states after it are on disk: then its journal entry is written, and
-only after that are the states before it removed. A call that resumes first takes the calibration states through the
+A call that resumes first takes the calibration states through the
 finished layers, as stored in their shards, with about a twentieth of the operations that quantizing took: these states
 are in memory where they fit, else in files that are overwritten in place, and never durable. A shard that was damaged
 meanwhile is made again on the way, and must get the bytes that the journal has for it.
@@ -12,9 +9,9 @@ meanwhile is made again on the way, and must get the bytes that the journal has 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 
@@ -48,12 +45,12 @@ from quantizers.stitch.audit.layer import written_from
 from quantizers.stitch.write.shard import converted_tensors, kept_hashes, layer_tensors, write_shard
 from quantizers.system.errors import QuantizeError
 from quantizers.system.files import write_json
-from quantizers.system.progress import doing, forecast, peak_memory, progress
 from quantizers.walk.context import Context
-from quantizers.walk.walk import LayerStep, all_tensors, memory_is_full, walk
+from quantizers.walk.walk import LayerStep, memory_is_full, walk
 
-from .layer import Quantizer, Run, quantize_layer
-from .layer_entry import Entry, Written, layer_note, of_shard, refuse_layer
+from .layer import Run, quantize_from, quantize_layer
+from .layer_entry import Entry, of_shard, refuse_layer
+from .quantizer import Quantizer
 from .shard_writer import ShardWriter
 
 IMATRIX = "imatrix"  # folder of a run's sums for an importance matrix, see importance/input_sums.py
@@ -89,52 +86,89 @@ def quantize_layers(
         QuantizeError: a layer's output is not finite, or disk or device memory is full.
         Stopped: a layer's figures are beyond `stop`.
     """
-    dist, layers, sums_folder = context.dist, job.facts.num_layers, context.work / IMATRIX
+    dist, layers = context.dist, job.facts.num_layers
     entries = journal.done_layers(context.work, layers) if dist.is_main else []
     for entry in entries:
         refuse_layer(entry, stop)
-    done, damaged, lengths, stops, summing, passing = dist.broadcast_object(
-        (
-            len(entries),
-            damaged,
-            [len(sequence) for sequence in tokens or ()],
-            stop is not None,
-            imatrix and not sums_file(sums_folder, None).exists(),
-            [part for part in job.plan.passthrough_parts if not _is_written(job, part, context)],
+    start: _Start = dist.broadcast_object(
+        _Start(
+            done=len(entries),
+            damaged=damaged,
+            lengths=[len(sequence) for sequence in tokens or ()],
+            stops=stop is not None,
+            summing=imatrix and not sums_file(context.work / IMATRIX, None).exists(),
+            passing=[part for part in job.plan.passthrough_parts if not _is_written(job, part, context)],
         )
     )
     use_one_arena()
-    parts = parts_of_run(job, done, passing if dist.node == 0 else (), [*damaged, *range(done if summing else 0)])
-    with context.streamed(job.opened, parts) as source, ThreadPoolExecutor(max_workers=1) as background:
-        job = replace(job, source=source)
-        outside = load_once(source, [action.source for action in job.plan.of_layer(None)], dist)
-        model = StreamedModel(outside, job.facts, context.device, forward_dtype(context.device))
-        model.head()  # only to check it: otherwise a NaN in it would be found after the last layer
-        quantizer = Quantizer(job, model, context)
-        calibration = quantizer.calibration(lengths)
-        sums = None
-        if done < layers or damaged or summing:
-            sequences = _given_to_all(tokens, lengths, context)
-            embed(model, sequences, calibration.states)
-            if summing:
-                sums = InputSums(model, sequences, sums_folder, "both", context.check, dist)
-        streams = _held_out_streams(quantizer, texts, background)
-        # Where layers have limits, a run that stops after one must not have worked on the next.
-        behind = not stops and (dist.is_distributed or is_accelerator(context.device))
-        writer = ShardWriter(dist, background, background=behind)
-        run = Run(quantizer, calibration, texts, *streams, writer=writer, sums=sums, data=data)
-        for stream in run.streams:
-            stream.enter(done, [text.tokens for text in texts])
-            if done:
-                stream.forget(done - 1)  # which a kill may have left
-        if dist.is_main:
-            _write_passthrough(job, outside, passing, context)
-        at_the_end = outside.only([job.facts.head])  # of the tensors outside the layers only this stays in memory
-        for stream in run.streams:
-            stream.model.checkpoint = at_the_end
-        _resume(run, done, damaged, entries)
-        _quantize_rest(run, done, entries, stop)
+    passing = start.passing if dist.node == 0 else ()
+    again = [*start.damaged, *range(start.done if start.summing else 0)]
+    with (
+        context.streamed(job.opened, parts_of_run(job, start.done, passing, again)) as source,
+        ThreadPoolExecutor(max_workers=1) as background,
+    ):
+        run = _begin(replace(job, source=source), data, tokens, texts, context, start, background)
+        _resume(run, start.done, start.damaged, entries)
+        quantize_from(run, start.done, entries, stop)
         return _measured(run, entries)
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What rank 0 knows when a run begins or resumes, and tells all processes.
+
+    Attributes:
+        done: finished layers, of which the shards of some are `damaged`.
+        lengths: tokens of each calibration sequence.
+        stops: whether a layer's figures may stop the run.
+        summing: whether sums for an importance matrix are to be made.
+        passing: passthrough parts whose shards are to be written.
+    """
+
+    done: int
+    damaged: Sequence[int]
+    lengths: Sequence[int]
+    stops: bool
+    summing: bool
+    passing: Sequence[int | None]
+
+
+def _begin(
+    job: Job,
+    data: CalibrationData | None,
+    tokens: Sequence[torch.Tensor] | None,
+    texts: Sequence[Text],
+    context: Context,
+    start: _Start,
+    background: Executor,
+) -> Run:
+    """Bring all states to where the run begins or resumes, and write what lies outside the layers."""
+    dist = context.dist
+    outside = load_once(job.opened, [action.source for action in job.plan.of_layer(None)], dist)
+    model = StreamedModel(outside, job.facts, context.device, forward_dtype(context.device))
+    model.head()  # only to check it: otherwise a NaN in it would be found after the last layer
+    quantizer = Quantizer(job, model, context)
+    calibration, sums = quantizer.calibration(start.lengths), None
+    if start.done < job.facts.num_layers or start.damaged or start.summing:
+        sequences = _given_to_all(tokens, start.lengths, context)
+        embed(model, sequences, calibration.states)
+        if start.summing:
+            sums = InputSums(model, sequences, context.work / IMATRIX, "both", context.check, dist)
+    source, output, variants = _held_out_streams(quantizer, texts, background)
+    # Where layers have limits, a run that stops after one must not have worked on the next.
+    behind = not start.stops and (dist.is_distributed or is_accelerator(context.device))
+    writer = ShardWriter(dist, background, background=behind)
+    run = Run(quantizer, calibration, texts, source, output, variants, writer, sums, data)
+    for stream in run.streams:
+        stream.enter(start.done, [text.tokens for text in texts])
+        if start.done:
+            stream.forget(start.done - 1)  # which a kill may have left
+    if dist.is_main:
+        _write_passthrough(job, outside, start.passing, context)
+    for_the_end = outside.only([job.facts.head])  # of the tensors outside the layers only this stays in memory
+    for stream in run.streams:
+        stream.model.checkpoint = for_the_end
+    return run
 
 
 def _given_to_all(
@@ -243,49 +277,6 @@ def _make_again(run: Run, entries: Sequence[Entry], number: int) -> None:
         print(f"layer {number}: its shard was made again, with the bytes that it had", file=sys.stderr)
         context.upload(entries[number])  # so that none pile up here before the next layer
     dist.barrier()
-
-
-def _quantize_rest(run: Run, done: int, entries: list[Entry], stop: Stop | None) -> None:
-    """Quantize the layers that are left; rank 0 adds the journal entry of each one that is done to `entries`."""
-    job, context, model = run.quantizer.job, run.quantizer.context, run.quantizer.model
-    layers, check, dist = job.facts.num_layers, context.check, context.dist
-    context.upload(*journal.passthrough_entries(context.work), *entries)  # unless an earlier call did
-    say_forecast = forecast(layers)
-    begun: dict[int, Entry] = {}  # layers whose shards are not on disk yet
-    tensors, early = all_tensors(job, job.opened, done), context.placement.prefetch
-    shown = progress("quantizing", layers, done, "layer", trusted=1, kept=True, silent=not dist.is_main)
-
-    def finish_layers(shards: Mapping[int, Written]) -> None:
-        """Journal layers whose shards are on disk: from then on they are done."""
-        for number, written in shards.items():
-            entry = begun.pop(number)
-            if dist.is_main:
-                entry |= of_shard(written)
-                for stream in run.streams:
-                    stream.on_disk(number + 1)  # from there a run resumes once the layer is journaled
-                write_json(journal.layer_file(context.work, number), entry)
-                entries.append(entry)
-            for stream in run.streams:
-                stream.forget(number)
-            if dist.is_main:
-                show(layer_note(entry))
-                say_forecast(entry)
-                context.upload(entry)
-                refuse_layer(entry, stop)
-
-    with shown as show, walk(job.opened, tensors, model, check=check, dist=dist, early=early) as steps:
-        for step in steps:
-            entry = begun[step.number] = quantize_layer(run, step)
-            doing("audit")
-            shards = run.writer.finished()
-            step.watch.lap("write")
-            if dist.is_main:
-                entry["peak_memory_bytes"] = peak_memory(context.device)
-            finish_layers(shards)
-        run.calibration.remove()
-        if run.sums is not None:
-            run.sums.end()
-        finish_layers(run.writer.finished(pending=0))
 
 
 def _measured(run: Run, entries: Sequence[Entry]) -> Measured | None:
