@@ -20,7 +20,8 @@ from torch import Tensor
 
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.lock import lock_set
-from quantizers.pipeline import pipeline, quantize
+from quantizers.pipeline import layer as layering
+from quantizers.pipeline import pipeline
 from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.job import Job, prepare
 from quantizers.system.errors import QuantizeError
@@ -129,7 +130,7 @@ def cut_at(module: ModuleType, name: str, job: Job, options: Options, calls: int
 
 def cut_in_layer(number: int, job: Job, options: Options) -> None:
     """A run that fails where it would solve this layer."""
-    cut_at(quantize, "solve_layer", job, options, number)
+    cut_at(layering, "solve_layer", job, options, number)
 
 
 def timeless_card(folder: Path) -> list[str]:

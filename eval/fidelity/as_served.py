@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,15 +33,9 @@ from quantizers.formats import nvfp4
 from quantizers.formats.conversion import LARGEST, to_fp8
 from quantizers.formats.dequantization import PLAIN, unchecked_weight, weight_format
 from quantizers.formats.fp8 import INPUT_SCALE, block_size
-from quantizers.layers.loop import Consumer, LayerStep
-from quantizers.model.activation_stream import ActivationStream
 from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 from quantizers.recipe.schema import Card
 from quantizers.system.errors import CheckpointError
-from quantizers.system.progress import doing
-
-from .metrics import Text, table
-from .scoring import Pair, Scores
 
 ARITHMETIC = {
     False: "float32",
@@ -51,7 +44,6 @@ ARITHMETIC = {
 
 DTYPE = torch.bfloat16
 Rounding = Activations | Tensor  # a tensor is NVFP4's global scale of the activations
-Tensors = Callable[[LayerStep], Checkpoint]
 GROUP, BLOCK = 128, 128
 SMALLEST_SCALE = 1 / (LARGEST * 512)  # of activations; vLLM's _FP8_MIN_SCALING_FACTOR
 SMALLEST_PEAK = 1e-4  # of a block of weights whose scale becomes a power of two; per_block_cast_to_fp8
@@ -227,63 +219,7 @@ class ServedModel(StreamedModel):
         return super().logits(products.to(DTYPE).float())
 
 
-# Texts ---------------------------------------------------------------------------------------------------------------
-
-
-class ServedTexts(Consumer):
-    """Held-out texts of source and candidates as served on some cards: a consumer of the loop over the layers.
-
-    The streams are of ServedModels; `tensors` tell where those of a step's layer are read, for each stream.
-    """
-
-    needs = "attention"
-
-    def __init__(self, streams: Sequence[ActivationStream], tensors: Sequence[Tensors]) -> None:
-        self.streams, self._tensors = streams, tensors
-
-    def after_source(self, step: LayerStep) -> None:
-        """Take the texts of each stream through the layer."""
-        for stream, tensors in zip(self.streams, self._tensors, strict=True):
-            doing("as served")
-            with stream.model.layer(step.number, tensors(step)) as layer:
-                stream.attend(step.number, layer)
-                stream.finish(step.number, layer)
-        if self.streams:
-            step.watch.lap("as served")
-
-
-# Figures -------------------------------------------------------------------------------------------------------------
-# The streams are those of the source and the candidates, as stored, and then again as served on each card.
-
-
-def pairs(models: int, cards: int) -> list[Pair]:
-    """What is compared: as stored each model with the source; on a card each with the source there and as stored."""
-    found = [(0, model) for model in range(models)]
-    for source in range(models, models * (cards + 1), models):
-        found.append((0, source))
-        for model in range(source + 1, source + models):
-            found += [(source, model), (0, model)]
-    return found
-
-
-def as_served(
-    scores: Sequence[Scores], models: int, cards: Sequence[Card], texts: Sequence[Text]
-) -> list[dict[str, dict[str, Any]]]:
-    """Figures by card of each model but the source, from the scores of all `pairs`: `OnCard` of eval/report/fidelity.py
-    without the kernels; see `metrics.table`.
-    """
-    found = dict(zip(pairs(models, len(cards)), scores, strict=True))
-
-    def figures(first: int, second: int) -> dict[str, Any]:
-        return table(texts, np.stack([found[0, first][0], *found[first, second]]))
-
-    result = [dict[str, dict[str, Any]]() for _ in range(1, models)]
-    for card, source in zip(cards, range(models, models * (len(cards) + 1), models), strict=True):
-        alone = figures(0, source)
-        for number, of_candidate in enumerate(result, source + 1):
-            served, from_stored = figures(source, number), figures(0, number)
-            of_candidate[card] = {"served": served, "card_alone": alone, "from_stored": from_stored}
-    return result
+# Words ----------------------------------------------------------------------------------------------------------------
 
 
 def kernels_of(model: ServedModel, checkpoint: Checkpoint, experts: Kind | None = None) -> dict[str, str]:

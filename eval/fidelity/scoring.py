@@ -42,29 +42,28 @@ CHUNK = 256  # positions whose logits are in memory at a time: 0.2 GB with a voc
 Stage = Callable[[str, int, int], AbstractContextManager[Step]]  # its name, its steps, steps done by an earlier call
 Scores = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # the COLUMNS, (N,) each over all texts
 Models = Sequence[tuple[StreamedModel, torch.Tensor]]  # with the head (V, H) of each
-Pair = tuple[int, int]  # numbers of two streams, P and Q: what is measured is Q, and KL(P || Q)
+Pair = tuple[ActivationStream, ActivationStream]  # P and Q: what is measured is Q, and KL(P || Q)
 
 
 def score(
-    streams: Sequence[ActivationStream],
+    pairs: Sequence[Pair],
     texts: Sequence[Text],
     stage: Stage,
     work: Path | None = None,
     dist: ProcessGroup = SINGLE_PROCESS,
-    *,
-    pairs: Sequence[Pair] = (),
-) -> list[Scores]:
-    """Score every text with every stream; the same result in all processes, one entry per pair.
+) -> dict[Pair, Scores]:
+    """Score every text with every stream; the same result in all processes.
 
     Args:
-        streams: the source's, then the candidates'.
+        pairs: which streams are compared; all have left the last layer.
         texts: each has two tokens or more; each of the processes of `dist` scores its own.
         stage: shows progress; it counts this process's chunks of positions, since a long text takes as long as many
             short ones.
         work: a folder for scored texts, with which the same call resumes after an interruption; None for nowhere. What
             a version with other columns left there is scored again.
-        pairs: which streams are compared; by default each one with the source's.
     """
+    streams = list(dict.fromkeys(stream for pair in pairs for stream in pair))
+    numbers = [(streams.index(p), streams.index(q)) for p, q in pairs]
     layers = streams[0].model.facts.num_layers
     states = [stream.states(layers) for stream in streams]
     heads: dict[tuple[Path, torch.dtype], torch.Tensor] = {}
@@ -84,7 +83,7 @@ def score(
                 if head not in heads:
                     heads[head] = model.head()
                 models.append((model, heads[head]))
-            table = score_text(models, texts[i].tokens, [rows[i] for rows in states], pairs)
+            table = score_text(models, texts[i].tokens, [rows[i] for rows in states], numbers)
             if work:
                 with disk_errors(paths[i]), atomic(paths[i]) as file:
                     np.save(file, table)
@@ -92,13 +91,14 @@ def score(
             for _ in range(chunks):
                 step(f"text {i + 1} of {len(texts)}")
     tables = dist.all_gather(tables, torch.device("cpu"))
-    of_pairs = np.concatenate([tables[str(i)].numpy() for i in range(len(texts))], axis=-1)
-    return [(nll, kl, reverse, same.astype(bool)) for nll, kl, reverse, same in of_pairs]
+    columns = np.concatenate([tables[str(i)].numpy() for i in range(len(texts))], axis=-1)
+    scores = [(nll, kl, reverse, same.astype(bool)) for nll, kl, reverse, same in columns]
+    return dict(zip(pairs, scores, strict=True))
 
 
 @torch.no_grad()
 def score_text(
-    models: Models, tokens: torch.Tensor, states: Sequence[torch.Tensor], pairs: Sequence[Pair] = ()
+    models: Models, tokens: torch.Tensor, states: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]] = ()
 ) -> np.ndarray:
     """The COLUMNS of each pair, (pairs, len(COLUMNS), T - 1) float64.
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quantizers.architectures.matrices import MATRICES
-from quantizers.layers.context import Context
 from quantizers.output import journal
 from quantizers.output.journal import finished_report, refuse_changes
 from quantizers.planning.allocation import Allocation
 from quantizers.recipe.schema import Scheme, counted
 from quantizers.system.errors import InputError
+from quantizers.walk.context import Context
 
 if TYPE_CHECKING:
     import torch

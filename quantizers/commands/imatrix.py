@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,8 +15,8 @@ from quantizers.device.devices import choose_device
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
 from quantizers.importance.input_sums import InputSums, Tokens
 from quantizers.importance.llama_cpp import architecture_of, make_imatrix
-from quantizers.layers.loop import all_tensors, layer_steps
 from quantizers.system.errors import InputError, OutputError
+from quantizers.walk.walk import all_tensors, walk
 
 from . import options as opt
 from .question import Question, opened, question_of
@@ -109,10 +108,14 @@ def write_sums(
     if not sequences:
         raise InputError(f"{question.sets[0]}: has no samples; an importance matrix needs some")
     sums = InputSums(streamed, sequences, work, tokens, dist=dist)
-    steps = layer_steps(checkpoint, all_tensors(streamed, checkpoint), [sums], streamed, dist=dist)
-    with rank_0_progress("streaming", facts.num_layers, 0, lambda: None, dist) as step, closing(steps):
-        for one in steps:
-            step(f"layer {one.number}")
+    with (
+        rank_0_progress("streaming", facts.num_layers, 0, lambda: None, dist) as shown,
+        walk(checkpoint, all_tensors(streamed, checkpoint), streamed, dist=dist) as steps,
+    ):
+        for step in steps:
+            with step.module() as layer:
+                sums.add_layer(layer)
+            shown(f"layer {step.number}")
     sums.end()
     if not dist.is_main:
         return {}

@@ -36,6 +36,7 @@ from quantizers.eval.serving.server import offline as engine_of
 from quantizers.formats.fp8 import has_kv_scales
 from quantizers.formats.tensor_names import published_names
 from quantizers.formats.unsupported import refuse_swapped_arguments
+from quantizers.model.activation_stream import ActivationStream
 from quantizers.model.streamed_model import StreamedModel
 from quantizers.output.manifest import output_facts, read_record, refuse_incomplete
 from quantizers.recipe.portable import is_hub_id
@@ -289,14 +290,16 @@ def _compare(
     """`served.compare_text` of every text, with the candidate and, if there is one, its source."""
     use_threads(facts)
     named = [published_names(one, facts) for one in reversed(checkpoints)]  # the source first
-    models: list[StreamedModel] = []
-    for one in named:
-        part = load_tensors(one, outside_names(one, facts))
-        own = part, facts, torch.device("cpu"), torch.float32
-        # A server caches in FP8 by itself where a checkpoint has scales for it.
-        models.append(CachedModel(*own, ones=False) if has_kv_scales(part.config) else StreamedModel(*own))
+    lengths, streams = [len(text.tokens) for text in texts], []
     with tempfile.TemporaryDirectory() as folder:
-        streams, _ = through_layers(models, range(len(models)), named, texts, Path(folder), check)
+        for number, checkpoint in enumerate(named):
+            outside = load_tensors(checkpoint, outside_names(checkpoint, facts))
+            own = outside, facts, torch.device("cpu"), torch.float32
+            # A server caches in FP8 by itself where a checkpoint has scales for it.
+            model = CachedModel(*own, ones=False) if has_kv_scales(outside.config) else StreamedModel(*own)
+            stream = ActivationStream(checkpoint.name, model, number, lengths, Path(folder), durable=True, check=check)
+            streams.append(stream)
+        through_layers(streams, named, texts, Path(folder), check)
         streams.reverse()
         heads = [(stream.model, stream.model.head()) for stream in streams]
         states, tables = [stream.states(facts.num_layers) for stream in streams], []

@@ -36,11 +36,17 @@ from quantizers.eval.fidelity.scoring import HeldOut, held_out
 from quantizers.eval.serving.check import ServingCheck
 from quantizers.importance.input_sums import bytes_of_sums
 from quantizers.importance.llama_cpp import architecture_of, imatrix_table, make_imatrix
-from quantizers.layers.context import Context
 from quantizers.output import journal
 from quantizers.output.manifest import add_files, seal_of, text_sha256, write_record
 from quantizers.output.uploads import Uploads
-from quantizers.planning.device_memory import DeviceMemory, Residents, device_memory, held_out_bytes, placement
+from quantizers.planning.device_memory import (
+    DeviceMemory,
+    Placement,
+    Residents,
+    device_memory,
+    held_out_bytes,
+    placement,
+)
 from quantizers.planning.expert_batches import batch_sizes
 from quantizers.planning.job import Job, parts_of_run
 from quantizers.recipe.portable import Resolved, facts_copy, is_made_by, meaning, resolve_recipe, settings_hash
@@ -54,6 +60,7 @@ from quantizers.system.host_memory import available
 from quantizers.system.interrupts import interruptible
 from quantizers.system.output_files import CALIBRATION, FACTS, HELD_OUT, RECIPE
 from quantizers.system.progress import progress
+from quantizers.walk.context import Context
 
 from . import publication as publishing
 from .publication import Destination
@@ -273,8 +280,8 @@ def _quantize_share(job: Job, options: Options, work: Path, check: Callable[[], 
     dist = options.dist
     try:
         least_memory(options)
-        kept, texts = dist.broadcast_object()
-        context = Context(work, options.device, check=check, dist=dist, window=options.window, **kept)
+        placed, texts = dist.broadcast_object()
+        context = Context(work, options.device, placed, check, dist, window=options.window)
         check_source(job, texts, context, ignore=options.ignore_source_check)
         job = choose_schemes(job, None, context, options.output) if job.allocation else job
         quantize_layers(job, None, None, context, texts, imatrix=options.imatrix)
@@ -297,7 +304,7 @@ def _make_output(
     rehearsed = rehearse(job, named, inputs.data, inputs.evaluation, engines, resolved.texts())
     publishing.begin(uploads, options.destination, rehearsed)
     lengths = [len(sequence) for sequence in inputs.tokens]
-    kept, temporary = share_memory(job, lengths, [len(text.tokens) for text in inputs.texts], options)
+    placed, temporary = share_memory(job, lengths, [len(text.tokens) for text in inputs.texts], options)
     damaged = _open_work_folder(job, inputs, options, work, check, uploads.shards if uploads else ())
     files = (*side_files(job.opened.folder), *copied.values())
     needed = planned["plan"]["output_bytes"] + sum(file.stat().st_size for file in files) + temporary
@@ -311,8 +318,8 @@ def _make_output(
     publish = "give --remove-uploaded" if uploads else "give --publish-as-you-go OWNER/NAME --remove-uploaded"
     less = ["give a smaller --window"] * bool(remote) + [publish]
     journal.check_room(work, needed + probe, less)
-    dist.broadcast_object((kept, inputs.texts))
-    context = Context(work, options.device, check=check, dist=dist, window=options.window, uploads=uploads, **kept)
+    dist.broadcast_object((placed, inputs.texts))
+    context = Context(work, options.device, placed, check, dist, window=options.window, uploads=uploads)
     check_source(job, inputs.texts, context, ignore=options.ignore_source_check)
     if job.allocation:
         job = choose_schemes(job, inputs.tokens, context, options.output)
@@ -382,10 +389,8 @@ def _read_inputs(job: Job, dist: ProcessGroup, work: Path) -> _Inputs:
     return _Inputs(data, token_tensors(data, facts.vocab_size), texts, resolved)
 
 
-def share_memory(
-    job: Job, lengths: Sequence[int], texts: Sequence[int], options: Options
-) -> tuple[dict[str, Any], int]:
-    """What memory keeps in each process, as arguments of `Context`; and the bytes of temporary files.
+def share_memory(job: Job, lengths: Sequence[int], texts: Sequence[int], options: Options) -> tuple[Placement, int]:
+    """The places of what each process works on; and the bytes of temporary files.
 
     Args:
         lengths, texts: tokens of each calibration sequence, and of each held-out text.
@@ -394,19 +399,19 @@ def share_memory(
         InputError: the device's memory is too little.
     """
     dist, text_rows = options.dist, sum(texts)
-    memory, kept, in_files = kept_in_memory(job, max([*lengths, *texts]), sum(lengths), text_rows, options)
+    memory, placed, in_files = place_activations(job, max([*lengths, *texts]), sum(lengths), text_rows, options)
     if dist.is_distributed and memory.units < dist.world_size:
         batches = f"{memory.units} expert batch{'es' if memory.units > 1 else ''} of {memory.unit} experts"
         print(f"{batches} for {dist.world_size} processes: some will be idle", file=sys.stderr)
     on_cards = len(job.recipe.as_served) * held_out_bytes(job.facts, text_rows, torch.bfloat16.itemsize)
     as_stored = held_out_bytes(job.facts, text_rows, forward_dtype(options.device).itemsize)
-    return kept, as_stored * (2 if job.plan.cached else 1) + on_cards + in_files
+    return placed, as_stored * (2 if job.plan.cached else 1) + on_cards + in_files
 
 
-def kept_in_memory(
+def place_activations(
     job: Job, longest: int, tokens: int, held_out: int, options: Options
-) -> tuple[DeviceMemory, dict[str, Any], int]:
-    """The device's memory; what memory keeps, as arguments of `Context`; and bytes of calibration states in files.
+) -> tuple[DeviceMemory, Placement, int]:
+    """The device's memory; the places of what a process works on; and bytes of calibration states in files.
 
     Args:
         longest: tokens of the longest sequence of all.
@@ -420,14 +425,9 @@ def kept_in_memory(
     memory = device_memory(job.plan, facts, longest, accelerator, limit, on_device, dist.world_size, texts)
     shared = {"free": free, "processes": dist.world_size, "machines": machines}
     inputs, states, in_files = placement(facts, memory, tokens, itemsize, states=options.states, **shared)
-    kept = {
-        "residents": Residents(memory.resident, memory.unit, memory.smallest),
-        "inputs": inputs,
-        "states": states,
-        "texts_on_device": memory.texts,
-        "prefetch_to_device": memory.early,
-    }
-    return memory, kept, in_files
+    residents = Residents(memory.resident, memory.unit, memory.smallest)
+    placed = Placement(residents, inputs, states, texts_on_device=memory.texts, prefetch=memory.early)
+    return memory, placed, in_files
 
 
 def least_memory(options: Options) -> tuple[int, int]:

@@ -32,13 +32,12 @@ from quantizers.checkpoint.source_identity import source_digest
 from quantizers.device.devices import machine, versions
 from quantizers.eval.coverage.summary import gate, summarise
 from quantizers.eval.coverage.summary import gates as coverage_gates
-from quantizers.eval.fidelity.as_served import as_served, as_stored, pairs
-from quantizers.eval.fidelity.kv_cache import KINDS, kv_figures
-from quantizers.eval.fidelity.metrics import Measured, Text
+from quantizers.eval.fidelity.as_served import as_stored
+from quantizers.eval.fidelity.kv_cache import CALIBRATED, ONES
+from quantizers.eval.fidelity.metrics import Measured, Text, table
 from quantizers.eval.fidelity.scoring import HeldOut
 from quantizers.eval.serving.check import ServingCheck, check_folder
 from quantizers.formats.fp8 import block_size
-from quantizers.layers.context import Context
 from quantizers.output import journal
 from quantizers.planning.allocation import Allocation
 from quantizers.planning.gpus import parse_gpus
@@ -55,6 +54,7 @@ from quantizers.stitch.write.shard import ShardDigest
 from quantizers.system.errors import CheckpointError, InputError, QuantizeError
 from quantizers.system.output_files import CARD, RECIPE
 from quantizers.system.progress import peak_memory, progress
+from quantizers.walk.context import Context
 
 from .report_files import read_front_matter, write_report
 
@@ -221,10 +221,10 @@ def _measured(job: Job, texts: list[Text]) -> Measured:
     agreement = [None if number in job.facts.dense else 1.0 for number in range(job.facts.num_layers)]
     parts = [{"agreement": share, "hidden_error": 0.1} for share in agreement]
     cards, even = job.recipe.as_served, (loss, loss / 100, loss / 100, loss.astype(bool))
-    (on_cards,) = as_served([even] * len(pairs(2, len(cards))), 2, cards, texts)
-    for card in cards:
-        on_cards[card]["kernels"] = {}
-    cache = kv_figures([even] * len(KINDS), even, texts) if job.plan.cached else {}
+    stand_in = table(texts, np.stack([loss, *even]))
+    on_card = dict.fromkeys(("served", "card_alone", "from_stored"), stand_in) | {"kernels": {}}
+    on_cards: dict[str, Any] = dict.fromkeys(cards, on_card)
+    cache = dict.fromkeys((CALIBRATED, ONES), stand_in) if job.plan.cached else {}
     return Measured(loss, *even, [part | {"long": part} for part in parts], on_cards, cache)
 
 

@@ -33,12 +33,12 @@ from quantizers.eval.report.summary import choice_lines
 from quantizers.eval.serving.check import STORED
 from quantizers.formats.dequantization import read_weight
 from quantizers.formats.packed_integers import dequantize
-from quantizers.layers.context import Context
 from quantizers.model.moe_inputs import capture_moe_inputs as seen_by
 from quantizers.output import journal
 from quantizers.pipeline import pipeline
 from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.allocation import Allocation
+from quantizers.planning.device_memory import Placement, Residents
 from quantizers.planning.job import Job, prepare
 from quantizers.planning.plan import file_size
 from quantizers.recipe.schema import CANDIDATES, Scheme
@@ -46,6 +46,7 @@ from quantizers.solve.rounding import minmax_scales, nearest
 from quantizers.stitch.audit.checkpoint import verify
 from quantizers.stitch.write.config_files import output_config
 from quantizers.system.errors import OutputError
+from quantizers.walk.context import Context
 
 CPU = torch.device("cpu")
 MEAN_BITS = 4.375  # between groups of 64 and of 32 in every layer
@@ -165,7 +166,7 @@ def test_the_probe_is_the_whole_model_with_the_first_layer_rounded(
     source, factor = job.opened, (16 / count) ** 0.5
     data = load_set(tmp_path / "calibration.yaml", str(source.folder))
     tokens = [torch.from_numpy(sample.tokens).long() for sample in data.samples][:4]
-    entries = measure.measure_schemes(job, tokens, Context(tmp_path, CPU, 5))
+    entries = measure.measure_schemes(job, tokens, Context(tmp_path, CPU, Placement(Residents(5, 1, 0))))
     assert entries is not None
     modules = [name.removesuffix(".weight") for name, info in source.tensors.items() if name.endswith(".weight")]
     weights = {f"{m}.weight": read_weight(source, m, CPU) for m in modules}

@@ -22,8 +22,8 @@ from runs import Small, assert_same, cut_in_layer, hashes
 from tiny import write_job
 
 from quantizers.output import journal
+from quantizers.pipeline import layer as layering
 from quantizers.pipeline import pipeline
-from quantizers.pipeline import quantize as quantizing
 from quantizers.pipeline.pipeline import Options
 
 MARGIN = 2**19  # for report.json, card, pictures and journal of a small job
@@ -179,7 +179,7 @@ def test_a_source_that_changes_between_two_parts(
     shard, away, output = job.model / SHARD, tmp_path / "away", tmp_path / "output"
     cut_in_layer(1, job.job, Options(output, torch.device("cpu")))
     command = ("run", job.recipe, "--output", output, "--paranoid")
-    real = quantizing.solve_layer
+    real = layering.solve_layer
 
     def vanish(*arguments: Any, **named: Any) -> Any:
         if shard.exists():
@@ -187,7 +187,7 @@ def test_a_source_that_changes_between_two_parts(
         return real(*arguments, **named)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(quantizing, "solve_layer", vanish)
+        patched.setattr(layering, "solve_layer", vanish)
         code, errors = quantize(*command)
     assert code == 2, errors
     assert SHARD in errors.splitlines()[-1]
