@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 
+# For signatures, besides what is declared here.
 __all__ = ["SINGLE_PROCESS", "Annotated", "Any", "Literal", "Mapping", "Path", "ProcessGroup", "Sequence"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
