@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 from shlex import quote
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Context, Option, Typer
 from typer.core import TyperGroup
 
-from quantizers.recipe.read import find_set, read_recipe, set_file, source_location
-from quantizers.recipe.schema import Recipe
+from quantizers.commands import options as opt
 from quantizers.system.errors import InputError
 from quantizers.system.files import write_new
 from quantizers.system.formatting import text_table
 from quantizers.system.package_data import shipped
-from quantizers.system.schema import json_schema
 
 from . import common
+from .adapter import typer_option
+
+if TYPE_CHECKING:
+    from quantizers.recipe.schema import Recipe
 
 
 class _SetOrCommand(TyperGroup):
@@ -38,6 +40,8 @@ TokenizerOption = Annotated[
 RecipeOption = Annotated[
     str | None, Option(metavar="RECIPE", help="count tokens with the tokenizer of this recipe's source")
 ]
+WithoutOption = Annotated[list[str] | None, typer_option("without", opt.Without)]
+TrustOption = Annotated[bool, typer_option("trust_remote_code", opt.TrustRemoteCode)]
 WorkersOption = Annotated[int, Option(min=1, help="number of sources loaded at the same time")]
 
 
@@ -62,7 +66,7 @@ def check(
     ] = None,
     tokenizer: TokenizerOption = None,
     recipe: RecipeOption = None,
-    trust_remote_code: common.TrustRemoteCode = False,
+    trust_remote_code: TrustOption = False,
     held_out: Annotated[
         str | None,
         Option(
@@ -77,7 +81,7 @@ def check(
     category: Annotated[
         str | None, Option(help="with --show: only this category, and those below it (code includes code/rust)")
     ] = None,
-    without: common.Without = None,
+    without: WithoutOption = None,
     workers: WorkersOption = 8,
     as_json: common.Json = False,
     debug: common.Debug = False,
@@ -163,7 +167,7 @@ def new(
 @calibration.command()
 def lock(
     set_: SetArgument,
-    without: common.Without = None,
+    without: WithoutOption = None,
     workers: WorkersOption = 8,
     as_json: common.Json = False,
     debug: common.Debug = False,
@@ -173,6 +177,7 @@ def lock(
     Example: quantize calibration lock my-set.yaml
     """
     from quantizers.calibration.lock import lock_set
+    from quantizers.recipe.read import find_set
 
     written, left_out = lock_set(find_set(set_), workers=workers, without=without or ())
     lines = [f"wrote {written}", *(f"without {name} ({reason})" for name, reason in left_out.items())]
@@ -188,7 +193,7 @@ def freeze(
     *,
     tokenizer: TokenizerOption = None,
     recipe: RecipeOption = None,
-    trust_remote_code: common.TrustRemoteCode = False,
+    trust_remote_code: TrustOption = False,
     workers: WorkersOption = 8,
     as_json: common.Json = False,
     debug: common.Debug = False,
@@ -200,6 +205,7 @@ def freeze(
     Example: quantize calibration freeze software-engineer frozen --recipe minimax-m2.1-fp8-int4
     """
     from quantizers.calibration.set_files import freeze_set
+    from quantizers.recipe.read import find_set
 
     counting = _counting(tokenizer, recipe, trust_remote_code)[0]
     found = freeze_set(find_set(set_), folder, workers=workers, **counting)
@@ -217,7 +223,7 @@ def diff(
     *,
     tokenizer: TokenizerOption = None,
     recipe: RecipeOption = None,
-    trust_remote_code: common.TrustRemoteCode = False,
+    trust_remote_code: TrustOption = False,
     files_only: Annotated[bool, Option("--yaml", help="compare only the YAML files, without loading data")] = False,
     workers: WorkersOption = 8,
     as_json: common.Json = False,
@@ -229,6 +235,7 @@ def diff(
     """
     from quantizers.calibration.diff import diff_sets, diff_texts, render_diff
     from quantizers.calibration.load_set import load_set
+    from quantizers.recipe.read import find_set
 
     paths = find_set(before), find_set(after)
     difference, texts = diff_sets(*paths), None
@@ -246,12 +253,15 @@ def schema(as_json: common.Json = False, debug: common.Debug = False) -> None:
     Example: quantize calibration schema > calibration-set.schema.json
     """
     from quantizers.calibration.set import CalibrationSet
+    from quantizers.system.schema import json_schema
 
     print(json_schema(CalibrationSet, "Calibration set of quantize"), end="")  # JSON in any case
 
 
 def _sets(name: str | None, held_out: str | None, recipe: tuple[Recipe, Path] | None) -> tuple[Path, Path | None]:
     """The set to check, and the one that it must share no text with; None for the one beside it."""
+    from quantizers.recipe.read import find_set, set_file
+
     if name is not None:
         path = find_set(name)
     elif recipe is not None:
@@ -275,6 +285,8 @@ def _counting(
     Returns:
         It as the arguments of `load_set`, a note about it, and the recipe with its path.
     """
+    from quantizers.recipe.read import read_recipe, source_location
+
     given = None if recipe is None else read_recipe(recipe)
     if tokenizer is not None:
         return {"tokenizer": tokenizer, "trust_remote_code": trust_remote_code}, "", given

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument
+from typer import Argument, Option
 
 from . import common
 
@@ -13,7 +13,8 @@ from . import common
 def report(
     folder: Annotated[Path, Argument(metavar="DIR", help="a finished checkpoint with its report.json")],
     output: Annotated[
-        Path | None, common.output("HTML file to write; report.html beside report.json by default", "FILE")
+        Path | None,
+        Option("--output", "-o", metavar="FILE", help="HTML file to write; report.html beside report.json by default"),
     ] = None,
     as_json: common.Json = False,
     debug: common.Debug = False,

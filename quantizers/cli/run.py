@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 from shlex import join, quote
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Context, Option
+from typer import Argument, Option
 
-from quantizers.distributed.process_group import ProcessGroup
-from quantizers.eval.report.summary import scheme_lines, under_routed_line
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import collapse_lines, short_path, size
 from quantizers.system.output_files import CALIBRATION_PICTURE, CARD, COVERAGE_PICTURE, PAGE, REPORT
@@ -17,56 +15,17 @@ from quantizers.system.package_data import shipped_model
 from quantizers.system.progress import duration
 
 from . import common
+from .adapter import Call, command
+
+if TYPE_CHECKING:
+    from quantizers.commands.run import FinishedCheckpoint
 
 
+@command("quantizers.commands.run:run", before={"folder": "output", "yes": "device_memory"})
 def run(
-    *,
-    context: Context,
-    recipe: common.Recipe,
+    call: Call,
     folder: Annotated[Path | None, Argument(metavar="OUTPUT", help="the same as --output")] = None,
-    output: Annotated[
-        Path | None,
-        common.output(
-            "folder for the finished checkpoint, new, empty, or an unfinished run; out/<name of RECIPE> by default"
-        ),
-    ] = None,
-    source: common.Source = None,
-    calibration: common.Calibration = None,
-    without: common.Without = None,
-    settings: common.Settings = None,
-    device: common.Device = "auto",
-    fresh: Annotated[bool, Option("--fresh", help="discard an earlier run in the output folder, after asking")] = False,
     yes: Annotated[bool, Option("--yes", help="do not ask")] = False,
-    device_memory: common.DeviceMemory = None,
-    paranoid: Annotated[
-        bool, Option("--paranoid", help="hash the source's shards, and check them again on resume")
-    ] = False,
-    states: Annotated[
-        Literal["auto", "memory", "files"],
-        Option(help="keep calibration activations in memory, in files, or in memory if they fit"),
-    ] = "auto",
-    ignore_stop: Annotated[bool, Option("--ignore-stop", help="ignore the recipe's verify.stop and continue")] = False,
-    ignore_source_check: Annotated[
-        bool, Option("--ignore-source-check", help="quantize a source that makes no sense of text (random weights)")
-    ] = False,
-    with_data: Annotated[
-        bool, Option("--with-data", help="copy the sets' local data files into the output, for publishing")
-    ] = False,
-    imatrix: Annotated[
-        bool, Option("--imatrix", help="also write OUTPUT.imatrix.gguf, an importance matrix for llama.cpp")
-    ] = False,
-    stream: common.StreamSource = False,
-    window: Annotated[
-        int | None,
-        common.size("--window", "with --stream: the source's part on the disk; 40GB, or what is needed, by default"),
-    ] = None,
-    publish_as_you_go: common.PublishAsYouGo = None,
-    remove_uploaded: common.RemoveUploaded = False,
-    private: Annotated[
-        bool, Option("--private", help="with --publish-as-you-go: leave the repository private at the end")
-    ] = False,
-    as_json: common.Json = False,
-    debug: common.Debug = False,
 ) -> None:
     """Quantize a checkpoint, stitch it, verify and measure it. Resumes automatically if interrupted.
 
@@ -74,23 +33,27 @@ def run(
 
     Example: quantize run tiny-minimax-m2-fp8-int4 --output out/tiny
     """
-    from quantizers.commands.run import run as run_recipe
-
-    dist: ProcessGroup = context.obj
+    given: dict[str, Any] = call.options
+    output: Path | None = given["output"]
     if folder is not None and output is not None and folder.absolute() != output.absolute():
         raise InputError(f"two outputs are given, {folder} and --output {output}; leave one out")
     output = output or folder
-    discards = fresh and dist.is_main and output is not None and output.exists()
+    discards = given["fresh"] and call.dist.is_main and output is not None and output.exists()
     if discards and not yes and not common.asked(f"discard the run in {output}?", "--fresh"):
         raise InputError(f"{output}: left as it is; choose another --output")
-    made = run_recipe(**common.given(context) | {"output": output}, command=common.typed(), dist=dist)
-    if not dist.is_main:
+    made: FinishedCheckpoint = call(output=output)
+    if not call.dist.is_main:
         return
-    settings = [*(settings or ()), *([f"calibration.without=[{', '.join(without)}]"] if without else ())]
-    changed = {"--source": source and [source], "--calibration": calibration and [calibration], "--set": settings}
-    words = [recipe, *(str(word) for option, given in changed.items() for one in given or () for word in (option, one))]
-    table = run_table(made.report, made.folder, made.source, join(words), stream=stream)
-    common.emit(made.report, as_json, table, passed=made.passed)
+    without = [f"calibration.without=[{', '.join(given['without'])}]"] if given["without"] else []
+    changed = {
+        "--source": given["source"] and [given["source"]],
+        "--calibration": given["calibration"] and [given["calibration"]],
+        "--set": [*(given["settings"] or ()), *without],
+    }
+    words = [str(word) for option, values in changed.items() for one in values or () for word in (option, one)]
+    recipe = join([given["recipe"], *words])
+    table = run_table(made.report, made.folder, made.source, recipe, stream=given["stream"])
+    common.emit(made.report, call.as_json, table, passed=made.passed)
 
 
 def run_table(report: dict[str, Any], output: Path, source: str, recipe: str, *, stream: bool = False) -> str:
@@ -107,6 +70,7 @@ def run_table(report: dict[str, Any], output: Path, source: str, recipe: str, *,
         served_table,
         worst_table,
     )
+    from quantizers.eval.report.summary import scheme_lines, under_routed_line
 
     lines = [f"{output} was finished before; nothing was touched"] if report.get("already_done") else []
     lines += ["", gate_table(report["gates"]), ""]

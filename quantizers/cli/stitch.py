@@ -4,43 +4,28 @@ from __future__ import annotations
 
 from pathlib import Path
 from shlex import quote
-from typing import Annotated, Any
-
-from typer import Context, Option
+from typing import TYPE_CHECKING, Any
 
 from quantizers.system.formatting import collapse_lines, size
 from quantizers.system.output_files import CARD, PAGE, REPORT
 
 from . import common
+from .adapter import Call, command
+
+if TYPE_CHECKING:
+    from quantizers.commands.run import FinishedCheckpoint
 
 
-def stitch(
-    *,
-    context: Context,
-    source: Annotated[str, Option(help="the FP8 model: a folder or Hub id")],
-    experts: Annotated[str, Option(help="a checkpoint with packed experts, quantized from a BF16 copy of the source")],
-    output: Annotated[
-        Path | None,
-        common.output("folder for the mixed checkpoint, new or empty; out/<name of --experts>-stitched by default"),
-    ] = None,
-    repair_router: Annotated[
-        bool, Option("--repair-router", help="compensate the router for the smoothed norms of the experts' checkpoint")
-    ] = False,
-    facts: common.Facts = None,
-    device: common.Device = "auto",
-    as_json: common.Json = False,
-    debug: common.Debug = False,
-) -> None:
+@command("quantizers.commands.stitch:stitch_experts")
+def stitch(call: Call) -> None:
     """Build a mixed checkpoint from existing experts.
 
     Everything else comes from the FP8 source. Exit 3 if its router is uncompensated.
 
     Example: quantize stitch --source tiny-minimax-m2 --experts out/awq --output out/mixed --repair-router
     """
-    from quantizers.commands.stitch import stitch_experts
-
-    made = stitch_experts(**common.given(context), command=common.typed())
-    common.emit(made.report, as_json, stitch_table(made.report, made.folder, made.source), passed=made.passed)
+    made: FinishedCheckpoint = call()
+    common.emit(made.report, call.as_json, stitch_table(made.report, made.folder, made.source), passed=made.passed)
 
 
 def stitch_table(report: dict[str, Any], output: Path, source: str) -> str:

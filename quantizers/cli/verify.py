@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any
-
-from typer import Argument, Context, Option
+from typing import TYPE_CHECKING, Any
 
 from quantizers.system.formatting import collapse_lines
 
 from . import common
+from .adapter import Call, command
+
+if TYPE_CHECKING:
+    from quantizers.commands.verify import Verification
 
 
-def verify(
-    *,
-    context: Context,
-    candidate: Annotated[Path, Argument(metavar="CANDIDATE", help="a finished checkpoint")],
-    source: Annotated[
-        str | None, Option(help="the source model, a folder or Hub id; the one in report.json by default")
-    ] = None,
-    revision: Annotated[
-        str | None, Option(help="revision of the source on the Hub; the one in report.json by default")
-    ] = None,
-    with_vllm: Annotated[
-        bool, Option("--with-vllm", help="also ask the installed vLLM for the scheme of every layer")
-    ] = False,
-    facts: common.Facts = None,
-    stream: common.Stream = False,
-    device: common.Device = "auto",
-    as_json: common.Json = False,
-    debug: common.Debug = False,
-) -> None:
+@command("quantizers.commands.verify:verify")
+def verify(call: Call) -> None:
     """Compare a finished checkpoint with its source.
 
     Exit 3 on any difference. Reads files only: passthrough bytes by hash, experts, the router's compensation;
@@ -40,10 +24,9 @@ def verify(
 
     Example: quantize verify out/tiny
     """
-    from quantizers.commands.verify import verify as verify_checkpoint
     from quantizers.eval.serving.check import render
 
-    found = verify_checkpoint(candidate, **common.given(context))
+    found: Verification = call()
     report = found.as_dict()
     text = audit_table(report)
     if found.consumers is not None:
@@ -53,7 +36,7 @@ def verify(
         text += f"\n\nvLLM {found.vllm['version']}, asked for {found.vllm['asked']:,} modules: " + (
             "\n".join([f"{len(different)} differ", *different]) if different else "every scheme is the one above"
         )
-    common.emit(report, as_json, text, passed=found.passed)
+    common.emit(report, call.as_json, text, passed=found.passed)
 
 
 def audit_table(audit: dict[str, Any]) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
@@ -23,6 +22,7 @@ from quantizers.recipe.schema import CoverageGate
 from quantizers.system.errors import InputError, OutputError
 from quantizers.system.files import json_finite, write_json, write_text
 
+from . import options as opt
 from .question import Question, opened, question_of
 
 
@@ -42,39 +42,50 @@ class Coverage:
         return all(gate["passed"] for gate in self.figures.get("gates", ()))
 
 
+@opt.documented
 def coverage(
-    recipe: str | Path | None = None,
+    recipe: Annotated[
+        str | Path | None,
+        opt.Argument("recipe whose source, calibration set and gates are used", "[RECIPE]"),
+    ] = None,
     *,
-    source: str | Path | None = None,
-    calibration: str | Path | None = None,
-    settings: Mapping[str, Any] | Sequence[str] = (),
-    facts: str | Path | None = None,
-    model: str | Path | None = None,
-    data: str | Path | None = None,
-    compare: tuple[str | Path, str | Path] | None = None,
-    saliency: bool = False,
-    output: str | Path | None = None,
-    min_routed_tokens: int | None = None,
-    max_uncovered: float | None = None,
-    device: str = "auto",
-    work: str | Path | None = None,
-    trust_remote_code: bool = False,
-    dist: ProcessGroup = SINGLE_PROCESS,
+    source: opt.Source = None,
+    calibration: opt.Calibration = None,
+    settings: opt.Settings = (),
+    facts: opt.Facts = None,
+    model: opt.Model = None,
+    data: opt.Data = None,
+    compare: Annotated[
+        tuple[str | Path, str | Path] | None,
+        opt.Option(
+            "compare two sets: experts whose share of tokens grows or shrinks, newly covered or no longer covered",
+            "SET_A SET_B",
+        ),
+    ] = None,
+    saliency: Annotated[
+        bool,
+        opt.Option(
+            "score the experts by what they contribute (REAP), by category too; writes scores, a heat map and "
+            "lists of experts"
+        ),
+        "score the experts by what they contribute (REAP), over all texts and by category",
+    ] = False,
+    output: Annotated[
+        str | Path | None,
+        opt.Option("folder for the files of --saliency; saliency by default", "DIR", opt.OUTPUT),
+        "with `saliency`, a folder for the figures and lists of experts, see `eval.coverage.saliency.lists`",
+    ] = None,
+    min_routed_tokens: Annotated[int | None, opt.Option("without a recipe: gate; 1 by default", min=0)] = None,
+    max_uncovered: Annotated[
+        float | None,
+        opt.Option("without a recipe: gate, a share of experts; 0.01 by default", min=0, max=1),
+    ] = None,
+    device: opt.Device = "auto",
+    work: opt.Scratch = None,
+    trust_remote_code: opt.TrustRemoteCode = False,
+    dist: opt.Dist = SINGLE_PROCESS,
 ) -> Coverage:
     """Count the tokens routed to each expert, without quantizing.
-
-    Args:
-        recipe: recipe whose source, calibration set and gates are used.
-        source, calibration, settings, device, dist: as in `quantizers.run`.
-        facts: the user's own architecture spec.
-        model: without a recipe, or instead of its source: a checkpoint's folder or Hub id.
-        data: without a recipe, or instead of its set: a calibration set.
-        compare: two sets: experts whose share of tokens grows or shrinks, newly covered or no longer covered.
-        saliency: score the experts by what they contribute (REAP), over all texts and by category.
-        output: with `saliency`, a folder for the figures and lists of experts, see `eval.coverage.saliency.lists`.
-        min_routed_tokens, max_uncovered: without a recipe, the gate: 1 token, and 0.01 of the experts by default.
-        work: scratch folder for activations; a temporary one by default.
-        trust_remote_code: allow custom tokenizer code.
 
     Raises:
         InputError: something is missing, given twice, or wrong.

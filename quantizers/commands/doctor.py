@@ -11,13 +11,13 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar
 
 from huggingface_hub import HfApi, constants, get_session, get_token
 from huggingface_hub.utils import build_hf_headers
@@ -53,6 +53,7 @@ from quantizers.system.host_memory import available, total
 from quantizers.system.progress import duration
 from quantizers.system.version import __version__
 
+from . import options as opt
 from .run import default_output, destination_of
 
 if TYPE_CHECKING:
@@ -157,27 +158,27 @@ class _Given:
     destination: Destination | None  # where the output is published as it is made
 
 
+@opt.documented
 def doctor(
-    recipe: str | Path | None = None,
+    recipe: Annotated[
+        str | Path | None,
+        opt.Argument("a recipe file, the name of a shipped recipe, or a Hub id that has one", "[RECIPE]"),
+    ] = None,
     *,
-    output: str | Path | None = None,
-    source: str | Path | None = None,
-    calibration: str | Path | None = None,
-    without: Sequence[str] = (),
-    settings: Mapping[str, Any] | Sequence[str] = (),
-    device: str = "auto",
-    device_memory: int | None = None,
-    stream: bool = False,
-    publish_as_you_go: str | None = None,
-    remove_uploaded: bool = False,
+    output: Annotated[
+        str | Path | None, opt.Option("folder that a run would write; out/NAME by default", "DIR", opt.OUTPUT)
+    ] = None,
+    source: opt.Source = None,
+    calibration: opt.Calibration = None,
+    without: opt.Without = (),
+    settings: opt.Settings = (),
+    device: opt.Device = "auto",
+    device_memory: opt.DeviceMemory = None,
+    stream: opt.StreamSource = False,
+    publish_as_you_go: opt.PublishAsYouGo = None,
+    remove_uploaded: opt.RemoveUploaded = False,
 ) -> Diagnosis:
     """Say what this machine can do, and what would stop a recipe here. Takes seconds, and writes nothing that stays.
-
-    Args:
-        recipe: a recipe file, the name of a shipped recipe, or the Hub id of a model that has one.
-        output: the folder that a run would write; out/NAME by default.
-        source, calibration, without, settings, device, device_memory, stream, publish_as_you_go, remove_uploaded: as
-            `run` would be given them.
 
     Raises:
         InputError: settings that are no `key=value`, or options of which one needs another.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
@@ -50,6 +50,8 @@ from quantizers.system.files import json_finite, write_json
 from quantizers.system.interrupts import interruptible
 from quantizers.system.progress import doing
 from quantizers.walk.walk import all_tensors, walk
+
+from . import options as opt
 
 EVALUATION = "evaluation.json"  # in `work`: the settings that an evaluation was started with
 
@@ -103,33 +105,37 @@ class Evaluation:
         } | ({"paired": list(self.paired)} if self.paired else {})
 
 
+@opt.documented
 def evaluate(
-    source: str | Path,
-    candidates: str | Path | Sequence[str | Path],
-    data: str | Path,
+    source: Annotated[str | Path, opt.Argument("a folder or Hub id", "SOURCE")],
+    candidates: Annotated[
+        str | Path | Sequence[str | Path],
+        opt.Argument("one or more checkpoints of the same model", "CANDIDATE…"),
+        "one or more checkpoints of the same model, in any format that `quantize eval --help` names",
+    ],
+    data: opt.EvaluationSet,
     *,
-    facts: str | Path | None = None,
-    as_served: Sequence[str] = (),
-    device: str = "auto",
-    work: str | Path | None = None,
-    stream: bool = False,
-    trust_remote_code: bool = False,
-    dist: ProcessGroup = SINGLE_PROCESS,
+    as_served: Annotated[
+        Sequence[str],
+        opt.Option(
+            "measure also as vLLM's kernels on this kind of card compute; may be repeated: "
+            "ampere, ada, hopper, hopper-no-e8m0, blackwell, vllm-cpu",
+            "CARD",
+        ),
+    ] = (),
+    facts: Annotated[opt.Facts, "the user's own architecture spec; the one that a candidate carries by default"] = None,
+    device: opt.Device = "auto",
+    work: Annotated[
+        str | Path | None,
+        opt.Option("folder for activations and a journal; an interrupted evaluation resumes from it", "DIR"),
+        "folder for activations and a journal, from which an interrupted evaluation resumes; a temporary one by "
+        "default",
+    ] = None,
+    stream: opt.Stream = False,
+    trust_remote_code: opt.TrustRemoteCode = False,
+    dist: opt.Dist = SINGLE_PROCESS,
 ) -> Evaluation:
     """Measure perplexity, KL and more of candidates against a source; one layer of each is in memory at a time.
-
-    Args:
-        source: a folder or Hub id.
-        candidates: one or more checkpoints of the same model, in any format that `quantize eval --help` names.
-        data: evaluation set: a file, or the name of a shipped set such as held-out.
-        facts: the user's own architecture spec; the one that a candidate carries by default.
-        as_served: cards on which source and candidates are measured as well, as vLLM's kernels there would compute
-            them: ampere, ada, hopper, hopper-no-e8m0, blackwell or vllm-cpu.
-        device, dist: as in `quantizers.run`.
-        work: folder for activations and a journal, from which an interrupted evaluation resumes; a temporary one by
-            default.
-        stream: leave the shards of Hub ids on the Hub, and read each layer's bytes from there.
-        trust_remote_code: allow custom tokenizer code.
 
     Raises:
         InputError: a set or checkpoint is wrong, or `work` holds another evaluation.

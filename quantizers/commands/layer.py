@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import ValidationError
@@ -33,6 +32,8 @@ from quantizers.solve.routing_weights import routing_statistics
 from quantizers.solve.solver import solve
 from quantizers.system.errors import InputError
 from quantizers.walk.walk import LayerStep, all_tensors, walk
+
+from . import options as opt
 
 
 @dataclass(frozen=True)
@@ -150,24 +151,20 @@ class Layer:
         return torch.stack(found)
 
 
+@opt.documented
 def layer(
-    recipe: str | Path,
-    number: int,
+    recipe: opt.Recipe,
+    number: Annotated[int, "the layer's, from 0; one with experts"],
     *,
-    source: str | Path | None = None,
-    calibration: str | Path | None = None,
-    settings: Mapping[str, Any] | Sequence[str] = (),
-    device: str = "auto",
+    source: opt.Source = None,
+    calibration: opt.Calibration = None,
+    settings: opt.Settings = (),
+    device: opt.Device = "auto",
 ) -> Layer:
     """Take a calibration set through a source up to one layer, and give that layer's experts with their inputs.
 
     The layers before it are the source's, so that the inputs are those of a run for the first layer with experts, and
     nearly those for later ones, which in a run read what quantized layers give them. All of it is in memory.
-
-    Args:
-        recipe: a recipe file, the name of a shipped recipe, or the Hub id of a model that has one.
-        number: the layer's, from 0; one with experts.
-        source, calibration, settings, device: as in `quantizers.run`.
 
     Raises:
         InputError: something that was given is wrong.

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -48,6 +48,7 @@ from quantizers.system.output_files import REPORT, SERVE_CHECK
 from quantizers.system.progress import progress
 from quantizers.system.strict_yaml import Refused, parse_value
 
+from . import options as opt
 from .evaluate import through_layers
 from .verify import source_of
 
@@ -76,40 +77,50 @@ class ServeCheck:
         return self.report.as_dict()
 
 
+@opt.documented
 def serve_check(
-    candidate: str | Path,
-    data: str | Path,
+    candidate: Annotated[str | Path, opt.Argument("the checkpoint that is served, a folder or Hub id", "CANDIDATE")],
+    data: opt.EvaluationSet,
     *,
-    server: str | None = None,
-    offline: str | Path | None = None,
-    engine: Sequence[str] = (),
-    source: str | Path | None = None,
-    source_check: str | Path | None = None,
-    exact: bool = False,
-    top_k: int = TOP_K,
-    timeout: float = TIMEOUT,
-    server_log: str | Path | None = None,
-    output: str | Path | None = None,
-    facts: str | Path | None = None,
-    trust_remote_code: bool = False,
+    server: Annotated[
+        str | None, opt.Option("a running vLLM or SGLang; its key is taken from OPENAI_API_KEY", "URL")
+    ] = None,
+    offline: Annotated[
+        str | Path | None,
+        opt.Option("no server: the interpreter of an environment whose vLLM is used", "PYTHON"),
+    ] = None,
+    engine: Annotated[
+        Sequence[str],
+        opt.Option("with --offline: an argument of vllm.LLM, as dtype=float32; may be repeated", "KEY=VALUE"),
+        "with `offline`, arguments of vllm.LLM as KEY=VALUE",
+    ] = (),
+    source: opt.SourceModel = None,
+    source_check: Annotated[
+        str | Path | None,
+        opt.Option("what this wrote when the same server served the source: sets a limit", "FILE"),
+    ] = None,
+    exact: Annotated[
+        bool, opt.Option("the server computes in float32 with weights as stored: KL at most 1e-6")
+    ] = False,
+    top_k: Annotated[
+        int, opt.Option("log-probabilities at each position; above 20 vLLM needs --max-logprobs", min=1)
+    ] = 20,
+    timeout: Annotated[float, opt.Option("seconds without an answer to a text", min=0.1)] = 300,
+    server_log: Annotated[
+        str | Path | None, opt.Option("the server's log, for the kernels that it names", "FILE")
+    ] = None,
+    output: Annotated[
+        str | Path | None,
+        opt.Option(
+            "file to write; serve-check.json by default, beside report.json if there is one", "FILE", ("--output",)
+        ),
+    ] = None,
+    facts: Annotated[
+        opt.Facts, "the user's own architecture spec; the one that the candidate carries by default"
+    ] = None,
+    trust_remote_code: opt.TrustRemoteCode = False,
 ) -> ServeCheck:
     """Ask a server of a checkpoint for log-probabilities, and compare them with our evaluation; writes a JSON file.
-
-    Args:
-        candidate: the checkpoint that is served, a folder or Hub id.
-        data: evaluation set: a file, or the name of a shipped set such as held-out.
-        server: address of a vLLM or SGLang; its key is taken from OPENAI_API_KEY.
-        offline: instead, the interpreter of an environment whose vLLM loads the checkpoint.
-        engine: with `offline`, arguments of vllm.LLM as KEY=VALUE.
-        source: the source model, a folder or Hub id; the one that the candidate's report.json names by default.
-        source_check: the file that this wrote when the same server served the source.
-        exact: whether the server computes in float32 with weights as stored; then the distance must vanish.
-        top_k: log-probabilities at each position.
-        timeout: seconds without an answer to a text.
-        server_log: a file with the server's log, for the kernels that it names.
-        output: the file to write; serve-check.json by default, beside report.json if there is one.
-        facts: the user's own architecture spec; the one that the candidate carries by default.
-        trust_remote_code: allow custom tokenizer code.
 
     Raises:
         InputError: something given is wrong, or the server does not answer as it should.

@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from httpx import HTTPError
@@ -24,6 +24,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.remote import AGAIN, files_of
+from quantizers.commands import options as opt
 from quantizers.device.devices import choose_device
 from quantizers.eval.report.pages import front_matter, html_report
 from quantizers.eval.report.summary import repository
@@ -68,36 +69,40 @@ class Publication:
         return not self.figures.get("stops")
 
 
+@opt.documented
 def publish(
-    folder: str | Path,
-    repo: str,
+    folder: Annotated[
+        str | Path, opt.Argument("a finished output of `quantize run`", "DIR"), "an output of `run` or `stitch`"
+    ],
+    repo: Annotated[str, opt.Option("repository on the Hub, owner/name; created if it does not exist")],
     *,
-    license: str | None = None,
-    base_model: str | None = None,
-    thorough: bool = False,
-    source: str | Path | None = None,
-    private: bool | None = None,
-    revision: str = "main",
-    dry_run: bool = False,
-    force: str | None = None,
-    device: str = "auto",
+    license: Annotated[str | None, opt.Option("licence, by the Hub's name; the source's by default", "NAME")] = None,
+    base_model: Annotated[
+        str | None, opt.Option("the source's Hub id, if it was read from a folder", "OWNER/NAME")
+    ] = None,
+    thorough: Annotated[
+        bool, opt.Option("compare every tensor with the source again, as `quantize verify` does")
+    ] = False,
+    source: Annotated[
+        str | Path | None,
+        opt.Option("the source model, a folder or Hub id; implies --thorough; the one in report.json by default"),
+    ] = None,
+    private: Annotated[
+        bool | None,
+        opt.Option("visibility of a new repository; your account's default otherwise", names=("--private/--public",)),
+    ] = None,
+    revision: Annotated[str, opt.Option("branch; created if it does not exist")] = "main",
+    dry_run: Annotated[
+        bool, opt.Option("verify, list the files, and say what would stop the upload, without it")
+    ] = False,
+    force: Annotated[
+        str | None, opt.Option("publish even if a check fails; the model card states the reason", "REASON")
+    ] = None,
+    device: opt.Device = "auto",
 ) -> Publication:
     """Check a finished checkpoint and upload it to the Hub, then compare the Hub's hashes with the local ones.
 
     The token is that of `hf auth login` or HF_TOKEN. An interrupted upload resumes when this is called again.
-
-    Args:
-        folder: an output of `run` or `stitch`.
-        repo: owner/name; created if it does not exist.
-        license: by the Hub's name; the source's by default.
-        base_model: the source's Hub id, if it was read from a folder.
-        thorough: compare every tensor with the source again, as `verify` does.
-        source: the source model, a folder or Hub id, which implies `thorough`; the one in report.json by default.
-        private: visibility of a new repository; None for the account's default.
-        revision: branch; created if it does not exist.
-        dry_run: check and list the files, without uploading.
-        force: a reason to publish even if a check fails; the model card states it.
-        device: where tensors are compared: cpu, cuda, cuda:N, or auto.
 
     Raises:
         CheckpointError: a check failed, without `force` or `dry_run`.
