@@ -37,7 +37,7 @@ from quantizers.formats.fp8 import INPUT_SCALE, block_size
 from quantizers.layers.loop import Consumer, LayerStep
 from quantizers.model.activation_stream import ActivationStream
 from quantizers.model.streamed_model import DecoderLayer, StreamedModel
-from quantizers.recipe.schema import Card
+from quantizers.recipe.cards import Card
 from quantizers.system.errors import CheckpointError
 from quantizers.system.progress import doing
 

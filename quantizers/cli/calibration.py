@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 from shlex import quote
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Context, Option, Typer
 from typer.core import TyperGroup
 
-from quantizers.recipe.read import find_set, read_recipe, set_file, source_location
-from quantizers.recipe.schema import Recipe
 from quantizers.system.errors import InputError
 from quantizers.system.files import write_new
 from quantizers.system.formatting import text_table
 from quantizers.system.package_data import shipped
-from quantizers.system.schema import json_schema
 
 from . import common
+
+if TYPE_CHECKING:
+    from quantizers.recipe.schema import Recipe
 
 
 class _SetOrCommand(TyperGroup):
@@ -173,6 +173,7 @@ def lock(
     Example: quantize calibration lock my-set.yaml
     """
     from quantizers.calibration.lock import lock_set
+    from quantizers.recipe.read import find_set
 
     written, left_out = lock_set(find_set(set_), workers=workers, without=without or ())
     lines = [f"wrote {written}", *(f"without {name} ({reason})" for name, reason in left_out.items())]
@@ -200,6 +201,7 @@ def freeze(
     Example: quantize calibration freeze software-engineer frozen --recipe minimax-m2.1-fp8-int4
     """
     from quantizers.calibration.set_files import freeze_set
+    from quantizers.recipe.read import find_set
 
     counting = _counting(tokenizer, recipe, trust_remote_code)[0]
     found = freeze_set(find_set(set_), folder, workers=workers, **counting)
@@ -229,6 +231,7 @@ def diff(
     """
     from quantizers.calibration.diff import diff_sets, diff_texts, render_diff
     from quantizers.calibration.load_set import load_set
+    from quantizers.recipe.read import find_set
 
     paths = find_set(before), find_set(after)
     difference, texts = diff_sets(*paths), None
@@ -246,12 +249,15 @@ def schema(as_json: common.Json = False, debug: common.Debug = False) -> None:
     Example: quantize calibration schema > calibration-set.schema.json
     """
     from quantizers.calibration.set import CalibrationSet
+    from quantizers.system.schema import json_schema
 
     print(json_schema(CalibrationSet, "Calibration set of quantize"), end="")  # JSON in any case
 
 
 def _sets(name: str | None, held_out: str | None, recipe: tuple[Recipe, Path] | None) -> tuple[Path, Path | None]:
     """The set to check, and the one that it must share no text with; None for the one beside it."""
+    from quantizers.recipe.read import find_set, set_file
+
     if name is not None:
         path = find_set(name)
     elif recipe is not None:
@@ -275,6 +281,8 @@ def _counting(
     Returns:
         It as the arguments of `load_set`, a note about it, and the recipe with its path.
     """
+    from quantizers.recipe.read import read_recipe, source_location
+
     given = None if recipe is None else read_recipe(recipe)
     if tokenizer is not None:
         return {"tokenizer": tokenizer, "trust_remote_code": trust_remote_code}, "", given

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -109,12 +110,11 @@ def _show(
     found: dict[str, Any], table: Callable[..., str], figure: Callable[..., Any], picture: Path | None, as_json: bool
 ) -> None:
     """Print what was found and draw the picture, in rank 0: the others found nothing."""
-    from quantizers.eval.report.plots import save
+    from quantizers.eval.report.plots import saved
 
     if not found:
         return
     text = table(found)
     if picture:
-        save(figure(found), picture)
-        text += f"\n\npicture: {picture}"
+        text += f"\n\n{saved(partial(figure, found), picture)}"
     common.emit(found, as_json, text)

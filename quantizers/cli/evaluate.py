@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Context, Option
 
 from quantizers.distributed.process_group import ProcessGroup
-from quantizers.recipe.schema import CARDS
+from quantizers.recipe.cards import CARDS
 
 from . import common
 
@@ -62,12 +63,10 @@ def evaluate(
     report = found.as_dict()
     text = eval_table(report)
     if not no_picture:
-        from quantizers.eval.report.plots import fidelity_figure, save
+        from quantizers.eval.report.plots import fidelity_figure, saved
 
         evaluated_on = found.candidates[0].figures["evaluated_on"]["name"]
-        figure = fidelity_figure(
-            [(one.model, one.figures) for one in found.candidates], f"against {Path(source).name} on {evaluated_on}"
-        )
-        save(figure, picture)
-        text += f"\n\npicture: {picture}"
+        results = [(one.model, one.figures) for one in found.candidates]
+        title = f"against {Path(source).name} on {evaluated_on}"
+        text += f"\n\n{saved(partial(fidelity_figure, results, title), picture)}"
     common.emit(report, as_json, text)

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 from typer import Context, Option
 
-from quantizers.eval.report.summary import candidate_lines, choice_lines, layer_rows, without_vllm
 from quantizers.system.formatting import gib, size, text_table
 from quantizers.system.progress import duration
 
@@ -131,6 +130,8 @@ def dense_words(numbers: dict[str, Any]) -> str:
 
 def remarks(numbers: dict[str, Any]) -> list[str]:
     """A line about each special thing: files left behind, MTP layers, what servers do not take, what is not known."""
+    from quantizers.eval.report.summary import without_vllm
+
     lines = [numbers[key] for key in ("origin", "left_behind") if numbers.get(key)]
     if "mtp" in numbers:
         layers = numbers["mtp"]["layers"]
@@ -147,6 +148,8 @@ def remarks(numbers: dict[str, Any]) -> list[str]:
 
 def _scheme_lines(schemes: dict[str, Any]) -> list[str]:
     """The choice within a budget once it is made, until then the candidates."""
+    from quantizers.eval.report.summary import candidate_lines, choice_lines, layer_rows
+
     if "layers" in schemes:
         return [*candidate_lines(schemes), "", *choice_lines(schemes), "", text_table(*layer_rows(schemes)), ""]
     return [*candidate_lines(schemes), "the run measures, then chooses for each layer", ""]

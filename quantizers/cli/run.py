@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 from typer import Argument, Context, Option
 
 from quantizers.distributed.process_group import ProcessGroup
-from quantizers.eval.report.summary import scheme_lines, under_routed_line
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import collapse_lines, short_path, size
 from quantizers.system.output_files import CALIBRATION_PICTURE, CARD, COVERAGE_PICTURE, PAGE, REPORT
@@ -107,6 +106,7 @@ def run_table(report: dict[str, Any], output: Path, source: str, recipe: str, *,
         served_table,
         worst_table,
     )
+    from quantizers.eval.report.summary import scheme_lines, under_routed_line
 
     lines = [f"{output} was finished before; nothing was touched"] if report.get("already_done") else []
     lines += ["", gate_table(report["gates"]), ""]

@@ -19,6 +19,7 @@ from quantizers.importance.input_sums import InputSums, Tokens
 from quantizers.importance.llama_cpp import architecture_of, make_imatrix
 from quantizers.layers.loop import all_tensors, layer_steps
 from quantizers.system.errors import InputError, OutputError
+from quantizers.system.extras import lacking
 
 from .question import Question, opened, question_of
 
@@ -67,6 +68,8 @@ def imatrix(
     Raises:
         InputError: something is missing, given twice, or wrong; gguf-py knows no names for the model.
     """
+    if lack := lacking("gguf"):
+        raise InputError(f"an importance matrix: {lack}")
     question, read = question_of(
         recipe,
         source=source,

@@ -44,7 +44,7 @@ def test_every_option_of_a_command_is_an_argument(name: str) -> None:
 
 
 def test_importing_is_quick_and_unknown_names_are_refused() -> None:
-    code = "import quantizers, sys; assert 'torch' not in sys.modules and 'pydantic' not in sys.modules"
+    code = "import quantizers, sys; assert not {'torch', 'transformers', 'numpy', 'pydantic'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert not hasattr(quantizers, "quantise")
 
