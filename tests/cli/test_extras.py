@@ -77,9 +77,10 @@ def test_each_extra_is_declared_and_the_tests_have_all_of_them() -> None:
     for package, extra in EXTRAS.items():
         assert declared[extra] == {package}
         assert package not in core
-    of_tests = Requirement(project["optional-dependencies"]["test"][0])
-    assert of_tests.name == project["name"]
-    assert of_tests.extras == declared.keys() - {"test", "docs"}
+    of_all, of_tests = (Requirement(project["optional-dependencies"][extra][0]) for extra in ("all", "test"))
+    assert of_all.name == of_tests.name == project["name"]
+    assert of_all.extras == set(EXTRAS.values()) - {"llmcompressor"}
+    assert of_tests.extras == {"all", "llmcompressor", "accelerate"}
 
 
 def test_without_matplotlib_there_are_no_pictures_and_one_line_says_so(
