@@ -222,7 +222,8 @@ def _versions(rows: _Rows, asked: str) -> torch.device | None:
         requires = metadata.requires(PROGRAM) or []
     except metadata.PackageNotFoundError:
         faults.add("program", f"{PROGRAM} is not installed", "`pip install .` in its clone", stops=True)
-    for needed in map(Requirement, requires):
+    # A package of several extras is listed for each of them.
+    for needed in {one.name: one for one in map(Requirement, requires)}.values():
         optional = needed.marker is not None and not needed.marker.evaluate({"extra": ""})
         if optional and needed.name not in EXTRAS:
             continue
