@@ -29,6 +29,18 @@ The program is installed from a clone with `pip install .`, or from a wheel's fi
 package is called `quantizers`: give it an environment without the other project of that name on the Python Package
 Index. Whichever is installed last overwrites files of the other, and pip does not say so.
 
+What only some of the work needs is an extra: `pip install '.[all]'`, or `pip install 'FILE.whl[all]'`. What lacks is
+said in one line, with the command that adds it.
+
+| extra | brings | without it |
+|---|---|---|
+| `[pictures]` | matplotlib | a report, `eval`, `coverage` and `compare` have no pictures |
+| `[imatrix]` | gguf | no `imatrix`, no `run --imatrix` |
+| `[languages]` | py3langid | `calibration check` does not compare spoken texts with the languages that they claim |
+| `[all]` | these three | |
+| `[llmcompressor]` | llm-compressor, which takes no transformers after 5.17 | no `experts.engine: llmcompressor` |
+| `[accelerate]` | accelerate | torchrun starts several processes, `accelerate launch` does not |
+
 A function is imported when it is first used, which takes seconds, since it imports torch. `dist` is for the processes
 that torchrun starts ([several machines](../how-to/several-machines.md)); leave it out in a single one.
 """

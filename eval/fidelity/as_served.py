@@ -34,7 +34,7 @@ from quantizers.formats.conversion import LARGEST, to_fp8
 from quantizers.formats.dequantization import PLAIN, unchecked_weight, weight_format
 from quantizers.formats.fp8 import INPUT_SCALE, block_size
 from quantizers.model.streamed_model import DecoderLayer, StreamedModel
-from quantizers.recipe.schema import Card
+from quantizers.recipe.cards import Card
 from quantizers.system.errors import CheckpointError
 
 ARITHMETIC = {

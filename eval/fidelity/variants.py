@@ -18,7 +18,7 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.model.activation_stream import ActivationStream
 from quantizers.model.streamed_model import StreamedModel
-from quantizers.recipe.schema import Card
+from quantizers.recipe.cards import Card
 from quantizers.system.progress import doing
 from quantizers.walk.walk import LayerStep
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from quantizers.eval.fidelity.tables import CATEGORY_ROWS, Results, shown_categories
+from quantizers.system.extras import lacking
 from quantizers.system.files import atomic, disk_errors
 
 LOW, HIGH = 1 / 8, 8.0
@@ -55,6 +56,8 @@ def draw(report: dict[str, Any]) -> tuple[dict[str, bytes], list[str]]:
     """The plots of the report of a run or a stitch as PNG, by name, those that it has data for, and a line for each
     that failed; the same report gives the same bytes.
     """
+    if lack := lacking("matplotlib"):
+        return {}, [f"no pictures: {lack}"]
     name, panels = Path(report["source"]["model"]).name, _panels(report["layers"])
     plots: dict[str, Callable[[], Any]] = {}
     if "calibration" in report:
@@ -469,6 +472,14 @@ def png(figure: Any) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
+
+
+def saved(figure: Callable[[], Any], path: Path) -> str:
+    """Draw a figure into a file, and name it: a line, which says what is not installed where nothing can be drawn."""
+    if lack := lacking("matplotlib"):
+        return f"no picture: {lack}"
+    save(figure(), path)
+    return f"picture: {path}"
 
 
 def save(figure: Any, path: Path) -> None:

@@ -37,7 +37,7 @@ from typing import Literal, TypeGuard
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import MATRICES, PROJECTIONS
-from quantizers.recipe.schema import Card
+from quantizers.recipe.cards import Card
 from quantizers.system.errors import InputError
 
 from . import engines

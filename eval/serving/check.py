@@ -37,7 +37,8 @@ from quantizers.checkpoint.safetensors_header import FLOATING, FP8, Stored
 from quantizers.formats.fp8 import GLOBAL_SCALE, INPUT_SCALE, SCALE, SCALE_INV, blocks_of
 from quantizers.planning.plan import KV_SCALES
 from quantizers.planning.serving_memory import obstacles, unsaid
-from quantizers.recipe.schema import CARDS, NVFP4
+from quantizers.recipe.cards import CARDS
+from quantizers.recipe.schema import NVFP4
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import places, text_table
 

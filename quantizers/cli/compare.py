@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -52,7 +53,7 @@ def why(call: Call, picture: Picture = Path("why.png"), no_picture: common.NoPic
 
 def _show(call: Call, table: Callable[..., str], figure: Callable[..., Any], picture: Path | None) -> None:
     """Print the result and draw the picture, in rank 0: the others have none."""
-    from quantizers.eval.report.plots import save
+    from quantizers.eval.report.plots import saved
 
     compared: SetComparison = call()
     figures = compared.figures
@@ -60,6 +61,5 @@ def _show(call: Call, table: Callable[..., str], figure: Callable[..., Any], pic
         return
     text = table(figures)
     if picture:
-        save(figure(figures), picture)
-        text += f"\n\npicture: {picture}"
+        text += f"\n\n{saved(partial(figure, figures), picture)}"
     common.emit(figures, call.as_json, text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,7 +36,7 @@ def coverage(
     from quantizers.eval.coverage.compare import compare_table
     from quantizers.eval.coverage.saliency import saliency_table
     from quantizers.eval.coverage.summary import coverage_table
-    from quantizers.eval.report.plots import comparison_figure, coverage_figure, saliency_figure, save
+    from quantizers.eval.report.plots import comparison_figure, coverage_figure, saliency_figure, saved
 
     compare, saliency = call.options["compare"], call.options["saliency"]
     output = call.options["output"] or (Path("saliency") if saliency else None)
@@ -49,15 +50,15 @@ def coverage(
     if not no_picture:
         name = Path(result["model"]).name
         if compare:
-            default, figure = "coverage-compare.png", comparison_figure(result, name)
+            default, figure = "coverage-compare.png", partial(comparison_figure, result, name)
         else:
             title = f"{name} on {result['set']}"
-            default, figure = "coverage.png", coverage_figure(result["per_layer"], result["min_routed_tokens"], title)
-        picture = picture or Path(default)
-        save(figure, picture)
-        text += f"\n\npicture: {picture}"
+            counts = result["per_layer"], result["min_routed_tokens"]
+            default, figure = "coverage.png", partial(coverage_figure, *counts, title)
+        text += f"\n\n{saved(figure, picture or Path(default))}"
         if saliency and output:
-            save(saliency_figure(result["per_layer"], result["saliency"]["per_layer"], title), output / "saliency.png")
+            scored = result["per_layer"], result["saliency"]["per_layer"]
+            saved(partial(saliency_figure, *scored, title), output / "saliency.png")
     if output:
         text += f"\n\nscores and lists of experts: {output}"
     common.emit(result, call.as_json, text, passed=found.passed)

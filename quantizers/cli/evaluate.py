@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,13 +42,10 @@ def evaluate(
     report = found.as_dict()
     text = eval_table(report)
     if not no_picture:
-        from quantizers.eval.report.plots import fidelity_figure, save
+        from quantizers.eval.report.plots import fidelity_figure, saved
 
         evaluated_on = found.candidates[0].figures["evaluated_on"]["name"]
-        figure = fidelity_figure(
-            [(one.model, one.figures) for one in found.candidates],
-            f"against {Path(call.options['source']).name} on {evaluated_on}",
-        )
-        save(figure, picture)
-        text += f"\n\npicture: {picture}"
+        results = [(candidate.model, candidate.figures) for candidate in found.candidates]
+        title = f"against {Path(call.options['source']).name} on {evaluated_on}"
+        text += f"\n\n{saved(partial(fidelity_figure, results, title), picture)}"
     common.emit(report, call.as_json, text)

@@ -90,6 +90,8 @@ def dense_words(numbers: dict[str, Any]) -> str:
 
 def remarks(numbers: dict[str, Any]) -> list[str]:
     """A line about each special thing: files left behind, MTP layers, what servers do not take, what is not known."""
+    from quantizers.eval.report.summary import without_vllm
+
     lines = [numbers[key] for key in ("origin", "left_behind") if numbers.get(key)]
     if "mtp" in numbers:
         layers = numbers["mtp"]["layers"]

@@ -47,6 +47,7 @@ from quantizers.recipe.read import Change, changes_of, read_recipe, set_file, so
 from quantizers.recipe.schema import Recipe
 from quantizers.system.caches import downloads_are_lost
 from quantizers.system.errors import Interrupted, QuantizeError, first_line
+from quantizers.system.extras import EXTRAS
 from quantizers.system.files import nearest_existing
 from quantizers.system.formatting import gib, short_path, size
 from quantizers.system.host_memory import available, total
@@ -222,16 +223,20 @@ def _versions(rows: _Rows, asked: str) -> torch.device | None:
         requires = metadata.requires(PROGRAM) or []
     except metadata.PackageNotFoundError:
         faults.add("program", f"{PROGRAM} is not installed", "`pip install .` in its clone", stops=True)
-    for needed in map(Requirement, requires):
-        if needed.marker and not needed.marker.evaluate({"extra": ""}):
+    # A package of several extras is listed for each of them.
+    for needed in {one.name: one for one in map(Requirement, requires)}.values():
+        optional = needed.marker is not None and not needed.marker.evaluate({"extra": ""})
+        if optional and needed.name not in EXTRAS:
             continue
+        remedy = f"`pip install '{needed.name}{needed.specifier}'`"
         try:
             shown[needed.name] = found = metadata.version(needed.name)
         except metadata.PackageNotFoundError:
-            faults.add(needed.name, "is not installed", f"`pip install '{needed}'`", stops=True)
+            if not optional:
+                faults.add(needed.name, "is not installed", remedy, stops=True)
             continue
         if not needed.specifier.contains(found, prereleases=True):
-            faults.add(needed.name, f"{found}, tested with {needed.specifier}", f"`pip install '{needed}'`")
+            faults.add(needed.name, f"{found}, tested with {needed.specifier}", remedy)
     device = None
     try:
         import torch

@@ -43,8 +43,8 @@ from quantizers.model.streamed_model import StreamedModel
 from quantizers.output.journal import begun_with
 from quantizers.output.layer_files import LayerFiles
 from quantizers.output.manifest import output_facts, refuse_incomplete
+from quantizers.recipe.cards import Card, known_cards
 from quantizers.recipe.read import find_set
-from quantizers.recipe.schema import Card, known_cards
 from quantizers.system.errors import CheckpointError, InputError, OutputError
 from quantizers.system.files import json_finite, write_json
 from quantizers.system.interrupts import interruptible

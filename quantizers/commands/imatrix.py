@@ -16,6 +16,7 @@ from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, r
 from quantizers.importance.input_sums import InputSums, Tokens
 from quantizers.importance.llama_cpp import architecture_of, make_imatrix
 from quantizers.system.errors import InputError, OutputError
+from quantizers.system.extras import lacking
 from quantizers.walk.walk import all_tensors, walk
 
 from . import options as opt
@@ -67,6 +68,8 @@ def imatrix(
     Raises:
         InputError: something is missing, given twice, or wrong; gguf-py knows no names for the model.
     """
+    if lack := lacking("gguf"):
+        raise InputError(f"an importance matrix: {lack}")
     question, read = question_of(
         recipe,
         source=source,

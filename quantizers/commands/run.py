@@ -16,6 +16,7 @@ from quantizers.planning.job import Job, prepare
 from quantizers.recipe.portable import is_hub_id, source_name
 from quantizers.recipe.read import changes_of, find_recipe
 from quantizers.system.errors import InputError
+from quantizers.system.extras import lacking
 from quantizers.system.output_files import RECIPE, REPORT
 
 from . import options as opt
@@ -122,6 +123,8 @@ def run(
         raise InputError("--window is that of --stream; give both, or leave it out")
     if stream and source is not None:
         raise InputError(f"--source {source}: a folder is read where it lies; leave --stream out")
+    if imatrix and (lack := lacking("gguf")):
+        raise InputError(f"--imatrix: {lack}")
     destination = destination_of(publish_as_you_go, remove=remove_uploaded, private=private)
     changes = changes_of(settings, calibration, without)
     path = find_recipe(str(recipe))

@@ -14,6 +14,7 @@ import torch
 from quantizers.architectures.architecture import Architecture
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.system.errors import InputError, OutputError, first_line
+from quantizers.system.extras import lacking
 from quantizers.system.host_memory import available
 from quantizers.system.version import __version__, files_digest
 
@@ -176,7 +177,9 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of this program, its files' digest, and versions of packages and Python that decided the result."""
-    packages = ("torch", "transformers", "compressed-tensors", "llmcompressor", "safetensors")
+    packages = ["torch", "transformers", "compressed-tensors", "llmcompressor", "safetensors"]
+    if lacking("llmcompressor"):
+        packages.remove("llmcompressor")
     return {
         "moe-quantizers": __version__,
         "moe-quantizers files": files_digest(),

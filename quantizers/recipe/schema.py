@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -18,6 +18,8 @@ from pydantic import (
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import parse_bytes
 from quantizers.system.schema import Strict
+
+from .cards import Card
 
 Format = Literal["int", "nvfp4"]
 SCALE_BITS: dict[Format, int] = {"int": 16, "nvfp4": 8}  # bfloat16, FP8
@@ -65,20 +67,6 @@ def counted(schemes: Iterable[Scheme]) -> str:
     if len(counts) == 1:
         return str(next(iter(counts)))
     return ", ".join(f"{s} ({n} layer{'s' if n > 1 else ''})" for s, n in sorted(counts.items()))
-
-
-# Kinds of hardware whose kernels are known, see eval/serving/cards.py: GPUs of SM80 to 88, SM89, SM90, the same with
-# VLLM_USE_DEEP_GEMM_E8M0=0 in vLLM's environment, SM100 on; x86.
-Card = Literal["ampere", "ada", "hopper", "hopper-no-e8m0", "blackwell", "vllm-cpu"]
-CARDS: tuple[Card, ...] = get_args(Card)
-
-
-def known_cards(names: Iterable[str]) -> tuple[Card, ...]:
-    """The cards of these names, each once; an InputError for another name."""
-    for name in names:
-        if name not in CARDS:
-            raise InputError(f"--as-served {name}: no such card is known here; give one of {', '.join(CARDS)}")
-    return tuple(card for card in CARDS if card in names)
 
 
 # What becomes of the linear modules that are not routed experts: they keep their bytes, or are converted, see

@@ -23,7 +23,7 @@ from quantizers.eval.fidelity import as_served
 from quantizers.eval.fidelity.as_served import blocks_to_powers_of_two, multiplied_weight, rounded_activations
 from quantizers.eval.serving.cards import CUTLASS_BLOCKS, DEEP_GEMM, EXPERT_KERNELS, LINEAR_KERNELS, Kernel, kernel
 from quantizers.planning.job import prepare
-from quantizers.recipe.schema import CARDS
+from quantizers.recipe.cards import CARDS
 from quantizers.system.errors import CheckpointError
 
 CPU = torch.device("cpu")
