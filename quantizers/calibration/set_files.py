@@ -19,9 +19,11 @@ from quantizers.system.package_data import shipped
 from quantizers.system.strict_yaml import dump
 
 from .hub import Hub
+from .local_rows import local_file, read_local
 from .lock import lock_path
 from .row_formats import Rejected, read_row
-from .rows import Row, local_file, local_rows, needed_columns, read_local, rows_at, shuffled
+from .row_source import row_source
+from .rows import Row, needed_columns, shuffled
 from .set import LOCAL_SUFFIXES, CalibrationSet, DataSource, Shape, read_set, slug
 from .source_faults import SourceError, for_each_source
 
@@ -248,10 +250,8 @@ def _chosen_rows(
     left = list(reversed(data.samples))
 
     def tried(index: int, source: DataSource) -> Iterable[Row]:
-        seed = calibration.order_of(index)
-        if source.is_local:
-            return local_rows(source, path.parent, seed)
-        return list(islice(rows_at(source, data.versions[index], seed, hub), len(data.rows[index])))
+        rows = row_source(source, path.parent, calibration.order_of(index), hub).rows(data.versions[index])
+        return list(rows if source.is_local else islice(rows, len(data.rows[index])))
 
     with Hub() as hub:
         every = for_each_source(calibration, path, tried, workers)

@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 from quantizers.system.caches import downloads_are_lost
 from quantizers.system.errors import CheckpointError, first_line
 from quantizers.system.formatting import places
+from quantizers.system.hub_client import hub_errors
 from quantizers.system.output_files import CARD, is_own
 from quantizers.system.package_data import shipped_model
 from quantizers.system.thread_map import thread_map
 
-from .remote import HubFiles, files_of, hub_errors
+from .remote import HubFiles, files_of
 from .safetensors_header import TORCH_DTYPES, TensorInfo, printed, read_errors, read_header
 
 if TYPE_CHECKING:

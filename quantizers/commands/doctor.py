@@ -31,12 +31,11 @@ from quantizers.calibration.render import load_tokenizer
 from quantizers.calibration.samples import CalibrationData
 from quantizers.calibration.set import read_set
 from quantizers.checkpoint.reader import side_files
-from quantizers.checkpoint.remote import hub_errors, reason_of
 from quantizers.checkpoint.window import DEFAULT, schedule
 from quantizers.eval.coverage.summary import check_floors
 from quantizers.eval.serving.engines import READ
 from quantizers.output import journal
-from quantizers.output.uploads import LOGIN, may_write, require_token
+from quantizers.output.uploads import may_write, require_token
 from quantizers.pipeline.publication import Destination, refuse_early
 from quantizers.pipeline.servable import planned_check
 from quantizers.planning.estimate import calibration_lengths, estimate_run, evaluation_lengths, ways_of_source
@@ -51,6 +50,7 @@ from quantizers.system.extras import EXTRAS
 from quantizers.system.files import nearest_existing
 from quantizers.system.formatting import gib, short_path, size
 from quantizers.system.host_memory import available, total
+from quantizers.system.hub_client import LOGIN, hub_errors, reason_of
 from quantizers.system.progress import duration
 from quantizers.system.version import __version__
 

@@ -23,14 +23,14 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from quantizers.checkpoint.reader import Checkpoint
-from quantizers.checkpoint.remote import AGAIN, files_of
+from quantizers.checkpoint.remote import files_of
 from quantizers.commands import options as opt
 from quantizers.device.devices import choose_device
 from quantizers.eval.report.pages import front_matter, html_report
 from quantizers.eval.report.summary import repository
 from quantizers.eval.serving.check import check_folder
 from quantizers.output.manifest import add_files, output_facts, read_record, refuse_incomplete, seal_of, write_record
-from quantizers.output.uploads import LOGIN, MESSAGE, LocalFile, compare, hashed, require_token, upload_errors
+from quantizers.output.uploads import MESSAGE, LocalFile, compare, hashed, require_token
 from quantizers.pipeline.publication import card_gaps
 from quantizers.pipeline.report_files import FRONT_MATTER, check_manifest, pictures, read_front_matter, write_with_card
 from quantizers.recipe.portable import is_hub_id
@@ -39,6 +39,7 @@ from quantizers.stitch.write.shard import changes, recorded_digests
 from quantizers.system.errors import CheckpointError, InputError, OutputError
 from quantizers.system.files import write_text
 from quantizers.system.formatting import gate_figures
+from quantizers.system.hub_client import AGAIN, LOGIN, status_of, upload_errors
 from quantizers.system.interrupts import handle_signals
 from quantizers.system.output_files import CARD, PAGE, REPORT, files_below, is_within
 from quantizers.system.progress import Step, progress
@@ -266,7 +267,7 @@ def account_points(repo: str, private: bool | None) -> list[Point]:
     except RepositoryNotFoundError:
         return [*points, Point("repository", "open", f"{repo}: not found; will be created {as_new}")]
     except (HTTPError, OSError) as failure:
-        status = getattr(getattr(failure, "response", None), "status_code", None)
+        status = status_of(failure)
         if token and status in (401, 403):
             return [Point("token", "stops", f"the Hub refuses it ({status}); {LOGIN}")]
         return [*points, Point("repository", "open", f"{repo}: the Hub did not answer")]

@@ -46,6 +46,8 @@ class OutputError(InputError):
 class HubUnavailable(QuantizeError):
     """The Hub does not answer, or not now; the same request may succeed later."""
 
+    problem = ""  # the message without its remedy
+
 
 class Stopped(QuantizeError):
     """A recipe's `verify.stop` ended the run after a layer; the output is unfinished, and the run can be resumed."""
