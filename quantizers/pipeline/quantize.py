@@ -43,7 +43,6 @@ from quantizers.eval.fidelity.comparison import Comparison
 from quantizers.eval.fidelity.kv_cache import KINDS, WITH_ONES, CachedModel, kv_figures
 from quantizers.eval.fidelity.metrics import Measured, Text
 from quantizers.eval.fidelity.scoring import score
-from quantizers.eval.serving.cards import Kind
 from quantizers.importance.input_sums import InputSums, sums_file
 from quantizers.layers.context import Context
 from quantizers.layers.loop import LayerStep, all_tensors, device_memory_errors, layer_steps, run_step
@@ -532,12 +531,8 @@ class _Run(Quantizer):
         with_cache = [(0, number) for number in range(len(self.streams) - len(self.cached), len(self.streams))]
         scores = score(self.streams, self.texts, stage, dist=self.context.dist, pairs=[*compared, *with_cache])
         (on_cards,) = as_served(scores[: len(compared)], 2, cards, self.texts)
-        scheme = self.job.plan.schemes[0]
-        kind: Kind = "packed"
-        if scheme.format == "nvfp4":
-            kind = "nvfp4-a4" if scheme.activations == 4 else "nvfp4"
         for model in served:
-            on_cards[model.card]["kernels"] = kernels_of(model, _with_converted(self.job), kind)
+            on_cards[model.card]["kernels"] = kernels_of(model, _with_converted(self.job), self.job.plan.schemes[0])
         source, output = scores[:2]
         cache = kv_figures(scores[len(compared) :], source, self.texts) if self.cached else {}
         return Measured(source[0], *output, [entry["held_out"] for entry in entries], on_cards, cache)

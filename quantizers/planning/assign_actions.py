@@ -13,22 +13,21 @@ from quantizers.architectures.architecture import Architecture, TensorFacts
 from quantizers.architectures.fused import FUSED_IN_SOME, fits_fp8
 from quantizers.architectures.matrices import MATRICES, Matrix
 from quantizers.checkpoint.safetensors_header import FLOATING, FP8, TORCH_DTYPES, Spec
+from quantizers.formats.conversion import CONVERSIONS
+from quantizers.formats.format import SCALE, ExpertFormat
 from quantizers.formats.fp8 import (
-    CONVERTED_BLOCK,
     ROWS,
-    SCALE,
     SCALE_INV,
     Fp8,
     declared_form,
     declared_scale,
-    scale_shape,
     stored_form,
     unreadable_scale,
 )
-from quantizers.recipe.schema import Attention, Experts, Scheme
+from quantizers.recipe.schema import Attention, Experts
 from quantizers.system.errors import ArchitectureError, CheckpointError, RecipeError
 
-from .plan import Action, Kind, Plan, converted_specs, packed_specs
+from .plan import Action, Kind, Plan
 
 LATENT = ("kv_a_proj_with_mqa", "kv_b_proj")  # linear modules of latent attention
 SERVED_NAME = "self_attn"
@@ -77,7 +76,7 @@ def expected_tensors(facts: Architecture, config: Mapping[str, Any], where: str)
     def linear(shape: tuple[int, ...]) -> list[tuple[str, Spec]]:
         if not form:
             return [("weight", Spec("BF16", shape))]
-        return [("weight", Spec(FP8, shape)), (scale, Spec(facts.scale_dtype, scale_shape(form, shape)))]
+        return [("weight", Spec(FP8, shape)), (scale, Spec(facts.scale_dtype, form.scale_shape(shape)))]
 
     tensors: dict[str, Spec] = {}
     for module in _modules(facts, facts.mtp_layers):
@@ -113,14 +112,13 @@ def make_plan(
         RecipeError: the group size does not divide the experts' matrices, the recipe asks for a fold that is not exact,
             or for a conversion that this source does not need or that servers do not take.
     """
-    group, remedy = experts.scheme.group_size, "choose a smaller group"
-    if experts.format == "nvfp4":
-        remedy = "experts.format: nvfp4 has no other; quantize to integers"
+    scheme = experts.scheme
     for size in ("hidden", "width"):
         width = facts.sizes[size]
-        if width.value % group:
+        if not scheme.fits(width.value):
             raise RecipeError(
-                f"{where}: experts.group_size {group} does not divide {width.key} {width.value}; {remedy}"
+                f"{where}: experts.group_size {scheme.group_size} does not divide {width.key} {width.value}; "
+                f"{scheme.remedy}"
             )
     folded = folds(facts, experts, where)
     in_layers, _, _ = facts.layer_prefix.partition("{layer}")
@@ -128,7 +126,7 @@ def make_plan(
     form = stored_form(within, block)
     # Copies of a model may lack its MTP layers.
     mtp = [layer for layer in facts.mtp_layers if any(name.startswith(facts.layer(layer, "")) for name in tensors)]
-    remaining, scheme, folding = dict(tensors), experts.scheme, set(facts.moe_layers if folded else ())
+    remaining, folding = dict(tensors), set(facts.moe_layers if folded else ())
     actions: list[Action] = []
     for module in _modules(facts, mtp):
         if module.facts is None:
@@ -168,7 +166,7 @@ def _tensor_action(module: _Module, spec: Spec, facts: Architecture, *, fold: bo
 def _linear_actions(
     remaining: Remaining,
     module: _Module,
-    scheme: Scheme,
+    scheme: ExpertFormat,
     form: Fp8,
     mtp: Collection[int],
     attention: Attention,
@@ -184,9 +182,9 @@ def _linear_actions(
     kind: Kind = "quantize" if quantized else "convert" if converts else "keep"
     outputs = {weight: spec}
     if quantized:
-        outputs = packed_specs(module.name, spec.shape, scheme)
+        outputs = scheme.specs(module.name, spec.shape)
     elif converts:
-        outputs = converted_specs(module.name, spec.shape, attention)
+        outputs = CONVERSIONS[attention].specs(module.name, spec.shape)
     yield Action(weight, spec, kind, outputs, *of)
     if spec.dtype != FP8:
         return
@@ -202,7 +200,7 @@ def _linear_actions(
             f"{where}: {scale} is a scale {known}; of FP8 only F32 or BF16 scales of rows or blocks can be read; give "
             "the model's release with such scales, or in BF16"
         )
-    scale_spec = take(remaining, scale, scale_shape(form, spec.shape), ("F32", "BF16"), where)
+    scale_spec = take(remaining, scale, form.scale_shape(spec.shape), ("F32", "BF16"), where)
     if kind == "keep":
         yield Action(scale, scale_spec, "keep" if scale == written else "rename", {written: scale_spec}, *of)
     else:
@@ -241,16 +239,15 @@ def _require_converted(attention: Attention, actions: Sequence[Action], where: s
     for action in matrices:
         if action.spec.dtype == FP8:
             raise RecipeError(f"{key}: {action.source} is FP8 already; remove the key, or give bf16")
-    if attention != "fp8-block":
-        return
+    edges = CONVERSIONS[attention].edges
     merged = {part for parts in FUSED_IN_SOME.values() for part in parts[:-1]}
     for action in found:
         rows, columns = action.spec.shape
         last = action.source.removesuffix(".weight").rpartition(".")[2]
         for what, size, edge in (("rows", rows if last in merged else 0, 0), ("columns", columns, 1)):
-            if size % CONVERTED_BLOCK[edge]:
+            if size % edges[edge]:
                 raise RecipeError(
-                    f"{key}: {action.source} has {size} {what}, not a multiple of {CONVERTED_BLOCK[edge]}, and servers "
+                    f"{key}: {action.source} has {size} {what}, not a multiple of {edges[edge]}, and servers "
                     "take no such blocks; give fp8, which has a scale per row"
                 )
 

@@ -32,13 +32,13 @@ from quantizers.architectures.architecture import Architecture, Targets
 from quantizers.architectures.fused import FUSED_IN_SOME
 from quantizers.architectures.matrices import PROJECTIONS
 from quantizers.checkpoint.reader import CONFIG, INDEX, Checkpoint, side_files
-from quantizers.formats.fp8 import ROWS, Fp8, block_size
+from quantizers.formats.format import QuantizedFormat, arguments
+from quantizers.formats.fp8 import Fp8, block_size
 from quantizers.planning.plan import Plan, index_json
 from quantizers.system.files import copy_file, write_text
 
 Scheme = Literal["fp8", "plain", "experts"]
 ANYWHERE = r"(.*\.)?"
-NVFP4: dict[str, Any] = {"group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
 
 
 def write_config_files(folder: Path, source: Checkpoint, plan: Plan, facts: Architecture) -> None:
@@ -84,13 +84,8 @@ def quantization_config(facts: Architecture, plan: Plan, fp8: Fp8 | None) -> dic
     patterns = [*(targets.fp8 if in_fp8 else []), *(mtp_experts if plan.mtp_in_fp8 else [])]
     routed = _routed_groups(facts, plan, targets)
     attention: dict[str, Any] = {}
-    if fp8 == ROWS:
-        inputs = _scheme(8, "float", "token", dynamic=True)
-        attention["attention_fp8_channel"] = _group(patterns, "float-quantized", _scheme(8, "float", "channel"), inputs)
-    elif fp8 is not None:
-        inputs = _scheme(8, "float", "group", dynamic=True, group_size=fp8[1])
-        weights = _scheme(8, "float", "block", block_structure=list(fp8))
-        attention["attention_fp8_block"] = _group(patterns, "float-quantized", weights, inputs)
+    if fp8 is not None:
+        attention[f"attention_{fp8.group_name}"] = _group(patterns, fp8)
     plain = [] if plan.mtp_in_fp8 else [f"re:{pattern}" for pattern in mtp_experts]
     return {
         "quant_method": "compressed-tensors",
@@ -99,7 +94,7 @@ def quantization_config(facts: Architecture, plan: Plan, fp8: Fp8 | None) -> dic
         "format": next(iter(routed.values()))["format"] if routed else "pack-quantized",
         "config_groups": routed | attention if any("experts" in p for p in patterns) else attention | routed,
         "ignore": [*targets.ignore, *plain, *([] if in_fp8 else targets.unquantized)],
-        "kv_cache_scheme": _scheme(8, "float", "tensor") if plan.cached else None,
+        "kv_cache_scheme": arguments(8, "float", "tensor") if plan.cached else None,
         "global_compression_ratio": None,
         "sparsity_config": {},
         "transform_config": {},
@@ -108,38 +103,24 @@ def quantization_config(facts: Architecture, plan: Plan, fp8: Fp8 | None) -> dic
 
 
 def _routed_groups(facts: Architecture, plan: Plan, targets: Targets) -> dict[str, Any]:
-    """One config group per scheme of the routed experts, by name; its regex lists its layers if there are several."""
+    """One config group per format of the routed experts, by name; its regex lists its layers if there are several."""
     layers, groups = plan.quantized_layers, {}
     schemes = list(dict.fromkeys(plan.schemes[layer] for layer in layers))
     for scheme in schemes:
         name, within = "routed_experts", ""
         if len(schemes) > 1:
-            name = f"routed_experts_int{scheme.bits}_group{scheme.group_size}"
+            name = f"routed_experts_{scheme.group_name}"
             numbers = _one_of(layer for layer in layers if plan.schemes[layer] == scheme)
             within = rf"\.{_list_of_layers(facts)}\.{numbers}\..*"
         elif plan.mtp:
             within = rf"\.{_list_of_layers(facts)}\.(?!{_one_of(plan.mtp)}\.)\d+\..*"
         pattern = f"{_beside_carried(plan, facts)}.*{within}{targets.experts}"
-        if scheme.format == "nvfp4":
-            weights = _scheme(4, "float", "tensor_group", **NVFP4)
-            inputs = weights | {"dynamic": "local"} if scheme.activations == 4 else None
-            groups[name] = _group([pattern], "nvfp4-pack-quantized", weights, inputs)
-        else:
-            weights = _scheme(scheme.bits, "int", "group", group_size=scheme.group_size)
-            groups[name] = _group([pattern], "pack-quantized", weights, None)
+        groups[name] = _group([pattern], scheme)
     return groups
 
 
-def _group(
-    patterns: Iterable[str], form: str, weights: dict[str, Any], inputs: dict[str, Any] | None
-) -> dict[str, Any]:
-    targets = [f"re:{pattern}" for pattern in patterns]
-    return {"targets": targets, "format": form, "weights": weights, "input_activations": inputs}
-
-
-def _scheme(bits: int, kind: str, strategy: str, dynamic: bool = False, **extra: Any) -> dict[str, Any]:
-    fixed = {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": dynamic}
-    return fixed | extra
+def _group(patterns: Iterable[str], form: QuantizedFormat) -> dict[str, Any]:
+    return {"targets": [f"re:{pattern}" for pattern in patterns]} | form.config_group()
 
 
 # Targets -----------------------------------------------------------------------------------------------------------
