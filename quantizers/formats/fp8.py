@@ -195,7 +195,7 @@ def _fp8_matrix(checkpoint: Checkpoint, module: str) -> tuple[int, int] | None:
 
 def _declared(weights: Mapping[str, Any]) -> str | None:
     """What has a scale in weights that a config group declares to be FP8; None for other weights."""
-    return weights["strategy"] if (weights["type"], weights["num_bits"]) == ("float", 8) else None
+    return weights.get("strategy") if (weights.get("type"), weights.get("num_bits")) == ("float", 8) else None
 
 
 def _least_scale(peak: Tensor) -> Tensor:

@@ -135,7 +135,7 @@ class Nvfp4(ExpertFormat):
     @classmethod
     def of_config_group(cls, weights: Mapping[str, Any], inputs: Any) -> Self | None:
         """The format of FP4 with a scale per group and one of the matrix; of activations that are quantized, too."""
-        own = [weights[key] for key in ("type", "num_bits", "strategy", "group_size")]
+        own = [weights.get(key) for key in ("type", "num_bits", "strategy", "group_size")]
         return cls(4 if inputs else 16) if own == ["float", 4, "tensor_group", GROUP] else None
 
     @classmethod

@@ -124,8 +124,8 @@ class Integers(ExpertFormat):
     @classmethod
     def of_config_group(cls, weights: Mapping[str, Any], inputs: Any) -> Self | None:
         """The integers in groups that a config group declares, without quantized activations."""
-        group = weights["group_size"]
-        if (weights["type"], weights["strategy"]) != ("int", "group") or not group or inputs:
+        group = weights.get("group_size")
+        if (weights.get("type"), weights.get("strategy")) != ("int", "group") or not group or inputs:
             return None
         return cls(weights["num_bits"], group)
 

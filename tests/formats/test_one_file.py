@@ -40,9 +40,8 @@ def test_a_format_is_found_again_by_what_the_report_says_of_it(form: ExpertForma
 @pytest.mark.parametrize("form", DECLARED, ids=str)
 def test_a_config_group_declares_one_format(form: QuantizedFormat) -> None:
     group = form.config_group()
-    weights = {"group_size": None, "block_structure": None} | group["weights"]
     known = (*expert_formats().values(), type(ROWS), Fp8Blocks)
-    declared = [one for kind in known if (one := kind.of_config_group(weights, group["input_activations"]))]
+    declared = [one for kind in known if (one := kind.of_config_group(group["weights"], group["input_activations"]))]
     assert declared == [form]
 
 
