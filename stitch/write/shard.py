@@ -25,6 +25,7 @@ from quantizers.formats.conversion import converted
 from quantizers.formats.dequantization import is_finite
 from quantizers.formats.format import PACKED, SCALE, ExpertFormat
 from quantizers.formats.nvfp4 import GLOBAL_SCALE, INPUT_SCALE
+from quantizers.formats.packed_integers import SHAPE
 from quantizers.planning.plan import METADATA, PASSTHROUGH, Action, Plan
 from quantizers.solve.result import LayerResult
 from quantizers.system.errors import CheckpointError, QuantizeError
@@ -100,7 +101,7 @@ def layer_tensors(
                     part = name.rpartition(".")[2]
                     found[name] = (
                         torch.tensor(action.spec.shape, dtype=torch.int64)
-                        if part == "weight_shape"
+                        if part == SHAPE
                         else values[action.matrix, part][action.expert]
                     )
             else:
