@@ -34,9 +34,11 @@ if TYPE_CHECKING:
 Grid = int | Literal["e2m1"]  # what is rounded to: the bits of symmetric integers, or E2M1; see solve/grid.py
 Parts = tuple[tuple[str, Spec], ...]  # the tensors of a matrix, by the last part of their names
 INTEGERS = "int"  # the name of the format that is meant where none is named
-NAME, BITS, GROUP_SIZE, ACTIVATIONS = "format", "bits", "group_size", "activations"  # keys of a recipe's experts
-
-
+# Keys of a recipe's experts.
+NAME = "format"
+BITS = "bits"
+GROUP_SIZE = "group_size"
+ACTIVATIONS = "activations"
 PACKED, SCALE = "weight_packed", "weight_scale"  # last names of tensors
 
 

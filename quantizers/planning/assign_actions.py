@@ -176,15 +176,15 @@ def _linear_actions(
     of, weight = (module.layer, module.expert, module.matrix), f"{module.name}.weight"
     spec = take(remaining, weight, module.shape, (FP8, *FLOATING), where)
     quantized = module.expert is not None and module.layer not in mtp
-    converts = module.expert is None and (
-        spec.dtype == FP8 if attention == "bf16" else attention != "keep" and fits_fp8(module.name)
-    )
-    kind: Kind = "quantize" if quantized else "convert" if converts else "keep"
+    made = None if module.expert is not None else CONVERSIONS.get(attention)
+    if not (fits_fp8(module.name) if isinstance(made, Fp8) else spec.dtype == FP8):
+        made = None  # it has no such form, or has it already
+    kind: Kind = "quantize" if quantized else "convert" if made else "keep"
     outputs = {weight: spec}
     if quantized:
         outputs = scheme.specs(module.name, spec.shape)
-    elif converts:
-        outputs = CONVERSIONS[attention].specs(module.name, spec.shape)
+    elif made:
+        outputs = made.specs(module.name, spec.shape)
     yield Action(weight, spec, kind, outputs, *of)
     if spec.dtype != FP8:
         return
@@ -227,27 +227,27 @@ def _cached(facts: Architecture, where: str) -> dict[int, str]:
 
 def _require_converted(attention: Attention, actions: Sequence[Action], where: str) -> None:
     """Refuse a conversion of nothing, of what is FP8 already, or into blocks that servers do not take."""
-    if attention == "keep":
+    made = CONVERSIONS.get(attention)
+    if made is None:
         return
     matrices, key = [action for action in actions if action.is_other_matrix], f"{where}: attention: {attention}"
     found = [action for action in matrices if action.kind == "convert"]
     if not found:
         is_fp8 = "of attention, shared experts or dense layers is FP8"
-        raise RecipeError(f"{key}: no matrix {is_fp8 if attention == 'bf16' else 'fits'}; remove the key")
-    if attention == "bf16":
+        raise RecipeError(f"{key}: no matrix {'fits' if isinstance(made, Fp8) else is_fp8}; remove the key")
+    if not isinstance(made, Fp8):
         return
     for action in matrices:
         if action.spec.dtype == FP8:
             raise RecipeError(f"{key}: {action.source} is FP8 already; remove the key, or give bf16")
-    edges = CONVERSIONS[attention].edges
     merged = {part for parts in FUSED_IN_SOME.values() for part in parts[:-1]}
     for action in found:
         rows, columns = action.spec.shape
         last = action.source.removesuffix(".weight").rpartition(".")[2]
         for what, size, edge in (("rows", rows if last in merged else 0, 0), ("columns", columns, 1)):
-            if size % edges[edge]:
+            if size % made.edges[edge]:
                 raise RecipeError(
-                    f"{key}: {action.source} has {size} {what}, not a multiple of {edges[edge]}, and servers "
+                    f"{key}: {action.source} has {size} {what}, not a multiple of {made.edges[edge]}, and servers "
                     "take no such blocks; give fp8, which has a scale per row"
                 )
 

@@ -37,7 +37,7 @@ from quantizers.formats.fp8 import Fp8, block_size
 from quantizers.planning.plan import Plan, index_json
 from quantizers.system.files import copy_file, write_text
 
-Scheme = Literal["fp8", "plain", "experts"]
+Group = Literal["fp8", "plain", "experts"]  # what covers a module: a config group, or `ignore`
 ANYWHERE = r"(.*\.)?"
 
 
@@ -151,7 +151,7 @@ def _plain_among_fp8(plan: Plan, facts: Architecture, targets: Targets) -> list[
     kept = [a for a in plan.actions if a.is_other_matrix and a.layer is not None]
     if not any(action.in_fp8 for action in kept):
         return []
-    schemes: dict[str, Scheme] = {_module(a.source): "plain" for a in kept if not a.in_fp8}
+    schemes: dict[str, Group] = {_module(a.source): "plain" for a in kept if not a.in_fp8}
     layers: dict[str, list[int]] = {}
     for name in [*schemes, *_fused(schemes)]:
         layer = _layer(name, facts)
@@ -195,9 +195,9 @@ def _is_expert(module: str, facts: Architecture) -> bool:
     return re.search(_end_of_experts(facts), module) is not None
 
 
-def _schemes(plan: Plan, facts: Architecture) -> dict[str, Scheme]:
+def _schemes(plan: Plan, facts: Architecture) -> dict[str, Group]:
     """The scheme of every module besides the routed experts and those of MTP layers, by its published name."""
-    schemes: dict[str, Scheme] = {}
+    schemes: dict[str, Group] = {}
     for action in plan.actions:
         if action.is_scale or action.expert is not None or len(action.spec.shape) < 2:
             continue
@@ -215,9 +215,9 @@ def _module(tensor: str) -> str:
     return tensor.removesuffix(".weight") if tensor.endswith(".weight") else tensor.rpartition(".")[0]
 
 
-def _fused(schemes: Mapping[str, Scheme]) -> dict[str, Scheme]:
+def _fused(schemes: Mapping[str, Group]) -> dict[str, Group]:
     """What servers make of several modules of one scheme, by its name."""
-    made: dict[str, Scheme] = {}
+    made: dict[str, Group] = {}
     for parent in dict.fromkeys(name.rpartition(".")[0] for name in schemes):
         for whole, parts in FUSED_IN_SOME.items():
             first, *others = {schemes.get(f"{parent}.{part}") for part in parts}
@@ -246,14 +246,14 @@ def _any_number(name: str) -> str:
     return r"\.".join(r"\d+" if part.isdecimal() else re.escape(part) for part in name.split("."))
 
 
-def _expressions(schemes: Mapping[str, Scheme], plan: Plan, facts: Architecture) -> dict[Scheme, list[str]]:
+def _expressions(schemes: Mapping[str, Group], plan: Plan, facts: Architecture) -> dict[Group, list[str]]:
     """The expressions for every module but the experts, by scheme."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for name in schemes:
         kinds.setdefault(_place(name, plan, facts), []).append(name)
     roots = list(dict.fromkeys(root for root, _ in kinds if root))
     in_fp8 = {root for (root, _), names in kinds.items() for name in names if schemes[name] == "fp8"}
-    made: dict[Scheme, list[str]] = {"fp8": [], "plain": []}
+    made: dict[Group, list[str]] = {"fp8": [], "plain": []}
     for (root, end), names in kinds.items():
         for scheme, done in made.items():
             own = [name for name in names if schemes[name] == scheme]
