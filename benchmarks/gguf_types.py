@@ -32,18 +32,18 @@ from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.device.devices import choose_device
 from quantizers.formats.dequantization import read_weight
+from quantizers.formats.packed_integers import Integers
 from quantizers.importance.input_sums import DOWN, GATE, InputSums, Tokens, read_sums
 from quantizers.model.streamed_model import StreamedModel
 from quantizers.planning.device_memory import Placement, Residents
 from quantizers.planning.job import Job, prepare
 from quantizers.recipe.read import changes_of
-from quantizers.recipe.schema import Scheme
 from quantizers.system.formatting import text_table
 from quantizers.walk.context import Context
 from quantizers.walk.walk import all_tensors, walk
 
 TYPES = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "Q2_K", "IQ3_XXS", "IQ3_S", "Q3_K", "IQ4_XS", "Q4_K")
-SCHEMES = (Scheme(2, 64), Scheme(2, 32), Scheme(3, 64), Scheme(3, 32), Scheme(4, 64), Scheme(4, 32))
+SCHEMES = (Integers(2, 64), Integers(2, 32), Integers(3, 64), Integers(3, 32), Integers(4, 64), Integers(4, 32))
 BUDGETS = (2.75, 3.0)  # bits per weight
 SUPER_BLOCK = 256
 CPU = torch.device("cpu")

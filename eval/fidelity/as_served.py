@@ -26,13 +26,13 @@ from quantizers.architectures.gates import Gate, gate_of
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.skeleton import replaced_forward
 from quantizers.checkpoint.reader import CONFIG, Checkpoint
-from quantizers.checkpoint.safetensors_header import FP8
 from quantizers.device.devices import is_accelerator
-from quantizers.eval.serving.cards import KINDS, WHERE, Activations, Kernel, Kind, Where, kernel
+from quantizers.eval.serving.cards import WHERE, Activations, Kernel, Where, kernel
 from quantizers.formats import nvfp4
-from quantizers.formats.conversion import LARGEST, to_fp8
-from quantizers.formats.dequantization import PLAIN, unchecked_weight, weight_format
-from quantizers.formats.fp8 import INPUT_SCALE, block_size
+from quantizers.formats.dequantization import stored_format, stored_matrix
+from quantizers.formats.format import ForeignFormat, Format
+from quantizers.formats.fp8 import LARGEST, block_size, to_fp8
+from quantizers.formats.nvfp4 import INPUT_SCALE
 from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 from quantizers.recipe.cards import Card
 from quantizers.system.errors import CheckpointError
@@ -96,22 +96,11 @@ def blocks_to_powers_of_two(weight: Tensor) -> Tensor:
     return to_fp8(blocks, scale).flatten(2, 3).flatten(0, 1)[:rows, :columns]
 
 
-def stored_kind(stored: Checkpoint, module: str) -> Kind:
-    """How a module's weight is stored, as kernels distinguish it."""
-    if found := weight_format(stored, module):
-        rounded = found.kind == "nvfp4" and f"{module}.{INPUT_SCALE}" in stored.tensors
-        return "nvfp4-a4" if rounded else found.kind
-    weight = stored.tensors.get(f"{module}.weight")
-    if weight is None or weight.dtype not in (*PLAIN, FP8):
-        return "packed"
-    return "rows" if weight.dtype == FP8 else "plain"
-
-
 def multiplied_weight(stored: Checkpoint, module: str, of: Kernel, device: torch.device) -> Tensor:
     """The weight (R, C) that a kernel multiplies, float32 on the device."""
-    found = weight_format(stored, module)
-    if found is None:
-        weight = unchecked_weight(stored, module, device)
+    found = stored_matrix(stored, module)
+    if isinstance(found, ForeignFormat):
+        weight = found.read(stored, module, device)
     else:
         parts = [stored.tensor(f"{module}.{part}").to(device) for part in found.parts]
         if of.scales == "bfloat16":
@@ -198,7 +187,7 @@ class ServedModel(StreamedModel):
         self, files: Checkpoint, where: Where, module: str, shape: Sequence[int]
     ) -> tuple[Tensor, Rounding]:
         """The weight (R, C) that the card's kernel multiplies, and what becomes of its activations."""
-        rules = kernel(self.card, where, stored_kind(files, module), tuple(shape))
+        rules = kernel(self.card, where, stored_format(files, module), tuple(shape))
         how: Rounding = rules.activations
         if how == "NVFP4":
             how = files.tensor(f"{module}.{INPUT_SCALE}").to(self.device)
@@ -222,7 +211,7 @@ class ServedModel(StreamedModel):
 # Words ----------------------------------------------------------------------------------------------------------------
 
 
-def kernels_of(model: ServedModel, checkpoint: Checkpoint, experts: Kind | None = None) -> dict[str, str]:
+def kernels_of(model: ServedModel, checkpoint: Checkpoint, experts: Format | None = None) -> dict[str, str]:
     """The kernel for each kind of matrix of a checkpoint on the model's card, in words, and what is not simulated.
 
     `experts` are stored so, if otherwise than in the checkpoint.
@@ -234,9 +223,9 @@ def kernels_of(model: ServedModel, checkpoint: Checkpoint, experts: Kind | None 
         routed = [facts.expert(number, 0, matrix) for matrix in MATRICES if number not in facts.dense]
         for module in (*modules, *routed):
             where: Where = "experts" if module in routed else "linear"
-            kind = experts if where == "experts" and experts else stored_kind(checkpoint, module)
+            form = experts if where == "experts" and experts else stored_format(checkpoint, module)
             shape = checkpoint.tensors[f"{module}.weight"].shape if f"{module}.weight" in checkpoint.tensors else (0, 0)
-            found[f"{WHERE[where]} in {KINDS[kind]}"] = str(kernel(card, where, kind, shape))
+            found[f"{WHERE[where]} in {form.description}"] = str(kernel(card, where, form, shape))
     return found
 
 

@@ -23,7 +23,6 @@ from quantizers.eval.serving.cards import DEEP_GEMM, KEEPS_SCALES, NEGATIVE_SCAL
 from quantizers.eval.serving.check import ONE_SCHEME, REFUSES
 from quantizers.eval.serving.engines import READ, SGLANG, TRANSFORMERS
 from quantizers.recipe.portable import is_hub_id
-from quantizers.recipe.schema import Scheme
 from quantizers.system.formatting import gate_figures, gib, number, size
 from quantizers.system.output_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
 from quantizers.system.strict_yaml import dump
@@ -97,12 +96,8 @@ def model_card(report: dict[str, Any]) -> str:
     return re.sub(r"\n{3,}", "\n\n", text).rstrip("\n") + "\n"
 
 
-def _number(scheme: Scheme) -> str:
-    return "NVFP4" if scheme.format == "nvfp4" else f"INT{scheme.bits}"
-
-
 def _numbers(report: dict[str, Any]) -> str:
-    return " and ".join(dict.fromkeys(map(_number, summary.expert_schemes(report))))
+    return " and ".join(dict.fromkeys(scheme.short for scheme in summary.expert_schemes(report)))
 
 
 def _title(report: dict[str, Any]) -> str:
@@ -115,14 +110,11 @@ def _title(report: dict[str, Any]) -> str:
 def _stored(report: dict[str, Any]) -> str:
     schemes = summary.expert_schemes(report)
     if "stitched" in report:
-        groups = (str(s) if s.format == "nvfp4" else f"INT{s.bits} in groups of {s.group_size}" for s in schemes)
-        return " and ".join(groups)
+        return " and ".join(" in ".join(scheme.words) for scheme in schemes)
     if report.get("schemes"):
         return f"{_numbers(report)}, symmetric, one bfloat16 scale per group ({report['schemes']['chosen']})"
     (scheme,) = schemes
-    if scheme.format == "nvfp4":
-        return f"{scheme}: FP4 (E2M1), one FP8 scale per {scheme.group_size} weights, one float32 scale per matrix"
-    return f"{_numbers(report)}, symmetric, one bfloat16 scale per {scheme.group_size} weights"
+    return scheme.in_words
 
 
 def _fp8_form(plan: dict[str, Any]) -> str | None:
@@ -260,7 +252,7 @@ def _tags(report: dict[str, Any]) -> list[str]:
     else:
         awq = report["settings"]["recipe"]["experts"]["awq"]
     kinds = (["awq"] if awq else []) + (["fp8"] if _fp8_form(report["plan"]) else [])
-    names = ((_number(s).lower(), f"w{s.bits}a{s.activations}") for s in summary.expert_schemes(report))
+    names = ((s.short.lower(), f"w{s.bits}a{s.activations}") for s in summary.expert_schemes(report))
     widths = dict.fromkeys(tag for pair in names for tag in pair)
     return ["compressed-tensors", *kinds, *widths, "moe", *(["vllm"] if "vllm" in report["serving"]["servers"] else [])]
 

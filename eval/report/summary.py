@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import replace
 from typing import Any
 
-from quantizers.recipe.schema import NVFP4, Scheme
+from quantizers.formats.format import ExpertFormat, format_of
 from quantizers.system.formatting import number, size, size_from, text_table
 
 NAMES = {"gate": "w1 (gate)", "up": "w3 (up)", "down": "w2 (down)"}
@@ -131,16 +130,13 @@ def scheme_lines(report: dict[str, Any]) -> list[str]:
     return choice_lines(report["schemes"]) if "schemes" in report else []
 
 
-def expert_schemes(report: dict[str, Any]) -> list[Scheme]:
+def expert_schemes(report: dict[str, Any]) -> list[ExpertFormat]:
     """The experts' schemes, smallest first; several if layers differ."""
     if report.get("schemes"):
-        return sorted({Scheme(layer["bits"], layer["group_size"]) for layer in report["schemes"]["layers"]})
+        return sorted({format_of(layer) for layer in report["schemes"]["layers"]})
     if "stitched" in report:
-        return sorted(Scheme(**scheme) for scheme in report["experts"]["schemes"])
-    experts = report["settings"]["recipe"]["experts"]
-    if experts.get("format") == "nvfp4":
-        return [replace(NVFP4, activations=experts.get("activations", NVFP4.activations))]
-    return [Scheme(experts["bits"], experts["group_size"])]
+        return sorted(map(format_of, report["experts"]["schemes"]))
+    return [format_of(report["settings"]["recipe"]["experts"])]
 
 
 # Serving -----------------------------------------------------------------------------------------------------------

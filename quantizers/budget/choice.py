@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quantizers.architectures.matrices import MATRICES
+from quantizers.formats.format import format_of
 from quantizers.output import journal
 from quantizers.output.journal import finished_report, refuse_changes
 from quantizers.planning.allocation import Allocation
-from quantizers.recipe.schema import Scheme, counted
+from quantizers.recipe.schema import counted
 from quantizers.system.errors import InputError
 from quantizers.walk.context import Context
 
@@ -128,7 +129,7 @@ def apply_choice(job: Job, output: Path | None) -> tuple[Job, dict[str, Any] | N
     choice = read_choice(job, output)
     if choice is None:
         raise InputError(f"{output}: no run of this recipe has measured its layers there; leave --output out")
-    chosen = [job.allocation.candidates.index(Scheme(row["bits"], row["group_size"])) for row in choice["layers"]]
+    chosen = [job.allocation.candidates.index(format_of(row)) for row in choice["layers"]]
     return replace(job, plan=job.plan.with_schemes(job.allocation.schemes(chosen))), choice
 
 

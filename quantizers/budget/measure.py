@@ -49,13 +49,13 @@ from quantizers.distributed.process_group import rank_0_progress
 from quantizers.eval.fidelity.comparison import by_text
 from quantizers.eval.fidelity.metrics import Text
 from quantizers.eval.fidelity.scoring import score
+from quantizers.formats.format import ExpertFormat
 from quantizers.formats.packed_integers import dequantize
 from quantizers.model.activation_stream import ActivationStream
 from quantizers.model.layer_forward import routes
 from quantizers.model.moe_inputs import MoeInputs
 from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 from quantizers.planning.job import Job
-from quantizers.recipe.schema import Scheme
 from quantizers.solve.rounding import minmax_scales, nearest
 from quantizers.system.errors import QuantizeError
 from quantizers.system.files import write_json
@@ -210,13 +210,13 @@ def scheme_errors(
     moe_inputs: MoeInputs,
     weights: tuple[torch.Tensor, torch.Tensor],
     expert: int,
-    schemes: Sequence[Scheme],
+    schemes: Sequence[ExpertFormat],
     gate: Gate,
     *,
     outer: torch.Tensor | None,
     inner: bool,
     signed: bool = True,
-) -> tuple[dict[Scheme, dict[str, float]], tuple[torch.Tensor, torch.Tensor]]:
+) -> tuple[dict[ExpertFormat, dict[str, float]], tuple[torch.Tensor, torch.Tensor]]:
     """Error of one expert's outputs under each scheme.
 
     Args:
@@ -255,11 +255,11 @@ def column_scale(inputs: torch.Tensor) -> torch.Tensor:
     return inputs.float().abs().mean(0).nan_to_num(1.0).clamp(min=1e-4).sqrt()
 
 
-def _rounded(weight: torch.Tensor, scheme: Scheme, smooth: torch.Tensor | None, signed: bool) -> torch.Tensor:
+def _rounded(weight: torch.Tensor, scheme: ExpertFormat, smooth: torch.Tensor | None, signed: bool) -> torch.Tensor:
     """A matrix (R, C) scaled by (C,), rounded to nearest and scaled back."""
     smooth = torch.ones_like(weight[0]) if smooth is None else smooth
-    scale = minmax_scales(weight * smooth, scheme.group_size, scheme.bits, signed=signed)
-    return dequantize(nearest(weight * smooth, scale, scheme.bits), scale) / smooth
+    scale = minmax_scales(weight * smooth, scheme.group_size, scheme.grid, signed=signed)
+    return dequantize(nearest(weight * smooth, scale, scheme.grid), scale) / smooth
 
 
 def _forward(x: torch.Tensor, weights: dict[str, torch.Tensor], gate: Gate) -> tuple[torch.Tensor, torch.Tensor]:

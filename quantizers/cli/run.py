@@ -166,7 +166,7 @@ def closer(experts: dict[str, Any]) -> list[str]:
         ("experts.scales_sign: both", experts.get("scales_sign") == "positive"),
         ("more calibration tokens", True),
         ("experts.budget, which gives some layers 8 bits", bits == 4),
-        ("experts.bits: 8 instead of experts.format", experts.get("format") == "nvfp4"),
+        ("experts.bits: 8 instead of experts.format", "format" in experts),
         (f"experts.bits: {4 if bits < 4 else 8}", bits < 8),
     ]
     return [step for step, helps in steps if helps]

@@ -33,7 +33,6 @@ from quantizers.eval.fidelity.as_served import ServedModel, kernels_of
 from quantizers.eval.fidelity.metrics import Measured, Text
 from quantizers.eval.fidelity.scoring import score
 from quantizers.eval.fidelity.variants import Variants, variants_of
-from quantizers.eval.serving.cards import Kind
 from quantizers.importance.input_sums import InputSums, sums_file
 from quantizers.model.activation_stream import ActivationStream, embed
 from quantizers.model.layer_forward import attend
@@ -288,13 +287,9 @@ def _measured(run: Run, entries: Sequence[Entry]) -> Measured | None:
     pairs = [(source, source), (source, output), *run.variants.pairs(source)]
     scores = score(pairs, run.texts, stage, dist=context.dist)
     on_cards = run.variants.on_cards(1, source, scores, run.texts)
-    scheme = job.plan.schemes[0]
-    kind: Kind = "packed"
-    if scheme.format == "nvfp4":
-        kind = "nvfp4-a4" if scheme.activations == 4 else "nvfp4"
     for card, (there, _) in run.variants.cards.items():
         assert isinstance(there.model, ServedModel)
-        on_cards[card]["kernels"] = kernels_of(there.model, _with_converted(job), kind)
+        on_cards[card]["kernels"] = kernels_of(there.model, _with_converted(job), job.plan.schemes[0])
     cache = run.variants.with_cache(1, source, scores, run.texts)
     layers = [entry["held_out"] for entry in entries]
     return Measured(scores[source, source][0], *scores[source, output], layers, on_cards, cache)

@@ -72,7 +72,7 @@ class Job:
     def integers(self) -> set[tuple[int, int, bool]]:
         """Bits, group size, and whether scales may be negative, of all integers that a run may write."""
         schemes = self.allocation.candidates if self.allocation else self.plan.schemes
-        return {(one.bits, one.group_size, self.recipe.experts.signed) for one in schemes if one.format == "int"}
+        return {(one.bits, one.group_size, self.recipe.experts.signed) for one in schemes if one.by_kernel}
 
 
 def prepare(

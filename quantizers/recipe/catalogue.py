@@ -35,9 +35,7 @@ def rows() -> list[dict[str, str]]:
 def _size(experts: Experts) -> str:
     if experts.budget is not None:
         return f"2 to 8 bits, {experts.budget} in all"
-    if experts.format == "nvfp4":
-        return str(experts.scheme)
-    return f"INT{experts.bits}, groups of {experts.group_size}"
+    return ", ".join(experts.scheme.words)
 
 
 def copied(name: str) -> str:

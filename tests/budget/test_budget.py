@@ -32,7 +32,7 @@ from quantizers.commands.stitch import stitch_experts
 from quantizers.eval.report.summary import choice_lines
 from quantizers.eval.serving.check import STORED
 from quantizers.formats.dequantization import read_weight
-from quantizers.formats.packed_integers import dequantize
+from quantizers.formats.packed_integers import CANDIDATES, Integers, dequantize
 from quantizers.model.moe_inputs import capture_moe_inputs as seen_by
 from quantizers.output import journal
 from quantizers.pipeline import pipeline
@@ -41,7 +41,6 @@ from quantizers.planning.allocation import Allocation
 from quantizers.planning.device_memory import Placement, Residents
 from quantizers.planning.job import Job, prepare
 from quantizers.planning.plan import file_size
-from quantizers.recipe.schema import CANDIDATES, Scheme
 from quantizers.solve.rounding import minmax_scales, nearest
 from quantizers.stitch.audit.checkpoint import verify
 from quantizers.stitch.write.config_files import output_config
@@ -75,8 +74,8 @@ def done(tmp_path_factory: pytest.TempPathFactory, budgeted: Callable[..., Path]
     return job, folder / "output", run(job, Options(folder / "output", CPU))
 
 
-def chosen_of(report: dict[str, Any]) -> list[Scheme]:
-    return [Scheme(row["bits"], row["group_size"]) for row in report["schemes"]["layers"]]
+def chosen_of(report: dict[str, Any]) -> list[Integers]:
+    return [Integers(row["bits"], row["group_size"]) for row in report["schemes"]["layers"]]
 
 
 def rounded(weight: Tensor, scale: Tensor, bits: int) -> Tensor:
@@ -94,7 +93,7 @@ def test_errors_are_those_of_an_experts_outputs() -> None:
     gate_up, down = torch.randn(experts, 2 * width, hidden), torch.randn(experts, hidden, width)
     chosen = torch.stack([torch.randperm(experts)[:2] for _ in range(12)])
     recorded = seen_by(torch.randn(12, hidden), chosen, torch.rand(12, 2))
-    schemes = [Scheme(4, 32), Scheme(8, 32)]
+    schemes = [Integers(4, 32), Integers(8, 32)]
 
     def output(x: Tensor, gate: Tensor, up: Tensor, w2: Tensor) -> Tensor:
         return w2 @ (torch.nn.functional.silu(gate @ x) * (up @ x))
@@ -126,7 +125,7 @@ def test_columns_are_scaled_by_their_inputs() -> None:
     silu = torch.nn.functional.silu
     recorded = seen_by(x, chosen, torch.ones(50, 1))
     _, (both, w2) = scheme_errors(
-        recorded, (gate_up, down), 1, [Scheme(4, 32)], plain_gate(silu), outer=column_scale(x), inner=True
+        recorded, (gate_up, down), 1, [Integers(4, 32)], plain_gate(silu), outer=column_scale(x), inner=True
     )
     own = x[chosen[:, 0] == 1]
     inner = silu(own @ gate_up[1, :32].T) * (own @ gate_up[1, 32:].T)
@@ -207,7 +206,7 @@ def test_the_probe_is_the_whole_model_with_the_first_layer_rounded(
 
 def test_a_mixture_is_chosen_only_if_its_gain_is_certain() -> None:
     """INT8 for one layer instead of groups of 32 for both: what each of four experts loses under each scheme."""
-    schemes = (Scheme(4, 64), Scheme(4, 32), Scheme(8, 64))
+    schemes = (Integers(4, 64), Integers(4, 32), Integers(8, 64))
     allocation = Allocation((0, 1), 2, schemes, ((10, 11, 16),) * 2, 0, 1, 64, 26, "bytes")
     for first, picked, gain in (
         ([[0.5] * 4, [0.25] * 4, [0.0] * 4], [2, 0], 1 - 1.2 / 2.16),
@@ -233,7 +232,7 @@ def test_a_mixture_is_chosen_only_if_its_gain_is_certain() -> None:
 def test_the_output_is_what_was_chosen_to_the_byte(done: Any) -> None:
     job, folder, report = done
     schemes, found = chosen_of(report), report["schemes"]
-    assert sorted(schemes) == [Scheme(4, 32)] * 2 + [Scheme(4, 64)] * 2
+    assert sorted(schemes) == [Integers(4, 32)] * 2 + [Integers(4, 64)] * 2
     shards = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
     plan = job.plan.with_schemes(schemes)
     assert shards == {name: file_size(tensors) for name, tensors in plan.shards().items()}
@@ -403,7 +402,7 @@ def test_a_budget_where_some_layers_have_no_experts(tmp_path: Path) -> None:
     assert report["audit"]["differences"] == []
     assert not [finding for finding in report["consumers"]["findings"] if finding["severity"] == "error"]
     assert [row["layer"] for row in schemes["layers"]] == [1, 2]
-    assert sorted(chosen_of(report)) == [Scheme(4, 32), Scheme(8, 32)]
+    assert sorted(chosen_of(report)) == [Integers(4, 32), Integers(8, 32)]
     assert schemes["bits_per_weight"] <= 6.5
     assert report["seconds"]["measuring"] > 0
     card = (tmp_path / "output" / "README.md").read_text()
@@ -420,7 +419,7 @@ def test_a_budget_where_some_layers_have_no_experts(tmp_path: Path) -> None:
 def test_one_scheme_for_all_layers_is_written_as_ever(tmp_path: Path, write_recipe: Callable[..., Path]) -> None:
     """The config of a uniform choice within a budget is that of the same scheme asked for."""
     job = prepare(str(write_recipe(tmp_path)))
-    chosen = job.plan.with_schemes([Scheme(4, 32)] * 4)
+    chosen = job.plan.with_schemes([Integers(4, 32)] * 4)
     assert replace(job.plan, schemes=()) == replace(chosen, schemes=())
     asked, uniform = (output_config(job.config, job.facts, plan, job.fp8) for plan in (job.plan, chosen))
     assert asked == uniform

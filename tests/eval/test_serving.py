@@ -43,11 +43,12 @@ from quantizers.eval.serving.engines import (
     VLLM_BEFORE,
     ServedScheme,
 )
-from quantizers.formats.fp8 import ROWS
+from quantizers.formats.fp8 import BLOCKS, ROWS
+from quantizers.formats.packed_integers import GROUPS, Integers
 from quantizers.pipeline.report import of_plan
 from quantizers.planning.assign_actions import expected_tensors, make_plan
 from quantizers.planning.serving_memory import FLASHINFER
-from quantizers.recipe.schema import GROUPS, Experts, Scheme
+from quantizers.recipe.schema import Experts
 from quantizers.stitch.write.config_files import output_config
 from quantizers.system.errors import InputError
 
@@ -61,10 +62,10 @@ Output = tuple[dict[str, Any], dict[str, Spec]]
 Change = Callable[[Section], object]
 
 
-def made(config: dict[str, Any], experts: Experts | None = None, schemes: list[Scheme] | None = None) -> Output:
+def made(config: dict[str, Any], experts: Experts | None = None, schemes: list[Integers] | None = None) -> Output:
     """config.json and tensors of an output, as the plan for a source with this config.json says."""
     section = config.get("quantization_config")
-    fp8 = None if section is None else BLOCK if "weight_block_size" in section else ROWS
+    fp8 = None if section is None else BLOCKS if "weight_block_size" in section else ROWS
     facts = architecture_for(config, "x")
     plan = make_plan(facts, expected_tensors(facts, config, "x"), experts or Experts(), "x", BLOCK)
     plan = plan.with_schemes(schemes) if schemes else plan
@@ -155,7 +156,7 @@ def test_a_good_output_of_every_family_has_no_findings(family: str) -> None:
             assert row[kind] == {"BF16": "plain"}.get(stored[kind], stored[kind])
 
 
-LAYERS = [Scheme(4, 32), Scheme(4, 64), Scheme(8, 32), Scheme(4, 64)]
+LAYERS = [Integers(4, 32), Integers(4, 64), Integers(8, 32), Integers(4, 64)]
 
 
 def test_each_layer_may_have_a_scheme_of_its_own() -> None:
@@ -200,7 +201,7 @@ def test_bits_that_an_engine_has_no_kernel_for_are_named_and_no_error(bits: Any,
     assert all(part in said_of[f"{V}, {B}"].consequence for part in HUMMING_ALONE)
     assert not dense or "compressed-tensors 0.18" in said_of[T].consequence
     assert [found.schemes[engine][EXPERTS] for engine in (V, S)] == [f"INT{bits} group 32", "refused"]
-    mixed = checked(made(tiny.config(num_hidden_layers=4), schemes=[Scheme(bits, 64), Scheme(4, 32), *LAYERS[2:]]))
+    mixed = checked(made(tiny.config(num_hidden_layers=4), schemes=[Integers(bits, 64), Integers(4, 32), *LAYERS[2:]]))
     assert [(one.problem, len(one.places)) for one in mixed.findings if one.engine == S] == [(f"experts: INT{bits}", 1)]
     assert mixed.schemes[S][EXPERTS] == "refused (1), INT4 group 32 (1), INT8 group 32 (1), INT4 group 64 (1)"
 
