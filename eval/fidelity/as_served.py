@@ -14,7 +14,7 @@ Legend: T tokens, K experts chosen per token, H hidden, I width of an expert, R 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,7 @@ from quantizers.recipe.schema import Card
 from quantizers.system.errors import CheckpointError
 from quantizers.system.progress import doing
 
+from .figures import Figures, OnCard
 from .metrics import Text, table
 from .scoring import Pair, Scores
 
@@ -267,22 +268,30 @@ def pairs(models: int, cards: int) -> list[Pair]:
 
 
 def as_served(
-    scores: Sequence[Scores], models: int, cards: Sequence[Card], texts: Sequence[Text]
-) -> list[dict[str, dict[str, Any]]]:
-    """Figures by card of each model but the source, from the scores of all `pairs`: `OnCard` of eval/report/fidelity.py
-    without the kernels; see `metrics.table`.
+    scores: Sequence[Scores],
+    models: int,
+    cards: Sequence[Card],
+    texts: Sequence[Text],
+    kernels: Sequence[Mapping[Card, dict[str, str]]],
+) -> list[dict[str, OnCard]]:
+    """Figures by card of each model but the source, from the scores of all `pairs` and its `kernels_of` each card; see
+    `metrics.table`.
     """
     found = dict(zip(pairs(models, len(cards)), scores, strict=True))
 
-    def figures(first: int, second: int) -> dict[str, Any]:
+    def figures(first: int, second: int) -> Figures:
         return table(texts, np.stack([found[0, first][0], *found[first, second]]))
 
-    result = [dict[str, dict[str, Any]]() for _ in range(1, models)]
+    result = [dict[str, OnCard]() for _ in range(1, models)]
     for card, source in zip(cards, range(models, models * (len(cards) + 1), models), strict=True):
         alone = figures(0, source)
-        for number, of_candidate in enumerate(result, source + 1):
-            served, from_stored = figures(source, number), figures(0, number)
-            of_candidate[card] = {"served": served, "card_alone": alone, "from_stored": from_stored}
+        for number, (of_candidate, chosen) in enumerate(zip(result, kernels, strict=True), source + 1):
+            of_candidate[card] = OnCard(
+                served=figures(source, number),
+                card_alone=alone,
+                from_stored=figures(0, number),
+                kernels=chosen[card],
+            )
     return result
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from quantizers.model.kv_cache import through_cache
 from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 from quantizers.planning.plan import KV_SCALES
 
+from .figures import KvCache
 from .metrics import Text, table
 from .scoring import Scores
 
@@ -53,6 +53,7 @@ class CachedModel(StreamedModel):
             yield layer
 
 
-def kv_figures(scores: Sequence[Scores], source: Scores, texts: Sequence[Text]) -> dict[str, Any]:
-    """Figures of both kinds, from their scores against the source as stored, and its own; see `metrics.table`."""
-    return {kind: table(texts, np.stack([source[0], *one])) for kind, one in zip(KINDS, scores, strict=True)}
+def kv_figures(scores: Sequence[Scores], source: Scores, texts: Sequence[Text]) -> KvCache:
+    """Figures of the KINDS, from their scores against the source as stored, and its own; see `metrics.table`."""
+    calibrated, ones = (table(texts, np.stack([source[0], *one])) for one in scores)
+    return KvCache(calibrated=calibrated, ones=ones)

@@ -18,6 +18,8 @@ from quantizers.system.package_data import shipped_names
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from quantizers.eval.report.schema import AuditFigures
+
 
 def _shipped(folder: str, begun: str) -> list[str]:
     """For the shell's completion: the shipped files whose names begin so."""
@@ -114,11 +116,11 @@ def typed() -> tuple[str, ...]:
     return ("quantize", *sys.argv[1:])
 
 
-def accounted(audit: dict[str, Any]) -> str:
+def accounted(audit: AuditFigures) -> str:
     """How many of the source's tensors an audit accounts for, and how."""
-    converted = audit.get("converted_matrices")
+    converted = audit.converted_matrices
     return (
-        f"{audit['tensors']:,} source tensors accounted for, {audit['kept_tensors']:,} compared byte for byte"
+        f"{audit.tensors:,} source tensors accounted for, {audit.kept_tensors:,} compared byte for byte"
         f"{f', {converted:,} converted again and compared' if converted else ''}"
     )
 

@@ -68,6 +68,7 @@ def coverage(
     """
     from quantizers.commands.coverage import coverage as count_tokens
     from quantizers.eval.coverage.compare import compare_table
+    from quantizers.eval.coverage.figures import CoverageComparison, CoverageReport
     from quantizers.eval.coverage.saliency import saliency_table
     from quantizers.eval.coverage.summary import coverage_table
     from quantizers.eval.report.plots import comparison_figure, coverage_figure, saliency_figure, save
@@ -77,22 +78,22 @@ def coverage(
     found = count_tokens(**common.given(context) | {"output": output}, dist=dist)
     if not dist.is_main:
         return
-    result = found.figures
-    text = (compare_table if compare else coverage_table)(result)
-    if saliency:
-        text += "\n\n" + saliency_table(result["saliency"])
-    if not no_picture:
-        name = Path(result["model"]).name
-        if compare:
-            default, figure = "coverage-compare.png", comparison_figure(result, name)
-        else:
-            title = f"{name} on {result['set']}"
-            default, figure = "coverage.png", coverage_figure(result["per_layer"], result["min_routed_tokens"], title)
-        picture = picture or Path(default)
+    if compare:
+        change = CoverageComparison.model_validate(found.figures)
+        text, figure = compare_table(change), None if no_picture else comparison_figure(change, Path(change.model).name)
+    else:
+        report = CoverageReport.model_validate(found.figures)
+        title = f"{Path(report.model).name} on {report.set}"
+        text = coverage_table(report)
+        figure = None if no_picture else coverage_figure(report.per_layer, report.min_routed_tokens, title)
+        if report.saliency:
+            text += "\n\n" + saliency_table(report.saliency)
+    if figure is not None:
+        picture = picture or Path("coverage-compare.png" if compare else "coverage.png")
         save(figure, picture)
         text += f"\n\npicture: {picture}"
-        if saliency and output:
-            save(saliency_figure(result["per_layer"], result["saliency"]["per_layer"], title), output / "saliency.png")
+        if not compare and report.saliency and output:
+            save(saliency_figure(report.per_layer, report.saliency.per_layer, title), output / "saliency.png")
     if output:
         text += f"\n\nscores and lists of experts: {output}"
-    common.emit(result, as_json, text, passed=found.passed)
+    common.emit(found.figures, as_json, text, passed=found.passed)

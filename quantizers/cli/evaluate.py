@@ -53,21 +53,23 @@ def evaluate(
     Example: quantize eval tiny-minimax-m2 out/tiny --data held-out
     """
     from quantizers.commands.evaluate import evaluate as evaluate_candidates
+    from quantizers.eval.fidelity.figures import EvalReport
     from quantizers.eval.fidelity.tables import eval_table
 
     dist: ProcessGroup = context.obj
     found = evaluate_candidates(candidates=candidate, **common.given(context), dist=dist)
     if not dist.is_main:
         return
-    report = found.as_dict()
+    report = EvalReport.model_validate(found.as_dict())
     text = eval_table(report)
     if not no_picture:
         from quantizers.eval.report.plots import fidelity_figure, save
 
-        evaluated_on = found.candidates[0].figures["evaluated_on"]["name"]
+        evaluated_on = report.candidates[0].evaluated_on.name
         figure = fidelity_figure(
-            [(one.model, one.figures) for one in found.candidates], f"against {Path(source).name} on {evaluated_on}"
+            [(candidate.model, candidate) for candidate in report.candidates],
+            f"against {Path(source).name} on {evaluated_on}",
         )
         save(figure, picture)
         text += f"\n\npicture: {picture}"
-    common.emit(report, as_json, text)
+    common.emit(report.as_dict(), as_json, text)

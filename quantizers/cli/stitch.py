@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from shlex import quote
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Context, Option
 
@@ -12,6 +12,9 @@ from quantizers.system.formatting import collapse_lines, size
 from quantizers.system.output_files import CARD, PAGE, REPORT
 
 from . import common
+
+if TYPE_CHECKING:
+    from quantizers.eval.report.schema import StitchReport
 
 
 def stitch(
@@ -38,19 +41,21 @@ def stitch(
     Example: quantize stitch --source tiny-minimax-m2 --experts out/awq --output out/mixed --repair-router
     """
     from quantizers.commands.stitch import stitch_experts
+    from quantizers.pipeline.report_files import parsed_stitch
 
     made = stitch_experts(**common.given(context), command=common.typed())
-    common.emit(made.report, as_json, stitch_table(made.report, made.folder, made.source), passed=made.passed)
+    table = "" if as_json else stitch_table(parsed_stitch(made.report, made.folder / REPORT), made.folder, made.source)
+    common.emit(made.report, as_json, table, passed=made.passed)
 
 
-def stitch_table(report: dict[str, Any], output: Path, source: str) -> str:
+def stitch_table(report: StitchReport, output: Path, source: str) -> str:
     """The output of `quantize stitch`; `source` is a Hub id, or a folder relative to the current one."""
-    audit, consumers = report["audit"], report.get("consumers", {"findings": []})
-    unfit = [line for line in audit["differences"] if "not compensated" in line]
-    misread = [finding for finding in consumers["findings"] if finding["severity"] == "error"]
-    lines = [f"{output} was finished before; nothing was touched"] if report.get("already_done") else []
-    lines += report["notes"]
-    if report["stitched"]["repair_router"]:
+    audit, findings = report.audit, report.consumers.findings if report.consumers else []
+    unfit = [line for line in audit.differences if "not compensated" in line]
+    misread = [finding for finding in findings if finding.severity == "error"]
+    lines = [f"{output} was finished before; nothing was touched"] if report.already_done else []
+    lines += report.notes
+    if report.stitched.repair_router:
         lines.append("the router of every smoothed layer was compensated: router * norm / norm', in float32")
     elif unfit:
         lines.append(
@@ -59,18 +64,18 @@ def stitch_table(report: dict[str, Any], output: Path, source: str) -> str:
         )
     lines += [
         "",
-        f"audit     {common.accounted(audit)}, {len(audit['differences'])} differences",
-        *(f"          {line}" for line in collapse_lines(audit["differences"])[:10]),
+        f"audit     {common.accounted(audit)}, {len(audit.differences)} differences",
+        *(f"          {line}" for line in collapse_lines(audit.differences)[:10]),
         f"servers   {f'{len(misread)} ways in which one would misread it' if misread else 'all read it as meant'}",
-        *(f"          {finding['where']}: {finding['problem']}" for finding in misread[:10]),
-        f"size      {size(report['plan']['source_bytes'])} -> {size(report['plan']['output_bytes'])}",
+        *(f"          {finding.where}: {finding.problem}" for finding in misread[:10]),
+        f"size      {size(report.plan.source_bytes)} -> {size(report.plan.output_bytes)}",
         f"output    {output}: {REPORT}, {PAGE} to look at, {CARD} (the model card)",
         "",
     ]
     named, given = quote(str(output)), quote(source)
     if unfit:
         after = ["the same command with --repair-router and another --output, which writes compensated routers"]
-    elif audit["differences"] or misread:
+    elif audit.differences or misread:
         after = [f"repair what differs; quantize verify {named} --source {given} checks it again"]
     else:
         after = [

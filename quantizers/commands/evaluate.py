@@ -29,9 +29,10 @@ from quantizers.device.devices import choose_device, fingerprint, forward_dtype,
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
 from quantizers.eval.fidelity.as_served import ServedModel, ServedTexts, as_served, as_stored, kernels_of, pairs
 from quantizers.eval.fidelity.comparison import Comparison, weight_errors
+from quantizers.eval.fidelity.figures import Fidelity as FidelityFigures
 from quantizers.eval.fidelity.kv_cache import KINDS, WITH_ONES, CachedModel, kv_figures
 from quantizers.eval.fidelity.metrics import Measured, Text
-from quantizers.eval.fidelity.paired import NOTE, paired
+from quantizers.eval.fidelity.paired import paired
 from quantizers.eval.fidelity.scoring import held_out, score
 from quantizers.formats.fp8 import has_kv_scales
 from quantizers.formats.tensor_names import published_names
@@ -166,11 +167,13 @@ def evaluate(
             own=architecture,
             cards=cards,
         )
+    measured = zip(names[1:], figures, strict=dist.is_main)
     differences = [
-        {"model": name, "against": names[1], "note": NOTE} | paired(figures[0], other)
+        paired(figures[0], other, model=name, against=names[1]).as_dict()
         for name, other in zip(names[2:], figures[1:], strict=dist.is_main)
     ]
-    return Evaluation(names[0], tuple(map(Fidelity, names[1:], figures)), tuple(differences), (as_stored(on),))
+    results = tuple(Fidelity(name, one.as_dict()) for name, one in measured)
+    return Evaluation(names[0], results, tuple(differences), (as_stored(on),))
 
 
 def measure(
@@ -185,8 +188,8 @@ def measure(
     dist: ProcessGroup = SINGLE_PROCESS,
     own: Own = None,
     cards: Sequence[Card] = (),
-) -> list[dict[str, Any]]:
-    """Figures of each candidate, see `HeldOut.figures`, with `cards` also as served; none in ranks except 0.
+) -> list[FidelityFigures]:
+    """Figures of each candidate, with `cards` also as served; none in ranks except 0.
 
     Args:
         data_set: a calibration set file; tokenized with the source's tokenizer.
@@ -231,11 +234,9 @@ def measure(
     scores = score(streams, held.texts, stage, kept, dist, pairs=[*compared, *with_cache])
     if not dist.is_main:
         return []
-    on_cards = as_served(scores[: len(compared)], len(opened), cards, held.texts)
-    for model in models:
-        for one, by_card in zip(opened[1:], on_cards, strict=True):
-            if isinstance(model, ServedModel):
-                by_card[model.card]["kernels"] = kernels_of(model, one)
+    served = [model for model in models if isinstance(model, ServedModel)]
+    kernels = [{model.card: kernels_of(model, one) for model in served} for one in opened[1:]]
+    on_cards = as_served(scores[: len(compared)], len(opened), cards, held.texts, kernels)
     cached = scores[len(compared) :]
     caches = {
         of[first_cached + at]: kv_figures(cached[at : at + len(KINDS)], scores[0], held.texts)
@@ -245,7 +246,7 @@ def measure(
     found = []
     for number, candidate in enumerate(candidates):
         layers = [entry[number] for entry in entries]
-        measured = Measured(scores[0][0], *scores[number + 1], layers, on_cards[number], caches.get(number + 1, {}))
+        measured = Measured(scores[0][0], *scores[number + 1], layers, on_cards[number], caches.get(number + 1))
         found.append(held.figures(measured, candidate.name))
     return found
 

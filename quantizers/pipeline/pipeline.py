@@ -58,7 +58,7 @@ from quantizers.system.progress import progress
 from . import publication as publishing
 from .publication import Destination
 from .quantize import IMATRIX, quantize_layers
-from .report import of_plan, planned_report, rehearse, run_report
+from .report import plan_figures, planned_report, refuse_unreadable, run_report, serving
 from .report_files import write_report
 from .servable import planned_check
 from .source_check import check_source, refuse_source
@@ -293,14 +293,13 @@ def _make_output(
     resolved, remote = inputs.resolved, job.opened.remote
     copied = resolved.data if options.with_data else {}
     planned = planned_report(job, resolved, inputs.data, options.device)
-    named = planned | publishing.named(options.destination)
-    rehearsed = rehearse(job, named, inputs.data, inputs.evaluation, engines, resolved.texts())
-    publishing.begin(uploads, options.destination, rehearsed)
+    refuse_unreadable(job.opened)
+    publishing.begin(uploads, options.destination, planned)
     lengths = [len(sequence) for sequence in inputs.tokens]
     kept, temporary = share_memory(job, lengths, [len(text.tokens) for text in inputs.texts], options)
     damaged = _open_work_folder(job, inputs, options, work, check, uploads.shards if uploads else ())
     files = (*side_files(job.opened.folder), *copied.values())
-    needed = planned["plan"]["output_bytes"] + sum(file.stat().st_size for file in files) + temporary
+    needed = planned.plan.output_bytes + sum(file.stat().st_size for file in files) + temporary
     if uploads and options.destination:
         removed = job.plan.removed_bytes(dist.world_size) if options.destination.remove else 0
         needed -= max(removed, uploads.removed_bytes)
@@ -316,7 +315,9 @@ def _make_output(
     check_source(job, inputs.texts, context, ignore=options.ignore_source_check)
     if job.allocation:
         job = choose_schemes(job, inputs.tokens, context, options.output)
-        planned |= of_plan(job.plan, job.facts, job.opened, resolved.recipe.source.model)
+        name = resolved.recipe.source.model
+        plan, served = plan_figures(job.plan, job.facts), serving(job.plan, job.facts, job.opened, name)
+        planned = planned.changed(plan=plan, serving=served)
         journal.check_room(work, needed, less)
     stop = job.recipe.verify.stop if job.recipe.verify and not options.ignore_stop else None
     measured = quantize_layers(
@@ -330,9 +331,10 @@ def _make_output(
     check()
     figures = inputs.evaluation.figures(measured, "the output") if inputs.evaluation and measured else None
     if remote and figures and not options.ignore_source_check:
-        refuse_source(job, figures["perplexity"]["source"], f"the {len(inputs.texts)} texts")
+        refuse_source(job, figures.perplexity.source, f"the {len(inputs.texts)} texts")
     report = run_report(planned, job, inputs.data, figures, started, context)
-    write_report(output, report | publishing.published(report, options.destination, output), resolved.texts())
+    published = publishing.published(report, options.destination, output)
+    write_report(output, report.changed(published=published), resolved.texts())
     if options.imatrix:
         sums, path = work / IMATRIX, options.imatrix_file
         print(imatrix_table(make_imatrix(path, sums, job.facts, job.config, inputs.data)), file=sys.stderr)

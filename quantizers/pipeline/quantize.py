@@ -531,15 +531,14 @@ class _Run(Quantizer):
         cards, compared = [model.card for model in served], pairs(2, len(served))
         with_cache = [(0, number) for number in range(len(self.streams) - len(self.cached), len(self.streams))]
         scores = score(self.streams, self.texts, stage, dist=self.context.dist, pairs=[*compared, *with_cache])
-        (on_cards,) = as_served(scores[: len(compared)], 2, cards, self.texts)
         scheme = self.job.plan.schemes[0]
         kind: Kind = "packed"
         if scheme.format == "nvfp4":
             kind = "nvfp4-a4" if scheme.activations == 4 else "nvfp4"
-        for model in served:
-            on_cards[model.card]["kernels"] = kernels_of(model, _with_converted(self.job), kind)
+        kernels = {model.card: kernels_of(model, _with_converted(self.job), kind) for model in served}
+        (on_cards,) = as_served(scores[: len(compared)], 2, cards, self.texts, [kernels])
         source, output = scores[:2]
-        cache = kv_figures(scores[len(compared) :], source, self.texts) if self.cached else {}
+        cache = kv_figures(scores[len(compared) :], source, self.texts) if self.cached else None
         return Measured(source[0], *output, [entry["held_out"] for entry in entries], on_cards, cache)
 
 
