@@ -274,8 +274,9 @@ def as_served(
     texts: Sequence[Text],
     kernels: Sequence[Mapping[Card, dict[str, str]]],
 ) -> list[dict[str, OnCard]]:
-    """Figures by card of each model but the source, from the scores of all `pairs` and its `kernels_of` each card; see
-    `metrics.table`.
+    """Figures by card of each model but the source, from the scores of all `pairs`; see `metrics.table`.
+
+    `kernels` are those of each model but the source, by card, see `kernels_of`.
     """
     found = dict(zip(pairs(models, len(cards)), scores, strict=True))
 

@@ -493,7 +493,7 @@ class RunReport(PlannedRun, Report):
 
 
 class MeasuredRunReport(RunReport, Fidelity):
-    """report.json of `quantize run` that measured fidelity on held-out texts."""
+    """report.json of `quantize run` with held-out texts: the keys of a RunReport and of a Fidelity."""
 
 
 def checked(report: Mapping[str, Any]) -> RunReport | StitchReport:

@@ -167,12 +167,11 @@ def evaluate(
             own=architecture,
             cards=cards,
         )
-    measured = zip(names[1:], figures, strict=dist.is_main)
     differences = [
         paired(figures[0], other, model=name, against=names[1]).as_dict()
         for name, other in zip(names[2:], figures[1:], strict=dist.is_main)
     ]
-    results = tuple(Fidelity(name, one.as_dict()) for name, one in measured)
+    results = tuple(Fidelity(name, one.as_dict()) for name, one in zip(names[1:], figures, strict=dist.is_main))
     return Evaluation(names[0], results, tuple(differences), (as_stored(on),))
 
 

@@ -33,7 +33,6 @@ from quantizers.distributed.process_group import RESUME, SINGLE_PROCESS, Process
 from quantizers.eval.coverage.summary import check_floors
 from quantizers.eval.fidelity.metrics import Text
 from quantizers.eval.fidelity.scoring import HeldOut, held_out
-from quantizers.eval.serving.check import ServingCheck
 from quantizers.importance.input_sums import bytes_of_sums
 from quantizers.importance.llama_cpp import architecture_of, imatrix_table, make_imatrix
 from quantizers.layers.context import Context
@@ -110,7 +109,7 @@ def run(job: Job, options: Options) -> dict[str, Any]:
         InputError: exit 2; also if this process differs from rank 0 in something that the output's bytes depend on.
         QuantizeError: exit 1. Interrupted: 130 or 143.
     """
-    dist, engines, uploads = options.dist, None, None
+    dist, uploads = options.dist, None
     work = journal.work_folder(options.output, dist.node)
     if dist.is_main:
         if options.imatrix:
@@ -120,7 +119,7 @@ def run(job: Job, options: Options) -> dict[str, Any]:
         if finished is not None:
             dist.broadcast_object(False)
             return _already_done(job, options, finished)
-        engines = planned_check(job)  # this and what is missing is said before a folder is made
+        planned_check(job)  # this and what is missing is said before a folder is made
         if job.opened.remote:
             schedule(job.opened, parts_of_run(job)).window(options.window)  # for its error
         resolve_recipe(job.recipe, job.path)
@@ -135,9 +134,9 @@ def run(job: Job, options: Options) -> dict[str, Any]:
             verify_kernels(options.device, job.integers, dist)
             _refuse_different_ranks(job, options)
         with journal.locked(options.output, dist):
-            if unfinished and engines is not None:
+            if unfinished and dist.is_main:
                 with contextlib.closing(uploads) if uploads else contextlib.nullcontext():
-                    _make_output(job, options, work, check, engines, uploads)
+                    _make_output(job, options, work, check, uploads)
             elif unfinished:
                 _quantize_share(job, options, work, check)
             publishing.open_up(uploads, options.destination)
@@ -283,9 +282,7 @@ def _quantize_share(job: Job, options: Options, work: Path, check: Callable[[], 
             journal.leave(options.output, dist.node)
 
 
-def _make_output(
-    job: Job, options: Options, work: Path, check: Callable[[], None], engines: ServingCheck, uploads: Uploads | None
-) -> None:
+def _make_output(job: Job, options: Options, work: Path, check: Callable[[], None], uploads: Uploads | None) -> None:
     """All that rank 0 does: make work/output, up to the mark that lets it be moved into place."""
     started, output, dist = time.monotonic(), work / "output", options.dist
     # Read the sets once, before anything slow: they may be edited during the run.
