@@ -50,9 +50,9 @@ def compare_budgets(jobs: Sequence[Job], draws: int, tokens: int, device: torch.
                 entries = measure_schemes(job, token_tensors(data, job.facts.vocab_size), context)
                 assert entries is not None
                 found = describe_choice(job.allocation, entries)
-                layers = [Integers(row["bits"], row["group_size"]) for row in found["layers"]]
-                every = next(one for one in job.allocation.candidates if str(one) == found["uniform"])
-                row = {"budget": found["limit"], "draw": number, "predicted": found["gain"]}
+                layers = [Integers(row.bits, row.group_size) for row in found.layers]
+                every = next(one for one in job.allocation.candidates if str(one) == found.uniform)
+                row = {"budget": found.limit, "draw": number, "predicted": found.gain}
                 for name, schemes in (("mixture", layers), ("uniform", [every] * len(layers))):
                     key = ", ".join(map(str, schemes))
                     if key not in made:

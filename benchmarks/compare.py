@@ -257,8 +257,8 @@ def compare_route(
             trust_remote_code=job.recipe.source.trusts_tokenizer, own=job.facts_file,
         )  # fmt: skip
     for name, figures in zip(("ours", "library"), measured, strict=True):
-        results[name]["kl"] = figures["kl"]["mean"]
-        results[name]["top1"] = figures["top1"]
+        results[name]["kl"] = figures.kl.mean
+        results[name]["top1"] = figures.top1
     return results | {
         "model": Path(job.location).name,
         "set": data.name,

@@ -173,7 +173,8 @@ def held_out(job: Job, outputs: Sequence[Checkpoint], work: Path, device: torch.
     assert job.recipe.verify.perplexity is not None
     texts = set_location(job.recipe.verify.perplexity.data, job.path)
     trusts = job.recipe.source.trusts_tokenizer
-    return measure(job.source, outputs, texts, device, work, trust_remote_code=trusts, own=job.facts_file)
+    found = measure(job.source, outputs, texts, device, work, trust_remote_code=trusts, own=job.facts_file)
+    return [figures.as_dict() for figures in found]
 
 
 def calibration_data(job: Job) -> CalibrationData:

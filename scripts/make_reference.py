@@ -26,7 +26,7 @@ from typer.models import ArgumentInfo
 from quantizers.architectures.families import published_models
 from quantizers.calibration.set import CalibrationSet
 from quantizers.cli.main import app
-from quantizers.eval.report.schema import RunReport, StitchReport
+from quantizers.eval.report.schema import MeasuredRunReport, RunReport, StitchReport
 from quantizers.recipe.catalogue import rows
 from quantizers.recipe.portable import is_hub_id
 from quantizers.recipe.schema import Recipe
@@ -163,7 +163,9 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
 SCHEMAS: dict[str, Callable[[], str]] = {
     "recipe.schema.json": lambda: json_schema(Recipe, "Recipe of quantize"),
     "calibration-set.schema.json": lambda: json_schema(CalibrationSet, "Calibration set of quantize"),
-    "report.schema.json": lambda: json_schema(TypeAdapter(RunReport | StitchReport), "report.json of quantize"),
+    "report.schema.json": lambda: json_schema(
+        TypeAdapter(MeasuredRunReport | RunReport | StitchReport), "report.json of quantize"
+    ),
 } | {
     f"{words.replace(' ', '-')}.schema.json": partial(json_schema, model, f"What quantize {words} --json prints")
     for words, model in PRINTED.items()

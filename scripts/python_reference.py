@@ -9,11 +9,12 @@ from dataclasses import fields, is_dataclass
 from inspect import Parameter, Signature, getdoc, signature
 from typing import Any
 
-from command_schema import JSON_REPORTS, EvaluatedCandidate, PairedCandidate
+from command_schema import JSON_REPORTS
 from schema_tables import one_line
 
 import quantizers
-from quantizers.eval.report.schema import SolvingErrors
+from quantizers.eval.fidelity.figures import EvaluatedCandidate, PairedCandidate
+from quantizers.eval.report.schema import GramErrors, LlmcompressorErrors
 from quantizers.solve.result import LayerResult
 from quantizers.system import errors
 
@@ -173,5 +174,7 @@ def _error_rows() -> Iterator[str]:
 def _linked(text: str) -> str:
     """With links: from `quantizers.run` to its section, and from a report's name to its table on report.md."""
     text = re.sub(r"(?<!# )`quantizers\.(\w+)`", r"[`quantizers.\1`](#quantizers\1)", text)
-    names = "|".join(kind.__name__ for kind in (*JSON_REPORTS, EvaluatedCandidate, PairedCandidate, SolvingErrors))
+    names = "|".join(
+        kind.__name__ for kind in (*JSON_REPORTS, EvaluatedCandidate, PairedCandidate, GramErrors, LlmcompressorErrors)
+    )
     return re.sub(rf"(?<=[\w,] )({names})\b", lambda name: f"[{name[1]}](report.md#{name[1].lower()})", text)

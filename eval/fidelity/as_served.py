@@ -211,11 +211,12 @@ class ServedModel(StreamedModel):
 # Words ----------------------------------------------------------------------------------------------------------------
 
 
-def kernels_of(model: ServedModel, checkpoint: Checkpoint, experts: Format | None = None) -> dict[str, str]:
-    """The kernel for each kind of matrix of a checkpoint on the model's card, in words, and what is not simulated.
+def kernels_of(model: StreamedModel, checkpoint: Checkpoint, experts: Format | None = None) -> dict[str, str]:
+    """The kernel for each kind of matrix of a checkpoint on a ServedModel's card, in words, and what is not simulated.
 
     `experts` are stored so, if otherwise than in the checkpoint.
     """
+    assert isinstance(model, ServedModel), "the model is computed on a card"
     facts, card = model.facts, model.card
     found = dict.fromkeys(sorted(model.exact), "bfloat16 alone is simulated")
     for number in range(facts.num_layers):

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +33,7 @@ from quantizers.system.errors import QuantizeError
 from quantizers.system.files import atomic, disk_errors
 from quantizers.system.progress import Step
 
+from .figures import Cut, Fidelity, HeldOutSet
 from .metrics import Measured, Text, figures
 
 HEAD_ROWS = 16384  # rows of the head (vocabulary entries) that are multiplied at a time
@@ -158,19 +158,17 @@ class HeldOut:
     Attributes:
         texts: to be scored, truncated at the model's positions.
         identity: of the set, whatever its categories are called.
-        about: for the report: name and digest of the set, and how much of it was cut at the model's positions.
+        about: for the report.
     """
 
     texts: list[Text]
     identity: str
-    about: dict[str, Any]
+    about: HeldOutSet
 
-    def figures(self, measured: Measured, name: str) -> dict[str, Any]:
-        """Figures of the candidate called `name`, see `metrics.figures`, with `evaluated_on`; a QuantizeError if a
-        perplexity is not a number.
-        """
+    def figures(self, measured: Measured, name: str) -> Fidelity:
+        """Figures of the candidate called `name`; a QuantizeError if a perplexity is not a number."""
         try:
-            return figures(measured, self.texts) | {"evaluated_on": self.about}
+            return figures(measured, self.texts, self.about)
         except OverflowError as failure:
             raise QuantizeError(
                 f"{name}: its perplexity, or its source's, is not a number ({failure}): logits overflow, and "
@@ -198,6 +196,6 @@ def held_out(
         size = scored_bytes(tokenizer, tokens.tolist())
         texts.append(Text(tokens, sample.category, size, sample.long, published(sample.place)))
     lost = [len(sample.tokens) - limit for sample in data.samples if limit is not None and len(sample.tokens) > limit]
-    past_the_model = {"texts": len(lost), "tokens": sum(lost)} | ({"positions": limit} if limit else {})
-    about = {"name": data.name, "digest": data.digest, "past_the_model": past_the_model}
+    cut = Cut(texts=len(lost), tokens=sum(lost), positions=limit or None)
+    about = HeldOutSet(name=data.name, digest=data.digest, past_the_model=cut)
     return HeldOut(texts, identity(data.samples), about)

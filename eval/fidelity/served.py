@@ -102,7 +102,7 @@ def _row(tables: Sequence[np.ndarray]) -> dict[str, Any]:
     return {
         "samples": len(tables),
         "tokens": len(columns["top1"]),
-        "kl": {name: spread(present[name]) for name in KL if name in present},
+        "kl": {name: spread(present[name]).as_dict() for name in KL if name in present},
         "top1": float(columns["top1"].mean()),
         "outside": float(columns["outside"].mean()),
         "perplexity": {name: float(np.exp(min(present[name].mean(), 700.0))) for name in PERPLEXITY if name in present},

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from quantizers.system.progress import doing
 from quantizers.walk.walk import LayerStep
 
 from .as_served import ServedModel
+from .figures import Figures, KvCache, OnCard
 from .kv_cache import CALIBRATED, ONES, CachedModel
 from .metrics import Text, table
 from .scoring import Pair, Scores
@@ -77,29 +77,38 @@ class Variants:
         return pairs
 
     def on_cards(
-        self, candidate: int, source: ActivationStream, scores: Mapping[Pair, Scores], texts: Sequence[Text]
-    ) -> dict[str, dict[str, Any]]:
-        """Figures of a candidate by card, as `OnCard` of eval/report/fidelity.py without the kernels."""
+        self,
+        candidate: int,
+        source: ActivationStream,
+        scores: Mapping[Pair, Scores],
+        texts: Sequence[Text],
+        *,
+        kernels: Mapping[Card, dict[str, str]],
+    ) -> dict[str, OnCard]:
+        """Figures of a candidate by card, see `metrics.table`; `kernels` are the candidate's, see `kernels_of`."""
 
-        def figures(first: ActivationStream, second: ActivationStream) -> dict[str, Any]:
+        def figures(first: ActivationStream, second: ActivationStream) -> Figures:
             return table(texts, np.stack([scores[source, first][0], *scores[first, second]]))
 
         return {
-            card: {
-                "served": figures(streams[0], streams[candidate]),
-                "card_alone": figures(source, streams[0]),
-                "from_stored": figures(source, streams[candidate]),
-            }
+            card: OnCard(
+                served=figures(streams[0], streams[candidate]),
+                card_alone=figures(source, streams[0]),
+                from_stored=figures(source, streams[candidate]),
+                kernels=kernels[card],
+            )
             for card, streams in self.cards.items()
         }
 
     def with_cache(
         self, candidate: int, source: ActivationStream, scores: Mapping[Pair, Scores], texts: Sequence[Text]
-    ) -> dict[str, Any]:
-        """Figures of a candidate with an FP8 cache by kind of scales, see `metrics.table`; none without such scales."""
-        nll = scores[source, source][0]
-        streams = self.caches.get(candidate, {})
-        return {kind: table(texts, np.stack([nll, *scores[source, stream]])) for kind, stream in streams.items()}
+    ) -> KvCache | None:
+        """Figures of a candidate with an FP8 cache by kind of scales, see `metrics.table`; None without such scales."""
+        if candidate not in self.caches:
+            return None
+        nll, streams = scores[source, source][0], self.caches[candidate]
+        of_kind = {kind: table(texts, np.stack([nll, *scores[source, stream]])) for kind, stream in streams.items()}
+        return KvCache(calibrated=of_kind[CALIBRATED], ones=of_kind[ONES])
 
 
 def variants_of(

@@ -16,6 +16,8 @@ from quantizers.system.formatting import printable
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from quantizers.eval.report.schema import AuditFigures
+
 
 NoPicture = Annotated[bool, Option("--no-picture", help="do not draw a picture")]
 Json = Annotated[bool, Option("--json", help="one JSON object on standard output, all else on standard error")]
@@ -27,11 +29,11 @@ def typed() -> tuple[str, ...]:
     return ("quantize", *sys.argv[1:])
 
 
-def accounted(audit: dict[str, Any]) -> str:
+def accounted(audit: AuditFigures) -> str:
     """How many of the source's tensors an audit accounts for, and how."""
-    converted = audit.get("converted_matrices")
+    converted = audit.converted_matrices
     return (
-        f"{audit['tensors']:,} source tensors accounted for, {audit['kept_tensors']:,} compared byte for byte"
+        f"{audit.tensors:,} source tensors accounted for, {audit.kept_tensors:,} compared byte for byte"
         f"{f', {converted:,} converted again and compared' if converted else ''}"
     )
 

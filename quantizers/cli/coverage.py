@@ -34,6 +34,7 @@ def coverage(
     Example: quantize coverage tiny-minimax-m2-fp8-int4
     """
     from quantizers.eval.coverage.compare import compare_table
+    from quantizers.eval.coverage.figures import CoverageComparison, CoverageReport
     from quantizers.eval.coverage.saliency import saliency_table
     from quantizers.eval.coverage.summary import coverage_table
     from quantizers.eval.report.plots import comparison_figure, coverage_figure, saliency_figure, saved
@@ -43,22 +44,21 @@ def coverage(
     found: Coverage = call(output=output)
     if not call.dist.is_main:
         return
-    result = found.figures
-    text = (compare_table if compare else coverage_table)(result)
-    if saliency:
-        text += "\n\n" + saliency_table(result["saliency"])
+    if compare:
+        change = CoverageComparison.model_validate(found.figures)
+        text, figure = compare_table(change), partial(comparison_figure, change, Path(change.model).name)
+    else:
+        report = CoverageReport.model_validate(found.figures)
+        title = f"{Path(report.model).name} on {report.set}"
+        text = coverage_table(report)
+        figure = partial(coverage_figure, report.per_layer, report.min_routed_tokens, title)
+        if report.saliency:
+            text += "\n\n" + saliency_table(report.saliency)
     if not no_picture:
-        name = Path(result["model"]).name
-        if compare:
-            default, figure = "coverage-compare.png", partial(comparison_figure, result, name)
-        else:
-            title = f"{name} on {result['set']}"
-            counts = result["per_layer"], result["min_routed_tokens"]
-            default, figure = "coverage.png", partial(coverage_figure, *counts, title)
-        text += f"\n\n{saved(figure, picture or Path(default))}"
-        if saliency and output:
-            scored = result["per_layer"], result["saliency"]["per_layer"]
+        text += f"\n\n{saved(figure, picture or Path('coverage-compare.png' if compare else 'coverage.png'))}"
+        if not compare and report.saliency and output:
+            scored = report.per_layer, report.saliency.per_layer
             saved(partial(saliency_figure, *scored, title), output / "saliency.png")
     if output:
         text += f"\n\nscores and lists of experts: {output}"
-    common.emit(result, call.as_json, text, passed=found.passed)
+    common.emit(found.figures, call.as_json, text, passed=found.passed)

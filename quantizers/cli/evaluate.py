@@ -34,18 +34,18 @@ def evaluate(
 
     Example: quantize eval tiny-minimax-m2 out/tiny --data held-out
     """
+    from quantizers.eval.fidelity.figures import EvalReport
     from quantizers.eval.fidelity.tables import eval_table
 
     found: Evaluation = call()
     if not call.dist.is_main:
         return
-    report = found.as_dict()
+    report = EvalReport.model_validate(found.as_dict())
     text = eval_table(report)
     if not no_picture:
         from quantizers.eval.report.plots import fidelity_figure, saved
 
-        evaluated_on = found.candidates[0].figures["evaluated_on"]["name"]
-        results = [(candidate.model, candidate.figures) for candidate in found.candidates]
-        title = f"against {Path(call.options['source']).name} on {evaluated_on}"
+        results = [(candidate.model, candidate) for candidate in report.candidates]
+        title = f"against {Path(call.options['source']).name} on {report.candidates[0].evaluated_on.name}"
         text += f"\n\n{saved(partial(fidelity_figure, results, title), picture)}"
-    common.emit(report, call.as_json, text)
+    common.emit(report.as_dict(), call.as_json, text)

@@ -101,7 +101,7 @@ def remarks(numbers: dict[str, Any]) -> list[str]:
     if "vllm" not in numbers["servers"]:
         from quantizers.eval.report.summary import without_vllm
 
-        lines.append(without_vllm(numbers))
+        lines.append(without_vllm(numbers["servers"], transformers=numbers.get("transformers", True)))
     lines += numbers.get("limits", [])
     if numbers.get("cards_unknown"):
         lines.append(f"of GPUs to serve it, only the weights can be counted: {numbers['cards_unknown']}")
@@ -110,11 +110,17 @@ def remarks(numbers: dict[str, Any]) -> list[str]:
 
 def _scheme_lines(schemes: dict[str, Any]) -> list[str]:
     """The choice within a budget once it is made, until then the candidates."""
+    from quantizers.eval.report.schema import PlannedSchemes, Schemes
     from quantizers.eval.report.summary import candidate_lines, choice_lines, layer_rows
 
     if "layers" in schemes:
-        return [*candidate_lines(schemes), "", *choice_lines(schemes), "", text_table(*layer_rows(schemes)), ""]
-    return [*candidate_lines(schemes), "the run measures, then chooses for each layer", ""]
+        choice = Schemes.model_validate(schemes)
+        return [*candidate_lines(choice), "", *choice_lines(choice), "", text_table(*layer_rows(choice)), ""]
+    return [
+        *candidate_lines(PlannedSchemes.model_validate(schemes)),
+        "the run measures, then chooses for each layer",
+        "",
+    ]
 
 
 def _needs_lines(needs: dict[str, Any]) -> list[str]:

@@ -20,6 +20,9 @@ from .adapter import Call, command
 if TYPE_CHECKING:
     from quantizers.commands.run import FinishedCheckpoint
 
+if TYPE_CHECKING:
+    from quantizers.eval.report.schema import RunReport
+
 
 @command("quantizers.commands.run:run", before={"folder": "output", "yes": "device_memory"})
 def run(
@@ -50,21 +53,26 @@ def run(
         "--calibration": given["calibration"] and [given["calibration"]],
         "--set": [*(given["settings"] or ()), *without],
     }
-    words = [str(word) for option, values in changed.items() for one in values or () for word in (option, one)]
-    recipe = join([given["recipe"], *words])
-    table = run_table(made.report, made.folder, made.source, recipe, stream=given["stream"])
+    words = [str(word) for option, values in changed.items() for value in values or () for word in (option, value)]
+    recipe, table = join([given["recipe"], *words]), ""
+    if not call.as_json:
+        from quantizers.pipeline.report_files import parsed_run
+
+        report = parsed_run(made.report, made.folder / REPORT)
+        table = run_table(report, made.folder, made.source, recipe, stream=given["stream"])
     common.emit(made.report, call.as_json, table, passed=made.passed)
 
 
-def run_table(report: dict[str, Any], output: Path, source: str, recipe: str, *, stream: bool = False) -> str:
+def run_table(report: RunReport, output: Path, source: str, recipe: str, *, stream: bool = False) -> str:
     """The output of `quantize run`; `source` is a Hub id, with `stream` still there, or a folder.
 
     `recipe` is as the user typed it, with the options that change it.
     """
     from quantizers.eval.coverage.summary import gate_table
+    from quantizers.eval.fidelity.figures import Fidelity
     from quantizers.eval.fidelity.tables import (
-        SERVED,
         fidelity_table,
+        is_served,
         past_the_model,
         positions_table,
         served_table,
@@ -72,68 +80,70 @@ def run_table(report: dict[str, Any], output: Path, source: str, recipe: str, *,
     )
     from quantizers.eval.report.summary import scheme_lines, under_routed_line
 
-    lines = [f"{output} was finished before; nothing was touched"] if report.get("already_done") else []
-    lines += ["", gate_table(report["gates"]), ""]
-    if "kl" in report:
-        lines += [fidelity_table([("output", report)]), "", worst_table([("output", report)]), ""]
-        if len(report.get("positions", ())) > 1:
-            lines += [positions_table(report), ""]
-        if SERVED & report.keys():
-            lines += [served_table([("output", report)]), ""]
-    plan, seconds, coverage = report["plan"], report["seconds"], report["coverage"]
-    apart = max(layer["proof"] for layer in report["layers"])
+    measured = report if isinstance(report, Fidelity) else None
+    lines = [f"{output} was finished before; nothing was touched"] if report.already_done else []
+    lines += ["", gate_table(report.gates), ""]
+    if measured:
+        lines += [fidelity_table([("output", measured)]), "", worst_table([("output", measured)]), ""]
+        if len(measured.positions) > 1:
+            lines += [positions_table(measured), ""]
+        if is_served(measured):
+            lines += [served_table([("output", measured)]), ""]
+    plan, seconds, coverage = report.plan, report.seconds, report.coverage
+    apart = max(layer.proof for layer in report.layers)
     lines += [
         f"proof     every layer gives what transformers' own call of it gives, to {apart:.1e} of what it adds",
-        f"audit     {common.accounted(report['audit'])}",
-        *(f"          {line}" for line in collapse_lines(report["audit"]["differences"])[:10]),
-        f"coverage  routed tokens per expert: min {coverage['min']:,}, median {coverage['median']:,.0f}; "
-        f"{coverage['uncovered']} of {coverage['pairs']:,} below {coverage['min_routed_tokens']}",
-        *(f"held out  {line}" for line in past_the_model(report)),
-        f"size      {size(plan['source_bytes'])} -> {size(plan['output_bytes'])}",
+        f"audit     {common.accounted(report.audit)}",
+        *(f"          {line}" for line in collapse_lines(report.audit.differences)[:10]),
+        f"coverage  routed tokens per expert: min {coverage.min:,}, median {coverage.median:,.0f}; "
+        f"{coverage.uncovered} of {coverage.pairs:,} below {coverage.min_routed_tokens}",
+        *(f"held out  {line}" for line in (past_the_model(measured.evaluated_on) if measured else [])),
+        f"size      {size(plan.source_bytes)} -> {size(plan.output_bytes)}",
         *(f"{'schemes' if n == 0 else '':10}{line}" for n, line in enumerate(scheme_lines(report))),
-        f"time      {duration(seconds['this_process'])}, of it {duration(seconds['layers'])} for the layers; "
-        f"peak memory {size(report['peak_memory_bytes'])}",
+        f"time      {duration(seconds.this_process)}, of it {duration(seconds.layers)} for the layers; "
+        f"peak memory {size(report.peak_memory_bytes)}",
     ]
     if under_routed := under_routed_line(report):
         lines.append(f"shares    {under_routed}")
-    if fallbacks := sum(len(layer["fallbacks"]) for layer in report["layers"]):
+    if fallbacks := sum(len(layer.fallbacks) for layer in report.layers):
         lines.append(f"fallbacks {fallbacks}, listed in report.json under layers")
     return "\n".join([*lines, *_where(report, output), "", *_what_next(report, output, source, recipe, stream)]).strip(
         "\n"
     )
 
 
-def _where(report: dict[str, Any], output: Path) -> list[str]:
+def _where(report: RunReport, output: Path) -> list[str]:
     """The paths of the output, the report, the model card and the pictures."""
-    folder, files, published = Path(short_path(output)), report["files"], report.get("published", {})
+    folder, files, published = Path(short_path(output)), report.files, report.published
     rows = [("report", [PAGE, REPORT]), ("card", [CARD]), ("pictures", [CALIBRATION_PICTURE, COVERAGE_PICTURE])]
     named = [(word, [str(folder / name) for name in names if name in (*files, REPORT)]) for word, names in rows]
-    there = [f"on Hub    {published['repo']}"] if published else []
+    there = [f"on Hub    {published.repo}"] if published else []
     return [f"output    {folder}", *(f"{word:<10}{', '.join(paths)}" for word, paths in named if paths), *there]
 
 
-def _what_next(report: dict[str, Any], output: Path, source: str, recipe: str, stream: bool) -> list[str]:
+def _what_next(report: RunReport, output: Path, source: str, recipe: str, stream: bool) -> list[str]:
     """Suggested next commands; after a failed gate what to change, and not how to serve the output."""
     from quantizers.recipe.portable import is_hub_id
 
-    model = str(report["source"]["model"])  # by which commands find it on the Hub or among the shipped models
+    model = report.source.model  # by which commands find it on the Hub or among the shipped models
     kept = shipped_model(model)
     ours = kept is not None and Path(source).resolve() == kept.resolve()
     found = ours or (is_hub_id(model) and model == source)
     folder, source = quote(short_path(output)), quote(model if ours else short_path(source))
     there = " --stream" if stream else ""
-    published = report.get("published", {})
-    back = [f"hf download {published['repo']} --local-dir {folder}"] if "removed" in published else []
+    published = report.published
+    repo, removed = (published.repo, published.removed) if published else (folder, None)
+    back = [f"hf download {repo} --local-dir {folder}"] if removed else []
     verify = f"quantize verify {folder}" + ("" if found else f" --source {source}") + there
-    remote = bool(back) and stream and all(gate["passed"] for gate in report["gates"])  # this needs no shards here
-    evaluate = f"quantize eval {source} {published['repo'] if remote else folder} --data held-out{there}"
+    remote = bool(back) and stream and all(gate.passed for gate in report.gates)  # this needs no shards here
+    evaluate = f"quantize eval {source} {repo if remote else folder} --data held-out{there}"
     commands = [evaluate, *back, verify] if remote else [*back, verify, evaluate]
     advice: dict[str, list[str]] = {}  # and the gates that it is for
-    for gate in report["gates"]:
-        if not gate["passed"]:
-            text = _advice(gate["name"], report["settings"]["recipe"]["experts"], recipe, verify)
-            advice.setdefault(text, []).append(gate["name"])
-    if not advice and "vllm" in report["serving"]["servers"]:
+    for gate in report.gates:
+        if not gate.passed:
+            text = _advice(gate.name, report.settings.recipe["experts"], recipe, verify)
+            advice.setdefault(text, []).append(gate.name)
+    if not advice and "vllm" in report.serving.servers:
         commands.append(f"vllm serve {folder}")
     todo = "\n       ".join(f"{', '.join(names)}: {text}" for text, names in advice.items())
     return [*([f"to do: {todo}", ""] if advice else []), "next: " + "\n      ".join(commands)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quantizers.system.formatting import collapse_lines, size
 from quantizers.system.output_files import CARD, PAGE, REPORT
@@ -15,6 +15,9 @@ from .adapter import Call, command
 if TYPE_CHECKING:
     from quantizers.commands.run import FinishedCheckpoint
 
+if TYPE_CHECKING:
+    from quantizers.eval.report.schema import StitchReport
+
 
 @command("quantizers.commands.stitch:stitch_experts")
 def stitch(call: Call) -> None:
@@ -24,18 +27,23 @@ def stitch(call: Call) -> None:
 
     Example: quantize stitch --source tiny-minimax-m2 --experts out/awq --output out/mixed --repair-router
     """
+    from quantizers.pipeline.report_files import parsed_stitch
+
     made: FinishedCheckpoint = call()
-    common.emit(made.report, call.as_json, stitch_table(made.report, made.folder, made.source), passed=made.passed)
+    table = ""
+    if not call.as_json:
+        table = stitch_table(parsed_stitch(made.report, made.folder / REPORT), made.folder, made.source)
+    common.emit(made.report, call.as_json, table, passed=made.passed)
 
 
-def stitch_table(report: dict[str, Any], output: Path, source: str) -> str:
+def stitch_table(report: StitchReport, output: Path, source: str) -> str:
     """The output of `quantize stitch`; `source` is a Hub id, or a folder relative to the current one."""
-    audit, consumers = report["audit"], report.get("consumers", {"findings": []})
-    unfit = [line for line in audit["differences"] if "not compensated" in line]
-    misread = [finding for finding in consumers["findings"] if finding["severity"] == "error"]
-    lines = [f"{output} was finished before; nothing was touched"] if report.get("already_done") else []
-    lines += report["notes"]
-    if report["stitched"]["repair_router"]:
+    audit, findings = report.audit, report.consumers.findings if report.consumers else []
+    unfit = [line for line in audit.differences if "not compensated" in line]
+    misread = [finding for finding in findings if finding.severity == "error"]
+    lines = [f"{output} was finished before; nothing was touched"] if report.already_done else []
+    lines += report.notes
+    if report.stitched.repair_router:
         lines.append("the router of every smoothed layer was compensated: router * norm / norm', in float32")
     elif unfit:
         lines.append(
@@ -44,18 +52,18 @@ def stitch_table(report: dict[str, Any], output: Path, source: str) -> str:
         )
     lines += [
         "",
-        f"audit     {common.accounted(audit)}, {len(audit['differences'])} differences",
-        *(f"          {line}" for line in collapse_lines(audit["differences"])[:10]),
+        f"audit     {common.accounted(audit)}, {len(audit.differences)} differences",
+        *(f"          {line}" for line in collapse_lines(audit.differences)[:10]),
         f"servers   {f'{len(misread)} ways in which one would misread it' if misread else 'all read it as meant'}",
-        *(f"          {finding['where']}: {finding['problem']}" for finding in misread[:10]),
-        f"size      {size(report['plan']['source_bytes'])} -> {size(report['plan']['output_bytes'])}",
+        *(f"          {finding.where}: {finding.problem}" for finding in misread[:10]),
+        f"size      {size(report.plan.source_bytes)} -> {size(report.plan.output_bytes)}",
         f"output    {output}: {REPORT}, {PAGE} to look at, {CARD} (the model card)",
         "",
     ]
     named, given = quote(str(output)), quote(source)
     if unfit:
         after = ["the same command with --repair-router and another --output, which writes compensated routers"]
-    elif audit["differences"] or misread:
+    elif audit.differences or misread:
         after = [f"repair what differs; quantize verify {named} --source {given} checks it again"]
     else:
         after = [

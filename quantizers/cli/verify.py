@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from quantizers.system.formatting import collapse_lines
+from quantizers.system.formatting import collapse_lines, number
 
 from . import common
 from .adapter import Call, command
 
 if TYPE_CHECKING:
     from quantizers.commands.verify import Verification
+
+if TYPE_CHECKING:
+    from quantizers.eval.report.schema import AuditFigures
 
 
 @command("quantizers.commands.verify:verify")
@@ -24,11 +29,13 @@ def verify(call: Call) -> None:
 
     Example: quantize verify out/tiny
     """
+    from quantizers.eval.report.schema import AuditFigures
     from quantizers.eval.serving.check import render
 
     found: Verification = call()
     report = found.as_dict()
-    text = audit_table(report)
+    figures = AuditFigures.model_validate(found.audit.as_dict() | {"differences": found.differences})
+    text = audit_table(figures, found.record.notes)
     if found.consumers is not None:
         text += "\n\n" + render(found.consumers)
     if found.vllm is not None:
@@ -39,12 +46,13 @@ def verify(call: Call) -> None:
     common.emit(report, call.as_json, text, passed=found.passed)
 
 
-def audit_table(audit: dict[str, Any]) -> str:
+def audit_table(audit: AuditFigures, notes: Sequence[str]) -> str:
     """The part of `quantize verify`'s output that compares the files with the source and report.json."""
-    digests = "compared with" if audit["digests_checked"] else "not compared: there are none in"
-    lines = [common.accounted(audit), f"digests of the output: {digests} report.json", *audit["notes"]]
-    if audit["weight_error"]:
-        lines.append(f"experts: largest relative weight error {max(audit['weight_error']):.3f}")
-    differences = audit["differences"]
+    digests = "compared with" if audit.digests_checked else "not compared: there are none in"
+    lines = [common.accounted(audit), f"digests of the output: {digests} report.json", *notes]
+    if audit.weight_error:
+        largest = max(audit.weight_error, key=lambda error: math.nan if error is None else error)
+        lines.append(f"experts: largest relative weight error {number(largest, '.3f')}")
+    differences = audit.differences
     lines.append(f"{len(differences):,} difference{'s'[: len(differences) != 1]}:" if differences else "no differences")
     return "\n".join([*lines, *(f"  {line}" for line in collapse_lines(differences))])

@@ -290,7 +290,7 @@ class _Asked:
         notes = [of_part if quantized < depth else "", *self.notes, NOTES["power"], NOTES["holm"]]
         about = {
             "model": self.job.recipe.source.model,
-            "evaluated_on": self.held.about,
+            "evaluated_on": self.held.about.as_dict(),
             "solved_layers": quantized,
             "layers": depth,
             "draws": sets[0].draws,

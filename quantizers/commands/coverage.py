@@ -13,7 +13,8 @@ from quantizers.calibration.samples import token_tensors
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
-from quantizers.eval.coverage.compare import SIDES, compare_counts, labels
+from quantizers.eval.coverage.compare import compare_counts, labels
+from quantizers.eval.coverage.figures import CoverageComparison, CoverageReport, Drawn, SetName
 from quantizers.eval.coverage.routing import count_routes
 from quantizers.eval.coverage.saliency import lists
 from quantizers.eval.coverage.saliency import saliency as saliency_of
@@ -126,10 +127,11 @@ def coverage(
     with tempfile.TemporaryDirectory(dir=work) as folder, ordered():
         figures = measure_coverage(question, rule, choose_device(device, dist), Path(folder), dist, scored=saliency)
     if files is not None:
-        write_json(files / "saliency.json", json_finite(figures))
-        for name, text in lists(figures).items():
-            write_text(text, files / name)
-    return Coverage(figures if dist.is_main else {})
+        write_json(files / "saliency.json", json_finite(figures.as_dict()))
+        if isinstance(figures, CoverageReport) and figures.saliency:
+            for name, text in lists(figures, figures.saliency).items():
+                write_text(text, files / name)
+    return Coverage(figures.as_dict() if dist.is_main else {})
 
 
 def measure_coverage(
@@ -140,9 +142,9 @@ def measure_coverage(
     dist: ProcessGroup = SINGLE_PROCESS,
     *,
     scored: bool = False,
-) -> dict[str, Any]:
-    """The report on one set, see `eval.coverage.summary.report`; or what the second of two sets wins and loses compared
-    with the first, see `eval.coverage.compare.compare_counts`. Experts are `scored` on one set only.
+) -> CoverageReport | CoverageComparison:
+    """The report on one set; or what the second of two sets wins and loses compared with the first. Experts are
+    `scored` on one set only.
     """
     model, loaded = opened(question, device, dist)
     for data in loaded:
@@ -155,12 +157,15 @@ def measure_coverage(
     names = [data.name for data in loaded]
     if len(loaded) == 1:
         one = routed.part("0:")
-        found = {"model": question.model, "set": names[0]} | report(one, rule)
+        saliency = None
         if scored:
             paths = (f"{model.skeleton.path}.{number}.{model.facts.modules.experts}" for number in one.layers)
-            found["saliency"] = saliency_of(one, [path.rpartition(".")[0] for path in paths])
-        return found | ({"drawn": asdict(loaded[0].drawn)} if loaded[0].drawn else {})
-    comparison = compare_counts(routed.part("0:"), routed.part("1:"), rule)
-    for side, name, file, label in zip(SIDES, names, question.sets, labels(names, question.sets), strict=True):
-        comparison[side] |= {"name": name, "file": str(file), "label": label}
-    return {"model": question.model} | comparison
+            saliency = saliency_of(one, [path.rpartition(".")[0] for path in paths])
+        drawn = Drawn(**asdict(loaded[0].drawn)) if loaded[0].drawn else None
+        return report(one, rule, model=question.model, name=names[0], drawn=drawn, saliency=saliency)
+    sets = [
+        SetName(label=label, name=name, file=str(file))
+        for label, name, file in zip(labels(names, question.sets), names, question.sets, strict=True)
+    ]
+    change = compare_counts(routed.part("0:"), routed.part("1:"), rule, sets)
+    return CoverageComparison(**change.given(), model=question.model)

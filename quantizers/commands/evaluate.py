@@ -29,10 +29,11 @@ from quantizers.checkpoint.source_identity import source_stats
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device, fingerprint, forward_dtype, use_threads
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
-from quantizers.eval.fidelity.as_served import ServedModel, as_stored, kernels_of
+from quantizers.eval.fidelity.as_served import as_stored, kernels_of
 from quantizers.eval.fidelity.comparison import compare, weight_errors
+from quantizers.eval.fidelity.figures import Fidelity as FidelityFigures
 from quantizers.eval.fidelity.metrics import Measured, Text
-from quantizers.eval.fidelity.paired import NOTE, paired
+from quantizers.eval.fidelity.paired import paired
 from quantizers.eval.fidelity.scoring import held_out, score
 from quantizers.eval.fidelity.variants import Variants, variants_of
 from quantizers.formats.fp8 import has_kv_scales
@@ -177,10 +178,11 @@ def evaluate(
             cards=cards,
         )
     differences = [
-        {"model": name, "against": names[1], "note": NOTE} | paired(figures[0], other)
+        paired(figures[0], other, model=name, against=names[1]).as_dict()
         for name, other in zip(names[2:], figures[1:], strict=dist.is_main)
     ]
-    return Evaluation(names[0], tuple(map(Fidelity, names[1:], figures)), tuple(differences), (as_stored(on),))
+    results = tuple(Fidelity(name, one.as_dict()) for name, one in zip(names[1:], figures, strict=dist.is_main))
+    return Evaluation(names[0], results, tuple(differences), (as_stored(on),))
 
 
 def measure(
@@ -195,8 +197,8 @@ def measure(
     dist: ProcessGroup = SINGLE_PROCESS,
     own: Own = None,
     cards: Sequence[Card] = (),
-) -> list[dict[str, Any]]:
-    """Figures of each candidate, see `HeldOut.figures`, with `cards` also as served; none in ranks except 0.
+) -> list[FidelityFigures]:
+    """Figures of each candidate, with `cards` also as served; none in ranks except 0.
 
     Args:
         data_set: a calibration set file; tokenized with the source's tokenizer.
@@ -237,11 +239,8 @@ def measure(
     shutil.rmtree(work, ignore_errors=True)
     figures = []
     for number, (candidate, stream) in enumerate(zip(candidates, candidate_streams, strict=True), 1):
-        on_cards = variants.on_cards(number, reference, scores, held.texts)
-        for card, on_card in variants.cards.items():
-            model = on_card[number].model
-            assert isinstance(model, ServedModel)
-            on_cards[card]["kernels"] = kernels_of(model, opened[number])
+        kernels = {card: kernels_of(streams[number].model, opened[number]) for card, streams in variants.cards.items()}
+        on_cards = variants.on_cards(number, reference, scores, held.texts, kernels=kernels)
         cache = variants.with_cache(number, reference, scores, held.texts)
         layers = [entry[number - 1] for entry in entries]
         measured = Measured(scores[reference, reference][0], *scores[reference, stream], layers, on_cards, cache)

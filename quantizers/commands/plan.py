@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 from quantizers.budget.choice import apply_choice
 from quantizers.checkpoint.reader import left_behind
+from quantizers.eval.report.schema import Fit as ServedFit
+from quantizers.eval.report.schema import Schemes, Serving
 from quantizers.eval.report.summary import flags, vllm_command, vllm_options
 from quantizers.eval.serving.cards import KEEPS_SCALES, TAKES_THEM
 from quantizers.pipeline.servable import planned_check
@@ -125,7 +127,7 @@ def plan(
     )
     checked = planned_check(job, one_expert=True)
     job, schemes = apply_choice(job, Path(output) if output is not None else None)
-    budget = job.allocation.most_bytes if job.allocation and "layers" not in (schemes or ()) else None
+    budget = job.allocation.most_bytes if job.allocation and not isinstance(schemes, Schemes) else None
     figures: dict[str, Any] = {"basis": job.basis, "recipe": str(job.path), "servers": sorted(job.facts.servers)}
     figures["limits"] = [f"{one.engine}: {one.consequence}" for one in checked.findings]
     if job.recipe.experts.signed and job.recipe.experts.engine == "gram":
@@ -146,7 +148,7 @@ def plan(
     if device_memory:
         figures |= {"device_memory": asdict(memory_on_gpu(job, device_memory))}
     if schemes:
-        figures |= {"schemes": schemes}
+        figures |= {"schemes": schemes.as_dict()}
     if tensors:
         figures |= {"tensors": listing(job.plan)}
     return PlannedRun(figures)
@@ -184,9 +186,8 @@ def _serving(
     fits = [fit(model, one, context, kv, tp) for one in gpus]
     servers, name = job.facts.servers, job.recipe.source.model
     wanted = {one: job.facts.server_options(one, name) if one in servers else {} for one in ("vllm", "sglang")}
-    serving = {"servers": sorted(servers), "parsers": wanted["vllm"], "sampling": {}}
     if ram is not None:
-        options = {"vllm": " ".join(vllm_options(serving)), "sglang": " ".join(flags(wanted["sglang"]))}
+        options = {"vllm": " ".join(vllm_options(wanted["vllm"])), "sglang": " ".join(flags(wanted["sglang"]))}
         found = [
             host_ways(model, cards, one, ram, ktransformers, options) for cards, one in zip(gpus, fits, strict=True)
         ]
@@ -195,8 +196,17 @@ def _serving(
         ]
 
     def command(cards: Gpus, row: Fit) -> str | None:
-        attention = {"attention_backend": FLASHINFER} if needs_flashinfer(cards, row.kv) else {}
-        words = vllm_command(serving | {"fits": [asdict(row) | attention]}, "OUT") if row.fits else None
+        attention = FLASHINFER if needs_flashinfer(cards, row.kv) else ""
+        serving = Serving(
+            servers=sorted(servers),
+            parsers=wanted["vllm"],
+            sglang=None,
+            sampling={},
+            longest=model.longest,
+            fits=[ServedFit(**asdict(row))],
+            assumptions=[],
+        )
+        words = vllm_command(serving, "OUT", attention) if row.fits else None
         as_stored = words and cards.sm == HOPPER and model.blocks and job.plan.attention == "keep"
         return f"{KEEPS_SCALES['hopper']} {words}" if as_stored else words
 

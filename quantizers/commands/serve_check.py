@@ -26,11 +26,11 @@ from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_checkpoint, re
 from quantizers.checkpoint.source_identity import source_digest
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import use_threads, versions
+from quantizers.eval.fidelity.figures import ServeCheckReport
 from quantizers.eval.fidelity.kv_cache import CachedModel
 from quantizers.eval.fidelity.metrics import Text
 from quantizers.eval.fidelity.scoring import held_out
 from quantizers.eval.fidelity.served import UNLIKE, compare_text, figures, verdict
-from quantizers.eval.report.fidelity import ServeCheckReport
 from quantizers.eval.serving.server import Returned, Server, kernel_lines, over_http, score
 from quantizers.eval.serving.server import offline as engine_of
 from quantizers.formats.fp8 import has_kv_scales
@@ -176,8 +176,8 @@ def serve_check(
     with interruptible("give the same command again") as check, ordered():
         tables = _compare(checkpoints, architecture, held.texts, returned, check)
     found = figures(tables, [text.category for text in held.texts])
-    lost = held.about["past_the_model"]
-    data_sent = {"name": held.about["name"], "identity": sent, "cut": lost["texts"], "cut_tokens": lost["tokens"]}
+    lost = held.about.past_the_model
+    data_sent = {"name": held.about.name, "identity": sent, "cut": lost.texts, "cut_tokens": lost.tokens}
     of_source = before.figures.as_dict() if before else None
     report = ServeCheckReport.model_validate(
         {
@@ -260,7 +260,7 @@ def _texts(samples: Any, source: Checkpoint, facts: Architecture, longest: int |
     if limited.positions is not None and limited.positions < 2:
         raise InputError(f"max_model_len is {longest}, too short for any text; serve it with a larger --max-model-len")
     held = held_out(samples, source, limited, trust_remote_code)
-    if lost := held.about["past_the_model"]["texts"]:
+    if lost := held.about.past_the_model.texts:
         print(
             f"{lost} of {len(held.texts)} texts are longer than the {limited.positions:,} tokens that "
             f"{'the model' if limited.positions == facts.positions else 'the server'} takes, and are cut there",

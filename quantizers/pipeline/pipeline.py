@@ -33,7 +33,6 @@ from quantizers.distributed.process_group import RESUME, SINGLE_PROCESS, Process
 from quantizers.eval.coverage.summary import check_floors
 from quantizers.eval.fidelity.metrics import Text
 from quantizers.eval.fidelity.scoring import HeldOut, held_out
-from quantizers.eval.serving.check import ServingCheck
 from quantizers.importance.input_sums import bytes_of_sums
 from quantizers.importance.llama_cpp import architecture_of, imatrix_table, make_imatrix
 from quantizers.output import journal
@@ -65,7 +64,7 @@ from quantizers.walk.context import Context
 from . import publication as publishing
 from .publication import Destination
 from .quantize import IMATRIX, quantize_layers
-from .report import of_plan, planned_report, rehearse, run_report
+from .report import plan_figures, planned_report, refuse_unreadable, run_report, serving
 from .report_files import write_report
 from .servable import planned_check
 from .source_check import check_source, refuse_source
@@ -117,7 +116,7 @@ def run(job: Job, options: Options) -> dict[str, Any]:
         InputError: exit 2; also if this process differs from rank 0 in something that the output's bytes depend on.
         QuantizeError: exit 1. Interrupted: 130 or 143.
     """
-    dist, engines, uploads = options.dist, None, None
+    dist, uploads = options.dist, None
     work = journal.work_folder(options.output, dist.node)
     if dist.is_main:
         if options.imatrix:
@@ -127,7 +126,7 @@ def run(job: Job, options: Options) -> dict[str, Any]:
         if finished is not None:
             dist.broadcast_object(False)
             return _already_done(job, options, finished)
-        engines = planned_check(job)  # this and what is missing is said before a folder is made
+        planned_check(job)  # this and what is missing is said before a folder is made
         if job.opened.remote:
             schedule(job.opened, parts_of_run(job)).window(options.window)  # for its error
         resolve_recipe(job.recipe, job.path)
@@ -142,9 +141,9 @@ def run(job: Job, options: Options) -> dict[str, Any]:
             verify_kernels(options.device, job.integers, dist)
             _refuse_different_ranks(job, options)
         with journal.locked(options.output, dist):
-            if unfinished and engines is not None:
+            if unfinished and dist.is_main:
                 with contextlib.closing(uploads) if uploads else contextlib.nullcontext():
-                    _make_output(job, options, work, check, engines, uploads)
+                    _make_output(job, options, work, check, uploads)
             elif unfinished:
                 _quantize_share(job, options, work, check)
             publishing.open_up(uploads, options.destination)
@@ -290,9 +289,7 @@ def _quantize_share(job: Job, options: Options, work: Path, check: Callable[[], 
             journal.leave(options.output, dist.node)
 
 
-def _make_output(
-    job: Job, options: Options, work: Path, check: Callable[[], None], engines: ServingCheck, uploads: Uploads | None
-) -> None:
+def _make_output(job: Job, options: Options, work: Path, check: Callable[[], None], uploads: Uploads | None) -> None:
     """All that rank 0 does: make work/output, up to the mark that lets it be moved into place."""
     started, output, dist = time.monotonic(), work / "output", options.dist
     # Read the sets once, before anything slow: they may be edited during the run.
@@ -300,14 +297,13 @@ def _make_output(
     resolved, remote = inputs.resolved, job.opened.remote
     copied = resolved.data if options.with_data else {}
     planned = planned_report(job, resolved, inputs.data, options.device)
-    named = planned | publishing.named(options.destination)
-    rehearsed = rehearse(job, named, inputs.data, inputs.evaluation, engines, resolved.texts())
-    publishing.begin(uploads, options.destination, rehearsed)
+    refuse_unreadable(job.opened)
+    publishing.begin(uploads, options.destination, planned)
     lengths = [len(sequence) for sequence in inputs.tokens]
     placed, temporary = share_memory(job, lengths, [len(text.tokens) for text in inputs.texts], options)
     damaged = _open_work_folder(job, inputs, options, work, check, uploads.shards if uploads else ())
     files = (*side_files(job.opened.folder), *copied.values())
-    needed = planned["plan"]["output_bytes"] + sum(file.stat().st_size for file in files) + temporary
+    needed = planned.plan.output_bytes + sum(file.stat().st_size for file in files) + temporary
     if uploads and options.destination:
         removed = job.plan.removed_bytes(dist.world_size) if options.destination.remove else 0
         needed -= max(removed, uploads.removed_bytes)
@@ -323,7 +319,9 @@ def _make_output(
     check_source(job, inputs.texts, context, ignore=options.ignore_source_check)
     if job.allocation:
         job = choose_schemes(job, inputs.tokens, context, options.output)
-        planned |= of_plan(job.plan, job.facts, job.opened, resolved.recipe.source.model)
+        name = resolved.recipe.source.model
+        plan, served = plan_figures(job.plan, job.facts), serving(job.plan, job.facts, job.opened, name)
+        planned = planned.changed(plan=plan, serving=served)
         journal.check_room(work, needed, less)
     stop = job.recipe.verify.stop if job.recipe.verify and not options.ignore_stop else None
     measured = quantize_layers(
@@ -337,9 +335,10 @@ def _make_output(
     check()
     figures = inputs.evaluation.figures(measured, "the output") if inputs.evaluation and measured else None
     if remote and figures and not options.ignore_source_check:
-        refuse_source(job, figures["perplexity"]["source"], f"the {len(inputs.texts)} texts")
+        refuse_source(job, figures.perplexity.source, f"the {len(inputs.texts)} texts")
     report = run_report(planned, job, inputs.data, figures, started, context)
-    write_report(output, report | publishing.published(report, options.destination, output), resolved.texts())
+    published = publishing.published(report, options.destination, output)
+    write_report(output, report.changed(published=published), resolved.texts())
     if options.imatrix:
         sums, path = work / IMATRIX, options.imatrix_file
         print(imatrix_table(make_imatrix(path, sums, job.facts, job.config, inputs.data)), file=sys.stderr)

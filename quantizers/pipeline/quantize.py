@@ -29,7 +29,7 @@ from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.device.devices import forward_dtype, is_accelerator, release_free_memory, use_one_arena
 from quantizers.distributed.process_group import SINGLE_PROCESS, rank_0_progress
-from quantizers.eval.fidelity.as_served import ServedModel, kernels_of
+from quantizers.eval.fidelity.as_served import kernels_of
 from quantizers.eval.fidelity.metrics import Measured, Text
 from quantizers.eval.fidelity.scoring import score
 from quantizers.eval.fidelity.variants import Variants, variants_of
@@ -286,10 +286,9 @@ def _measured(run: Run, entries: Sequence[Entry]) -> Measured | None:
     stage = partial(rank_0_progress, check=context.check, dist=context.dist)
     pairs = [(source, source), (source, output), *run.variants.pairs(source)]
     scores = score(pairs, run.texts, stage, dist=context.dist)
-    on_cards = run.variants.on_cards(1, source, scores, run.texts)
-    for card, (there, _) in run.variants.cards.items():
-        assert isinstance(there.model, ServedModel)
-        on_cards[card]["kernels"] = kernels_of(there.model, _with_converted(job), job.plan.schemes[0])
+    files, scheme = _with_converted(job), job.plan.schemes[0]
+    kernels = {card: kernels_of(there.model, files, scheme) for card, (there, _) in run.variants.cards.items()}
+    on_cards = run.variants.on_cards(1, source, scores, run.texts, kernels=kernels)
     cache = run.variants.with_cache(1, source, scores, run.texts)
     layers = [entry["held_out"] for entry in entries]
     return Measured(scores[source, source][0], *scores[source, output], layers, on_cards, cache)

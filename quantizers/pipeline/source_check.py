@@ -58,10 +58,10 @@ def check_source(job: Job, texts: Sequence[Text], context: Context, *, ignore: b
         write_json(record, {"perplexity": perplexity, "texts": len(beginnings)})
 
 
-def refuse_source(job: Job, perplexity: float, where: str) -> None:
+def refuse_source(job: Job, perplexity: float | None, where: str) -> None:
     """Raise the CheckpointError of `check_source` if the source's perplexity, measured `where`, is too large."""
     gate = job.recipe.verify and job.recipe.verify.perplexity
-    if not gate or gate.max_source == "any" or perplexity <= gate.max_source:
+    if not gate or gate.max_source == "any" or perplexity is None or perplexity <= gate.max_source:
         return
     raise CheckpointError(
         f"{job.opened.folder}: makes no sense of text: on {where} of {gate.data} its perplexity is {perplexity:,.1f}, "

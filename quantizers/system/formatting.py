@@ -8,11 +8,9 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
 from .errors import InputError
 
-SHARES = ("perplexity", "coverage")  # gates whose values are shares
 # Line ends, characters that steer a terminal or turn its text around, and halves of surrogate pairs.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -61,13 +59,6 @@ def size_from(least: int) -> str:
     """The smallest size of at least `least` bytes with one decimal, such as `65.1GB`."""
     factor = next((one for one in (10**9, 10**6, 10**3) if least >= one), 10)
     return size_between(least, -(-least * 10 // factor) * factor // 10)
-
-
-def gate_figures(gate: dict[str, Any]) -> tuple[str, str]:
-    """A gate's value and its limit as people read them: shares in per cent, anything else as a number."""
-    shown = percent if gate["name"].partition(" ")[0] in SHARES else "{:.4g}".format
-    value = "no number" if gate["value"] is None else shown(gate["value"])
-    return value, f"{'>=' if gate.get('at_least') else '<='} {shown(gate['limit'])}"
 
 
 def percent(share: float) -> str:

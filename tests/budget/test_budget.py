@@ -29,6 +29,7 @@ from quantizers.budget import choice, measure
 from quantizers.budget.measure import column_scale, scheme_errors
 from quantizers.calibration.load_set import load_set
 from quantizers.commands.stitch import stitch_experts
+from quantizers.eval.report.schema import Schemes
 from quantizers.eval.report.summary import choice_lines
 from quantizers.eval.serving.check import STORED
 from quantizers.formats.dequantization import read_weight
@@ -411,7 +412,7 @@ def test_a_budget_where_some_layers_have_no_experts(tmp_path: Path) -> None:
     shards = [path.stat().st_size for path in (tmp_path / "output").glob("*.safetensors")]
     assert schemes["output_bytes"] == sum(shards)
     assert 0.3 < schemes["predicted_kl"] / report["kl"]["mean"] < 10
-    named = re.findall(r"\(layer (\d+)\)", "\n".join(choice_lines(schemes)))
+    named = re.findall(r"\(layer (\d+)\)", "\n".join(choice_lines(Schemes.model_validate(schemes))))
     assert len(named) == 2
     assert {int(number) for number in named} <= {1, 2}
 

@@ -21,7 +21,6 @@ from quantizers.checkpoint.reader import open_folder
 from quantizers.device.devices import choose_device
 from quantizers.output import journal
 from quantizers.output.journal import refuse_changes
-from quantizers.pipeline import pipeline
 from quantizers.pipeline import quantize as quantizing
 from quantizers.system.errors import InputError, QuantizeError
 
@@ -51,7 +50,6 @@ def typed(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patched, (folder / "said").open("w") as said:
         patched.chdir(folder)
         patched.setattr("sys.stderr", said)
-        patched.setattr(pipeline, "rehearse", lambda *_: None)  # which draws all plots, and throws them away
         patched.setattr(quantizing, "write_json", cut)
         assert quantize(patched, "run", finished.recipe, "--fresh", "--yes", "cut", "--device", "cpu") == 1
     return folder

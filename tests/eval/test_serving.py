@@ -45,7 +45,7 @@ from quantizers.eval.serving.engines import (
 )
 from quantizers.formats.fp8 import BLOCKS, ROWS
 from quantizers.formats.packed_integers import GROUPS, Integers
-from quantizers.pipeline.report import of_plan
+from quantizers.pipeline.report import serving
 from quantizers.planning.assign_actions import expected_tensors, make_plan
 from quantizers.planning.serving_memory import FLASHINFER
 from quantizers.recipe.schema import Experts
@@ -607,14 +607,15 @@ SPLITS = [(bits, group, width) for bits in (2, 3, 4) for group in GROUPS for wid
 
 def serve_commands() -> list[str]:
     """The card's command for every published model that vLLM serves, with all options that any of them has."""
-    split = {"tensor_parallel": 4, "pipeline_parallel": 2, "kv": "fp8", "fits": True, "attention_backend": FLASHINFER}
+    split = {"tensor_parallel": 4, "pipeline_parallel": 2, "kv": "fp8", "fits": True}
     commands = []
     for name in published_models():
         whole = published(name, layers=4, experts=16)
         source = Checkpoint(Path("here"), name, whole.config, {})
-        about = of_plan(whole.plan(), whole.facts, source, name)["serving"]
-        about |= {"sampling": {"temperature": 1.0, "top_k": 40}, "fits": [row | split for row in about["fits"][:1]]}
-        commands.append(vllm_command(about, name) or "")
+        about = serving(whole.plan(), whole.facts, source, name)
+        fits = [row.changed(**split) for row in about.fits[:1]]
+        about = about.changed(sampling={"temperature": 1.0, "top_k": 40}, fits=fits)
+        commands.append(vllm_command(about, name, FLASHINFER) or "")
     return list(filter(None, commands))
 
 
