@@ -26,7 +26,7 @@ from quantizers.distributed.torch_group import DistributedGroup
 from quantizers.eval.report import plots
 from quantizers.pipeline import quantize
 
-real_message, pause = DistributedGroup.final_message, float(os.environ.get("SLOW_LAST_WORDS", "0"))
+real_message, pause = DistributedGroup.first_failure, float(os.environ.get("SLOW_LAST_WORDS", "0"))
 
 
 def slow_message(*arguments: Any) -> Any:
@@ -34,7 +34,7 @@ def slow_message(*arguments: Any) -> Any:
     return real_message(*arguments)
 
 
-DistributedGroup.final_message = slow_message
+DistributedGroup.first_failure = slow_message
 devices.SMALL_LAYER = 0
 plots.draw = drawn_once(plots.draw)  # as in the tests' own process
 real = quantize.write_json

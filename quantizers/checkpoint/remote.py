@@ -227,8 +227,7 @@ def retried(request: Callable[[], Result], stopped: Event) -> Result:
         except HubUnavailable as failure:
             if stopped.is_set():
                 raise
-            said = str(failure).removesuffix(f"; {AGAIN}")
-            print(f"{said}; trying again in {pause:g} s", file=sys.stderr, flush=True)
+            print(f"{failure.without_remedy}; trying again in {pause:g} s", file=sys.stderr, flush=True)
             if stopped.wait(pause):
                 raise
     return request()

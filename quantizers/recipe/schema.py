@@ -17,7 +17,7 @@ from pydantic import (
 
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import parse_bytes
-from quantizers.system.schema import Strict
+from quantizers.system.schema import Strict, Wrong
 
 Format = Literal["int", "nvfp4"]
 SCALE_BITS: dict[Format, int] = {"int": 16, "nvfp4": 8}  # bfloat16, FP8
@@ -77,7 +77,7 @@ def known_cards(names: Iterable[str]) -> tuple[Card, ...]:
     """The cards of these names, each once; an InputError for another name."""
     for name in names:
         if name not in CARDS:
-            raise InputError(f"--as-served {name}: no such card is known here; give one of {', '.join(CARDS)}")
+            raise InputError(f"--as-served {name}", "no such card is known here", f"give one of {', '.join(CARDS)}")
     return tuple(card for card in CARDS if card in names)
 
 
@@ -209,7 +209,7 @@ class Experts(Strict):
         try:
             parse_bytes(str(budget), "")
         except InputError:
-            raise ValueError("is not a size; write it as 120GiB or 120GB") from None
+            raise Wrong("is not a size", "write it as 120GiB or 120GB") from None
         return budget
 
     @field_validator(
@@ -221,22 +221,24 @@ class Experts(Strict):
         budget = next((f"experts.{key}" for key in ("budget", "bits_per_weight") if info.data.get(key) is not None), "")
         nvfp4, given = info.data.get("format") == "nvfp4", value is not None
         decides = "experts.format: nvfp4" if nvfp4 else budget
-        of_decided = bool(decides) and given, f"{decides} decides this; remove one of the two keys"
-        wrong, fault = {
+        one_of = "remove one of the two keys"
+        of_decided = bool(decides) and given, f"{decides} decides this", one_of
+        wrong, problem, remedy = {
             "bits_per_weight": of_decided,
             "tensor_parallel": (
                 given and not budget,
-                "bounds what a budget chooses; give experts.budget, or remove it",
+                "bounds what a budget chooses",
+                "give experts.budget, or remove it",
             ),
-            "format": (value == "nvfp4" and budget, f"{budget} chooses among integers; remove one of the two keys"),
-            "activations": (not nvfp4, "belongs to experts.format: nvfp4; give that, or remove this key"),
+            "format": (value == "nvfp4" and budget, f"{budget} chooses among integers", one_of),
+            "activations": (not nvfp4, "belongs to experts.format: nvfp4", "give that, or remove this key"),
             "bits": of_decided,
             "group_size": of_decided,
-            "engine": (decides and value != "gram", f"{decides} needs the gram engine; remove one of the two keys"),
-            "scales_sign": (nvfp4, "experts.format: nvfp4 has no negative scales; remove this key"),
+            "engine": (decides and value != "gram", f"{decides} needs the gram engine", one_of),
+            "scales_sign": (nvfp4, "experts.format: nvfp4 has no negative scales", "remove this key"),
         }[str(info.field_name)]
         if wrong:
-            raise ValueError(fault)
+            raise Wrong(problem, remedy)
         return value
 
     @model_serializer(mode="wrap")
@@ -303,7 +305,7 @@ class Verify(Strict):
     @classmethod
     def _measured(cls, value: Any, info: ValidationInfo) -> Any:
         if value is not None and info.data.get("perplexity") is None:
-            raise ValueError("is measured on a held-out set; give verify.perplexity.data, or remove it")
+            raise Wrong("is measured on a held-out set", "give verify.perplexity.data, or remove it")
         return value
 
 
@@ -334,7 +336,7 @@ class Recipe(Strict):
     def _known_cards(cls, value: Any, info: ValidationInfo) -> Any:
         experts = info.data.get("experts")
         if experts is not None and experts.format == "nvfp4" and value and "vllm-cpu" in (value.as_served or ()):
-            raise ValueError("as_served: vllm-cpu: nothing is known of experts in NVFP4 there; remove this card")
+            raise Wrong("as_served: vllm-cpu: nothing is known of experts in NVFP4 there", "remove this card")
         return value
 
     @property
