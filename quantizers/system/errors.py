@@ -39,7 +39,7 @@ class QuantizeError(Exception):
         if len(errors) == 1:
             return errors[0]
         whole = cls("", "\n".join(map(str, errors)))
-        whole._several = tuple(errors)
+        whole._several = tuple(single for error in errors for single in error.errors)
         return whole
 
     @property

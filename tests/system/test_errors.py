@@ -51,6 +51,8 @@ def test_several_mistakes_are_a_line_each() -> None:
     error = RecipeError.several(mistakes)
     assert str(error) == "a.yaml:1: missing; add it\na.yaml:2: unknown key"
     assert error.errors == tuple(mistakes)
+    more = RecipeError("b.yaml:1", "missing")
+    assert RecipeError.several([error, more]).errors == (*mistakes, more)
     assert RecipeError.several(mistakes[:1]) is mistakes[0]
     assert mistakes[0].errors == (mistakes[0],)
 
