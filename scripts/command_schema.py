@@ -54,6 +54,27 @@ class DoctorReport(Part):
     checks: list[DoctorCheck] = key("All checks: of the machine, the Hub, servers, and the recipe")
 
 
+class ErrorParts(Part):
+    """An error; its texts may be empty, but for the problem."""
+
+    code: int = key("The command's exit code")
+    place: str = key("File and line, key, option or tensor")
+    problem: str = key("What is wrong there")
+    remedy: str = key("What to do about it")
+
+
+class OneError(Part):
+    """What a command prints with --json after an error."""
+
+    error: ErrorParts = key("What is wrong")
+
+
+class SeveralErrors(Part):
+    """The same after several mistakes that were found together."""
+
+    errors: list[ErrorParts] = key("What is wrong, in the order of the lines on standard error")
+
+
 PRINTED: dict[str, type[Part]] = {  # by the command that prints it; run and stitch print report.json
     "eval": EvalReport,
     "verify": VerifyReport,

@@ -49,9 +49,11 @@ OF_METHODS: dict[Any, type] = {"LayerResult": LayerResult}  # what methods of a 
 ERRORS = """
 ## Errors
 
-Every error is a `quantizers.QuantizeError` with the one line that the command would print, and with the command's
-`exit_code`. All but `QuantizeError` and `InputError` are in `quantizers.system.errors`. A gate that failed raises
-nothing: see `passed` of what is returned.
+Every error is a `quantizers.QuantizeError` with the command's `exit_code`, and says what is wrong in three texts:
+`place`, `problem` and `remedy`. `str(error)` is the line that the command would print, `place: problem; remedy`, and
+`error.as_dict()` what it prints with `--json`. Mistakes that were found together are in `error.errors`, and are a line
+each. All but `QuantizeError` and `InputError` are in `quantizers.system.errors`. A gate that failed raises nothing: see
+`passed` of what is returned.
 
 | error | is a | exit code | |
 |---|---|---|---|
@@ -167,8 +169,9 @@ def _error_rows() -> Iterator[str]:
     for kind in vars(errors).values():
         if isinstance(kind, type) and issubclass(kind, errors.QuantizeError):
             (base,) = kind.__bases__
-            code = "" if "__init__" in vars(kind) else str(kind.exit_code)
-            yield f"| `{kind.__name__}` | `{base.__name__}` | {code} | {one_line(getdoc(kind) or '')} |\n"
+            own_code = base is not Exception and "__init__" in vars(kind)
+            about = one_line((getdoc(kind) or "").partition("\n\n")[0])
+            yield f"| `{kind.__name__}` | `{base.__name__}` | {'' if own_code else kind.exit_code} | {about} |\n"
 
 
 def _linked(text: str) -> str:

@@ -27,7 +27,7 @@ from quantizers.eval.report import plots
 from quantizers.pipeline import layer as layering
 from quantizers.pipeline import quantizer
 
-real_message, pause = DistributedGroup.final_message, float(os.environ.get("SLOW_LAST_WORDS", "0"))
+real_message, pause = DistributedGroup.first_failure, float(os.environ.get("SLOW_LAST_WORDS", "0"))
 
 
 def slow_message(*arguments: Any) -> Any:
@@ -35,7 +35,7 @@ def slow_message(*arguments: Any) -> Any:
     return real_message(*arguments)
 
 
-DistributedGroup.final_message = slow_message
+DistributedGroup.first_failure = slow_message
 devices.SMALL_LAYER = 0
 plots.draw = drawn_once(plots.draw)  # as in the tests' own process
 real = layering.write_json

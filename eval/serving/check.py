@@ -116,9 +116,14 @@ class Finding:
         """The first of the places."""
         return self.places[0]
 
-    def __str__(self) -> str:
+    @property
+    def sentence(self) -> str:
+        """Places, problem, engine and consequence."""
         times = f" ({len(self.places):,} times)" if len(self.places) > 1 else ""
-        return f"{self.severity}: {places(self.places)}{times}: {self.problem}; {self.engine}: {self.consequence}"
+        return f"{places(self.places)}{times}: {self.problem}; {self.engine}: {self.consequence}"
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.sentence}"
 
     def as_dict(self) -> dict[str, Any]:
         """For report.json: without the places, which may be as many as the model's tensors."""

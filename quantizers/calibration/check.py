@@ -184,7 +184,7 @@ def _shown(
     ]
     if not chosen:
         asked = " and ".join(text for text in (source and f"source {source}", category) if text)
-        raise InputError(f"{data.name}: no sample of {asked}; the check's table lists its categories and sources")
+        raise InputError(data.name, f"no sample of {asked}", "the check's table lists its categories and sources")
     return [
         {
             "position": position,

@@ -134,7 +134,7 @@ def _require_languages(calibration: CalibrationSet, data: CalibrationData, probl
     if calibration.languages.required and missing:
         dealt = any(name in missing for sample in data.samples for name in sample.asked)
         prompts = " (a prompt that asks for one is no text in it)" if dealt else ""
-        raise CalibrationError(f"{problem} {', '.join(missing)}{prompts}; {remedy}, or drop languages.required")
+        raise CalibrationError("", f"{problem} {', '.join(missing)}{prompts}", f"{remedy}, or drop languages.required")
 
 
 def _key(calibration: CalibrationSet, path: Path, without: Sequence[str], renderer: Renderer) -> str:
@@ -241,11 +241,10 @@ class _Loading:
         more, replaced = self._substitutes(samples, renderer)
         samples, notes = samples + more, notes + replaced
         if not samples:  # a source with nothing but unusable rows is an error already
-            raise CalibrationError(
-                f"{self.path}: no row is left ({dropped[0].first}: {dropped[0].reason}); list their languages"
-                if dropped
-                else f"{self.path}: no source is left ({'; '.join(notes)})"
-            )
+            if not dropped:
+                raise CalibrationError(self.path, f"no source is left ({'; '.join(notes)})")
+            why = f"{dropped[0].first}: {dropped[0].reason}"
+            raise CalibrationError(self.path, f"no row is left ({why})", "list their languages")
         return CalibrationData(
             calibration.name,
             calibration.sequence_length,

@@ -113,9 +113,9 @@ def read_without(path: Path, without: Sequence[str]) -> CalibrationSet:
     names = [source.dataset for source in calibration.sources]
     for name in without:
         if name not in names:
-            raise CalibrationError(f"{path}: has no source {name}{did_you_mean(name, names)}; correct --without")
+            raise CalibrationError(path, f"has no source {name}{did_you_mean(name, names)}", "correct --without")
     if set(without) >= set(names):
-        raise CalibrationError(f"{path}: --without leaves no source; leave one in")
+        raise CalibrationError(path, "--without leaves no source", "leave one in")
     return calibration
 
 
@@ -131,13 +131,13 @@ def read_lock(path: Path, calibration: CalibrationSet) -> list[Pin] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as failure:
-        raise CalibrationError(f"{locked}: not a readable lock ({type(failure).__name__}); {again}") from None
+        raise CalibrationError(locked, f"not a readable lock ({type(failure).__name__})", again) from None
     if lock.digest != _digest(lock.sources):
-        raise CalibrationError(f"{locked}: was changed by hand, and is not what its digest says; {again}")
+        raise CalibrationError(locked, "was changed by hand, and is not what its digest says", again)
     pinned, named = ([one.model_dump(include=NAMED) for one in each.sources] for each in (lock, calibration))
     for pin, source in zip_longest(pinned, named):
         if pin != source:
-            raise CalibrationError(f"{locked}: was made for {pin or 'no source'}, the set now has {source}; {again}")
+            raise CalibrationError(locked, f"was made for {pin or 'no source'}, the set now has {source}", again)
     return lock.sources
 
 

@@ -82,7 +82,7 @@ def copy_set(name: str, folder: Path) -> list[Path]:
     """
     path = shipped("calibration") / f"{name.removesuffix('.yaml')}.yaml"
     if Path(name).name != name or not path.is_file():
-        raise CalibrationError(f"{name}: no such set; `quantize calibration list` lists them")
+        raise CalibrationError(name, "no such set", "`quantize calibration list` lists them")
     wanted = list[Path]()
     for each in filter(Path.is_file, (path, path.parent / HELD_OUT)):
         data = (source.dataset for source in read_set(each).sources if source.is_local)
@@ -100,9 +100,7 @@ def new_set(path: Path, data: Path | None) -> tuple[dict[Path, bytes], list[str]
     file cannot be read, or no shape fits its rows, and InputError for a suffix that its kind of file does not have.
     """
     if path.suffix in LOCAL_SUFFIXES:
-        raise InputError(
-            f"{path}: is the name of a data file; name the set such as mine.yaml, and give texts by --data"
-        )
+        raise InputError(path, "is the name of a data file", "name the set such as mine.yaml, and give texts by --data")
     contents: dict[Path, bytes] = {}
     if data is None:
         data = path.with_suffix(".jsonl")
@@ -110,11 +108,11 @@ def new_set(path: Path, data: Path | None) -> tuple[dict[Path, bytes], list[str]
         notes = [f"replace the rows of {data} with your own"]
     else:
         if data.suffix not in LOCAL_SUFFIXES:
-            raise InputError(f"{data}: not a file in {', '.join(LOCAL_SUFFIXES)}; convert it to one")
+            raise InputError(data, f"not a file in {', '.join(LOCAL_SUFFIXES)}", "convert it to one")
         try:
             rows, notes = read_local(data, str(data)), []
         except SourceError as failure:
-            raise CalibrationError(f"{failure.subject}: {failure.reason}; {failure.remedy}") from None
+            raise CalibrationError(failure.subject, failure.reason, failure.remedy) from None
     source, unusable = _readable(rows, data)
     if unusable:
         notes.append(f"{len(unusable)} of {len(rows)} rows cannot be used as {source.shape}; the first: {unusable[0]}")
@@ -128,8 +126,9 @@ def _readable(rows: Sequence[Row], data: Path) -> tuple[DataSource, list[str]]:
     best = min(tried, key=lambda one: len(one[1]), default=None)
     if best is None or len(best[1]) == len(rows):
         raise CalibrationError(
-            f"{data}: no shape fits its columns ({', '.join(present)}); name them as in docs/reference/calibration.md"
-            ", Shapes"
+            data,
+            f"no shape fits its columns ({', '.join(present)})",
+            "name them as in docs/reference/calibration.md, Shapes",
         )
     return best
 
@@ -209,7 +208,7 @@ def freeze_set(path: Path, folder: Path, *, workers: int = 8, **tokenizer: Any) 
     calibration, data = read_set(path), load_set(path, **options)
     for source, version in zip(calibration.sources, data.versions, strict=True):
         if not version:
-            raise CalibrationError(f"{path}: {source.dataset} could not be read; remove it to freeze the others")
+            raise CalibrationError(path, f"{source.dataset} could not be read", "remove it to freeze the others")
     texts, sources, origins, restricted = dict[str, str](), list[DataSource](), "", list[str]()
     for index, chosen in enumerate(_chosen_rows(calibration, path, data, workers)):
         source, version, licence = calibration.sources[index], data.versions[index], data.licences[index]
@@ -238,7 +237,7 @@ def freeze_set(path: Path, folder: Path, *, workers: int = 8, **tokenizer: Any) 
         {file: text.encode("utf-8", "backslashreplace") for file, text in zip(files, written.values(), strict=True)}
     )
     if (digest := load_set(files[0], **options).digest) != data.digest:
-        raise CalibrationError(f"{files[0]}: its samples are not those of {path}; report it with both sets")
+        raise CalibrationError(files[0], f"its samples are not those of {path}", "report it with both sets")
     about_files = {"set": str(files[0]), "files": list(map(str, files)), "rows": len(data.samples)}
     return about_files | {"digest": digest, "non_commercial": restricted}
 

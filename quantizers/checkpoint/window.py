@@ -67,8 +67,9 @@ class Schedule:
         needed, whole = self.needed, sum(self.sizes.values())
         if limit is not None and limit < needed:
             raise InputError(
-                f"--window {size(limit)}: {size(needed)} of the source must lie on the disk at a time, as its layers "
-                f"lie in its shards; give --window {-(-needed // 10**6)}MB or more"
+                f"--window {size(limit)}",
+                f"{size(needed)} of the source must lie on the disk at a time, as its layers lie in its shards",
+                f"give --window {-(-needed // 10**6)}MB or more",
             )
         return min(max(needed, DEFAULT) if limit is None else limit, whole)
 
@@ -183,8 +184,9 @@ class Window(HubFiles):
             if found != file.digest:
                 part.unlink()
                 raise QuantizeError(
-                    f"{self.model}: {file.name}: what came from the Hub is not what it has (hash {found[:16]}…, on the "
-                    f"Hub {file.digest[:16]}…); {hub_client.AGAIN}"
+                    f"{self.model}: {file.name}",
+                    f"what came from the Hub is not what it has (hash {found[:16]}…, on the Hub {file.digest[:16]}…)",
+                    hub_client.AGAIN,
                 )
             os.replace(part, self.folder / file.name)
         with self._changed:

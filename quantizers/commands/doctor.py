@@ -134,10 +134,8 @@ class _Rows(list[Check]):
             problem = f"{failure.filename or what}: {failure.strerror or failure}"
             self.add(what, problem, "choose another place, or allow it", stops=True)
         except QuantizeError as failure:
-            text = _UP.sub("", str(failure)).replace(f"{Path.cwd()}{os.sep}", "")
-            for line in text.split("\n"):
-                problem, _, remedy = line.rpartition("; ")
-                self.add(what, problem or line, remedy if problem else "correct it", stops=True)
+            for error in failure.errors:
+                self.add(what, _short(error.without_remedy), _short(error.remedy) or "correct it", stops=True)
         except Exception as failure:  # of a library, or a mistake here: the rest is still looked at
             problem, remedy = f"{type(failure).__name__}: {first_line(failure)}", "report this, with what was given"
             self.add(what, problem, remedy, stops=True)
@@ -267,8 +265,8 @@ def _devices(rows: _Rows, device: torch.device, integers: set[tuple[int, int, bo
         free = torch.cuda.mem_get_info(torch.device(entry["device"]))[0]
         rows.add(entry["device"], f"{entry['name']}, {gib(entry['bytes'])}, {gib(free)} of it free")
     if not found:
-        problem, _, remedy = device_problem("cuda").partition("; ")
-        rows.add("GPU", problem, remedy.replace(", or give cpu", "; on a CPU only small models are practical"))
+        problem, remedies = device_problem("cuda") or ("none", [])
+        rows.add("GPU", problem, "; ".join([*remedies[:1], "on a CPU only small models are practical"]))
     for one in [torch.device(entry["device"]) for entry in found] or [device]:
         if can_launch(one):
             faults = {kernel: fault for kernel in KERNELS if (fault := problem_of(kernel, one, integers))}
@@ -289,6 +287,11 @@ def _folder(rows: _Rows, what: str, path: str | Path, remedy: str, *, stops: boo
         rows.add(what, f"{_shown(path)}: {size(shutil.disk_usage(place).free)} free")
     except OSError as failure:
         rows.add(what, f"{_shown(path)}: cannot be written ({failure.strerror})", remedy, stops=stops)
+
+
+def _short(text: str) -> str:
+    """A text in which paths are relative to the current folder."""
+    return _UP.sub("", text).replace(f"{Path.cwd()}{os.sep}", "")
 
 
 def _shown(path: str | Path) -> str:
@@ -326,7 +329,7 @@ def _ask_hub(rows: _Rows) -> str:
         if token is not None:
             require_token()
     except (QuantizeError, OSError) as failure:
-        token, fault = None, getattr(failure, "strerror", None) or str(failure).partition("; ")[0]
+        token, fault = None, failure.problem if isinstance(failure, QuantizeError) else failure.strerror or str(failure)
     account: Mapping[str, Any] = {}
     refused, why = False, "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
     if why:

@@ -17,7 +17,7 @@ from pydantic import (
 from quantizers.formats.format import INTEGERS, ExpertFormat, expert_formats, format_of, names_with
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import parse_bytes
-from quantizers.system.schema import Strict
+from quantizers.system.schema import Strict, Wrong
 
 from .cards import CARDS, Card
 
@@ -158,7 +158,7 @@ class Experts(Strict):
         try:
             parse_bytes(str(budget), "")
         except InputError:
-            raise ValueError("is not a size; write it as 120GiB or 120GB") from None
+            raise Wrong("is not a size", "write it as 120GiB or 120GB") from None
         return budget
 
     @field_validator(
@@ -171,31 +171,36 @@ class Experts(Strict):
         form, given = expert_formats()[info.data.get("format", INTEGERS)], value is not None
         decides = budget if "bits" in form.keys else f"experts.format: {form.name}"
         chooses = value if info.field_name == "format" else form.name
-        of_decided = bool(decides) and given, f"{decides} decides this; remove one of the two keys"
-        wrong, fault = {
+        one_of = "remove one of the two keys"
+        of_decided = bool(decides) and given, f"{decides} decides this", one_of
+        wrong, problem, remedy = {
             "bits_per_weight": of_decided,
             "tensor_parallel": (
                 given and not budget,
-                "bounds what a budget chooses; give experts.budget, or remove it",
+                "bounds what a budget chooses",
+                "give experts.budget, or remove it",
             ),
             "format": (
                 budget and "budget" not in expert_formats()[chooses].keys,
-                f"{budget} chooses among integers; remove one of the two keys",
+                f"{budget} chooses among integers",
+                one_of,
             ),
             "activations": (
                 "activations" not in form.keys,
-                f"belongs to experts.format: {names_with('activations')}; give that, or remove this key",
+                f"belongs to experts.format: {names_with('activations')}",
+                "give that, or remove this key",
             ),
             "bits": of_decided,
             "group_size": of_decided,
-            "engine": (decides and value != "gram", f"{decides} needs the gram engine; remove one of the two keys"),
+            "engine": (decides and value != "gram", f"{decides} needs the gram engine", one_of),
             "scales_sign": (
                 "scales_sign" not in form.keys,
-                f"experts.format: {form.name} has no negative scales; remove this key",
+                f"experts.format: {form.name} has no negative scales",
+                "remove this key",
             ),
         }[str(info.field_name)]
         if wrong:
-            raise ValueError(fault)
+            raise Wrong(problem, remedy)
         return value
 
     @model_serializer(mode="wrap")
@@ -262,7 +267,7 @@ class Verify(Strict):
     @classmethod
     def _measured(cls, value: Any, info: ValidationInfo) -> Any:
         if value is not None and info.data.get("perplexity") is None:
-            raise ValueError("is measured on a held-out set; give verify.perplexity.data, or remove it")
+            raise Wrong("is measured on a held-out set", "give verify.perplexity.data, or remove it")
         return value
 
 
@@ -295,7 +300,7 @@ class Recipe(Strict):
         for card in (value and value.as_served) or ():
             if experts is not None and card in experts.scheme.unknown_on:
                 name = experts.scheme.short
-                raise ValueError(f"as_served: {card}: nothing is known of experts in {name} there; remove this card")
+                raise Wrong(f"as_served: {card}: nothing is known of experts in {name} there", "remove this card")
         return value
 
     @property

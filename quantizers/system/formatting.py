@@ -91,7 +91,7 @@ def parse_bytes(text: str, what: str) -> int:
     factor = _FACTORS.get(match[2].lower()) if match else None
     size = float(match[1]) * factor if match and factor else 0.0
     if not 1 <= size < math.inf:
-        raise InputError(f"{what}: {text!r} is not a size; write it as 96GiB or 96GB")
+        raise InputError(what, f"{text!r} is not a size", "write it as 96GiB or 96GB")
     return int(size)
 
 

@@ -110,7 +110,7 @@ def retried(request: Callable[[], Result], stopped: Event) -> Result:
     def pause_after(failure: Exception) -> tuple[float, str] | None:
         if not isinstance(failure, HubUnavailable) or (seconds := next(pauses, None)) is None:
             return None
-        return seconds, f"{failure.problem}; trying again in {seconds:g} s"
+        return seconds, f"{failure.without_remedy}; trying again in {seconds:g} s"
 
     return persist(request, pause_after, stopped)
 
@@ -200,7 +200,7 @@ def hub_errors(model: str, what: str, revision: str, *, begun: bool = True) -> I
                 "was begun"
             ) from None
         if begun and kind not in ("no repository", "no file"):
-            raise _unavailable(f"{model}: {what}: the Hub stopped answering ({reason})") from None
+            raise HubUnavailable(f"{model}: {what}", f"the Hub stopped answering ({reason})", AGAIN) from None
         raise CheckpointError(
             f"{model}: the Hub did not give {what} ({reason}); check the name and the network, or name a folder"
         ) from None
@@ -232,11 +232,5 @@ def upload_errors(repo: str, remedy: str = "") -> Iterator[None]:
                 f"write access and room{f', or {remedy}' if remedy else ''}"
             ) from None
         if is_transient(failure):
-            raise _unavailable(f"{repo}: the upload stopped ({reason})") from None
+            raise HubUnavailable(repo, f"the upload stopped ({reason})", AGAIN) from None
         raise QuantizeError(f"{repo}: the upload stopped ({reason}); {AGAIN}") from None
-
-
-def _unavailable(problem: str) -> HubUnavailable:
-    failure = HubUnavailable(f"{problem}; {AGAIN}")
-    failure.problem = problem
-    return failure

@@ -136,7 +136,7 @@ def test_an_evaluation_resumes_where_it_was_interrupted(
         kept = len([*(tmp_path / "work").glob("layer-*.json"), *(tmp_path / "work").glob("scores-*.npy")])
         if kept > seen:
             seen, cuts = kept, cuts + 1
-            raise Interrupted("cut", 2)
+            raise Interrupted("", "cut", "", 2)
 
     while again is None:
         with contextlib.suppress(Interrupted):
@@ -152,7 +152,7 @@ def test_another_evaluations_work_folder_is_refused(finished: Finished, tmp_path
     source, candidate = open_folder(finished.source), open_folder(finished.folder)
 
     def cut() -> None:
-        raise Interrupted("cut", 2)
+        raise Interrupted("", "cut", "", 2)
 
     for data, expected in ((finished.held_out, Interrupted), (finished.calibration, OutputError)):
         with pytest.raises(expected):
@@ -167,7 +167,7 @@ def test_scores_with_other_columns_are_made_again(small: Small, tmp_path: Path) 
     def cut() -> None:
         scored.extend(work.glob("scores-*.npy"))
         if scored:
-            raise Interrupted("cut", 2)
+            raise Interrupted("", "cut", "", 2)
 
     with pytest.raises(Interrupted):
         measure(source, [candidate], data, CPU, work, cut)

@@ -107,7 +107,7 @@ def test_a_run_that_was_stopped_has_it_again(name: str, tmp_path: Path, monkeypa
     def stopped(path: Path, entry: Any) -> None:
         write_json(path, entry)
         if entry.get("layer") == 2:  # layer 3 gets what it handed on
-            raise Interrupted("stopped", 15)
+            raise Interrupted("", "stopped", "", 15)
 
     monkeypatch.setattr(layering, "write_json", stopped)
     with pytest.raises(Interrupted):

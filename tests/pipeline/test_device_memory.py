@@ -82,7 +82,7 @@ def test_the_limit_decides_no_byte(
     def interrupted(path: Path, entry: Any) -> None:
         write_json(path, entry)
         if entry.get("layer") == 0:
-            raise Interrupted("stopped", 15)
+            raise Interrupted("", "stopped", "", 15)
 
     write_json, resumed = layering.write_json, tmp_path / "resumed"
     held.clear()
