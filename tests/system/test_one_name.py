@@ -31,5 +31,5 @@ def test_an_environment_gets_one_name() -> None:
     """An editable install too, which this environment has, or else the wheel."""
     names = "quantizers", "eval", "stitch", "benchmarks"
     code = f"import importlib.util as u; print([n for n in {names} if u.find_spec(n)])"
-    done = subprocess.run([sys.executable, "-P", "-c", code], cwd="/", capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-I", "-c", code], cwd="/", capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "['quantizers']"
