@@ -18,12 +18,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from quantizers.hooks import functions
 from quantizers.system.errors import InputError, QuantizeError
 from quantizers.system.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from quantizers.commands.compare import compare
-    from quantizers.commands.coverage import coverage
     from quantizers.commands.doctor import doctor
     from quantizers.commands.evaluate import evaluate
     from quantizers.commands.imatrix import imatrix
@@ -34,12 +33,12 @@ if TYPE_CHECKING:
     from quantizers.commands.stitch import stitch_experts
     from quantizers.commands.verify import verify
     from quantizers.hub.publish import publish
+    from quantizers.sets.compare import compare as compare
+    from quantizers.sets.coverage import coverage as coverage
 
 __all__ = [
     "InputError",
     "QuantizeError",
-    "compare",
-    "coverage",
     "doctor",
     "evaluate",
     "imatrix",
@@ -51,6 +50,8 @@ __all__ = [
     "stitch_experts",
     "verify",
 ]
+__all__.extend(functions())  # of rooms that are there
+__all__.sort()
 
 
 def __dir__() -> list[str]:
@@ -63,4 +64,5 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     modules = {"publish": "hub.publish", "stitch_experts": "commands.stitch"}
-    return getattr(import_module(f"quantizers.{modules.get(name, f'commands.{name}')}"), name)
+    module = functions().get(name) or f"quantizers.{modules.get(name, f'commands.{name}')}"
+    return getattr(import_module(module), name)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from quantizers.eval.report.fidelity import Fidelity, ServeCheckReport
 from quantizers.eval.report.keys import Number, Part, key, maybe
 from quantizers.eval.report.schema import AuditFigures, Coverage, Drawn, Engines, Gate, RunReport, StitchReport
-from quantizers.eval.report.set_comparison import SetComparison, SourceEffects
+from quantizers.sets.schema import SetComparison, SourceEffects
 
 
 class EvaluatedCandidate(Fidelity):

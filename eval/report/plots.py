@@ -300,7 +300,7 @@ def _crossed_out(
 def comparison_figure(found: dict[str, Any], title: str) -> Any:
     """A heat map of how each expert's share changes between two sets, marked where it becomes covered or uncovered.
 
-    `found` is what `quantizers.commands.coverage.measure_coverage` returns for two sets, and the title the model.
+    `found` is what `quantizers.sets.coverage.measure_coverage` returns for two sets, and the title the model.
     """
     sides = [found[side] for side in ("before", "after")]
     tokens = (f"{side['label']} ({sum(side['tokens'].values()):,} tokens)" for side in sides)

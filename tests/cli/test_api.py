@@ -15,9 +15,10 @@ from conftest import Finished
 
 import quantizers
 from quantizers.checkpoint.reader import open_folder
-from quantizers.cli import coverage, doctor, evaluate, imatrix, plan, publish, run, serve_check, stitch, verify
+from quantizers.cli import doctor, evaluate, imatrix, plan, publish, run, serve_check, stitch, verify
 from quantizers.cli.common import COMMAND_ONLY
 from quantizers.formats.dequantization import read_weight
+from quantizers.sets.cli import coverage
 
 CPU = torch.device("cpu")
 COMMANDS = {

@@ -8,10 +8,10 @@ import pytest
 from commands import printed
 from sets import rows_set
 
-from quantizers.calibration.check import check_set, render
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.samples import CalibrationData
 from quantizers.calibration.set import Languages, read_set
+from quantizers.sets.check import check_set, render
 from quantizers.system.errors import CalibrationError
 from quantizers.system.package_data import shipped
 

@@ -12,16 +12,16 @@ import pytest
 from commands import Command, printed
 from sets import rows_set
 
-from quantizers.calibration.check import (
+from quantizers.calibration.load_set import load_set
+from quantizers.calibration.samples import Sample
+from quantizers.calibration.set import CODES, read_set
+from quantizers.sets.check import (
     check_set,
     find_duplicates,
     identify,
     render,
     truncation_warnings,
 )
-from quantizers.calibration.load_set import load_set
-from quantizers.calibration.samples import Sample
-from quantizers.calibration.set import CODES, read_set
 from quantizers.system.errors import CalibrationError
 from quantizers.system.package_data import shipped
 

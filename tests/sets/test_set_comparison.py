@@ -11,10 +11,10 @@ from pydantic import ValidationError
 from set_results import compared, explained
 
 from quantizers.eval.report.plots import png
-from quantizers.eval.report.set_comparison import SetComparison, SourceEffects
-from quantizers.eval.report.set_figures import EFFECTS, UNTOLD, sets_figure, sources_figure
-from quantizers.eval.report.set_tables import ROWS, sets_table, sources_table
-from quantizers.eval.sets.figures import percent
+from quantizers.sets.figures import percent
+from quantizers.sets.plots import EFFECTS, UNTOLD, sets_figure, sources_figure
+from quantizers.sets.schema import SetComparison, SourceEffects
+from quantizers.sets.tables import ROWS, sets_table, sources_table
 
 TOO_FEW = {"interval": None, "p": 1.0, "adjusted": 1.0, "verdict": "too few texts"}
 LONG = "a calibration set whose name is as long as sixty letters are"

@@ -22,11 +22,11 @@ from torch import Tensor
 from whole_models import finished_weights, source_weights, stored
 
 from quantizers.calibration.load_set import load_set
-from quantizers.commands.coverage import measure_coverage
 from quantizers.commands.question import Question
-from quantizers.eval.coverage.saliency import lists, saliency_table
 from quantizers.eval.report.plots import saliency_figure
 from quantizers.recipe.schema import CoverageGate
+from quantizers.sets.coverage import measure_coverage
+from quantizers.sets.saliency import lists, saliency_table
 
 CPU = torch.device("cpu")
 Contributions = dict[int, list[tuple[str, Tensor, Tensor, Tensor]]]  # by layer: category, chosen, weights, norms (T, K)

@@ -21,11 +21,8 @@ from quantizers.calibration.set import read_set
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device, use_threads
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
-from quantizers.eval.coverage.compare import labels
 from quantizers.eval.coverage.routing import Routed
 from quantizers.eval.fidelity.scoring import HeldOut, held_out
-from quantizers.eval.sets.estimate import ERROR
-from quantizers.eval.sets.figures import NOTES, MeasuredSet, Scored, comparison, decided, set_figures, source_effects
 from quantizers.output.journal import begun_with, refuse_changes
 from quantizers.pipeline.lanes import LaneFigures, measure_lanes
 from quantizers.pipeline.pipeline import Options, deciding, refuse_library
@@ -34,6 +31,10 @@ from quantizers.recipe.read import changes_of, find_set, set_location
 from quantizers.recipe.schema import CoverageGate
 from quantizers.system.errors import CalibrationError, InputError
 from quantizers.system.interrupts import interruptible
+
+from .coverage_change import labels
+from .estimate import ERROR
+from .figures import NOTES, MeasuredSet, Scored, comparison, decided, set_figures, source_effects
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,9 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from quantizers.system.errors import InputError
-from quantizers.system.formatting import several
-from quantizers.system.output_files import HELD_OUT
-
-from .load_set import WORKERS, load_set
-from .render import load_tokenizer
-from .samples import (
+from quantizers.calibration.load_set import WORKERS, load_set
+from quantizers.calibration.render import load_tokenizer
+from quantizers.calibration.samples import (
     CalibrationData,
     Sample,
     asked_for,
@@ -35,7 +31,10 @@ from .samples import (
     row_of,
     used_licences,
 )
-from .set import CODES, KINDS, Kind, read_set
+from quantizers.calibration.set import CODES, KINDS, Kind, read_set
+from quantizers.system.errors import InputError
+from quantizers.system.formatting import several
+from quantizers.system.output_files import HELD_OUT
 
 SHINGLE = 5  # words
 NEAR = 0.5  # texts with at least this Jaccard similarity of their shingles are near-duplicates

@@ -11,19 +11,19 @@ from typing import Any
 import torch
 
 from quantizers.calibration.samples import token_tensors
+from quantizers.commands.question import Question, opened, question_of
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
-from quantizers.eval.coverage.compare import SIDES, compare_counts, labels
 from quantizers.eval.coverage.routing import count_routes
-from quantizers.eval.coverage.saliency import lists
-from quantizers.eval.coverage.saliency import saliency as saliency_of
 from quantizers.eval.coverage.summary import check_floors, report
 from quantizers.recipe.schema import CoverageGate
 from quantizers.system.errors import InputError, OutputError
 from quantizers.system.files import json_finite, write_json, write_text
 
-from .question import Question, opened, question_of
+from .coverage_change import SIDES, compare_counts, labels
+from .saliency import lists
+from .saliency import saliency as saliency_of
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def coverage(
         data: without a recipe, or instead of its set: a calibration set.
         compare: two sets: experts whose share of tokens grows or shrinks, newly covered or no longer covered.
         saliency: score the experts by what they contribute (REAP), over all texts and by category.
-        output: with `saliency`, a folder for the figures and lists of experts, see `eval.coverage.saliency.lists`.
+        output: with `saliency`, a folder for the figures and lists of experts, see `quantizers.sets.saliency.lists`.
         min_routed_tokens, max_uncovered: without a recipe, the gate: 1 token, and 0.01 of the experts by default.
         work: scratch folder for activations; a temporary one by default.
         trust_remote_code: allow custom tokenizer code.
@@ -131,7 +131,7 @@ def measure_coverage(
     scored: bool = False,
 ) -> dict[str, Any]:
     """The report on one set, see `eval.coverage.summary.report`; or what the second of two sets wins and loses compared
-    with the first, see `eval.coverage.compare.compare_counts`. Experts are `scored` on one set only.
+    with the first, see `quantizers.sets.coverage_change.compare_counts`. Experts are `scored` on one set only.
     """
     model, loaded = opened(question, device, dist)
     for data in loaded:

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from quantizers.eval.fidelity.tables import past_the_model
-from quantizers.eval.sets.estimate import ERROR
 from quantizers.system.formatting import number, several, text_table
+
+from .estimate import ERROR
 
 ROWS, LAYERS, LANGUAGES = 15, 5, 5  # of a table of fields, of layers, and categories that are named, at most
 UNTOLD = ("no difference", "too few texts")
@@ -21,7 +22,7 @@ def sets_table(found: dict[str, Any]) -> str:
     """Verdicts, sets, and what each other set changes against the first: fields, hidden states, experts.
 
     Args:
-        found: see `SetComparison` in eval/report/set_comparison.py.
+        found: see `SetComparison` in quantizers/sets/schema.py.
     """
     pairs = against_first(found)
     parts = ["\n".join(pair["words"] for pair in found["pairs"]), *_sets(found["sets"], found)]
@@ -37,7 +38,7 @@ def sources_table(found: dict[str, Any]) -> str:
     """Verdicts, the whole set, and the effect of each source.
 
     Args:
-        found: see `SourceEffects` in eval/report/set_comparison.py.
+        found: see `SourceEffects` in quantizers/sets/schema.py.
     """
     sources, label = found["sources"], found["set"]["label"]
     said = [f"{row['source']} {row['words']}" for row in sources if row["verdict"] not in UNTOLD]

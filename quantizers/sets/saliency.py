@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from quantizers.eval.coverage.routing import Routed
+from quantizers.eval.coverage.summary import WORST, helpful, least, named, pairs
 from quantizers.system.formatting import text_table
-
-from .routing import Routed
-from .summary import WORST, helpful, least, named, pairs
 
 PARTS = {"quarter": 0.25, "half": 0.5}  # of a layer's experts, those that score least
 

@@ -11,9 +11,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from quantizers.calibration.samples import CalibrationData, Row, Sample, by_category, row_of
+from quantizers.calibration.set import KINDS, CalibrationSet, read_set
+
 from .check import first_lines
-from .samples import CalibrationData, Row, Sample, by_category, row_of
-from .set import KINDS, CalibrationSet, read_set
 
 SETTINGS = "set"  # the entry of a file that has its keys at the top
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quantizers.eval.sets.estimate import ERROR, Estimate, holm, log_ratio, verdict
+from quantizers.sets.estimate import ERROR, Estimate, holm, log_ratio, verdict
 
 DRAWS, COMPARISONS = 5, 300
 

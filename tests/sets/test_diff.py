@@ -9,8 +9,8 @@ from typing import Any
 from commands import Command, printed
 from sets import rows_set
 
-from quantizers.calibration.diff import diff_sets, diff_texts, render_diff
 from quantizers.calibration.load_set import load_set
+from quantizers.sets.diff import diff_sets, diff_texts, render_diff
 from quantizers.system.package_data import shipped
 
 OLD = [("x", "first"), ("x", "second"), ("y", "third, which is long"), ("y", "twice"), ("y", "twice")]

@@ -7,9 +7,8 @@ from typing import Annotated
 
 from typer import Argument, Context, Option
 
+from quantizers.cli import common
 from quantizers.distributed.process_group import ProcessGroup
-
-from . import common
 
 
 def coverage(
@@ -66,11 +65,11 @@ def coverage(
 
     Example: quantize coverage tiny-minimax-m2-fp8-int4
     """
-    from quantizers.commands.coverage import coverage as count_tokens
-    from quantizers.eval.coverage.compare import compare_table
-    from quantizers.eval.coverage.saliency import saliency_table
     from quantizers.eval.coverage.summary import coverage_table
     from quantizers.eval.report.plots import comparison_figure, coverage_figure, saliency_figure, save
+    from quantizers.sets.coverage import coverage as count_tokens
+    from quantizers.sets.coverage_change import compare_table
+    from quantizers.sets.saliency import saliency_table
 
     dist: ProcessGroup = context.obj
     output = output or (Path("saliency") if saliency else None)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Context, Option
 
-from . import common
+from quantizers.cli import common
 
 Draws = Annotated[int, Option(min=1, help="of each set; draw n is the set with its seed increased by n")]
 Tokens = Annotated[
@@ -61,9 +61,9 @@ def compare(
 
     Example: quantize compare tiny-minimax-m2-fp8-int4 --calibration embedded --calibration mine.yaml --tokens 16384
     """
-    from quantizers.commands.compare import compare as compare_sets
-    from quantizers.eval.report.set_figures import sets_figure
-    from quantizers.eval.report.set_tables import sets_table
+    from quantizers.sets.compare import compare as compare_sets
+    from quantizers.sets.plots import sets_figure
+    from quantizers.sets.tables import sets_table
 
     found = compare_sets(**common.given(context), dist=context.obj).figures
     _show(found, sets_table, sets_figure, None if no_picture else picture, as_json)
@@ -97,9 +97,9 @@ def why(
 
     Example: quantize calibration why embedded --tokens 16384
     """
-    from quantizers.commands.compare import why as effects_of_sources
-    from quantizers.eval.report.set_figures import sources_figure
-    from quantizers.eval.report.set_tables import sources_table
+    from quantizers.sets.compare import why as effects_of_sources
+    from quantizers.sets.plots import sources_figure
+    from quantizers.sets.tables import sources_table
 
     found = effects_of_sources(**common.given(context), dist=context.obj).figures
     _show(found, sources_table, sources_figure, None if no_picture else picture, as_json)

@@ -7,7 +7,8 @@ from typing import Literal
 from quantizers.eval.report.fidelity import HeldOutSet, Perplexity
 from quantizers.eval.report.keys import Number, Part, key
 from quantizers.eval.report.schema import Gate
-from quantizers.eval.sets.estimate import Verdict
+
+from .estimate import Verdict
 
 FieldKind = Literal["family", "category", "long"]
 

@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from quantizers.eval.coverage.routing import Routed
+from quantizers.eval.coverage.summary import HELPFUL, WORST, entropy, named, pairs, report
 from quantizers.recipe.schema import CoverageGate
 from quantizers.system.formatting import text_table
-
-from .routing import Routed
-from .summary import HELPFUL, WORST, entropy, named, pairs, report
 
 SIDES = ("before", "after")
 KEPT = ("min", "median", "uncovered", "pairs", "min_entropy", "tokens", "gates")  # of the report on each set

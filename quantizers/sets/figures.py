@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from quantizers.eval.coverage.compare import SIDES, compare_counts
 from quantizers.eval.coverage.routing import Routed
 from quantizers.eval.fidelity.metrics import Text, groups, parts
 from quantizers.eval.fidelity.paired import FEWEST
 from quantizers.recipe.schema import CoverageGate
 from quantizers.system.formatting import several
 
+from .coverage_change import SIDES, compare_counts
 from .estimate import ERROR, POWER, Estimate, Verdict, holm, log_ratio, verdict
 
 EFFECTS: dict[Verdict, str] = {"worse": "helps", "better": "hurts"}  # of what is left out; other verdicts as they are
@@ -66,7 +66,7 @@ class Scored:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """`ScoredText` of eval/report/set_comparison.py, of each text."""
+        """`ScoredText` of quantizers/sets/schema.py, of each text."""
         return [
             {"place": text.place, "category": text.category, "tokens": len(text.tokens) - 1, "long": text.long}
             for text in self.texts
@@ -93,7 +93,7 @@ class Scored:
 
 
 def comparison(sets: Sequence[MeasuredSet], scored: Scored, rule: CoverageGate, error: float = ERROR) -> dict[str, Any]:
-    """`sets` and `pairs` of `SetComparison` in eval/report/set_comparison.py.
+    """`sets` and `pairs` of `SetComparison` in quantizers/sets/schema.py.
 
     Args:
         sets: two or more, with equally many draws.
@@ -132,7 +132,7 @@ def _differences(
 
 
 def set_figures(one: MeasuredSet, scored: Scored, error: float = ERROR) -> dict[str, Any]:
-    """`SetFigures` of eval/report/set_comparison.py."""
+    """`SetFigures` of quantizers/sets/schema.py."""
     top, tokens = scored.top, np.broadcast_to(scored.tokens, one.kl.shape)
     source_nll, choices = (np.broadcast_to(array, one.kl.shape) for array in (scored.nll, scored.choices))
 
@@ -231,7 +231,7 @@ def pair_words(a: MeasuredSet, b: MeasuredSet, found: dict[str, Any], texts: int
 
 
 def source_effects(whole: MeasuredSet, without: Sequence[MeasuredSet], scored: Scored) -> list[dict[str, Any]]:
-    """`sources` of `SourceEffects` in eval/report/set_comparison.py: what the whole set loses without each source.
+    """`sources` of `SourceEffects` in quantizers/sets/schema.py: what the whole set loses without each source.
 
     Args:
         without: the same draws without one source, whose name is the label; `samples` and `tokens` are what it had.

@@ -8,8 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from .plots import SERIES, TICKS, bare, colour, comparison_map, finite, heat_size, own_style, panel_title, short, ticks
-from .set_tables import against_first, measured, telling
+from quantizers.eval.report.plots import (
+    SERIES,
+    TICKS,
+    bare,
+    colour,
+    comparison_map,
+    finite,
+    heat_size,
+    own_style,
+    panel_title,
+    short,
+    ticks,
+)
+
+from .tables import against_first, measured, telling
 
 FIELDS, SOURCES = 20, 50  # rows of a plot, at most
 LETTERS = 80  # of a set's or source's name, at most
@@ -25,7 +38,7 @@ def sets_figure(found: dict[str, Any]) -> Any:
     """KL of each set, its change by field, hidden error by layer, and the experts' shares of two sets.
 
     Args:
-        found: see `SetComparison` in eval/report/set_comparison.py.
+        found: see `SetComparison` in quantizers/sets/schema.py.
     """
     from matplotlib.figure import Figure
 
@@ -103,7 +116,7 @@ def sources_figure(found: dict[str, Any]) -> Any:
     """What each source does for a set: the change of KL without it, with intervals.
 
     Args:
-        found: see `SourceEffects` in eval/report/set_comparison.py.
+        found: see `SourceEffects` in quantizers/sets/schema.py.
     """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D

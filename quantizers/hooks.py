@@ -1,0 +1,34 @@
+"""Rooms that the core does not import, and what each adds: commands, functions, findings.
+
+Such a room is a folder of the package with a file `hooks.py`. The core finds it by that file and never by its name, so
+that without the folder the program does all but what the room adds. The file imports little, and defines some of these:
+
+- `FUNCTIONS`: functions that `import quantizers` offers, each with the module that has it.
+- `SEVERAL`: commands that work with several processes, such as `calibration why`.
+- `commands(app, calibration)`: adds commands to `quantize` and to `quantize calibration`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+@cache
+def rooms() -> tuple[ModuleType, ...]:
+    """`hooks.py` of every room that has one, by the rooms' names."""
+    files = sorted(Path(__file__).parent.glob("*/hooks.py"))
+    return tuple(import_module(f"{__package__}.{file.parent.name}.hooks") for file in files)
+
+
+def hooks(name: str) -> list[Any]:
+    """What the rooms define under a name, of those that do."""
+    return [getattr(room, name) for room in rooms() if hasattr(room, name)]
+
+
+def functions() -> dict[str, str]:
+    """The functions that rooms add to `import quantizers`, each with the module that has it."""
+    return {name: module for added in hooks("FUNCTIONS") for name, module in added.items()}
