@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from quantizers.commands.plan import plan
     from quantizers.commands.run import run
     from quantizers.commands.serve_check import serve_check
-    from quantizers.commands.stitch import stitch_experts
     from quantizers.commands.verify import verify
     from quantizers.hub.publish import publish
+    from quantizers.repair.stitch import stitch_experts as stitch_experts
     from quantizers.sets.compare import compare as compare
     from quantizers.sets.coverage import coverage as coverage
 
@@ -47,7 +47,6 @@ __all__ = [
     "publish",
     "run",
     "serve_check",
-    "stitch_experts",
     "verify",
 ]
 __all__.extend(functions())  # of rooms that are there
@@ -63,6 +62,6 @@ def __getattr__(name: str) -> Any:
     """Import a command's function when it is first used: torch takes seconds."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    modules = {"publish": "hub.publish", "stitch_experts": "commands.stitch"}
-    module = functions().get(name) or f"quantizers.{modules.get(name, f'commands.{name}')}"
+    modules = {"publish": "quantizers.hub.publish"} | functions()
+    module = modules.get(name, f"quantizers.commands.{name}")
     return getattr(import_module(module), name)

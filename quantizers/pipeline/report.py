@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 
 from quantizers.architectures.architecture import Architecture, Options, ServerName
 from quantizers.architectures.matrices import MATRICES
@@ -49,11 +48,9 @@ from quantizers.recipe.portable import Resolved, is_hub_id
 from quantizers.recipe.read import set_location
 from quantizers.stitch.audit.checkpoint import Audit, verify
 from quantizers.stitch.audit.layer import LayerAudit
-from quantizers.stitch.mix import Mix
-from quantizers.stitch.mix import describe as describe_mix
 from quantizers.stitch.write.shard import ShardDigest
 from quantizers.system.errors import CheckpointError, InputError, QuantizeError
-from quantizers.system.output_files import CARD, RECIPE
+from quantizers.system.output_files import CARD
 from quantizers.system.progress import peak_memory, progress
 
 from .report_files import read_front_matter, write_report
@@ -62,7 +59,6 @@ from .report_files import read_front_matter, write_report
 JOURNAL_ONLY = ("routed", "peak_memory_bytes", "shard", "digest", "source", "audit", "held_out")
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 LICENSE_DETAILS = ("license_name", "license_link")
-SAID = ("base_model", "license", "license_name", "datasets")  # keys of a card's front matter
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # of a model, a data set or a licence on the Hub
 
 
@@ -74,7 +70,7 @@ def planned_report(job: Job, resolved: Resolved, data: CalibrationData, device: 
     source, model = job.opened, resolved.recipe.source.model
     found = job.facts.found()
     return {
-        "source": _source(model, source.revision, source) | _about_source(job.facts, model, source),
+        "source": identity_of(model, source.revision, source) | about_source(job.facts, model, source),
         "settings": {
             "recipe": resolved.recipe.settings(),
             "hash": resolved.hash,
@@ -115,7 +111,7 @@ def run_report(
     on_hub = context.uploads.settle(context.check) if context.uploads else None
     written, audit = _last_reading(job, layers, context, on_hub)
     engines = check_folder(context.work / "output", job.facts, on_hub)
-    report = planned | _found_report(job, data, figures, layers, _verified(written, audit, engines))
+    report = planned | _found_report(job, data, figures, layers, verified_parts(written, audit, engines))
     in_layers = sum(sum(entry["seconds"].values()) for entry in layers)
     report["seconds"] = seconds = {"this_process": time.monotonic() - started, "layers": in_layers}
     report["peak_memory_bytes"] = max([peak_memory(context.device), *(entry["peak_memory_bytes"] for entry in layers)])
@@ -171,7 +167,7 @@ def rehearse(
     written = {job.plan.shard_file(part): ShardDigest(bytes=0, sha256="", tensors="") for part in job.plan.parts}
     try:
         figures = evaluation.figures(_measured(job, evaluation.texts), "the output") if evaluation else None
-        report = dict(planned) | _found_report(job, data, figures, layers, _verified(written, Audit(), engines))
+        report = dict(planned) | _found_report(job, data, figures, layers, verified_parts(written, Audit(), engines))
         report |= {"seconds": {"this_process": 0.0, "layers": 0.0}, "peak_memory_bytes": 0}
         if job.allocation:
             measurements = [_measurement(number, job.allocation) for number in job.facts.moe_layers]
@@ -228,28 +224,6 @@ def _measured(job: Job, texts: list[Text]) -> Measured:
     return Measured(loss, *even, [part | {"long": part} for part in parts], on_cards, cache)
 
 
-def stitch_report(
-    mix: Mix, settings: dict[str, Any], folder: Path, audit: Audit, written: dict[str, ShardDigest]
-) -> dict[str, Any]:
-    """`StitchReport`, without the keys of the files, of a stitched checkpoint.
-
-    By its `settings` a later call recognizes the output; the digests of its shards are of when they were `written`.
-    """
-    source, model, theirs, examined = mix.source, settings["source"], mix.experts, describe_mix(mix.found)
-    schemes = [scheme.as_dict for scheme in dict.fromkeys(mix.plan.schemes)]
-    return {
-        "stitched": settings,
-        "source": _source(model, source.revision, source) | _about_source(mix.facts, model, source),
-        "experts": _source(settings["experts"], theirs.revision, theirs) | {"schemes": schemes} | _told_by(theirs),
-        "versions": versions(),
-        "examined": examined,
-        "notes": [*examined, *filter(None, [left_behind(source)])],
-        "layers": [asdict(layer) for layer in mix.found],
-        **of_plan(mix.plan, mix.facts, source, model),
-        **_verified(written, audit, check_folder(folder, mix.facts)),
-    }
-
-
 def _last_reading(
     job: Job, layers: Sequence[dict[str, Any]], context: Context, on_hub: HubFiles | None
 ) -> tuple[dict[str, ShardDigest], Audit]:
@@ -273,7 +247,7 @@ def _last_reading(
     return written, audit
 
 
-def _verified(written: Mapping[str, ShardDigest], audit: Audit, engines: ServingCheck | None) -> dict[str, Any]:
+def verified_parts(written: Mapping[str, ShardDigest], audit: Audit, engines: ServingCheck | None) -> dict[str, Any]:
     """What holds of every output: its files are as planned, and serving engines read them as meant, unless the folder
     cannot be opened, which the audit reports.
     """
@@ -286,7 +260,8 @@ def _verified(written: Mapping[str, ShardDigest], audit: Audit, engines: Serving
     return report | {"consumers": engines.as_dict()}
 
 
-def _source(model: str, revision: str | None, checkpoint: Checkpoint) -> dict[str, Any]:
+def identity_of(model: str, revision: str | None, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Name, revision and digest of a checkpoint."""
     return {"model": model, "revision": revision, "digest": source_digest(checkpoint)}
 
 
@@ -360,38 +335,23 @@ def _json(source: Checkpoint, name: str) -> dict[str, Any]:
         return {}
 
 
-def _about_source(facts: Architecture, model: str, source: Checkpoint) -> dict[str, Any]:
+def about_source(facts: Architecture, model: str, source: Checkpoint) -> dict[str, Any]:
     """What the model card needs to know of the source called `model`.
 
     That is `license`, the fields of its own card or those kept with the architecture's facts; `language`, those of its
     card; and `made_from`, the models that its card names as its base if it is no model of the Hub itself.
     """
-    front = _front_matter(source)
+    front = front_matter_of(source)
     names = [name for name in _texts(front.get("license")) if name.lower() not in ("", "~", "null")]  # YAML's nothing
     fields: dict[str, Any] = {"license": names if len(names) > 1 else names[0]} if names else {}
     fields |= {key: front[key] for key in LICENSE_DETAILS if isinstance(front.get(key), str) and front[key]}
     known = (one.license for one in facts.published if model in one.models)
-    base = [] if is_hub_id(model) else _hub_names(front.get("base_model"))
-    named = {"language": _hub_names(front.get("language")), "made_from": base}
+    base = [] if is_hub_id(model) else hub_names(front.get("base_model"))
+    named = {"language": hub_names(front.get("language")), "made_from": base}
     return {"license": fields or next(known, fields)} | {key: names for key, names in named.items() if names}
 
 
-def _told_by(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What a checkpoint of another tool says of how it was made, as far as it says it.
-
-    That is its `format`, method and version of the library, from config.json; the `modifiers` of llm-compressor in its
-    recipe.yaml; and of its card's front matter the values of SAID.
-    """
-    config, front = checkpoint.config.get("quantization_config"), _front_matter(checkpoint)
-    kind = {
-        key: str(config[key]) for key in ("quant_method", "version") if isinstance(config, dict) and config.get(key)
-    }
-    card = {key: names for key in SAID if (names := _hub_names(front.get(key)))}
-    told = {"format": kind, "modifiers": _modifiers(checkpoint), "card": card}
-    return {key: value for key, value in told.items() if value}
-
-
-def _hub_names(value: object) -> list[str]:
+def hub_names(value: object) -> list[str]:
     """The names in a value of a front matter, without paths of the machine where it was written."""
     return [name for name in _texts(value) if _NAME.fullmatch(name)]
 
@@ -400,25 +360,9 @@ def _texts(value: object) -> list[str]:
     return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)]
 
 
-def _front_matter(source: Checkpoint) -> dict[str, Any]:
+def front_matter_of(source: Checkpoint) -> dict[str, Any]:
     """As `read_front_matter` reads it from a checkpoint's README.md."""
     try:
         return read_front_matter((source.folder / CARD).read_text(encoding="utf-8", errors="replace"))
     except OSError:
         return {}
-
-
-def _modifiers(checkpoint: Checkpoint) -> list[str]:
-    """Names of the modifiers in recipe.yaml, in their order: stage, then a group of modifiers, then each of them."""
-    try:
-        text = (checkpoint.folder / RECIPE).read_text(encoding="utf-8")
-        stages = yaml.load(text, Loader=yaml.BaseLoader)  # every value as text: it may hold tags of Python objects
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):
-        return []
-    groups = [group for stage in _values(stages) for group in _values(stage)]
-    names = [str(name) for group in groups if isinstance(group, dict) for name in group]
-    return [name for name in names if name.isidentifier() and name.endswith("Modifier")]
-
-
-def _values(mapping: object) -> list[object]:
-    return list(mapping.values()) if isinstance(mapping, dict) else []

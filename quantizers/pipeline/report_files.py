@@ -29,7 +29,7 @@ def write_report(folder: Path, report: dict[str, Any], texts: Mapping[str, str])
     """Finish an output that is complete but for its report: plots, page, card, and the report with all files' hashes.
 
     Args:
-        report: of `report.run_report` or `report.stitch_report`; shards of its audit may be missing in the folder.
+        report: of a run or of a stitch; shards of its audit may be missing in the folder.
         texts: the original text of some files, by name; see `describe_files`.
 
     Raises:

@@ -28,7 +28,6 @@ from quantizers.architectures.gates import plain_gate
 from quantizers.budget import choice, measure
 from quantizers.budget.measure import column_scale, scheme_errors
 from quantizers.calibration.load_set import load_set
-from quantizers.commands.stitch import stitch_experts
 from quantizers.eval.report.summary import choice_lines
 from quantizers.eval.serving.check import STORED
 from quantizers.formats.dequantization import read_weight
@@ -42,6 +41,7 @@ from quantizers.planning.allocation import Allocation
 from quantizers.planning.job import Job, prepare
 from quantizers.planning.plan import file_size
 from quantizers.recipe.schema import CANDIDATES, Scheme
+from quantizers.repair.stitch import stitch_experts
 from quantizers.solve.rounding import minmax_scales, nearest
 from quantizers.stitch.audit.checkpoint import verify
 from quantizers.stitch.write.config_files import output_config

@@ -15,9 +15,10 @@ from conftest import Finished
 
 import quantizers
 from quantizers.checkpoint.reader import open_folder
-from quantizers.cli import doctor, evaluate, imatrix, plan, publish, run, serve_check, stitch, verify
+from quantizers.cli import doctor, evaluate, imatrix, plan, publish, run, serve_check, verify
 from quantizers.cli.common import COMMAND_ONLY
 from quantizers.formats.dequantization import read_weight
+from quantizers.repair import cli
 from quantizers.sets.cli import coverage
 
 CPU = torch.device("cpu")
@@ -30,7 +31,7 @@ COMMANDS = {
     "coverage": coverage.coverage,
     "imatrix": imatrix.imatrix,
     "serve_check": serve_check.serve_check,
-    "stitch_experts": stitch.stitch,
+    "stitch_experts": cli.stitch,
     "publish": publish.publish,
 }
 

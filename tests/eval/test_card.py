@@ -20,7 +20,7 @@ from quantizers.eval.report.plots import calibration_figure, draw
 from quantizers.eval.report.schema import checked
 from quantizers.eval.serving.check import ONE_SCHEME, REFUSES
 from quantizers.hub.publish import card_points
-from quantizers.pipeline.report import _about_source, server_options
+from quantizers.pipeline.report import about_source, server_options
 from quantizers.system.output_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
 
 Report = dict[str, Any]
@@ -60,7 +60,7 @@ def test_a_licence_is_kept_as_the_hub_takes_it(
     """Several, one that the Hub calls `other`, one by no name of the Hub's; behind a byte order mark, with CRLF."""
     (tmp_path / "README.md").write_text(card, encoding="utf-8", errors="surrogateescape", newline="")
     source = replace(open_folder(tiny_model), folder=tmp_path)
-    report["source"] |= _about_source(architecture_for(source.config, CONFIG), "model", source)
+    report["source"] |= about_source(architecture_for(source.config, CONFIG), "model", source)
     front = ModelCard(model_card(report)).data.to_dict()
     assert {key: value for key, value in front.items() if key.startswith("license")} == wanted
     assert checked(report).source.license == report["source"]["license"]
@@ -133,7 +133,7 @@ def test_the_languages_are_those_of_the_sources_card(
     """Not those of the calibration set, which the Hub would show as the model's; `no` is no boolean."""
     (tmp_path / "README.md").write_text(f"---\n{card}\n---\n")
     source = replace(open_folder(tiny_model), folder=tmp_path)
-    report["source"] |= _about_source(architecture_for(source.config, CONFIG), "model", source)
+    report["source"] |= about_source(architecture_for(source.config, CONFIG), "model", source)
     report["calibration"]["languages"]["spoken"] = {"French": 1}
     assert ModelCard(model_card(report)).data.to_dict().get("language") == wanted
     assert checked(report).source.language == wanted

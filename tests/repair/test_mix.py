@@ -17,9 +17,9 @@ from huggingface_hub import ModelCard
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.commands.evaluate import measure
-from quantizers.commands.stitch import stitch_experts
 from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.job import prepare
+from quantizers.repair.stitch import stitch_experts
 from quantizers.stitch.audit.checkpoint import verify
 from quantizers.system.errors import CheckpointError
 from quantizers.system.files import file_sha256 as sha256

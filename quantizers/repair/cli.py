@@ -8,10 +8,9 @@ from typing import Annotated, Any
 
 from typer import Context, Option
 
+from quantizers.cli import common
 from quantizers.system.formatting import collapse_lines, size
 from quantizers.system.output_files import CARD, PAGE, REPORT
-
-from . import common
 
 
 def stitch(
@@ -37,7 +36,7 @@ def stitch(
 
     Example: quantize stitch --source tiny-minimax-m2 --experts out/awq --output out/mixed --repair-router
     """
-    from quantizers.commands.stitch import stitch_experts
+    from quantizers.repair.stitch import stitch_experts
 
     made = stitch_experts(**common.given(context), command=common.typed())
     common.emit(made.report, as_json, stitch_table(made.report, made.folder, made.source), passed=made.passed)

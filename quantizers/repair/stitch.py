@@ -12,23 +12,23 @@ from pathlib import Path
 
 from quantizers.checkpoint.reader import open_checkpoint
 from quantizers.checkpoint.source_identity import source_digest
+from quantizers.commands.run import FinishedCheckpoint, print_default
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device
 from quantizers.distributed.process_group import RESUME
 from quantizers.output import journal
 from quantizers.output.manifest import refuse_incomplete, text_sha256
-from quantizers.pipeline.report import stitch_report
 from quantizers.pipeline.report_files import write_report
 from quantizers.recipe.portable import facts_copy, source_name
 from quantizers.stitch.audit.checkpoint import verify
-from quantizers.stitch.mix import belong_together, write_mix
 from quantizers.system.errors import OutputError
 from quantizers.system.files import write_text
 from quantizers.system.interrupts import interruptible
 from quantizers.system.output_files import FACTS
 from quantizers.system.progress import progress
 
-from .run import FinishedCheckpoint, print_default
+from .mix import belong_together, write_mix
+from .report import stitch_report
 
 
 def stitch_experts(
