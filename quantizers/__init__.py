@@ -25,13 +25,13 @@ from quantizers.system.version import __version__ as __version__
 if TYPE_CHECKING:
     from quantizers.commands.doctor import doctor
     from quantizers.commands.evaluate import evaluate
-    from quantizers.commands.imatrix import imatrix
     from quantizers.commands.layer import layer
     from quantizers.commands.plan import plan
     from quantizers.commands.run import run
     from quantizers.commands.serve_check import serve_check
     from quantizers.commands.verify import verify
     from quantizers.hub.publish import publish
+    from quantizers.llama_cpp.imatrix import imatrix as imatrix
     from quantizers.repair.stitch import stitch_experts as stitch_experts
     from quantizers.sets.compare import compare as compare
     from quantizers.sets.coverage import coverage as coverage
@@ -41,7 +41,6 @@ __all__ = [
     "QuantizeError",
     "doctor",
     "evaluate",
-    "imatrix",
     "layer",
     "plan",
     "publish",

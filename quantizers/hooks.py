@@ -6,6 +6,7 @@ that without the folder the program does all but what the room adds. The file im
 - `FUNCTIONS`: functions that `import quantizers` offers, each with the module that has it.
 - `SEVERAL`: commands that work with several processes, such as `calibration why`.
 - `commands(app, calibration)`: adds commands to `quantize` and to `quantize calibration`.
+- `refuse_imatrix(job)`, `write_imatrix(path, sums, job, data)`: before and after the layers of `run --imatrix`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from quantizers.system.errors import InputError
 
 
 @cache
@@ -27,6 +30,13 @@ def rooms() -> tuple[ModuleType, ...]:
 def hooks(name: str) -> list[Any]:
     """What the rooms define under a name, of those that do."""
     return [getattr(room, name) for room in rooms() if hasattr(room, name)]
+
+
+def required(name: str, option: str) -> Any:
+    """The one room's function that an option needs. Raises an InputError without that room."""
+    for function in hooks(name):
+        return function
+    raise InputError(f"{option}: the part of quantize that does this is not installed; leave the option out")
 
 
 def functions() -> dict[str, str]:

@@ -22,7 +22,6 @@ from . import calibration, recipes
 from .common import emit
 from .doctor import doctor
 from .evaluate import evaluate
-from .imatrix import imatrix
 from .plan import plan
 from .publish import publish
 from .report import report
@@ -115,7 +114,7 @@ def _sort(group: typer.Typer, order: tuple[str, ...]) -> None:
     group.registered_commands.sort(key=place)
 
 
-for command in (run, plan, doctor, verify, evaluate, imatrix, serve_check, report, publish, recipes.new):
+for command in (run, plan, doctor, verify, evaluate, serve_check, report, publish, recipes.new):
     app.command(name="eval" if command is evaluate else None)(command)
 for add_commands in hooks("commands"):
     add_commands(app, calibration.calibration)
@@ -127,7 +126,7 @@ app.add_typer(calibration.calibration, name="calibration")
 
 def for_several_processes() -> list[str]:
     """The commands that work with several processes."""
-    added = [name for names in (*hooks("SEVERAL"), ("imatrix",)) for name in names]
+    added = [name for names in hooks("SEVERAL") for name in names]
     return ["run", "eval", *sorted(added, key=(*ORDER, *added).index)]
 
 

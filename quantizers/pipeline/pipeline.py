@@ -34,8 +34,8 @@ from quantizers.eval.coverage.summary import check_floors
 from quantizers.eval.fidelity.metrics import Text
 from quantizers.eval.fidelity.scoring import HeldOut, held_out
 from quantizers.eval.serving.check import ServingCheck
+from quantizers.hooks import required
 from quantizers.importance.input_sums import bytes_of_sums
-from quantizers.importance.llama_cpp import architecture_of, imatrix_table, make_imatrix
 from quantizers.layers.context import Context
 from quantizers.output import journal
 from quantizers.output.manifest import add_files, seal_of, text_sha256, write_record
@@ -114,7 +114,7 @@ def run(job: Job, options: Options) -> dict[str, Any]:
     work = journal.work_folder(options.output, dist.node)
     if dist.is_main:
         if options.imatrix:
-            architecture_of(job.facts)  # for its error
+            required("refuse_imatrix", "--imatrix")(job)
         _warn_of_another_source(job)
         finished = journal.finished_report(options.output)
         if finished is not None:
@@ -334,8 +334,8 @@ def _make_output(
     report = run_report(planned, job, inputs.data, figures, started, context)
     write_report(output, report | publishing.published(report, options.destination, output), resolved.texts())
     if options.imatrix:
-        sums, path = work / IMATRIX, options.imatrix_file
-        print(imatrix_table(make_imatrix(path, sums, job.facts, job.config, inputs.data)), file=sys.stderr)
+        write_imatrix = required("write_imatrix", "--imatrix")
+        print(write_imatrix(options.imatrix_file, work / IMATRIX, job, inputs.data), file=sys.stderr)
     publishing.finish(uploads, work, options.output, check)
     write_text("", work / "moving")
 

@@ -15,10 +15,11 @@ from conftest import Finished
 
 import quantizers
 from quantizers.checkpoint.reader import open_folder
-from quantizers.cli import doctor, evaluate, imatrix, plan, publish, run, serve_check, verify
+from quantizers.cli import doctor, evaluate, plan, publish, run, serve_check, verify
 from quantizers.cli.common import COMMAND_ONLY
 from quantizers.formats.dequantization import read_weight
-from quantizers.repair import cli
+from quantizers.llama_cpp import cli as llama_cpp
+from quantizers.repair import cli as repair
 from quantizers.sets.cli import coverage
 
 CPU = torch.device("cpu")
@@ -29,9 +30,9 @@ COMMANDS = {
     "evaluate": evaluate.evaluate,
     "verify": verify.verify,
     "coverage": coverage.coverage,
-    "imatrix": imatrix.imatrix,
+    "imatrix": llama_cpp.imatrix,
     "serve_check": serve_check.serve_check,
-    "stitch_experts": cli.stitch,
+    "stitch_experts": repair.stitch,
     "publish": publish.publish,
 }
 

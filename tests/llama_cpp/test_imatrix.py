@@ -23,10 +23,10 @@ from whole_models import source_weights
 
 import quantizers
 from quantizers.calibration.load_set import load_set
-from quantizers.commands.imatrix import write_sums
 from quantizers.commands.question import Question
 from quantizers.importance.input_sums import Sums, no_sums
-from quantizers.importance.llama_cpp import write_imatrix
+from quantizers.llama_cpp.imatrix import write_sums
+from quantizers.llama_cpp.imatrix_file import write_imatrix
 from quantizers.pipeline import quantize
 from quantizers.system.errors import OutputError, QuantizeError
 

@@ -12,15 +12,15 @@ from typing import Any, Literal
 import torch
 
 from quantizers.calibration.samples import token_tensors
+from quantizers.commands.question import Question, opened, question_of
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
 from quantizers.importance.input_sums import InputSums, Tokens
-from quantizers.importance.llama_cpp import architecture_of, make_imatrix
 from quantizers.layers.loop import all_tensors, layer_steps
 from quantizers.system.errors import InputError, OutputError
 
-from .question import Question, opened, question_of
+from .imatrix_file import architecture_of, make_imatrix
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ from typing import Annotated, Literal
 
 from typer import Argument, Context, Option
 
+from quantizers.cli import common
 from quantizers.distributed.process_group import ProcessGroup
-
-from . import common
 
 
 def imatrix(
@@ -45,8 +44,8 @@ def imatrix(
 
     Example: quantize imatrix tiny-minimax-m2-fp8-int4 -o tiny.imatrix.gguf
     """
-    from quantizers.commands.imatrix import imatrix as write
-    from quantizers.importance.llama_cpp import imatrix_table
+    from quantizers.llama_cpp.imatrix import imatrix as write
+    from quantizers.llama_cpp.imatrix_file import imatrix_table
 
     dist: ProcessGroup = context.obj
     made = write(**common.given(context), dist=dist)
