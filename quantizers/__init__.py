@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from quantizers.commands.layer import layer
     from quantizers.commands.plan import plan
     from quantizers.commands.run import run
-    from quantizers.commands.serve_check import serve_check
     from quantizers.commands.verify import verify
     from quantizers.hub.publish import publish
     from quantizers.llama_cpp.imatrix import imatrix as imatrix
     from quantizers.repair.stitch import stitch_experts as stitch_experts
+    from quantizers.serving.serve_check import serve_check as serve_check
     from quantizers.sets.compare import compare as compare
     from quantizers.sets.coverage import coverage as coverage
 
@@ -45,7 +45,6 @@ __all__ = [
     "plan",
     "publish",
     "run",
-    "serve_check",
     "verify",
 ]
 __all__.extend(functions())  # of rooms that are there

@@ -6,6 +6,10 @@ that without the folder the program does all but what the room adds. The file im
 - `FUNCTIONS`: functions that `import quantizers` offers, each with the module that has it.
 - `SEVERAL`: commands that work with several processes, such as `calibration why`.
 - `commands(app, calibration)`: adds commands to `quantize` and to `quantize calibration`.
+- `check_plan(job, one_expert)`, `check_folder(folder, own, remote)`: findings on who will read an output, before a run
+  and of a folder; see `pipeline/consumers.py`. `ask_server(folder, own)`: the same asked of an installed server.
+- `fits(plan, facts, source)`, `fits_on(job, vram, ...)`: GPUs that an output fits, for report.json and `plan --vram`.
+- `on_card(report)`: what the model card says of servers. `look_at_machine(rows)`: rows of `doctor`.
 - `refuse_imatrix(job)`, `write_imatrix(path, sums, job, data)`: before and after the layers of `run --imatrix`.
 """
 
@@ -32,11 +36,17 @@ def hooks(name: str) -> list[Any]:
     return [getattr(room, name) for room in rooms() if hasattr(room, name)]
 
 
+def hook(name: str) -> Any | None:
+    """The function of that name of the first room that defines it; None if none does."""
+    return next(iter(hooks(name)), None)
+
+
 def required(name: str, option: str) -> Any:
-    """The one room's function that an option needs. Raises an InputError without that room."""
-    for function in hooks(name):
-        return function
-    raise InputError(f"{option}: the part of quantize that does this is not installed; leave the option out")
+    """The function that an option needs. Raises an InputError without its room."""
+    function = hook(name)
+    if function is None:
+        raise InputError(f"{option}: the part of quantize that does this is not installed; leave the option out")
+    return function
 
 
 def functions() -> dict[str, str]:

@@ -19,9 +19,7 @@ from markupsafe import Markup, escape
 
 from quantizers.calibration.samples import in_words
 from quantizers.eval.fidelity.tables import by_part, past_the_model, shown_categories
-from quantizers.eval.serving.cards import DEEP_GEMM, KEEPS_SCALES, NEGATIVE_SCALES, UNSCALED
-from quantizers.eval.serving.check import ONE_SCHEME, REFUSES
-from quantizers.eval.serving.engines import READ, SGLANG, TRANSFORMERS
+from quantizers.hooks import hook
 from quantizers.recipe.portable import is_hub_id
 from quantizers.recipe.schema import Scheme
 from quantizers.system.formatting import gate_figures, gib, number, size
@@ -39,6 +37,14 @@ CONVERSIONS = {
     "they run",
 }
 DIGITS = 5  # significant digits of the figures in the front matter
+# The part of the card about servers, in an installation that knows no rules of theirs; see `quantizers.hooks`.
+UNCHECKED: dict[str, Any] = {
+    "sglang_loads": False,
+    "transformers_loads": False,
+    "rerounded": {},
+    "read": None,
+    "negative": None,
+}
 PLOTS = {"calibration": CALIBRATION_PICTURE, "coverage": COVERAGE_PICTURE}  # that are files beside the model card
 
 
@@ -64,8 +70,8 @@ def model_card(report: dict[str, Any]) -> str:
     """The model card as Markdown with front matter, of the contents of report.json, from a run or a stitch."""
     stitch, plan, name = "stitched" in report, report["plan"], summary.repository(report)
     serving, findings = report["serving"], report.get("consumers", {}).get("findings", [])
-    fails = (one for one in findings if one["consequence"].startswith((REFUSES, ONE_SCHEME, UNSCALED)))
-    failing = {engine for one in fails for engine in one["engine"].split(", ")}
+    on_card = hook("on_card")
+    engines = UNCHECKED if on_card is None else on_card(report)
     peaks = [row["kv_peaks"] for row in report["layers"] if "kv_peaks" in row] if plan.get("kv_cache") else []
     text = _render(
         "card.md.jinja",
@@ -86,13 +92,13 @@ def model_card(report: dict[str, Any]) -> str:
         plots=PLOTS,
         reasons=summary.REASONS,
         repository=name,
-        sglang=None if SGLANG.name in failing else summary.sglang_command(serving, name),
-        loads=serving.get("transformers", True) and TRANSFORMERS not in failing,
+        sglang=summary.sglang_command(serving, name) if engines["sglang_loads"] else None,
+        loads=serving.get("transformers", True) and engines["transformers_loads"],
         findings=findings,
-        rerounded=_rerounded(report),
-        read=READ["vllm"],
+        rerounded=engines["rerounded"],
+        read=engines["read"],
         small=SMALL,
-        **(_of_stitch(report) if stitch else _of_run(report)),
+        **(_of_stitch(report) if stitch else _of_run(report, engines["negative"])),
     )
     return re.sub(r"\n{3,}", "\n\n", text).rstrip("\n") + "\n"
 
@@ -134,32 +140,19 @@ def _fp8_form(plan: dict[str, Any]) -> str | None:
     return "in FP8 with a scale per block" if "rename" in plan["actions"] else None
 
 
-def _rerounded(report: dict[str, Any]) -> dict[str, str]:
-    """By card where vLLM rounds FP8 blocks of the source once more, what in its environment prevents that.
-
-    Blocks that a run made have powers of two as scales, so they are not among them.
-    """
-    if report["plan"].get("attention") is not None:
-        return {}
-    kernels = report.get("consumers", {}).get("kernels", {})
-    rows = [row for row, kinds in kernels.items() if row.startswith("vLLM") and DEEP_GEMM.name in kinds.values()]
-    cards = [row.rpartition(" ")[2] for row in rows]
-    return {card: variable for card, variable in KEEPS_SCALES.items() if card in cards}
-
-
 def _attention(plan: dict[str, Any]) -> list[str]:
     names = (row["kind"].rpartition(".self_attn.")[2] for row in plan["kinds"] if ".self_attn." in row["kind"])
     weights = (name.removesuffix(".weight") for name in names if name.endswith(".weight") and "norm" not in name)
     return list(dict.fromkeys(weights))
 
 
-def _of_run(report: dict[str, Any]) -> dict[str, Any]:
+def _of_run(report: dict[str, Any], negative_scales: str | None) -> dict[str, Any]:
     calibration = report["calibration"]
     source = "" if is_hub_id(report["source"]["model"]) else " --source SOURCE"
     experts = report["settings"]["recipe"]["experts"]
     return {
         "experts": experts,
-        "negative": NEGATIVE_SCALES if experts.get("scales_sign") == "both" and experts["engine"] == "gram" else None,
+        "negative": negative_scales if experts.get("scales_sign") == "both" and experts["engine"] == "gram" else None,
         "licences": list(in_words(calibration["licences"])) if calibration.get("licences") else [],
         "made_by": f"quantize run recipe.yaml --output DIR{source}",
     }

@@ -26,7 +26,6 @@ from .plan import plan
 from .publish import publish
 from .report import report
 from .run import run
-from .serve_check import serve_check
 from .verify import verify
 
 # Commands in the order of `--help`, with those that rooms add; any other comes last.
@@ -114,7 +113,7 @@ def _sort(group: typer.Typer, order: tuple[str, ...]) -> None:
     group.registered_commands.sort(key=place)
 
 
-for command in (run, plan, doctor, verify, evaluate, serve_check, report, publish, recipes.new):
+for command in (run, plan, doctor, verify, evaluate, report, publish, recipes.new):
     app.command(name="eval" if command is evaluate else None)(command)
 for add_commands in hooks("commands"):
     add_commands(app, calibration.calibration)

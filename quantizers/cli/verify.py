@@ -41,13 +41,12 @@ def verify(
     Example: quantize verify out/tiny
     """
     from quantizers.commands.verify import verify as verify_checkpoint
-    from quantizers.eval.serving.check import render
 
     found = verify_checkpoint(candidate, **common.given(context))
     report = found.as_dict()
     text = audit_table(report)
     if found.consumers is not None:
-        text += "\n\n" + render(found.consumers)
+        text += "\n\n" + found.consumers.as_text()
     if found.vllm is not None:
         different = found.vllm["differences"]
         text += f"\n\nvLLM {found.vllm['version']}, asked for {found.vllm['asked']:,} modules: " + (

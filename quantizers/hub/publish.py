@@ -27,9 +27,9 @@ from quantizers.checkpoint.remote import AGAIN, files_of
 from quantizers.device.devices import choose_device
 from quantizers.eval.report.pages import front_matter, html_report
 from quantizers.eval.report.summary import repository
-from quantizers.eval.serving.check import check_folder
 from quantizers.output.manifest import add_files, output_facts, read_record, refuse_incomplete, seal_of, write_record
 from quantizers.output.uploads import LOGIN, MESSAGE, LocalFile, compare, hashed, require_token, upload_errors
+from quantizers.pipeline.consumers import folder_findings, unchecked_notes
 from quantizers.pipeline.publication import card_gaps
 from quantizers.pipeline.report_files import FRONT_MATTER, check_manifest, pictures, read_front_matter, write_with_card
 from quantizers.recipe.portable import is_hub_id
@@ -208,13 +208,14 @@ def check_output(
         problems += [*record.differences, *strays(folder, digests)]
         more = added(folder, report["files"])
         problems += [f"{name}: not a file of this output, but loaders read it; remove it" for name in more]
-        serving = check_folder(folder, output_facts(folder))
+        serving = folder_findings(folder, output_facts(folder))
         if serving is None:
             problems.append(f"{folder.name}: cannot be opened as a checkpoint; `quantize verify` says why")
         else:
             problems += map(str, serving.errors)
         problems += audit
         rechecked = ("audit",) if audit else ()
+    problems += unchecked_notes()
     for gate in report["gates"]:
         if not gate["passed"] and gate["name"] not in rechecked:
             value, limit = gate_figures(gate)

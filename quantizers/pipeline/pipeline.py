@@ -33,7 +33,6 @@ from quantizers.distributed.process_group import RESUME, SINGLE_PROCESS, Process
 from quantizers.eval.coverage.summary import check_floors
 from quantizers.eval.fidelity.metrics import Text
 from quantizers.eval.fidelity.scoring import HeldOut, held_out
-from quantizers.eval.serving.check import ServingCheck
 from quantizers.hooks import required
 from quantizers.importance.input_sums import bytes_of_sums
 from quantizers.layers.context import Context
@@ -56,11 +55,11 @@ from quantizers.system.output_files import CALIBRATION, FACTS, HELD_OUT, RECIPE
 from quantizers.system.progress import progress
 
 from . import publication as publishing
+from .consumers import NOT_CHECKED, Findings, NotChecked, plan_findings
 from .publication import Destination
 from .quantize import IMATRIX, quantize_layers
 from .report import of_plan, planned_report, rehearse, run_report
 from .report_files import write_report
-from .servable import planned_check
 from .source_check import check_source, refuse_source
 
 SHOWN = 3  # changed settings that a refusal names
@@ -120,7 +119,9 @@ def run(job: Job, options: Options) -> dict[str, Any]:
         if finished is not None:
             dist.broadcast_object(False)
             return _already_done(job, options, finished)
-        engines = planned_check(job)  # this and what is missing is said before a folder is made
+        engines = plan_findings(job)  # this and what is missing is said before a folder is made
+        if isinstance(engines, NotChecked):
+            _say_unchecked(options)
         if job.opened.remote:
             schedule(job.opened, parts_of_run(job)).window(options.window)  # for its error
         resolve_recipe(job.recipe, job.path)
@@ -177,6 +178,15 @@ def _already_done(job: Job, options: Options, finished: dict[str, Any]) -> dict[
         with journal.locked(output):
             journal.remove(work)
     return finished | {"already_done": True}
+
+
+def _say_unchecked(options: Options) -> None:
+    """Say that nobody checks how servers read the output. Raises an InputError if it would be published on the way."""
+    if options.destination:
+        raise InputError(
+            f"--publish-as-you-go: {NOT_CHECKED}; run without it, then `quantize publish --force REASON` publishes it"
+        )
+    print(NOT_CHECKED, file=sys.stderr)
 
 
 def refuse_another(job: Job, output: Path, finished: dict[str, Any]) -> None:
@@ -284,7 +294,7 @@ def _quantize_share(job: Job, options: Options, work: Path, check: Callable[[], 
 
 
 def _make_output(
-    job: Job, options: Options, work: Path, check: Callable[[], None], engines: ServingCheck, uploads: Uploads | None
+    job: Job, options: Options, work: Path, check: Callable[[], None], engines: Findings, uploads: Uploads | None
 ) -> None:
     """All that rank 0 does: make work/output, up to the mark that lets it be moved into place."""
     started, output, dist = time.monotonic(), work / "output", options.dist

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -35,15 +34,13 @@ from quantizers.eval.fidelity.as_served import as_served, as_stored, pairs
 from quantizers.eval.fidelity.kv_cache import KINDS, kv_figures
 from quantizers.eval.fidelity.metrics import Measured, Text
 from quantizers.eval.fidelity.scoring import HeldOut
-from quantizers.eval.serving.check import ServingCheck, check_folder
-from quantizers.formats.fp8 import block_size
+from quantizers.hooks import hook
 from quantizers.layers.context import Context
 from quantizers.output import journal
 from quantizers.planning.allocation import Allocation
-from quantizers.planning.gpus import parse_gpus
+from quantizers.planning.gpus import unsaid
 from quantizers.planning.job import Job
 from quantizers.planning.plan import Plan, summary
-from quantizers.planning.serving_memory import assumptions, common_fits, notes, serving_model, unsaid
 from quantizers.recipe.portable import Resolved, is_hub_id
 from quantizers.recipe.read import set_location
 from quantizers.stitch.audit.checkpoint import Audit, verify
@@ -53,12 +50,14 @@ from quantizers.system.errors import CheckpointError, InputError, QuantizeError
 from quantizers.system.output_files import CARD
 from quantizers.system.progress import peak_memory, progress
 
+from .consumers import Findings, NotChecked, folder_findings, unchecked_notes
 from .report_files import read_front_matter, write_report
 
 # Keys of the journal's entries that are elsewhere in the report, or of no use in it.
 JOURNAL_ONLY = ("routed", "peak_memory_bytes", "shard", "digest", "source", "audit", "held_out")
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 LICENSE_DETAILS = ("license_name", "license_link")
+NOT_COUNTED = "the memory that servers need is not counted by this installation"
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # of a model, a data set or a licence on the Hub
 
 
@@ -80,7 +79,7 @@ def planned_report(job: Job, resolved: Resolved, data: CalibrationData, device: 
         },
         "versions": versions(),
         "calibration": _calibration(job, data, resolved),
-        "notes": [*filter(None, [job.facts.origin(), left_behind(source)]), as_stored(device)],
+        "notes": [*filter(None, [job.facts.origin(), left_behind(source)]), as_stored(device), *unchecked_notes()],
         **of_plan(job.plan, job.facts, source, model),
         **({"architecture": found} if found else {}),
     }
@@ -110,7 +109,7 @@ def run_report(
     layers = journal.done_layers(context.work, job.facts.num_layers)
     on_hub = context.uploads.settle(context.check) if context.uploads else None
     written, audit = _last_reading(job, layers, context, on_hub)
-    engines = check_folder(context.work / "output", job.facts, on_hub)
+    engines = folder_findings(context.work / "output", job.facts, on_hub)
     report = planned | _found_report(job, data, figures, layers, verified_parts(written, audit, engines))
     in_layers = sum(sum(entry["seconds"].values()) for entry in layers)
     report["seconds"] = seconds = {"this_process": time.monotonic() - started, "layers": in_layers}
@@ -150,13 +149,13 @@ def rehearse(
     planned: Mapping[str, Any],
     data: CalibrationData,
     evaluation: HeldOut | None,
-    engines: ServingCheck,
+    engines: Findings,
     texts: Mapping[str, str],
 ) -> dict[str, Any]:
     """Make report, card, page and pictures of stand-in figures; the report.
 
     Args:
-        planned: of `planned_report`; `engines`: of `servable.planned_check`; `texts`: see `Resolved.texts`.
+        planned: of `planned_report`; `engines`: of `consumers.plan_findings`; `texts`: see `Resolved.texts`.
         evaluation: None if nothing is measured.
 
     Raises:
@@ -247,7 +246,7 @@ def _last_reading(
     return written, audit
 
 
-def verified_parts(written: Mapping[str, ShardDigest], audit: Audit, engines: ServingCheck | None) -> dict[str, Any]:
+def verified_parts(written: Mapping[str, ShardDigest], audit: Audit, engines: Findings | None) -> dict[str, Any]:
     """What holds of every output: its files are as planned, and serving engines read them as meant, unless the folder
     cannot be opened, which the audit reports.
     """
@@ -256,7 +255,8 @@ def verified_parts(written: Mapping[str, ShardDigest], audit: Audit, engines: Se
     if engines is None:
         return report
     misread = "ways in which vLLM, SGLang or transformers would misread it"
-    gates.append(gate("consumers", len(engines.errors), 0, misread))
+    if not isinstance(engines, NotChecked):
+        gates.append(gate("consumers", len(engines.errors), 0, misread))
     return report | {"consumers": engines.as_dict()}
 
 
@@ -310,15 +310,12 @@ def _serving(plan: Plan, facts: Architecture, source: Checkpoint, name: str) -> 
         "parsers": server_options(facts, "vllm", name, source) if "vllm" in facts.servers else {},
         "sampling": {key: generation[key] for key in SAMPLING_KEYS if type(generation.get(key)) in (int, float)},
     } | ({} if facts.model_type in CONFIG_MAPPING_NAMES else {"transformers": False})
-    if problem := unsaid(facts):
+    fits = hook("fits")
+    problem = NOT_COUNTED if fits is None else unsaid(facts)
+    if fits is None or problem:
         return about | {"longest": facts.positions or 0, "fits": [], "assumptions": [], "cards_unknown": problem}
-    model = serving_model(plan, facts, source.config, plan.fp8_form(block_size(source)))
-    fits = common_fits(model)
-    return about | {
-        "longest": model.longest,
-        "fits": [asdict(row) for row in fits],
-        "assumptions": [*assumptions([parse_gpus(row.cards) for row in fits]), *notes(model, fits)] if fits else [],
-    }
+    fitting: dict[str, Any] = fits(plan, facts, source)
+    return about | fitting
 
 
 def server_options(facts: Architecture, server: ServerName, model: str, source: Checkpoint) -> Options:

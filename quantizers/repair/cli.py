@@ -60,7 +60,7 @@ def stitch_table(report: dict[str, Any], output: Path, source: str) -> str:
         "",
         f"audit     {common.accounted(audit)}, {len(audit['differences'])} differences",
         *(f"          {line}" for line in collapse_lines(audit["differences"])[:10]),
-        f"servers   {f'{len(misread)} ways in which one would misread it' if misread else 'all read it as meant'}",
+        f"servers   {_servers(consumers, len(misread))}",
         *(f"          {finding['where']}: {finding['problem']}" for finding in misread[:10]),
         f"size      {size(report['plan']['source_bytes'])} -> {size(report['plan']['output_bytes'])}",
         f"output    {output}: {REPORT}, {PAGE} to look at, {CARD} (the model card)",
@@ -78,3 +78,9 @@ def stitch_table(report: dict[str, Any], output: Path, source: str) -> str:
             f"vllm serve {named}",
         ]
     return "\n".join([*lines, "next: " + "\n      ".join(after)])
+
+
+def _servers(consumers: dict[str, Any], misread: int) -> str:
+    if "checked" in consumers:
+        return "not checked"
+    return f"{misread} ways in which one would misread it" if misread else "all read it as meant"

@@ -10,7 +10,7 @@ import yaml
 
 from quantizers.checkpoint.reader import Checkpoint, left_behind
 from quantizers.device.devices import versions
-from quantizers.eval.serving.check import check_folder
+from quantizers.pipeline.consumers import folder_findings, unchecked_notes
 from quantizers.pipeline.report import about_source, front_matter_of, hub_names, identity_of, of_plan, verified_parts
 from quantizers.stitch.audit.checkpoint import Audit
 from quantizers.stitch.write.shard import ShardDigest
@@ -37,10 +37,10 @@ def stitch_report(
         "experts": identity_of(settings["experts"], theirs.revision, theirs) | {"schemes": schemes} | _told_by(theirs),
         "versions": versions(),
         "examined": examined,
-        "notes": [*examined, *filter(None, [left_behind(source)])],
+        "notes": [*examined, *filter(None, [left_behind(source)]), *unchecked_notes()],
         "layers": [asdict(layer) for layer in mix.found],
         **of_plan(mix.plan, mix.facts, source, model),
-        **verified_parts(written, audit, check_folder(folder, mix.facts)),
+        **verified_parts(written, audit, folder_findings(folder, mix.facts)),
     }
 
 

@@ -29,7 +29,6 @@ from quantizers.budget import choice, measure
 from quantizers.budget.measure import column_scale, scheme_errors
 from quantizers.calibration.load_set import load_set
 from quantizers.eval.report.summary import choice_lines
-from quantizers.eval.serving.check import STORED
 from quantizers.formats.dequantization import read_weight
 from quantizers.formats.packed_integers import dequantize
 from quantizers.layers.context import Context
@@ -42,6 +41,7 @@ from quantizers.planning.job import Job, prepare
 from quantizers.planning.plan import file_size
 from quantizers.recipe.schema import CANDIDATES, Scheme
 from quantizers.repair.stitch import stitch_experts
+from quantizers.serving.check import STORED
 from quantizers.solve.rounding import minmax_scales, nearest
 from quantizers.stitch.audit.checkpoint import verify
 from quantizers.stitch.write.config_files import output_config

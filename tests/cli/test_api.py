@@ -15,11 +15,12 @@ from conftest import Finished
 
 import quantizers
 from quantizers.checkpoint.reader import open_folder
-from quantizers.cli import doctor, evaluate, plan, publish, run, serve_check, verify
+from quantizers.cli import doctor, evaluate, plan, publish, run, verify
 from quantizers.cli.common import COMMAND_ONLY
 from quantizers.formats.dequantization import read_weight
 from quantizers.llama_cpp import cli as llama_cpp
 from quantizers.repair import cli as repair
+from quantizers.serving import cli as serving
 from quantizers.sets.cli import coverage
 
 CPU = torch.device("cpu")
@@ -31,7 +32,7 @@ COMMANDS = {
     "verify": verify.verify,
     "coverage": coverage.coverage,
     "imatrix": llama_cpp.imatrix,
-    "serve_check": serve_check.serve_check,
+    "serve_check": serving.serve_check,
     "stitch_experts": repair.stitch,
     "publish": publish.publish,
 }

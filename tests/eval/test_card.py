@@ -18,9 +18,9 @@ from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_folder
 from quantizers.eval.report.pages import front_matter, model_card
 from quantizers.eval.report.plots import calibration_figure, draw
 from quantizers.eval.report.schema import checked
-from quantizers.eval.serving.check import ONE_SCHEME, REFUSES
 from quantizers.hub.publish import card_points
 from quantizers.pipeline.report import about_source, server_options
+from quantizers.serving.check import ONE_SCHEME, REFUSES
 from quantizers.system.output_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
 
 Report = dict[str, Any]

@@ -15,10 +15,11 @@ import yaml
 from commands import Command
 
 from quantizers.planning.gpus import Gpus, known_gpus, parse_gpus
-from quantizers.planning.host_experts import host_ways
 from quantizers.planning.job import Job, prepare
 from quantizers.planning.plan import file_size
-from quantizers.planning.serving_memory import (
+from quantizers.recipe.schema import Scheme
+from quantizers.serving.host_experts import host_ways
+from quantizers.serving.memory import (
     LITTLE,
     RUNTIME,
     UTILISATION,
@@ -36,7 +37,6 @@ from quantizers.planning.serving_memory import (
     with_budget,
     with_scheme,
 )
-from quantizers.recipe.schema import Scheme
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import parse_bytes
 from quantizers.system.package_data import shipped

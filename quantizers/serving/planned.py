@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from quantizers.eval.serving.check import ServingCheck, check
 from quantizers.planning.job import Job
 from quantizers.planning.plan import KV_SCALE
 from quantizers.stitch.write.config_files import output_config
 from quantizers.system.errors import CheckpointError
+
+from .check import ServingCheck, check
 
 
 def planned_check(job: Job, one_expert: bool = False) -> ServingCheck:

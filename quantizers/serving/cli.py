@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 from typer import Argument, Context, Option
 
+from quantizers.cli import common
 from quantizers.system.formatting import text_table
-
-from . import common
 
 RECORD = "no limit was applied; where this is a source, its candidates take this file with --source-check"
 HOW = (
@@ -67,7 +66,7 @@ def serve_check(
 
     Example: quantize serve-check out/tiny --server http://127.0.0.1:8000 --data held-out
     """
-    from quantizers.commands.serve_check import serve_check as check_server
+    from quantizers.serving.serve_check import serve_check as check_server
 
     found = check_server(candidate, **common.given(context))
     report = found.as_dict()

@@ -31,11 +31,11 @@ from whole_models import finished_weights, source_weights
 
 import quantizers
 from quantizers.calibration.load_set import load_set
-from quantizers.eval.fidelity.served import bounded_kl, verdict
 from quantizers.eval.report.fidelity import ServeCheckReport
-from quantizers.eval.serving.server import kernel_lines
 from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.job import prepare
+from quantizers.serving.served import bounded_kl, verdict
+from quantizers.serving.server import kernel_lines
 
 WORDS = 320  # the random model's vocabulary
 
@@ -240,7 +240,7 @@ def in_bfloat16(finished: Finished, whole_model: Callable[..., Any]) -> dict[str
 @pytest.fixture(scope="module")
 def source_json(finished: Finished, in_bfloat16: dict[str, Logs], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The record of the source."""
-    from quantizers.commands.serve_check import serve_check
+    from quantizers.serving.serve_check import serve_check
 
     path = tmp_path_factory.mktemp("source") / "source.json"
     with ServerStandIn(in_bfloat16["source"]) as server:

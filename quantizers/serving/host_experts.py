@@ -14,8 +14,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .gpus import GIB, Gpus
-from .serving_memory import EXPERTS, FLASHINFER, FP8_CACHE_SM, UTILISATION, Fit, Model, needs_flashinfer
+from quantizers.planning.gpus import GIB, Gpus
+
+from .memory import EXPERTS, FLASHINFER, FP8_CACHE_SM, UTILISATION, Fit, Model, needs_flashinfer
 
 SYSTEM = 6 * 10**9  # bytes of host memory for everything else
 GB = 10**9

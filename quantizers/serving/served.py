@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .metrics import groups, spread
-from .scoring import Models, divergence, log_probabilities
+from quantizers.eval.fidelity.metrics import groups, spread
+from quantizers.eval.fidelity.scoring import Models, divergence, log_probabilities
 
 ROWS = 32  # positions whose float64 probabilities are in memory at a time: 50 MB with a vocabulary of 200,064
 ROUNDING = 4 * float(np.finfo(np.float32).eps)  # by so much a sum of float32 probabilities, and thus q_rest, is off

@@ -29,14 +29,13 @@ from quantizers.architectures.architecture import Architecture, Parts
 from quantizers.architectures.fused import FUSED
 from quantizers.architectures.matrices import MATRICES
 from quantizers.formats.fp8 import Fp8
+from quantizers.planning.allocation import candidates
+from quantizers.planning.gpus import GIB, Gpus, most_unseen, parse_gpus, unsaid
+from quantizers.planning.job import Job
+from quantizers.planning.plan import Plan, file_size, packed_specs
 from quantizers.recipe.schema import Scheme
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import size_between
-
-from .allocation import candidates
-from .gpus import GIB, Gpus, most_unseen, parse_gpus
-from .job import Job
-from .plan import Plan, file_size, packed_specs
 
 MIB = 2**20
 UTILISATION = 0.93  # vLLM's --gpu-memory-utilization; the rest is for the driver
@@ -312,13 +311,6 @@ def common_fits(model: Model) -> list[Fit]:
         if sum(row.fits and row.kv == kvs[0] for row in rows) == 2:
             break
     return rows
-
-
-def unsaid(facts: Architecture) -> str | None:
-    """Why nothing can be said about GPUs: the facts do not say how servers divide the model. None if they do."""
-    words = {"tensor_parallel": "how servers divide it among GPUs", "kv_cache": "what they cache of a token"}
-    lacking = [text for key, text in words.items() if getattr(facts, key) is None]
-    return f"{' and '.join(lacking)} is not known here for {facts.model_type}" if lacking else None
 
 
 def weights_alone(plan: Plan, gpus: Sequence[Gpus]) -> list[dict[str, str | int]]:

@@ -20,9 +20,7 @@ from quantizers.architectures.families import architecture_for, published_config
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.eval.report.summary import vllm_command
-from quantizers.eval.serving.ask_vllm import ask_vllm
 from quantizers.eval.serving.cards import HUMMING_SM, TAKES_THEM, moe_kernels
-from quantizers.eval.serving.check import STORED, ServingCheck, check, render
 from quantizers.eval.serving.engines import (
     ATTENTION,
     EMBEDDINGS,
@@ -46,8 +44,10 @@ from quantizers.eval.serving.engines import (
 from quantizers.formats.fp8 import ROWS
 from quantizers.pipeline.report import of_plan
 from quantizers.planning.assign_actions import expected_tensors, make_plan
-from quantizers.planning.serving_memory import FLASHINFER
 from quantizers.recipe.schema import GROUPS, Experts, Scheme
+from quantizers.serving.ask_vllm import ask_vllm
+from quantizers.serving.check import STORED, ServingCheck, check, render
+from quantizers.serving.memory import FLASHINFER
 from quantizers.stitch.write.config_files import output_config
 from quantizers.system.errors import InputError
 
@@ -568,7 +568,7 @@ def test_text_and_json() -> None:
 ASK = """
 import json, sys
 from pathlib import Path
-from quantizers.eval.serving.ask_vllm import ask_vllm
+from quantizers.serving.ask_vllm import ask_vllm
 from vllm_kernels import answers
 from vllm_serve import cpu_kernels, furthest, refused
 commands, *asked = json.loads(sys.argv[1])

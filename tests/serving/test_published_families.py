@@ -15,10 +15,10 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.derive import KEYS
 from quantizers.architectures.families import all_published, architecture_for, published_config
 from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.eval.serving.check import tensor_parallel
-from quantizers.planning import serving_memory
 from quantizers.planning.gpus import parse_gpus
 from quantizers.planning.job import prepare
+from quantizers.serving import memory as serving_memory
+from quantizers.serving.check import tensor_parallel
 from quantizers.system.errors import ArchitectureError, CheckpointError, InputError
 from quantizers.system.package_data import shipped
 from quantizers.system.schema import load

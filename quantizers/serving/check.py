@@ -34,16 +34,28 @@ from quantizers.architectures.matrices import MATRICES, PROJECTIONS
 from quantizers.checkpoint.reader import CONFIG, open_folder
 from quantizers.checkpoint.remote import HubFiles
 from quantizers.checkpoint.safetensors_header import FLOATING, FP8, Stored
+from quantizers.eval.serving import cards, engines
+from quantizers.eval.serving.cards import HUMMING, MARLIN_GROUPS, NO_E8M0, UNQUANTIZED, moe_kernels, on_card, refusal
+from quantizers.eval.serving.engines import (
+    EXPERTS,
+    KINDS,
+    MTP_EXPERTS,
+    REFUSED,
+    SERVERS,
+    SGLANG,
+    TRANSFORMERS,
+    VLLM,
+    Lookup,
+    ServedScheme,
+)
 from quantizers.formats.fp8 import GLOBAL_SCALE, INPUT_SCALE, SCALE, SCALE_INV, blocks_of
+from quantizers.planning.gpus import unsaid
 from quantizers.planning.plan import KV_SCALES
-from quantizers.planning.serving_memory import obstacles, unsaid
 from quantizers.recipe.schema import CARDS, NVFP4
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import places, text_table
 
-from . import cards, engines
-from .cards import HUMMING, MARLIN_GROUPS, NO_E8M0, UNQUANTIZED, moe_kernels, on_card, refusal
-from .engines import EXPERTS, KINDS, MTP_EXPERTS, REFUSED, SERVERS, SGLANG, TRANSFORMERS, VLLM, Lookup, ServedScheme
+from .memory import obstacles
 
 Severity = Literal["error", "warning"]
 Remark = tuple[Severity, Sequence[str], str, str, str]  # with engines, place, problem and consequence
@@ -168,6 +180,10 @@ class ServingCheck:
             "tensor_parallel": {str(ranks): text for ranks, text in self.tensor_parallel.items()},
             "kernels": self.kernels,
         } | ({"ktransformers": self.ktransformers} if self.ktransformers else {})
+
+    def as_text(self) -> str:
+        """For people, see `render`."""
+        return render(self)
 
 
 def render(result: ServingCheck) -> str:
@@ -511,7 +527,7 @@ def _required(scheme: ServedScheme, shape: tuple[int, ...]) -> Needed | None:
 def tensor_parallel(ranks: int, facts: Architecture, lookups: Sequence[Lookup]) -> str:
     """`ok`, or the first reason why vLLM cannot split a checkpoint among tensor-parallel ranks, or why that is unknown.
 
-    The rules for outputs of this program are in planning/serving_memory.py. Other checkpoints may also break those of
+    The rules for outputs of this program are in memory.py. Other checkpoints may also break those of
     the Marlin kernel, or have experts in FP8 blocks. The lookups are vLLM's.
     """
     if problem := unsaid(facts):

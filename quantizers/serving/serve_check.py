@@ -24,15 +24,14 @@ from quantizers.calibration.samples import identity
 from quantizers.checkpoint.loaded_tensors import load_tensors, outside_names
 from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_checkpoint, read_json
 from quantizers.checkpoint.source_identity import source_digest
+from quantizers.commands.evaluate import through_layers
+from quantizers.commands.verify import source_of
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import use_threads, versions
 from quantizers.eval.fidelity.kv_cache import CachedModel
 from quantizers.eval.fidelity.metrics import Text
 from quantizers.eval.fidelity.scoring import held_out
-from quantizers.eval.fidelity.served import UNLIKE, compare_text, figures, verdict
 from quantizers.eval.report.fidelity import ServeCheckReport
-from quantizers.eval.serving.server import Returned, Server, kernel_lines, over_http, score
-from quantizers.eval.serving.server import offline as engine_of
 from quantizers.formats.fp8 import has_kv_scales
 from quantizers.formats.tensor_names import published_names
 from quantizers.formats.unsupported import refuse_swapped_arguments
@@ -47,8 +46,9 @@ from quantizers.system.output_files import REPORT, SERVE_CHECK
 from quantizers.system.progress import progress
 from quantizers.system.strict_yaml import Refused, parse_value
 
-from .evaluate import through_layers
-from .verify import source_of
+from .served import UNLIKE, compare_text, figures, verdict
+from .server import Returned, Server, kernel_lines, over_http, score
+from .server import offline as engine_of
 
 TOP_K, TIMEOUT = 20, 300.0
 
