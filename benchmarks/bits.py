@@ -22,8 +22,8 @@ from methods import Method, calibration_data, held_out, options, quantized, reci
 
 from quantizers.calibration.samples import CalibrationData
 from quantizers.device.devices import choose_device
+from quantizers.formats.packed_integers import Integers
 from quantizers.planning.job import Job
-from quantizers.recipe.schema import Scheme
 from quantizers.system.formatting import text_table
 
 SIGNS = ("positive", "both")
@@ -42,7 +42,7 @@ def draw(data: CalibrationData, tokens: int, seed: int) -> CalibrationData:
     return replace(data, samples=[data.samples[number] for number in sorted(chosen)])
 
 
-def compare_bits(job: Job, schemes: Sequence[Scheme], draws: int, tokens: int, device: torch.device) -> Rows:
+def compare_bits(job: Job, schemes: Sequence[Integers], draws: int, tokens: int, device: torch.device) -> Rows:
     """A row for each scheme, sign and set of samples (0 the whole set, then the draws), with mean and median KL."""
     whole = calibration_data(job)
     sets = [whole, *(draw(whole, tokens, seed) for seed in range(1, draws + 1))]
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=32)
     parser.add_argument("--draws", type=int, default=5)
     given = parser.parse_args()
-    schemes = [Scheme(bits, given.group_size) for bits in given.bits]
+    schemes = [Integers(bits, given.group_size) for bits in given.bits]
     rows = compare_bits(recipe_job(given.recipe), schemes, given.draws, given.tokens, choose_device(given.device))
     print(json.dumps(rows, indent=1) if given.json else bits_table(rows))
 

@@ -24,11 +24,11 @@ from quantizers.budget.choice import describe_choice
 from quantizers.budget.measure import measure_schemes
 from quantizers.calibration.samples import token_tensors
 from quantizers.device.devices import choose_device
-from quantizers.layers.context import Context
-from quantizers.planning.device_memory import Residents
+from quantizers.formats.packed_integers import Integers
+from quantizers.planning.device_memory import Placement, Residents
 from quantizers.planning.job import Job
-from quantizers.recipe.schema import Scheme
 from quantizers.system.formatting import text_table
+from quantizers.walk.context import Context
 
 Rows = list[dict[str, Any]]
 
@@ -46,13 +46,13 @@ def compare_budgets(jobs: Sequence[Job], draws: int, tokens: int, device: torch.
                 assert job.allocation is not None
                 work = Path(folder) / f"measured-{len(rows)}"
                 work.mkdir()
-                context = Context(work, device, Residents(job.facts.num_experts, 1, 0))
+                context = Context(work, device, Placement(Residents(job.facts.num_experts, 1, 0)))
                 entries = measure_schemes(job, token_tensors(data, job.facts.vocab_size), context)
                 assert entries is not None
                 found = describe_choice(job.allocation, entries)
-                layers = [Scheme(row["bits"], row["group_size"]) for row in found["layers"]]
-                every = next(one for one in job.allocation.candidates if str(one) == found["uniform"])
-                row = {"budget": found["limit"], "draw": number, "predicted": found["gain"]}
+                layers = [Integers(row.bits, row.group_size) for row in found.layers]
+                every = next(one for one in job.allocation.candidates if str(one) == found.uniform)
+                row = {"budget": found.limit, "draw": number, "predicted": found.gain}
                 for name, schemes in (("mixture", layers), ("uniform", [every] * len(layers))):
                     key = ", ".join(map(str, schemes))
                     if key not in made:

@@ -35,7 +35,6 @@ from quantizers.checkpoint.loaded_tensors import layer_names, load_tensors
 from quantizers.checkpoint.reader import CONFIG, open_folder
 from quantizers.commands.evaluate import measure
 from quantizers.device.devices import choose_device, forward_dtype, is_accelerator, machine, versions
-from quantizers.layers.context import Context
 from quantizers.model.activation_store import ActivationStore
 from quantizers.model.layer_forward import observe
 from quantizers.model.layer_weights import ExpertWeights
@@ -43,7 +42,7 @@ from quantizers.model.moe_inputs import MoeInputStore, moe_input_store
 from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 from quantizers.output import journal
 from quantizers.pipeline.quantize import quantize_layers
-from quantizers.planning.device_memory import Residents
+from quantizers.planning.device_memory import Placement, Residents
 from quantizers.planning.expert_batches import tokens_per_chunk
 from quantizers.planning.job import Job
 from quantizers.recipe.read import set_location
@@ -51,6 +50,7 @@ from quantizers.recipe.schema import Experts
 from quantizers.solve.solver import solve_layer
 from quantizers.stitch.write.config_files import write_config_files
 from quantizers.system.formatting import size, text_table
+from quantizers.walk.context import Context
 
 PUBLISHED = published_config("MiniMaxAI/MiniMax-M2.1")
 assert PUBLISHED is not None
@@ -221,7 +221,7 @@ def compare_route(
             for name in ("layers", "output"):
                 (place / name).mkdir(parents=True)
             residents = Residents(job.facts.num_experts, 1, 0)
-            quantize_layers(own, data, tokens, Context(place, device, residents, inputs="files", states="files"))
+            quantize_layers(own, data, tokens, Context(place, device, Placement(residents, "files", "files")))
             layers_done = time.perf_counter()
             write_config_files(place / "output", own.opened, own.plan, own.facts)
             entries = journal.done_layers(place, job.facts.num_layers)
@@ -257,8 +257,8 @@ def compare_route(
             trust_remote_code=job.recipe.source.trusts_tokenizer, own=job.facts_file,
         )  # fmt: skip
     for name, figures in zip(("ours", "library"), measured, strict=True):
-        results[name]["kl"] = figures["kl"]["mean"]
-        results[name]["top1"] = figures["top1"]
+        results[name]["kl"] = figures.kl.mean
+        results[name]["top1"] = figures.top1
     return results | {
         "model": Path(job.location).name,
         "set": data.name,

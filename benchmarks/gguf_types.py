@@ -32,18 +32,18 @@ from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.device.devices import choose_device
 from quantizers.formats.dequantization import read_weight
+from quantizers.formats.packed_integers import Integers
 from quantizers.importance.input_sums import DOWN, GATE, InputSums, Tokens, read_sums
-from quantizers.layers.context import Context
-from quantizers.layers.loop import all_tensors, layer_steps
 from quantizers.model.streamed_model import StreamedModel
-from quantizers.planning.device_memory import Residents
+from quantizers.planning.device_memory import Placement, Residents
 from quantizers.planning.job import Job, prepare
 from quantizers.recipe.read import changes_of
-from quantizers.recipe.schema import Scheme
 from quantizers.system.formatting import text_table
+from quantizers.walk.context import Context
+from quantizers.walk.walk import all_tensors, walk
 
 TYPES = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "Q2_K", "IQ3_XXS", "IQ3_S", "Q3_K", "IQ4_XS", "Q4_K")
-SCHEMES = (Scheme(2, 64), Scheme(2, 32), Scheme(3, 64), Scheme(3, 32), Scheme(4, 64), Scheme(4, 32))
+SCHEMES = (Integers(2, 64), Integers(2, 32), Integers(3, 64), Integers(3, 32), Integers(4, 64), Integers(4, 32))
 BUDGETS = (2.75, 3.0)  # bits per weight
 SUPER_BLOCK = 256
 CPU = torch.device("cpu")
@@ -93,8 +93,10 @@ def importances(job: Job, data: CalibrationData, tokens: Tokens, work: Path) -> 
     """Of each expert mean x² of w1's and w3's inputs (H,) and of w2's (I,), as `quantize imatrix` writes it."""
     model = StreamedModel(job.opened, job.facts, CPU, torch.float32)
     sums = InputSums(model, token_tensors(data, job.facts.vocab_size), work, tokens)
-    for _ in layer_steps(job.opened, all_tensors(model, job.opened), [sums], model):
-        pass
+    with walk(job.opened, all_tensors(model, job.opened), model) as steps:
+        for step in steps:
+            with step.module() as layer:
+                sums.add_layer(layer)
     found: dict[Expert, tuple[torch.Tensor, ...]] = {}
     for layer in job.facts.moe_layers:
         stored = read_sums(work, layer)
@@ -136,7 +138,7 @@ def outputs(
         given = prepare(str(job.path), source_folder=source.folder, changes=changes_of(keys))
         work = place / f"measured-{budget}"
         work.mkdir()
-        context = Context(work, CPU, Residents(job.facts.num_experts, 1, 0))
+        context = Context(work, CPU, Placement(Residents(job.facts.num_experts, 1, 0)))
         chosen = choose_schemes(given, token_tensors(data, job.facts.vocab_size), context, work)
         mean = sum(scheme.bits_per_weight for scheme in chosen.plan.schemes) / len(chosen.plan.schemes)
         yield f"budget of {budget:g} bits", mean, quantized(chosen, data, place / f"budget-{budget}", CPU)

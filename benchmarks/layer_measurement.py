@@ -33,11 +33,10 @@ from quantizers.checkpoint.safetensors_header import FP8, Spec
 from quantizers.device.devices import device_limit, forward_dtype, is_accelerator, machine
 from quantizers.eval.fidelity.metrics import Text
 from quantizers.formats.fp8 import SCALE, SCALE_INV, declared_block
-from quantizers.layers.context import Context
 from quantizers.output import journal
 from quantizers.pipeline.quantize import quantize_layers
 from quantizers.planning.assign_actions import expected_tensors, make_plan
-from quantizers.planning.device_memory import DeviceMemory, Residents, calibration_bytes, device_memory
+from quantizers.planning.device_memory import DeviceMemory, Placement, Residents, calibration_bytes, device_memory
 from quantizers.planning.estimate import calibration_lengths, cut_to, evaluation_lengths, layer_work
 from quantizers.planning.expert_batches import tokens_per_chunk
 from quantizers.planning.gpus import rates_of_cpu
@@ -49,6 +48,7 @@ from quantizers.system.errors import ArchitectureError, InputError
 from quantizers.system.formatting import gib
 from quantizers.system.host_memory import available
 from quantizers.system.progress import duration, peak_memory
+from quantizers.walk.context import Context
 
 OUTLIERS = 8  # number of outlier channels in a norm, and the factor that enlarges them
 VOCABULARY = 256  # of the random model: embeddings and logits are not measured
@@ -134,14 +134,13 @@ def _quantize_random(
     for part in ("layers", "output"):
         (folder / part).mkdir()
     _reset_peak(device)
-    context = Context(
-        folder,
-        device,
+    placement = Placement(
         Residents(memory.resident, memory.unit, memory.smallest),
         inputs="device" if memory.inputs else "memory",
         states="device" if memory.states else "memory",
         texts_on_device=memory.texts,
     )
+    context = Context(folder, device, placement)
     samples = tuple(Sample(_random_tokens(length), "random", "random") for length in lengths)
     data = CalibrationData("random", max(lengths), (max(lengths),), samples, "", (), ())
     evaluation = [Text(torch.from_numpy(_random_tokens(length)).long(), "random", length) for length in texts]

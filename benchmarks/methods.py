@@ -29,11 +29,10 @@ from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.commands.evaluate import measure
 from quantizers.device.devices import choose_device, forward_dtype, machine, use_threads, versions
 from quantizers.formats.fp8 import block_size
-from quantizers.layers.context import Context
 from quantizers.output import journal
 from quantizers.pipeline.quantize import quantize_layers
 from quantizers.planning.assign_actions import make_plan, obstacle
-from quantizers.planning.device_memory import Residents
+from quantizers.planning.device_memory import Placement, Residents
 from quantizers.planning.job import Job, prepare
 from quantizers.recipe.read import changes_of, set_location
 from quantizers.recipe.schema import Awq, Experts
@@ -43,6 +42,7 @@ from quantizers.solve.result import LayerResult
 from quantizers.stitch.write.config_files import write_config_files
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import text_table
+from quantizers.walk.context import Context
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def quantized(job: Job, data: CalibrationData, place: Path, device: torch.device
     """The output of a job on these samples, in a new folder; the journal of its layers lies beside it."""
     for name in ("layers", "output"):
         (place / name).mkdir(parents=True)
-    context = Context(place, device, Residents(job.facts.num_experts, 1, 0))
+    context = Context(place, device, Placement(Residents(job.facts.num_experts, 1, 0)))
     quantize_layers(job, data, token_tensors(data, job.facts.vocab_size), context)
     write_config_files(place / "output", job.opened, job.plan, job.facts)
     return open_folder(place / "output")
@@ -173,7 +173,8 @@ def held_out(job: Job, outputs: Sequence[Checkpoint], work: Path, device: torch.
     assert job.recipe.verify.perplexity is not None
     texts = set_location(job.recipe.verify.perplexity.data, job.path)
     trusts = job.recipe.source.trusts_tokenizer
-    return measure(job.source, outputs, texts, device, work, trust_remote_code=trusts, own=job.facts_file)
+    found = measure(job.source, outputs, texts, device, work, trust_remote_code=trusts, own=job.facts_file)
+    return [figures.as_dict() for figures in found]
 
 
 def calibration_data(job: Job) -> CalibrationData:

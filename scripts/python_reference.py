@@ -9,11 +9,12 @@ from dataclasses import fields, is_dataclass
 from inspect import Parameter, Signature, getdoc, signature
 from typing import Any
 
-from command_schema import JSON_REPORTS, EvaluatedCandidate, PairedCandidate
+from command_schema import JSON_REPORTS
 from schema_tables import one_line
 
 import quantizers
-from quantizers.eval.report.schema import SolvingErrors
+from quantizers.eval.fidelity.figures import EvaluatedCandidate, PairedCandidate
+from quantizers.eval.report.schema import GramErrors, LlmcompressorErrors
 from quantizers.solve.result import LayerResult
 from quantizers.system import errors
 
@@ -29,6 +30,18 @@ The program is installed from a clone with `pip install .`, or from a wheel's fi
 package is called `quantizers`: give it an environment without the other project of that name on the Python Package
 Index. Whichever is installed last overwrites files of the other, and pip does not say so.
 
+What only some of the work needs is an extra: `pip install '.[all]'`, or `pip install 'FILE.whl[all]'`. What lacks is
+said in one line, with the command that adds it.
+
+| extra | brings | without it |
+|---|---|---|
+| `[pictures]` | matplotlib | a report, `eval`, `coverage` and `compare` have no pictures |
+| `[imatrix]` | gguf | no `imatrix`, no `run --imatrix` |
+| `[languages]` | py3langid | `calibration check` does not compare spoken texts with the languages that they claim |
+| `[all]` | these three | |
+| `[llmcompressor]` | llm-compressor, which takes no transformers after 5.17 | no `experts.engine: llmcompressor` |
+| `[accelerate]` | accelerate | torchrun starts several processes, `accelerate launch` does not |
+
 A function is imported when it is first used, which takes seconds, since it imports torch. `dist` is for the processes
 that torchrun starts ([several machines](../how-to/several-machines.md)); leave it out in a single one.
 """
@@ -36,9 +49,11 @@ OF_METHODS: dict[Any, type] = {"LayerResult": LayerResult}  # what methods of a 
 ERRORS = """
 ## Errors
 
-Every error is a `quantizers.QuantizeError` with the one line that the command would print, and with the command's
-`exit_code`. All but `QuantizeError` and `InputError` are in `quantizers.system.errors`. A gate that failed raises
-nothing: see `passed` of what is returned.
+Every error is a `quantizers.QuantizeError` with the command's `exit_code`, and says what is wrong in three texts:
+`place`, `problem` and `remedy`. `str(error)` is the line that the command would print, `place: problem; remedy`, and
+`error.as_dict()` what it prints with `--json`. Mistakes that were found together are in `error.errors`, and are a line
+each. All but `QuantizeError` and `InputError` are in `quantizers.system.errors`. A gate that failed raises nothing: see
+`passed` of what is returned.
 
 | error | is a | exit code | |
 |---|---|---|---|
@@ -154,12 +169,15 @@ def _error_rows() -> Iterator[str]:
     for kind in vars(errors).values():
         if isinstance(kind, type) and issubclass(kind, errors.QuantizeError):
             (base,) = kind.__bases__
-            code = "" if "__init__" in vars(kind) else str(kind.exit_code)
-            yield f"| `{kind.__name__}` | `{base.__name__}` | {code} | {one_line(getdoc(kind) or '')} |\n"
+            own_code = base is not Exception and "__init__" in vars(kind)
+            about = one_line((getdoc(kind) or "").partition("\n\n")[0])
+            yield f"| `{kind.__name__}` | `{base.__name__}` | {'' if own_code else kind.exit_code} | {about} |\n"
 
 
 def _linked(text: str) -> str:
     """With links: from `quantizers.run` to its section, and from a report's name to its table on report.md."""
     text = re.sub(r"(?<!# )`quantizers\.(\w+)`", r"[`quantizers.\1`](#quantizers\1)", text)
-    names = "|".join(kind.__name__ for kind in (*JSON_REPORTS, EvaluatedCandidate, PairedCandidate, SolvingErrors))
+    names = "|".join(
+        kind.__name__ for kind in (*JSON_REPORTS, EvaluatedCandidate, PairedCandidate, GramErrors, LlmcompressorErrors)
+    )
     return re.sub(rf"(?<=[\w,] )({names})\b", lambda name: f"[{name[1]}](report.md#{name[1].lower()})", text)

@@ -59,9 +59,7 @@ def import_everything() -> None:
         if not found.name.endswith(NOT_HERE):
             import_module(found.name)
     from quantizers.cli import main as cli
-    from quantizers.pipeline import pipeline
 
-    pipeline.rehearse = lambda *_: None  # which draws all plots of a run, and throws them away
     vars(cli)["app"] = typer.main.get_command(cli.app)  # which evaluates the annotations of every option
     with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
         assert quantize("plan", "tiny-minimax-m2-fp8-int4") == 0

@@ -8,9 +8,11 @@ import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from made_once import write_whole
+
+from quantizers.eval.report.schema import Report
+from quantizers.output.manifest import as_read
 
 # What plots show, in a report's words, and a PNG of one pixel.
 PLOTTED = (
@@ -18,7 +20,7 @@ PLOTTED = (
     "weight_error",
 )
 PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg==")
-Draw = Callable[[dict[str, Any]], tuple[dict[str, bytes], list[str]]]
+Draw = Callable[[Report], tuple[dict[str, bytes], list[str]]]
 
 
 def drawn_once(real: Draw, folder: Path | None = None) -> Draw:
@@ -29,7 +31,8 @@ def drawn_once(real: Draw, folder: Path | None = None) -> Draw:
     """
     drawn: dict[str, tuple[dict[str, bytes], list[str]]] = {}
 
-    def draw(report: dict[str, Any]) -> tuple[dict[str, bytes], list[str]]:
+    def draw(made: Report) -> tuple[dict[str, bytes], list[str]]:
+        report = as_read(made.as_dict())
         layers = [{key: value for key, value in row.items() if key != "seconds"} for row in report.get("layers", ())]
         name = Path(report["source"]["model"]).name
         shown = {key: report.get(key) for key in PLOTTED} | {"name": name, "layers": layers}
@@ -39,7 +42,7 @@ def drawn_once(real: Draw, folder: Path | None = None) -> Draw:
             if checksum not in drawn and kept and kept.exists():
                 drawn[checksum] = pickle.loads(kept.read_bytes())
             elif checksum not in drawn:
-                drawn[checksum] = real(report)
+                drawn[checksum] = real(made)
                 if kept:
                     write_whole(kept, pickle.dumps(drawn[checksum]))
             return drawn[checksum]

@@ -10,6 +10,7 @@ from typing import TypeVar
 from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo
 
 from quantizers.distributed.torch_group import DistributedGroup, exchange_places
+from quantizers.system.errors import QuantizeError
 
 Result = TypeVar("Result")
 LONGEST = timedelta(seconds=30)  # of a collective: in a thread, one that never ends keeps its group until then
@@ -37,7 +38,7 @@ def together(
             result = work(dist)
             dist.barrier()
         except Exception as failure:
-            dist.final_message(str(failure), getattr(failure, "exit_code", 1))
+            dist.first_failure(failure if isinstance(failure, QuantizeError) else QuantizeError("", str(failure)))
             failure.__context__ = None  # its frames hold the group
             return failure.with_traceback(None)
         return result

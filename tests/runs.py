@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.lock import lock_set
-from quantizers.pipeline import pipeline, quantize
+from quantizers.pipeline import quantizer
 from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.job import Job, prepare
 from quantizers.system.errors import QuantizeError
@@ -109,10 +109,7 @@ def timeless(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def cut_at(module: ModuleType, name: str, job: Job, options: Options, calls: int = 0) -> None:
-    """A run in which a module's function `name` raises once it has been called so many times, as a kill there would.
-
-    Without the rehearsal of its report, which writes nothing that stays.
-    """
+    """A run in which a module's function `name` raises once it has been called so many times, as a kill there would."""
     real, count = getattr(module, name), iter(range(1_000_000))
 
     def cut(*arguments: Any, **named: Any) -> Any:
@@ -121,7 +118,6 @@ def cut_at(module: ModuleType, name: str, job: Job, options: Options, calls: int
         return real(*arguments, **named)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pipeline, "rehearse", lambda *_: None)
         patched.setattr(module, name, cut)
         with pytest.raises(QuantizeError, match="cut here"):
             run(job, options)
@@ -129,7 +125,7 @@ def cut_at(module: ModuleType, name: str, job: Job, options: Options, calls: int
 
 def cut_in_layer(number: int, job: Job, options: Options) -> None:
     """A run that fails where it would solve this layer."""
-    cut_at(quantize, "solve_layer", job, options, number)
+    cut_at(quantizer, "solve_layer", job, options, number)
 
 
 def timeless_card(folder: Path) -> list[str]:

@@ -56,7 +56,7 @@ def _explained(sources: tuple[str, ...]) -> dict[str, Any]:
 def _about(layers: int) -> dict[str, Any]:
     return {
         "model": "tiny/minimax-m2",
-        "evaluated_on": {"name": "held-out", "digest": "ab" * 32, "past_the_model": {"texts": 0}},
+        "evaluated_on": {"name": "held-out", "digest": "ab" * 32, "past_the_model": {"texts": 0, "tokens": 0}},
         "solved_layers": min(layers, 8),
         "layers": layers,
         "draws": DRAWS,

@@ -24,9 +24,10 @@ from quantizers.cli import main as cli
 from quantizers.device import devices
 from quantizers.distributed.torch_group import DistributedGroup
 from quantizers.eval.report import plots
-from quantizers.pipeline import quantize
+from quantizers.pipeline import layer as layering
+from quantizers.pipeline import quantizer
 
-real_message, pause = DistributedGroup.final_message, float(os.environ.get("SLOW_LAST_WORDS", "0"))
+real_message, pause = DistributedGroup.first_failure, float(os.environ.get("SLOW_LAST_WORDS", "0"))
 
 
 def slow_message(*arguments: Any) -> Any:
@@ -34,11 +35,11 @@ def slow_message(*arguments: Any) -> Any:
     return real_message(*arguments)
 
 
-DistributedGroup.final_message = slow_message
+DistributedGroup.first_failure = slow_message
 devices.SMALL_LAYER = 0
 plots.draw = drawn_once(plots.draw)  # as in the tests' own process
-real = quantize.write_json
-real_solve, layers = quantize.solve_layer, iter(range(1_000_000))
+real = layering.write_json
+real_solve, layers = quantizer.solve_layer, iter(range(1_000_000))
 
 
 def stop_after(last: int, path: Any, entry: Any) -> None:
@@ -60,15 +61,15 @@ def halt_in_the_second(*arguments: Any, **named: Any) -> Any:
     return real_solve(*arguments, **named)
 
 
-quantize.write_json = partial(stop_after, int(os.environ.get("STOP_AFTER_LAYER", "-1")))
+layering.write_json = partial(stop_after, int(os.environ.get("STOP_AFTER_LAYER", "-1")))
 measure.write_json = partial(stop_after, int(os.environ.get("STOP_AFTER_MEASURING", "-1")))
 if os.environ.get("HALTED_RANK", "nobody") == os.environ.get("RANK"):
-    quantize.solve_layer = halt_in_the_second
+    quantizer.solve_layer = halt_in_the_second
 attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
 if os.environ.get("KILLED_RANK", "nobody") == os.environ.get("RANK") and (
     os.environ.get("KILLED_ATTEMPT", attempt) == attempt
 ):
-    quantize.solve_layer = die_in_the_second
+    quantizer.solve_layer = die_in_the_second
 
 if __name__ == "__main__":
     cli.main()

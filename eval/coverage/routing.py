@@ -11,7 +11,7 @@ Legend: L layers with experts, C categories, E experts, T tokens of a sequence, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,11 @@ import torch
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.skeleton import scores
 from quantizers.distributed.process_group import ProcessGroup
-from quantizers.layers.loop import Consumer, LayerStep, Need, all_tensors, layer_steps
 from quantizers.model.activation_store import ActivationStore
 from quantizers.model.moe_inputs import route_counts
 from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 from quantizers.system.errors import QuantizeError
+from quantizers.walk.walk import all_tensors, walk
 
 TIE = 1e-6  # difference between the scores of the experts ranked K and K + 1, or of the last group chosen and the next
 
@@ -66,7 +66,7 @@ def count_routes(
     sequences: Sequence[torch.Tensor],
     categories: Sequence[str],
     work: Path,
-    step: Callable[[str], None],
+    shown: Callable[[str], None],
     dist: ProcessGroup,
     *,
     norms: bool = False,
@@ -76,7 +76,7 @@ def count_routes(
     Args:
         sequences: (T,) int64 each, with their `categories`.
         work: an empty folder for the hidden states.
-        step: called after each layer.
+        shown: called after each layer.
         dist: the processes that share the sequences; each keeps the states of its own, and gets the result.
         norms: whether `weighted_norms` are made, for which the chosen experts run once more.
 
@@ -87,24 +87,23 @@ def count_routes(
     rows = [names.index(category) for category in categories]
     tokens = np.bincount(rows, weights=[len(sequence) for sequence in sequences]).astype(np.int64)
     counter = _RouteCounter(model, sequences, rows, len(names), work / f"states-{dist.rank}.bin", dist, norms)
-    steps = layer_steps(model.checkpoint, all_tensors(model, model.checkpoint), [counter], model, dist=dist)
-    with closing(steps):
-        for one in steps:
-            step(f"layer {one.number}")
+    with walk(model.checkpoint, all_tensors(model, model.checkpoint), model, dist=dist) as steps:
+        for step in steps:
+            with step.module() as layer:
+                counter.count(layer)
+            shown(f"layer {step.number}")
     counter.states.remove()
     tables = dist.all_gather({"tables": counter.tables.unsqueeze(0)}, torch.device("cpu"))["tables"]
     counts, close, near = tables.sum(0).numpy()
     return Routed(names, tokens, tuple(model.facts.moe_layers), counts, close, near, counter.weighted_norms)
 
 
-class _RouteCounter(Consumer):
+class _RouteCounter:
     """Counts the routes of sequences, each of one category by number; a process takes every N-th of them.
 
     Its `tables` are counts, close and near of `Routed`, of this process's sequences; its `weighted_norms` are of all,
     added in their order in every process.
     """
-
-    needs: Need = "experts"
 
     def __init__(
         self,
@@ -129,9 +128,9 @@ class _RouteCounter(Consumer):
         self.tables = torch.zeros(3, *shape, dtype=torch.int64)
         self.weighted_norms = np.zeros(shape) if norms else None
 
-    def source_layer(self, step: LayerStep, layer: DecoderLayer) -> None:
+    def count(self, layer: DecoderLayer) -> None:
         """Take the sequences through a layer, and count the choices of its router if it has one."""
-        model, facts, number = self.model, self.model.facts, step.number
+        model, facts, number = self.model, self.model.facts, layer.number
         experts, dense = facts.num_experts, number in facts.dense
         sums: list[torch.Tensor] = []
         with ExitStack() as stack:

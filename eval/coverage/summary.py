@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from quantizers.recipe.schema import CoverageGate
 from quantizers.system.errors import InputError
-from quantizers.system.formatting import gate_figures, text_table
+from quantizers.system.formatting import percent, text_table
+
+from .figures import Coverage, CoverageReport, Drawn, Gate, LayerCoverage, Saliency, WorstExpert
 
 if TYPE_CHECKING:
     from .routing import Routed
 
+SHARES = ("perplexity", "coverage")  # gates whose values are shares
 NAMED = 20  # uncovered pairs (layer, expert) that a message lists at most
 WORST = 15  # rows of a table: experts with the fewest tokens, or whose tokens change most
 HELPFUL = 3  # categories named for each of them
@@ -28,38 +31,38 @@ HELPFUL = 3  # categories named for each of them
 
 def summarise(
     counts: Sequence[np.ndarray], categories: Sequence[str], minimum: int, numbers: Sequence[int]
-) -> dict[str, Any]:
-    """Routed tokens over all layers, and layer by layer; see `Coverage` in eval/report/schema.py.
+) -> Coverage:
+    """Routed tokens over all layers, and layer by layer.
 
     Args:
         counts: for each layer with experts (C, E) int64; `numbers` are theirs.
         minimum: routed tokens that an expert needs to count as covered.
     """
     totals = np.stack([layer.sum(0) for layer in counts])  # (L, E)
-    layers: list[dict[str, Any]] = [
-        {
-            "layer": number,
-            "min": int(row.min()),
-            "median": float(np.median(row)),
-            "uncovered": int((row < minimum).sum()),
-            "worst_expert": int(row.argmin()),
-            "entropy": entropy(row),
-            "routed_tokens": row.tolist(),
-        }
+    layers = [
+        LayerCoverage(
+            layer=number,
+            min=int(row.min()),
+            median=float(np.median(row)),
+            uncovered=int((row < minimum).sum()),
+            worst_expert=int(row.argmin()),
+            entropy=entropy(row),
+            routed_tokens=row.tolist(),
+        )
         for number, row in zip(numbers, totals, strict=True)
     ]
     uncovered = pairs(totals < minimum, numbers)
-    return {
-        "min_routed_tokens": minimum,
-        "min": int(totals.min()),
-        "median": float(np.median(totals)),
-        "pairs": int(totals.size),
-        "uncovered": len(uncovered),
-        "uncovered_pairs": uncovered,
-        "min_entropy": min(layer["entropy"] for layer in layers),
-        "per_layer": layers,
-        "routed_by_category": {name: int(sum(one[i].sum() for one in counts)) for i, name in enumerate(categories)},
-    }
+    return Coverage(
+        min_routed_tokens=minimum,
+        min=int(totals.min()),
+        median=float(np.median(totals)),
+        pairs=int(totals.size),
+        uncovered=len(uncovered),
+        uncovered_pairs=uncovered,
+        min_entropy=min(layer.entropy for layer in layers),
+        per_layer=layers,
+        routed_by_category={name: int(sum(one[i].sum() for one in counts)) for i, name in enumerate(categories)},
+    )
 
 
 def pairs(chosen: np.ndarray, numbers: Sequence[int]) -> list[list[int]]:
@@ -101,30 +104,29 @@ def check_floors(rule: CoverageGate, categories: Iterable[str], where: str) -> N
             )
 
 
-def gates(
-    summary: dict[str, Any], counts: Sequence[np.ndarray], categories: Sequence[str], rule: CoverageGate
-) -> list[dict[str, Any]]:
+def gates(summary: Coverage, counts: Sequence[np.ndarray], categories: Sequence[str], rule: CoverageGate) -> list[Gate]:
     """The recipe's gates: the share of pairs below the minimum and below each category's floor, and the entropy.
 
     `summary` is what `summarise` made of the same counts, (C, E) int64 of each layer.
     """
     most, words = rule.max_uncovered, "share of experts with fewer than {} routed tokens"
-    share = summary["uncovered"] / summary["pairs"]
+    share = summary.uncovered / summary.pairs
     results = [gate("coverage", share, most, words.format(rule.min_routed_tokens))]
     for floor, minimum in rule.categories.items():
         rows = members(floor, categories)
         below = float(np.mean([layer[rows].sum(0) < minimum for layer in counts]))
         results.append(gate(f"coverage {floor}", below, most, f"{words.format(minimum)} of {floor}"))
     if rule.min_entropy is not None:
-        value, limit = summary["min_entropy"], rule.min_entropy
-        lowest = gate("entropy", value, limit, "entropy of the load in the most uneven layer; 1 is even")
-        results.append(lowest | {"passed": value >= limit, "at_least": True})
+        value, limit = summary.min_entropy, rule.min_entropy
+        meaning = "entropy of the load in the most uneven layer; 1 is even"
+        passed = value >= limit
+        results.append(Gate(name="entropy", passed=passed, value=value, limit=limit, meaning=meaning, at_least=True))
     return results
 
 
-def gate(name: str, value: float, limit: float, meaning: str) -> dict[str, Any]:
-    """`Gate` of eval/report/schema.py, of a value that is to be at most at its limit."""
-    return {"name": name, "passed": value <= limit, "value": value, "limit": limit, "meaning": meaning}
+def gate(name: str, value: float | None, limit: float, meaning: str) -> Gate:
+    """A gate on a value that is to be at most at its limit; None, which stands for no number, has failed."""
+    return Gate(name=name, passed=value is not None and value <= limit, value=value, limit=limit, meaning=meaning)
 
 
 def named(found: Sequence[Sequence[int]]) -> str:
@@ -133,20 +135,33 @@ def named(found: Sequence[Sequence[int]]) -> str:
     return text + (f" and {len(found) - NAMED:,} more" if len(found) > NAMED else "")
 
 
-def report(routed: Routed, rule: CoverageGate) -> dict[str, Any]:
-    """Everything that `quantize coverage` reports about one model and one set, gates included."""
+def report(
+    routed: Routed,
+    rule: CoverageGate,
+    *,
+    model: str,
+    name: str,
+    drawn: Drawn | None = None,
+    saliency: Saliency | None = None,
+) -> CoverageReport:
+    """Everything that `quantize coverage` reports about one model and one set, gates included; `name` is the set's."""
     counts, categories = list(routed.counts), routed.categories
     summary = summarise(counts, categories, rule.min_routed_tokens, routed.layers)
-    return summary | {
-        "tokens": dict(zip(categories, routed.tokens.tolist(), strict=True)),
-        "tied_choices": int(routed.close.sum()),
-        "worst": worst(routed),
-        "counts": dict(zip(categories, routed.counts.swapaxes(0, 1).tolist(), strict=True)),
-        "gates": gates(summary, counts, categories, rule),
-    }
+    return CoverageReport(
+        **summary.given(),
+        tokens=dict(zip(categories, routed.tokens.tolist(), strict=True)),
+        tied_choices=int(routed.close.sum()),
+        worst=worst(routed),
+        counts=dict(zip(categories, routed.counts.swapaxes(0, 1).tolist(), strict=True)),
+        gates=gates(summary, counts, categories, rule),
+        model=model,
+        set=name,
+        drawn=drawn,
+        saliency=saliency,
+    )
 
 
-def worst(routed: Routed) -> list[dict[str, Any]]:
+def worst(routed: Routed) -> list[WorstExpert]:
     """The experts with the fewest tokens, and the categories that send, or nearly send, the most tokens to them."""
     totals = routed.counts.sum(1)  # (L, E)
     even = totals.sum(1) / totals.shape[1]  # (L,), tokens per expert under an even load
@@ -156,47 +171,54 @@ def worst(routed: Routed) -> list[dict[str, Any]]:
         return helpful(1000 * counts / np.maximum(routed.tokens, 1), routed.categories)
 
     return [
-        {
-            "layer": routed.layers[layer],
-            "expert": expert,
-            "tokens": int(totals[layer, expert]),
-            "share_of_even": float(totals[layer, expert] / even[layer]) if even[layer] else 0.0,
-            "sent_by": rates(routed.counts[layer, :, expert]),
-            "nearly_sent_by": rates(routed.near[layer, :, expert]),
-        }
+        WorstExpert(
+            layer=routed.layers[layer],
+            expert=expert,
+            tokens=int(totals[layer, expert]),
+            share_of_even=float(totals[layer, expert] / even[layer]) if even[layer] else 0.0,
+            sent_by=rates(routed.counts[layer, :, expert]),
+            nearly_sent_by=rates(routed.near[layer, :, expert]),
+        )
         for layer, expert in least(totals)
     ]
 
 
-def coverage_table(found: dict[str, Any]) -> str:
+def coverage_table(report: CoverageReport) -> str:
     """What `quantize coverage` prints."""
     rows = []
-    for row in found["worst"]:
-        sent = ", ".join(f"{name} {rate:.1f}" for name, rate in row["sent_by"].items())
-        nearly = ", ".join(f"{name} nearly ({rate:.1f})" for name, rate in row["nearly_sent_by"].items())
+    for row in report.worst:
+        sent = ", ".join(f"{name} {rate:.1f}" for name, rate in row.sent_by.items())
+        nearly = ", ".join(f"{name} nearly ({rate:.1f})" for name, rate in row.nearly_sent_by.items())
         helps = sent or nearly or "no category of this set comes near it"
-        rows.append((row["layer"], row["expert"], f"{row['tokens']:,}", f"{row['share_of_even']:.1%}", helps))
+        rows.append((row.layer, row.expert, f"{row.tokens:,}", f"{row.share_of_even:.1%}", helps))
     parts = [
-        f"{sum(found['tokens'].values()):,} tokens in {len(found['tokens'])} categories; routed tokens per expert: min "
-        f"{found['min']:,}, median {found['median']:,.0f}; {found['uncovered']:,} of {found['pairs']:,} below "
-        f"{found['min_routed_tokens']:,}; load entropy at least {found['min_entropy']:.3f}",
+        f"{sum(report.tokens.values()):,} tokens in {len(report.tokens)} categories; routed tokens per expert: min "
+        f"{report.min:,}, median {report.median:,.0f}; {report.uncovered:,} of {report.pairs:,} below "
+        f"{report.min_routed_tokens:,}; load entropy at least {report.min_entropy:.3f}",
         text_table(("layer", "expert", "tokens", "of even", "what would help (of 1,000 tokens of the category)"), rows),
     ]
-    if drawn := found.get("drawn"):
-        asked, whole = drawn["asked"], drawn["tokens"]
+    if report.drawn:
+        asked, whole = report.drawn.asked, report.drawn.tokens
         parts.append(
             f"the recipe asks for {asked:,} tokens of the set, which holds {whole:,}: all are used"
             if asked >= whole
             else f"drawn evenly over the categories: {asked:,} of the set's {whole:,} tokens"
         )
-    if found["uncovered"]:
-        parts.append(f"uncovered: {named(found['uncovered_pairs'])}")
-    if found["tied_choices"]:
-        parts.append(f"{found['tied_choices']:,} choices hang on a margin below 1e-6")
-    return "\n\n".join([*parts, gate_table(found["gates"])])
+    if report.uncovered:
+        parts.append(f"uncovered: {named(report.uncovered_pairs)}")
+    if report.tied_choices:
+        parts.append(f"{report.tied_choices:,} choices hang on a margin below 1e-6")
+    return "\n\n".join([*parts, gate_table(report.gates)])
 
 
-def gate_table(found: list[dict[str, Any]]) -> str:
+def gate_figures(gate: Gate) -> tuple[str, str]:
+    """A gate's value and its limit as people read them: shares in per cent, anything else as a number."""
+    shown = percent if gate.name.partition(" ")[0] in SHARES else "{:.4g}".format
+    value = "no number" if gate.value is None else shown(gate.value)
+    return value, f"{'>=' if gate.at_least else '<='} {shown(gate.limit)}"
+
+
+def gate_table(gates: Sequence[Gate]) -> str:
     """Gates with their values and limits, in the format of `quantize run`."""
-    rows = [(row["name"], *gate_figures(row), "passed" if row["passed"] else "FAILED", row["meaning"]) for row in found]
+    rows = [(row.name, *gate_figures(row), "passed" if row.passed else "FAILED", row.meaning) for row in gates]
     return text_table(("gate", "value", "limit", "", "what it is"), rows)

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,22 +26,16 @@ from quantizers.architectures.gates import Gate, gate_of
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.skeleton import replaced_forward
 from quantizers.checkpoint.reader import CONFIG, Checkpoint
-from quantizers.checkpoint.safetensors_header import FP8
 from quantizers.device.devices import is_accelerator
-from quantizers.eval.serving.cards import KINDS, WHERE, Activations, Kernel, Kind, Where, kernel
+from quantizers.eval.serving.cards import WHERE, Activations, Kernel, Where, kernel
 from quantizers.formats import nvfp4
-from quantizers.formats.conversion import LARGEST, to_fp8
-from quantizers.formats.dequantization import PLAIN, unchecked_weight, weight_format
-from quantizers.formats.fp8 import INPUT_SCALE, block_size
-from quantizers.layers.loop import Consumer, LayerStep
-from quantizers.model.activation_stream import ActivationStream
+from quantizers.formats.dequantization import stored_format, stored_matrix
+from quantizers.formats.format import ForeignFormat, Format
+from quantizers.formats.fp8 import LARGEST, block_size, to_fp8
+from quantizers.formats.nvfp4 import INPUT_SCALE
 from quantizers.model.streamed_model import DecoderLayer, StreamedModel
-from quantizers.recipe.schema import Card
+from quantizers.recipe.cards import Card
 from quantizers.system.errors import CheckpointError
-from quantizers.system.progress import doing
-
-from .metrics import Text, table
-from .scoring import Pair, Scores
 
 ARITHMETIC = {
     False: "float32",
@@ -51,7 +44,6 @@ ARITHMETIC = {
 
 DTYPE = torch.bfloat16
 Rounding = Activations | Tensor  # a tensor is NVFP4's global scale of the activations
-Tensors = Callable[[LayerStep], Checkpoint]
 GROUP, BLOCK = 128, 128
 SMALLEST_SCALE = 1 / (LARGEST * 512)  # of activations; vLLM's _FP8_MIN_SCALING_FACTOR
 SMALLEST_PEAK = 1e-4  # of a block of weights whose scale becomes a power of two; per_block_cast_to_fp8
@@ -104,22 +96,11 @@ def blocks_to_powers_of_two(weight: Tensor) -> Tensor:
     return to_fp8(blocks, scale).flatten(2, 3).flatten(0, 1)[:rows, :columns]
 
 
-def stored_kind(stored: Checkpoint, module: str) -> Kind:
-    """How a module's weight is stored, as kernels distinguish it."""
-    if found := weight_format(stored, module):
-        rounded = found.kind == "nvfp4" and f"{module}.{INPUT_SCALE}" in stored.tensors
-        return "nvfp4-a4" if rounded else found.kind
-    weight = stored.tensors.get(f"{module}.weight")
-    if weight is None or weight.dtype not in (*PLAIN, FP8):
-        return "packed"
-    return "rows" if weight.dtype == FP8 else "plain"
-
-
 def multiplied_weight(stored: Checkpoint, module: str, of: Kernel, device: torch.device) -> Tensor:
     """The weight (R, C) that a kernel multiplies, float32 on the device."""
-    found = weight_format(stored, module)
-    if found is None:
-        weight = unchecked_weight(stored, module, device)
+    found = stored_matrix(stored, module)
+    if isinstance(found, ForeignFormat):
+        weight = found.read(stored, module, device)
     else:
         parts = [stored.tensor(f"{module}.{part}").to(device) for part in found.parts]
         if of.scales == "bfloat16":
@@ -206,7 +187,7 @@ class ServedModel(StreamedModel):
         self, files: Checkpoint, where: Where, module: str, shape: Sequence[int]
     ) -> tuple[Tensor, Rounding]:
         """The weight (R, C) that the card's kernel multiplies, and what becomes of its activations."""
-        rules = kernel(self.card, where, stored_kind(files, module), tuple(shape))
+        rules = kernel(self.card, where, stored_format(files, module), tuple(shape))
         how: Rounding = rules.activations
         if how == "NVFP4":
             how = files.tensor(f"{module}.{INPUT_SCALE}").to(self.device)
@@ -227,70 +208,15 @@ class ServedModel(StreamedModel):
         return super().logits(products.to(DTYPE).float())
 
 
-# Texts ---------------------------------------------------------------------------------------------------------------
+# Words ----------------------------------------------------------------------------------------------------------------
 
 
-class ServedTexts(Consumer):
-    """Held-out texts of source and candidates as served on some cards: a consumer of the loop over the layers.
-
-    The streams are of ServedModels; `tensors` tell where those of a step's layer are read, for each stream.
-    """
-
-    needs = "attention"
-
-    def __init__(self, streams: Sequence[ActivationStream], tensors: Sequence[Tensors]) -> None:
-        self.streams, self._tensors = streams, tensors
-
-    def after_source(self, step: LayerStep) -> None:
-        """Take the texts of each stream through the layer."""
-        for stream, tensors in zip(self.streams, self._tensors, strict=True):
-            doing("as served")
-            with stream.model.layer(step.number, tensors(step)) as layer:
-                stream.attend(step.number, layer)
-                stream.finish(step.number, layer)
-        if self.streams:
-            step.watch.lap("as served")
-
-
-# Figures -------------------------------------------------------------------------------------------------------------
-# The streams are those of the source and the candidates, as stored, and then again as served on each card.
-
-
-def pairs(models: int, cards: int) -> list[Pair]:
-    """What is compared: as stored each model with the source; on a card each with the source there and as stored."""
-    found = [(0, model) for model in range(models)]
-    for source in range(models, models * (cards + 1), models):
-        found.append((0, source))
-        for model in range(source + 1, source + models):
-            found += [(source, model), (0, model)]
-    return found
-
-
-def as_served(
-    scores: Sequence[Scores], models: int, cards: Sequence[Card], texts: Sequence[Text]
-) -> list[dict[str, dict[str, Any]]]:
-    """Figures by card of each model but the source, from the scores of all `pairs`: `OnCard` of eval/report/fidelity.py
-    without the kernels; see `metrics.table`.
-    """
-    found = dict(zip(pairs(models, len(cards)), scores, strict=True))
-
-    def figures(first: int, second: int) -> dict[str, Any]:
-        return table(texts, np.stack([found[0, first][0], *found[first, second]]))
-
-    result = [dict[str, dict[str, Any]]() for _ in range(1, models)]
-    for card, source in zip(cards, range(models, models * (len(cards) + 1), models), strict=True):
-        alone = figures(0, source)
-        for number, of_candidate in enumerate(result, source + 1):
-            served, from_stored = figures(source, number), figures(0, number)
-            of_candidate[card] = {"served": served, "card_alone": alone, "from_stored": from_stored}
-    return result
-
-
-def kernels_of(model: ServedModel, checkpoint: Checkpoint, experts: Kind | None = None) -> dict[str, str]:
-    """The kernel for each kind of matrix of a checkpoint on the model's card, in words, and what is not simulated.
+def kernels_of(model: StreamedModel, checkpoint: Checkpoint, experts: Format | None = None) -> dict[str, str]:
+    """The kernel for each kind of matrix of a checkpoint on a ServedModel's card, in words, and what is not simulated.
 
     `experts` are stored so, if otherwise than in the checkpoint.
     """
+    assert isinstance(model, ServedModel), "the model is computed on a card"
     facts, card = model.facts, model.card
     found = dict.fromkeys(sorted(model.exact), "bfloat16 alone is simulated")
     for number in range(facts.num_layers):
@@ -298,9 +224,9 @@ def kernels_of(model: ServedModel, checkpoint: Checkpoint, experts: Kind | None 
         routed = [facts.expert(number, 0, matrix) for matrix in MATRICES if number not in facts.dense]
         for module in (*modules, *routed):
             where: Where = "experts" if module in routed else "linear"
-            kind = experts if where == "experts" and experts else stored_kind(checkpoint, module)
+            form = experts if where == "experts" and experts else stored_format(checkpoint, module)
             shape = checkpoint.tensors[f"{module}.weight"].shape if f"{module}.weight" in checkpoint.tensors else (0, 0)
-            found[f"{WHERE[where]} in {KINDS[kind]}"] = str(kernel(card, where, kind, shape))
+            found[f"{WHERE[where]} in {form.description}"] = str(kernel(card, where, form, shape))
     return found
 
 

@@ -1,7 +1,4 @@
-"""Comparison of candidates with their source, layer by layer on held-out texts, within the loop over the layers.
-
-First the texts pass through the source's layer, from which `quantize run` then makes its own. After that, one candidate
-at a time, its layer is materialised, its texts pass through it, and the outputs are compared with the source's.
+"""Comparison of a candidate with its source after each layer: of the states of held-out texts, and of the weights.
 
 Weights are compared with the smoothing undone: AWQ's scale between a norm and the matrices that read it is found as the
 ratio of the norms, that between w3's rows and w2's columns by least squares. Neither changes what the model computes,
@@ -12,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,84 +20,13 @@ from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.prefetch import to_host
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.formats.dequantization import read_weight
-from quantizers.layers.loop import Consumer, LayerStep
 from quantizers.model.activation_stream import ActivationStream
 from quantizers.model.layer_forward import padded
-from quantizers.model.streamed_model import DecoderLayer
 from quantizers.solve.folded_scales import row_scale, stored_norm_ratio
-from quantizers.system.progress import doing
 
 from .metrics import Text, parts
 
 Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]  # the candidate's matrix and the source's
-
-
-class Candidate(Protocol):
-    """A model that is compared with the source: `quantize run` makes its own on the way, `quantize eval` reads files.
-    The stream is of its states of the texts.
-    """
-
-    stream: ActivationStream
-
-    def prepare(self, step: LayerStep, layer: DecoderLayer) -> None:
-        """`layer` is the source's without the weights of its experts; they are to be left as they are."""
-
-    def layer(self, step: LayerStep) -> AbstractContextManager[DecoderLayer]:
-        """The layer with the candidate's weights, within the block."""
-
-
-class Comparison(Consumer):
-    """The source and its candidates side by side.
-
-    Args:
-        reference: the source's stream; its states, like those of all candidates, are those that enter the first layer.
-        candidates: in the order of their figures.
-        texts: of all streams, shared by the processes of `dist`; without any the candidates are only made.
-
-    Attributes:
-        found: what `compare` found at the last step, for each candidate; empty without texts.
-    """
-
-    def __init__(
-        self,
-        reference: ActivationStream,
-        candidates: Sequence[Candidate],
-        texts: Sequence[Text],
-        dist: ProcessGroup = SINGLE_PROCESS,
-    ) -> None:
-        self.reference, self.candidates, self.texts, self.dist = reference, candidates, texts, dist
-        # Experts are needed for texts alone: what makes a layer from them reads them batch by batch, as stored.
-        self.needs = "experts" if texts else "attention"
-        self.found: list[dict[str, Any]] = []
-
-    def source_layer(self, step: LayerStep, layer: DecoderLayer) -> None:
-        """The source's texts go through its layer."""
-        doing("held-out texts")
-        self.reference.attend(step.number, layer)
-        self.reference.finish(step.number, layer)
-
-    def without_experts(self, step: LayerStep, layer: DecoderLayer) -> None:
-        """Candidates that are made from the source are made now."""
-        if self.texts:
-            step.watch.lap("reference")
-        for candidate in self.candidates:
-            candidate.prepare(step, layer)
-
-    def after_source(self, step: LayerStep) -> None:
-        """Each candidate's texts go through its layer, and are compared."""
-        self.found = []
-        for candidate in self.candidates:
-            with candidate.layer(step) as layer:
-                if self.texts:
-                    doing("held-out texts")
-                    candidate.stream.attend(step.number, layer)
-                    candidate.stream.finish(step.number, layer)
-                    step.watch.lap("candidate")
-            if self.texts:
-                doing("comparing")
-                routed = step.number not in self.reference.model.facts.dense
-                self.found.append(compare(self.reference, candidate.stream, self.texts, routed=routed, dist=self.dist))
-                step.watch.lap("compare")
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,8 @@ checkpoint has none. Left out: a query that is quantized too, as FlashAttention 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
-import numpy as np
 import torch
 
 from quantizers.architectures.architecture import Architecture
@@ -19,11 +17,7 @@ from quantizers.model.kv_cache import through_cache
 from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 from quantizers.planning.plan import KV_SCALES
 
-from .metrics import Text, table
-from .scoring import Scores
-
-WITH_SCALES, WITH_ONES = "calibrated", "ones"
-KINDS = (WITH_SCALES, WITH_ONES)
+CALIBRATED, ONES = "calibrated", "ones"  # kinds of scales
 
 
 class CachedModel(StreamedModel):
@@ -51,8 +45,3 @@ class CachedModel(StreamedModel):
                 scales = torch.cat([files.tensor(name).view(1) for name in names]).to(self.device, torch.float32)
                 stack.enter_context(through_cache(layer, torch.ones_like(scales) if self._ones else scales))
             yield layer
-
-
-def kv_figures(scores: Sequence[Scores], source: Scores, texts: Sequence[Text]) -> dict[str, Any]:
-    """Figures of both kinds, from their scores against the source as stored, and its own; see `metrics.table`."""
-    return {kind: table(texts, np.stack([source[0], *one])) for kind, one in zip(KINDS, scores, strict=True)}

@@ -16,12 +16,30 @@ t tokens before it. The first token of a text is predicted from nothing and is n
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+
+from .figures import (
+    Band,
+    BitsPerByte,
+    Fidelity,
+    Figures,
+    HeldOutSet,
+    Interval,
+    Kl,
+    KvCache,
+    MeanKl,
+    OnCard,
+    PartFigures,
+    Perplexity,
+    Router,
+    TextFigures,
+    WeightError,
+)  # fmt: skip
 
 RESAMPLES, SEED, INTERVAL = 1000, 0, (0.025, 0.975)
 # Name and first position of each band.
@@ -63,8 +81,8 @@ class Measured:
     reverse_kl: np.ndarray
     same_top1: np.ndarray
     layers: Sequence[dict[str, Any]]
-    as_served: dict[str, dict[str, Any]] = field(default_factory=dict)
-    kv_cache: dict[str, Any] = field(default_factory=dict)
+    as_served: Mapping[str, OnCard] = field(default_factory=dict)
+    kv_cache: KvCache | None = None
 
 
 def parts(texts: Sequence[Text]) -> tuple[list[int], list[int]]:
@@ -85,8 +103,8 @@ def groups(categories: Sequence[str]) -> dict[str, dict[str, list[int]]]:
     }
 
 
-def figures(measured: Measured, texts: Sequence[Text]) -> dict[str, Any]:
-    """The figures in report.json: `Fidelity` of eval/report/fidelity.py without `evaluated_on`.
+def figures(measured: Measured, texts: Sequence[Text], evaluated_on: HeldOutSet) -> Fidelity:
+    """All figures of a candidate on the held-out set that the texts are of.
 
     They are of the short texts, or of all if they are of one kind; `positions` are of the separate long texts or else
     of all. Raises an OverflowError if a loss is not finite, or so large that its perplexity is infinite.
@@ -97,14 +115,17 @@ def figures(measured: Measured, texts: Sequence[Text]) -> dict[str, Any]:
     if not np.isfinite(columns).all():
         raise OverflowError("a loss is not finite")
     top, long = _scored(texts, columns)
-    report = _part(top, measured.layers)
-    if long:
-        report["long"] = _part(long, [layer["long"] for layer in measured.layers])
     values = [columns for _, columns in long or top]
-    report["positions"] = by_position(np.array([part.shape[1] for part in values]), np.concatenate(values, axis=1))
-    weights = [layer["weight_error"] for layer in measured.layers if "weight_error" in layer]
-    more = {"as_served": measured.as_served, "kv_cache": measured.kv_cache, "weight_error": weights}
-    return report | {key: value for key, value in more.items() if value}
+    weights = [WeightError(**layer["weight_error"]) for layer in measured.layers if "weight_error" in layer]
+    return Fidelity(
+        **_part(top, measured.layers).given(),
+        evaluated_on=evaluated_on,
+        long=_part(long, [layer["long"] for layer in measured.layers]) if long else None,
+        positions=by_position(np.array([part.shape[1] for part in values]), np.concatenate(values, axis=1)),
+        weight_error=weights or None,
+        as_served=dict(measured.as_served) or None,
+        kv_cache=measured.kv_cache,
+    )
 
 
 # With its source_nll, candidate_nll, kl, reverse_kl and same_top1 (5, positions) float64.
@@ -119,65 +140,78 @@ def _scored(texts: Sequence[Text], columns: np.ndarray) -> tuple[list[Scored], l
     return top, long
 
 
-def _part(scored: Sequence[Scored], layers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _part(scored: Sequence[Scored], layers: Sequence[dict[str, Any]]) -> PartFigures:
     """All figures over these texts; `layers` were compared over the same texts."""
     agreement = [layer["agreement"] for layer in layers]
-    per_text: list[dict[str, Any]] = []  # `TextFigures` of eval/report/fidelity.py
-    for text, (_, _, kl, _, _) in scored:
-        worst, named = int(kl.argmax()), {"place": text.place, "category": text.category}
-        found = {"tokens": len(kl), "kl": float(kl.mean()), "max": float(kl[worst]), "position": worst + 1}
-        per_text.append(named | found)
-    by_name = {
-        kind: {name: _table([scored[i] for i in members]) for name, members in group.items()}
-        for kind, group in groups([text.category for text, _ in scored]).items()
-    }
-    return {
-        **_table(scored),
-        "longest": max(len(text.tokens) for text, _ in scored),
-        "router": {"agreement": agreement, "min": min(share for share in agreement if share is not None)},
-        "hidden_error": [layer["hidden_error"] for layer in layers],
-        **by_name,
-        "worst": max(per_text, key=lambda row: row["kl"]),
-        "per_text": per_text,
-    }
+    per_text = [_of_text(text, columns[2]) for text, columns in scored]
+    by_category, by_family = (
+        {name: _table([scored[i] for i in members]) for name, members in group.items()}
+        for group in groups([text.category for text, _ in scored]).values()
+    )
+    return PartFigures(
+        **_table(scored).given(),
+        longest=max(len(text.tokens) for text, _ in scored),
+        router=Router(agreement=agreement, min=min(share for share in agreement if share is not None)),
+        hidden_error=[layer["hidden_error"] for layer in layers],
+        categories=by_category,
+        families=by_family,
+        worst=per_text[int(np.argmax([columns[2].mean() for _, columns in scored]))],
+        per_text=per_text,
+    )
 
 
-def table(texts: Sequence[Text], columns: np.ndarray) -> dict[str, Any]:
+def _of_text(text: Text, kl: np.ndarray) -> TextFigures:
+    """The figures of one text, from the KL (T - 1,) at its scored positions."""
+    worst = int(kl.argmax())
+    return TextFigures(
+        place=text.place,
+        category=text.category,
+        tokens=len(kl),
+        kl=float(kl.mean()),
+        max=float(kl[worst]),
+        position=worst + 1,
+    )
+
+
+def table(texts: Sequence[Text], columns: np.ndarray) -> Figures:
     """Figures over the texts of the top level alone, from the columns (5, N) of all texts, see `Scored`."""
     return _table(_scored(texts, columns)[0])
 
 
-def _table(scored: Sequence[Scored]) -> dict[str, Any]:
+def _table(scored: Sequence[Scored]) -> Figures:
     source, candidate, kl, reverse, same = np.concatenate([columns for _, columns in scored], axis=1)
     bits = math.log(2) * float(sum(text.scored_bytes for text, _ in scored))
     lengths = np.array([columns.shape[1] for _, columns in scored])
-    return {
-        "samples": len(scored),
-        "tokens": len(kl),
-        "perplexity": _perplexity(source, candidate),
-        "bits_per_byte": {
-            name: float(nll.sum()) / bits if bits else None
-            for name, nll in (("source", source), ("candidate", candidate))
-        },
-        "kl": spread(kl),
-        "reverse_kl": spread(reverse),
-        "top1": float(same.mean()),
-        "interval": _intervals(lengths, np.stack([kl, same, candidate - source])),
-    }
+    of_source, of_candidate = (float(nll.sum()) / bits if bits else None for nll in (source, candidate))
+    return Figures(
+        samples=len(scored),
+        tokens=len(kl),
+        perplexity=_perplexity(source, candidate),
+        bits_per_byte=BitsPerByte(source=of_source, candidate=of_candidate),
+        kl=spread(kl),
+        reverse_kl=spread(reverse),
+        top1=float(same.mean()),
+        interval=_intervals(lengths, np.stack([kl, same, candidate - source])),
+    )
 
 
-def spread(kl: np.ndarray) -> dict[str, float]:
-    """`Kl` of eval/report/fidelity.py: the mean of some values (N,), and how far they reach."""
-    quantiles = {name: float(np.quantile(kl, share)) for name, share in (("p99", 0.99), ("p999", 0.999))}
-    return {"mean": float(kl.mean()), "median": float(np.median(kl)), **quantiles, "max": float(kl.max())}
+def spread(kl: np.ndarray) -> Kl:
+    """The mean of some values (N,), and how far they reach."""
+    return Kl(
+        mean=float(kl.mean()),
+        median=float(np.median(kl)),
+        p99=float(np.quantile(kl, 0.99)),
+        p999=float(np.quantile(kl, 0.999)),
+        max=float(kl.max()),
+    )
 
 
-def _perplexity(source_nll: np.ndarray, candidate_nll: np.ndarray) -> dict[str, float]:
+def _perplexity(source_nll: np.ndarray, candidate_nll: np.ndarray) -> Perplexity:
     source, candidate = (math.exp(nll.mean()) for nll in (source_nll, candidate_nll))
-    return {"source": source, "candidate": candidate, "increase": candidate / source - 1}
+    return Perplexity(source=source, candidate=candidate, increase=candidate / source - 1)
 
 
-def _intervals(lengths: np.ndarray, values: np.ndarray) -> dict[str, list[float]] | None:
+def _intervals(lengths: np.ndarray, values: np.ndarray) -> Interval | None:
     """Bootstrap intervals of mean KL, top-1 and the increase of perplexity, the rows of `values`, over samples."""
     if len(lengths) < 2:
         return None
@@ -185,12 +219,12 @@ def _intervals(lengths: np.ndarray, values: np.ndarray) -> dict[str, list[float]
     drawn = np.random.default_rng(SEED).integers(len(lengths), size=(RESAMPLES, len(lengths)))
     means = sums[:, drawn].sum(-1) / lengths[drawn].sum(-1)  # (3, resamples)
     means[2] = np.expm1(means[2])
-    ends = np.quantile(means, INTERVAL, axis=1).T.tolist()
-    return dict(zip(("kl", "top1", "increase"), ends, strict=True))
+    kl, top1, increase = np.quantile(means, INTERVAL, axis=1).T.tolist()
+    return Interval(kl=kl, top1=top1, increase=increase)
 
 
-def by_position(lengths: np.ndarray, columns: np.ndarray) -> list[dict[str, Any]]:
-    """A row, `Band` of eval/report/fidelity.py, for each band of positions that has tokens.
+def by_position(lengths: np.ndarray, columns: np.ndarray) -> list[Band]:
+    """The figures of each band of positions that has tokens.
 
     `lengths` (texts,) are the scored tokens of each, and the columns (5, sum of lengths) as in `Scored`.
     """
@@ -203,16 +237,16 @@ def by_position(lengths: np.ndarray, columns: np.ndarray) -> list[dict[str, Any]
             continue
         source, candidate, kl, reverse, same = (column[inside] for column in columns)
         rows.append(
-            {
-                "name": name,
-                "from": start,
-                "to": end,
-                "samples": int((lengths >= max(start, 1)).sum()),
-                "tokens": int(inside.sum()),
-                "perplexity": _perplexity(source, candidate),
-                "kl": {"mean": float(kl.mean())},
-                "reverse_kl": {"mean": float(reverse.mean())},
-                "top1": float(same.mean()),
-            }
+            Band(
+                name=name,
+                start=start,
+                to=end,
+                samples=int((lengths >= max(start, 1)).sum()),
+                tokens=int(inside.sum()),
+                perplexity=_perplexity(source, candidate),
+                kl=MeanKl(mean=float(kl.mean())),
+                reverse_kl=MeanKl(mean=float(reverse.mean())),
+                top1=float(same.mean()),
+            )
         )
     return rows

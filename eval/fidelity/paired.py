@@ -15,10 +15,10 @@ Legend: n texts, r the ratio, d differences of sums, t tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
+from .figures import Difference, Fidelity, PairedCandidate, PartDifference, TextFigures
 from .metrics import groups
 
 FEWEST = 8  # texts below which no interval is given
@@ -29,36 +29,48 @@ NOTE = (
 )
 
 
-def paired(first: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+def paired(first: Fidelity, other: Fidelity, *, model: str, against: str) -> PairedCandidate:
     """How much further from the source `other` is than `first`, in nats per token; negative if it is closer.
 
     Args:
-        first, other: of `metrics.figures`, both over the same texts.
+        first, other: both over the same texts.
+        model, against: names of the other, and of the first.
 
     Returns:
-        texts, tokens, first and other (their mean KL), difference, interval (None with fewer than FEWEST texts, or
-        where too few of them differ for one); the same by category and family, and of the long texts if there are both.
+        The differences over all texts, by category and family, and of the long texts if there are both; without an
+        interval with fewer than FEWEST texts, or where too few of them differ for one.
     """
-    found = _part(first["per_text"], other["per_text"])
-    return found | ({"long": _part(first["long"]["per_text"], other["long"]["per_text"])} if "long" in first else {})
+    long = _part(first.long.per_text, other.long.per_text) if first.long and other.long else None
+    whole = _part(first.per_text, other.per_text)
+    return PairedCandidate(**whole.given(), model=model, against=against, note=NOTE, long=long)
 
 
-def _part(first: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> dict[str, Any]:
+Pair = tuple[TextFigures, TextFigures]  # of both candidates on a text
+
+
+def _part(first: Sequence[TextFigures], other: Sequence[TextFigures]) -> PartDifference:
     rows = list(zip(first, other, strict=True))
-    assert all((a["category"], a["tokens"]) == (b["category"], b["tokens"]) for a, b in rows)
-    return _row(rows) | {
-        kind: {name: _row([rows[i] for i in members]) for name, members in group.items()}
-        for kind, group in groups([a["category"] for a, _ in rows]).items()
-    }
+    assert all((a.category, a.tokens) == (b.category, b.tokens) for a, b in rows)
+    by_category, by_family = (
+        {name: _row([rows[i] for i in members]) for name, members in group.items()}
+        for group in groups([a.category for a, _ in rows]).values()
+    )
+    return PartDifference(**_row(rows).given(), categories=by_category, families=by_family)
 
 
-def _row(rows: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
-    tokens = np.array([a["tokens"] for a, _ in rows], dtype=float)  # (n,)
-    kl = np.array([[one["kl"] for one in pair] for pair in rows])  # (n, 2), nats per token
+def _row(rows: Sequence[Pair]) -> Difference:
+    tokens = np.array([a.tokens for a, _ in rows], dtype=float)  # (n,)
+    kl = np.array([[one.kl for one in pair] for pair in rows])  # (n, 2), nats per token
     difference, interval = difference_of(kl[:, 1] - kl[:, 0], tokens)
-    means = tokens @ kl / tokens.sum()
-    of_both = {"first": float(means[0]), "other": float(means[1]), "difference": difference, "interval": interval}
-    return {"texts": len(rows), "tokens": int(tokens.sum()), **of_both}
+    of_first, of_other = (tokens @ kl / tokens.sum()).tolist()
+    return Difference(
+        texts=len(rows),
+        tokens=int(tokens.sum()),
+        first=of_first,
+        other=of_other,
+        difference=difference,
+        interval=interval,
+    )
 
 
 def difference_of(differences: np.ndarray, tokens: np.ndarray) -> tuple[float, list[float] | None]:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +33,7 @@ from quantizers.system.errors import QuantizeError
 from quantizers.system.files import atomic, disk_errors
 from quantizers.system.progress import Step
 
+from .figures import Cut, Fidelity, HeldOutSet
 from .metrics import Measured, Text, figures
 
 HEAD_ROWS = 16384  # rows of the head (vocabulary entries) that are multiplied at a time
@@ -42,29 +42,28 @@ CHUNK = 256  # positions whose logits are in memory at a time: 0.2 GB with a voc
 Stage = Callable[[str, int, int], AbstractContextManager[Step]]  # its name, its steps, steps done by an earlier call
 Scores = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # the COLUMNS, (N,) each over all texts
 Models = Sequence[tuple[StreamedModel, torch.Tensor]]  # with the head (V, H) of each
-Pair = tuple[int, int]  # numbers of two streams, P and Q: what is measured is Q, and KL(P || Q)
+Pair = tuple[ActivationStream, ActivationStream]  # P and Q: what is measured is Q, and KL(P || Q)
 
 
 def score(
-    streams: Sequence[ActivationStream],
+    pairs: Sequence[Pair],
     texts: Sequence[Text],
     stage: Stage,
     work: Path | None = None,
     dist: ProcessGroup = SINGLE_PROCESS,
-    *,
-    pairs: Sequence[Pair] = (),
-) -> list[Scores]:
-    """Score every text with every stream; the same result in all processes, one entry per pair.
+) -> dict[Pair, Scores]:
+    """Score every text with every stream; the same result in all processes.
 
     Args:
-        streams: the source's, then the candidates'.
+        pairs: which streams are compared; all have left the last layer.
         texts: each has two tokens or more; each of the processes of `dist` scores its own.
         stage: shows progress; it counts this process's chunks of positions, since a long text takes as long as many
             short ones.
         work: a folder for scored texts, with which the same call resumes after an interruption; None for nowhere. What
             a version with other columns left there is scored again.
-        pairs: which streams are compared; by default each one with the source's.
     """
+    streams = list(dict.fromkeys(stream for pair in pairs for stream in pair))
+    numbers = [(streams.index(p), streams.index(q)) for p, q in pairs]
     layers = streams[0].model.facts.num_layers
     states = [stream.states(layers) for stream in streams]
     heads: dict[tuple[Path, torch.dtype], torch.Tensor] = {}
@@ -84,7 +83,7 @@ def score(
                 if head not in heads:
                     heads[head] = model.head()
                 models.append((model, heads[head]))
-            table = score_text(models, texts[i].tokens, [rows[i] for rows in states], pairs)
+            table = score_text(models, texts[i].tokens, [rows[i] for rows in states], numbers)
             if work:
                 with disk_errors(paths[i]), atomic(paths[i]) as file:
                     np.save(file, table)
@@ -92,13 +91,14 @@ def score(
             for _ in range(chunks):
                 step(f"text {i + 1} of {len(texts)}")
     tables = dist.all_gather(tables, torch.device("cpu"))
-    of_pairs = np.concatenate([tables[str(i)].numpy() for i in range(len(texts))], axis=-1)
-    return [(nll, kl, reverse, same.astype(bool)) for nll, kl, reverse, same in of_pairs]
+    columns = np.concatenate([tables[str(i)].numpy() for i in range(len(texts))], axis=-1)
+    scores = [(nll, kl, reverse, same.astype(bool)) for nll, kl, reverse, same in columns]
+    return dict(zip(pairs, scores, strict=True))
 
 
 @torch.no_grad()
 def score_text(
-    models: Models, tokens: torch.Tensor, states: Sequence[torch.Tensor], pairs: Sequence[Pair] = ()
+    models: Models, tokens: torch.Tensor, states: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]] = ()
 ) -> np.ndarray:
     """The COLUMNS of each pair, (pairs, len(COLUMNS), T - 1) float64.
 
@@ -158,19 +158,17 @@ class HeldOut:
     Attributes:
         texts: to be scored, truncated at the model's positions.
         identity: of the set, whatever its categories are called.
-        about: for the report: name and digest of the set, and how much of it was cut at the model's positions.
+        about: for the report.
     """
 
     texts: list[Text]
     identity: str
-    about: dict[str, Any]
+    about: HeldOutSet
 
-    def figures(self, measured: Measured, name: str) -> dict[str, Any]:
-        """Figures of the candidate called `name`, see `metrics.figures`, with `evaluated_on`; a QuantizeError if a
-        perplexity is not a number.
-        """
+    def figures(self, measured: Measured, name: str) -> Fidelity:
+        """Figures of the candidate called `name`; a QuantizeError if a perplexity is not a number."""
         try:
-            return figures(measured, self.texts) | {"evaluated_on": self.about}
+            return figures(measured, self.texts, self.about)
         except OverflowError as failure:
             raise QuantizeError(
                 f"{name}: its perplexity, or its source's, is not a number ({failure}): logits overflow, and "
@@ -198,6 +196,6 @@ def held_out(
         size = scored_bytes(tokenizer, tokens.tolist())
         texts.append(Text(tokens, sample.category, size, sample.long, published(sample.place)))
     lost = [len(sample.tokens) - limit for sample in data.samples if limit is not None and len(sample.tokens) > limit]
-    past_the_model = {"texts": len(lost), "tokens": sum(lost)} | ({"positions": limit} if limit else {})
-    about = {"name": data.name, "digest": data.digest, "past_the_model": past_the_model}
+    cut = Cut(texts=len(lost), tokens=sum(lost), positions=limit or None)
+    about = HeldOutSet(name=data.name, digest=data.digest, past_the_model=cut)
     return HeldOut(texts, identity(data.samples), about)

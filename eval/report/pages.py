@@ -18,15 +18,17 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from quantizers.calibration.samples import in_words
+from quantizers.eval.coverage.summary import gate_figures
+from quantizers.eval.fidelity.figures import Fidelity
 from quantizers.eval.fidelity.tables import by_part, past_the_model, shown_categories
 from quantizers.hooks import hook
 from quantizers.recipe.portable import is_hub_id
-from quantizers.recipe.schema import Scheme
-from quantizers.system.formatting import gate_figures, gib, number, size
-from quantizers.system.output_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
+from quantizers.system.formatting import gib, number, size
+from quantizers.system.output_files import CALIBRATION_PICTURE, COVERAGE_PICTURE, FACTS
 from quantizers.system.strict_yaml import dump
 
 from . import summary
+from .schema import Plan, Planned, PlannedRun, Report, RunReport, StitchReport
 
 SMALL = 20e9  # bytes of an output up to which transformers, which dequantizes it, is worth naming
 SHARED = ".shared_expert"  # in the names of the matrices of experts that every token passes through
@@ -48,16 +50,16 @@ UNCHECKED: dict[str, Any] = {
 PLOTS = {"calibration": CALIBRATION_PICTURE, "coverage": COVERAGE_PICTURE}  # that are files beside the model card
 
 
-def html_report(report: dict[str, Any], drawn: Mapping[str, bytes]) -> str:
-    """The whole page of a run or a stitch, of its report.json and its plots (`plots.draw`); sections without data are
-    left out.
+def html_report(report: Report, drawn: Mapping[str, bytes]) -> str:
+    """The whole page of a run or a stitch, of its report and its plots (`plots.draw`); sections without data are left
+    out.
     """
     place = "." if summary.repository(report) == summary.NAMELESS else summary.repository(report)
     return _render(
         "report.html.jinja",
         report,
         place,
-        name=base_name(report["source"]["model"]),
+        name=base_name(report.source.model),
         numbers=_numbers(report),
         summary=summary.summary(report),
         plots={name: f"data:image/png;base64,{base64.b64encode(raw).decode()}" for name, raw in drawn.items()},
@@ -66,104 +68,102 @@ def html_report(report: dict[str, Any], drawn: Mapping[str, bytes]) -> str:
     )
 
 
-def model_card(report: dict[str, Any]) -> str:
-    """The model card as Markdown with front matter, of the contents of report.json, from a run or a stitch."""
-    stitch, plan, name = "stitched" in report, report["plan"], summary.repository(report)
-    serving, findings = report["serving"], report.get("consumers", {}).get("findings", [])
+def model_card(report: Report) -> str:
+    """The model card of a run or a stitch as Markdown with front matter."""
+    plan, serving, name = report.plan, report.serving, summary.repository(report)
+    findings = report.consumers.findings if report.consumers else []
     on_card = hook("on_card")
     engines = UNCHECKED if on_card is None else on_card(report)
-    peaks = [row["kv_peaks"] for row in report["layers"] if "kv_peaks" in row] if plan.get("kv_cache") else []
     text = _render(
         "card.md.jinja",
         report,
         name,
-        stitch=stitch,
+        stitch=isinstance(report, StitchReport),
         plan=plan,
         front=dump(front_matter(report)),
         title=_title(report),
-        folds="fold" in plan["actions"],
-        shared=any(SHARED in row["kind"] for row in plan["kinds"]),
-        dense=plan["dense_layers"],
+        folds="fold" in plan.actions,
+        shared=any(SHARED in row.kind for row in plan.kinds),
+        dense=plan.dense_layers,
         form=_fp8_form(plan) or "in 16 bits",
         attention=_attention(plan),
-        conversion=CONVERSIONS.get(plan.get("attention")),
-        peaks=[max(of_layers) for of_layers in zip(*peaks, strict=True)],
+        conversion=CONVERSIONS.get(plan.attention or ""),
         stored=_stored(report),
         plots=PLOTS,
         reasons=summary.REASONS,
         repository=name,
         sglang=summary.sglang_command(serving, name) if engines["sglang_loads"] else None,
-        loads=serving.get("transformers", True) and engines["transformers_loads"],
+        loads=serving.transformers is not False and engines["transformers_loads"],
         findings=findings,
         rerounded=engines["rerounded"],
         read=engines["read"],
         small=SMALL,
-        **(_of_stitch(report) if stitch else _of_run(report, engines["negative"])),
+        **_of_command(report, engines["negative"]),
     )
     return re.sub(r"\n{3,}", "\n\n", text).rstrip("\n") + "\n"
 
 
-def _number(scheme: Scheme) -> str:
-    return "NVFP4" if scheme.format == "nvfp4" else f"INT{scheme.bits}"
+def _numbers(report: Planned) -> str:
+    return " and ".join(dict.fromkeys(scheme.short for scheme in summary.expert_schemes(report)))
 
 
-def _numbers(report: dict[str, Any]) -> str:
-    return " and ".join(dict.fromkeys(map(_number, summary.expert_schemes(report))))
-
-
-def _title(report: dict[str, Any]) -> str:
-    attention = "FP8 attention" if _fp8_form(report["plan"]) else "attention as published"
-    if report["plan"].get("attention") == "bf16":
+def _title(report: Planned) -> str:
+    attention = "FP8 attention" if _fp8_form(report.plan) else "attention as published"
+    if report.plan.attention == "bf16":
         attention = "BF16 attention"
-    return f"{base_name(report['source']['model'])}: {attention}, {_numbers(report)} experts"
+    return f"{base_name(report.source.model)}: {attention}, {_numbers(report)} experts"
 
 
-def _stored(report: dict[str, Any]) -> str:
+def _stored(report: Report) -> str:
     schemes = summary.expert_schemes(report)
-    if "stitched" in report:
-        groups = (str(s) if s.format == "nvfp4" else f"INT{s.bits} in groups of {s.group_size}" for s in schemes)
-        return " and ".join(groups)
-    if report.get("schemes"):
-        return f"{_numbers(report)}, symmetric, one bfloat16 scale per group ({report['schemes']['chosen']})"
+    if isinstance(report, StitchReport):
+        return " and ".join(" in ".join(scheme.words) for scheme in schemes)
+    if isinstance(report, RunReport) and report.schemes:
+        return f"{_numbers(report)}, symmetric, one bfloat16 scale per group ({report.schemes.chosen})"
     (scheme,) = schemes
-    if scheme.format == "nvfp4":
-        return f"{scheme}: FP4 (E2M1), one FP8 scale per {scheme.group_size} weights, one float32 scale per matrix"
-    return f"{_numbers(report)}, symmetric, one bfloat16 scale per {scheme.group_size} weights"
+    return scheme.in_words
 
 
-def _fp8_form(plan: dict[str, Any]) -> str | None:
+def _fp8_form(plan: Plan) -> str | None:
     """How attention is FP8, if it is: of what passes through, scales per block are renamed, those per row are not."""
-    if (attention := plan.get("attention")) is not None:
+    if (attention := plan.attention) is not None:
         return {"fp8": "in FP8 with a scale per row", "fp8-block": "in FP8 with a scale per block"}.get(attention)
-    if any(row["action"] == "keep" and row["kind"].endswith(".weight_scale") for row in plan["kinds"]):
+    if any(row.action == "keep" and row.kind.endswith(".weight_scale") for row in plan.kinds):
         return "in FP8 with a scale per row"
-    return "in FP8 with a scale per block" if "rename" in plan["actions"] else None
+    return "in FP8 with a scale per block" if "rename" in plan.actions else None
 
 
-def _attention(plan: dict[str, Any]) -> list[str]:
-    names = (row["kind"].rpartition(".self_attn.")[2] for row in plan["kinds"] if ".self_attn." in row["kind"])
+def _attention(plan: Plan) -> list[str]:
+    names = (row.kind.rpartition(".self_attn.")[2] for row in plan.kinds if ".self_attn." in row.kind)
     weights = (name.removesuffix(".weight") for name in names if name.endswith(".weight") and "norm" not in name)
     return list(dict.fromkeys(weights))
 
 
-def _of_run(report: dict[str, Any], negative_scales: str | None) -> dict[str, Any]:
-    calibration = report["calibration"]
-    source = "" if is_hub_id(report["source"]["model"]) else " --source SOURCE"
-    experts = report["settings"]["recipe"]["experts"]
+def _of_command(report: Report, negative_scales: str | None) -> dict[str, Any]:
+    """What the card says by the command that made the output."""
+    if isinstance(report, StitchReport):
+        return _of_stitch(report)
+    return _of_run(report, negative_scales) if isinstance(report, RunReport) else {}
+
+
+def _of_run(report: RunReport, negative_scales: str | None) -> dict[str, Any]:
+    source = "" if is_hub_id(report.source.model) else " --source SOURCE"
+    experts, licences = report.settings.recipe["experts"], report.calibration.licences
+    peaks = [layer.kv_peaks for layer in report.layers if layer.kv_peaks] if report.plan.kv_cache else []
     return {
         "experts": experts,
         "negative": negative_scales if experts.get("scales_sign") == "both" and experts["engine"] == "gram" else None,
-        "licences": list(in_words(calibration["licences"])) if calibration.get("licences") else [],
+        "licences": list(in_words(licences)) if licences else [],
         "made_by": f"quantize run recipe.yaml --output DIR{source}",
+        "peaks": [max(of_layers) for of_layers in zip(*peaks, strict=True)],
     }
 
 
-def _of_stitch(report: dict[str, Any]) -> dict[str, Any]:
+def _of_stitch(report: StitchReport) -> dict[str, Any]:
     """What only the card of a stitch says: its experts were quantized elsewhere, and what is not known is said."""
-    stitched = report["stitched"]
-    flags = " --repair-router" if stitched["repair_router"] else ""
-    flags += " --facts facts.yaml" if "facts.yaml" in stitched else ""
-    models = (report[part]["model"] for part in ("source", "experts"))
+    flags = " --repair-router" if report.stitched.repair_router else ""
+    flags += " --facts facts.yaml" if FACTS in (report.stitched.model_extra or {}) else ""
+    models = (report.source.model, report.experts.model)
     names = (model if is_hub_id(model) else base_name(model) for model in models)
     source, experts = (shlex.quote(" ".join(name.split())) for name in names)
     return {"negative": None, "made_by": f"quantize stitch --source {source} --experts {experts} --output DIR{flags}"}
@@ -172,23 +172,24 @@ def _of_stitch(report: dict[str, Any]) -> dict[str, Any]:
 # Front matter ------------------------------------------------------------------------------------------------------
 
 
-def front_matter(report: dict[str, Any]) -> dict[str, Any]:
+def front_matter(report: Planned) -> dict[str, Any]:
     """What the Hub indexes a model by, and the figures that it shows.
 
     What was given for its publication comes before what is known of the source.
     """
     from huggingface_hub import EvalResult, ModelCardData
 
-    calibration, given = report.get("calibration", {}), report.get("published", {})
-    base = given.get("base_model") or report["source"]["model"]
+    given, datasets = report.published, report.calibration.datasets if isinstance(report, PlannedRun) else []
+    base = (given.base_model if given else None) or report.source.model
+    derived: dict[str, Any] = {"base_model": base, "base_model_relation": "quantized"} if is_hub_id(base) else {}
     data = ModelCardData(
-        **({"base_model": base, "base_model_relation": "quantized"} if is_hub_id(base) else {}),
+        **derived,
         pipeline_tag="text-generation",
         library_name="transformers",
-        **_license(report["source"]["license"], given.get("license")),
+        **_license(report.source.license, given.license if given else None),
         tags=_tags(report),
-        datasets=calibration.get("datasets") or None,
-        language=report["source"].get("language"),
+        datasets=datasets or None,
+        language=report.source.language,
         model_name=_title(report),
         eval_results=[EvalResult(**row) for row in _results(report)] or None,
     )
@@ -225,10 +226,10 @@ def _license(known: dict[str, Any], given: str | None) -> dict[str, Any]:
     return known | ({"license": lower} if names else {})
 
 
-def _results(report: dict[str, Any]) -> list[dict[str, Any]]:
-    if "kl" not in report:
+def _results(report: Planned) -> list[dict[str, Any]]:
+    if not isinstance(report, Fidelity):
         return []
-    name = report["evaluated_on"]["name"]
+    name = report.evaluated_on.name
     common = {
         "task_type": "text-generation",
         "task_name": "Text generation, compared with the source",
@@ -236,9 +237,9 @@ def _results(report: dict[str, Any]) -> list[dict[str, Any]]:
         "dataset_type": re.sub(r"[^\w.-]+", "-", name),
     }
     figures = (
-        ("perplexity", "perplexity", report["perplexity"]["candidate"]),
-        ("kl_divergence", "mean KL(source || this), nats per token", report["kl"]["mean"]),
-        ("top1_agreement", "same most likely token as the source", report["top1"]),
+        ("perplexity", "perplexity", report.perplexity.candidate),
+        ("kl_divergence", "mean KL(source || this), nats per token", report.kl.mean),
+        ("top1_agreement", "same most likely token as the source", report.top1),
     )
     return [
         common | {"metric_type": kind, "metric_name": words, "metric_value": float(f"{value:.{DIGITS}g}")}
@@ -247,37 +248,43 @@ def _results(report: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _tags(report: dict[str, Any]) -> list[str]:
-    if "stitched" in report:
-        awq = "AWQModifier" in report["experts"].get("modifiers", ())
-    else:
-        awq = report["settings"]["recipe"]["experts"]["awq"]
-    kinds = (["awq"] if awq else []) + (["fp8"] if _fp8_form(report["plan"]) else [])
-    names = ((_number(s).lower(), f"w{s.bits}a{s.activations}") for s in summary.expert_schemes(report))
+def _tags(report: Planned) -> list[str]:
+    awq = False
+    if isinstance(report, StitchReport):
+        awq = "AWQModifier" in (report.experts.modifiers or ())
+    elif isinstance(report, PlannedRun):
+        awq = bool(report.settings.recipe["experts"]["awq"])
+    kinds = (["awq"] if awq else []) + (["fp8"] if _fp8_form(report.plan) else [])
+    names = ((s.short.lower(), f"w{s.bits}a{s.activations}") for s in summary.expert_schemes(report))
     widths = dict.fromkeys(tag for pair in names for tag in pair)
-    return ["compressed-tensors", *kinds, *widths, "moe", *(["vllm"] if "vllm" in report["serving"]["servers"] else [])]
+    return ["compressed-tensors", *kinds, *widths, "moe", *(["vllm"] if "vllm" in report.serving.servers else [])]
 
 
 # Templates ---------------------------------------------------------------------------------------------------------
 
 
-def _render(template: str, report: dict[str, Any], place: str, **context: Any) -> str:
+def _render(template: str, report: Report, place: str, **context: Any) -> str:
     """A template of this folder; in `.html.jinja` every value is escaped, in `.md.jinja` those with the filters below.
 
     `place` is the checkpoint's folder or Hub id in commands, `context` what this page alone says. What is no character,
     such as half of a surrogate pair in a JSON file, becomes a question mark.
     """
+    run = report if isinstance(report, RunReport) else None
+    measured = report if isinstance(report, Fidelity) else None
+    about = report.serving
     context |= {
         "r": report,
-        "failed": [gate["name"] for gate in report["gates"] if not gate["passed"]],
+        "run": run,
+        "measured": measured,
+        "failed": [gate.name for gate in report.gates if not gate.passed],
         "choice": summary.scheme_lines(report),
-        "scheme_table": summary.layer_rows(report["schemes"]) if report.get("schemes") else None,
-        "parts": by_part(report) if "kl" in report else {},
-        "past_the_model": past_the_model(report),
+        "scheme_table": summary.layer_rows(run.schemes) if run and run.schemes else None,
+        "parts": by_part(measured) if measured else {},
+        "past_the_model": past_the_model(measured.evaluated_on) if measured else [],
         "under_routed": summary.under_routed_line(report),
-        "fallbacks": [f"layer {row['layer']}: {line}" for row in report["layers"] for line in row.get("fallbacks", ())],
-        "vllm": summary.vllm_command(report["serving"], place),
-        "without_vllm": summary.without_vllm(report["serving"]),
+        "fallbacks": [f"layer {row.layer}: {line}" for row in run.layers for line in row.fallbacks] if run else [],
+        "vllm": summary.vllm_command(about, place),
+        "without_vllm": summary.without_vllm(about.servers, transformers=about.transformers is not False),
     }
     return _environment().get_template(template).render(context).encode(errors="replace").decode()
 

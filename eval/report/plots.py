@@ -19,8 +19,13 @@ from typing import Any
 
 import numpy as np
 
+from quantizers.eval.coverage.figures import LayerCoverage, LayerSaliency, RoutingChange
+from quantizers.eval.fidelity.figures import Fidelity, Figures
 from quantizers.eval.fidelity.tables import CATEGORY_ROWS, Results, shown_categories
+from quantizers.system.extras import lacking
 from quantizers.system.files import atomic, disk_errors
+
+from .schema import Calibration, GramErrors, Report, RunReport, StitchReport, Tally
 
 LOW, HIGH = 1 / 8, 8.0
 MARKS = {1 / 8: "1/8", 1 / 4: "1/4", 1 / 2: "1/2", 1.0: "1", 2.0: "2", 4.0: "4", 8.0: "8"}
@@ -51,18 +56,19 @@ def own_style() -> Iterator[None]:
         yield
 
 
-def draw(report: dict[str, Any]) -> tuple[dict[str, bytes], list[str]]:
+def draw(report: Report) -> tuple[dict[str, bytes], list[str]]:
     """The plots of the report of a run or a stitch as PNG, by name, those that it has data for, and a line for each
     that failed; the same report gives the same bytes.
     """
-    name, panels = Path(report["source"]["model"]).name, _panels(report["layers"])
+    if lack := lacking("matplotlib"):
+        return {}, [f"no pictures: {lack}"]
+    name, panels = Path(report.source.model).name, _panels(report)
     plots: dict[str, Callable[[], Any]] = {}
-    if "calibration" in report:
-        plots["calibration"] = partial(calibration_figure, report["calibration"], name)
-    if "coverage" in report:
-        coverage, title = report["coverage"], f"{name} on {report['calibration']['name']}"
-        plots["coverage"] = partial(coverage_figure, coverage["per_layer"], coverage["min_routed_tokens"], title)
-    if "kl" in report:
+    if isinstance(report, RunReport):
+        coverage, title = report.coverage, f"{name} on {report.calibration.name}"
+        plots["calibration"] = partial(calibration_figure, report.calibration, name)
+        plots["coverage"] = partial(coverage_figure, coverage.per_layer, coverage.min_routed_tokens, title)
+    if isinstance(report, Fidelity):
         plots["fidelity"] = partial(fidelity_figure, [("output", report)], stacked=True)
     if panels:
         plots["layers"] = partial(layers_figure, panels)
@@ -89,7 +95,7 @@ def fidelity_figure(results: Results, title: str = "", *, stacked: bool = False)
     from matplotlib.lines import Line2D
 
     panels = {"categories": _categories, "positions": _positions, "errors": _errors, "router": _router}
-    if len(results[0][1]["positions"]) < 2:
+    if len(results[0][1].positions) < 2:
         del panels["positions"]
     others = [name for name in panels if name != "categories"]
     bars = len(_tables(results)[0]) * (0.1 + 0.09 * len(results))
@@ -110,30 +116,29 @@ def fidelity_figure(results: Results, title: str = "", *, stacked: bool = False)
     return figure
 
 
-def _tables(results: Results) -> list[dict[str, Any]]:
+def _tables(results: Results) -> list[dict[str, Figures]]:
     """The bars of each candidate by name: categories, or families and the worst categories; then the long texts."""
-    first = results[0][1]
-    kinds = {
-        name: "categories" if row is first["categories"].get(name) else "families"
-        for name, row in shown_categories(first).items()
-    }
-    return [
-        {name: one[kind][name] for name, kind in kinds.items()} | ({"long texts": one["long"]} if "long" in one else {})
-        for _, one in results
-    ]
+    first, tables = results[0][1], []
+    for _, candidate in results:
+        table = {
+            name: candidate.categories[name] if row is first.categories.get(name) else candidate.families[name]
+            for name, row in shown_categories(first).items()
+        }
+        tables.append(table | ({"long texts": candidate.long} if candidate.long else {}))
+    return tables
 
 
 def _categories(axes: Any, results: Results) -> None:
     tables = _tables(results)
     categories, band = list(tables[0]), 0.8 / len(results)
     for i, table in enumerate(tables):
-        means = np.array([table[name]["kl"]["mean"] for name in categories], dtype=float)
+        means = np.array([table[name].kl.mean for name in categories], dtype=float)
         at = np.arange(len(categories)) + (i - (len(results) - 1) / 2) * band
         axes.barh(at, means, height=band * 0.9, color=colour(i))
         ends = means.copy()
-        known = [n for n, name in enumerate(categories) if table[name]["interval"]]
-        if known:
-            spans = np.array([table[categories[n]]["interval"]["kl"] for n in known], dtype=float).T
+        intervals = {n: interval for n, name in enumerate(categories) if (interval := table[name].interval)}
+        if known := list(intervals):
+            spans = np.array([interval.kl for interval in intervals.values()], dtype=float).T
             spread = np.abs(spans - means[known])  # (2, categories with an interval)
             axes.errorbar(means[known], at[known], xerr=spread, fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
             ends[known] = spans[1]
@@ -146,29 +151,29 @@ def _categories(axes: Any, results: Results) -> None:
     axes.grid(visible=False, axis="y")
     axes.grid(axis="x", color="#e4e7eb", linewidth=0.8)
     axes.set_xlabel("mean KL(source || candidate), nats per token\nwhiskers: 95 % bootstrap interval over texts")
-    all_of_them = len(results[0][1]["categories"]) <= CATEGORY_ROWS
+    all_of_them = len(results[0][1].categories) <= CATEGORY_ROWS
     panel_title(axes, "KL by category" if all_of_them else "KL by family, then the worst categories")
 
 
 def _positions(axes: Any, results: Results) -> None:
-    bands = [row["name"] for row in results[0][1]["positions"]]
-    for i, (_, one) in enumerate(results):
-        axes.plot([row["kl"]["mean"] for row in one["positions"]], color=colour(i), marker="o", markersize=4)
+    bands = [band.name for band in results[0][1].positions]
+    for i, (_, candidate) in enumerate(results):
+        axes.plot([band.kl.mean for band in candidate.positions], color=colour(i), marker="o", markersize=4)
     axes.set_xticks(np.arange(len(bands)), bands)
     axes.set(ylabel="mean KL, nats per token", xlabel="position of the predicted token")
     axes.margins(0.12)
     axes.set_ylim(bottom=0)
-    panel_title(axes, f"KL by position, {'long texts' if 'long' in results[0][1] else 'all texts'}")
+    panel_title(axes, f"KL by position, {'long texts' if results[0][1].long else 'all texts'}")
 
 
 def _errors(axes: Any, results: Results) -> None:
     from matplotlib.lines import Line2D
 
-    weights = any("weight_error" in one for _, one in results)
-    for i, (_, one) in enumerate(results):
-        axes.plot(finite(one["hidden_error"]), color=colour(i), marker="o", markersize=3)
-        if "weight_error" in one:
-            axes.plot([layer["experts"] for layer in one["weight_error"]], color=colour(i), linestyle="--")
+    weights = any(candidate.weight_error for _, candidate in results)
+    for i, (_, candidate) in enumerate(results):
+        axes.plot(finite(candidate.hidden_error), color=colour(i), marker="o", markersize=3)
+        if candidate.weight_error:
+            axes.plot([layer.experts for layer in candidate.weight_error], color=colour(i), linestyle="--")
     axes.set_ylabel("relative error")
     if weights:
         kinds = [Line2D([], [], color="gray", linestyle=style, label=label) for style, label in ERRORS.items()]
@@ -179,8 +184,8 @@ def _errors(axes: Any, results: Results) -> None:
 def _router(axes: Any, results: Results) -> None:
     from matplotlib.ticker import PercentFormatter
 
-    for i, (_, one) in enumerate(results):
-        missed = [1 - share for share in finite(one["router"]["agreement"])]
+    for i, (_, candidate) in enumerate(results):
+        missed = [1 - share for share in finite(candidate.router.agreement)]
         axes.plot(missed, color=colour(i), marker="o", markersize=3)
     axes.yaxis.set_major_formatter(PercentFormatter(1))
     axes.set_ylabel("share of all choices")
@@ -188,8 +193,8 @@ def _router(axes: Any, results: Results) -> None:
 
 
 def _depth(axes: Any, results: Results, title: str) -> None:
-    axes.set(xlabel="layer", xticks=ticks(len(results[0][1]["hidden_error"])), ylim=(0, None))
-    panel_title(axes, f"{title}, short texts" if "long" in results[0][1] else title)
+    axes.set(xlabel="layer", xticks=ticks(len(results[0][1].hidden_error)), ylim=(0, None))
+    panel_title(axes, f"{title}, short texts" if results[0][1].long else title)
 
 
 def finite(values: Sequence[float | None]) -> list[float]:
@@ -204,33 +209,36 @@ def panel_title(axes: Any, words: str) -> None:
 # By layer ----------------------------------------------------------------------------------------------------------
 
 
-def _panels(layers: Sequence[dict[str, Any]]) -> dict[str, dict[str, list[float | None]]]:
+Line = list[float | None]  # a value for each layer; None interrupts it
+
+
+def _panels(report: Report) -> dict[str, dict[str, Line]]:
     """The lines over a report's layers: search and rounding of a run, or the probed experts of a stitch."""
-    if layers and "error_unscaled" in layers[0]:
-        names = {"error": "with the ratio of the norms", "error_unscaled": "without"}
-        return {"largest relative error": {words: [row[key] for row in layers] for key, words in names.items()}}
-    errors = [layer.get("error") or {} for layer in layers]
-    search = {
-        "norm → router, w1, w3": [_left(error, "norm_search", "search") for error in errors],
-        "w3 → w2": [_left(error, "down_search", "search_down") for error in errors],
+    if isinstance(report, StitchReport):
+        lines: dict[str, Line] = {
+            "with the ratio of the norms": [layer.error for layer in report.layers],
+            "without": [layer.error_unscaled for layer in report.layers],
+        }
+        return {"largest relative error": lines} if report.layers else {}
+    errors = [layer.error for layer in report.layers] if isinstance(report, RunReport) else []
+    rounded = [error if isinstance(error, GramErrors) else None for error in errors]
+    search: dict[str, Line] = {
+        "norm → router, w1, w3": [error.left_in_norm for error in errors],
+        "w3 → w2": [error.left_in_down for error in errors],
     }
-    rounding = {
-        "w1 and w3": [error.get("gate_up_rounding") for error in errors],
-        "w2": [error.get("down_rounding") for error in errors],
+    rounding: dict[str, Line] = {
+        "w1 and w3": [error.gate_up_rounding if error else None for error in rounded],
+        "w2": [error.down_rounding if error else None for error in rounded],
     }
-    panels = {"AWQ's objective after the search / before": search, "relative error of outputs after rounding": rounding}
-    for title, lines in panels.items():
-        panels[title] = {name: values for name, values in lines.items() if any(value is not None for value in values)}
+    panels = {
+        "AWQ's objective after the search / before": _known(search),
+        "relative error of outputs after rounding": _known(rounding),
+    }
     return {title: lines for title, lines in panels.items() if lines}
 
 
-def _left(error: Mapping[str, float | None], *searches: str) -> float | None:
-    """The share of the loss that is left after a search, under the key that an engine has for it."""
-    for search in searches:
-        first, last = error.get(f"{search}_before"), error.get(f"{search}_after")
-        if first and last is not None:
-            return last / first
-    return None
+def _known(lines: dict[str, Line]) -> dict[str, Line]:
+    return {name: values for name, values in lines.items() if any(value is not None for value in values)}
 
 
 @own_style()
@@ -254,40 +262,38 @@ def layers_figure(panels: Mapping[str, Mapping[str, Sequence[float | None]]]) ->
 
 
 @own_style()
-def coverage_figure(layers: Sequence[dict[str, Any]], minimum: int, title: str) -> Any:
+def coverage_figure(layers: Sequence[LayerCoverage], minimum: int, title: str) -> Any:
     """A heat map of layers by experts, brighter with the load; red with a cross below the minimum of routed tokens.
 
     Args:
         layers: the layers with experts, each with its number and the `routed_tokens` of its experts.
         title: the model and the set.
     """
-    tokens = np.array([row["routed_tokens"] for row in layers])  # (layers, experts)
+    tokens = np.array([row.routed_tokens for row in layers])  # (layers, experts)
     label = f"routed tokens / even load\n(which is {tokens.sum(1).max() / tokens.shape[1]:,.0f} tokens)"
     below, words = tokens < max(minimum, 1), f"below {max(minimum, 1):,} tokens"
     return _crossed_out(layers, tokens, label, below, words, title)
 
 
 @own_style()
-def saliency_figure(layers: Sequence[dict[str, Any]], scored: Sequence[dict[str, Any]], title: str) -> Any:
+def saliency_figure(layers: Sequence[LayerCoverage], scored: Sequence[LayerSaliency], title: str) -> Any:
     """A heat map of layers by experts, brighter with the score; red with a cross without tokens.
 
     As for `coverage_figure`, and `scored` are the same layers with the `scores` of their experts.
     """
-    scores, silent = (
-        np.array([row["scores"] for row in scored]),
-        np.array([row["routed_tokens"] for row in layers]) == 0,
-    )
+    scores = np.array([row.scores for row in scored])
+    silent = np.array([row.routed_tokens for row in layers]) == 0
     return _crossed_out(layers, scores, "saliency / the layer's mean", silent, "without tokens", f"{title}: saliency")
 
 
 def _crossed_out(
-    layers: Sequence[dict[str, Any]], values: np.ndarray, label: str, out: np.ndarray, words: str, title: str
+    layers: Sequence[LayerCoverage], values: np.ndarray, label: str, out: np.ndarray, words: str, title: str
 ) -> Any:
     """A heat map of the `loads` of values, with a red cross over the cells that are `out`, which the words count."""
     from matplotlib.patches import Patch
 
     figure, shown = _heat_figure(*values.shape), np.where(out, np.nan, [loads(row) for row in values.tolist()])
-    axes = _heat_map(figure, shown, [row["layer"] for row in layers], label, colours="viridis", without=UNCOVERED)
+    axes = _heat_map(figure, shown, [row.layer for row in layers], label, colours="viridis", without=UNCOVERED)
     if out.any():
         _crosses(axes, np.argwhere(out), marker="x", c="white")
         counted = f"{words}: {int(out.sum()):,} of {out.size:,}"
@@ -297,34 +303,35 @@ def _crossed_out(
 
 
 @own_style()
-def comparison_figure(found: dict[str, Any], title: str) -> Any:
+def comparison_figure(found: RoutingChange, title: str) -> Any:
     """A heat map of how each expert's share changes between two sets, marked where it becomes covered or uncovered.
 
-    `found` is what `quantizers.sets.coverage.measure_coverage` returns for two sets, and the title the model.
+    The title is the model.
     """
-    sides = [found[side] for side in ("before", "after")]
-    tokens = (f"{side['label']} ({sum(side['tokens'].values()):,} tokens)" for side in sides)
-    figure = _heat_figure(len(found["per_layer"]), len(found["per_layer"][0]["before"]["routed_tokens"]))
-    label = "share of routed tokens,\n" + " / ".join(side["label"] for side in reversed(sides))
+    sides = (found.before, found.after)
+    tokens = (f"{side.label} ({sum(side.tokens.values()):,} tokens)" for side in sides)
+    figure = _heat_figure(len(found.per_layer), len(found.per_layer[0].before.routed_tokens))
+    label = f"share of routed tokens,\n{found.after.label} / {found.before.label}"
     comparison_map(figure, found, f"{title}: {' and '.join(tokens)}", label)
     return figure
 
 
-def comparison_map(figure: Any, found: dict[str, Any], title: str, label: str) -> None:
+def comparison_map(figure: Any, found: RoutingChange, title: str, label: str) -> None:
     """The same in a figure or a part of one; `label` is that of the colour bar."""
-    layers, sides = found["per_layer"], ("before", "after")
-    before, after = (np.array([loads(row[side]["routed_tokens"]) for row in layers]) for side in sides)  # (L, E)
+    layers = found.per_layer
+    before = np.array([loads(row.before.routed_tokens) for row in layers])  # (L, E)
+    after = np.array([loads(row.after.routed_tokens) for row in layers])
     with np.errstate(divide="ignore", invalid="ignore"):
         change = after / before  # infinite where only the second set sends any tokens, NaN where none
     shown = np.where(np.isinf(change), HIGH * 2, np.where(change == 0, LOW / 2, change))
-    rows = {row["layer"]: i for i, row in enumerate(layers)}
+    rows = {row.layer: i for i, row in enumerate(layers)}
     axes = _heat_map(figure, shown, list(rows), label, colours=DIVERGING, without="#bbbbbb")
-    for key, marker, words in (("won", "+", "newly covered"), ("lost", "x", "no longer covered")):
-        if found[key]:
-            cells = np.array([(rows[layer], expert) for layer, expert in found[key]])
+    for pairs, marker, words in ((found.won, "+", "newly covered"), (found.lost, "x", "no longer covered")):
+        if pairs:
+            cells = np.array([(rows[layer], expert) for layer, expert in pairs])
             _crosses(axes, cells, marker=marker, c="black", label=f"{words}: {len(cells):,}")
     panel_title(axes, title)
-    if found["won"] or found["lost"]:
+    if found.won or found.lost:
         figure.legend(loc="outside lower right", frameon=False, fontsize=8, ncols=2)
 
 
@@ -366,22 +373,20 @@ def _crosses(axes: Any, cells: np.ndarray, **how: Any) -> None:
 
 
 @own_style()
-def calibration_figure(calibration: dict[str, Any], model: str) -> Any:
+def calibration_figure(calibration: Calibration, model: str) -> Any:
     """Tokens by programming language, by spoken language, and by field, and which share of them was cut off.
 
-    Args:
-        calibration: of a report.
-        model: whose tokenizer counted the tokens.
+    `model` is that whose tokenizer counted the tokens.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
-    fields = {n: row for n, row in calibration["categories"].items() if not n.startswith(("code/", "spoken/"))}
-    groups = [(title, calibration["by_language"][kind]) for kind, title in LANGUAGES.items()]
+    fields = {n: row for n, row in calibration.categories.items() if not n.startswith(("code/", "spoken/"))}
+    groups = [(title, calibration.by_language[kind]) for kind, title in LANGUAGES.items()]
     groups += [("other fields", fields)]
-    groups = [(title, rows) for title, rows in groups if any(row["tokens"] for row in rows.values())]
-    groups = groups or [("categories", calibration["categories"])]
-    asked = {LANGUAGES[kind]: sum(counts.values()) for kind, counts in calibration.get("asked_for", {}).items()}
+    groups = [(title, rows) for title, rows in groups if any(row.tokens for row in rows.values())]
+    groups = groups or [("categories", calibration.categories)]
+    asked = {LANGUAGES[kind]: sum(counts.values()) for kind, counts in calibration.asked_for.items()}
     # Places in inches: matplotlib's own layouts measure every label, which takes longer than all the rest.
     # Below the bars are their names, turned.
     below = [0.3 + 0.065 * max(len(short(name)) for name in rows) for _, rows in groups]
@@ -394,12 +399,12 @@ def calibration_figure(calibration: dict[str, Any], model: str) -> Any:
             top -= gap + high
             panels.append(figure.add_axes((0.07, top / height, 0.92, high / height)))
         top -= under
-    highest = max(row["tokens"] for _, rows in groups for row in rows.values())
+    highest = max(row.tokens for _, rows in groups for row in rows.values())
     for (title, rows), tokens, cut in zip(groups, panels[::2], panels[1::2], strict=True):
-        names = sorted(rows, key=lambda name: (-rows[name]["tokens"], name))
+        names = sorted(rows, key=lambda name: (-rows[name].tokens, name))
         at = range(len(names))
-        bars = tokens.bar(at, [rows[name]["tokens"] for name in names], color=SERIES[0], width=0.8)
-        tokens.bar_label(bars, [f"{rows[name]['samples']:,}" for name in names], fontsize=7)
+        bars = tokens.bar(at, [rows[name].tokens for name in names], color=SERIES[0], width=0.8)
+        tokens.bar_label(bars, [f"{rows[name].samples:,}" for name in names], fontsize=7)
         tokens.set(xticks=[], ylabel="tokens", ylim=(0, 1.15 * highest))  # one scale for all groups
         tokens.yaxis.set_major_formatter("{x:,.0f}")
         more = f"; {asked[title]:,} more only ask for one" if asked.get(title) else ""
@@ -415,16 +420,16 @@ def calibration_figure(calibration: dict[str, Any], model: str) -> Any:
     return figure
 
 
-def _lost(row: dict[str, Any]) -> float:
+def _lost(row: Tally | Calibration) -> float:
     """Share of a row's tokens that were cut off, of those that its texts had."""
-    whole = row["tokens"] + row["truncated_tokens"]
-    return row["truncated_tokens"] / whole if whole else 0.0
+    whole = row.tokens + row.truncated_tokens
+    return row.truncated_tokens / whole if whole else 0.0
 
 
-def _heading(calibration: dict[str, Any], model: str) -> str:
-    count, whole = calibration["truncated_samples"], f"{calibration['name']} for {model}"
+def _heading(calibration: Calibration, model: str) -> str:
+    count, whole = calibration.truncated_samples, f"{calibration.name} for {model}"
     cut = f"{count:,} samples were cut, and lost {_lost(calibration):.0%} of the texts' tokens"
-    size = f"{calibration['samples']:,} samples, {calibration['tokens']:,} tokens"
+    size = f"{calibration.samples:,} samples, {calibration.tokens:,} tokens"
     return f"{whole}: {size}; {cut if count else 'no sample was cut'}"
 
 
@@ -469,6 +474,14 @@ def png(figure: Any) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
+
+
+def saved(figure: Callable[[], Any], path: Path) -> str:
+    """Draw a figure into a file, and name it: a line, which says what is not installed where nothing can be drawn."""
+    if lack := lacking("matplotlib"):
+        return f"no picture: {lack}"
+    save(figure(), path)
+    return f"picture: {path}"
 
 
 def save(figure: Any, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The schema of report.json, which `quantizers/pipeline/report.py` fills, and checks against it when it is written.
+"""The schema of report.json, of whose parts `quantizers/pipeline/report.py` makes it.
 
 docs/reference/report.md and its schema are made from it. Unless a description says otherwise, None stands
 for a number that is not finite, and a key that may be absent has the default None.
@@ -6,26 +6,33 @@ for a number that is not finite, and a key that may be absent has the default No
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, SerializerFunctionWrapHandler, model_serializer
 
-from quantizers.eval.report import fidelity
-from quantizers.eval.report.fidelity import Fidelity
-from quantizers.eval.report.keys import Number, Part, key, maybe
+from quantizers.architectures.architecture import Options
+from quantizers.eval.coverage.figures import Coverage, Drawn, Gate
+from quantizers.eval.fidelity.figures import Fidelity
+from quantizers.system.keys import Number, Part, key, maybe
 
 
-class Source(Part):
-    """The checkpoint that was quantized."""
+class SourceCard(Part):
+    """What a checkpoint's own model card says of it."""
 
-    model: str = key("Hub id of the source, or the name of its folder")
-    revision: str | None = key("Revision on the Hub; None for a folder without one")
-    digest: str = key("SHA-256 over the headers and sizes of the source's files, hexadecimal")
     license: dict[str, str | list[str]] = key(
         "license (several in a list), license_name and license_link of the source's own model card, where known"
     )
     language: list[str] | None = maybe("Languages that the source's own model card names; absent without any")
     made_from: list[str] | None = maybe("Base models that a folder's own model card names; absent for a Hub id")
+
+
+class Source(SourceCard):
+    """The checkpoint that was quantized."""
+
+    model: str = key("Hub id of the source, or the name of its folder")
+    revision: str | None = key("Revision on the Hub; None for a folder without one")
+    digest: str = key("SHA-256 over the headers and sizes of the source's files, hexadecimal")
 
 
 class PackedExperts(Part):
@@ -85,15 +92,6 @@ class NotRendered(Part):
     source: str = key("The data set or file")
     part: str = key("Which part, such as thoughts, call or system turn")
     count: int = key("How many", "parts")
-
-
-class Drawn(Part):
-    """How many tokens the recipe had drawn from the whole set."""
-
-    asked: int = key("Tokens that the recipe asks for", "tokens")
-    samples: int = key("Samples in the whole set", "samples")
-    tokens: int = key("Tokens in the whole set", "tokens")
-    cut: int = key("Samples cut because the share of their category was used up", "samples")
 
 
 class Calibration(Part):
@@ -191,13 +189,24 @@ class ChosenLayer(Part):
     experts: int = key("Experts that were measured", "experts")
 
 
-class Schemes(Part):
-    """The choice of bits and group sizes within a budget."""
+class Budget(Part):
+    """A recipe's budget, and what it is to be spent on."""
 
     candidates: list[Candidate] = key("Possible schemes, smallest first")
     limit: float | int = key("The recipe's budget, in `unit`")
     unit: Literal["bytes", "bits per weight"] = key("Unit of the limit")
     above_the_largest: bool = key("Whether the budget allows more than the largest scheme needs")
+
+
+class PlannedSchemes(Budget):
+    """What `quantize plan` prints of a budget before a run has chosen within it."""
+
+    planned: str = key("The scheme in every layer of which the plan's sizes are")
+
+
+class Schemes(Budget):
+    """The choice of bits and group sizes within a budget."""
+
     chosen: str = key("How many layers have which scheme")
     output_bytes: int = key("All shards", "bytes")
     bits_per_weight: float = key("Mean over all experts, with scales", "bits")
@@ -211,19 +220,68 @@ class Schemes(Part):
 
 
 class SolvingErrors(Part):
-    """Errors before and after the search and the rounding; keys depend on the engine."""
+    """Errors of a layer of which none are known: it has no experts, or llmcompressor searched no scales."""
 
-    norm_search_before: Number = maybe("gram: AWQ's objective for norm to router, w1, w3 without scales")
-    norm_search_after: Number = maybe("gram: the same with the best scales")
-    down_search_before: Number = maybe("gram: AWQ's objective for w3 to w2 without scales, mean of the experts")
-    down_search_after: Number = maybe("gram: the same with the best scales")
-    search_before: Number = maybe("llmcompressor: its loss for the norm without scales")
-    search_after: Number = maybe("llmcompressor: the same with the best scales")
-    search_down_before: Number = maybe("llmcompressor: its loss for w3 to w2 without scales, mean of the experts")
-    search_down_after: Number = maybe("llmcompressor: the same with the best scales")
-    gate_up_rounding: Number = maybe("Error of the outputs of w1 and w3 on the calibration inputs", "relative")
-    down_rounding: Number = maybe("Error of the outputs of w2 on the calibration inputs", "relative")
-    expert_tokens: Number = maybe("Fewest calibration tokens that an expert saw", "tokens")
+    @model_serializer(mode="wrap")
+    def _as_given(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """All keys that were given, of which None stands for an infinite error."""
+        return {name: value for name, value in written(self).items() if name in self.model_fields_set}
+
+    @property
+    def left_in_norm(self) -> float | None:
+        """Share of the search's loss for norm to router, w1, w3 that is left with the best scales, if that is known."""
+        return None
+
+    @property
+    def left_in_down(self) -> float | None:
+        """The same for w3 to w2."""
+        return None
+
+
+class GramErrors(SolvingErrors):
+    """Errors before and after the search and the rounding, by the engine gram."""
+
+    norm_search_before: Number = maybe("AWQ's objective for norm to router, w1, w3 without scales")
+    norm_search_after: Number = maybe("The same with the best scales")
+    down_search_before: Number = maybe("AWQ's objective for w3 to w2 without scales, mean of the experts")
+    down_search_after: Number = maybe("The same with the best scales")
+    gate_up_rounding: Number = key("Error of the outputs of w1 and w3 on the calibration inputs", "relative")
+    down_rounding: Number = key("Error of the outputs of w2 on the calibration inputs", "relative")
+    expert_tokens: float = key("Fewest calibration tokens that an expert saw", "tokens")
+
+    @property
+    def left_in_norm(self) -> float | None:
+        """See `SolvingErrors`."""
+        return _left(self.norm_search_before, self.norm_search_after)
+
+    @property
+    def left_in_down(self) -> float | None:
+        """See `SolvingErrors`."""
+        return _left(self.down_search_before, self.down_search_after)
+
+
+class LlmcompressorErrors(SolvingErrors):
+    """Errors before and after the search, by the engine llmcompressor."""
+
+    search_before: Number = maybe("Its loss for the norm without scales")
+    search_after: Number = maybe("The same with the best scales")
+    search_down_before: Number = maybe("Its loss for w3 to w2 without scales, mean of the experts")
+    search_down_after: Number = maybe("The same with the best scales")
+    expert_tokens: float = key("Calibration tokens that every expert saw", "tokens")
+
+    @property
+    def left_in_norm(self) -> float | None:
+        """See `SolvingErrors`."""
+        return _left(self.search_before, self.search_after)
+
+    @property
+    def left_in_down(self) -> float | None:
+        """See `SolvingErrors`."""
+        return _left(self.search_down_before, self.search_down_after)
+
+
+def _left(before: float | None, after: float | None) -> float | None:
+    return after / before if before and after is not None else None
 
 
 class Closeness(Part):
@@ -248,7 +306,9 @@ class Layer(Part):
     layer: int = key("Its number")
     proof: float = key("Distance from transformers' own call of the layer, as a part of its largest change of a state")
     seconds: dict[str, float] = key("Time by phase", "seconds")
-    error: SolvingErrors = key("Errors of search and rounding; empty for a layer without experts")
+    error: GramErrors | LlmcompressorErrors | SolvingErrors = key(
+        "Errors of search and rounding, by the engine; empty for a layer without experts"
+    )
     fallbacks: list[str] = key("One line for each expert that did not get the method asked for")
     leaning: UnderRouted | None = key("Under-routed experts; None where all tokens count alike")
     closeness: Closeness | None = key("Distance of the written experts from the source's; None without experts")
@@ -263,51 +323,6 @@ class StitchedLayer(Part):
     router: str = key("State of the router in the experts' checkpoint")
     error: Number = key("Largest error of the probed experts against the source's times the ratio of norms", "relative")
     error_unscaled: Number = key("The same against the source's experts without the ratio", "relative")
-
-
-class Gate(Part):
-    """A check with a limit."""
-
-    name: str = key("audit, consumers (serving engines), coverage, entropy, perplexity or kl")
-    passed: bool = key("Whether the value respects the limit")
-    value: float | int | None = key("What was found; None where it is not finite")
-    limit: float | int = key("The limit")
-    meaning: str = key("What the value is")
-    at_least: bool | None = maybe("True where the value must not be below the limit; absent otherwise")
-
-
-class LayerCoverage(Part):
-    """Routed tokens of the experts of one layer."""
-
-    layer: int = key("Its number")
-    min: int = key("Fewest", "tokens")
-    median: float = key("Median", "tokens")
-    uncovered: int = key("Experts below the minimum", "experts")
-    worst_expert: int = key("The expert with the fewest")
-    entropy: float = key("Entropy of the load; 1 is even, 0 is one expert alone", "share")
-    routed_tokens: list[int] = key("Of each expert", "tokens")
-
-
-class AllExpertPass(Part):
-    """The pass in which every expert sees every token."""
-
-    min: int = key("Fewest tokens that an expert saw", "tokens")
-    tokens: int = key("Tokens of the set", "tokens")
-
-
-class Coverage(Part):
-    """How many tokens the router sent to each expert."""
-
-    min_routed_tokens: int = key("Routed tokens from which an expert counts as covered", "tokens")
-    min: int = key("Fewest routed tokens of an expert", "tokens")
-    median: float = key("Median over all experts of all layers", "tokens")
-    pairs: int = key("Pairs of layer and expert", "pairs")
-    uncovered: int = key("Pairs below the minimum", "pairs")
-    uncovered_pairs: list[list[int]] = key("Layer and expert of each of them")
-    min_entropy: float = key("Entropy of the load in the most uneven layer", "share")
-    per_layer: list[LayerCoverage] = key("Layer by layer")
-    routed_by_category: dict[str, int] = key("Routed tokens by category, summed over layers and experts", "tokens")
-    forced: AllExpertPass | None = maybe("All-expert calibration; absent with the engine llmcompressor")
 
 
 class ShardDigest(Part):
@@ -333,7 +348,7 @@ class AuditFigures(Part):
 class Audit(AuditFigures):
     """The audit of a finished output, with the digests of its shards."""
 
-    digests: dict[str, ShardDigest] = key("By file name")
+    digests: dict[str, ShardDigest] = key("By file name", default={})
 
 
 class Finding(Part):
@@ -382,8 +397,8 @@ class Serving(Part):
     """How to serve the output."""
 
     servers: list[str] = key("Servers that know the family")
-    parsers: dict[str, str | bool | int] = key("Options of vLLM; true for one without a value")
-    sglang: dict[str, str | bool | int] | None = key("Options of SGLang; None where it does not know the family")
+    parsers: Options = key("Options of vLLM; true for one without a value")
+    sglang: Options | None = key("Options of SGLang; None where it does not know the family")
     transformers: bool | None = maybe("False where transformers does not know the model type; absent otherwise")
     sampling: dict[str, float | int] = key("Defaults of the source's generation_config.json")
     longest: int = key("Context of the model", "tokens")
@@ -397,6 +412,9 @@ class CardRecord(Part):
 
     front_matter: dict[str, Any] = key("The YAML at its head")
     sha256: str = key("SHA-256 of its text, hexadecimal")
+
+
+NO_CARD = CardRecord(front_matter={}, sha256="")  # of a report whose files are not recorded yet
 
 
 class Seconds(Part):
@@ -423,22 +441,27 @@ class Forced(Part):
     problems: list[str] = key("What failed")
 
 
-class Report(Part):
-    """What the reports of a run and of a stitch have in common."""
+class Planned(Part):
+    """What is known of an output before its first tensor is written."""
 
     source: Source = key("The source")
     plan: Plan = key("The plan")
     versions: dict[str, str] = key("Versions of the packages and of Python")
-    audit: Audit = key("The audit")
-    gates: list[Gate] = key("All gates; the output is as asked for if all passed")
     notes: list[str] = key("What a reader should know")
     architecture: dict[str, Any] | None = maybe("What probing the layers found; absent where facts are kept")
     serving: Serving = key("How to serve it")
+    published: Published | None = maybe("Its publication; absent before")
+
+
+class Report(Planned):
+    """What the reports of a run and of a stitch have in common."""
+
+    audit: Audit = key("The audit")
+    gates: list[Gate] = key("All gates; the output is as asked for if all passed")
     consumers: Engines | None = maybe("Serving engines; absent if the output could not be opened")
     files: list[str] = key("Names of all files of the output but report.json")
     sha256: dict[str, str] = key("Of each file but shards, model card and report.json, hexadecimal")
     card: CardRecord = key("The model card")
-    published: Published | None = maybe("Its publication; absent before")
     forced: Forced | None = maybe("Its forced publication; absent otherwise")
     seal: str | None = maybe("SHA-256 over everything else in the report, hexadecimal")
     already_done: bool | None = maybe("True in what a command prints that found its output finished; never in the file")
@@ -453,44 +476,29 @@ class StitchReport(Report):
     layers: list[StitchedLayer] = key("Layer by layer")
 
 
-def measured(name: str) -> Any:
-    """A key of Fidelity that is absent where nothing was measured."""
-    field = Fidelity.model_fields[name]
-    return Field(description=field.description, json_schema_extra=field.json_schema_extra, default=None)
-
-
-class RunReport(Report):
-    """report.json of `quantize run`; keys from `samples` on are absent without held-out texts."""
+class PlannedRun(Planned):
+    """What is known of a run before its first layer."""
 
     settings: Settings = key("The recipe and the machine")
     calibration: Calibration = key("The calibration set")
+
+
+class RunReport(PlannedRun, Report):
+    """report.json of `quantize run` without held-out texts."""
+
     coverage: Coverage = key("Tokens by expert")
     layers: list[Layer] = key("Layer by layer")
     seconds: Seconds = key("Durations")
     peak_memory_bytes: int = key("Most memory that the process and its device used", "bytes")
     schemes: Schemes | None = maybe("Choice within a budget; absent without one")
-    samples: int | None = measured("samples")
-    tokens: int | None = measured("tokens")
-    perplexity: fidelity.Perplexity | None = measured("perplexity")
-    bits_per_byte: fidelity.BitsPerByte | None = measured("bits_per_byte")
-    kl: fidelity.Kl | None = measured("kl")
-    reverse_kl: fidelity.Kl | None = measured("reverse_kl")
-    top1: Number = measured("top1")
-    interval: fidelity.Interval | None = measured("interval")
-    longest: int | None = measured("longest")
-    router: fidelity.Router | None = measured("router")
-    hidden_error: list[Number] | None = measured("hidden_error")
-    categories: dict[str, fidelity.Figures] | None = measured("categories")
-    families: dict[str, fidelity.Figures] | None = measured("families")
-    worst: fidelity.TextFigures | None = measured("worst")
-    per_text: list[fidelity.TextFigures] | None = measured("per_text")
-    evaluated_on: fidelity.HeldOutSet | None = measured("evaluated_on")
-    long: fidelity.PartFigures | None = measured("long")
-    positions: list[fidelity.Band] | None = measured("positions")
-    as_served: dict[str, fidelity.OnCard] | None = measured("as_served")
-    kv_cache: fidelity.KvCache | None = measured("kv_cache")
 
 
-def checked(report: dict[str, Any]) -> RunReport | StitchReport:
+class MeasuredRunReport(RunReport, Fidelity):
+    """report.json of `quantize run` with held-out texts: the keys of a RunReport and of a Fidelity."""
+
+
+def checked(report: Mapping[str, Any]) -> RunReport | StitchReport:
     """A report read from JSON; pydantic.ValidationError without the schema, as those of other versions may be."""
-    return (StitchReport if "stitched" in report else RunReport).model_validate(report)
+    if "stitched" in report:
+        return StitchReport.model_validate(report)
+    return (MeasuredRunReport if "kl" in report else RunReport).model_validate(report)

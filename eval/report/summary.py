@@ -5,12 +5,16 @@ commands that serve its output.
 from __future__ import annotations
 
 import json
+import math
 import shlex
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
 
-from quantizers.recipe.schema import NVFP4, Scheme
+from quantizers.architectures.architecture import Options
+from quantizers.eval.fidelity.figures import Fidelity
+from quantizers.formats.format import ExpertFormat, format_of
 from quantizers.system.formatting import number, size, size_from, text_table
+
+from .schema import Budget, ChosenLayer, Fit, Planned, PlannedRun, Report, RunReport, Schemes, Serving, StitchReport
 
 NAMES = {"gate": "w1 (gate)", "up": "w3 (up)", "down": "w2 (down)"}
 # Options of a server whose need is not plain from their names.
@@ -21,194 +25,202 @@ REASONS = {
 NAMELESS = "PATH_OR_ID"  # in the commands of a model card, until a repository is known
 
 
-def summary(report: dict[str, Any]) -> list[str]:
-    """Sentences of report.json, of a run or a stitch: the gates, and the KL against its limit."""
-    gates = report["gates"]
-    said = f"All {len(gates)} gates passed." if len(gates) > 1 else "The only gate passed."
-    if failed := [gate["name"] for gate in gates if not gate["passed"]]:
-        said = f"{len(failed)} of {len(gates)} gates failed: {', '.join(failed)}."
-    if "kl" not in report:
-        return [said]
+def summary(report: Report) -> list[str]:
+    """Sentences on the gates, and on the KL against its limit."""
+    gates = report.gates
+    words = f"All {len(gates)} gates passed." if len(gates) > 1 else "The only gate passed."
+    if failed := [gate.name for gate in gates if not gate.passed]:
+        words = f"{len(failed)} of {len(gates)} gates failed: {', '.join(failed)}."
+    if not isinstance(report, Fidelity):
+        return [words]
     within = "its recipe sets no limit"
     for gate in gates:
-        if gate["name"] == "kl":
-            side = "within" if gate["passed"] else "above"
-            within = f"{side} the limit of {gate['limit']:.4g} that its recipe sets"
+        if gate.name == "kl":
+            side = "within" if gate.passed else "above"
+            within = f"{side} the limit of {gate.limit:.4g} that its recipe sets"
     return [
-        said,
-        f"KL {number(report['kl']['mean'], '.4f')} nats per token on {report['evaluated_on']['name']}: {within}. "
-        f"Perplexity {number(report['perplexity']['increase'], '+.2%')}, the same most likely token at "
-        f"{number(report['top1'], '.1%')} of the positions.",
+        words,
+        f"KL {number(report.kl.mean, '.4f')} nats per token on {report.evaluated_on.name}: {within}. "
+        f"Perplexity {number(report.perplexity.increase, '+.2%')}, the same most likely token at "
+        f"{number(report.top1, '.1%')} of the positions.",
     ]
 
 
 # Bit budget --------------------------------------------------------------------------------------------------------
 
 
-def limit_text(schemes: dict[str, Any]) -> str:
+def limit_text(budget: Budget) -> str:
     """The recipe's budget in words."""
-    if schemes["unit"] == "bytes":
-        return f"{size(schemes['limit'])} of shards"
-    return f"{schemes['limit']:.6g} bits per expert weight"
+    if budget.unit == "bytes":
+        return f"{size(int(budget.limit))} of shards"
+    return f"{budget.limit:.6g} bits per expert weight"
 
 
-def candidate_lines(schemes: dict[str, Any]) -> list[str]:
+def candidate_lines(budget: Budget) -> list[str]:
     """The candidate schemes, and the bounds of possible budgets."""
     rows = []
-    for row in schemes["candidates"]:
-        least, most = row["layer_bytes"]
-        layer = size(least) if size(least) == size(most) else f"{size(least)} to {size(most)}"
-        gpus = " ".join(map(str, row["tensor_parallel"]))
-        rows.append((row["scheme"], f"{row['bits_per_weight']:g}", layer, size(row["output_bytes"]), gpus))
-    least, most = schemes["candidates"][0], schemes["candidates"][-1]
+    for row in budget.candidates:
+        least, most = map(size, row.layer_bytes)
+        layer = least if least == most else f"{least} to {most}"
+        gpus = " ".join(map(str, row.tensor_parallel))
+        rows.append((row.scheme, f"{row.bits_per_weight:g}", layer, size(row.output_bytes), gpus))
+    smallest, largest = budget.candidates[0], budget.candidates[-1]
     bounds = (
-        f"{size_from(least['output_bytes'])} to {size_from(most['output_bytes'])}"
-        if schemes["unit"] == "bytes"
-        else f"{least['bits_per_weight']:g} to {most['bits_per_weight']:g} bits per weight"
+        f"{size_from(smallest.output_bytes)} to {size_from(largest.output_bytes)}"
+        if budget.unit == "bytes"
+        else f"{smallest.bits_per_weight:g} to {largest.bits_per_weight:g} bits per weight"
     )
-    above = "; above all of them, so every layer gets the best" if schemes["above_the_largest"] else ""
+    above = "; above all of them, so every layer gets the best" if budget.above_the_largest else ""
     return [
-        f"budget {limit_text(schemes)}; possible are {bounds}{above}",
+        f"budget {limit_text(budget)}; possible are {bounds}{above}",
         text_table(("for each layer", "bits per weight", "a layer", "shards, if everywhere", "tensor parallel"), rows),
     ]
 
 
-def choice_lines(schemes: dict[str, Any]) -> list[str]:
+def choice_lines(schemes: Schemes) -> list[str]:
     """The choice in a few lines."""
-    shares, coarsest = schemes["by_matrix"], schemes["coarsest"]
-    kl = [row["loss"][coarsest] for row in schemes["layers"]]
-    numbers = [row["layer"] for row in schemes["layers"]]
+    shares, coarsest = schemes.by_matrix, schemes.coarsest
+    kl = [_loss(row, coarsest) for row in schemes.layers]
+    numbers = [row.layer for row in schemes.layers]
     worst, least = kl.index(max(kl)), kl.index(min(kl))
     parts = ", ".join(f"{NAMES[matrix]} {share:.0%}" for matrix, share in sorted(shares.items(), key=lambda p: -p[1]))
-    above = "; the budget is above the largest possible" if schemes["above_the_largest"] else ""
+    above = "; the budget is above the largest possible" if schemes.above_the_largest else ""
     return [
-        f"{schemes['chosen']}: {size(schemes['output_bytes'])} of shards, {schemes['bits_per_weight']:.4g} bits per "
+        f"{schemes.chosen}: {size(schemes.output_bytes)} of shards, {schemes.bits_per_weight:.4g} bits per "
         f"weight, within {limit_text(schemes)}{above}",
-        *([_gain_line(schemes)] if "gain" in schemes else []),  # not in reports of before it was measured
+        _gain_line(schemes),
         f"predicted KL of a layer as {coarsest}: most {kl[worst]:.2g} (layer {numbers[worst]}), least {kl[least]:.2g} "
         f"(layer {numbers[least]}), first {kl[0]:.2g}; of it {parts}",
     ]
 
 
-def _gain_line(schemes: dict[str, Any]) -> str:
-    gain, (low, high), uniform = schemes["gain"], schemes["gain_interval"], f"{schemes['uniform']} in every layer"
+def _loss(row: ChosenLayer, scheme: str) -> float:
+    loss = row.loss[scheme]
+    return math.nan if loss is None else loss
+
+
+def _gain_line(schemes: Schemes) -> str:
+    gain, (low, high), uniform = schemes.gain, schemes.gain_interval, f"{schemes.uniform} in every layer"
     if not gain:
         return f"no mixture within the budget is predicted to be closer than {uniform}"
     interval = f"{gain:.0%} less KL predicted than with {uniform} ({low:.0%} to {high:.0%})"
     return f"a mixture: {interval}" + ("" if low > 0 else "; no certain gain, so all layers have the same")
 
 
-def layer_rows(schemes: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def layer_rows(schemes: Schemes) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Header and rows of a table: each layer's scheme with its measurements."""
-    coarsest = schemes["coarsest"]
+    coarsest = schemes.coarsest
     header = ("layer", "scheme", "bytes", "predicted KL", f"as {coarsest}", *(f"error of {m}" for m in NAMES))
     rows = []
-    for row in schemes["layers"]:
-        losses = (f"{row['loss'][scheme]:.5f}" for scheme in (row["scheme"], coarsest))
-        errors = (f"{row['by_matrix'][coarsest][matrix] ** 0.5:.2%}" for matrix in NAMES)
-        rows.append((str(row["layer"]), row["scheme"], f"{row['bytes']:,}", *losses, *errors))
+    for row in schemes.layers:
+        losses = (f"{_loss(row, scheme):.5f}" for scheme in (row.scheme, coarsest))
+        errors = (f"{(row.by_matrix[coarsest][matrix] or 0.0) ** 0.5:.2%}" for matrix in NAMES)
+        rows.append((str(row.layer), row.scheme, f"{row.bytes:,}", *losses, *errors))
     return header, rows
 
 
-def under_routed_line(report: dict[str, Any]) -> str:
+def under_routed_line(report: Report) -> str:
     """How many experts got too few routed tokens for the recipe's full `routed_weight`; empty if none did, or if they
     were not counted, as in a stitch.
     """
-    rows = [layer["leaning"] for layer in report["layers"] if layer.get("leaning")]
-    few = sum(row["experts"] for row in rows)
+    if not isinstance(report, RunReport):
+        return ""
+    rows = [layer.leaning for layer in report.layers if layer.leaning]
+    few = sum(row.experts for row in rows)
     if not few:
         return ""
-    experts, weight = report["plan"]["experts_per_layer"], report["settings"]["recipe"]["experts"]["routed_weight"]
-    smallest = min(row["smallest_share"] for row in rows)
+    experts, weight = report.plan.experts_per_layer, report.settings.recipe["experts"]["routed_weight"]
+    smallest = min(row.smallest_share for row in rows)
     return (
-        f"{few:,} of {experts * len(rows):,} experts got fewer than {rows[0]['full_share_at']:,} routed tokens "
+        f"{few:,} of {experts * len(rows):,} experts got fewer than {rows[0].full_share_at:,} routed tokens "
         f"and rely on all tokens in part (smallest share {smallest:.2f} of {weight:g})"
     )
 
 
-def scheme_lines(report: dict[str, Any]) -> list[str]:
+def scheme_lines(report: Report) -> list[str]:
     """`choice_lines` of a report; nothing if the recipe has no budget."""
-    return choice_lines(report["schemes"]) if "schemes" in report else []
+    return choice_lines(report.schemes) if isinstance(report, RunReport) and report.schemes else []
 
 
-def expert_schemes(report: dict[str, Any]) -> list[Scheme]:
-    """The experts' schemes, smallest first; several if layers differ."""
-    if report.get("schemes"):
-        return sorted({Scheme(layer["bits"], layer["group_size"]) for layer in report["schemes"]["layers"]})
-    if "stitched" in report:
-        return sorted(Scheme(**scheme) for scheme in report["experts"]["schemes"])
-    experts = report["settings"]["recipe"]["experts"]
-    if experts.get("format") == "nvfp4":
-        return [replace(NVFP4, activations=experts.get("activations", NVFP4.activations))]
-    return [Scheme(experts["bits"], experts["group_size"])]
+def expert_schemes(report: Planned) -> list[ExpertFormat]:
+    """The experts' schemes, smallest first; several if layers differ, none before a run has chosen within a budget."""
+    if isinstance(report, StitchReport):
+        return sorted(map(format_of, report.experts.schemes))
+    if isinstance(report, RunReport) and report.schemes:
+        return sorted({format_of(layer.as_dict()) for layer in report.schemes.layers})
+    assert isinstance(report, PlannedRun)
+    experts = report.settings.recipe["experts"]
+    by_budget = not {"budget", "bits_per_weight"}.isdisjoint(experts)
+    return [] if by_budget else [format_of(experts)]
 
 
 # Serving -----------------------------------------------------------------------------------------------------------
 
 
-def repository(report: dict[str, Any]) -> str:
+def repository(report: Planned) -> str:
     """The name of the output in commands: the repository that it was last published in, or else NAMELESS."""
-    return str(report.get("published", {}).get("repo", NAMELESS))
+    return report.published.repo if report.published else NAMELESS
 
 
-def without_vllm(about: dict[str, Any]) -> str:
+def without_vllm(servers: Sequence[str], *, transformers: bool = True) -> str:
     """A sentence on why there is no command for vLLM: it has no model of the family, or none is known here.
 
-    `about` is the report's `serving`, or another mapping with its `servers`.
+    Args:
+        servers: those that know the family; `transformers`: whether it knows the type of model.
     """
-    if about["servers"]:
+    if servers:
         return "No release of vLLM that was known when this was made has a model of this family."
     backend = "vLLM may take it with a model of its own or by its Transformers backend, which nobody has served here"
     return "Nothing is known here of the servers of this model type, so none was checked" + (
-        f"; {backend}." if about.get("transformers", True) else "."
+        f"; {backend}." if transformers else "."
     )
 
 
-def vllm_command(about: dict[str, Any], place: str) -> str | None:
+def vllm_command(about: Serving, place: str, attention: str = "") -> str | None:
     """The command for vLLM, over several lines; None if no known release has a model of the family.
 
     Args:
-        about: the report's `serving`. A row of `fits` may have an `attention_backend` that its GPUs need.
         place: the checkpoint's folder or Hub id.
+        attention: an option that the GPUs need for their attention backend, if they need one.
     """
-    if "vllm" not in about["servers"]:
+    if "vllm" not in about.servers:
         return None
-    best, options = _best(about), vllm_options(about)
+    best, options = _best(about), vllm_options(about.parsers)
     if best:
-        divided = [kind for kind in ("pipeline", "tensor") if best[f"{kind}_parallel"] > 1]
-        options = [f"--{kind}-parallel-size {best[f'{kind}_parallel']}" for kind in divided] + options
-        options += [f"--kv-cache-dtype {best['kv']}"] if best["kv"] != "auto" else []
-        options += [best["attention_backend"]] if "attention_backend" in best else []
-        options += [f"--max-model-len {best['context']}", f"--gpu-memory-utilization {best['utilisation']}"]
-    if about["sampling"]:
-        options.append(f"--override-generation-config '{json.dumps(about['sampling'])}'")
+        divided = {"pipeline": best.pipeline_parallel, "tensor": best.tensor_parallel}
+        options = [f"--{kind}-parallel-size {ranks}" for kind, ranks in divided.items() if ranks > 1] + options
+        options += [f"--kv-cache-dtype {best.kv}"] if best.kv != "auto" else []
+        options += [attention] if attention else []
+        options += [f"--max-model-len {best.context}", f"--gpu-memory-utilization {best.utilisation}"]
+    if about.sampling:
+        options.append(f"--override-generation-config '{json.dumps(about.sampling)}'")
     return " \\\n    ".join([f"vllm serve {place}", *options])
 
 
-def sglang_command(about: dict[str, Any], place: str) -> str | None:
+def sglang_command(about: Serving, place: str) -> str | None:
     """The command for SGLang; None if it does not know the family."""
-    if about["sglang"] is None:
+    if about.sglang is None:
         return None
     best = _best(about)
-    ranks = [f"--tp-size {best['tensor_parallel']}"] if best and best["tensor_parallel"] > 1 else []
-    words = [f"python -m sglang.launch_server --model-path {place}", *ranks, *flags(about["sglang"])]
+    ranks = [f"--tp-size {best.tensor_parallel}"] if best and best.tensor_parallel > 1 else []
+    words = [f"python -m sglang.launch_server --model-path {place}", *ranks, *flags(about.sglang)]
     return " \\\n    ".join(words)
 
 
-def vllm_options(about: dict[str, Any]) -> list[str]:
+def vllm_options(parsers: Options) -> list[str]:
     """The options of vLLM that the model's family wants, parsers of tool calls and reasoning among them."""
-    tools = ["--enable-auto-tool-choice"] if "tool-call-parser" in about["parsers"] else []
-    return tools + flags(about["parsers"])
+    tools = ["--enable-auto-tool-choice"] if "tool-call-parser" in parsers else []
+    return tools + flags(parsers)
 
 
-def flags(options: dict[str, Any]) -> list[str]:
+def flags(options: Options) -> list[str]:
     """Options as they are typed; `true` stands for one without a value."""
     return [
         f"--{option}" if value is True else f"--{option} {shlex.quote(str(value))}" for option, value in options.items()
     ]
 
 
-def _best(about: dict[str, Any]) -> dict[str, Any] | None:
+def _best(about: Serving) -> Fit | None:
     """The division of the model that fits on the fewest GPUs."""
-    fitting = [row for row in about["fits"] if row["fits"]]
-    return min(fitting, key=lambda row: row["tensor_parallel"] * row["pipeline_parallel"], default=None)
+    fitting = [row for row in about.fits if row.fits]
+    return min(fitting, key=lambda row: row.tensor_parallel * row.pipeline_parallel, default=None)

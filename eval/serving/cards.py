@@ -37,7 +37,8 @@ from typing import Literal, TypeGuard
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import MATRICES, PROJECTIONS
-from quantizers.recipe.schema import Card
+from quantizers.formats.format import Format
+from quantizers.recipe.cards import Card
 from quantizers.system.errors import InputError
 
 from . import engines
@@ -65,6 +66,8 @@ NVFP4_KNOWN = {
     TRANSFORMERS: UNSCALED,
     SGLANG.name: "known of SGLang 0.5.23 on NVIDIA GPUs from SM80: FP4 products on SM100, elsewhere weights alone",
 }
+# What is known of experts in other formats than integers and FP8, by the kind of the format and engine.
+KNOWN: dict[str | None, dict[str, str]] = {"nvfp4": NVFP4_KNOWN, "nvfp4-a4": NVFP4_KNOWN}
 # docs/how-to/serve-with-vllm.md has the table with file and line of all others.
 NEGATIVE_SCALES = (
     "group scales may be negative; not verified for FlashInfer's TRT-LLM MXINT4 on SM100, for vLLM's Marlin with 8-bit "
@@ -108,8 +111,8 @@ def refusal(engine: engines.Engine, lookup: Lookup) -> str | None:
 def condition(engine: str, lookup: Lookup) -> str | None:
     """What an engine called `engine` needs for a scheme besides being there; None if nothing."""
     scheme = lookup.scheme
-    if scheme is not None and scheme.is_nvfp4:
-        return NVFP4_KNOWN.get(engine)
+    if scheme is not None and scheme.kind in KNOWN:
+        return KNOWN[scheme.kind].get(engine)
     if not is_packed(scheme) or engine == SGLANG.name:
         return None
     if engine == TRANSFORMERS:
@@ -131,14 +134,10 @@ def for_ktransformers(facts: Architecture, schemes: Iterable[ServedScheme | None
 # By card -------------------------------------------------------------------------------------------------------------
 
 Where = Literal["linear", "experts"]
-Kind = Literal["blocks", "rows", "packed", "nvfp4", "nvfp4-a4", "plain"]
+# Tables of kernels are by the `kind` of the stored format.
 Activations = Literal[
     "bfloat16", "FP8 per 128", "FP8 per 128, power of two", "FP8 per token", "int8 per token", "NVFP4"
 ]
-KINDS: dict[Kind, str] = {
-    "blocks": "FP8 in blocks", "rows": "FP8 per row", "packed": "packed integers", "plain": "BF16",
-    "nvfp4": "NVFP4 W4A16", "nvfp4-a4": "NVFP4 W4A4",
-}  # fmt: skip
 WHERE: dict[Where, str] = {"linear": "linear layers", "experts": "experts"}
 UNQUANTIZED = "unquantized"
 NOT_KNOWN = "not known"
@@ -181,7 +180,7 @@ SCALED_MM = Kernel("torch._scaled_mm", activations="FP8 per token")
 AMX = Kernel("AMX", weights="bfloat16")
 AMX_INTEGERS = Kernel("AMX", activations="int8 per token")
 
-LINEAR_KERNELS: dict[Card, dict[Kind, Kernel]] = {
+LINEAR_KERNELS: dict[Card, dict[str, Kernel]] = {
     "ampere": {"blocks": MARLIN_ROUNDED, "rows": MARLIN_ROWS, "packed": MARLIN_ROUNDED},
     "ada": {"blocks": MARLIN_ROUNDED, "rows": CUTLASS_ROWS, "packed": MARLIN_ROUNDED},
     "hopper": {"blocks": DEEP_GEMM, "rows": CUTLASS_ROWS, "packed": MARLIN_ROUNDED},
@@ -189,7 +188,7 @@ LINEAR_KERNELS: dict[Card, dict[Kind, Kernel]] = {
     "blackwell": {"blocks": DEEP_GEMM, "rows": CUTLASS_ROWS, "packed": MARLIN_ROUNDED},
     "vllm-cpu": {"blocks": AMX, "rows": SCALED_MM, "packed": AMX},
 }
-EXPERT_KERNELS: dict[Card, dict[Kind, Kernel]] = {
+EXPERT_KERNELS: dict[Card, dict[str, Kernel]] = {
     "ampere": {"blocks": MARLIN_ROUNDED, "rows": MARLIN_ROWS, "packed": MARLIN_ROUNDED},
     "ada": {"blocks": TRITON_BLOCKS, "rows": TRITON_ROWS, "packed": MARLIN_ROUNDED},
     "hopper": {"blocks": TRITON_BLOCKS, "rows": CUTLASS_ROWS, "packed": MARLIN_ROUNDED},
@@ -201,7 +200,7 @@ for _card in ("ampere", "ada", "hopper", "blackwell"):
 EXPERT_KERNELS[NO_E8M0] = EXPERT_KERNELS["hopper"]
 EXPERT_KERNELS["blackwell"]["nvfp4-a4"] = Kernel("native FP4", activations="NVFP4")
 # SGLang 0.5.23's for linear modules. Its experts in packed integers are Marlin's on all of them.
-SGLANG_LINEARS: dict[Card, dict[Kind, str]] = {
+SGLANG_LINEARS: dict[Card, dict[str, str]] = {
     "ampere": {"blocks": f"{REFUSED}: 'Unsupported weight strategy=block'", "rows": "Marlin"},
     "ada": {"blocks": "Triton", "rows": "CUTLASS"},
     "hopper": {"blocks": "DeepGEMM", "rows": "CUTLASS"},
@@ -209,13 +208,22 @@ SGLANG_LINEARS: dict[Card, dict[Kind, str]] = {
 }
 
 
-def kernel(card: Card, where: Where, kind: Kind, shape: tuple[int, ...]) -> Kernel:
-    """The kernel for a matrix (R, C) that is stored so."""
+def kernel(card: Card, where: Where, form: Format, shape: tuple[int, ...]) -> Kernel:
+    """The kernel for a matrix (R, C) in this format; an InputError if nothing is known of it."""
+    found = _kernel(card, where, form.kind, shape)
+    if found is None:
+        raise InputError(
+            f"as served on {card}: {form.description} is not known for {WHERE[where]}; leave this card out"
+        )
+    return found
+
+
+def _kernel(card: Card, where: Where, kind: str, shape: tuple[int, ...]) -> Kernel | None:
     if kind == "plain":
         return PLAIN
     found = (LINEAR_KERNELS if where == "linear" else EXPERT_KERNELS)[card].get(kind)
     if found is None:
-        raise InputError(f"as served on {card}: {KINDS[kind]} is not known for {WHERE[where]}; leave this card out")
+        return None
     # vLLM's should_use_deepgemm_for_fp8_linear
     return CUTLASS_BLOCKS if found.name == DEEP_GEMM.name and (shape[0] % 64 or shape[1] % 128) else found
 
@@ -227,23 +235,25 @@ def on_card(engine: engines.Engine, card: Card, lookup: Lookup, facts: Architect
         return f"{REFUSED}: {problem}"
     if scheme is None:
         return UNQUANTIZED
-    if scheme.is_nvfp4:
-        if not routed or card == "vllm-cpu":
-            return NOT_KNOWN
-        return EXPERT_KERNELS[card]["nvfp4-a4" if scheme.activations else "nvfp4"].name
     where: Where = "experts" if routed else "linear"
-    shape = lookup.members[0].shape
+
+    def named(kind: str) -> str:
+        found = _kernel(card, where, kind, lookup.members[0].shape)
+        return found.name if found else NOT_KNOWN
+
+    if scheme.kind in KNOWN:
+        return named(str(scheme.kind))
     if not is_packed(scheme):
-        kind: Kind = "blocks" if scheme.strategy == "block" else "rows"
+        kind = "blocks" if scheme.strategy == "block" else "rows"
         if engine.is_sglang:
             return "Triton" if routed else SGLANG_LINEARS[card][kind]
         if routed and card == "vllm-cpu" and kind == "rows":
             return f"{REFUSED}: no kernel for experts in FP8 rows"
-        return kernel(card, where, kind, shape).name
+        return named(kind)
     if engine.is_sglang:
         return MARLIN
     if not routed:
-        return kernel(card, where, "packed", shape).name
+        return named("packed")
     if card == "vllm-cpu":  # CPUExpertsInt4
         if scheme.bits != 4 or not scheme.symmetric or scheme.group_size == 32:
             return f"{REFUSED}: its kernel takes symmetric INT4 in groups of 64 or 128"
@@ -251,4 +261,4 @@ def on_card(engine: engines.Engine, card: Card, lookup: Lookup, facts: Architect
     kernels = moe_kernels(scheme)
     if card == "blackwell" and (scheme.bits, scheme.group_size, scheme.symmetric) == (4, 32, True):
         return "TRT-LLM or Marlin"  # the former on SM100 alone, and not for every routing
-    return kernel(card, where, "packed", shape).name if kernels[0] == MARLIN else kernels[0]
+    return named("packed") if kernels[0] == MARLIN else kernels[0]

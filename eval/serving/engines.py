@@ -28,12 +28,14 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from quantizers.architectures.architecture import Architecture, ServerFacts, ServerName
 from quantizers.architectures.fused import FUSED, FUSED_IN_SOME
 from quantizers.architectures.matrices import MATRICES, PROJECTIONS
-from quantizers.recipe.schema import NVFP4
+from quantizers.formats.format import QuantizedFormat, expert_formats
+from quantizers.formats.fp8 import Fp8Blocks, Fp8Rows
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
@@ -86,17 +88,26 @@ class ServedScheme:
     target: str = field(default="", compare=False)
 
     def __str__(self) -> str:
-        if self.is_nvfp4:
-            return f"NVFP4 W4A{4 if self.activations else 16}"
+        if self.form is not None:
+            return str(self.form)
         name = {"int": "INT", "float": "FP"}.get(self.type, self.type) + str(self.bits)
         if self.strategy == "block" and self.block:
             return f"{name} block {self.block[0]}x{self.block[1]}"
         return f"{name} group {self.group_size}" if self.strategy == "group" else f"{name} per {self.strategy}"
 
+    @cached_property
+    def form(self) -> QuantizedFormat | None:
+        """The stored format that it declares; None if this program never writes it."""
+        weights = {"type": self.type, "num_bits": self.bits, "strategy": self.strategy, "group_size": self.group_size}
+        weights |= {"block_structure": self.block}
+        inputs = json.loads(self.activations) if self.activations else None
+        known: tuple[type[QuantizedFormat], ...] = (*expert_formats().values(), Fp8Blocks, Fp8Rows)
+        return next((form for one in known if (form := one.of_config_group(weights, inputs))), None)
+
     @property
-    def is_nvfp4(self) -> bool:
-        """Whether weights are FP4 with a scale per group and one of the matrix; activations are too, if there are."""
-        return (self.type, self.bits, self.strategy, self.group_size) == ("float", 4, "tensor_group", NVFP4.group_size)
+    def kind(self) -> str | None:
+        """That of its stored format, by which cards.py lists kernels; None if this program never writes it."""
+        return None if self.form is None else self.form.kind
 
     @property
     def origin(self) -> str:

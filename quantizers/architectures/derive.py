@@ -81,7 +81,7 @@ def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...])
     tokens = torch.arange(TOKENS).unsqueeze(0)
     for argument in differing_arguments(skeleton.calls_with(tokens), skeleton.calls(TOKENS)):
         raise ArchitectureError(
-            f"{skeleton.name}: {argument} depends on the tokens, not on their number alone; {NOT_BY_LAYER}"
+            skeleton.name, f"{argument} depends on the tokens, not on their number alone", NOT_BY_LAYER
         )
     kinds = [Kind(numbers, *probe(skeleton, numbers[0], handed)) for numbers in kinds_of_layers(skeleton)]
     roles = _common([kind.roles for kind in kinds if kind.roles])
@@ -145,13 +145,15 @@ def of_family(family: Family, config: dict[str, Any]) -> Architecture:
     for key, expected in family.asserts.items():
         if key in config and config[key] != expected:
             raise ArchitectureError(
-                f"{key} is {reprlib.repr(config[key])}, but the facts of {family.model_type} rely on "
-                f"{expected!r}; such a model would be computed wrongly and is refused; give another model"
+                "",
+                f"{key} is {reprlib.repr(config[key])}, but the facts of {family.model_type} rely on {expected!r}; "
+                "such a model would be computed wrongly and is refused",
+                "give another model",
             )
     try:
         facts = Architecture.model_validate(_with_data(family, config))
     except ValidationError as failure:
-        raise ArchitectureError(f"{failure.errors()[0]['msg']}; correct the data about the family") from None
+        raise ArchitectureError("", failure.errors()[0]["msg"], "correct the data about the family") from None
     _require_possible(facts)
     return facts
 
@@ -164,7 +166,9 @@ def _with_data(family: Family, config: dict[str, Any]) -> dict[str, Any]:
     modules = {path for layer in skeleton.layers for path, _ in layer.named_modules()}
     for key, path in (("norm", own.norm), ("router", own.router), ("experts", own.experts)):
         if path not in modules:
-            raise ArchitectureError(f"roles.{key}: no layer of {family.model_class} has a module {path}; correct it")
+            raise ArchitectureError(
+                f"roles.{key}", f"no layer of {family.model_class} has a module {path}", "correct it"
+            )
     roles = Roles(
         experts=own.experts,
         router_weight=f"{own.router}.weight",
@@ -213,7 +217,9 @@ def _mtp(family: Family, config: Mapping[str, Any], facts: Mapping[str, Any]) ->
     key = family.mtp_layer.layers
     count = config.get(key) or 0
     if type(count) is not int or not 0 <= count <= MOST_MTP_LAYERS:
-        raise ArchitectureError(f"{key} is {reprlib.repr(count)}; a whole number from 0 to {MOST_MTP_LAYERS} is needed")
+        raise ArchitectureError(
+            "", f"{key} is {reprlib.repr(count)}", f"a whole number from 0 to {MOST_MTP_LAYERS} is needed"
+        )
     sizes = facts["sizes"]
     own = {
         name: {
@@ -236,7 +242,9 @@ def _require_sane(config: Mapping[str, Any]) -> None:
         limit = limits.get(key, LARGEST_SIZE)
         known = key in limits and value is not None and (type(value) is not int or value < 1)
         if known or (type(value) is int and value > limit and (key in limits or key.endswith(OF_SIZES))):
-            raise ArchitectureError(f"{key} is {reprlib.repr(value)}; a whole number from 1 to {limit} is needed")
+            raise ArchitectureError(
+                "", f"{key} is {reprlib.repr(value)}", f"a whole number from 1 to {limit} is needed"
+            )
 
 
 def _require_possible(facts: Architecture) -> None:
@@ -260,7 +268,7 @@ def _require_possible(facts: Architecture) -> None:
     elif "kv_heads" in keys and facts.num_heads % facts.num_kv_heads:
         problem = f"{keys['kv_heads']} does not divide {keys['heads']}"
     if problem:
-        raise ArchitectureError(f"{problem}; correct this file")
+        raise ArchitectureError("", problem, "correct this file")
 
 
 def skeleton_of(config: dict[str, Any]) -> Skeleton:
@@ -271,7 +279,7 @@ def skeleton_of(config: dict[str, Any]) -> Skeleton:
     """
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise ArchitectureError("architectures does not name the model's class; give a published config.json")
+        raise ArchitectureError("", "architectures does not name the model's class", "give a published config.json")
     import transformers
 
     found = model_class(names[0], "architectures")
@@ -279,21 +287,24 @@ def skeleton_of(config: dict[str, Any]) -> Skeleton:
         skeleton = Skeleton(found, config_of(found, config))
     except FAILURES as failure:
         reason = " ".join(str(failure).split())
-        itself = "; correct this file"
-        if not can_be_made(found):
-            itself = ", nor of its class's own defaults; give another model, or use another version of transformers"
+        version = f"transformers {transformers.__version__}"
+        problem = f"{version} cannot make {names[0]} of it ({type(failure).__name__}: {reason})"
+        if can_be_made(found):
+            raise ArchitectureError("", problem, "correct this file") from None
         raise ArchitectureError(
-            f"transformers {transformers.__version__} cannot make {names[0]} of it ({type(failure).__name__}: "
-            f"{reason}){itself}"
+            "",
+            f"{problem}, nor of its class's own defaults",
+            "give another model, or use another version of transformers",
         ) from None
     if getattr(skeleton.config, "is_encoder_decoder", False):
         raise ArchitectureError(
-            f"architectures: {names[0]} has an encoder, which this program does not compute; give a model that is a "
-            "decoder alone"
+            "architectures",
+            f"{names[0]} has an encoder, which this program does not compute",
+            "give a model that is a decoder alone",
         )
     if skeleton.model.get_output_embeddings() is None:
         raise ArchitectureError(
-            f"architectures: {names[0]} has no head that predicts tokens; give a model that has one"
+            "architectures", f"{names[0]} has no head that predicts tokens", "give a model that has one"
         )
     text = skeleton.config.get_text_config()
     given = [c.arguments.get("position_embeddings") for c in skeleton.calls(TOKENS)]
@@ -301,9 +312,11 @@ def skeleton_of(config: dict[str, Any]) -> Skeleton:
     for rotated in {one[0].shape[-1] for one in given if isinstance(one, tuple)}:
         if (rotary and rotated != rotary) or (said and rotated > said + said % 2):  # in pairs
             raise ArchitectureError(
+                "",
                 f"{f'rotary_dim is {rotary}' if rotary else f'{FACTOR} means {said}'}, but {names[0]} of transformers "
                 f"{transformers.__version__} rotates {rotated} channels of each head; such a model would be computed "
-                "wrongly and is refused; give another model"
+                "wrongly and is refused",
+                "give another model",
             )
     return skeleton
 
@@ -323,13 +336,14 @@ class Kind(NamedTuple):
 def _common(found: Sequence[Roles]) -> Roles:
     """The roles of all layers with experts, with the largest number of each probe; refuses those that differ."""
     if not found:
-        raise ArchitectureError("no layer has routed experts; give a mixture-of-experts model")
+        raise ArchitectureError("", "no layer has routed experts", "give a mixture-of-experts model")
     for one in found[1:]:
         for name in ("experts", "router_weight", "router_follows", "norm", "norm_offset", "chosen", "scoring", "idle"):
             if getattr(one, name) != getattr(found[0], name):
                 raise ArchitectureError(
-                    f"in some layers {name} is {getattr(found[0], name)}, in others {getattr(one, name)}; "
-                    f"{NOT_QUANTIZED}"
+                    "",
+                    f"in some layers {name} is {getattr(found[0], name)}, in others {getattr(one, name)}",
+                    NOT_QUANTIZED,
                 )
     readers = tuple(dict.fromkeys(reader for one in found for reader in one.readers))
     probes = {name: max(one.probes[name] for one in found) for name in found[0].probes}
@@ -496,9 +510,10 @@ def _experts(
             fused[name] = [matrix]
         else:
             raise ArchitectureError(
-                f"{stored.prefix}{number}.{name} holds the experts in a layout of its own, "
-                f"{list(shape)}; this program cannot read it; give a checkpoint with one "
-                "tensor for each expert's matrix"
+                "",
+                f"{stored.prefix}{number}.{name} holds the experts in a layout of its own, {list(shape)}; this "
+                "program cannot read it",
+                "give a checkpoint with one tensor for each expert's matrix",
             )
     (prefix,) = prefixes or {f"{module}."}
     linears = {m: {"name": names.get(m, PROJECTIONS[m]), "shape": shapes[m]} for m in MATRICES}

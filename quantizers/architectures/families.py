@@ -44,7 +44,7 @@ def architecture_for(
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
-        raise ArchitectureError(f"{where}: model_type is missing; give a transformers checkpoint")
+        raise ArchitectureError(where, "model_type is missing", "give a transformers checkpoint")
     if isinstance(own, Architecture):
         return own
     given: Known | None = None
@@ -52,8 +52,9 @@ def architecture_for(
         given = load(own, Family if "roles" in parse(own, ArchitectureError)[0] else Architecture, ArchitectureError)
         if given.model_type != model_type:
             raise ArchitectureError(
-                f"{where}: model_type is {reprlib.repr(model_type)}, but {own} holds the facts of "
-                f"{given.model_type!r}; give the facts of this model"
+                where,
+                f"model_type is {reprlib.repr(model_type)}, but {own} holds the facts of {given.model_type!r}",
+                "give the facts of this model",
             )
         if isinstance(given, Architecture):
             return given
@@ -67,12 +68,13 @@ def architecture_for(
 
             return derived_architecture(config, tensors)
     except ArchitectureError as failure:
-        raise ArchitectureError(f"{where}: {failure}") from None
+        raise ArchitectureError(where, failure.without_remedy, failure.remedy) from None
     is_moe = any("expert" in key for key in config)
     reason = "no facts for this architecture" if is_moe else "not a mixture-of-experts model that is known here"
     raise ArchitectureError(
-        f"{where}: model_type {model_type!r}: {reason}; give one of {', '.join(known())}, or facts of your own, "
-        "as docs/how-to/add-a-family.md explains"
+        where,
+        f"model_type {model_type!r}: {reason}",
+        f"give one of {', '.join(known())}, or facts of your own, as docs/how-to/add-a-family.md explains",
     )
 
 

@@ -116,7 +116,7 @@ def probe(skeleton: Skeleton, number: int, handed: HandedFacts | None = None) ->
 
     def refuse(*_: Any, **__: Any) -> None:
         raise ArchitectureError(
-            f"{model}: a text goes through {path} and {' and '.join(others)} of one layer; {NOT_QUANTIZED}"
+            model, f"a text goes through {path} and {' and '.join(others)} of one layer", NOT_QUANTIZED
         )
 
     called: list[torch.nn.Module] = []
@@ -134,8 +134,9 @@ def probe(skeleton: Skeleton, number: int, handed: HandedFacts | None = None) ->
                 batch = math.inf if handed else _batch(skeleton, number, layer, path)
         except KeyError as failure:
             raise ArchitectureError(
-                f"{model}: layer {number} cannot run alone: it looks for {failure}, which another layer makes; "
-                f"{NOT_BY_LAYER}"
+                model,
+                f"layer {number} cannot run alone: it looks for {failure}, which another layer makes",
+                NOT_BY_LAYER,
             ) from None
         idle = [f"{other}.{name}" for other in others for name in layer.get_submodule(other).state_dict()]
         paths = {name for name, module in layer.named_modules() if module in called}
@@ -155,8 +156,9 @@ def require_usable(roles: Roles, model_type: str) -> None:
     for name, meaning in needed.items():
         if name not in explained and not roles.probes[name] < EXACT:
             raise ArchitectureError(
-                f"model type {model_type}: {meaning} (probe {name}: {roles.probes[name]:.2g} where 0 is needed); "
-                f"{NOT_QUANTIZED}"
+                f"model type {model_type}",
+                f"{meaning} (probe {name}: {roles.probes[name]:.2g} where 0 is needed)",
+                NOT_QUANTIZED,
             )
 
 
@@ -207,7 +209,7 @@ def _experts_path(skeleton: Skeleton, number: int) -> str | None:
         return path
     if all("shared" in path for path in sizes):
         return None
-    raise ArchitectureError(f"{skeleton.name}: its experts are not held in {' and '.join(FUSED)}; {NOT_QUANTIZED}")
+    raise ArchitectureError(skeleton.name, f"its experts are not held in {' and '.join(FUSED)}", NOT_QUANTIZED)
 
 
 def _called_experts(layer: torch.nn.Module) -> dict[str, int]:
@@ -291,8 +293,9 @@ def find_handed(skeleton: Skeleton) -> HandedFacts | None:
     if others or len(shapes | {tuple(call.states.shape[:2])}) != 1 or len(dtypes) != 1:
         names = ", ".join(sorted({name for name, _ in places}))
         raise ArchitectureError(
-            f"{skeleton.name}: its layers hand on more than hidden states and one number, or list, for each token "
-            f"({names}); {NOT_BY_LAYER}"
+            skeleton.name,
+            f"its layers hand on more than hidden states and one number, or list, for each token ({names})",
+            NOT_BY_LAYER,
         )
     ((argument, entry),) = places
     return HandedFacts.model_validate(
@@ -330,7 +333,7 @@ class _Layer:
         self.x, self.index, self.weight = self.arguments
 
     def _refused(self, reason: str) -> ArchitectureError:
-        return ArchitectureError(f"{self.model}: {reason}; {NOT_QUANTIZED}")
+        return ArchitectureError(self.model, reason, NOT_QUANTIZED)
 
     def _require_plain(self) -> None:
         shapes = {name: list(p.shape) for name, p in self.experts.named_parameters()}
@@ -367,7 +370,7 @@ class _Layer:
     def _observe(self, name: str, _: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """A hook of the module of this name, which keeps its inputs and outputs."""
         if name == self.path and name in self.inputs:
-            raise ArchitectureError(f"{self.model}: its experts are called twice in a layer; give another model")
+            raise ArchitectureError(self.model, "its experts are called twice in a layer", "give another model")
         self.inputs[name], self.outputs[name] = (*args, *kwargs.values()), output
 
     def roles(self) -> Roles:

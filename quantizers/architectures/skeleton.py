@@ -217,8 +217,9 @@ class Skeleton:
             except (TypeError, ValueError, IndexError, AttributeError, RuntimeError) as failure:
                 reason = " ".join(str(failure).split())
         raise ArchitectureError(
-            f"{self.name}: it cannot run with layers that pass their states on ({reason}), or without more than text; "
-            f"{NOT_BY_LAYER}"
+            self.name,
+            f"it cannot run with layers that pass their states on ({reason}), or without more than text",
+            NOT_BY_LAYER,
         )
 
     def put(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -309,8 +310,9 @@ def model_class(name: str, source: str) -> Any:
     found = getattr(transformers, name, None)
     if not hasattr(found, "config_class"):
         raise ArchitectureError(
-            f"{source}: transformers {transformers.__version__} has no {name}; give a model that it has, or facts with "
-            "`source.facts` that name another class"
+            source,
+            f"transformers {transformers.__version__} has no {name}",
+            "give a model that it has, or facts with `source.facts` that name another class",
         )
     return found
 
@@ -346,12 +348,15 @@ def config_of(model_class: Any, config: Mapping[str, Any]) -> Any:
     if rotary is not None:
         head = _head_size(text)
         if type(rotary) is not int or not 0 < rotary <= head or rotary % 2:
-            raise ArchitectureError(f"rotary_dim is {reprlib.repr(rotary)}; an even number up to {head} is needed")
+            raise ArchitectureError(
+                "", f"rotary_dim is {reprlib.repr(rotary)}", f"an even number up to {head} is needed"
+            )
         stated = text.rope_parameters.setdefault(FACTOR, rotary / head)
         if stated != rotary / head:
             raise ArchitectureError(
-                f"rope_parameters.{FACTOR} is {reprlib.repr(stated)}, but rotary_dim means "
-                f"{rotary / head}; correct one of the two"
+                "",
+                f"rope_parameters.{FACTOR} is {reprlib.repr(stated)}, but rotary_dim means {rotary / head}",
+                "correct one of the two",
             )
     return made
 
@@ -368,7 +373,9 @@ def _refuse_two_meanings(config: Mapping[str, Any]) -> None:
             first, before = said.setdefault("rope_type" if key == "type" else key, (name, value))
             if before != value:
                 raise ArchitectureError(
-                    f"{first} is {reprlib.repr(before)}, but {name} is {reprlib.repr(value)}; correct one of the two"
+                    "",
+                    f"{first} is {reprlib.repr(before)}, but {name} is {reprlib.repr(value)}",
+                    "correct one of the two",
                 )
 
 
@@ -539,7 +546,7 @@ def _decoder_layers(model: torch.nn.Module) -> tuple[str, torch.nn.ModuleList]:
     }
     if not decoders:
         raise ArchitectureError(
-            f"{type(model).__name__} has no layers with a module called experts; give a mixture-of-experts model"
+            "", f"{type(model).__name__} has no layers with a module called experts", "give a mixture-of-experts model"
         )
     # The experts themselves may be a list within such a layer: the outermost has the most.
     name = max(decoders, key=lambda one: (sum(p.numel() for p in decoders[one].parameters()), -one.count(".")))

@@ -127,8 +127,10 @@ def sort_out(skeleton: Skeleton, headers: Mapping[str, Header], idle: Collection
             layers[place.layer][within] = place
     if len(prefixes) != 1:
         raise ArchitectureError(
+            "",
             f"the tensors of its layers begin with {' and '.join(sorted(prefixes)) or 'nothing known'}; "
-            f"{skeleton.name} needs one beginning; give the published checkpoint"
+            f"{skeleton.name} needs one beginning",
+            "give the published checkpoint",
         )
     prefix, order = prefixes.pop(), {name: number for number, name in enumerate(skeleton.parameters)}
 
@@ -162,8 +164,9 @@ def _converted(
             if wrong or not made:
                 shapes = ", ".join(f"{name} {list(headers[name].shape)}" for name in full)
                 raise ArchitectureError(
-                    f"transformers cannot make the parameters of {skeleton.name} of {shapes} ({reason}); the files are "
-                    "incomplete, or of another model than config.json says"
+                    "",
+                    f"transformers cannot make the parameters of {skeleton.name} of {shapes} ({reason})",
+                    "the files are incomplete, or of another model than config.json says",
                 )
             result |= {name.removeprefix(f"{skeleton.path}.{number}."): parts for name in made}
     return result
@@ -186,8 +189,9 @@ def _other_experts(skeleton: Skeleton, headers: Mapping[str, Header]) -> set[int
     first = made[f"{skeleton.path}.{place.layer}.{place.parameter}"]
     if not torch.equal(first, torch.arange(len(first)).view(-1, 1, 1).expand_as(first).float()):
         raise ArchitectureError(
-            f"{layer}.experts: {skeleton.name} sends a text through experts that are not stored as the first ones; "
-            f"{NOT_QUANTIZED}"
+            f"{layer}.experts",
+            f"{skeleton.name} sends a text through experts that are not stored as the first ones",
+            NOT_QUANTIZED,
         )
     return set(numbers.values()) - set(range(len(first)))
 
@@ -223,6 +227,7 @@ def require_complete(skeleton: Skeleton, stored: StoredTensors, idle: Collection
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise ArchitectureError(
-            f"{skeleton.name} computes with {missing[0]}{more}, but no tensor in the files is that; the files are "
-            "incomplete, or of another model than config.json says"
+            "",
+            f"{skeleton.name} computes with {missing[0]}{more}, but no tensor in the files is that",
+            "the files are incomplete, or of another model than config.json says",
         )

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quantizers.architectures.matrices import MATRICES
-from quantizers.layers.context import Context
+from quantizers.eval.report.schema import ChosenLayer, PlannedSchemes, Schemes
+from quantizers.formats.packed_integers import Integers
 from quantizers.output import journal
 from quantizers.output.journal import finished_report, refuse_changes
 from quantizers.planning.allocation import Allocation
-from quantizers.recipe.schema import Scheme, counted
+from quantizers.recipe.schema import counted
 from quantizers.system.errors import InputError
+from quantizers.walk.context import Context
 
 if TYPE_CHECKING:
     import torch
@@ -70,34 +72,40 @@ def choose(allocation: Allocation, entries: Entries) -> Choice:
     return Choice(mixture if low > 0 else allocation.uniform(uniform), uniform, float(gain), (low, high))
 
 
-def describe_choice(allocation: Allocation, entries: Entries) -> dict[str, Any]:
+def describe_choice(allocation: Allocation, entries: Entries) -> Schemes:
     """For report.json and `quantize plan`: candidates, bounds, and each layer's scheme with its measurements."""
     choice = choose(allocation, entries)
     picked = choice.picked
     schemes, coarsest = [allocation.candidates[index] for index in picked], str(allocation.candidates[0])
     layers = [
-        {
-            "layer": entry["layer"],
-            "scheme": str(scheme),
-            "bits": scheme.bits,
-            "group_size": scheme.group_size,
-            "bytes": row[index],
-            **{key: entry[key] for key in ("kl", "disturbance", "loss", "error", "by_matrix", "experts")},
-        }
+        ChosenLayer(
+            layer=entry["layer"],
+            scheme=str(scheme),
+            bits=scheme.bits,
+            group_size=scheme.group_size,
+            bytes=row[index],
+            kl=entry["kl"],
+            disturbance=entry["disturbance"],
+            loss=entry["loss"],
+            error=entry["error"],
+            by_matrix=entry["by_matrix"],
+            experts=entry["experts"],
+        )
         for scheme, index, entry, row in zip(schemes, picked, entries, allocation.shard_bytes, strict=True)
     ]
-    return allocation.as_dict() | {
-        "chosen": counted(schemes),
-        "output_bytes": allocation.output_bytes(picked),
-        "bits_per_weight": allocation.bits_per_weight(picked),
-        "predicted_kl": sum(entry["loss"][str(scheme)] for entry, scheme in zip(entries, schemes, strict=True)),
-        "uniform": str(allocation.candidates[choice.uniform]),
-        "gain": choice.gain,
-        "gain_interval": list(choice.interval),
-        "coarsest": coarsest,
-        "by_matrix": matrix_shares(entries, coarsest),
-        "layers": layers,
-    }
+    return Schemes(
+        **allocation.as_dict(),
+        chosen=counted(schemes),
+        output_bytes=allocation.output_bytes(picked),
+        bits_per_weight=allocation.bits_per_weight(picked),
+        predicted_kl=sum(entry["loss"][str(scheme)] for entry, scheme in zip(entries, schemes, strict=True)),
+        uniform=str(allocation.candidates[choice.uniform]),
+        gain=choice.gain,
+        gain_interval=list(choice.interval),
+        coarsest=coarsest,
+        by_matrix=dict(matrix_shares(entries, coarsest)),
+        layers=layers,
+    )
 
 
 def matrix_shares(entries: Entries, scheme: str) -> dict[str, float]:
@@ -111,7 +119,7 @@ def matrix_shares(entries: Entries, scheme: str) -> dict[str, float]:
     return {matrix: value / whole if whole > 0 else 0.0 for matrix, value in totals.items()}
 
 
-def apply_choice(job: Job, output: Path | None) -> tuple[Job, dict[str, Any] | None]:
+def apply_choice(job: Job, output: Path | None) -> tuple[Job, Schemes | PlannedSchemes | None]:
     """For `quantize plan`: a job with the schemes that a run in `output` has chosen, and their description.
 
     The description is None for a recipe without a budget; without `output` it has the candidates and bounds.
@@ -124,15 +132,15 @@ def apply_choice(job: Job, output: Path | None) -> tuple[Job, dict[str, Any] | N
             raise InputError(f"{job.path}: has no budget, so nothing is chosen in {output}; leave --output out")
         return job, None
     if output is None:
-        return job, job.allocation.as_dict() | {"planned": str(job.plan.schemes[0])}
+        return job, PlannedSchemes(**job.allocation.as_dict(), planned=str(job.plan.schemes[0]))
     choice = read_choice(job, output)
     if choice is None:
         raise InputError(f"{output}: no run of this recipe has measured its layers there; leave --output out")
-    chosen = [job.allocation.candidates.index(Scheme(row["bits"], row["group_size"])) for row in choice["layers"]]
+    chosen = [job.allocation.candidates.index(Integers(row.bits, row.group_size)) for row in choice.layers]
     return replace(job, plan=job.plan.with_schemes(job.allocation.schemes(chosen))), choice
 
 
-def read_choice(job: Job, output: Path) -> dict[str, Any] | None:
+def read_choice(job: Job, output: Path) -> Schemes | None:
     """The choice of a finished or unfinished run in `output`; None if it has made none, or ran another recipe."""
     from quantizers.recipe.portable import is_made_by
 
@@ -140,7 +148,8 @@ def read_choice(job: Job, output: Path) -> dict[str, Any] | None:
 
     assert job.allocation is not None
     if (report := finished_report(output)) is not None:
-        return report.get("schemes") if is_made_by(report, job.recipe, job.path) else None
+        schemes = report.get("schemes") if is_made_by(report, job.recipe, job.path) else None
+        return schemes and Schemes.model_validate(schemes)
     work = journal.work_folder(output)
     entries = read_measurements(work, job.facts.moe_layers)
     try:

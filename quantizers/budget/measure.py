@@ -34,7 +34,6 @@ import math
 import shutil
 import time
 from collections.abc import Sequence
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,18 +49,18 @@ from quantizers.distributed.process_group import rank_0_progress
 from quantizers.eval.fidelity.comparison import by_text
 from quantizers.eval.fidelity.metrics import Text
 from quantizers.eval.fidelity.scoring import score
+from quantizers.formats.format import ExpertFormat
 from quantizers.formats.packed_integers import dequantize
-from quantizers.layers.context import Context
-from quantizers.layers.loop import Consumer, LayerStep, Need, all_tensors, layer_steps
 from quantizers.model.activation_stream import ActivationStream
 from quantizers.model.layer_forward import routes
 from quantizers.model.moe_inputs import MoeInputs
 from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 from quantizers.planning.job import Job
-from quantizers.recipe.schema import Scheme
 from quantizers.solve.rounding import minmax_scales, nearest
 from quantizers.system.errors import QuantizeError
 from quantizers.system.files import write_json
+from quantizers.walk.context import Context
+from quantizers.walk.walk import all_tensors, walk
 
 FOLDER = "schemes"
 PROBE_TOKENS, PROBE_LENGTH = 8192, 512  # tokens of the probe, and of one of its texts, at most
@@ -96,15 +95,20 @@ def measure_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Co
         outside, dtype = load_once(source, names, dist), forward_dtype(context.device)
         model = StreamedModel(outside, job.facts, context.device, dtype)
         measurement, started = SchemeMeasurement(job, model, context, texts), time.monotonic()
-        early = context.prefetch_to_device
-        steps = layer_steps(source, tensors, [measurement], model, check=check, dist=dist, early=early)
-        with rank_0_progress("measuring", len(tensors), 0, check, dist, unit="layer") as step, closing(steps):
-            for one in steps:
+        early = context.placement.prefetch
+        with (
+            rank_0_progress("measuring", len(tensors), 0, check, dist, unit="layer") as shown,
+            walk(source, tensors, model, check=check, dist=dist, early=early) as steps,
+        ):
+            for step in steps:
+                with step.module() as layer:
+                    entry = measurement.measure(layer)
                 seconds, started = time.monotonic() - started, time.monotonic()
                 if dist.is_main:
-                    write_json(_entry_file(work, one.number), measurement.entry | {"seconds": seconds})
-                step(f"{seconds:.1f} s")
-        _, (_, kl, *_) = score(measurement.streams, texts, partial(rank_0_progress, check=check, dist=dist), dist=dist)
+                    write_json(_entry_file(work, step.number), entry | {"seconds": seconds})
+                shown(f"{seconds:.1f} s")
+        pair = measurement.source, measurement.probe
+        _, kl, *_ = score([pair], texts, partial(rank_0_progress, check=check, dist=dist), dist=dist)[pair]
         if not math.isfinite(float(kl.mean())):
             raise QuantizeError("the model's logits are not finite on the calibration texts; nothing can be compared")
     if dist.local_rank == 0:
@@ -115,48 +119,53 @@ def measure_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Co
     return read_measurements(work, job.facts.moe_layers)
 
 
-class SchemeMeasurement(Consumer):
-    """The probe's texts in two `streams`, as they are in the source and disturbed; `entry` is the last layer's."""
+class SchemeMeasurement:
+    """The probe's texts in two streams, as they are in the source and disturbed.
 
-    needs: Need = "experts"
+    Attributes:
+        source, probe: the streams.
+        disturbance: of the probe after each layer with experts so far.
+    """
 
     def __init__(self, job: Job, model: StreamedModel, context: Context, texts: Sequence[Text]) -> None:
         self.job, self.model, self.context = job, model, context
         new = partial(ActivationStream, durable=False, check=context.check, dist=context.dist)
         folder, lengths = context.work / FOLDER / "probe", [len(text.tokens) for text in texts]
-        self.streams = [new(name, model, n, lengths, folder) for n, name in enumerate((job.opened.name, "the probe"))]
-        for one in self.streams:
-            one.embed([text.tokens for text in texts])
-        self.entry: dict[str, Any] = {}
-        self.disturbance: list[float] = []  # after each layer with experts
+        self.source = new(job.opened.name, model, 0, lengths, folder)
+        self.probe = new("the probe", model, 1, lengths, folder)
+        for stream in (self.source, self.probe):
+            stream.enter(0, [text.tokens for text in texts])
+        self.disturbance: list[float] = []
 
-    def source_layer(self, step: LayerStep, layer: DecoderLayer) -> None:
-        """Measure a layer, and take the texts through it."""
-        number, (source, probe) = step.number, self.streams
+    def measure(self, layer: DecoderLayer) -> dict[str, Any]:
+        """Measure a layer, and take the texts through it; an entry of `read_measurements` without `seconds`."""
+        number, source, probe = layer.number, self.source, self.probe
         disturbed = any(self.disturbance)
-        source.attend(number, layer)
+        source.attend(layer)
         if disturbed:
-            probe.attend(number, layer)
+            probe.attend(layer)
         else:  # so far it is the source
             probe.begin(number).flat.copy_(source.left.flat)
-        self.entry = {"layer": number}
+        entry: dict[str, Any] = {"layer": number}
         if number in self.job.facts.dense:
-            source.finish(number, layer)
-            probe.finish(number, layer)
+            source.finish(layer)
+            probe.finish(layer)
         else:
-            self._measure(number, layer, disturbed)
-        for stream in self.streams:
+            entry |= self._errors(layer, disturbed)
+        for stream in (source, probe):
             stream.forget(number)
+        return entry
 
-    def _measure(self, number: int, layer: DecoderLayer, disturbed: bool) -> None:
-        (source, probe), model, dist = self.streams, self.model, self.context.dist
+    def _errors(self, layer: DecoderLayer, disturbed: bool) -> dict[str, Any]:
+        """The errors of every candidate scheme in a layer with experts, through which the texts then pass."""
+        source, probe, model, dist = self.source, self.probe, self.model, self.context.dist
         assert self.job.allocation is not None
         experts: Any = layer.module.get_submodule(self.job.facts.modules.experts)
         weights = (experts.gate_up_proj.data, experts.down_proj.data)
         count = min(MEASURED_EXPERTS, len(weights[0]))
         moe_inputs = self._moe_inputs(layer)
         schemes, settings = self.job.allocation.candidates, self.job.recipe.experts
-        own_gate = self.job.facts.of_layer(number).own_gate
+        own_gate = self.job.facts.of_layer(layer.number).own_gate
         gate, inner = gate_of(experts, own_gate), bool(settings.awq) and not own_gate
         outer = column_scale(moe_inputs.x) if settings.awq and self.job.plan.folds else None
         of_expert = partial(scheme_errors, gate=gate, outer=outer, inner=inner, signed=settings.signed)
@@ -167,12 +176,12 @@ class SchemeMeasurement(Consumer):
         lost = [one for part in dist.all_gather_object([one for one, _ in measured]) for one in part]  # by expert
         stored = {str(n): torch.stack([both[n] for _, both in measured]) for n in range(2)} if measured else {}
         coarsest = dist.all_gather(stored, model.device)
-        source.finish(number, layer)
+        source.finish(layer)
         if not disturbed:
             factor = math.sqrt(len(weights[0]) / count) * (BFLOAT16_FACTOR if model.dtype == torch.bfloat16 else 1)
             for n, weight in enumerate(weights):
                 weight[:count] = weight[:count].lerp(coarsest[str(n)].to(weight.dtype), factor)
-        probe.finish(number, layer)
+        probe.finish(layer)
         compared = by_text(source, probe, routed=False, dist=dist)
         moved, size = (math.fsum(getattr(one, key) for one in compared.values()) for key in ("difference", "size"))
         self.disturbance.append(moved / size)
@@ -181,7 +190,7 @@ class SchemeMeasurement(Consumer):
             str(s): {name: math.fsum(one[s][name] for one in lost) / share for name in (ALL_THREE, *MATRICES)}
             for s in schemes
         }
-        self.entry |= {
+        return {
             "experts": count,
             "error": {scheme: row[ALL_THREE] for scheme, row in errors.items()},
             "by_matrix": {scheme: {m: row[m] for m in MATRICES} for scheme, row in errors.items()},
@@ -190,8 +199,8 @@ class SchemeMeasurement(Consumer):
 
     def _moe_inputs(self, layer: DecoderLayer) -> MoeInputs:
         """The inputs of the layer's experts, of all processes."""
-        source, dist = self.streams[0], self.context.dist
-        blocks = [inputs for _, inputs in routes(self.model, layer, source.left)]
+        dist = self.context.dist
+        blocks = [inputs for _, inputs in routes(self.model, layer, self.source.left)]
         names = MoeInputs._fields if blocks else ()
         inputs = {name: torch.cat([getattr(block, name) for block in blocks]) for name in names}
         return MoeInputs(**dist.all_gather(inputs, self.model.device))
@@ -201,13 +210,13 @@ def scheme_errors(
     moe_inputs: MoeInputs,
     weights: tuple[torch.Tensor, torch.Tensor],
     expert: int,
-    schemes: Sequence[Scheme],
+    schemes: Sequence[ExpertFormat],
     gate: Gate,
     *,
     outer: torch.Tensor | None,
     inner: bool,
     signed: bool = True,
-) -> tuple[dict[Scheme, dict[str, float]], tuple[torch.Tensor, torch.Tensor]]:
+) -> tuple[dict[ExpertFormat, dict[str, float]], tuple[torch.Tensor, torch.Tensor]]:
     """Error of one expert's outputs under each scheme.
 
     Args:
@@ -246,11 +255,11 @@ def column_scale(inputs: torch.Tensor) -> torch.Tensor:
     return inputs.float().abs().mean(0).nan_to_num(1.0).clamp(min=1e-4).sqrt()
 
 
-def _rounded(weight: torch.Tensor, scheme: Scheme, smooth: torch.Tensor | None, signed: bool) -> torch.Tensor:
+def _rounded(weight: torch.Tensor, scheme: ExpertFormat, smooth: torch.Tensor | None, signed: bool) -> torch.Tensor:
     """A matrix (R, C) scaled by (C,), rounded to nearest and scaled back."""
     smooth = torch.ones_like(weight[0]) if smooth is None else smooth
-    scale = minmax_scales(weight * smooth, scheme.group_size, scheme.bits, signed=signed)
-    return dequantize(nearest(weight * smooth, scale, scheme.bits), scale) / smooth
+    scale = minmax_scales(weight * smooth, scheme.group_size, scheme.grid, signed=signed)
+    return dequantize(nearest(weight * smooth, scale, scheme.grid), scale) / smooth
 
 
 def _forward(x: torch.Tensor, weights: dict[str, torch.Tensor], gate: Gate) -> tuple[torch.Tensor, torch.Tensor]:

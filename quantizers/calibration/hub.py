@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,18 +12,18 @@ from pathlib import PurePosixPath
 from posixpath import normpath
 from threading import Event
 from typing import Any, TypeVar
-from urllib.parse import quote
 
 from fsspec.utils import glob_translate
 from pydantic import BaseModel, ValidationError
 
+from quantizers.system import hub_client
+from quantizers.system.hub_client import kind_of, status_of
+
 from .source_faults import SourceError, Unreachable
 
 TIMEOUT = 20.0  # seconds to wait for an answer, or for the next bytes of one
-RETRIES = 3  # of a request whose connection broke, or that a server's error answered
+PAUSES = (0.5, 1.0, 2.0)  # seconds before a request is made again whose connection broke, or that a server's error met
 GIVE_UP = 600.0  # seconds after which a request that is told to wait is given up
-PIECE = 8 << 20  # bytes of a request where all of a file is read
-UNSAID = 60.0  # seconds to wait where the Hub does not say how long
 NO_NETWORK = "check the network, or take the shipped set embedded, which needs none (--calibration embedded)"
 
 # What is read, by suffix: of equally many files, those of the first suffix are the data.
@@ -91,60 +90,49 @@ class Hub:
 
     def read_range(self, repository: Repository, path: str, first: int, size: int) -> tuple[bytes, int]:
         """At most `size` bytes of a file from byte `first` on, and the file's size. Raises what `look_up` raises."""
-        from huggingface_hub import HfApi, get_session, hf_raise_for_status
-        from huggingface_hub.utils import build_hf_headers
+        from huggingface_hub import hf_raise_for_status
 
         dataset, commit = repository.dataset, repository.commit
-        url = f"{HfApi().endpoint}/datasets/{dataset}/resolve/{quote(commit, safe='')}/{quote(path)}"
-        headers = build_hf_headers() | {"Range": f"bytes={first}-{first + size - 1}", "Accept-Encoding": "identity"}
 
         def request() -> tuple[bytes, int]:
-            answer = get_session().get(url, headers=headers, timeout=TIMEOUT, follow_redirects=True)
+            end = first + size
+            answer = hub_client.range_answer(dataset, path, commit, first, end, timeout=TIMEOUT, dataset=True)
             if answer.status_code == 416:  # the file ends before
                 return b"", int(answer.headers.get("Content-Range", "*/0").rpartition("/")[2])
             hf_raise_for_status(answer)
             if answer.status_code == 206:
                 return answer.content, int(answer.headers["Content-Range"].rpartition("/")[2])
-            return answer.content[first : first + size], len(answer.content)  # ranges are not served
+            return answer.content[first:end], len(answer.content)  # ranges are not served
 
         return self._ask(dataset, commit, request)
 
     def _ask(self, dataset: str, revision: str | None, request: Callable[[], Answer]) -> Answer:
-        """The answer of a request, made again after broken connections, errors of servers, and 429.
-
-        Waiting is said on standard error before it begins.
-        """
+        """The answer of a request, made again after broken connections, errors of servers, and 429."""
         if self.unreachable:
             raise Unreachable(dataset, f"cannot be reached ({self.unreachable})", NO_NETWORK)
-        import httpx
-        from huggingface_hub.errors import HfHubHTTPError
-        from huggingface_hub.utils import parse_ratelimit_headers
+        begun, tries = time.monotonic(), 0
 
-        begun, broken = time.monotonic(), 0
-        while True:
-            try:
-                return request()
-            except Exception as failure:
-                response = failure.response if isinstance(failure, HfHubHTTPError) else None
-                status = 0 if response is None else response.status_code
-                cut = isinstance(failure, httpx.TransportError) and not isinstance(failure, httpx.ConnectError)
-                wait = 2.0**broken / 2
-                if response is not None and status == 429:
-                    limit, after = parse_ratelimit_headers(response.headers), response.headers.get("Retry-After", "")
-                    wait = float(after) if after.isdecimal() else UNSAID
-                    if limit is not None and not limit.remaining:
-                        wait = limit.reset_in_seconds + 1.0
-                broken += status != 429
-                late = broken > RETRIES or time.monotonic() - begun + wait > self.give_up
-                if late or not (cut or status == 429 or status >= 500):
-                    raise _explanation(failure, dataset, revision) from failure
-                why = f"answers {status}" if status else f"does not answer ({type(failure).__name__})"
-                limited = f"given up after {self.give_up / 60:.0f} min"
-                last = limited if status == 429 else f"{broken} of {RETRIES} times"
-                said = f"calibration: {dataset}: the Hub {why}; asking again in {wait:.0f} s, {last}"
-                print(said, file=sys.stderr, flush=True)
-                if self.stopped.wait(wait):
-                    raise _explanation(failure, dataset, revision) from failure
+        def pause_after(failure: Exception) -> tuple[float, str] | None:
+            nonlocal tries
+            kind, why = kind_of(failure), f"answers {status_of(failure)}"
+            if kind == "limited":
+                seconds = hub_client.seconds_asked_for(failure)
+                last = f"given up after {self.give_up / 60:.0f} min"
+            elif kind in ("cut", "server's error") and tries < len(PAUSES):
+                seconds = PAUSES[tries]
+                tries += 1
+                last = f"{tries} of {len(PAUSES)} times"
+                why = f"does not answer ({type(failure).__name__})" if kind == "cut" else why
+            else:
+                return None
+            if time.monotonic() - begun + seconds > self.give_up:
+                return None
+            return seconds, f"calibration: {dataset}: the Hub {why}; asking again in {seconds:.0f} s, {last}"
+
+        try:
+            return hub_client.persist(request, pause_after, self.stopped)
+        except Exception as failure:
+            raise _explanation(failure, dataset, revision) from failure
 
 
 class RemoteFile(io.RawIOBase):
@@ -170,16 +158,19 @@ class RemoteFile(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        if 0 <= self._size <= self._position:
-            return 0
-        content = self._fetch(self._position, len(buffer))
+        content = self._next(len(buffer))
         buffer[: len(content)] = content
-        self._position += len(content)
         return len(content)
 
     def readall(self) -> bytes:
         """The rest, in large pieces: the inherited method asks for 8 KiB at a time."""
-        return b"".join(iter(lambda: self.read(PIECE), b""))
+        return b"".join(iter(lambda: self._next(hub_client.PIECE), b""))
+
+    def _next(self, size: int) -> bytes:
+        """At most `size` of the next bytes; none at the end."""
+        content = b"" if 0 <= self._size <= self._position else self._fetch(self._position, size)
+        self._position += len(content)
+        return content
 
     def _fetch(self, first: int, size: int) -> bytes:
         content, self._size = self._hub.read_range(self._repository, self._path, first, size)
@@ -188,28 +179,25 @@ class RemoteFile(io.RawIOBase):
 
 def _explanation(failure: Exception, dataset: str, revision: str | None) -> SourceError:
     """A failed request as a SourceError with a reason and a remedy."""
-    import httpx
-    from huggingface_hub import errors
-
     without = "leave it out: --without ID, or remove it from the set"
-    if isinstance(failure, errors.GatedRepoError):
+    kind, status = kind_of(failure), status_of(failure)
+    if kind == "gated":
         return SourceError(dataset, "gated", f"accept its terms on the Hub, then `hf auth login`; or {without}")
-    if isinstance(failure, errors.RevisionNotFoundError):
+    if kind == "no revision":
         return SourceError(dataset, f"no revision {revision}", "correct the source's revision, or lock the set again")
-    if isinstance(failure, errors.RepositoryNotFoundError):
+    if kind == "no repository":
         remedy = f"correct the id, or `hf auth login` if it is private; or {without}"
         return SourceError(dataset, "no such dataset on the Hub", remedy)
-    status = failure.response.status_code if isinstance(failure, errors.HfHubHTTPError) else 0
-    if status == 429 or status >= 500:
-        why = "asks to wait too often" if status == 429 else "has an error of its own"
+    if kind in ("limited", "server's error"):
+        why = "asks to wait too often" if kind == "limited" else "has an error of its own"
         return Unreachable(dataset, f"the Hub {why} ({status})", f"give the command again later; or {without}")
     text = " ".join(f"{type(failure).__name__}: {failure}".split())
     text = re.sub(r"\s*\(Request ID: [^)]*\)| at 0x[0-9a-f]+", "", text)  # which differ each time
-    said = text if len(text) <= 160 else text[:157] + "..."
-    if isinstance(failure, (ConnectionError, TimeoutError, httpx.TransportError)):
-        why = "HF_HUB_OFFLINE is set" if isinstance(failure, errors.OfflineModeIsEnabled) else said
+    shown = text if len(text) <= 160 else text[:157] + "..."
+    if kind in ("cut", "not reached", "offline"):
+        why = "HF_HUB_OFFLINE is set" if kind == "offline" else shown
         return Unreachable(dataset, f"cannot be reached ({why})", NO_NETWORK)
-    return SourceError(dataset, f"cannot be read ({said})", f"try again; or {without}")
+    return SourceError(dataset, f"cannot be read ({shown})", f"try again; or {without}")
 
 
 class _Files(BaseModel):

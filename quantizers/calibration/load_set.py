@@ -21,14 +21,16 @@ from quantizers.system.errors import CalibrationError
 from quantizers.system.files import atomic
 from quantizers.system.package_data import shipped
 
-from .hub import Hub, Repository
-from .lock import Pin, as_locked, local_version, pin, read_lock, read_without
+from .hub import Hub
+from .local_rows import LocalRows, file_hash, local_file
+from .lock import Pin, as_locked, pin, read_lock, read_without
 from .render import Renderer
 from .row_formats import Rejected, instruct, read_row
-from .rows import Row, files_of, kept_file, local_rows, look_at_first_row, newest_kept, rows_at
+from .row_source import RowSource, row_source
+from .rows import Row
 from .samples import CalibrationData, Dropped, Sample, digest_of, missing_languages, subsample, within
 from .set import CalibrationSet, DataSource, FromColumn, Kind, fill, placeholders, read_set, seeded, slug
-from .source_faults import SourceError, Unreachable, for_each_source
+from .source_faults import SourceError, for_each_source
 
 WORKERS = 8  # sources loaded at the same time
 FORMAT = 7  # of the sets that a run keeps: increase it when the same set gives other tokens or fields
@@ -132,7 +134,7 @@ def _require_languages(calibration: CalibrationSet, data: CalibrationData, probl
     if calibration.languages.required and missing:
         dealt = any(name in missing for sample in data.samples for name in sample.asked)
         prompts = " (a prompt that asks for one is no text in it)" if dealt else ""
-        raise CalibrationError(f"{problem} {', '.join(missing)}{prompts}; {remedy}, or drop languages.required")
+        raise CalibrationError("", f"{problem} {', '.join(missing)}{prompts}", f"{remedy}, or drop languages.required")
 
 
 def _key(calibration: CalibrationSet, path: Path, without: Sequence[str], renderer: Renderer) -> str:
@@ -140,7 +142,7 @@ def _key(calibration: CalibrationSet, path: Path, without: Sequence[str], render
     files = []
     for source in calibration.sources:
         with contextlib.suppress(SourceError):  # which is said when the set is loaded anew
-            files += [local_version(source, path.parent, None)] if source.is_local else []
+            files += [file_hash(local_file(source, path.parent))] if source.is_local else []
     lock = [one.model_dump() for one in read_lock(path, calibration) or ()]
     key = [FORMAT, calibration.model_dump(mode="json"), list(without), renderer.fingerprint(), files, lock]
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()
@@ -161,14 +163,11 @@ class _Source:
 
     index: int  # its number in the set
     asked: DataSource
-    seed: str  # of the order of its rows
+    origin: RowSource  # of its rows
     pin: Pin | None  # of the set's lock, if it has one
     left_out: str  # why; empty if it is not
     version: str = ""  # a commit, or the hash of a local file
     licence: str = ""
-    repository: Repository | None = None  # of a Hub dataset, if it was asked for
-    unreached: bool = False  # the rows that were kept last are taken
-    rows: list[Row] = field(default_factory=list)  # of a local file
     tried: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of the rows that were tried, by place
 
 
@@ -192,7 +191,8 @@ class _Loading:
         self.sources = list[_Source]()
         for index, asked in enumerate(calibration.sources):
             left_out, pinned = "--without" if asked.dataset in without else "", pins[index] if pins else None
-            self.sources.append(_Source(index, asked, calibration.order_of(index), pinned, left_out))
+            origin = row_source(asked, path.parent, calibration.order_of(index), hub)
+            self.sources.append(_Source(index, asked, origin, pinned, left_out))
 
     def each(self, work: Callable[[_Source], Result]) -> list[Result | None]:
         """`work(source)` for every source that is not left out; one that is not required is left out if it fails."""
@@ -212,33 +212,12 @@ class _Loading:
         return for_each_source(self.calibration, self.path, attempt, self.workers)
 
     def look(self, one: _Source) -> None:
-        """Find the version of a source, after a look at its first row, or at all rows of a local file.
-
-        Of a Hub dataset it is the version now; the one that was kept last where the Hub cannot be reached.
-        """
-        asked, folder = one.asked, self.path.parent
+        """Find version and licence of a source, after a look at its rows."""
         if one.pin and not one.pin.version:
-            remedy = f"lock it again, or leave it out with --without {asked.dataset}"
-            raise SourceError(asked.dataset, "left out when the set was locked", remedy)
-        if one.pin:
-            one.version, one.licence = one.pin.version, one.pin.licence
-        if asked.is_local:
-            one.version = local_version(asked, folder, one.pin)
-            one.rows = local_rows(asked, folder, one.seed)
-        else:
-            if not one.pin:
-                try:
-                    one.repository = self.hub.look_up(asked.dataset, asked.revision)
-                    one.version, one.licence = one.repository.commit, one.repository.licence
-                except Unreachable:
-                    one.version = newest_kept(asked, one.seed)
-                    if not one.version:
-                        raise
-                    one.unreached = True
-            if not kept_file(asked, one.seed, one.version).exists():
-                one.repository = one.repository or self.hub.look_up(asked.dataset, one.version)
-                look_at_first_row(asked, one.repository, self.hub)
-        one.licence = asked.licence or one.licence
+            remedy = f"lock it again, or leave it out with --without {one.asked.dataset}"
+            raise SourceError(one.asked.dataset, "left out when the set was locked", remedy)
+        one.version, licence = one.origin.look(one.pin.version if one.pin else "")
+        one.licence = one.asked.licence or (one.pin.licence if one.pin else licence)
 
     def load(self, renderer: Renderer) -> CalibrationData:
         """Look at every source, then read all of them.
@@ -255,18 +234,17 @@ class _Loading:
         dropped = tuple(rows for one in sampled for rows in one.dropped)
         notes = ["versions are those of the set's lock"] if self.locked else []
         notes += renderer.notes
-        if unreached := sum(one.unreached for one in sources):
+        if unreached := sum(one.origin.unreached for one in sources):
             notes.append(f"from rows that were kept; {unreached} sources could not be reached")
         notes += self._of_files()
         notes += [one.shortage for one in sampled if one.shortage]
         more, replaced = self._substitutes(samples, renderer)
         samples, notes = samples + more, notes + replaced
         if not samples:  # a source with nothing but unusable rows is an error already
-            raise CalibrationError(
-                f"{self.path}: no row is left ({dropped[0].first}: {dropped[0].reason}); list their languages"
-                if dropped
-                else f"{self.path}: no source is left ({'; '.join(notes)})"
-            )
+            if not dropped:
+                raise CalibrationError(self.path, f"no source is left ({'; '.join(notes)})")
+            why = f"{dropped[0].first}: {dropped[0].reason}"
+            raise CalibrationError(self.path, f"no row is left ({why})", "list their languages")
         return CalibrationData(
             calibration.name,
             calibration.sequence_length,
@@ -282,18 +260,18 @@ class _Loading:
         )
 
     def _sample(self, one: _Source, renderer: Renderer, more: int = 0) -> _Sampled:
-        rows = one.rows if one.asked.is_local else rows_at(one.asked, one.version, one.seed, self.hub, one.repository)
-        sampled = _sample_source(self.calibration, one.index, as_locked(rows, one.pin), renderer, more)
+        rows = as_locked(one.origin.rows(one.version), one.pin)
+        sampled = _sample_source(self.calibration, one.index, rows, renderer, more)
         one.tried = sampled.rows
         return sampled
 
     def _of_files(self) -> Iterator[str]:
-        """What is to be said of the files of the datasets on the Hub, and of those that keep their rows."""
-        on_hub = [one for one in self.sources if not (one.asked.is_local or one.left_out)]
-        for one in on_hub:
-            if one.repository and (unread := files_of(one.asked, one.repository)[1]):
+        """Notes about files that are not read, and about rows of the Hub that are not kept."""
+        read = [one for one in self.sources if not one.left_out]
+        for one in read:
+            if unread := one.origin.unread_files():
                 yield f"{one.asked.dataset}: not read are {len(unread)} files in another format, such as {unread[0]}"
-        if not all(kept_file(one.asked, one.seed, one.version).exists() for one in on_hub):
+        if not all(one.origin.is_kept(one.version) for one in read):
             yield (
                 "rows of the Hub cannot be kept, and will be asked for again; "
                 "set XDG_CACHE_HOME to a writable folder with room"
@@ -336,8 +314,8 @@ def _embedded(calibration: CalibrationSet, count: int, texts: Collection[str], r
     embedded, per_source = read_set(path).model_copy(update=shared | {"sources": sources}), []
     for number, source in enumerate(sources):
         with contextlib.suppress(SourceError):  # none of its rows fits the model's template
-            rows = local_rows(source, path.parent, embedded.order_of(number))
-            sampled = _sample_source(embedded, number, rows, renderer)
+            rows = LocalRows(source, path.parent, embedded.order_of(number))
+            sampled = _sample_source(embedded, number, rows.rows(""), renderer)
             per_source.append([sample for sample in sampled.samples if sample.text not in texts])
     turns = [group[turn] for turn in range(count) for group in per_source if turn < len(group)]
     return turns[:count]

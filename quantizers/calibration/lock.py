@@ -19,7 +19,8 @@ from quantizers.system.files import write_text
 from quantizers.system.schema import Strict
 
 from .hub import Hub
-from .rows import Row, local_file, read_bytes, rows_at
+from .row_source import row_source
+from .rows import Row
 from .set import CalibrationSet, DataSource, read_set
 from .source_faults import SourceError, Unreachable, for_each_source
 
@@ -89,13 +90,12 @@ def lock_set(path: Path, workers: int = 8, without: Sequence[str] = ()) -> tuple
             if source.dataset in without:
                 return pin(source, "")
             try:
+                rows = row_source(source, path.parent, calibration.order_of(index), hub)
+                version, licence = rows.newest()
                 if source.is_local:
-                    return pin(source, file_hash(local_file(source, path.parent)))
-                repository = hub.look_up(source.dataset, source.revision)
-                rows = rows_at(source, repository.commit, calibration.order_of(index), hub, repository)
-                first = islice(rows, None if source.samples == "all" else source.samples)
-                licence = source.licence or repository.licence
-                return pin(source, repository.commit, licence, {row.place: row.sha256 for row in first})
+                    return pin(source, version)
+                first = islice(rows.rows(version), None if source.samples == "all" else source.samples)
+                return pin(source, version, source.licence or licence, {row.place: row.sha256 for row in first})
             except SourceError as failure:
                 if source.required or isinstance(failure, Unreachable):  # which it may be in an hour
                     raise
@@ -113,9 +113,9 @@ def read_without(path: Path, without: Sequence[str]) -> CalibrationSet:
     names = [source.dataset for source in calibration.sources]
     for name in without:
         if name not in names:
-            raise CalibrationError(f"{path}: has no source {name}{did_you_mean(name, names)}; correct --without")
+            raise CalibrationError(path, f"has no source {name}{did_you_mean(name, names)}", "correct --without")
     if set(without) >= set(names):
-        raise CalibrationError(f"{path}: --without leaves no source; leave one in")
+        raise CalibrationError(path, "--without leaves no source", "leave one in")
     return calibration
 
 
@@ -131,22 +131,14 @@ def read_lock(path: Path, calibration: CalibrationSet) -> list[Pin] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as failure:
-        raise CalibrationError(f"{locked}: not a readable lock ({type(failure).__name__}); {again}") from None
+        raise CalibrationError(locked, f"not a readable lock ({type(failure).__name__})", again) from None
     if lock.digest != _digest(lock.sources):
-        raise CalibrationError(f"{locked}: was changed by hand, and is not what its digest says; {again}")
+        raise CalibrationError(locked, "was changed by hand, and is not what its digest says", again)
     pinned, named = ([one.model_dump(include=NAMED) for one in each.sources] for each in (lock, calibration))
     for pin, source in zip_longest(pinned, named):
         if pin != source:
-            raise CalibrationError(f"{locked}: was made for {pin or 'no source'}, the set now has {source}; {again}")
+            raise CalibrationError(locked, f"was made for {pin or 'no source'}, the set now has {source}", again)
     return lock.sources
-
-
-def local_version(source: DataSource, folder: Path, pin: Pin | None) -> str:
-    """The hash of a local source's file. Raises SourceError if it is missing, or differs from the locked one."""
-    digest = file_hash(local_file(source, folder))
-    if pin is not None and pin.version != digest:
-        raise SourceError(source.dataset, "changed since it was locked", "restore it, or lock the set again")
-    return digest
 
 
 def as_locked(rows: Iterable[Row], pin: Pin | None) -> Iterator[Row]:
@@ -156,8 +148,3 @@ def as_locked(rows: Iterable[Row], pin: Pin | None) -> Iterator[Row]:
             where = "is missing" if row is None else f"is now {row.place}" if row.place != locked[0] else "has changed"
             raise SourceError(locked[0], f"this row of the lock {where}", "restore the data, or lock the set again")
         yield row
-
-
-def file_hash(path: Path) -> str:
-    """`sha256:…` of a file's bytes. Raises SourceError if it cannot be read."""
-    return f"sha256:{hashlib.sha256(read_bytes(path)).hexdigest()}"

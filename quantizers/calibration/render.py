@@ -77,8 +77,10 @@ def load_tokenizer(
             own = custom_class(get_tokenizer_config(source, revision=revision))
             if own is not None and not trust_remote_code:
                 raise CalibrationError(
-                    f"{source}: its tokenizer is code of its own ({own}), which is not run; read it, and allow it with "
-                    "source.trust_remote_code: tokenizer in the recipe, or without a recipe with --trust-remote-code"
+                    source,
+                    f"its tokenizer is code of its own ({own}), which is not run",
+                    "read it, and allow it with source.trust_remote_code: tokenizer in the recipe, or without a "
+                    "recipe with --trust-remote-code",
                 )
             inert = {"config": PreTrainedConfig()} if own or not _knows_model(source, revision) else {}
             tokenizer = AutoTokenizer.from_pretrained(
@@ -96,7 +98,7 @@ def load_tokenizer(
         raise
     except Exception as failure:  # the library does not document what it raises
         raise CalibrationError(
-            f"{source}: no tokenizer can be read ({first_line(failure)}); give a model's folder or Hub id"
+            source, f"no tokenizer can be read ({first_line(failure)})", "give a model's folder or Hub id"
         ) from failure
 
 
@@ -398,7 +400,7 @@ class Renderer:
                 text = self._apply(content.turns, content.tools, habits)
             except TemplateSyntaxError as failure:
                 problem = f"line {failure.lineno}: {failure}"
-                raise CalibrationError(f"the chat template cannot be read ({problem}); correct it") from None
+                raise CalibrationError("", f"the chat template cannot be read ({problem})", "correct it") from None
             except Exception as failure:  # a template is a program and can fail in any way
                 problem = problem or first_line(failure)
             else:

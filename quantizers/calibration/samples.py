@@ -130,8 +130,9 @@ def token_tensors(data: CalibrationData, vocabulary: int) -> list[torch.Tensor]:
     for sample, tokens in zip(data.samples, tensors, strict=True):
         if int(tokens.max()) >= vocabulary:
             raise CalibrationError(
-                f"{data.name}: {sample.source}: token {int(tokens.max())} is outside the model's vocabulary of "
-                f"{vocabulary}; the tokenizer belongs to another model"
+                f"{data.name}: {sample.source}",
+                f"token {int(tokens.max())} is outside the model's vocabulary of {vocabulary}",
+                "the tokenizer belongs to another model",
             )
     return tensors
 

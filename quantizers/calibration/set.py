@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from quantizers.system.errors import CalibrationError
-from quantizers.system.schema import Strict, load
+from quantizers.system.schema import Strict, Wrong, load
 from quantizers.system.strict_yaml import parse
 
 LOCAL_SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -59,7 +59,7 @@ def placeholders(template: str) -> list[Kind]:
     names = set(_PLACEHOLDER.findall(template))
     if unknown := sorted(names - set(_KIND_OF)):
         known = " and ".join(f"{{{name}}}" for name in _KIND_OF)
-        raise ValueError(f"unknown placeholder {{{unknown[0]}}}; there are {known}")
+        raise Wrong(f"unknown placeholder {{{unknown[0]}}}", f"there are {known}")
     return [kind for kind in KINDS if kind in {_KIND_OF[name] for name in names}]
 
 
@@ -87,7 +87,7 @@ class Languages(Strict):
             if not slug(name):
                 raise ValueError(f"{name!r} is not the name of a language")
             if slug(name) in seen:
-                raise ValueError(f"{name} and {seen[slug(name)]} are one language; keep one")
+                raise Wrong(f"{name} and {seen[slug(name)]} are one language", "keep one")
             seen[slug(name)] = name
         return names
 
@@ -186,7 +186,7 @@ class DataSource(Strict):
     @classmethod
     def _file_or_id(cls, dataset: str) -> str:
         if not dataset.endswith(LOCAL_SUFFIXES) and (dataset.endswith(OTHER) or not _HUB_ID.fullmatch(dataset)):
-            raise ValueError(f"neither a Hub id nor a file in {', '.join(LOCAL_SUFFIXES)}; correct or convert it")
+            raise Wrong(f"neither a Hub id nor a file in {', '.join(LOCAL_SUFFIXES)}", "correct or convert it")
         return dataset
 
     @field_validator("prompt", "category")
@@ -203,11 +203,11 @@ class DataSource(Strict):
             allowed = str(least) if least == most else f"{least} or {most}"
             raise ValueError(f"the shape {self.shape} reads {allowed} columns, not {len(self.columns)}")
         if self.is_local and (self.subset or self.revision):
-            raise ValueError("subset and revision are for Hub datasets; a local file has neither")
+            raise Wrong("subset and revision are for Hub datasets", "a local file has neither")
         if self.order and not self.is_local:
-            raise ValueError("order is for local files; the order of a Hub dataset follows from its name")
+            raise Wrong("order is for local files", "the order of a Hub dataset follows from its name")
         if self.is_local and self.split != "train":
-            raise ValueError(f"a local file is one split, train; it has no {self.split}")
+            raise Wrong("a local file is one split, train", f"it has no {self.split}")
         if self.assigns and self.samples == "all":
             raise ValueError("a source that assigns languages needs a number of samples, not all")
         return self
@@ -232,8 +232,8 @@ class CalibrationSet(Strict):
         for source in self.sources:
             for kind in source.assigns:
                 if not self.languages.of(kind):
-                    raise ValueError(
-                        f"{source.dataset} assigns {kind} languages, but languages.{kind} is empty; list them"
+                    raise Wrong(
+                        f"{source.dataset} assigns {kind} languages, but languages.{kind} is empty", "list them"
                     )
         return self
 
@@ -282,7 +282,8 @@ def read_set(path: Path) -> CalibrationSet:
         if not placeholders(category) and (kind := calibration.languages.unlisted_kind(category)):
             line = parse(path, CalibrationError)[1]["sources", index, "category"]
             raise CalibrationError(
-                f"{path}:{line}: sources[{index}].category: {category} names a language that languages.{kind} does "
-                f"not list; list it, remove the source, or give a category outside of {category.partition('/')[0]}/"
+                f"{path}:{line}: sources[{index}].category",
+                f"{category} names a language that languages.{kind} does not list",
+                f"list it, remove the source, or give a category outside of {category.partition('/')[0]}/",
             )
     return calibration

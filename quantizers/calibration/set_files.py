@@ -19,9 +19,11 @@ from quantizers.system.package_data import shipped
 from quantizers.system.strict_yaml import dump
 
 from .hub import Hub
+from .local_rows import local_file, read_local
 from .lock import lock_path
 from .row_formats import Rejected, read_row
-from .rows import Row, local_file, local_rows, needed_columns, read_local, rows_at, shuffled
+from .row_source import row_source
+from .rows import Row, needed_columns, shuffled
 from .set import LOCAL_SUFFIXES, CalibrationSet, DataSource, Shape, read_set, slug
 from .source_faults import SourceError, for_each_source
 
@@ -80,7 +82,7 @@ def copy_set(name: str, folder: Path) -> list[Path]:
     """
     path = shipped("calibration") / f"{name.removesuffix('.yaml')}.yaml"
     if Path(name).name != name or not path.is_file():
-        raise CalibrationError(f"{name}: no such set; `quantize calibration list` lists them")
+        raise CalibrationError(name, "no such set", "`quantize calibration list` lists them")
     wanted = list[Path]()
     for each in filter(Path.is_file, (path, path.parent / HELD_OUT)):
         data = (source.dataset for source in read_set(each).sources if source.is_local)
@@ -98,9 +100,7 @@ def new_set(path: Path, data: Path | None) -> tuple[dict[Path, bytes], list[str]
     file cannot be read, or no shape fits its rows, and InputError for a suffix that its kind of file does not have.
     """
     if path.suffix in LOCAL_SUFFIXES:
-        raise InputError(
-            f"{path}: is the name of a data file; name the set such as mine.yaml, and give texts by --data"
-        )
+        raise InputError(path, "is the name of a data file", "name the set such as mine.yaml, and give texts by --data")
     contents: dict[Path, bytes] = {}
     if data is None:
         data = path.with_suffix(".jsonl")
@@ -108,11 +108,11 @@ def new_set(path: Path, data: Path | None) -> tuple[dict[Path, bytes], list[str]
         notes = [f"replace the rows of {data} with your own"]
     else:
         if data.suffix not in LOCAL_SUFFIXES:
-            raise InputError(f"{data}: not a file in {', '.join(LOCAL_SUFFIXES)}; convert it to one")
+            raise InputError(data, f"not a file in {', '.join(LOCAL_SUFFIXES)}", "convert it to one")
         try:
             rows, notes = read_local(data, str(data)), []
         except SourceError as failure:
-            raise CalibrationError(f"{failure.subject}: {failure.reason}; {failure.remedy}") from None
+            raise CalibrationError(failure.subject, failure.reason, failure.remedy) from None
     source, unusable = _readable(rows, data)
     if unusable:
         notes.append(f"{len(unusable)} of {len(rows)} rows cannot be used as {source.shape}; the first: {unusable[0]}")
@@ -126,8 +126,9 @@ def _readable(rows: Sequence[Row], data: Path) -> tuple[DataSource, list[str]]:
     best = min(tried, key=lambda one: len(one[1]), default=None)
     if best is None or len(best[1]) == len(rows):
         raise CalibrationError(
-            f"{data}: no shape fits its columns ({', '.join(present)}); name them as in docs/reference/calibration.md"
-            ", Shapes"
+            data,
+            f"no shape fits its columns ({', '.join(present)})",
+            "name them as in docs/reference/calibration.md, Shapes",
         )
     return best
 
@@ -207,7 +208,7 @@ def freeze_set(path: Path, folder: Path, *, workers: int = 8, **tokenizer: Any) 
     calibration, data = read_set(path), load_set(path, **options)
     for source, version in zip(calibration.sources, data.versions, strict=True):
         if not version:
-            raise CalibrationError(f"{path}: {source.dataset} could not be read; remove it to freeze the others")
+            raise CalibrationError(path, f"{source.dataset} could not be read", "remove it to freeze the others")
     texts, sources, origins, restricted = dict[str, str](), list[DataSource](), "", list[str]()
     for index, chosen in enumerate(_chosen_rows(calibration, path, data, workers)):
         source, version, licence = calibration.sources[index], data.versions[index], data.licences[index]
@@ -236,7 +237,7 @@ def freeze_set(path: Path, folder: Path, *, workers: int = 8, **tokenizer: Any) 
         {file: text.encode("utf-8", "backslashreplace") for file, text in zip(files, written.values(), strict=True)}
     )
     if (digest := load_set(files[0], **options).digest) != data.digest:
-        raise CalibrationError(f"{files[0]}: its samples are not those of {path}; report it with both sets")
+        raise CalibrationError(files[0], f"its samples are not those of {path}", "report it with both sets")
     about_files = {"set": str(files[0]), "files": list(map(str, files)), "rows": len(data.samples)}
     return about_files | {"digest": digest, "non_commercial": restricted}
 
@@ -248,10 +249,8 @@ def _chosen_rows(
     left = list(reversed(data.samples))
 
     def tried(index: int, source: DataSource) -> Iterable[Row]:
-        seed = calibration.order_of(index)
-        if source.is_local:
-            return local_rows(source, path.parent, seed)
-        return list(islice(rows_at(source, data.versions[index], seed, hub), len(data.rows[index])))
+        rows = row_source(source, path.parent, calibration.order_of(index), hub).rows(data.versions[index])
+        return list(rows if source.is_local else islice(rows, len(data.rows[index])))
 
     with Hub() as hub:
         every = for_each_source(calibration, path, tried, workers)

@@ -73,10 +73,11 @@ def _error(failures: dict[int, SourceError], path: Path) -> CalibrationError:
         kind = Unreachable if isinstance(failure, Unreachable) else failure.reason
         groups.setdefault((kind, failure.remedy), []).append(index)
     places = parse(path, CalibrationError)[1]
-    messages, lines = [], {index: places["sources", index] for index in failures}
+    errors, lines = [], {index: places["sources", index] for index in failures}
     for (cause, _), (first, *others) in groups.items():
         failure, shown = failures[first], others[: NAMED - 1] if cause is Unreachable else others
         subjects = [failure.subject, *(f"{failures[index].subject} (line {lines[index]})" for index in shown)]
         more = f" and {len(others) - len(shown)} more" if len(others) > len(shown) else ""
-        messages.append(f"{path}:{lines[first]}: {', '.join(subjects)}{more}: {failure.reason}; {failure.remedy}")
-    return CalibrationError("\n".join(messages))
+        where = f"{path}:{lines[first]}: {', '.join(subjects)}{more}"
+        errors.append(CalibrationError(where, failure.reason, failure.remedy))
+    return CalibrationError.several(errors)

@@ -208,8 +208,9 @@ def prefetched_tensors(
                 for name, digest in loaded.hashes.items():
                     if first[name] != digest:
                         raise CheckpointError(
-                            f"{dist.name}: {loaded.tensors[name].file}: {name} has other bytes than on the machine of "
-                            "rank 0; copy the source there again"
+                            f"{dist.name}: {loaded.tensors[name].file}",
+                            f"{name} has other bytes than on the machine of rank 0",
+                            "copy the source there again",
                         )
                 dist.barrier()  # rank 0 passes a broadcast before the others have read
                 checkpoint.release(parts[position])

@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 from quantizers.system.caches import downloads_are_lost
 from quantizers.system.errors import CheckpointError, first_line
 from quantizers.system.formatting import places
+from quantizers.system.hub_client import hub_errors
 from quantizers.system.output_files import CARD, is_own
 from quantizers.system.package_data import shipped_model
 from quantizers.system.thread_map import thread_map
 
-from .remote import HubFiles, files_of, hub_errors
+from .remote import HubFiles, files_of
 from .safetensors_header import TORCH_DTYPES, TensorInfo, printed, read_errors, read_header
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class Checkpoint:
         """The header entry of a tensor that must exist; `why` says in the error what it is."""
         if name not in self.tensors:
             raise CheckpointError(
-                f"{self.folder}: {name} is missing ({why}); the checkpoint is incomplete, download it again"
+                self.folder, f"{name} is missing ({why})", "the checkpoint is incomplete, download it again"
             )
         return self.tensors[name]
 
@@ -99,9 +100,9 @@ def read_json(path: Path) -> dict[str, Any]:
             data = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as failure:
         line = getattr(failure, "lineno", 1)
-        raise CheckpointError(f"{path}:{line}: not valid JSON; download this file again") from None
+        raise CheckpointError(f"{path}:{line}", "not valid JSON", "download this file again") from None
     if not isinstance(data, dict):
-        raise CheckpointError(f"{path}:1: must be a JSON object; download this file again")
+        raise CheckpointError(f"{path}:1", "must be a JSON object", "download this file again")
     return data
 
 
@@ -118,9 +119,9 @@ def refuse_gguf(model: str) -> None:
         names = sorted(os.listdir(folder))
         gguf = [name for name in names if name.lower().endswith(".gguf")]
         if gguf and not any(name.endswith(".safetensors") for name in names):
-            raise CheckpointError(f"{os.path.join(folder, gguf[0])}: GGUF is not supported; {EVALUATE_GGUF}")
+            raise CheckpointError(os.path.join(folder, gguf[0]), "GGUF is not supported", EVALUATE_GGUF)
     elif model.lower().endswith((".gguf", "-gguf", "_gguf")):
-        raise CheckpointError(f"{model}: GGUF is not supported; {EVALUATE_GGUF}")
+        raise CheckpointError(model, "GGUF is not supported", EVALUATE_GGUF)
 
 
 def open_folder(
@@ -144,7 +145,7 @@ def open_folder(
     """
     refuse_gguf(str(folder))
     if not os.path.isdir(folder):
-        raise CheckpointError(f"{folder}: no such folder; give a checkpoint folder or a Hub id")
+        raise CheckpointError(folder, "no such folder", "give a checkpoint folder or a Hub id")
     for path in (folder / INDEX, folder / SINGLE, *side_files(folder)):
         _refuse_elsewhere(path, folder)
     config, has_index = read_config(folder), os.path.isfile(folder / INDEX)
@@ -155,7 +156,7 @@ def open_folder(
     elif _is_there(folder / SINGLE, remote):
         tensors = _header(folder / SINGLE, remote)
     else:
-        raise CheckpointError(f"{folder}: neither {INDEX} nor {SINGLE}; give a safetensors checkpoint")
+        raise CheckpointError(folder, f"neither {INDEX} nor {SINGLE}", "give a safetensors checkpoint")
     if folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name):
         revision = folder.name
     return Checkpoint(folder, name or str(folder), config, tensors, revision, remote=remote)
@@ -166,41 +167,45 @@ def _indexed_tensors(index: Path, strays: bool, remote: HubFiles | None) -> dict
     folder = index.parent
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index}: weight_map is missing or empty; download this file again")
+        raise CheckpointError(index, "weight_map is missing or empty", "download this file again")
     for shard in weight_map.values():
         # A shard must be in the folder of its index: `../x` or an absolute path would read other files of the user.
         if not isinstance(shard, str) or shard in ("", "..") or Path(shard).name != shard or not shard.isprintable():
             raise CheckpointError(
-                f"{index}: names the shard {reprlib.repr(shard)}, which is not a plain file name, and is refused; "
-                "download this file again"
+                index,
+                f"names the shard {reprlib.repr(shard)}, which is not a plain file name, and is refused",
+                "download this file again",
             )
     shards = sorted(set(weight_map.values()))
     for shard in shards:
         _refuse_elsewhere(folder / shard, folder)
     if SINGLE not in shards and _is_there(folder / SINGLE, remote) and not strays:
         raise CheckpointError(
-            f"{folder}: holds two sets of weights: {SINGLE}, which transformers reads, and those of {INDEX} "
-            f"({shards[0]}, …), which servers read; remove one of them"
+            folder,
+            f"holds two sets of weights: {SINGLE}, which transformers reads, and those of {INDEX} ({shards[0]}, …), "
+            "which servers read",
+            "remove one of them",
         )
     tensors: dict[str, TensorInfo] = {}
     for file in shards:
         if not _is_there(folder / file, remote):
-            lacking = "the Hub lacks; give another revision" if remote else "is not in the folder; download it"
-            raise CheckpointError(f"{index}: names {file}, which {lacking}")
+            if remote:
+                raise CheckpointError(index, f"names {file}, which the Hub lacks", "give another revision")
+            raise CheckpointError(index, f"names {file}, which is not in the folder", "download it")
     for file, infos in zip(shards, thread_map(lambda one: _header(folder / one, remote), shards), strict=True):
         for tensor, info in infos.items():
             if tensor in tensors:
-                raise CheckpointError(f"{folder / file}: {tensor} is also in {tensors[tensor].file.name}; keep one")
+                raise CheckpointError(folder / file, f"{tensor} is also in {tensors[tensor].file.name}", "keep one")
             tensors[tensor] = info
     for tensor, shard in weight_map.items():
         if tensor not in tensors or tensors[tensor].file.name != shard:
             raise CheckpointError(
-                f"{index}: {printed(tensor)} should be in {shard}, which has no such tensor; download it again"
+                index, f"{printed(tensor)} should be in {shard}, which has no such tensor", "download it again"
             )
     for tensor, info in tensors.items():
         if tensor not in weight_map:
             raise CheckpointError(
-                f"{info.file}: {tensor} is not in {INDEX}; index and shards do not belong together, download both"
+                info.file, f"{tensor} is not in {INDEX}", "index and shards do not belong together, download both"
             )
     return tensors
 
@@ -220,11 +225,11 @@ def _refuse_elsewhere(path: Path, folder: Path) -> None:
         target, home = Path(os.path.realpath(path)), folder.resolve()
         cache = (home.parent.parent / "blobs").resolve() if home.parent.name == "snapshots" else home
         if target.parent != cache and not target.is_relative_to(home) and not BLOB.fullmatch(target.name):
-            raise CheckpointError(f"{path}: is a link that leads out of the checkpoint; put the file itself there")
+            raise CheckpointError(path, "is a link that leads out of the checkpoint", "put the file itself there")
     with contextlib.suppress(OSError), path.open("rb") as stream:
         if stream.read(len(POINTER)) == POINTER:
             raise CheckpointError(
-                f"{path}: is a pointer of git-lfs, not the file itself; run `git lfs pull` there, or download the file"
+                path, "is a pointer of git-lfs, not the file itself", "run `git lfs pull` there, or download the file"
             )
 
 
@@ -233,13 +238,15 @@ def _refuse_other_weights(folder: Path, config: dict[str, Any], read: str) -> No
     named = config.get("transformers_weights", read)
     if named != read:
         raise CheckpointError(
-            f"{folder / CONFIG}: transformers_weights is {reprlib.repr(named)}, which transformers reads, and servers "
-            f"{read}; remove the key, or the weights that are not meant"
+            folder / CONFIG,
+            f"transformers_weights is {reprlib.repr(named)}, which transformers reads, and servers {read}",
+            "remove the key, or the weights that are not meant",
         )
     if os.path.isfile(folder / ADAPTER):
         raise CheckpointError(
-            f"{folder / ADAPTER}: with it transformers reads an adapter and the model that it names, not the weights "
-            "beside it; merge them (merge_and_unload of peft) into a folder of their own, or remove it"
+            folder / ADAPTER,
+            "with it transformers reads an adapter and the model that it names, not the weights beside it",
+            "merge them (merge_and_unload of peft) into a folder of their own, or remove it",
         )
 
 
@@ -310,7 +317,7 @@ def locate(
     folder, remote = os.path.expanduser(model), None
     if os.path.isdir(folder):
         if stream:
-            raise CheckpointError(f"{model}: is a folder, which is read where it lies; leave --stream out")
+            raise CheckpointError(model, "is a folder, which is read where it lies", "leave --stream out")
         return Path(folder), None
     refuse_gguf(model)
     if stream:
@@ -321,10 +328,10 @@ def locate(
     if kept is not None:
         return kept, remote
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise CheckpointError(f"{model}: no such folder, and not a Hub id (owner/name); correct it")
+        raise CheckpointError(model, "no such folder, and not a Hub id (owner/name)", "correct it")
     if not patterns and not stream and downloads_are_lost():
         raise CheckpointError(
-            f"{model}: there is no home folder to keep it in; set HF_HOME to a folder with room for it"
+            model, "there is no home folder to keep it in", "set HF_HOME to a folder with room for it"
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -340,11 +347,13 @@ def locate(
         reason = first_line(failure)
         if getattr(failure, "errno", None) == errno.ENOSPC:
             raise CheckpointError(
-                f"{model}: the disk of the Hub's cache is full ({reason}); make room there, or set HF_HOME to a folder "
-                "on a larger disk; `quantize run --stream` needs no copy of it"
+                model,
+                f"the disk of the Hub's cache is full ({reason})",
+                "make room there, or set HF_HOME to a folder on a larger disk; `quantize run --stream` needs no copy "
+                "of it",
             ) from None
         raise CheckpointError(
-            f"{model}: not a folder, and the Hub did not give it ({reason}); download it and name the folder"
+            model, f"not a folder, and the Hub did not give it ({reason})", "download it and name the folder"
         ) from None
     return Path(found), remote
 
@@ -378,12 +387,14 @@ def read_into(wanted: Iterable[tuple[TensorInfo, memoryview]]) -> Iterator[Tenso
                     count = stream.readinto(left)  # at most 2 GiB at a time
                     if not count:
                         raise CheckpointError(
-                            f"{info.file}: {info.name}: the file is truncated; download this shard again"
+                            f"{info.file}: {info.name}", "the file is truncated", "download this shard again"
                         )
                     left = left[count:]
             except OSError as failure:
                 reason = failure.strerror
-                raise CheckpointError(f"{info.file}: {info.name}: cannot be read ({reason}); check the disk") from None
+                raise CheckpointError(
+                    f"{info.file}: {info.name}", f"cannot be read ({reason})", "check the disk"
+                ) from None
             yield info
 
 
@@ -392,7 +403,7 @@ def as_tensor(info: TensorInfo, raw: bytearray | torch.Tensor) -> torch.Tensor:
     import torch
 
     if info.dtype not in TORCH_DTYPES:
-        raise CheckpointError(f"{info.file}: {info.name}: dtype {info.dtype} cannot be read")
+        raise CheckpointError(f"{info.file}: {info.name}", f"dtype {info.dtype} cannot be read")
     if not isinstance(raw, torch.Tensor):
         raw = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
     return raw.view(torch_dtype(info.dtype)).view(info.shape)

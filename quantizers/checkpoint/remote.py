@@ -1,23 +1,21 @@
 """The files of one commit of a model on the Hub: headers, and any range of bytes, without the disk.
 
-Requests go through huggingface_hub's own retries of a lost connection, a 429 and a 5xx, with the token of its login;
-long work then waits for the Hub, see `retried`.
+Requests go through huggingface_hub's own retries of a lost connection, a 429 and a 5xx; long work then waits for the
+Hub, see `hub_client.retried`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import re
-import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from quantizers.system.errors import CheckpointError, HubUnavailable, first_line
+from quantizers.system import hub_client
+from quantizers.system.errors import CheckpointError
 from quantizers.system.thread_map import thread_map
 
 from .safetensors_header import MAX_HEADER, TensorInfo, header_length, parse_header
@@ -25,13 +23,7 @@ from .safetensors_header import MAX_HEADER, TensorInfo, header_length, parse_hea
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoFile, RepoFolder
 
-PIECE = 1 << 26  # bytes of one request, at most
-AGAIN = "give the same command again, which resumes"
 PATIENCE = 60.0  # seconds to wait for the next bytes of an answer
-PAUSES = (10.0, 60.0, 300.0, 900.0, 1800.0)  # seconds before a request is tried again that the library has given up
-LATER = (408, 409, 412, 429)  # statuses below 500 with which it may succeed then
-Result = TypeVar("Result")
-TOKEN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
 @dataclass(frozen=True)
@@ -75,13 +67,10 @@ class HubFiles:
         """
         if start == end:
             return b""
-        from huggingface_hub import hf_hub_url
-        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
+        from huggingface_hub import hf_raise_for_status
 
-        with hub_errors(self.model, name, self.commit):
-            headers = {**build_hf_headers(), "Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
-            url = hf_hub_url(self.model, name, revision=self.commit)
-            answer = http_backoff("GET", url, headers=headers, timeout=PATIENCE)
+        with hub_client.hub_errors(self.model, name, self.commit):
+            answer = hub_client.range_answer(self.model, name, self.commit, start, end, timeout=PATIENCE, retries=True)
             hf_raise_for_status(answer)
         if answer.status_code != 206 or len(answer.content) != end - start:
             raise CheckpointError(
@@ -132,11 +121,12 @@ class _Request:
 def _requests(wanted: Iterable[tuple[TensorInfo, memoryview]]) -> Iterator[_Request]:
     """What to ask for: tensors next to each other together, large ones in pieces."""
     request: _Request | None = None
+    most = hub_client.PIECE
     for info, view in wanted:
-        for at in range(0, max(info.size, 1), PIECE):
-            part = view[at : at + PIECE]
+        for at in range(0, max(info.size, 1), most):
+            part = view[at : at + most]
             start, end = info.start + at, info.start + at + len(part)
-            if request and ((request.file, request.end) != (info.file, start) or end - request.start > PIECE):
+            if request and ((request.file, request.end) != (info.file, start) or end - request.start > most):
                 yield request
                 request = None
             request = request or _Request(info.file, start, start)
@@ -163,72 +153,3 @@ def by_name(entries: Iterable[RepoFile | RepoFolder]) -> dict[str, HubFile]:
 
     files = (entry for entry in entries if isinstance(entry, RepoFile))
     return {one.path: HubFile(one.path, one.size, one.lfs.sha256 if one.lfs else None, one.blob_id) for one in files}
-
-
-@contextlib.contextmanager
-def hub_errors(model: str, what: str, revision: str, *, begun: bool = True) -> Iterator[None]:
-    """Turn the library's exceptions, for `what` is asked for, into one line that says what to do.
-
-    `begun` says whether the same command would go on from here; else a name or the network may be wrong from the start.
-    """
-    from httpx import HTTPError
-    from huggingface_hub import errors
-
-    try:
-        yield
-    except errors.GatedRepoError:
-        raise CheckpointError(
-            f"{model}: is gated, and the Hub refuses {what}; accept its terms on https://huggingface.co/{model}, and "
-            f"{TOKEN}"
-        ) from None
-    except errors.RevisionNotFoundError:
-        raise CheckpointError(
-            f"{model}: the Hub has no revision {revision}, or no longer; give another one, with --fresh if a run was "
-            "begun"
-        ) from None
-    except (HTTPError, OSError, ValueError) as failure:
-        reason = reason_of(failure)
-        if begun and not isinstance(failure, errors.RepositoryNotFoundError | errors.EntryNotFoundError):
-            raise HubUnavailable(f"{model}: {what}: the Hub stopped answering ({reason}); {AGAIN}") from None
-        raise CheckpointError(
-            f"{model}: the Hub did not give {what} ({reason}); check the name and the network, or name a folder"
-        ) from None
-
-
-def reason_of(failure: Exception) -> str:
-    """What the Hub, or else the library, says of a failure, in one line without the token."""
-    from huggingface_hub import get_token
-
-    words = first_line(Exception(getattr(failure, "server_message", None) or failure))
-    return re.sub(r"Bearer [^'\"]*|hf_[A-Za-z0-9]{10,}", "***", words.replace(get_token() or "\0", "***"))
-
-
-def status_of(failure: Exception) -> int | None:
-    """The status of the Hub's answer; None if it did not answer."""
-    status: int | None = getattr(getattr(failure, "response", None), "status_code", None)
-    return status
-
-
-def is_transient(failure: Exception) -> bool:
-    """Whether the same request may succeed later."""
-    status = status_of(failure)
-    return not isinstance(failure, ValueError) if status is None else status in LATER or status >= 500
-
-
-def retried(request: Callable[[], Result], stopped: Event) -> Result:
-    """The result of a request; where the Hub is unavailable, it is made again after each of `PAUSES`, which is said.
-
-    Raises:
-        HubUnavailable: it still is, or `stopped` was set meanwhile.
-    """
-    for pause in PAUSES:
-        try:
-            return request()
-        except HubUnavailable as failure:
-            if stopped.is_set():
-                raise
-            said = str(failure).removesuffix(f"; {AGAIN}")
-            print(f"{said}; trying again in {pause:g} s", file=sys.stderr, flush=True)
-            if stopped.wait(pause):
-                raise
-    return request()

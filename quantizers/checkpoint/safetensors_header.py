@@ -62,11 +62,11 @@ def read_errors(file: Path) -> Iterator[None]:
     try:
         yield
     except OSError as failure:
-        raise CheckpointError(f"{file}: cannot be read ({failure.strerror or failure}); check the folder") from None
+        raise CheckpointError(file, f"cannot be read ({failure.strerror or failure})", "check the folder") from None
 
 
 def _corrupt(where: object, what: str) -> CheckpointError:
-    return CheckpointError(f"{where}: {what}; download this shard again")
+    return CheckpointError(where, what, "download this shard again")
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:

@@ -93,6 +93,8 @@ def check_hashes(source: Checkpoint, work: Path, output: Path, check: Callable[[
     for name, old in json.loads(hash_file.read_text()).items():
         if hashes.get(name) != old:
             raise OutputError(
-                f"{output}: the source's {name} has other bytes than when this run began (SHA-256 {old[:16]}…, now "
-                f"{hashes.get(name, 'gone')[:16]}…); restore it, or start over with --fresh"
+                output,
+                f"the source's {name} has other bytes than when this run began (SHA-256 {old[:16]}…, now "
+                f"{hashes.get(name, 'gone')[:16]}…)",
+                "restore it, or start over with --fresh",
             )

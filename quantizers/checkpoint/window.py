@@ -22,13 +22,14 @@ from pathlib import Path
 from threading import Condition, Event, Thread
 
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from quantizers.system import hub_client
 from quantizers.system.errors import InputError, QuantizeError
 from quantizers.system.files import disk_errors
 from quantizers.system.formatting import size
 from quantizers.system.progress import duration
 
 from .reader import Checkpoint, read_into
-from .remote import AGAIN, PIECE, HubFile, HubFiles, retried
+from .remote import HubFile, HubFiles
 from .safetensors_header import TensorInfo
 
 CONNECTIONS = 4  # shards fetched at a time, at most
@@ -66,8 +67,9 @@ class Schedule:
         needed, whole = self.needed, sum(self.sizes.values())
         if limit is not None and limit < needed:
             raise InputError(
-                f"--window {size(limit)}: {size(needed)} of the source must lie on the disk at a time, as its layers "
-                f"lie in its shards; give --window {-(-needed // 10**6)}MB or more"
+                f"--window {size(limit)}",
+                f"{size(needed)} of the source must lie on the disk at a time, as its layers lie in its shards",
+                f"give --window {-(-needed // 10**6)}MB or more",
             )
         return min(max(needed, DEFAULT) if limit is None else limit, whole)
 
@@ -182,8 +184,9 @@ class Window(HubFiles):
             if found != file.digest:
                 part.unlink()
                 raise QuantizeError(
-                    f"{self.model}: {file.name}: what came from the Hub is not what it has (hash {found[:16]}…, on the "
-                    f"Hub {file.digest[:16]}…); {AGAIN}"
+                    f"{self.model}: {file.name}",
+                    f"what came from the Hub is not what it has (hash {found[:16]}…, on the Hub {file.digest[:16]}…)",
+                    hub_client.AGAIN,
                 )
             os.replace(part, self.folder / file.name)
         with self._changed:
@@ -195,7 +198,7 @@ class Window(HubFiles):
         hasher = file.hasher()
         with part.open("a+b") as stream:
             stream.seek(0)
-            while block := stream.read(PIECE):
+            while block := stream.read(hub_client.PIECE):
                 hasher.update(block)
             at = stream.tell()
             if not at:
@@ -204,8 +207,8 @@ class Window(HubFiles):
             while at < file.size:
                 if self._stopped.is_set():
                     return ""
-                end = min(at + PIECE, file.size)
-                block = retried(partial(self.range, file.name, at, end), self._stopped)
+                end = min(at + hub_client.PIECE, file.size)
+                block = hub_client.retried(partial(self.range, file.name, at, end), self._stopped)
                 at += stream.write(block)
                 hasher.update(block)
                 stream.flush()

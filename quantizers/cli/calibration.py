@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 from shlex import quote
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Context, Option, Typer
 from typer.core import TyperGroup
 
-from quantizers.recipe.read import find_set, read_recipe, source_location
-from quantizers.recipe.schema import Recipe
+from quantizers.commands import options as opt
 from quantizers.system.files import write_new
 from quantizers.system.formatting import text_table
 from quantizers.system.package_data import shipped
-from quantizers.system.schema import json_schema
 
 from . import common
+from .adapter import typer_option
+
+if TYPE_CHECKING:
+    from quantizers.recipe.schema import Recipe
 
 
 class _SetOrCommand(TyperGroup):
@@ -37,6 +39,8 @@ TokenizerOption = Annotated[
 RecipeOption = Annotated[
     str | None, Option(metavar="RECIPE", help="count tokens with the tokenizer of this recipe's source")
 ]
+WithoutOption = Annotated[list[str] | None, typer_option("without", opt.Without)]
+TrustOption = Annotated[bool, typer_option("trust_remote_code", opt.TrustRemoteCode)]
 WorkersOption = Annotated[int, Option(min=1, help="number of sources loaded at the same time")]
 
 
@@ -115,7 +119,7 @@ def new(
 @calibration.command()
 def lock(
     set_: SetArgument,
-    without: common.Without = None,
+    without: WithoutOption = None,
     workers: WorkersOption = 8,
     as_json: common.Json = False,
     debug: common.Debug = False,
@@ -125,6 +129,7 @@ def lock(
     Example: quantize calibration lock my-set.yaml
     """
     from quantizers.calibration.lock import lock_set
+    from quantizers.recipe.read import find_set
 
     written, left_out = lock_set(find_set(set_), workers=workers, without=without or ())
     lines = [f"wrote {written}", *(f"without {name} ({reason})" for name, reason in left_out.items())]
@@ -140,7 +145,7 @@ def freeze(
     *,
     tokenizer: TokenizerOption = None,
     recipe: RecipeOption = None,
-    trust_remote_code: common.TrustRemoteCode = False,
+    trust_remote_code: TrustOption = False,
     workers: WorkersOption = 8,
     as_json: common.Json = False,
     debug: common.Debug = False,
@@ -152,6 +157,7 @@ def freeze(
     Example: quantize calibration freeze software-engineer frozen --recipe minimax-m2.1-fp8-int4
     """
     from quantizers.calibration.set_files import freeze_set
+    from quantizers.recipe.read import find_set
 
     tokenizing = counting(tokenizer, recipe, trust_remote_code)[0]
     found = freeze_set(find_set(set_), folder, workers=workers, **tokenizing)
@@ -169,6 +175,7 @@ def schema(as_json: common.Json = False, debug: common.Debug = False) -> None:
     Example: quantize calibration schema > calibration-set.schema.json
     """
     from quantizers.calibration.set import CalibrationSet
+    from quantizers.system.schema import json_schema
 
     print(json_schema(CalibrationSet, "Calibration set of quantize"), end="")  # JSON in any case
 
@@ -181,6 +188,8 @@ def counting(
     Returns:
         It as the arguments of `load_set`, a note about it, and the recipe with its path.
     """
+    from quantizers.recipe.read import read_recipe, source_location
+
     given = None if recipe is None else read_recipe(recipe)
     if tokenizer is not None:
         return {"tokenizer": tokenizer, "trust_remote_code": trust_remote_code}, "", given

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-from typer import Argument, Context
+from typing import TYPE_CHECKING
 
 from quantizers.system.formatting import text_table
 
 from . import common
+from .adapter import Call, command
 
 if TYPE_CHECKING:
     from quantizers.commands.doctor import Diagnosis
@@ -18,26 +16,8 @@ if TYPE_CHECKING:
 FOUND = 56  # columns of a cell: with the other two it fits into 80
 
 
-def doctor(
-    *,
-    context: Context,
-    recipe: Annotated[
-        str | None,
-        Argument(metavar="[RECIPE]", help="a recipe file, the name of a shipped recipe, or a Hub id that has one"),
-    ] = None,
-    output: Annotated[Path | None, common.output("folder that a run would write; out/NAME by default", "DIR")] = None,
-    source: common.Source = None,
-    calibration: common.Calibration = None,
-    without: common.Without = None,
-    settings: common.Settings = None,
-    device: common.Device = "auto",
-    device_memory: common.DeviceMemory = None,
-    stream: common.StreamSource = False,
-    publish_as_you_go: common.PublishAsYouGo = None,
-    remove_uploaded: common.RemoveUploaded = False,
-    as_json: common.Json = False,
-    debug: common.Debug = False,
-) -> None:
+@command("quantizers.commands.doctor:doctor")
+def doctor(call: Call) -> None:
     """Say what this machine can do, and what would stop a recipe here.
 
     Exit 3 if something would. Looks at versions, devices, the kernels compared with torch's operations, memory, disk,
@@ -47,10 +27,8 @@ def doctor(
 
     Example: quantize doctor minimax-m2.1-fp8-int4
     """
-    from quantizers.commands.doctor import doctor as look
-
-    found = look(**common.given(context))
-    common.emit(found.as_dict(), as_json, doctor_table(found), passed=found.passed)
+    found: Diagnosis = call()
+    common.emit(found.as_dict(), call.as_json, doctor_table(found), passed=found.passed)
 
 
 def doctor_table(found: Diagnosis) -> str:

@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Context, Option
-
-from quantizers.distributed.process_group import ProcessGroup
-from quantizers.recipe.schema import CARDS
+from typer import Option
 
 from . import common
+from .adapter import Call, command
+
+if TYPE_CHECKING:
+    from quantizers.commands.evaluate import Evaluation
 
 
+@command("quantizers.commands.evaluate:evaluate", before={"picture": "device", "no_picture": "device"})
 def evaluate(
-    *,
-    context: Context,
-    source: Annotated[str, Argument(metavar="SOURCE", help="a folder or Hub id")],
-    candidate: Annotated[list[str], Argument(metavar="CANDIDATE…", help="one or more checkpoints of the same model")],
-    data: Annotated[str, Option(metavar="SET", help="evaluation set: a file, or the name of a shipped set")],
-    as_served: Annotated[
-        list[str] | None,
-        Option(
-            metavar="CARD",
-            help="measure also as vLLM's kernels on this kind of card compute; may be repeated: " + ", ".join(CARDS),
-        ),
-    ] = None,
-    facts: common.Facts = None,
+    call: Call,
     picture: Annotated[
         Path, Option(metavar="FILE", help="file for the plot of KL by category and errors by depth")
     ] = Path("fidelity.png"),
     no_picture: common.NoPicture = False,
-    device: common.Device = "auto",
-    work: Annotated[
-        Path | None,
-        Option(metavar="DIR", help="folder for activations and a journal; an interrupted evaluation resumes from it"),
-    ] = None,
-    stream: common.Stream = False,
-    trust_remote_code: common.TrustRemoteCode = False,
-    as_json: common.Json = False,
-    debug: common.Debug = False,
 ) -> None:
     """Measure perplexity, KL and more of candidates against a source.
 
@@ -52,22 +34,18 @@ def evaluate(
 
     Example: quantize eval tiny-minimax-m2 out/tiny --data held-out
     """
-    from quantizers.commands.evaluate import evaluate as evaluate_candidates
+    from quantizers.eval.fidelity.figures import EvalReport
     from quantizers.eval.fidelity.tables import eval_table
 
-    dist: ProcessGroup = context.obj
-    found = evaluate_candidates(candidates=candidate, **common.given(context), dist=dist)
-    if not dist.is_main:
+    found: Evaluation = call()
+    if not call.dist.is_main:
         return
-    report = found.as_dict()
+    report = EvalReport.model_validate(found.as_dict())
     text = eval_table(report)
     if not no_picture:
-        from quantizers.eval.report.plots import fidelity_figure, save
+        from quantizers.eval.report.plots import fidelity_figure, saved
 
-        evaluated_on = found.candidates[0].figures["evaluated_on"]["name"]
-        figure = fidelity_figure(
-            [(one.model, one.figures) for one in found.candidates], f"against {Path(source).name} on {evaluated_on}"
-        )
-        save(figure, picture)
-        text += f"\n\npicture: {picture}"
-    common.emit(report, as_json, text)
+        results = [(candidate.model, candidate) for candidate in report.candidates]
+        title = f"against {Path(call.options['source']).name} on {report.candidates[0].evaluated_on.name}"
+        text += f"\n\n{saved(partial(fidelity_figure, results, title), picture)}"
+    common.emit(report.as_dict(), call.as_json, text)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import sys
 import traceback
 from typing import Annotated, Any, NoReturn
@@ -14,7 +16,7 @@ from quantizers.device.determinism import ordered
 from quantizers.distributed.process_group import ProcessGroup, launched
 from quantizers.hooks import hooks
 from quantizers.system.caches import settle_caches
-from quantizers.system.errors import InputError, QuantizeError, first_line
+from quantizers.system.errors import InputError, Interrupted, QuantizeError, first_line
 from quantizers.system.formatting import gib, printable
 from quantizers.system.interrupts import stoppable
 
@@ -130,7 +132,10 @@ def for_several_processes() -> list[str]:
 
 
 def main() -> None:
-    """Entry point. Every error is printed as one line and gives an exit code; a traceback only with --debug."""
+    """Entry point. Every error is printed as one line, with --json also as an object, and gives an exit code.
+
+    A traceback is printed only with --debug.
+    """
     # No progress bars and notes of libraries between our output; their warnings and errors are still shown.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -152,36 +157,45 @@ def main() -> None:
             dist.shutdown()
             sys.exit(code)
     except typer.Abort:
-        _end(dist, "interrupted; give the same command again", 130)
+        _end(dist, Interrupted("", "interrupted", "give the same command again", signal.SIGINT))
     except QuantizeError as failure:
         if "--debug" in sys.argv:
             traceback.print_exc()
-        _end(dist, str(failure), failure.exit_code)
+        _end(dist, failure)
     except Exception as failure:
         # typer bundles its own click under a private name, so click's errors are recognised by their method.
         if said := getattr(failure, "format_message", None):
             if type(failure).__name__ == "NoArgsIsHelpError":
                 print(said(), file=sys.stderr)  # the help of a command that was given nothing
                 sys.exit(2)
-            _end(dist, said(), 2)
-        if "--debug" in sys.argv:
+            _end(dist, InputError("", said()))
+        debug = "--debug" in sys.argv
+        if debug:
             traceback.print_exc()
-            _end(dist, "", 1)
-        _end(dist, f"{type(failure).__name__}: {first_line(failure)} (a traceback with --debug)", 1)
+        problem = f"{type(failure).__name__}: {first_line(failure)}{'' if debug else ' (a traceback with --debug)'}"
+        _end(dist, QuantizeError("", problem), traced=debug)
 
 
-def _end(dist: ProcessGroup, message: str, code: int) -> NoReturn:
-    line, code = dist.final_message(message, code)
-    process = launched()
-    if process and not dist.is_distributed and process[0]:
-        line = None  # before the processes knew each other: rank 0 says the same
-    for one in line.split("\n") if line else ():  # a line for each mistake
-        print(f"quantize: {printable(one)}", file=sys.stderr)
+def _end(dist: ProcessGroup, failure: QuantizeError, *, traced: bool = False) -> NoReturn:
+    """Print a line for each mistake, unless it was `traced`, and with --json an object, by rank 0 alone; then end."""
+    error, prints = dist.first_failure(failure)
+    is_main, process = dist.is_main, launched()
+    if process and not dist.is_distributed and process[0]:  # before the processes knew each other: rank 0 says the same
+        is_main = prints = False
+    if prints and not traced:
+        for line in str(error).split("\n"):
+            print(f"quantize: {printable(line)}", file=sys.stderr)
+    if is_main and "--json" in sys.argv:
+        errors = [one.as_dict() for one in error.errors]
+        try:
+            print(json.dumps({"error": errors[0]} if len(errors) == 1 else {"errors": errors}, indent=1), flush=True)
+        except OSError:  # standard output lies on the full disk: what is left of it must not fail again at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if dist.is_distributed:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # torch's groups would wait for the processes that were lost
-    sys.exit(code)
+        os._exit(error.exit_code)  # torch's groups would wait for the processes that were lost
+    sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import gc
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from typer import Context, Option
-
-from quantizers.eval.report.summary import candidate_lines, choice_lines, layer_rows, without_vllm
 from quantizers.system.formatting import gib, size, text_table
 from quantizers.system.progress import duration
 
 from . import common
+from .adapter import Call, command
 
 WAYS = {
     "cached": "on the disk, or in the Hub's cache",
@@ -21,44 +18,8 @@ WAYS = {
 }
 
 
-def plan(
-    *,
-    called: Context,
-    recipe: common.Recipe,
-    vram: Annotated[
-        list[str] | None,
-        Option(metavar="NxGPU", help="GPUs to serve the output on, such as 2x96GiB or 2xH100; may be repeated"),
-    ] = None,
-    source: common.Source = None,
-    calibration: common.Calibration = None,
-    settings: common.Settings = None,
-    facts: common.Facts = None,
-    context: Annotated[
-        int | None, Option(min=1, metavar="TOKENS", help="with --vram: context length; the model's maximum by default")
-    ] = None,
-    kv: Annotated[Literal["auto", "fp8"], Option(help="with --vram: 16-bit keys and values (auto), or fp8")] = "auto",
-    tp: Annotated[
-        int | None, Option(min=1, help="with --vram: tensor-parallel size; the largest that vLLM allows by default")
-    ] = None,
-    ram: Annotated[
-        int | None, common.size("--ram", "with --vram: host memory, such as 128GB; the ways with experts there")
-    ] = None,
-    tensors: Annotated[bool, Option("--tensors", help="list every tensor with its action")] = False,
-    output: Annotated[
-        Path | None, common.output("with a budget: the folder of a run, to show the schemes that it chose")
-    ] = None,
-    hub: Annotated[
-        bool, Option("--hub", help="read the headers from the Hub even if the architecture spec is built in")
-    ] = False,
-    device_memory: common.DeviceMemory = None,
-    nodes: Annotated[int, Option(min=1, help="also estimate a run on this number of machines")] = 1,
-    gpus: Annotated[int, Option(min=1, help="also estimate a run on this number of GPUs per machine")] = 1,
-    disk: Annotated[
-        int | None, common.size("--disk", "disk bandwidth of a machine, in bytes per second; 1GB by default")
-    ] = None,
-    as_json: common.Json = False,
-    debug: common.Debug = False,
-) -> None:
+@command("quantizers.commands.plan:plan")
+def plan(call: Call) -> None:
     """Show what a run would do and need, and where its output fits.
 
     Lists the action for every kind of tensor, disk, memory and time; with --vram, whether the output fits on GPUs.
@@ -69,16 +30,14 @@ def plan(
 
     Example: quantize plan minimax-m2.1-fp8-int4 --vram 2x96GiB --vram 4x24GiB --context 196608
     """
-    from quantizers.commands.plan import plan as plan_run
-
     gc.disable()  # a plan is many objects without cycles; looking for them takes a tenth longer for a large model
     try:
-        figures = plan_run(**common.given(called)).figures
+        figures: dict[str, Any] = call().figures
     finally:
         gc.enable()
     serving = weights_table if "weights" in figures else fit_table
-    table = serving if vram else tensors_table if tensors else plan_table
-    common.emit(figures, as_json, f"planned from {figures['basis']}\n\n{table(figures)}")
+    table = serving if call.options["vram"] else tensors_table if call.options["tensors"] else plan_table
+    common.emit(figures, call.as_json, f"planned from {figures['basis']}\n\n{table(figures)}")
 
 
 def plan_table(numbers: dict[str, Any]) -> str:
@@ -131,6 +90,8 @@ def dense_words(numbers: dict[str, Any]) -> str:
 
 def remarks(numbers: dict[str, Any]) -> list[str]:
     """A line about each special thing: files left behind, MTP layers, what servers do not take, what is not known."""
+    from quantizers.eval.report.summary import without_vllm
+
     lines = [numbers[key] for key in ("origin", "left_behind") if numbers.get(key)]
     if "mtp" in numbers:
         layers = numbers["mtp"]["layers"]
@@ -138,7 +99,9 @@ def remarks(numbers: dict[str, Any]) -> list[str]:
         passed = size(numbers["mtp"]["bytes"])
         lines.append(f"{which}, for multi-token prediction (MTP), passed through with their experts: {passed}")
     if "vllm" not in numbers["servers"]:
-        lines.append(without_vllm(numbers))
+        from quantizers.eval.report.summary import without_vllm
+
+        lines.append(without_vllm(numbers["servers"], transformers=numbers.get("transformers", True)))
     lines += numbers.get("limits", [])
     if numbers.get("cards_unknown"):
         lines.append(f"of GPUs to serve it, only the weights can be counted: {numbers['cards_unknown']}")
@@ -147,9 +110,17 @@ def remarks(numbers: dict[str, Any]) -> list[str]:
 
 def _scheme_lines(schemes: dict[str, Any]) -> list[str]:
     """The choice within a budget once it is made, until then the candidates."""
+    from quantizers.eval.report.schema import PlannedSchemes, Schemes
+    from quantizers.eval.report.summary import candidate_lines, choice_lines, layer_rows
+
     if "layers" in schemes:
-        return [*candidate_lines(schemes), "", *choice_lines(schemes), "", text_table(*layer_rows(schemes)), ""]
-    return [*candidate_lines(schemes), "the run measures, then chooses for each layer", ""]
+        choice = Schemes.model_validate(schemes)
+        return [*candidate_lines(choice), "", *choice_lines(choice), "", text_table(*layer_rows(choice)), ""]
+    return [
+        *candidate_lines(PlannedSchemes.model_validate(schemes)),
+        "the run measures, then chooses for each layer",
+        "",
+    ]
 
 
 def _needs_lines(needs: dict[str, Any]) -> list[str]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any
-
-from typer import Argument, Context, Option
+from typing import TYPE_CHECKING, Any
 
 from quantizers.system.formatting import collapse_lines, size, text_table
 
 from . import common
+from .adapter import Call, command
+
+if TYPE_CHECKING:
+    from quantizers.hub.publish import Publication
 
 STATES = {
     "stops": "the upload would end there, with exit code 2",
@@ -18,39 +19,8 @@ STATES = {
 }
 
 
-def publish(
-    *,
-    context: Context,
-    folder: Annotated[Path, Argument(metavar="DIR", help="a finished output of `quantize run`")],
-    repo: Annotated[str, Option(help="repository on the Hub, owner/name; created if it does not exist")],
-    license: Annotated[
-        str | None, Option(metavar="NAME", help="licence, by the Hub's name; the source's by default")
-    ] = None,
-    base_model: Annotated[
-        str | None, Option(metavar="OWNER/NAME", help="the source's Hub id, if it was read from a folder")
-    ] = None,
-    thorough: Annotated[
-        bool, Option("--thorough", help="compare every tensor with the source again, as `quantize verify` does")
-    ] = False,
-    source: Annotated[
-        str | None,
-        Option(help="the source model, a folder or Hub id; implies --thorough; the one in report.json by default"),
-    ] = None,
-    private: Annotated[
-        bool | None,
-        Option("--private/--public", help="visibility of a new repository; your account's default otherwise"),
-    ] = None,
-    revision: Annotated[str, Option(help="branch; created if it does not exist")] = "main",
-    dry_run: Annotated[
-        bool, Option("--dry-run", help="verify, list the files, and say what would stop the upload, without it")
-    ] = False,
-    force: Annotated[
-        str | None, Option(metavar="REASON", help="publish even if a check fails; the model card states the reason")
-    ] = None,
-    device: common.Device = "auto",
-    as_json: common.Json = False,
-    debug: common.Debug = False,
-) -> None:
+@command("quantizers.hub.publish:publish")
+def publish(call: Call) -> None:
     """Check a finished checkpoint and upload it to the Hub.
 
     Afterwards the Hub's hashes are compared with the local ones. Every file must have the hash recorded in
@@ -59,11 +29,9 @@ def publish(
 
     Example: quantize publish out/tiny --repo me/tiny-minimax-m2-FP8-INT4 --dry-run
     """
-    from quantizers.hub.publish import publish as check_and_upload
-
-    found = check_and_upload(folder, **common.given(context))
+    found: Publication = call()
     table = published_table if found.uploaded else dry_run_table
-    common.emit(found.figures, as_json, table(found.figures), passed=found.passed)
+    common.emit(found.figures, call.as_json, table(found.figures), passed=found.passed)
 
 
 def dry_run_table(plan: dict[str, Any]) -> str:

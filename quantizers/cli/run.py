@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 from shlex import join, quote
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Context, Option
+from typer import Argument, Option
 
-from quantizers.distributed.process_group import ProcessGroup
-from quantizers.eval.report.summary import scheme_lines, under_routed_line
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import collapse_lines, short_path, size
 from quantizers.system.output_files import CALIBRATION_PICTURE, CARD, COVERAGE_PICTURE, PAGE, REPORT
@@ -17,56 +15,20 @@ from quantizers.system.package_data import shipped_model
 from quantizers.system.progress import duration
 
 from . import common
+from .adapter import Call, command
+
+if TYPE_CHECKING:
+    from quantizers.commands.run import FinishedCheckpoint
+
+if TYPE_CHECKING:
+    from quantizers.eval.report.schema import RunReport
 
 
+@command("quantizers.commands.run:run", before={"folder": "output", "yes": "device_memory"})
 def run(
-    *,
-    context: Context,
-    recipe: common.Recipe,
+    call: Call,
     folder: Annotated[Path | None, Argument(metavar="OUTPUT", help="the same as --output")] = None,
-    output: Annotated[
-        Path | None,
-        common.output(
-            "folder for the finished checkpoint, new, empty, or an unfinished run; out/<name of RECIPE> by default"
-        ),
-    ] = None,
-    source: common.Source = None,
-    calibration: common.Calibration = None,
-    without: common.Without = None,
-    settings: common.Settings = None,
-    device: common.Device = "auto",
-    fresh: Annotated[bool, Option("--fresh", help="discard an earlier run in the output folder, after asking")] = False,
     yes: Annotated[bool, Option("--yes", help="do not ask")] = False,
-    device_memory: common.DeviceMemory = None,
-    paranoid: Annotated[
-        bool, Option("--paranoid", help="hash the source's shards, and check them again on resume")
-    ] = False,
-    states: Annotated[
-        Literal["auto", "memory", "files"],
-        Option(help="keep calibration activations in memory, in files, or in memory if they fit"),
-    ] = "auto",
-    ignore_stop: Annotated[bool, Option("--ignore-stop", help="ignore the recipe's verify.stop and continue")] = False,
-    ignore_source_check: Annotated[
-        bool, Option("--ignore-source-check", help="quantize a source that makes no sense of text (random weights)")
-    ] = False,
-    with_data: Annotated[
-        bool, Option("--with-data", help="copy the sets' local data files into the output, for publishing")
-    ] = False,
-    imatrix: Annotated[
-        bool, Option("--imatrix", help="also write OUTPUT.imatrix.gguf, an importance matrix for llama.cpp")
-    ] = False,
-    stream: common.StreamSource = False,
-    window: Annotated[
-        int | None,
-        common.size("--window", "with --stream: the source's part on the disk; 40GB, or what is needed, by default"),
-    ] = None,
-    publish_as_you_go: common.PublishAsYouGo = None,
-    remove_uploaded: common.RemoveUploaded = False,
-    private: Annotated[
-        bool, Option("--private", help="with --publish-as-you-go: leave the repository private at the end")
-    ] = False,
-    as_json: common.Json = False,
-    debug: common.Debug = False,
 ) -> None:
     """Quantize a checkpoint, stitch it, verify and measure it. Resumes automatically if interrupted.
 
@@ -74,102 +36,114 @@ def run(
 
     Example: quantize run tiny-minimax-m2-fp8-int4 --output out/tiny
     """
-    from quantizers.commands.run import run as run_recipe
-
-    dist: ProcessGroup = context.obj
+    given: dict[str, Any] = call.options
+    output: Path | None = given["output"]
     if folder is not None and output is not None and folder.absolute() != output.absolute():
         raise InputError(f"two outputs are given, {folder} and --output {output}; leave one out")
     output = output or folder
-    discards = fresh and dist.is_main and output is not None and output.exists()
+    discards = given["fresh"] and call.dist.is_main and output is not None and output.exists()
     if discards and not yes and not common.asked(f"discard the run in {output}?", "--fresh"):
         raise InputError(f"{output}: left as it is; choose another --output")
-    made = run_recipe(**common.given(context) | {"output": output}, command=common.typed(), dist=dist)
-    if not dist.is_main:
+    made: FinishedCheckpoint = call(output=output)
+    if not call.dist.is_main:
         return
-    settings = [*(settings or ()), *([f"calibration.without=[{', '.join(without)}]"] if without else ())]
-    changed = {"--source": source and [source], "--calibration": calibration and [calibration], "--set": settings}
-    words = [recipe, *(str(word) for option, given in changed.items() for one in given or () for word in (option, one))]
-    table = run_table(made.report, made.folder, made.source, join(words), stream=stream)
-    common.emit(made.report, as_json, table, passed=made.passed)
+    without = [f"calibration.without=[{', '.join(given['without'])}]"] if given["without"] else []
+    changed = {
+        "--source": given["source"] and [given["source"]],
+        "--calibration": given["calibration"] and [given["calibration"]],
+        "--set": [*(given["settings"] or ()), *without],
+    }
+    words = [str(word) for option, values in changed.items() for value in values or () for word in (option, value)]
+    recipe, table = join([given["recipe"], *words]), ""
+    if not call.as_json:
+        from quantizers.pipeline.report_files import parsed_run
+
+        report = parsed_run(made.report, made.folder / REPORT)
+        table = run_table(report, made.folder, made.source, recipe, stream=given["stream"])
+    common.emit(made.report, call.as_json, table, passed=made.passed)
 
 
-def run_table(report: dict[str, Any], output: Path, source: str, recipe: str, *, stream: bool = False) -> str:
+def run_table(report: RunReport, output: Path, source: str, recipe: str, *, stream: bool = False) -> str:
     """The output of `quantize run`; `source` is a Hub id, with `stream` still there, or a folder.
 
     `recipe` is as the user typed it, with the options that change it.
     """
     from quantizers.eval.coverage.summary import gate_table
+    from quantizers.eval.fidelity.figures import Fidelity
     from quantizers.eval.fidelity.tables import (
-        SERVED,
         fidelity_table,
+        is_served,
         past_the_model,
         positions_table,
         served_table,
         worst_table,
     )
+    from quantizers.eval.report.summary import scheme_lines, under_routed_line
 
-    lines = [f"{output} was finished before; nothing was touched"] if report.get("already_done") else []
-    lines += ["", gate_table(report["gates"]), ""]
-    if "kl" in report:
-        lines += [fidelity_table([("output", report)]), "", worst_table([("output", report)]), ""]
-        if len(report.get("positions", ())) > 1:
-            lines += [positions_table(report), ""]
-        if SERVED & report.keys():
-            lines += [served_table([("output", report)]), ""]
-    plan, seconds, coverage = report["plan"], report["seconds"], report["coverage"]
-    apart = max(layer["proof"] for layer in report["layers"])
+    measured = report if isinstance(report, Fidelity) else None
+    lines = [f"{output} was finished before; nothing was touched"] if report.already_done else []
+    lines += ["", gate_table(report.gates), ""]
+    if measured:
+        lines += [fidelity_table([("output", measured)]), "", worst_table([("output", measured)]), ""]
+        if len(measured.positions) > 1:
+            lines += [positions_table(measured), ""]
+        if is_served(measured):
+            lines += [served_table([("output", measured)]), ""]
+    plan, seconds, coverage = report.plan, report.seconds, report.coverage
+    apart = max(layer.proof for layer in report.layers)
     lines += [
         f"proof     every layer gives what transformers' own call of it gives, to {apart:.1e} of what it adds",
-        f"audit     {common.accounted(report['audit'])}",
-        *(f"          {line}" for line in collapse_lines(report["audit"]["differences"])[:10]),
-        f"coverage  routed tokens per expert: min {coverage['min']:,}, median {coverage['median']:,.0f}; "
-        f"{coverage['uncovered']} of {coverage['pairs']:,} below {coverage['min_routed_tokens']}",
-        *(f"held out  {line}" for line in past_the_model(report)),
-        f"size      {size(plan['source_bytes'])} -> {size(plan['output_bytes'])}",
+        f"audit     {common.accounted(report.audit)}",
+        *(f"          {line}" for line in collapse_lines(report.audit.differences)[:10]),
+        f"coverage  routed tokens per expert: min {coverage.min:,}, median {coverage.median:,.0f}; "
+        f"{coverage.uncovered} of {coverage.pairs:,} below {coverage.min_routed_tokens}",
+        *(f"held out  {line}" for line in (past_the_model(measured.evaluated_on) if measured else [])),
+        f"size      {size(plan.source_bytes)} -> {size(plan.output_bytes)}",
         *(f"{'schemes' if n == 0 else '':10}{line}" for n, line in enumerate(scheme_lines(report))),
-        f"time      {duration(seconds['this_process'])}, of it {duration(seconds['layers'])} for the layers; "
-        f"peak memory {size(report['peak_memory_bytes'])}",
+        f"time      {duration(seconds.this_process)}, of it {duration(seconds.layers)} for the layers; "
+        f"peak memory {size(report.peak_memory_bytes)}",
     ]
     if under_routed := under_routed_line(report):
         lines.append(f"shares    {under_routed}")
-    if fallbacks := sum(len(layer["fallbacks"]) for layer in report["layers"]):
+    if fallbacks := sum(len(layer.fallbacks) for layer in report.layers):
         lines.append(f"fallbacks {fallbacks}, listed in report.json under layers")
     return "\n".join([*lines, *_where(report, output), "", *_what_next(report, output, source, recipe, stream)]).strip(
         "\n"
     )
 
 
-def _where(report: dict[str, Any], output: Path) -> list[str]:
+def _where(report: RunReport, output: Path) -> list[str]:
     """The paths of the output, the report, the model card and the pictures."""
-    folder, files, published = Path(short_path(output)), report["files"], report.get("published", {})
+    folder, files, published = Path(short_path(output)), report.files, report.published
     rows = [("report", [PAGE, REPORT]), ("card", [CARD]), ("pictures", [CALIBRATION_PICTURE, COVERAGE_PICTURE])]
     named = [(word, [str(folder / name) for name in names if name in (*files, REPORT)]) for word, names in rows]
-    there = [f"on Hub    {published['repo']}"] if published else []
+    there = [f"on Hub    {published.repo}"] if published else []
     return [f"output    {folder}", *(f"{word:<10}{', '.join(paths)}" for word, paths in named if paths), *there]
 
 
-def _what_next(report: dict[str, Any], output: Path, source: str, recipe: str, stream: bool) -> list[str]:
+def _what_next(report: RunReport, output: Path, source: str, recipe: str, stream: bool) -> list[str]:
     """Suggested next commands; after a failed gate what to change, and not how to serve the output."""
     from quantizers.recipe.portable import is_hub_id
 
-    model = str(report["source"]["model"])  # by which commands find it on the Hub or among the shipped models
+    model = report.source.model  # by which commands find it on the Hub or among the shipped models
     kept = shipped_model(model)
     ours = kept is not None and Path(source).resolve() == kept.resolve()
     found = ours or (is_hub_id(model) and model == source)
     folder, source = quote(short_path(output)), quote(model if ours else short_path(source))
     there = " --stream" if stream else ""
-    published = report.get("published", {})
-    back = [f"hf download {published['repo']} --local-dir {folder}"] if "removed" in published else []
+    published = report.published
+    repo, removed = (published.repo, published.removed) if published else (folder, None)
+    back = [f"hf download {repo} --local-dir {folder}"] if removed else []
     verify = f"quantize verify {folder}" + ("" if found else f" --source {source}") + there
-    remote = bool(back) and stream and all(gate["passed"] for gate in report["gates"])  # this needs no shards here
-    evaluate = f"quantize eval {source} {published['repo'] if remote else folder} --data held-out{there}"
+    remote = bool(back) and stream and all(gate.passed for gate in report.gates)  # this needs no shards here
+    evaluate = f"quantize eval {source} {repo if remote else folder} --data held-out{there}"
     commands = [evaluate, *back, verify] if remote else [*back, verify, evaluate]
     advice: dict[str, list[str]] = {}  # and the gates that it is for
-    for gate in report["gates"]:
-        if not gate["passed"]:
-            text = _advice(gate["name"], report["settings"]["recipe"]["experts"], recipe, verify)
-            advice.setdefault(text, []).append(gate["name"])
-    if not advice and "vllm" in report["serving"]["servers"]:
+    for gate in report.gates:
+        if not gate.passed:
+            text = _advice(gate.name, report.settings.recipe["experts"], recipe, verify)
+            advice.setdefault(text, []).append(gate.name)
+    if not advice and "vllm" in report.serving.servers:
         commands.append(f"vllm serve {folder}")
     todo = "\n       ".join(f"{', '.join(names)}: {text}" for text, names in advice.items())
     return [*([f"to do: {todo}", ""] if advice else []), "next: " + "\n      ".join(commands)]
@@ -202,7 +176,7 @@ def closer(experts: dict[str, Any]) -> list[str]:
         ("experts.scales_sign: both", experts.get("scales_sign") == "positive"),
         ("more calibration tokens", True),
         ("experts.budget, which gives some layers 8 bits", bits == 4),
-        ("experts.bits: 8 instead of experts.format", experts.get("format") == "nvfp4"),
+        ("experts.bits: 8 instead of experts.format", "format" in experts),
         (f"experts.bits: {4 if bits < 4 else 8}", bits < 8),
     ]
     return [step for step, helps in steps if helps]

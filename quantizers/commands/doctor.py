@@ -10,13 +10,13 @@ import platform
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar
 
 from huggingface_hub import HfApi, constants, get_session, get_token
 from huggingface_hub.utils import build_hf_headers
@@ -29,12 +29,11 @@ from quantizers.calibration.render import load_tokenizer
 from quantizers.calibration.samples import CalibrationData
 from quantizers.calibration.set import read_set
 from quantizers.checkpoint.reader import side_files
-from quantizers.checkpoint.remote import hub_errors, reason_of
 from quantizers.checkpoint.window import DEFAULT, schedule
 from quantizers.eval.coverage.summary import check_floors
 from quantizers.hooks import hooks
 from quantizers.output import journal
-from quantizers.output.uploads import LOGIN, may_write, require_token
+from quantizers.output.uploads import may_write, require_token
 from quantizers.pipeline.consumers import plan_findings
 from quantizers.pipeline.publication import Destination, refuse_early
 from quantizers.planning.estimate import calibration_lengths, estimate_run, evaluation_lengths, ways_of_source
@@ -45,12 +44,15 @@ from quantizers.recipe.read import Change, changes_of, read_recipe, set_file, so
 from quantizers.recipe.schema import Recipe
 from quantizers.system.caches import downloads_are_lost
 from quantizers.system.errors import Interrupted, QuantizeError, first_line
+from quantizers.system.extras import EXTRAS
 from quantizers.system.files import nearest_existing
 from quantizers.system.formatting import gib, short_path, size
 from quantizers.system.host_memory import available, total
+from quantizers.system.hub_client import LOGIN, hub_errors, reason_of
 from quantizers.system.progress import duration
 from quantizers.system.version import __version__
 
+from . import options as opt
 from .run import default_output, destination_of
 
 if TYPE_CHECKING:
@@ -129,10 +131,8 @@ class _Rows(list[Check]):
             problem = f"{failure.filename or what}: {failure.strerror or failure}"
             self.add(what, problem, "choose another place, or allow it", stops=True)
         except QuantizeError as failure:
-            text = _UP.sub("", str(failure)).replace(f"{Path.cwd()}{os.sep}", "")
-            for line in text.split("\n"):
-                problem, _, remedy = line.rpartition("; ")
-                self.add(what, problem or line, remedy if problem else "correct it", stops=True)
+            for error in failure.errors:
+                self.add(what, _short(error.without_remedy), _short(error.remedy) or "correct it", stops=True)
         except Exception as failure:  # of a library, or a mistake here: the rest is still looked at
             problem, remedy = f"{type(failure).__name__}: {first_line(failure)}", "report this, with what was given"
             self.add(what, problem, remedy, stops=True)
@@ -154,27 +154,27 @@ class _Given:
     destination: Destination | None  # where the output is published as it is made
 
 
+@opt.documented
 def doctor(
-    recipe: str | Path | None = None,
+    recipe: Annotated[
+        str | Path | None,
+        opt.Argument("a recipe file, the name of a shipped recipe, or a Hub id that has one", "[RECIPE]"),
+    ] = None,
     *,
-    output: str | Path | None = None,
-    source: str | Path | None = None,
-    calibration: str | Path | None = None,
-    without: Sequence[str] = (),
-    settings: Mapping[str, Any] | Sequence[str] = (),
-    device: str = "auto",
-    device_memory: int | None = None,
-    stream: bool = False,
-    publish_as_you_go: str | None = None,
-    remove_uploaded: bool = False,
+    output: Annotated[
+        str | Path | None, opt.Option("folder that a run would write; out/NAME by default", "DIR", opt.OUTPUT)
+    ] = None,
+    source: opt.Source = None,
+    calibration: opt.Calibration = None,
+    without: opt.Without = (),
+    settings: opt.Settings = (),
+    device: opt.Device = "auto",
+    device_memory: opt.DeviceMemory = None,
+    stream: opt.StreamSource = False,
+    publish_as_you_go: opt.PublishAsYouGo = None,
+    remove_uploaded: opt.RemoveUploaded = False,
 ) -> Diagnosis:
     """Say what this machine can do, and what would stop a recipe here. Takes seconds, and writes nothing that stays.
-
-    Args:
-        recipe: a recipe file, the name of a shipped recipe, or the Hub id of a model that has one.
-        output: the folder that a run would write; out/NAME by default.
-        source, calibration, without, settings, device, device_memory, stream, publish_as_you_go, remove_uploaded: as
-            `run` would be given them.
 
     Raises:
         InputError: settings that are no `key=value`, or options of which one needs another.
@@ -219,16 +219,20 @@ def _versions(rows: _Rows, asked: str) -> torch.device | None:
         requires = metadata.requires(PROGRAM) or []
     except metadata.PackageNotFoundError:
         faults.add("program", f"{PROGRAM} is not installed", "`pip install .` in its clone", stops=True)
-    for needed in map(Requirement, requires):
-        if needed.marker and not needed.marker.evaluate({"extra": ""}):
+    # A package of several extras is listed for each of them.
+    for needed in {one.name: one for one in map(Requirement, requires)}.values():
+        optional = needed.marker is not None and not needed.marker.evaluate({"extra": ""})
+        if optional and needed.name not in EXTRAS:
             continue
+        remedy = f"`pip install '{needed.name}{needed.specifier}'`"
         try:
             shown[needed.name] = found = metadata.version(needed.name)
         except metadata.PackageNotFoundError:
-            faults.add(needed.name, "is not installed", f"`pip install '{needed}'`", stops=True)
+            if not optional:
+                faults.add(needed.name, "is not installed", remedy, stops=True)
             continue
         if not needed.specifier.contains(found, prereleases=True):
-            faults.add(needed.name, f"{found}, tested with {needed.specifier}", f"`pip install '{needed}'`")
+            faults.add(needed.name, f"{found}, tested with {needed.specifier}", remedy)
     device = None
     try:
         import torch
@@ -259,8 +263,8 @@ def _devices(rows: _Rows, device: torch.device, integers: set[tuple[int, int, bo
         free = torch.cuda.mem_get_info(torch.device(entry["device"]))[0]
         rows.add(entry["device"], f"{entry['name']}, {gib(entry['bytes'])}, {gib(free)} of it free")
     if not found:
-        problem, _, remedy = device_problem("cuda").partition("; ")
-        rows.add("GPU", problem, remedy.replace(", or give cpu", "; on a CPU only small models are practical"))
+        problem, remedies = device_problem("cuda") or ("none", [])
+        rows.add("GPU", problem, "; ".join([*remedies[:1], "on a CPU only small models are practical"]))
     for one in [torch.device(entry["device"]) for entry in found] or [device]:
         if can_launch(one):
             faults = {kernel: fault for kernel in KERNELS if (fault := problem_of(kernel, one, integers))}
@@ -281,6 +285,11 @@ def _folder(rows: _Rows, what: str, path: str | Path, remedy: str, *, stops: boo
         rows.add(what, f"{shown(path)}: {size(shutil.disk_usage(place).free)} free")
     except OSError as failure:
         rows.add(what, f"{shown(path)}: cannot be written ({failure.strerror})", remedy, stops=stops)
+
+
+def _short(text: str) -> str:
+    """A text in which paths are relative to the current folder."""
+    return _UP.sub("", text).replace(f"{Path.cwd()}{os.sep}", "")
 
 
 def shown(path: str | Path) -> str:
@@ -318,7 +327,7 @@ def _ask_hub(rows: _Rows) -> str:
         if token is not None:
             require_token()
     except (QuantizeError, OSError) as failure:
-        token, fault = None, getattr(failure, "strerror", None) or str(failure).partition("; ")[0]
+        token, fault = None, failure.problem if isinstance(failure, QuantizeError) else failure.strerror or str(failure)
     account: Mapping[str, Any] = {}
     refused, why = False, "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
     if why:

@@ -10,14 +10,16 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
+from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import Own, architecture_for
 from quantizers.calibration.load_set import load_set, said
 from quantizers.calibration.samples import CalibrationData, identity
@@ -27,25 +29,30 @@ from quantizers.checkpoint.source_identity import source_stats
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device, fingerprint, forward_dtype, use_threads
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
-from quantizers.eval.fidelity.as_served import ServedModel, ServedTexts, as_served, as_stored, kernels_of, pairs
-from quantizers.eval.fidelity.comparison import Comparison, weight_errors
-from quantizers.eval.fidelity.kv_cache import KINDS, WITH_ONES, CachedModel, kv_figures
+from quantizers.eval.fidelity.as_served import as_stored, kernels_of
+from quantizers.eval.fidelity.comparison import compare, weight_errors
+from quantizers.eval.fidelity.figures import Fidelity as FidelityFigures
 from quantizers.eval.fidelity.metrics import Measured, Text
-from quantizers.eval.fidelity.paired import NOTE, paired
+from quantizers.eval.fidelity.paired import paired
 from quantizers.eval.fidelity.scoring import held_out, score
+from quantizers.eval.fidelity.variants import Variants, variants_of
 from quantizers.formats.fp8 import has_kv_scales
 from quantizers.formats.tensor_names import published_names
 from quantizers.formats.unsupported import refuse_swapped_arguments
-from quantizers.layers.loop import LayerStep, all_tensors, layer_steps
 from quantizers.model.activation_stream import ActivationStream
-from quantizers.model.streamed_model import DecoderLayer, StreamedModel
+from quantizers.model.streamed_model import StreamedModel
 from quantizers.output.journal import begun_with
+from quantizers.output.layer_files import LayerFiles
 from quantizers.output.manifest import output_facts, refuse_incomplete
+from quantizers.recipe.cards import Card, known_cards
 from quantizers.recipe.read import find_set
-from quantizers.recipe.schema import Card, known_cards
 from quantizers.system.errors import CheckpointError, InputError, OutputError
 from quantizers.system.files import json_finite, write_json
 from quantizers.system.interrupts import interruptible
+from quantizers.system.progress import doing
+from quantizers.walk.walk import all_tensors, walk
+
+from . import options as opt
 
 EVALUATION = "evaluation.json"  # in `work`: the settings that an evaluation was started with
 
@@ -99,33 +106,37 @@ class Evaluation:
         } | ({"paired": list(self.paired)} if self.paired else {})
 
 
+@opt.documented
 def evaluate(
-    source: str | Path,
-    candidates: str | Path | Sequence[str | Path],
-    data: str | Path,
+    source: Annotated[str | Path, opt.Argument("a folder or Hub id", "SOURCE")],
+    candidates: Annotated[
+        str | Path | Sequence[str | Path],
+        opt.Argument("one or more checkpoints of the same model", "CANDIDATE…"),
+        "one or more checkpoints of the same model, in any format that `quantize eval --help` names",
+    ],
+    data: opt.EvaluationSet,
     *,
-    facts: str | Path | None = None,
-    as_served: Sequence[str] = (),
-    device: str = "auto",
-    work: str | Path | None = None,
-    stream: bool = False,
-    trust_remote_code: bool = False,
-    dist: ProcessGroup = SINGLE_PROCESS,
+    as_served: Annotated[
+        Sequence[str],
+        opt.Option(
+            "measure also as vLLM's kernels on this kind of card compute; may be repeated: "
+            "ampere, ada, hopper, hopper-no-e8m0, blackwell, vllm-cpu",
+            "CARD",
+        ),
+    ] = (),
+    facts: Annotated[opt.Facts, "the user's own architecture spec; the one that a candidate carries by default"] = None,
+    device: opt.Device = "auto",
+    work: Annotated[
+        str | Path | None,
+        opt.Option("folder for activations and a journal; an interrupted evaluation resumes from it", "DIR"),
+        "folder for activations and a journal, from which an interrupted evaluation resumes; a temporary one by "
+        "default",
+    ] = None,
+    stream: opt.Stream = False,
+    trust_remote_code: opt.TrustRemoteCode = False,
+    dist: opt.Dist = SINGLE_PROCESS,
 ) -> Evaluation:
     """Measure perplexity, KL and more of candidates against a source; one layer of each is in memory at a time.
-
-    Args:
-        source: a folder or Hub id.
-        candidates: one or more checkpoints of the same model, in any format that `quantize eval --help` names.
-        data: evaluation set: a file, or the name of a shipped set such as held-out.
-        facts: the user's own architecture spec; the one that a candidate carries by default.
-        as_served: cards on which source and candidates are measured as well, as vLLM's kernels there would compute
-            them: ampere, ada, hopper, hopper-no-e8m0, blackwell or vllm-cpu.
-        device, dist: as in `quantizers.run`.
-        work: folder for activations and a journal, from which an interrupted evaluation resumes; a temporary one by
-            default.
-        stream: leave the shards of Hub ids on the Hub, and read each layer's bytes from there.
-        trust_remote_code: allow custom tokenizer code.
 
     Raises:
         InputError: a set or checkpoint is wrong, or `work` holds another evaluation.
@@ -167,10 +178,11 @@ def evaluate(
             cards=cards,
         )
     differences = [
-        {"model": name, "against": names[1], "note": NOTE} | paired(figures[0], other)
+        paired(figures[0], other, model=name, against=names[1]).as_dict()
         for name, other in zip(names[2:], figures[1:], strict=dist.is_main)
     ]
-    return Evaluation(names[0], tuple(map(Fidelity, names[1:], figures)), tuple(differences), (as_stored(on),))
+    results = tuple(Fidelity(name, one.as_dict()) for name, one in zip(names[1:], figures, strict=dist.is_main))
+    return Evaluation(names[0], results, tuple(differences), (as_stored(on),))
 
 
 def measure(
@@ -185,8 +197,8 @@ def measure(
     dist: ProcessGroup = SINGLE_PROCESS,
     own: Own = None,
     cards: Sequence[Card] = (),
-) -> list[dict[str, Any]]:
-    """Figures of each candidate, see `HeldOut.figures`, with `cards` also as served; none in ranks except 0.
+) -> list[FidelityFigures]:
+    """Figures of each candidate, with `cards` also as served; none in ranks except 0.
 
     Args:
         data_set: a calibration set file; tokenized with the source's tokenizer.
@@ -210,130 +222,119 @@ def measure(
     read = said(load_set(data_set, source.folder, trust_remote_code), "held out") if dist.is_main else None
     data: CalibrationData = dist.broadcast_object(read)
     held = held_out(data, source, facts, trust_remote_code)
-    parts = [load_tensors(one, outside_names(one, facts)) for one in opened]
-    models = [StreamedModel(part, facts, device, forward_dtype(device)) for part in parts]
-    models += [ServedModel(part, facts, device, card) for card in cards for part in parts]
-    of = list(range(len(opened))) * (1 + len(cards))
-    first_cached, dtype = len(models), models[0].dtype
-    for number, part in enumerate(parts):
-        if number and has_kv_scales(part.config):
-            models += [CachedModel(part, facts, device, dtype, ones=kind == WITH_ONES) for kind in KINDS]
-            of += [number for _ in KINDS]
+    outside = [load_tensors(checkpoint, outside_names(checkpoint, facts)) for checkpoint in opened]
     if dist.is_main:
         work.mkdir(parents=True, exist_ok=True)
         _same_evaluation(work, opened, data, device, cards)
     dist.barrier()
-    streams, entries = through_layers(models, of, opened, held.texts, work, check, dist=dist)
+    streams, variants = _streams(outside, facts, held.texts, work, device=device, cards=cards, check=check, dist=dist)
+    entries = through_layers(streams, opened, held.texts, work, check, variants=variants, dist=dist)
+    reference, *candidate_streams = streams
     kept = work if dist.node == 0 else None  # other machines have no such folder
     stage = partial(rank_0_progress, check=check, dist=dist)
-    compared = pairs(len(opened), len(cards))
-    with_cache = [(0, number) for number in range(first_cached, len(models))]
-    scores = score(streams, held.texts, stage, kept, dist, pairs=[*compared, *with_cache])
+    pairs = [(reference, stream) for stream in streams] + variants.pairs(reference)
+    scores = score(pairs, held.texts, stage, kept, dist)
     if not dist.is_main:
         return []
-    on_cards = as_served(scores[: len(compared)], len(opened), cards, held.texts)
-    for model in models:
-        for one, by_card in zip(opened[1:], on_cards, strict=True):
-            if isinstance(model, ServedModel):
-                by_card[model.card]["kernels"] = kernels_of(model, one)
-    cached = scores[len(compared) :]
-    caches = {
-        of[first_cached + at]: kv_figures(cached[at : at + len(KINDS)], scores[0], held.texts)
-        for at in range(0, len(cached), len(KINDS))
-    }
     shutil.rmtree(work, ignore_errors=True)
-    found = []
-    for number, candidate in enumerate(candidates):
-        layers = [entry[number] for entry in entries]
-        measured = Measured(scores[0][0], *scores[number + 1], layers, on_cards[number], caches.get(number + 1, {}))
-        found.append(held.figures(measured, candidate.name))
-    return found
+    figures = []
+    for number, (candidate, stream) in enumerate(zip(candidates, candidate_streams, strict=True), 1):
+        kernels = {card: kernels_of(streams[number].model, opened[number]) for card, streams in variants.cards.items()}
+        on_cards = variants.on_cards(number, reference, scores, held.texts, kernels=kernels)
+        cache = variants.with_cache(number, reference, scores, held.texts)
+        layers = [entry[number - 1] for entry in entries]
+        measured = Measured(scores[reference, reference][0], *scores[reference, stream], layers, on_cards, cache)
+        figures.append(held.figures(measured, candidate.name))
+    return figures
 
 
-class _FromFiles:
-    """A finished checkpoint as a candidate of the comparison."""
+def _streams(
+    outside: Sequence[LoadedTensors],
+    facts: Architecture,
+    texts: Sequence[Text],
+    work: Path,
+    *,
+    device: torch.device,
+    cards: Sequence[Card],
+    check: Callable[[], None],
+    dist: ProcessGroup,
+) -> tuple[list[ActivationStream], Variants]:
+    """The texts' states in each checkpoint as stored, the source first; and in other computations of them.
 
-    part: LoadedTensors  # of the layer that was read last; with `reread` until the next one, else until they are used
+    Args:
+        outside: the tensors outside the layers of each checkpoint.
+    """
+    numbers, lengths, dtype = count(), [len(text.tokens) for text in texts], forward_dtype(device)
 
-    def __init__(self, stream: ActivationStream, checkpoint: Checkpoint, weights: bool, reread: bool) -> None:
-        self.stream, self.checkpoint, self.weights, self.reread = stream, checkpoint, weights, reread
-        self.weight_error: dict[str, float] = {}
+    def new(checkpoint: int, model: StreamedModel) -> ActivationStream:
+        name, number = outside[checkpoint].name, next(numbers)
+        return ActivationStream(name, model, number, lengths, work, durable=True, check=check, dist=dist)
 
-    def prepare(self, step: LayerStep, layer: DecoderLayer) -> None:
-        """Nothing is made of the source's weights."""
-
-    @contextlib.contextmanager
-    def layer(self, step: LayerStep) -> Iterator[DecoderLayer]:
-        """The layer as it lies in the files, each tensor read once."""
-        model = self.stream.model
-        self.part = load_tensors(self.checkpoint, layer_names(self.checkpoint, model.facts, step.number))
-        if self.weights:
-            errors = weight_errors(step.source, self.part, model.facts, step.number, model.device)
-            self.weight_error = errors
-        with model.layer(step.number, self.part) as layer:
-            if not self.reread:
-                del self.part
-            yield layer
+    stored = [new(n, StreamedModel(tensors, facts, device, dtype)) for n, tensors in enumerate(outside)]
+    cached = [n for n, tensors in enumerate(outside) if n and has_kv_scales(tensors.config)]
+    return stored, variants_of(outside, facts, device, dtype, cards, cached, new)
 
 
 def through_layers(
-    models: Sequence[StreamedModel],
-    of: Sequence[int],
+    streams: Sequence[ActivationStream],
     opened: Sequence[Checkpoint],
     texts: Sequence[Text],
     work: Path,
     check: Callable[[], None],
     *,
+    variants: Variants | None = None,
     dist: ProcessGroup = SINGLE_PROCESS,
-) -> tuple[list[ActivationStream], list[list[dict[str, Any]]]]:
-    """Run all models over the texts, journaled layer by layer.
+) -> list[list[dict[str, Any]]]:
+    """Take texts through all layers of some checkpoints, journaled layer by layer.
 
     Args:
-        models: of each checkpoint `opened`, the source first; then perhaps others of the same.
-        of: the number of each model's checkpoint.
+        streams: of the texts in each checkpoint, the source's first; afterwards they have left the last layer.
+        opened: the checkpoints.
         work: an existing folder for states and journal, from which a call resumes.
+        variants: other computations of the checkpoints.
 
     Returns:
-        The models' streams, whose states are those that leave the last layer; and by layer what `comparison.compare`
-        found of each candidate, in rank 0.
+        By layer what `comparison.compare` found of each candidate, with its `weight_error`; in rank 0.
     """
-    layers, count = models[0].facts.num_layers, len(opened)
-    journal = [work / f"layer-{number:05d}.json" for number in range(layers)]
-    done = dist.broadcast_object(next((n for n in range(layers) if not journal[n].exists()), layers))
-    lengths = [len(text.tokens) for text in texts]
-    streams = [
-        ActivationStream(opened[of[n]].name, model, n, lengths, work, durable=True, check=check, dist=dist)
-        for n, model in enumerate(models)
-    ]
-    for stream in streams:
-        if done == 0:
-            stream.embed([text.tokens for text in texts])
-        else:
-            stream.resume(done)
-    candidates = [
-        _FromFiles(stream, one, dist.is_main, len(models) > count)
-        for stream, one in zip(streams[1:count], opened[1:], strict=True)
-    ]
-    files: list[Callable[[LayerStep], Checkpoint]] = [lambda step: step.on_device]
-    files += [partial(lambda one, _: one.part, candidate) for candidate in candidates]
-    entries = [json.loads(file.read_text()) for file in journal[:done] if dist.is_main]
-    comparison = Comparison(streams[0], candidates, texts, dist)
-    on_cards = ServedTexts(streams[count:], [files[n] for n in of[count:]])
-    tensors = all_tensors(models[0], opened[0], done)
-    steps = layer_steps(opened[0], tensors, [comparison, on_cards], models[0], check=check, dist=dist)
-    with rank_0_progress("evaluating", layers, done, check, dist) as shown_step, contextlib.closing(steps):
+    source, *candidates = streams
+    model, journal, variants = source.model, LayerFiles(work), variants or Variants()
+    layers, every = model.facts.num_layers, [*streams, *variants.streams]
+    entries = journal.read(layers) if dist.is_main else []
+    done: int = dist.broadcast_object(len(entries))
+    for stream in every:
+        stream.enter(done, [text.tokens for text in texts])
+    tensors = all_tensors(model, opened[0], done)
+    with (
+        rank_0_progress("evaluating", layers, done, check, dist) as shown,
+        walk(opened[0], tensors, model, check=check, dist=dist) as steps,
+    ):
         for step in steps:
+            with step.module() as layer:
+                doing("held-out texts")
+                source.advance(layer)
+            stored: list[Checkpoint] = [step.on_device]
+            found = []
+            for stream, checkpoint in zip(candidates, opened[1:], strict=True):
+                files = load_tensors(checkpoint, layer_names(checkpoint, model.facts, step.number))
+                errors = {}
+                if dist.is_main:
+                    errors = weight_errors(step.source, files, model.facts, step.number, model.device)
+                with stream.model.layer(step.number, files) as layer:
+                    stored += [files] if variants else []
+                    del files
+                    doing("held-out texts")
+                    stream.advance(layer)
+                doing("comparing")
+                routed = step.number not in model.facts.dense
+                found.append(compare(source, stream, texts, routed=routed, dist=dist) | {"weight_error": errors})
+            variants.advance(step, stored)
             if dist.is_main:
-                found = [
-                    compared | {"weight_error": candidate.weight_error}
-                    for compared, candidate in zip(comparison.found, candidates, strict=True)
-                ]
                 entries.append(found)
-                write_json(journal[step.number], json_finite(found))
-            for stream in streams:
+                journal.write(step.number, json_finite(found))
+            for stream in every:
                 stream.forget(step.number)
-            shown_step(f"layer {step.number}")
-    return streams, entries
+            shown(f"layer {step.number}")
+    return entries
 
 
 def _same_evaluation(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import ValidationError
@@ -18,11 +16,10 @@ from quantizers.calibration.samples import token_tensors
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device, forward_dtype, is_accelerator, use_threads
 from quantizers.formats.packed_integers import dequantize
-from quantizers.layers.loop import Consumer, LayerStep, all_tensors, layer_steps
 from quantizers.model.activation_store import ActivationStore
 from quantizers.model.activation_stream import embed
 from quantizers.model.layer_forward import attend, finish, observe
-from quantizers.model.moe_inputs import MoeInputs, capture_moe_inputs, moe_input_store
+from quantizers.model.moe_inputs import MoeInputs, MoeInputStore, capture_moe_inputs, moe_input_store
 from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 from quantizers.planning.device_memory import Residents
 from quantizers.planning.expert_batches import experts_per_batch, tokens_per_chunk
@@ -34,6 +31,9 @@ from quantizers.solve.result import LayerResult
 from quantizers.solve.routing_weights import routing_statistics
 from quantizers.solve.solver import solve
 from quantizers.system.errors import InputError
+from quantizers.walk.walk import LayerStep, all_tensors, walk
+
+from . import options as opt
 
 
 @dataclass(frozen=True)
@@ -151,24 +151,20 @@ class Layer:
         return torch.stack(found)
 
 
+@opt.documented
 def layer(
-    recipe: str | Path,
-    number: int,
+    recipe: opt.Recipe,
+    number: Annotated[int, "the layer's, from 0; one with experts"],
     *,
-    source: str | Path | None = None,
-    calibration: str | Path | None = None,
-    settings: Mapping[str, Any] | Sequence[str] = (),
-    device: str = "auto",
+    source: opt.Source = None,
+    calibration: opt.Calibration = None,
+    settings: opt.Settings = (),
+    device: opt.Device = "auto",
 ) -> Layer:
     """Take a calibration set through a source up to one layer, and give that layer's experts with their inputs.
 
     The layers before it are the source's, so that the inputs are those of a run for the first layer with experts, and
     nearly those for later ones, which in a run read what quantized layers give them. All of it is in memory.
-
-    Args:
-        recipe: a recipe file, the name of a shipped recipe, or the Hub id of a model that has one.
-        number: the layer's, from 0; one with experts.
-        source, calibration, settings, device: as in `quantizers.run`.
 
     Raises:
         InputError: something that was given is wrong.
@@ -204,42 +200,37 @@ def _captured(job: Job, number: int, device: torch.device) -> Layer:
     rows = partial(ActivationStore, None, lengths, device=device, chunk=tokens_per_chunk(is_accelerator(device)))
     states = rows(model.row_width, model.dtype)
     embed(model, sequences, states)
-    seen: list[Layer] = []
-
-    class Capture(Consumer):
-        needs = "experts"
-
-        def source_layer(self, step: LayerStep, layer: DecoderLayer) -> None:
-            if layer.number < number:
-                attend(model, layer, states, states)
-                finish(model, layer, states, f"{job.opened.name}: layer {layer.number}")
-                return
-            inputs = moe_input_store(lambda _, width, dtype: rows(width, dtype), facts, model.dtype)
-            observe(model, layer, states, inputs)
-            experts: Any = layer.module.get_submodule(facts.modules.experts)
-            router: Any = layer.module.get_submodule(facts.modules.router) if facts.router_follows else None
-            fold = None if facts.against_a_fold else facts.norm
-            norm = step.on_device.tensor(facts.layer(number, fold.tensor)).clone() if fold else None
-            own = facts.of_layer(number).own_gate
-            seen.append(
-                Layer(
-                    number,
-                    inputs.x.flat,
-                    inputs.chosen.flat,
-                    inputs.weight.flat,
-                    experts.gate_up_proj.data.clone(),
-                    experts.down_proj.data.clone(),
-                    gate_of(experts, own),
-                    chosen.experts,
-                    norm,
-                    facts.norm.offset if facts.norm else 0,
-                    None if router is None else router.weight.data.clone(),
-                    not own,
-                )
-            )
-
     before = {at: names for at, names in all_tensors(model, job.opened).items() if at <= number}
-    with closing(layer_steps(job.opened, before, [Capture()], model)) as steps:
-        for _ in steps:
-            pass
-    return seen[0]
+    with walk(job.opened, before, model) as steps:
+        for step in steps:
+            with step.module() as layer:
+                if step.number == number:
+                    inputs = moe_input_store(lambda _, width, dtype: rows(width, dtype), facts, model.dtype)
+                    observe(model, layer, states, inputs)
+                    return _layer(job, step, layer, inputs)
+                attend(model, layer, states, states)
+                finish(model, layer, states, f"{job.opened.name}: layer {step.number}")
+    raise AssertionError("the layer is one of the model's")
+
+
+def _layer(job: Job, step: LayerStep, layer: DecoderLayer, inputs: MoeInputStore) -> Layer:
+    """The experts of a decoder layer, with what they are called with."""
+    facts = job.facts
+    experts: Any = layer.module.get_submodule(facts.modules.experts)
+    router: Any = layer.module.get_submodule(facts.modules.router) if facts.router_follows else None
+    fold = None if facts.against_a_fold else facts.norm
+    own_gate = facts.of_layer(step.number).own_gate
+    return Layer(
+        number=step.number,
+        x=inputs.x.flat,
+        chosen=inputs.chosen.flat,
+        weight=inputs.weight.flat,
+        gate_up=experts.gate_up_proj.data.clone(),
+        down=experts.down_proj.data.clone(),
+        gate=gate_of(experts, own_gate),
+        settings=job.recipe.experts,
+        norm=step.on_device.tensor(facts.layer(step.number, fold.tensor)).clone() if fold else None,
+        offset=facts.norm.offset if facts.norm else 0,
+        router=None if router is None else router.weight.data.clone(),
+        inner=not own_gate,
+    )

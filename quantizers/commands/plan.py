@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from quantizers.budget.choice import apply_choice
 from quantizers.checkpoint.reader import left_behind
+from quantizers.eval.report.schema import Schemes
 from quantizers.hooks import required
 from quantizers.pipeline.consumers import plan_findings
 from quantizers.planning.estimate import DISK, estimate_run, memory_on_gpu, ways_of_source
@@ -17,6 +18,8 @@ from quantizers.planning.job import prepare
 from quantizers.planning.plan import listing, summary
 from quantizers.recipe.read import changes_of
 from quantizers.system.errors import InputError
+
+from . import options as opt
 
 # docs/how-to/serve-with-vllm.md has the table.
 NEGATIVE_SCALES = "group scales may be negative; `experts.scales_sign: positive` is for kernels not checked with those"
@@ -46,42 +49,47 @@ class PlannedRun:
         return list(self.figures.get("fits", ()))
 
 
+@opt.documented
 def plan(
-    recipe: str | Path,
+    recipe: opt.Recipe,
     *,
-    source: str | Path | None = None,
-    calibration: str | Path | None = None,
-    settings: Mapping[str, Any] | Sequence[str] = (),
-    facts: str | Path | None = None,
-    output: str | Path | None = None,
-    hub: bool = False,
-    device_memory: int | None = None,
-    nodes: int = 1,
-    gpus: int = 1,
-    disk: int | None = None,
-    tensors: bool = False,
-    vram: Sequence[str] = (),
-    context: int | None = None,
-    kv: Literal["auto", "fp8"] = "auto",
-    tp: int | None = None,
-    ram: int | None = None,
+    vram: Annotated[
+        Sequence[str],
+        opt.Option("GPUs to serve the output on, such as 2x96GiB or 2xH100; may be repeated", "NxGPU"),
+    ] = (),
+    source: opt.Source = None,
+    calibration: opt.Calibration = None,
+    settings: opt.Settings = (),
+    facts: Annotated[opt.Facts, "the user's own architecture spec, instead of the one that the recipe may name"] = None,
+    context: Annotated[
+        int | None, opt.Option("with --vram: context length; the model's maximum by default", "TOKENS", min=1)
+    ] = None,
+    kv: Annotated[Literal["auto", "fp8"], opt.Option("with --vram: 16-bit keys and values (auto), or fp8")] = "auto",
+    tp: Annotated[
+        int | None,
+        opt.Option("with --vram: tensor-parallel size; the largest that vLLM allows by default", min=1),
+    ] = None,
+    ram: Annotated[
+        int | None,
+        opt.Option("with --vram: host memory, such as 128GB; the ways with experts there", "SIZE"),
+        "with `vram`, bytes of host memory: then also the ways with experts there",
+    ] = None,
+    tensors: Annotated[bool, opt.Option("list every tensor with its action")] = False,
+    output: Annotated[
+        str | Path | None,
+        opt.Option(
+            "with a budget: the folder of a run, to show the schemes that it chose", names=opt.OUTPUT, is_path=True
+        ),
+    ] = None,
+    hub: Annotated[bool, opt.Option("read the headers from the Hub even if the architecture spec is built in")] = False,
+    device_memory: opt.DeviceMemory = None,
+    nodes: Annotated[int, opt.Option("also estimate a run on this number of machines", min=1)] = 1,
+    gpus: Annotated[int, opt.Option("also estimate a run on this number of GPUs per machine", min=1)] = 1,
+    disk: Annotated[
+        int | None, opt.Option("disk bandwidth of a machine, in bytes per second; 1GB by default", "SIZE")
+    ] = None,
 ) -> PlannedRun:
     """Show what a run would do and need; with `vram`, where its output fits. Reads headers only.
-
-    Args:
-        recipe, source, calibration, settings: as in `quantizers.run`.
-        facts: the user's own architecture spec, instead of the one that the recipe may name.
-        output: with a budget: the folder of a run, to show the schemes that it chose.
-        hub: read the headers from the Hub even if the architecture spec is built in.
-        device_memory: bytes of the device's memory that the run may use at most.
-        nodes, gpus: machines, and GPUs of each, for which a run is estimated as well.
-        disk: bandwidth of a machine's disk in bytes per second; 1 GB by default.
-        tensors: list every tensor with its action.
-        vram: GPUs to serve the output on, such as 2x96GiB or 2xH100.
-        context: with `vram`, context length in tokens; the model's maximum by default.
-        kv: with `vram`, 16-bit keys and values (auto), or fp8.
-        tp: with `vram`, tensor-parallel size; the largest that vLLM allows by default.
-        ram: with `vram`, bytes of host memory: then also the ways with experts there.
 
     Raises:
         InputError: the recipe or its source is wrong, or arguments do not go together.
@@ -101,7 +109,7 @@ def plan(
     )
     checked = plan_findings(job, one_expert=True)
     job, schemes = apply_choice(job, Path(output) if output is not None else None)
-    budget = job.allocation.most_bytes if job.allocation and "layers" not in (schemes or ()) else None
+    budget = job.allocation.most_bytes if job.allocation and not isinstance(schemes, Schemes) else None
     figures: dict[str, Any] = {"basis": job.basis, "recipe": str(job.path), "servers": sorted(job.facts.servers)}
     figures["limits"] = [f"{one.engine}: {one.consequence}" for one in checked.findings]
     if job.recipe.experts.signed and job.recipe.experts.engine == "gram":
@@ -120,7 +128,7 @@ def plan(
     if device_memory:
         figures |= {"device_memory": asdict(memory_on_gpu(job, device_memory))}
     if schemes:
-        figures |= {"schemes": schemes}
+        figures |= {"schemes": schemes.as_dict()}
     if tensors:
         figures |= {"tensors": listing(job.plan)}
     return PlannedRun(figures)

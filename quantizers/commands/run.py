@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from quantizers.device.determinism import ordered
-from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from quantizers.distributed.process_group import SINGLE_PROCESS
 from quantizers.output import journal
 from quantizers.pipeline.publication import Destination, refuse_early
 from quantizers.planning.job import Job, prepare
 from quantizers.recipe.portable import is_hub_id, source_name
 from quantizers.recipe.read import changes_of, find_recipe
 from quantizers.system.errors import InputError
+from quantizers.system.extras import lacking
 from quantizers.system.output_files import RECIPE, REPORT
+
+from . import options as opt
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class FinishedCheckpoint:
 
     Attributes:
         folder: with the shards, config.json, report.json, report.html and the model card README.md.
-        report: the contents of report.json, a RunReport or a StitchReport; empty in ranks except 0.
+        report: the contents of report.json, a RunReport, a MeasuredRunReport if held-out texts were measured, or a
+            StitchReport; empty in ranks except 0.
         source: the source's folder on this machine, or its Hub id.
     """
 
@@ -50,62 +53,63 @@ class FinishedCheckpoint:
         return self.report["perplexity"]["candidate"] if "perplexity" in self.report else None
 
 
+@opt.documented
 def run(
-    recipe: str | Path,
-    output: str | Path | None = None,
+    recipe: opt.Recipe,
+    output: Annotated[
+        str | Path | None,
+        opt.Option(
+            "folder for the finished checkpoint, new, empty, or an unfinished run; out/<name of RECIPE> by default",
+            names=opt.OUTPUT,
+            is_path=True,
+        ),
+    ] = None,
     *,
-    source: str | Path | None = None,
-    calibration: str | Path | None = None,
-    without: Sequence[str] = (),
-    settings: Mapping[str, Any] | Sequence[str] = (),
-    device: str = "auto",
-    device_memory: int | None = None,
-    fresh: bool = False,
-    paranoid: bool = False,
-    states: Literal["auto", "memory", "files"] = "auto",
-    ignore_stop: bool = False,
-    ignore_source_check: bool = False,
-    with_data: bool = False,
-    imatrix: bool = False,
-    stream: bool = False,
-    window: int | None = None,
-    publish_as_you_go: str | None = None,
-    remove_uploaded: bool = False,
-    private: bool = False,
-    command: Sequence[str] = (),
-    dist: ProcessGroup = SINGLE_PROCESS,
+    source: opt.Source = None,
+    calibration: opt.Calibration = None,
+    without: opt.Without = (),
+    settings: opt.Settings = (),
+    device: opt.Device = "auto",
+    fresh: Annotated[
+        bool,
+        opt.Option("discard an earlier run in the output folder, after asking"),
+        "discard an earlier run in `output`, without asking",
+    ] = False,
+    device_memory: opt.DeviceMemory = None,
+    paranoid: Annotated[bool, opt.Option("hash the source's shards, and check them again on resume")] = False,
+    states: Annotated[
+        Literal["auto", "memory", "files"],
+        opt.Option("keep calibration activations in memory, in files, or in memory if they fit"),
+        "where calibration activations are kept; auto: on the device or in memory if they fit, else in files",
+    ] = "auto",
+    ignore_stop: Annotated[bool, opt.Option("ignore the recipe's verify.stop and continue")] = False,
+    ignore_source_check: Annotated[
+        bool,
+        opt.Option("quantize a source that makes no sense of text (random weights)"),
+        "quantize a source that makes no sense of text, such as random weights; see the recipe's "
+        "`verify.perplexity.max_source`",
+    ] = False,
+    with_data: Annotated[bool, opt.Option("copy the sets' local data files into the output, for publishing")] = False,
+    imatrix: Annotated[
+        bool,
+        opt.Option("also write OUTPUT.imatrix.gguf, an importance matrix for llama.cpp"),
+        "also write OUTPUT.imatrix.gguf, the source's importance matrix for llama.cpp, as `quantizers.imatrix`",
+    ] = False,
+    stream: opt.StreamSource = False,
+    window: Annotated[
+        int | None,
+        opt.Option("with --stream: the source's part on the disk; 40GB, or what is needed, by default", "SIZE"),
+        "with `stream`, bytes of the source that lie on the disk at most; 40 GB, or what is needed, by default",
+    ] = None,
+    publish_as_you_go: opt.PublishAsYouGo = None,
+    remove_uploaded: opt.RemoveUploaded = False,
+    private: Annotated[bool, opt.Option("with --publish-as-you-go: leave the repository private at the end")] = False,
+    command: opt.Command = (),
+    dist: opt.Dist = SINGLE_PROCESS,
 ) -> FinishedCheckpoint:
     """Quantize a checkpoint, stitch it, verify and measure it. An interrupted run resumes when it is called again.
 
     Progress is printed on standard error. Ctrl-C and SIGTERM end it between two steps.
-
-    Args:
-        recipe: a recipe file, the name of a shipped recipe, or the Hub id of a model that has one.
-        output: folder for the finished checkpoint: new, empty, or an unfinished run; out/<name of the recipe> by
-            default.
-        source: local folder of the source model, instead of the recipe's.
-        calibration: calibration set instead of the recipe's: a file, or the name of a shipped set.
-        without: sources of the calibration set to leave out; samples of the same category take their place.
-        settings: keys of the recipe to override, such as `{"experts.group_size": 64}`; None removes a key.
-        device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
-        device_memory: bytes of the device's memory to use at most; the output is the same.
-        fresh: discard an earlier run in `output`, without asking.
-        paranoid: hash the source's shards, and check them again on resume.
-        states: where calibration activations are kept; auto: on the device or in memory if they fit, else in files.
-        ignore_stop: continue after a layer whose figures are beyond the recipe's `verify.stop`.
-        ignore_source_check: quantize a source that makes no sense of text, such as random weights; see the recipe's
-            `verify.perplexity.max_source`.
-        with_data: copy the sets' local data files into the output, for publishing.
-        imatrix: also write OUTPUT.imatrix.gguf, the source's importance matrix for llama.cpp, as `quantizers.imatrix`.
-        stream: leave the source on the Hub: its shards are fetched ahead of the layers that need them, and removed.
-        window: with `stream`, bytes of the source that lie on the disk at most; 40 GB, or what is needed, by default.
-        publish_as_you_go: owner/name of a repository on the Hub, to which finished shards are uploaded during the run,
-            and the rest once all gates have passed. It is private until then; one that exists must be private and
-            empty, and stays private.
-        remove_uploaded: remove shards here once they are there.
-        private: leave the repository private.
-        command: what the user typed, named where the run is found unfinished.
-        dist: the processes that share the run; each of them calls this.
 
     Returns:
         The checkpoint. Gates that failed do not raise: see `passed`.
@@ -120,6 +124,8 @@ def run(
         raise InputError("--window is that of --stream; give both, or leave it out")
     if stream and source is not None:
         raise InputError(f"--source {source}: a folder is read where it lies; leave --stream out")
+    if imatrix and (lack := lacking("gguf")):
+        raise InputError(f"--imatrix: {lack}")
     destination = destination_of(publish_as_you_go, remove=remove_uploaded, private=private)
     changes = changes_of(settings, calibration, without)
     path = find_recipe(str(recipe))
@@ -158,19 +164,19 @@ def run(
 
     use_threads(job.facts, dist.broadcast_object(journal.begun_with(work).get("threads")), dist)
     options = Options(
-        folder,
-        choose_device(device, dist),
-        device_memory,
-        paranoid,
-        with_data,
-        states,
-        ignore_stop,
-        ignore_source_check,
-        dist,
-        tuple(command),
-        imatrix,
-        window,
-        destination,
+        output=folder,
+        device=choose_device(device, dist),
+        device_memory=device_memory,
+        paranoid=paranoid,
+        with_data=with_data,
+        states=states,
+        ignore_stop=ignore_stop,
+        ignore_source_check=ignore_source_check,
+        dist=dist,
+        command=tuple(command),
+        imatrix=imatrix,
+        window=window,
+        destination=destination,
     )
     with ordered():
         return FinishedCheckpoint(folder, run_job(job, options), job.location)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
@@ -26,6 +26,8 @@ from quantizers.system.errors import ArchitectureError, CheckpointError, Damaged
 from quantizers.system.output_files import FACTS, REPORT
 from quantizers.system.package_data import shipped_model
 from quantizers.system.progress import progress
+
+from . import options as opt
 
 
 @dataclass(frozen=True)
@@ -68,26 +70,24 @@ class Verification:
         return result | ({"vllm": self.vllm} if self.vllm else {})
 
 
+@opt.documented
 def verify(
-    folder: str | Path,
-    source: str | Path | None = None,
+    folder: Annotated[
+        str | Path,
+        opt.Argument("a finished checkpoint", "CANDIDATE", is_path=True),
+        "a finished checkpoint of compressed-tensors' formats, made by this program or another",
+    ],
+    source: opt.SourceModel = None,
     *,
-    revision: str | None = None,
-    with_vllm: bool = False,
-    facts: str | Path | None = None,
-    stream: bool = False,
-    device: str = "auto",
+    revision: Annotated[
+        str | None, opt.Option("revision of the source on the Hub; the one in report.json by default")
+    ] = None,
+    with_vllm: Annotated[bool, opt.Option("also ask the installed vLLM for the scheme of every layer")] = False,
+    facts: Annotated[opt.Facts, "the user's own architecture spec, instead of one that the folder carries"] = None,
+    stream: opt.Stream = False,
+    device: opt.Device = "auto",
 ) -> Verification:
     """Compare a finished checkpoint with its source, with its own report, and with the rules of serving engines.
-
-    Args:
-        folder: a finished checkpoint of compressed-tensors' formats, made by this program or another.
-        source: the source model, a folder or Hub id; the one in report.json by default.
-        revision: of the source on the Hub; the one in report.json by default.
-        with_vllm: also ask the installed vLLM for the scheme of every layer.
-        facts: the user's own architecture spec, instead of one that the folder carries.
-        stream: leave the source's shards on the Hub, and read their bytes from there.
-        device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
 
     Raises:
         InputError: the folder or the source cannot be opened, or the source is unknown.

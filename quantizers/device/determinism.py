@@ -50,20 +50,23 @@ def settle_gpu() -> None:
         setting.write(setting.value)
         if (value := setting.read()) != setting.value:
             raise QuantizeError(
+                "",
                 f"torch {torch.__version__}: {setting.name} is {value} after it was set to {setting.value}, so a GPU "
-                "would not give the same bytes; use --device cpu, or another version of torch"
+                "would not give the same bytes",
+                "use --device cpu, or another version of torch",
             )
 
 
 def _refuse_undoing() -> None:
     for name, consequence in UNDOING.items():
         if (value := os.environ.get(name, "")) not in OFF:
-            raise InputError(f"{name}={value}: {consequence}; unset it, or set it to 0")
+            raise InputError(f"{name}={value}", consequence, "unset it, or set it to 0")
     workspace = os.environ.get(WORKSPACE, WORKSPACES[0])
     if workspace not in WORKSPACES:
         raise InputError(
-            f"{WORKSPACE}={workspace}: cuBLAS does not promise the same bytes with it; unset it, or set it to "
-            f"{' or '.join(WORKSPACES)}"
+            f"{WORKSPACE}={workspace}",
+            "cuBLAS does not promise the same bytes with it",
+            f"unset it, or set it to {' or '.join(WORKSPACES)}",
         )
 
 
@@ -137,6 +140,7 @@ def ordered() -> Iterator[None]:
         if not refused:
             raise
         raise QuantizeError(
-            f"{operation}: torch cannot do this in a fixed order on a GPU, so the bytes would not be the same again; "
-            "use --device cpu, or another version of torch"
+            operation,
+            "torch cannot do this in a fixed order on a GPU, so the bytes would not be the same again",
+            "use --device cpu, or another version of torch",
         ) from failure

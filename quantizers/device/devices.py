@@ -14,6 +14,7 @@ import torch
 from quantizers.architectures.architecture import Architecture
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.system.errors import InputError, OutputError, first_line
+from quantizers.system.extras import lacking
 from quantizers.system.host_memory import available
 from quantizers.system.version import __version__, files_digest
 
@@ -37,8 +38,9 @@ def choose_device(name: str, dist: ProcessGroup = SINGLE_PROCESS) -> torch.devic
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and dist.is_distributed:
         name = f"cuda:{dist.local_rank}"
-    if problem := device_problem(name):
-        raise InputError(f"--device {name}: {problem}")
+    if wrong := device_problem(name):
+        problem, remedies = wrong
+        raise InputError(f"--device {name}", problem, ", or ".join(remedies))
     device = torch.device(name)
     if device.type == "cuda":
         settle_gpu()  # so far CUDA was only asked for the number of GPUs
@@ -48,28 +50,30 @@ def choose_device(name: str, dist: ProcessGroup = SINGLE_PROCESS) -> torch.devic
             torch.cuda.set_device(device)  # the default device for events and streams
     except (RuntimeError, AssertionError) as failure:
         raise InputError(
-            f"--device {name}: {first_line(failure)}; give another device, or look at it with nvidia-smi"
+            f"--device {name}", first_line(failure), "give another device, or look at it with nvidia-smi"
         ) from None
     dist.connect(device)
     return device
 
 
-def device_problem(name: str) -> str:
-    """What is wrong with a device's name on this machine, and the remedy; empty if nothing is."""
+def device_problem(name: str) -> tuple[str, list[str]] | None:
+    """The problem with a device's name on this machine, and its remedies; None if it can be used."""
     if name == "cpu":
-        return ""
+        return None
     form = re.fullmatch(r"cuda(?::(\d+))?", name)
     if form is None:
-        return "only the CPU and GPUs of NVIDIA and AMD are supported; give cpu, cuda, cuda:N or auto"
+        return "only the CPU and GPUs of NVIDIA and AMD are supported", ["give cpu, cuda, cuda:N or auto"]
     if torch.version.cuda is None and torch.version.hip is None:
-        return f"torch {torch.__version__} is a build for the CPU alone; install one for GPUs, or give cpu"
+        return f"torch {torch.__version__} is a build for the CPU alone", ["install one for GPUs", "give cpu"]
     found = torch.cuda.device_count()
     if not found:
-        return "torch finds no GPU; see whether nvidia-smi lists one and what CUDA_VISIBLE_DEVICES says, or give cpu"
+        look = "see whether nvidia-smi lists one and what CUDA_VISIBLE_DEVICES says"
+        return "torch finds no GPU", [look, "give cpu"]
     if int(form[1] or 0) >= found:
-        several = f"torch finds {found} GPUs; give one of cuda:0 to cuda:{found - 1}"
-        return several if found > 1 else "torch finds one GPU; give cuda:0"
-    return ""
+        if found == 1:
+            return "torch finds one GPU", ["give cuda:0"]
+        return f"torch finds {found} GPUs", [f"give one of cuda:0 to cuda:{found - 1}"]
+    return None
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -97,8 +101,10 @@ def use_threads(facts: Architecture, begun_with: int | None = None, dist: Proces
     chosen = given is not None and not (dist.is_distributed and given == "1")
     if chosen and given != str(begun_with):
         raise OutputError(
+            "",
             f"OMP_NUM_THREADS is {given}, but the unfinished work here was begun with {begun_with} threads, and their "
-            f"number decides bits; unset it, or set OMP_NUM_THREADS={begun_with}"
+            "number decides bits",
+            f"unset it, or set OMP_NUM_THREADS={begun_with}",
         )
     torch.set_num_threads(begun_with)
 
@@ -176,7 +182,9 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of this program, its files' digest, and versions of packages and Python that decided the result."""
-    packages = ("torch", "transformers", "compressed-tensors", "llmcompressor", "safetensors")
+    packages = ["torch", "transformers", "compressed-tensors", "llmcompressor", "safetensors"]
+    if lacking("llmcompressor"):
+        packages.remove("llmcompressor")
     return {
         "moe-quantizers": __version__,
         "moe-quantizers files": files_digest(),

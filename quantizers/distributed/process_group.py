@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from quantizers.system.errors import QuantizeError
 from quantizers.system.progress import Step, progress
 
 if TYPE_CHECKING:
@@ -106,12 +107,13 @@ class ProcessGroup:
     def shutdown(self) -> None:
         """Leave the group after the last exchange; the other processes may still be at work."""
 
-    def final_message(self, message: str, code: int) -> tuple[str | None, int]:
-        """What a failing process prints, None where another does, and the exit code of the first failure.
+    def first_failure(self, error: QuantizeError) -> tuple[QuantizeError, bool]:
+        """What ended the run: of all processes' failures the first, and whether this process prints its text.
 
-        Both are made from the message and the code of this process's own failure.
+        Args:
+            error: this process's own failure.
         """
-        return message, code
+        return error, True
 
 
 SINGLE_PROCESS = ProcessGroup()

@@ -22,7 +22,7 @@ import torch.distributed
 from torch.distributed import BroadcastOptions, PrefixStore, Store, Work
 from torch.distributed.rendezvous import rendezvous
 
-from quantizers.system.errors import InputError, PeerFailed, QuantizeError, first_line
+from quantizers.system.errors import InputError, Interrupted, PeerFailed, QuantizeError, first_line, from_dicts
 
 from .process_group import RESUME, Made, ProcessGroup
 
@@ -67,7 +67,7 @@ def exchange_places(store: Store, rank: int, world_size: int, own: tuple[str, in
         store.wait(keys, START_TIMEOUT)
     except RuntimeError:
         raise QuantizeError(
-            f"rank {rank}: not all of the {world_size} processes started within {START_TIMEOUT}; {RESUME}"
+            f"rank {rank}", f"not all of the {world_size} processes started within {START_TIMEOUT}", RESUME
         ) from None
     return [tuple(json.loads(store.get(key))) for key in keys]
 
@@ -98,8 +98,9 @@ class DistributedGroup(ProcessGroup):
         kind, *_ = self.all_gather_object(device.type)
         if device.type != kind:
             raise InputError(
-                f"{self.name} has the device {device}, but rank 0 is on {kind}; give all processes the same "
-                f"--device, and each machine a GPU for each of its processes"
+                "",
+                f"{self.name} has the device {device}, but rank 0 is on {kind}",
+                "give all processes the same --device, and each machine a GPU for each of its processes",
             )
         if device.type != "cpu":
             self._device, self._timeout = device, GPU_TIMEOUT
@@ -176,7 +177,7 @@ class DistributedGroup(ProcessGroup):
                 if now - looked > LOOK:
                     looked = now
                     if self._store.check(["failure"]):
-                        raise PeerFailed(json.loads(self._store.get("failure"))["code"])
+                        raise PeerFailed(json.loads(self._store.get("failure"))["errors"][0]["code"])
                 if now - started > self._timeout.total_seconds():
                     raise TimeoutError(f"no answer for {self._timeout}")
                 time.sleep(pause)
@@ -185,27 +186,25 @@ class DistributedGroup(ProcessGroup):
         except (RuntimeError, TimeoutError) as failure:
             reason = re.sub(r"^\[.*?\] ", "", first_line(failure))  # without gloo's file and line
             raise QuantizeError(
-                f"{self.name}: another process is lost ({reason}); the launcher's report says which; {RESUME}"
+                self.name, f"another process is lost ({reason}); the launcher's report says which", RESUME
             ) from None
 
     def shutdown(self) -> None:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
-    def final_message(self, message: str, code: int) -> tuple[str | None, int]:
-        if code == SIGTERM_CODE:
-            message = (
-                f"{self.name}: stopped by SIGTERM, which a launcher sends when another process has failed (its report "
-                f"says which); {RESUME}"
-            )
-        own = json.dumps({"rank": self.rank, "code": code, "message": message})
+    def first_failure(self, error: QuantizeError) -> tuple[QuantizeError, bool]:
+        if error.exit_code == SIGTERM_CODE:
+            why = "stopped by SIGTERM, which a launcher sends when another process has failed (its report says which)"
+            error = Interrupted(self.name, why, RESUME, signal.SIGTERM)
+        own = json.dumps({"rank": self.rank, "errors": [one.as_dict() for one in error.errors]})
         try:
             first = json.loads(self._store.compare_set("failure", "", own))
         except RuntimeError:  # the store is lost with the launcher of rank 0
-            return message if self.local_rank == 0 else None, code
+            return error, self.local_rank == 0
         rank = first["rank"]
         prints = rank == self.rank or (self.nodes[rank] != self.node and self.local_rank == 0)
-        return first["message"] if prints else None, first["code"]
+        return from_dicts(first["errors"]), prints
 
 
 def node_numbers(local_ranks: Sequence[int]) -> list[int]:
@@ -214,8 +213,9 @@ def node_numbers(local_ranks: Sequence[int]) -> list[int]:
     for rank, local_rank in enumerate(local_ranks):
         if local_rank and (rank == 0 or local_rank != local_ranks[rank - 1] + 1):
             raise InputError(
-                f"rank {rank} has local rank {local_rank}, which does not follow that of the rank before it; number "
-                "ranks machine by machine, as torchrun and accelerate launch do"
+                "",
+                f"rank {rank} has local rank {local_rank}, which does not follow that of the rank before it",
+                "number ranks machine by machine, as torchrun and accelerate launch do",
             )
         nodes.append((nodes[-1] if nodes else -1) + (local_rank == 0))
     return nodes

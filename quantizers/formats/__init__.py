@@ -1,1 +1,1 @@
-"""Formats of stored weights: FP8, packed integers, files of AWQ and GPTQ, and how their tensors are named."""
+"""Formats of stored weights, one object in one file each (see format.py), and how their tensors are named."""

@@ -27,11 +27,14 @@ import re
 import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from quantizers.checkpoint.reader import CONFIG, Checkpoint
 from quantizers.checkpoint.safetensors_header import FLOATING
 from quantizers.system.errors import CheckpointError
+
+from .format import ForeignFormat
+from .packed_integers import Integers
 
 if TYPE_CHECKING:
     import torch
@@ -78,6 +81,23 @@ def is_awq_or_gptq(config: Mapping[str, Any]) -> bool:
     """Whether config.json declares one of these formats."""
     section = config.get("quantization_config")
     return isinstance(section, Mapping) and section.get("quant_method") in [*METHODS]  # which may be unhashable
+
+
+@dataclass(frozen=True)
+class AwqGptq(ForeignFormat):
+    """One of these formats, as it is read."""
+
+    kind: ClassVar[str] = Integers.kind
+    description: ClassVar[str] = Integers.description
+
+    @staticmethod
+    def has(checkpoint: Checkpoint, module: str) -> bool:
+        """Whether a module is stored so."""
+        return f"{module}.qweight" in checkpoint.tensors
+
+    def read(self, checkpoint: Checkpoint, module: str, device: torch.device) -> torch.Tensor:
+        """The weight (R, C) float32."""
+        return dequantize_awq_gptq(checkpoint, module, device)
 
 
 def dequantize_awq_gptq(checkpoint: Checkpoint, module: str, device: torch.device) -> torch.Tensor:

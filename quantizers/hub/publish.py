@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from httpx import HTTPError
@@ -23,21 +23,31 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from quantizers.checkpoint.reader import Checkpoint
-from quantizers.checkpoint.remote import AGAIN, files_of
+from quantizers.checkpoint.remote import files_of
+from quantizers.commands import options as opt
 from quantizers.device.devices import choose_device
+from quantizers.eval.coverage.summary import gate_figures
 from quantizers.eval.report.pages import front_matter, html_report
+from quantizers.eval.report.schema import Forced, Published, Report
 from quantizers.eval.report.summary import repository
 from quantizers.output.manifest import add_files, output_facts, read_record, refuse_incomplete, seal_of, write_record
-from quantizers.output.uploads import LOGIN, MESSAGE, LocalFile, compare, hashed, require_token, upload_errors
+from quantizers.output.uploads import MESSAGE, LocalFile, compare, hashed, require_token
 from quantizers.pipeline.consumers import folder_findings, unchecked_notes
 from quantizers.pipeline.publication import card_gaps
-from quantizers.pipeline.report_files import FRONT_MATTER, check_manifest, pictures, read_front_matter, write_with_card
+from quantizers.pipeline.report_files import (
+    FRONT_MATTER,
+    check_manifest,
+    parsed,
+    pictures,
+    read_front_matter,
+    write_with_card,
+)
 from quantizers.recipe.portable import is_hub_id
 from quantizers.stitch.audit.checkpoint import added, strays
 from quantizers.stitch.write.shard import changes, recorded_digests
 from quantizers.system.errors import CheckpointError, InputError, OutputError
 from quantizers.system.files import write_text
-from quantizers.system.formatting import gate_figures
+from quantizers.system.hub_client import AGAIN, LOGIN, status_of, upload_errors
 from quantizers.system.interrupts import handle_signals
 from quantizers.system.output_files import CARD, PAGE, REPORT, files_below, is_within
 from quantizers.system.progress import Step, progress
@@ -68,36 +78,40 @@ class Publication:
         return not self.figures.get("stops")
 
 
+@opt.documented
 def publish(
-    folder: str | Path,
-    repo: str,
+    folder: Annotated[
+        str | Path, opt.Argument("a finished output of `quantize run`", "DIR"), "an output of `run` or `stitch`"
+    ],
+    repo: Annotated[str, opt.Option("repository on the Hub, owner/name; created if it does not exist")],
     *,
-    license: str | None = None,
-    base_model: str | None = None,
-    thorough: bool = False,
-    source: str | Path | None = None,
-    private: bool | None = None,
-    revision: str = "main",
-    dry_run: bool = False,
-    force: str | None = None,
-    device: str = "auto",
+    license: Annotated[str | None, opt.Option("licence, by the Hub's name; the source's by default", "NAME")] = None,
+    base_model: Annotated[
+        str | None, opt.Option("the source's Hub id, if it was read from a folder", "OWNER/NAME")
+    ] = None,
+    thorough: Annotated[
+        bool, opt.Option("compare every tensor with the source again, as `quantize verify` does")
+    ] = False,
+    source: Annotated[
+        str | Path | None,
+        opt.Option("the source model, a folder or Hub id; implies --thorough; the one in report.json by default"),
+    ] = None,
+    private: Annotated[
+        bool | None,
+        opt.Option("visibility of a new repository; your account's default otherwise", names=("--private/--public",)),
+    ] = None,
+    revision: Annotated[str, opt.Option("branch; created if it does not exist")] = "main",
+    dry_run: Annotated[
+        bool, opt.Option("verify, list the files, and say what would stop the upload, without it")
+    ] = False,
+    force: Annotated[
+        str | None, opt.Option("publish even if a check fails; the model card states the reason", "REASON")
+    ] = None,
+    device: opt.Device = "auto",
 ) -> Publication:
     """Check a finished checkpoint and upload it to the Hub, then compare the Hub's hashes with the local ones.
 
     The token is that of `hf auth login` or HF_TOKEN. An interrupted upload resumes when this is called again.
-
-    Args:
-        folder: an output of `run` or `stitch`.
-        repo: owner/name; created if it does not exist.
-        license: by the Hub's name; the source's by default.
-        base_model: the source's Hub id, if it was read from a folder.
-        thorough: compare every tensor with the source again, as `verify` does.
-        source: the source model, a folder or Hub id, which implies `thorough`; the one in report.json by default.
-        private: visibility of a new repository; None for the account's default.
-        revision: branch; created if it does not exist.
-        dry_run: check and list the files, without uploading.
-        force: a reason to publish even if a check fails; the model card states it.
-        device: where tensors are compared: cpu, cuda, cuda:N, or auto.
 
     Raises:
         CheckpointError: a check failed, without `force` or `dry_run`.
@@ -114,11 +128,11 @@ def publish(
     for point in card_points(after):
         if point.state == "missing" and not dry_run:  # whose checklist says so
             print(f"the card has no {point.name}: {point.words}", file=sys.stderr)
-    with progress("hashing", len(report["files"]) + 1) as step:
+    with progress("hashing", len(report.files) + 1) as step:
         files = local_files(folder, report, step)
     opened = None
     if thorough or source is not None:
-        opened = source_of(folder, None if source is None else str(source), report["source"]["revision"])
+        opened = source_of(folder, None if source is None else str(source), report.source.revision)
     problems, notes = check_output(folder, report, files, opened, choose_device(device))
     for note in notes:
         print(note, file=sys.stderr)
@@ -138,9 +152,8 @@ def publish(
             "stops": stops,
         }
     else:
-        after.pop("forced", None)
-        if problems:  # the card then says that it was published all the same, and why
-            after["forced"] = {"reason": force, "problems": problems}
+        # Of problems the card says that it was published all the same, and why.
+        after = after.changed(forced=Forced(reason=force, problems=problems) if problems else None)
         rewritten = rewrite(folder, report, after)
         files = [hashed(folder, file.name) if file.name in rewritten else file for file in files]
         with progress("publishing", 2) as step:
@@ -152,8 +165,10 @@ def publish(
 # The checks, and what a dry run says is missing ---------------------------------------------------------------------
 
 
-def read_report(folder: Path) -> dict[str, Any]:
-    """The report of a finished run or stitch; an OutputError without one, or if it was modified since."""
+def read_report(folder: Path) -> Report:
+    """The report of a finished run or stitch; an OutputError without one, or if it was modified since, an InputError if
+    it is of another version.
+    """
     refuse_incomplete(folder)
     report = read_record(folder)
     if not {"source", "gates", "files"} <= report.keys() or not {"settings", "stitched"} & report.keys():
@@ -165,13 +180,13 @@ def read_report(folder: Path) -> dict[str, Any]:
             f"{folder / REPORT}: was modified after the run (checksum mismatch), so its figures are not published, "
             "even with --force; restore it"
         )
-    return report
+    return parsed(report, folder / REPORT)
 
 
-def local_files(folder: Path, report: dict[str, Any], step: Step = lambda _: None) -> list[LocalFile]:
+def local_files(folder: Path, report: Report, step: Step = lambda _: None) -> list[LocalFile]:
     """The files to upload, hashed: those of the run. Any other file in the folder is not uploaded."""
     files = []
-    for name in sorted({*report["files"], REPORT}):
+    for name in sorted({*report.files, REPORT}):
         if is_within(name) and (folder / name).is_file():
             files.append(hashed(folder, name))
             step(name)
@@ -180,7 +195,7 @@ def local_files(folder: Path, report: dict[str, Any], step: Step = lambda _: Non
 
 def check_output(
     folder: Path,
-    report: dict[str, Any],
+    report: Report,
     files: list[LocalFile],
     source: Checkpoint | None,
     device: torch.device,
@@ -192,8 +207,8 @@ def check_output(
 
     Returns the reasons not to publish, and remarks that are none, one line each.
     """
-    digests = recorded_digests(report)  # of shards, from when they were written; of the rest from the end
-    hashes = report.get("sha256", {}) | {name: digest["sha256"] for name, digest in digests.items()}
+    digests = recorded_digests(report.as_dict())  # of shards, from when they were written; of the rest from the end
+    hashes = report.sha256 | {name: digest["sha256"] for name, digest in digests.items()}
     files = [file for file in files if file.name not in (REPORT, CARD)]
     if source is not None:
         from quantizers.commands.verify import verify_folder
@@ -202,11 +217,11 @@ def check_output(
         record, problems = found.record, [*found.differences, *found.misread]
         rechecked: tuple[str, ...] = ("audit", "consumers")  # the gates of every output of this program
     else:
-        record, audit = check_manifest(folder), report["audit"]["differences"]
+        record, audit = check_manifest(folder), report.audit.differences
         unknown = [file.name for file in files if file.name not in hashes]
         problems = [f"{name}: {REPORT} has no hash of it; compare it with the source by --thorough" for name in unknown]
         problems += [*record.differences, *strays(folder, digests)]
-        more = added(folder, report["files"])
+        more = added(folder, report.files)
         problems += [f"{name}: not a file of this output, but loaders read it; remove it" for name in more]
         serving = folder_findings(folder, output_facts(folder))
         if serving is None:
@@ -216,10 +231,10 @@ def check_output(
         problems += audit
         rechecked = ("audit",) if audit else ()
     problems += unchecked_notes()
-    for gate in report["gates"]:
-        if not gate["passed"] and gate["name"] not in rechecked:
+    for gate in report.gates:
+        if not gate.passed and gate.name not in rechecked:
             value, limit = gate_figures(gate)
-            problems.append(f"gate {gate['name']} failed: {value}, limit {limit} ({gate['meaning']})")
+            problems.append(f"gate {gate.name} failed: {value}, limit {limit} ({gate.meaning})")
     for file in files:
         if hashes.get(file.name, file.sha256) != file.sha256:
             tensors = changes(folder / file.name, digests[file.name]) if file.name in digests else []
@@ -240,7 +255,7 @@ class Point:
     words: str
 
 
-def card_points(report: dict[str, Any]) -> list[Point]:
+def card_points(report: Report) -> list[Point]:
     """Whether the card names a licence, and the model on the Hub that was quantized."""
     front, gaps, points = front_matter(report), card_gaps(report), []
     for key, option in (("license", "--license NAME"), ("base_model", "--base-model OWNER/NAME")):
@@ -262,7 +277,7 @@ def account_points(repo: str, private: bool | None) -> list[Point]:
     except RepositoryNotFoundError:
         return [*points, Point("repository", "open", f"{repo}: not found; will be created {as_new}")]
     except (HTTPError, OSError) as failure:
-        status = getattr(getattr(failure, "response", None), "status_code", None)
+        status = status_of(failure)
         if token and status in (401, 403):
             return [Point("token", "stops", f"the Hub refuses it ({status}); {LOGIN}")]
         return [*points, Point("repository", "open", f"{repo}: the Hub did not answer")]
@@ -273,7 +288,7 @@ def account_points(repo: str, private: bool | None) -> list[Point]:
 # Report and card ----------------------------------------------------------------------------------------------------
 
 
-def with_publication(report: dict[str, Any], repo: str, license: str | None, base_model: str | None) -> dict[str, Any]:
+def with_publication(report: Report, repo: str, license: str | None, base_model: str | None) -> Report:
     """The report with repository, licence and base model; None for those of an earlier publication, or of the source.
 
     An InputError says that one of them is not in the Hub's format.
@@ -284,29 +299,33 @@ def with_publication(report: dict[str, Any], repo: str, license: str | None, bas
         raise InputError(f"--license {license}: use the Hub's identifier, such as apache-2.0, mit or other")
     if base_model is not None and not is_hub_id(base_model):
         raise InputError(f"--base-model {base_model}: write it as owner/name")
-    given = {"repo": repo, "license": license, "base_model": base_model}
-    before = {key: value for key, value in report.get("published", {}).items() if key != "removed"}  # all are here now
-    return report | {"published": before | {key: v for key, v in given.items() if v is not None}}
+    before = report.published
+    published = Published(  # without `removed`: all shards are here now
+        repo=repo,
+        license=license or (before.license if before else None),
+        base_model=base_model or (before.base_model if before else None),
+    )
+    return report.changed(published=published)
 
 
-def rewrite(folder: Path, before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+def rewrite(folder: Path, before: Report, after: Report) -> list[str]:
     """Write report, HTML report and card if the report changed; an edited card keeps its text. Returns their names."""
-    if after == before:
+    if after.as_dict() == before.as_dict():
         return []
     card = folder / CARD
     raw = card.read_bytes() if card.is_file() else b""
     text = raw.decode(errors="replace").replace("\r\n", "\n")
-    edited = "card" in before and hashlib.sha256(raw).hexdigest() != before["card"]["sha256"]
-    if edited and read_front_matter(text) and after.get("forced") == before.get("forced"):
+    edited = hashlib.sha256(raw).hexdigest() != before.card.sha256
+    if edited and read_front_matter(text) and after.forced == before.forced:
         _keep_edited(folder, text, before, after)
     else:
         write_with_card(folder, after)
     return [REPORT, PAGE, CARD]
 
 
-def _keep_edited(folder: Path, text: str, before: dict[str, Any], after: dict[str, Any]) -> None:
+def _keep_edited(folder: Path, text: str, before: Report, after: Report) -> None:
     """Change only commands and front matter of a model card that was edited."""
-    old, new, written = repository(before), repository(after), before["card"]["front_matter"]
+    old, new, written = repository(before), repository(after), before.card.front_matter
     front = {key: value for key, value in front_matter(after).items() if key in written or key in PUBLICATION_KEYS}
     for words in ("vllm serve {}", "--model-path {}", 'from_pretrained("{}"'):
         text = text.replace(words.format(old), words.format(new))
@@ -315,7 +334,8 @@ def _keep_edited(folder: Path, text: str, before: dict[str, Any], after: dict[st
             text = _with_key(text, key, front.get(key))
     write_text(text, folder / CARD)
     write_text(html_report(after, pictures(after)), folder / PAGE)
-    write_record(folder, add_files(folder, after | {"card": before["card"] | {"front_matter": front}}, [PAGE]))
+    after = after.changed(card=before.card.changed(front_matter=front))
+    write_record(folder, add_files(folder, after.as_dict(), [PAGE]))
 
 
 def _with_key(text: str, key: str, value: Any) -> str:

@@ -28,7 +28,6 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.gates import gate_of
 from quantizers.device.devices import is_accelerator
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
-from quantizers.layers.loop import Consumer, LayerStep, Need
 from quantizers.model.activation_store import ActivationStore
 from quantizers.model.activation_stream import embed
 from quantizers.model.layer_forward import attend, finish
@@ -76,7 +75,7 @@ def no_sums(matrices: int, columns: int, device: torch.device) -> Sums:
     return Sums(torch.zeros(matrices, columns, dtype=torch.float64, device=device), counts[0], counts[1])
 
 
-class InputSums(Consumer):
+class InputSums:
     """Takes texts through the source's layers, and adds up the squares of what their matrices read.
 
     Args:
@@ -86,8 +85,6 @@ class InputSums(Consumer):
             are there already are kept.
         tokens: of each expert's matrices, see above.
     """
-
-    needs: Need = "experts"
 
     def __init__(
         self,
@@ -106,7 +103,7 @@ class InputSums(Consumer):
         self.states = ActivationStore(path, lengths, model.row_width, model.dtype, chunk=chunk)
         embed(model, own, self.states)
 
-    def source_layer(self, step: LayerStep, layer: DecoderLayer) -> None:
+    def add_layer(self, layer: DecoderLayer) -> None:
         """Take the texts through a layer, and add up what its matrices read, unless that is done."""
         file = sums_file(self.folder, layer.number)
         if self._dist.broadcast_object(file.exists()):

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
 from quantizers.calibration.samples import token_tensors
+from quantizers.commands import options as opt
 from quantizers.commands.question import Question, opened, question_of
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
 from quantizers.importance.input_sums import InputSums, Tokens
-from quantizers.layers.loop import all_tensors, layer_steps
 from quantizers.system.errors import InputError, OutputError
+from quantizers.system.extras import lacking
+from quantizers.walk.walk import all_tensors, walk
 
 from .imatrix_file import architecture_of, make_imatrix
 
@@ -34,39 +34,42 @@ class Imatrix:
     figures: dict[str, Any]
 
 
+@opt.documented
 def imatrix(
-    recipe: str | Path | None = None,
-    output: str | Path | None = None,
+    recipe: Annotated[
+        str | Path | None, opt.Argument("recipe whose source and calibration set are used", "[RECIPE]")
+    ] = None,
+    output: Annotated[
+        str | Path | None,
+        opt.Option("the file; NAME.imatrix.gguf by default, after the recipe or the model", "FILE", opt.OUTPUT),
+        "the file, which may exist; NAME.imatrix.gguf by default, after the recipe or the model",
+    ] = None,
     *,
-    tokens: Literal["both", "routed", "all"] = "both",
-    source: str | Path | None = None,
-    calibration: str | Path | None = None,
-    settings: Mapping[str, Any] | Sequence[str] = (),
-    facts: str | Path | None = None,
-    model: str | Path | None = None,
-    data: str | Path | None = None,
-    device: str = "auto",
-    work: str | Path | None = None,
-    trust_remote_code: bool = False,
-    dist: ProcessGroup = SINGLE_PROCESS,
+    tokens: Annotated[
+        Literal["both", "routed", "all"],
+        opt.Option(
+            "of an expert: routed, those that the router sends to it, as llama.cpp counts; all, so that none is "
+            "without data; both, all of them, where routed ones count more"
+        ),
+    ] = "both",
+    source: opt.Source = None,
+    calibration: opt.Calibration = None,
+    settings: opt.Settings = (),
+    facts: opt.Facts = None,
+    model: opt.Model = None,
+    data: opt.Data = None,
+    device: opt.Device = "auto",
+    work: opt.Scratch = None,
+    trust_remote_code: opt.TrustRemoteCode = False,
+    dist: opt.Dist = SINGLE_PROCESS,
 ) -> Imatrix:
     """Write an importance matrix: Σ x² of the inputs of every matrix of the source, without quantizing.
-
-    Args:
-        recipe: recipe whose source and calibration set are used.
-        output: the file, which may exist; NAME.imatrix.gguf by default, after the recipe or the model.
-        tokens: of each expert's matrices: routed, those of its router; all, every token through every expert; both,
-            all of them, where routed ones count more.
-        source, calibration, settings, device, dist: as in `quantizers.run`.
-        facts: the user's own architecture spec.
-        model: without a recipe, or instead of its source: a checkpoint's folder or Hub id.
-        data: without a recipe, or instead of its set: a calibration set.
-        work: scratch folder for activations; a temporary one by default.
-        trust_remote_code: allow custom tokenizer code.
 
     Raises:
         InputError: something is missing, given twice, or wrong; gguf-py knows no names for the model.
     """
+    if lack := lacking("gguf"):
+        raise InputError(f"an importance matrix: {lack}")
     question, read = question_of(
         recipe,
         source=source,
@@ -108,10 +111,14 @@ def write_sums(
     if not sequences:
         raise InputError(f"{question.sets[0]}: has no samples; an importance matrix needs some")
     sums = InputSums(streamed, sequences, work, tokens, dist=dist)
-    steps = layer_steps(checkpoint, all_tensors(streamed, checkpoint), [sums], streamed, dist=dist)
-    with rank_0_progress("streaming", facts.num_layers, 0, lambda: None, dist) as step, closing(steps):
-        for one in steps:
-            step(f"layer {one.number}")
+    with (
+        rank_0_progress("streaming", facts.num_layers, 0, lambda: None, dist) as shown,
+        walk(checkpoint, all_tensors(streamed, checkpoint), streamed, dist=dist) as steps,
+    ):
+        for step in steps:
+            with step.module() as layer:
+                sums.add_layer(layer)
+            shown(f"layer {step.number}")
     sums.end()
     if not dist.is_main:
         return {}

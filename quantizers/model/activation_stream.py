@@ -66,7 +66,7 @@ class ActivationStream:
             self._states[layer] = self._rows(self._file(layer), self.model.row_width, self.model.dtype)
         return self._states[layer]
 
-    def resume(self, layer: int) -> None:
+    def _resume(self, layer: int) -> None:
         """Take the states that enter a layer from their file, of which rank 0 gives each process its part."""
         path = self._file(layer)
         if self.dist.is_main and self.lengths and not path.exists():
@@ -88,15 +88,23 @@ class ActivationStream:
         chunk = tokens_per_chunk(is_accelerator(self.model.device))
         return ActivationStore(path, self.lengths, width, dtype, self.device, dist=self.dist, chunk=chunk)
 
-    def embed(self, texts: Sequence[torch.Tensor]) -> None:
-        """Fill the states that enter layer 0 from token ids (T,) int64."""
-        embed(self.model, texts, self.states(0))
+    def enter(self, layer: int, texts: Sequence[torch.Tensor]) -> None:
+        """Take the states that enter a layer: from token ids (T,) int64 at layer 0, from their file at any other."""
+        if layer == 0:
+            embed(self.model, texts, self.states(0))
+        else:
+            self._resume(layer)
 
-    def attend(self, number: int, layer: DecoderLayer) -> None:
-        """Take all texts through the first half of a layer with this stream's weights; `left` is then the residual."""
-        self.left = self.states(number + 1)
-        attend(self.model, layer, self.states(number), self.left, self.check)
-        self._states.pop(number)  # the file stays until it is forgotten
+    def advance(self, layer: DecoderLayer) -> None:
+        """Take all texts through a layer with this stream's weights; a QuantizeError if an output is not finite."""
+        self.attend(layer)
+        self.finish(layer)
+
+    def attend(self, layer: DecoderLayer) -> None:
+        """Take all texts through the first half of a layer; `left` is then the residual stream."""
+        self.left = self.states(layer.number + 1)
+        attend(self.model, layer, self.states(layer.number), self.left, self.check)
+        self._states.pop(layer.number)  # the file stays until it is forgotten
 
     def begin(self, number: int) -> ActivationStore:
         """Fill `left` with the states that enter a layer, for a caller that takes it through the layer in place."""
@@ -105,11 +113,11 @@ class ActivationStream:
         self._states.pop(number)
         return self.left
 
-    def finish(self, number: int, layer: DecoderLayer) -> None:
+    def finish(self, layer: DecoderLayer) -> None:
         """Take them through the second half; a QuantizeError if an output is not finite."""
-        where = f"{self.name}: layer {number}"
+        where = f"{self.name}: layer {layer.number}"
         finish(self.model, layer, self.left, where, self.check, chosen=self.chosen)
-        self.keep(number + 1)
+        self.keep(layer.number + 1)
 
     def keep(self, layer: int) -> None:
         """Write the states that enter a layer to their file if they are durable, and flush it."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quantizers.architectures.attention import keys_and_values
 from quantizers.distributed.process_group import ProcessGroup
-from quantizers.formats.conversion import LARGEST, to_fp8
+from quantizers.formats.fp8 import LARGEST, to_fp8
 
 from .streamed_model import DecoderLayer
 

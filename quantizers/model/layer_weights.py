@@ -17,14 +17,8 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import MATRICES, Matrix
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.devices import is_accelerator
-from quantizers.formats.dequantization import (
-    WeightFormat,
-    is_finite,
-    read_weight,
-    refuse_bias,
-    unchecked_weight,
-    weight_format,
-)
+from quantizers.formats.dequantization import is_finite, read_weight, refuse_bias, stored_matrix, unchecked_weight
+from quantizers.formats.format import ForeignFormat, StoredMatrix
 from quantizers.system.errors import CheckpointError
 
 # Legend: E experts, c experts of a batch, R rows, C columns, H hidden size, I width of an expert
@@ -70,12 +64,12 @@ class ExpertWeights:
         self.experts = self.facts.num_experts
         self.width = self.facts.expert_width
         self.hidden = self.facts.hidden_size
-        self._formats: dict[str, WeightFormat | None] = {}
+        self._stored: dict[str, StoredMatrix | ForeignFormat] = {}
         for matrix, expert in product(MATRICES, range(self.experts)):
             module = self.facts.expert(self.layer, expert, matrix)
-            stored_as = self._formats[module] = weight_format(self.stored, module)
-            if stored_as is not None:
-                self._require_shape(module, matrix, stored_as.shape)
+            stored = self._stored[module] = stored_matrix(self.stored, module)
+            if isinstance(stored, StoredMatrix):
+                self._require_shape(module, matrix, stored.shape)
             refuse_bias(self.stored, module)
 
     def batch(self, experts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,15 +85,15 @@ class ExpertWeights:
     def _fill(self, matrix: Matrix, module: str, slot: torch.Tensor) -> None:
         """Dequantize one matrix; on a CPU a band of rows at a time, since all of it would be fresh memory."""
         again = partial(read_weight, self.stored, module, self.device)
-        stored = self._formats[module]
-        if stored is None:
-            weight = unchecked_weight(self.stored, module, self.device)
+        stored = self._stored[module]
+        if isinstance(stored, ForeignFormat):
+            weight = stored.read(self.stored, module, self.device)
             self._require_shape(module, matrix, tuple(weight.shape))
             slot.copy_(weight)
             self.checks.append((is_finite(weight), again))
             return
         parts = [self.stored.tensor(f"{module}.{part}").to(self.device) for part in stored.parts]
-        (rows, columns), height = stored.shape, stored.block[0]
+        (rows, columns), height = stored.shape, stored.form.edges[0]
         step = rows if is_accelerator(self.device) else max(BAND // (4 * columns * height), 1) * height
         for first in range(0, rows, step):
             band = slot[first : first + step]

@@ -80,7 +80,7 @@ def refuse_unfinished(folder: Path) -> None:
             command = (work_folder(folder) / COMMAND).read_text()
         except OSError:
             command = "the one that began it"
-        raise OutputError(f"{folder}: unfinished; finish it with the same command: {command}")
+        raise OutputError(folder, "unfinished", f"finish it with the same command: {command}")
 
 
 def refuse_second_run(output: Path) -> None:
@@ -112,7 +112,7 @@ def locked(output: Path, dist: ProcessGroup = SINGLE_PROCESS) -> Iterator[None]:
         except OSError:
             stream.seek(0)
             owner = stream.read().strip() or "another process"
-            raise OutputError(f"{output}: {owner} is working here; wait for it, or choose another --output") from None
+            raise OutputError(output, f"{owner} is working here", "wait for it, or choose another --output") from None
         if takes:
             with disk_errors(work):
                 stream.truncate(0)
@@ -209,7 +209,7 @@ def discard(output: Path) -> None:
     try:
         files = json.loads(report.read_text())["files"]
     except (ValueError, KeyError):
-        raise OutputError(f"{report}: cannot be read; empty {output} by hand") from None
+        raise OutputError(report, "cannot be read", f"empty {output} by hand") from None
     for name in filter(is_within, [*files, REPORT]):
         (output / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # other files are left there
@@ -258,14 +258,15 @@ def refuse_changes(
     try:
         old = json.loads(path.read_text())
     except ValueError:
-        raise OutputError(f"{path}: cannot be read; {anew}") from None
+        raise OutputError(path, "cannot be read", anew) from None
     changes = list(differences(old, json.loads(json.dumps(fingerprint))))
     # Report a changed device first, because other differences follow from it, and the digest of the calibration data
     # last, because it follows from others.
     for key, before, now in sorted(changes, key=lambda one: (not one[0].endswith(".device"), one[0] == "calibration")):
         raise OutputError(
-            f"{output}: holds an unfinished run with another {key} ({short_value(before)}, now {short_value(now)}); "
-            f"{_remedy(key, before)}, or {anew}"
+            output,
+            f"holds an unfinished run with another {key} ({short_value(before)}, now {short_value(now)})",
+            f"{_remedy(key, before)}, or {anew}",
         )
 
 
@@ -320,9 +321,9 @@ def refuse_strangers(output: Path) -> None:
     """Raise an OutputError if the path is a file, or a folder with other files in it."""
     existing = nearest_existing(output)
     if not existing.is_dir():
-        raise OutputError(f"{existing}: is a file; give a new or empty folder as --output")
+        raise OutputError(existing, "is a file", "give a new or empty folder as --output")
     if output.is_dir() and not work_folder(output).exists() and any(output.iterdir()):
-        raise OutputError(f"{output}: is not empty and holds no run of this program; give a new or empty folder")
+        raise OutputError(output, "is not empty and holds no run of this program", "give a new or empty folder")
 
 
 def check_room(work: Path, needed: int, remedies: Sequence[str] = ()) -> None:
@@ -337,8 +338,9 @@ def check_room(work: Path, needed: int, remedies: Sequence[str] = ()) -> None:
     free = shutil.disk_usage(nearest_existing(work)).free
     if needed > free:
         raise QuantizeError(
-            f"{work.parent}: what the run keeps on the disk needs {needed / 1e9:.3g} GB more, {free / 1e9:.3g} GB are "
-            f"free; make room, choose another --output{''.join(f', or {one}' for one in remedies)}"
+            work.parent,
+            f"what the run keeps on the disk needs {needed / 1e9:.3g} GB more, {free / 1e9:.3g} GB are free",
+            f"make room, choose another --output{''.join(f', or {one}' for one in remedies)}",
         )
 
 

@@ -79,8 +79,9 @@ def refuse_incomplete(folder: Path) -> None:
     if gone and isinstance(published, dict):
         repo, more = published.get("repo"), f" and {len(gone) - 1} more" if len(gone) > 1 else ""
         raise OutputError(
-            f"{folder}: {gone[0]}{more} were removed here after their upload to {repo}; "
-            f"`hf download {repo} --local-dir {folder}` brings them back"
+            folder,
+            f"{gone[0]}{more} were removed here after their upload to {repo}",
+            f"`hf download {repo} --local-dir {folder}` brings them back",
         )
 
 

@@ -16,7 +16,6 @@ import hashlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -25,28 +24,17 @@ from threading import Condition, Event, Thread
 from typing import Any
 
 from quantizers.checkpoint.reader import read_into
-from quantizers.checkpoint.remote import (
-    AGAIN,
-    HubFile,
-    HubFiles,
-    by_name,
-    files_of,
-    is_transient,
-    reason_of,
-    retried,
-    status_of,
-)
+from quantizers.checkpoint.remote import HubFile, HubFiles, by_name, files_of
 from quantizers.checkpoint.safetensors_header import TensorInfo, read_header
-from quantizers.system.errors import HubUnavailable, InputError, QuantizeError
+from quantizers.system.errors import InputError, QuantizeError
 from quantizers.system.files import disk_errors, write_json
+from quantizers.system.hub_client import AGAIN, LOGIN, is_transient, retried, upload_errors
 
 from . import journal
 
-LOGIN = "log in with `hf auth login`, or set HF_TOKEN to one with write access"
 CHUNK = 1 << 24  # bytes read at a time
 ATTRIBUTES = ".gitattributes"  # which the Hub adds
 MESSAGE = "Upload with moe-quantizers"
-LONGEST = 600.0  # seconds without a byte of a request or an answer; the library itself would wait for good
 POLL = 0.1  # seconds between two looks at what is waited for
 LINES = 20.0  # seconds of waiting between two lines about it
 
@@ -98,30 +86,6 @@ def compare(repo: str, files: Iterable[LocalFile], on_hub: Mapping[str, HubFile]
 
 def _is_same(file: LocalFile, entry: HubFile | None) -> bool:
     return entry is not None and (entry.size, entry.digest) == (file.size, file.sha256 if entry.sha256 else file.blob)
-
-
-@contextmanager
-def upload_errors(repo: str, remedy: str = "") -> Iterator[None]:
-    """Within the block the library's exceptions become ours, in one line without the token, and no request is endless.
-
-    Args:
-        remedy: what else a user can do if access is refused.
-    """
-    from httpx import HTTPError, Timeout
-    from huggingface_hub import get_session
-
-    get_session().timeout = Timeout(LONGEST)
-    try:
-        yield
-    except (HTTPError, OSError, RuntimeError, ValueError) as failure:
-        status, reason = status_of(failure), reason_of(failure)
-        if status in (401, 403):
-            raise InputError(
-                f"{repo}: the Hub refuses this ({status}: {reason}); log in with `hf auth login` to an account with "
-                f"write access and room{f', or {remedy}' if remedy else ''}"
-            ) from None
-        kind = HubUnavailable if is_transient(failure) else QuantizeError
-        raise kind(f"{repo}: the upload stopped ({reason}); {AGAIN}") from None
 
 
 def require_token() -> None:

@@ -15,12 +15,9 @@ removed, and from there a call resumes:
 
 from __future__ import annotations
 
-import contextlib
-import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,18 +29,18 @@ from quantizers.distributed.process_group import ProcessGroup, rank_0_progress
 from quantizers.eval.fidelity.comparison import by_text
 from quantizers.eval.fidelity.metrics import Text
 from quantizers.eval.fidelity.scoring import Scores, score
-from quantizers.layers.context import Context
-from quantizers.layers.loop import Consumer, LayerStep, Need, all_tensors, layer_steps
 from quantizers.model.activation_stream import ActivationStream
-from quantizers.model.streamed_model import DecoderLayer, StreamedModel
+from quantizers.model.streamed_model import StreamedModel
 from quantizers.output.journal import check_room
+from quantizers.output.layer_files import LayerFiles
 from quantizers.planning.device_memory import held_out_bytes
 from quantizers.planning.job import Job
-from quantizers.system.files import write_json
 from quantizers.system.progress import doing, progress
+from quantizers.walk.context import Context
+from quantizers.walk.walk import LayerStep, all_tensors, walk
 
-from .pipeline import Options, kept_in_memory
-from .quantize import Quantizer
+from .pipeline import Options, place_activations
+from .quantizer import Calibration, Quantizer
 
 SCORED_TOGETHER = 4  # lanes whose logits are in memory together
 
@@ -68,76 +65,22 @@ class LaneFigures:
     routed: list[np.ndarray]
 
 
-class Lane(Quantizer):
+@dataclass(frozen=True)
+class Lane:
     """One draw of a calibration set, and the model that is quantized with it.
 
     Attributes:
-        found: what the journal keeps of the layer that ran last.
+        calibration: the samples' states. output: those of the held-out texts in the output.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        model: StreamedModel,
-        number: int,
-        data: CalibrationData,
-        texts: Sequence[Text],
-        context: Context,
-    ) -> None:
-        self.data, self.found = data, dict[str, Any]()
-        new = partial(ActivationStream, durable=True, check=context.check, dist=context.dist)
-        lengths = [len(sample.tokens) for sample in data.samples]
-        self.calibration = new(data.name, model, 2 * number + 2, lengths, context.work)
-        stream = new(f"{data.name}'s output", model, 2 * number + 1, [len(text.tokens) for text in texts], context.work)
-        super().__init__(job, model, stream, context, lengths)
+    data: CalibrationData
+    calibration: ActivationStream
+    output: ActivationStream
 
-    @contextlib.contextmanager
-    def layer(self, step: LayerStep) -> Iterator[DecoderLayer]:
-        """The quantized layer, once the calibration samples have passed through it."""
-        self.moe_inputs, self.states = self.new_inputs(), self.calibration.begin(step.number)
-        with super().layer(step) as layer:
-            self.calibration.keep(step.number + 1)
-            self.found = {"routed": self.routed(self.data, step.number)}
-            self.moe_inputs.remove()
-            del self.moe_inputs
-            yield layer
-
-
-class _Lanes(Consumer):
-    """The source and all lanes.
-
-    Args:
-        quantized: layers before this one are quantized; in those from there on lanes have the source's.
-    """
-
-    needs: Need = "experts"
-
-    def __init__(self, reference: ActivationStream, lanes: Sequence[Lane], quantized: int, dist: ProcessGroup) -> None:
-        self.reference, self.lanes, self.quantized, self.dist = reference, lanes, quantized, dist
-
-    def source_layer(self, step: LayerStep, layer: DecoderLayer) -> None:
-        """The source's texts go through its layer, and those of the lanes where it is theirs."""
-        streams = [self.reference]
-        if step.number >= self.quantized:
-            streams += [lane.stream for lane in self.lanes]
-        doing("held-out texts")
-        for stream in streams:
-            stream.attend(step.number, layer)
-            stream.finish(step.number, layer)
-
-    def after_source(self, step: LayerStep) -> None:
-        """Each lane's layer is made, its texts go through it, and are compared."""
-        routed = step.number not in self.reference.model.facts.dense
-        for lane in self.lanes:
-            lane.found = {}
-            if step.number < self.quantized:
-                with lane.layer(step) as layer:
-                    doing("held-out texts")
-                    lane.stream.attend(step.number, layer)
-                    lane.stream.finish(step.number, layer)
-            found = by_text(self.reference, lane.stream, routed=routed, dist=self.dist)
-            ordered = [found[i] for i in sorted(found)]
-            lane.found |= {key: [getattr(one, key) for one in ordered] for key in ("same", "difference", "size")}
+    @property
+    def streams(self) -> list[ActivationStream]:
+        """Both streams."""
+        return [self.calibration, self.output]
 
 
 def measure_lanes(
@@ -168,91 +111,130 @@ def measure_lanes(
     use_one_arena()
     outside = load_tensors(job.opened, outside_names(job.opened, job.facts))
     model = StreamedModel(outside, job.facts, context.device, forward_dtype(context.device))
+    quantizer = Quantizer(job, model, context)
+    new = partial(ActivationStream, model=model, folder=work, durable=True, check=check, dist=dist)
     lengths = [len(text.tokens) for text in texts]
-    reference = ActivationStream(job.opened.name, model, 0, lengths, work, durable=True, check=check, dist=dist)
-    lanes = [Lane(job, model, number, data, texts, context) for number, data in enumerate(draws)]
-
-    def journal(number: int) -> Path:
-        return work / f"layer-{number:05d}.json"
-
-    done: int = dist.broadcast_object(next((n for n in range(layers) if not journal(n).exists()), layers))
-    streams = [reference, *(lane.stream for lane in lanes)]
-    for stream in streams:
-        if done:
-            stream.resume(done)
-        else:
-            stream.embed([text.tokens for text in texts])
+    source = new(job.opened.name, number=0, lengths=lengths)
+    lanes = [
+        Lane(
+            data,
+            new(data.name, number=2 * n + 2, lengths=[len(sample.tokens) for sample in data.samples]),
+            new(f"{data.name}'s output", number=2 * n + 1, lengths=lengths),
+        )
+        for n, data in enumerate(draws)
+    ]
+    journal = LayerFiles(work)
+    entries = journal.read(layers) if dist.is_main else []
+    done: int = dist.broadcast_object(len(entries))
+    outputs = [lane.output for lane in lanes]
+    for stream in (source, *outputs):
+        stream.enter(done, [text.tokens for text in texts])
     if done < quantized:
         for lane in lanes:
-            if done:
-                lane.calibration.resume(done)
-            else:
-                lane.calibration.embed(token_tensors(lane.data, job.facts.vocab_size))
-    entries = [json.loads(journal(number).read_text()) for number in range(done)] if dist.is_main else []
-    tensors, early = all_tensors(model, job.opened, done), context.prefetch_to_device
-    consumer = _Lanes(reference, lanes, quantized, dist)
-    steps = layer_steps(job.opened, tensors, [consumer], model, check=check, dist=dist, early=early)
-    with rank_0_progress("quantizing", layers, done, check, dist) as shown, contextlib.closing(steps):
+            lane.calibration.enter(done, token_tensors(lane.data, job.facts.vocab_size))
+    tensors, early = all_tensors(model, job.opened, done), context.placement.prefetch
+    with (
+        rank_0_progress("quantizing", layers, done, check, dist) as shown,
+        walk(job.opened, tensors, model, check=check, dist=dist, early=early) as steps,
+    ):
         for step in steps:
+            unchanged = step.number >= quantized
+            with step.module() as layer:
+                doing("held-out texts")
+                for stream in (source, *(outputs if unchanged else [])):
+                    stream.advance(layer)
+            found = []
+            for lane in lanes:
+                routed = {} if unchanged else {"routed": _quantize(quantizer, step, lane)}
+                found.append(routed | _compared(source, lane.output, step.number, dist))
             if dist.is_main:
-                entries.append([lane.found for lane in lanes])
-                write_json(journal(step.number), entries[-1])
-            for stream in (*streams, *(lane.calibration for lane in lanes)):
+                entries.append(found)
+                journal.write(step.number, found)
+            for stream in (source, *(stream for lane in lanes for stream in lane.streams)):
                 stream.forget(step.number)
             shown(f"layer {step.number}")
-    return _scored(reference, lanes, texts, context, dist.broadcast_object(entries))
+    return _scored(source, outputs, texts, context, dist.broadcast_object(entries))
+
+
+def _quantize(quantizer: Quantizer, step: LayerStep, lane: Lane) -> list[list[int]]:
+    """Quantize a layer with a lane's samples, and take these and the texts through it: `routed_tokens`."""
+    lengths = [len(sample.tokens) for sample in lane.data.samples]
+    calibration = Calibration(lane.calibration.begin(step.number), quantizer.moe_inputs(lengths))
+    # Each lane solves behind a module of its own, after the source's: so one of these is in memory at a time.
+    solved = quantizer.solve_from_stored(step, calibration)
+    output = quantizer.as_stored(step, quantizer.pack(step, solved))
+    step.watch.lap("pack")
+    del solved
+    with quantizer.model.layer(step.number, output) as layer:
+        del output
+        step.watch.lap("materialise")
+        quantizer.propagate(layer, calibration.states)
+        step.watch.lap("propagate")
+        lane.calibration.keep(step.number + 1)
+        routed = quantizer.routed_tokens(calibration, lane.data, step.number)
+        calibration.moe_inputs.remove()
+        del calibration
+        doing("held-out texts")
+        lane.output.advance(layer)
+    return routed
+
+
+def _compared(
+    source: ActivationStream, output: ActivationStream, number: int, dist: ProcessGroup
+) -> dict[str, list[float]]:
+    """What the journal keeps of each text after a layer, in the order of the texts: see `comparison.OfText`."""
+    texts = by_text(source, output, routed=number not in source.model.facts.dense, dist=dist)
+    ordered = [texts[i] for i in sorted(texts)]
+    return {key: [getattr(text, key) for text in ordered] for key in ("same", "difference", "size")}
 
 
 def _context(
     job: Job, draws: Sequence[CalibrationData], texts: Sequence[Text], options: Options, check: Callable[[], None]
 ) -> Context:
-    """What fits in memory, of the lane with the most tokens, is kept there."""
-    lengths, of_texts = (
-        [[len(one.tokens) for one in data.samples] for data in draws],
-        [len(one.tokens) for one in texts],
-    )
-    tokens, itemsize = [sum(one) for one in lengths], forward_dtype(options.device).itemsize
-    longest = max(max(one) for one in (of_texts, *lengths))
-    _, kept, in_files = kept_in_memory(job, longest, max(tokens), 0, options)
+    """The context of all lanes; memory is budgeted for the one with the most tokens."""
+    lengths = [[len(sample.tokens) for sample in data.samples] for data in draws]
+    of_texts = [len(text.tokens) for text in texts]
+    tokens, itemsize = [sum(of_draw) for of_draw in lengths], forward_dtype(options.device).itemsize
+    longest = max(max(sizes) for sizes in (of_texts, *lengths))
+    _, placed, in_files = place_activations(job, longest, max(tokens), 0, options)
     if options.dist.is_main:
         states = 2 * job.facts.row_bytes(itemsize) * sum(tokens)
         held_out = held_out_bytes(job.facts, sum(of_texts), itemsize) * (1 + len(draws)) // 2
         check_room(options.output, in_files + states + held_out)
-    kept["states"] = "files"
-    return Context(options.output, options.device, check=check, dist=options.dist, **kept)
+    return Context(options.output, options.device, replace(placed, states="files"), check, options.dist)
 
 
 def _scored(
-    reference: ActivationStream,
-    lanes: Sequence[Lane],
+    source: ActivationStream,
+    outputs: Sequence[ActivationStream],
     texts: Sequence[Text],
     context: Context,
     entries: Sequence[Sequence[dict[str, Any]]],
 ) -> tuple[np.ndarray, list[LaneFigures]]:
     """The results of `measure_lanes`, from states that have left the last layer and the journal's entries by layer."""
-    groups = range(0, len(lanes), SCORED_TOGETHER)
+    groups = range(0, len(outputs), SCORED_TOGETHER)
     starts = np.cumsum([0, *(len(text.tokens) - 1 for text in texts)])[:-1]
     of_source, scores, measured = np.zeros(len(texts)), list[Scores](), list[LaneFigures]()
     with rank_0_progress("scoring", len(groups), 0, context.check, context.dist) as shown:
         silent = partial(progress, check=context.check, silent=True)
         for first in groups:
-            group = lanes[first : first + SCORED_TOGETHER]
+            group = outputs[first : first + SCORED_TOGETHER]
             kept = context.work / f"scores-{first}" if context.dist.node == 0 else None
             if kept:
                 kept.mkdir(exist_ok=True)
-            streams = [reference, *(lane.stream for lane in group)]
-            source, *of_group = score(streams, texts, silent, kept, dist=context.dist)
-            of_source = np.add.reduceat(source[0], starts)
-            scores += of_group
-            shown(f"{len(scores)} of {len(lanes)} draws")
+            pairs = [(source, stream) for stream in (source, *group)]
+            found = score(pairs, texts, silent, kept, dist=context.dist)
+            of_source = np.add.reduceat(found[source, source][0], starts)
+            scores += [found[source, stream] for stream in group]
+            shown(f"{len(scores)} of {len(outputs)} draws")
     for number, (nll, kl, _, top1) in enumerate(scores):
         sums = {
             name: np.add.reduceat(column.astype(float), starts)
             for name, column in (("nll", nll), ("kl", kl), ("top1", top1))
         }
-        found = [entry[number] for entry in entries]
-        errors = [float(np.sqrt(np.sum(one["difference"]) / np.sum(one["size"]))) for one in found]
-        routed = [np.array(one["routed"], dtype=np.int64) for one in found if one.get("routed")]
-        same = np.sum([one["same"] for one in found], axis=0)
+        of_lane = [entry[number] for entry in entries]
+        errors = [float(np.sqrt(np.sum(layer["difference"]) / np.sum(layer["size"]))) for layer in of_lane]
+        routed = [np.array(layer["routed"], dtype=np.int64) for layer in of_lane if layer.get("routed")]
+        same = np.sum([layer["same"] for layer in of_lane], axis=0)
         measured.append(LaneFigures(**sums, same=same, hidden_error=errors, routed=routed))
     return of_source, measured

@@ -35,11 +35,17 @@ from quantizers.eval.fidelity.metrics import Text
 from quantizers.eval.fidelity.scoring import HeldOut, held_out
 from quantizers.hooks import required
 from quantizers.importance.input_sums import bytes_of_sums
-from quantizers.layers.context import Context
 from quantizers.output import journal
 from quantizers.output.manifest import add_files, seal_of, text_sha256, write_record
 from quantizers.output.uploads import Uploads
-from quantizers.planning.device_memory import DeviceMemory, Residents, device_memory, held_out_bytes, placement
+from quantizers.planning.device_memory import (
+    DeviceMemory,
+    Placement,
+    Residents,
+    device_memory,
+    held_out_bytes,
+    placement,
+)
 from quantizers.planning.expert_batches import batch_sizes
 from quantizers.planning.job import Job, parts_of_run
 from quantizers.recipe.portable import Resolved, facts_copy, is_made_by, meaning, resolve_recipe, settings_hash
@@ -53,12 +59,13 @@ from quantizers.system.host_memory import available
 from quantizers.system.interrupts import interruptible
 from quantizers.system.output_files import CALIBRATION, FACTS, HELD_OUT, RECIPE
 from quantizers.system.progress import progress
+from quantizers.walk.context import Context
 
 from . import publication as publishing
-from .consumers import NOT_CHECKED, Findings, NotChecked, plan_findings
+from .consumers import NOT_CHECKED, NotChecked, plan_findings
 from .publication import Destination
 from .quantize import IMATRIX, quantize_layers
-from .report import of_plan, planned_report, rehearse, run_report
+from .report import plan_figures, planned_report, refuse_unreadable, run_report, serving
 from .report_files import write_report
 from .source_check import check_source, refuse_source
 
@@ -109,7 +116,7 @@ def run(job: Job, options: Options) -> dict[str, Any]:
         InputError: exit 2; also if this process differs from rank 0 in something that the output's bytes depend on.
         QuantizeError: exit 1. Interrupted: 130 or 143.
     """
-    dist, engines, uploads = options.dist, None, None
+    dist, uploads = options.dist, None
     work = journal.work_folder(options.output, dist.node)
     if dist.is_main:
         if options.imatrix:
@@ -119,8 +126,7 @@ def run(job: Job, options: Options) -> dict[str, Any]:
         if finished is not None:
             dist.broadcast_object(False)
             return _already_done(job, options, finished)
-        engines = plan_findings(job)  # this and what is missing is said before a folder is made
-        if isinstance(engines, NotChecked):
+        if isinstance(plan_findings(job), NotChecked):  # this and what is missing is said before a folder is made
             _say_unchecked(options)
         if job.opened.remote:
             schedule(job.opened, parts_of_run(job)).window(options.window)  # for its error
@@ -136,9 +142,9 @@ def run(job: Job, options: Options) -> dict[str, Any]:
             verify_kernels(options.device, job.integers, dist)
             _refuse_different_ranks(job, options)
         with journal.locked(options.output, dist):
-            if unfinished and engines is not None:
+            if unfinished and dist.is_main:
                 with contextlib.closing(uploads) if uploads else contextlib.nullcontext():
-                    _make_output(job, options, work, check, engines, uploads)
+                    _make_output(job, options, work, check, uploads)
             elif unfinished:
                 _quantize_share(job, options, work, check)
             publishing.open_up(uploads, options.destination)
@@ -283,8 +289,8 @@ def _quantize_share(job: Job, options: Options, work: Path, check: Callable[[], 
     dist = options.dist
     try:
         least_memory(options)
-        kept, texts = dist.broadcast_object()
-        context = Context(work, options.device, check=check, dist=dist, window=options.window, **kept)
+        placed, texts = dist.broadcast_object()
+        context = Context(work, options.device, placed, check, dist, window=options.window)
         check_source(job, texts, context, ignore=options.ignore_source_check)
         job = choose_schemes(job, None, context, options.output) if job.allocation else job
         quantize_layers(job, None, None, context, texts, imatrix=options.imatrix)
@@ -293,9 +299,7 @@ def _quantize_share(job: Job, options: Options, work: Path, check: Callable[[], 
             journal.leave(options.output, dist.node)
 
 
-def _make_output(
-    job: Job, options: Options, work: Path, check: Callable[[], None], engines: Findings, uploads: Uploads | None
-) -> None:
+def _make_output(job: Job, options: Options, work: Path, check: Callable[[], None], uploads: Uploads | None) -> None:
     """All that rank 0 does: make work/output, up to the mark that lets it be moved into place."""
     started, output, dist = time.monotonic(), work / "output", options.dist
     # Read the sets once, before anything slow: they may be edited during the run.
@@ -303,14 +307,13 @@ def _make_output(
     resolved, remote = inputs.resolved, job.opened.remote
     copied = resolved.data if options.with_data else {}
     planned = planned_report(job, resolved, inputs.data, options.device)
-    named = planned | publishing.named(options.destination)
-    rehearsed = rehearse(job, named, inputs.data, inputs.evaluation, engines, resolved.texts())
-    publishing.begin(uploads, options.destination, rehearsed)
+    refuse_unreadable(job.opened)
+    publishing.begin(uploads, options.destination, planned)
     lengths = [len(sequence) for sequence in inputs.tokens]
-    kept, temporary = share_memory(job, lengths, [len(text.tokens) for text in inputs.texts], options)
+    placed, temporary = share_memory(job, lengths, [len(text.tokens) for text in inputs.texts], options)
     damaged = _open_work_folder(job, inputs, options, work, check, uploads.shards if uploads else ())
     files = (*side_files(job.opened.folder), *copied.values())
-    needed = planned["plan"]["output_bytes"] + sum(file.stat().st_size for file in files) + temporary
+    needed = planned.plan.output_bytes + sum(file.stat().st_size for file in files) + temporary
     if uploads and options.destination:
         removed = job.plan.removed_bytes(dist.world_size) if options.destination.remove else 0
         needed -= max(removed, uploads.removed_bytes)
@@ -321,12 +324,14 @@ def _make_output(
     publish = "give --remove-uploaded" if uploads else "give --publish-as-you-go OWNER/NAME --remove-uploaded"
     less = ["give a smaller --window"] * bool(remote) + [publish]
     journal.check_room(work, needed + probe, less)
-    dist.broadcast_object((kept, inputs.texts))
-    context = Context(work, options.device, check=check, dist=dist, window=options.window, uploads=uploads, **kept)
+    dist.broadcast_object((placed, inputs.texts))
+    context = Context(work, options.device, placed, check, dist, window=options.window, uploads=uploads)
     check_source(job, inputs.texts, context, ignore=options.ignore_source_check)
     if job.allocation:
         job = choose_schemes(job, inputs.tokens, context, options.output)
-        planned |= of_plan(job.plan, job.facts, job.opened, resolved.recipe.source.model)
+        name = resolved.recipe.source.model
+        plan, served = plan_figures(job.plan, job.facts), serving(job.plan, job.facts, job.opened, name)
+        planned = planned.changed(plan=plan, serving=served)
         journal.check_room(work, needed, less)
     stop = job.recipe.verify.stop if job.recipe.verify and not options.ignore_stop else None
     measured = quantize_layers(
@@ -340,9 +345,10 @@ def _make_output(
     check()
     figures = inputs.evaluation.figures(measured, "the output") if inputs.evaluation and measured else None
     if remote and figures and not options.ignore_source_check:
-        refuse_source(job, figures["perplexity"]["source"], f"the {len(inputs.texts)} texts")
+        refuse_source(job, figures.perplexity.source, f"the {len(inputs.texts)} texts")
     report = run_report(planned, job, inputs.data, figures, started, context)
-    write_report(output, report | publishing.published(report, options.destination, output), resolved.texts())
+    published = publishing.published(report, options.destination, output)
+    write_report(output, report.changed(published=published), resolved.texts())
     if options.imatrix:
         write_imatrix = required("write_imatrix", "--imatrix")
         print(write_imatrix(options.imatrix_file, work / IMATRIX, job, inputs.data), file=sys.stderr)
@@ -392,10 +398,8 @@ def _read_inputs(job: Job, dist: ProcessGroup, work: Path) -> _Inputs:
     return _Inputs(data, token_tensors(data, facts.vocab_size), texts, resolved)
 
 
-def share_memory(
-    job: Job, lengths: Sequence[int], texts: Sequence[int], options: Options
-) -> tuple[dict[str, Any], int]:
-    """What memory keeps in each process, as arguments of `Context`; and the bytes of temporary files.
+def share_memory(job: Job, lengths: Sequence[int], texts: Sequence[int], options: Options) -> tuple[Placement, int]:
+    """The places of what each process works on; and the bytes of temporary files.
 
     Args:
         lengths, texts: tokens of each calibration sequence, and of each held-out text.
@@ -404,19 +408,19 @@ def share_memory(
         InputError: the device's memory is too little.
     """
     dist, text_rows = options.dist, sum(texts)
-    memory, kept, in_files = kept_in_memory(job, max([*lengths, *texts]), sum(lengths), text_rows, options)
+    memory, placed, in_files = place_activations(job, max([*lengths, *texts]), sum(lengths), text_rows, options)
     if dist.is_distributed and memory.units < dist.world_size:
         batches = f"{memory.units} expert batch{'es' if memory.units > 1 else ''} of {memory.unit} experts"
         print(f"{batches} for {dist.world_size} processes: some will be idle", file=sys.stderr)
     on_cards = len(job.recipe.as_served) * held_out_bytes(job.facts, text_rows, torch.bfloat16.itemsize)
     as_stored = held_out_bytes(job.facts, text_rows, forward_dtype(options.device).itemsize)
-    return kept, as_stored * (2 if job.plan.cached else 1) + on_cards + in_files
+    return placed, as_stored * (2 if job.plan.cached else 1) + on_cards + in_files
 
 
-def kept_in_memory(
+def place_activations(
     job: Job, longest: int, tokens: int, held_out: int, options: Options
-) -> tuple[DeviceMemory, dict[str, Any], int]:
-    """The device's memory; what memory keeps, as arguments of `Context`; and bytes of calibration states in files.
+) -> tuple[DeviceMemory, Placement, int]:
+    """The device's memory; the places of what a process works on; and bytes of calibration states in files.
 
     Args:
         longest: tokens of the longest sequence of all.
@@ -430,14 +434,9 @@ def kept_in_memory(
     memory = device_memory(job.plan, facts, longest, accelerator, limit, on_device, dist.world_size, texts)
     shared = {"free": free, "processes": dist.world_size, "machines": machines}
     inputs, states, in_files = placement(facts, memory, tokens, itemsize, states=options.states, **shared)
-    kept = {
-        "residents": Residents(memory.resident, memory.unit, memory.smallest),
-        "inputs": inputs,
-        "states": states,
-        "texts_on_device": memory.texts,
-        "prefetch_to_device": memory.early,
-    }
-    return memory, kept, in_files
+    residents = Residents(memory.resident, memory.unit, memory.smallest)
+    placed = Placement(residents, inputs, states, texts_on_device=memory.texts, prefetch=memory.early)
+    return memory, placed, in_files
 
 
 def least_memory(options: Options) -> tuple[int, int]:

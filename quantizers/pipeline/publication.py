@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantizers.output import journal
 from quantizers.output.uploads import Uploads, hashed, is_to_be_made, refuse_card, require_token, written_shard
@@ -21,6 +21,9 @@ from quantizers.system.errors import OutputError
 from quantizers.system.formatting import size
 from quantizers.system.output_files import REPORT
 from quantizers.system.strict_yaml import dump
+
+if TYPE_CHECKING:
+    from quantizers.eval.report.schema import Planned, PlannedRun, Published, Report
 
 FREE = 100_000_000_000  # bytes of private repositories of an account that pays nothing
 
@@ -35,11 +38,6 @@ class Destination:
     repo: str
     remove: bool = False
     private: bool = False
-
-
-def named(destination: Destination | None) -> dict[str, Any]:
-    """What a report says of a publication, from which its card has its commands."""
-    return {"published": {"repo": destination.repo}} if destination else {}
 
 
 def refuse_early(destination: Destination | None, output: Path, *, fresh: bool) -> None:
@@ -73,40 +71,45 @@ def uploads_of(destination: Destination | None, output: Path) -> Uploads | None:
     return Uploads(work, destination.repo, most=WAITING if destination.remove else None, is_new=is_new)
 
 
-def card_gaps(report: dict[str, Any]) -> dict[str, str]:
+def card_gaps(report: Planned) -> dict[str, str]:
     """Why the card has no licence of the Hub's, and no model on the Hub that was quantized, by their keys in it."""
     from quantizers.eval.report.pages import front_matter, strange_licenses  # here, and below: with torch
+    from quantizers.eval.report.schema import StitchReport
 
     front = front_matter(report)
-    said = report.get("experts", {}).get("card", {}).get("license", ())
-    license_hint = f" (the experts' card says {', '.join(said)})" if said else ""
-    made_from = report["source"].get("made_from", ())
+    experts = report.experts.card if isinstance(report, StitchReport) else None
+    named = (experts or {}).get("license", ())
+    license_hint = f" (the experts' card says {', '.join(named)})" if named else ""
+    made_from = report.source.made_from
     model_hint = f" (made from {', '.join(made_from)} according to its card)" if made_from else ""
     gaps = {
         "license": f"the source names none{license_hint}",
         "base_model": f"the source was a folder{model_hint}",
     }
     gaps = {key: words for key, words in gaps.items() if not front.get(key)}
-    strange = [] if "license" in report.get("published", {}) else strange_licenses(report["source"]["license"])
+    given = report.published is not None and report.published.license is not None
+    strange = [] if given else strange_licenses(report.source.license)
     if strange:
         gaps["license"] = f"{', '.join(strange)}: no name of the Hub's, so the card says other"
     return gaps
 
 
-def begin(uploads: Uploads | None, destination: Destination | None, report: dict[str, Any]) -> None:
-    """Begin to upload finished shards; say where, and by a rehearsed report what is needed there and the card lacks.
+def begin(uploads: Uploads | None, destination: Destination | None, report: PlannedRun) -> None:
+    """Begin to upload finished shards; say where, what is needed there, and what the card will lack.
 
     Raises:
         InputError: the Hub does not take the card, or refuses a new repository.
     """
     from quantizers.eval.report.pages import front_matter
+    from quantizers.eval.report.schema import Published
 
     if uploads is None or destination is None:
         return
+    report = report.changed(published=Published(repo=destination.repo))
     refuse_card(destination.repo, f"---\n{dump(front_matter(report))}---\n")
     for key, words in card_gaps(report).items():
         print(f"the card has no {key}: {words}; add it on the Hub, after the run", file=sys.stderr)
-    if (needed := report["plan"]["output_bytes"]) > FREE:
+    if (needed := report.plan.output_bytes) > FREE:
         print(
             f"{destination.repo}: needs {size(needed)} of private storage until the end; a free account has "
             f"{size(FREE)}, see https://huggingface.co/docs/hub/storage-limits",
@@ -117,16 +120,20 @@ def begin(uploads: Uploads | None, destination: Destination | None, report: dict
     print(f"publishing as it goes to {uploads.url}, {until}", file=sys.stderr, flush=True)
 
 
-def _failed(report: dict[str, Any]) -> list[str]:
-    return [gate["name"] for gate in report["gates"] if not gate["passed"]]
-
-
-def published(report: dict[str, Any], destination: Destination | None, output: Path) -> dict[str, Any]:
+def published(report: Report, destination: Destination | None, output: Path) -> Published | None:
     """What a report says of its publication: nothing if a gate failed, unless shards were removed."""
-    removed = sorted(name for name in report["audit"]["digests"] if not (output / name).is_file())
-    if destination is None or (_failed(report) and not removed):
-        return {}
-    return {"published": {"repo": destination.repo} | ({"removed": removed} if removed else {})}
+    from quantizers.eval.report.schema import Published
+
+    removed = sorted(name for name in report.audit.digests if not (output / name).is_file())
+    failed = any(not gate.passed for gate in report.gates)
+    if destination is None or (failed and not removed):
+        return None
+    return Published(repo=destination.repo, removed=removed or None)
+
+
+def _failed(report: dict[str, Any]) -> list[str]:
+    """The failed gates of a report.json as it was read, of whatever version."""
+    return [gate["name"] for gate in report["gates"] if not gate["passed"]]
 
 
 def refuse_unpublished(report: dict[str, Any], destination: Destination | None, output: Path) -> None:

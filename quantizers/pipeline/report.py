@@ -1,23 +1,18 @@
-"""The contents of report.json, all put together here; the schema is in eval/report/schema.py.
-
-Before its first layer a run rehearses its end: report, card, page and pictures are made once, into a folder that is
-thrown away, of stand-in figures. What a name, a side file or a library breaks is met then.
-"""
+"""The contents of report.json, all put together here of what eval/report/schema.py declares."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from quantizers.architectures.architecture import Architecture, Options, ServerName
-from quantizers.architectures.matrices import MATRICES
 from quantizers.budget.choice import describe_choice
 from quantizers.budget.measure import measuring_seconds, read_measurements
 from quantizers.calibration import samples
@@ -28,30 +23,30 @@ from quantizers.checkpoint.reader import Checkpoint, left_behind, read_json, sid
 from quantizers.checkpoint.remote import HubFiles
 from quantizers.checkpoint.source_identity import source_digest
 from quantizers.device.devices import machine, versions
+from quantizers.eval.coverage.figures import AllExpertPass, Coverage, Gate
 from quantizers.eval.coverage.summary import gate, summarise
 from quantizers.eval.coverage.summary import gates as coverage_gates
-from quantizers.eval.fidelity.as_served import as_served, as_stored, pairs
-from quantizers.eval.fidelity.kv_cache import KINDS, kv_figures
-from quantizers.eval.fidelity.metrics import Measured, Text
-from quantizers.eval.fidelity.scoring import HeldOut
+from quantizers.eval.fidelity.as_served import as_stored
+from quantizers.eval.fidelity.figures import Fidelity
+from quantizers.eval.report import schema
 from quantizers.hooks import hook
-from quantizers.layers.context import Context
 from quantizers.output import journal
-from quantizers.planning.allocation import Allocation
 from quantizers.planning.gpus import unsaid
 from quantizers.planning.job import Job
 from quantizers.planning.plan import Plan, summary
 from quantizers.recipe.portable import Resolved, is_hub_id
 from quantizers.recipe.read import set_location
+from quantizers.recipe.schema import CoverageGate
 from quantizers.stitch.audit.checkpoint import Audit, verify
 from quantizers.stitch.audit.layer import LayerAudit
 from quantizers.stitch.write.shard import ShardDigest
 from quantizers.system.errors import CheckpointError, InputError, QuantizeError
 from quantizers.system.output_files import CARD
 from quantizers.system.progress import peak_memory, progress
+from quantizers.walk.context import Context
 
 from .consumers import Findings, NotChecked, folder_findings, unchecked_notes
-from .report_files import read_front_matter, write_report
+from .report_files import read_front_matter
 
 # Keys of the journal's entries that are elsewhere in the report, or of no use in it.
 JOURNAL_ONLY = ("routed", "peak_memory_bytes", "shard", "digest", "source", "audit", "held_out")
@@ -61,211 +56,178 @@ NOT_COUNTED = "the memory that servers need is not counted by this installation"
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # of a model, a data set or a licence on the Hub
 
 
-def planned_report(job: Job, resolved: Resolved, data: CalibrationData, device: torch.device) -> dict[str, Any]:
+def planned_report(job: Job, resolved: Resolved, data: CalibrationData, device: torch.device) -> schema.PlannedRun:
     """What is known before the first layer. The source's side files and the set are read now, and not again later.
 
     The recipe is `resolved` as it is published with the output.
     """
     source, model = job.opened, resolved.recipe.source.model
-    found = job.facts.found()
-    return {
-        "source": identity_of(model, source.revision, source) | about_source(job.facts, model, source),
-        "settings": {
-            "recipe": resolved.recipe.settings(),
-            "hash": resolved.hash,
-            "published_hash": resolved.published_hash,
-            "file": job.path.name,
-            "machine": machine(device),
-        },
-        "versions": versions(),
-        "calibration": _calibration(job, data, resolved),
-        "notes": [*filter(None, [job.facts.origin(), left_behind(source)]), as_stored(device), *unchecked_notes()],
-        **of_plan(job.plan, job.facts, source, model),
-        **({"architecture": found} if found else {}),
-    }
+    return schema.PlannedRun(
+        source=source_figures(job.facts, model, source),
+        plan=plan_figures(job.plan, job.facts),
+        versions=versions(),
+        notes=[*filter(None, [job.facts.origin(), left_behind(source)]), as_stored(device), *unchecked_notes()],
+        architecture=job.facts.found() or None,
+        serving=serving(job.plan, job.facts, source, model),
+        settings=schema.Settings(
+            recipe=resolved.recipe.settings(),
+            hash=resolved.hash,
+            published_hash=resolved.published_hash,
+            file=job.path.name,
+            machine=machine(device),
+        ),
+        calibration=_calibration(job, data, resolved),
+    )
 
 
-def of_plan(plan: Plan, facts: Architecture, source: Checkpoint, model: str) -> dict[str, Any]:
-    """What of a report depends on bits and group sizes, which a budget decides last; `model` is the published name."""
-    numbers = {key: value for key, value in summary(plan, facts).items() if key != "shards"}
-    return {"plan": numbers, "serving": _serving(plan, facts, source, model)}
+def refuse_unreadable(source: Checkpoint) -> None:
+    """Raise an InputError for a side file that cannot be copied when the layers are done."""
+    for file in side_files(source.folder):
+        try:
+            file.open("rb").close()
+        except OSError as failure:
+            raise InputError(f"{file}: cannot be read ({failure.strerror}); it would be copied at the end") from None
 
 
 def run_report(
-    planned: dict[str, Any],
+    planned: schema.PlannedRun,
     job: Job,
     data: CalibrationData,
-    figures: dict[str, Any] | None,
+    figures: Fidelity | None,
     started: float,
     context: Context,
-) -> dict[str, Any]:
-    """`RunReport` without the keys of the files: the files in work/output are verified with a last reading.
+) -> schema.RunReport:
+    """The report of a run, its files not yet recorded: those in work/output are verified with a last reading.
 
     Args:
-        planned: of `planned_report`.
-        figures: fidelity on the held-out texts, of `metrics.figures`; None without any.
+        figures: fidelity on the held-out texts; None without any.
         started: `time.monotonic()` when this process began.
     """
-    layers = journal.done_layers(context.work, job.facts.num_layers)
+    layers = _read_journal(context.work, job.facts.num_layers)
     on_hub = context.uploads.settle(context.check) if context.uploads else None
-    written, audit = _last_reading(job, layers, context, on_hub)
-    engines = folder_findings(context.work / "output", job.facts, on_hub)
-    report = planned | _found_report(job, data, figures, layers, verified_parts(written, audit, engines))
-    in_layers = sum(sum(entry["seconds"].values()) for entry in layers)
-    report["seconds"] = seconds = {"this_process": time.monotonic() - started, "layers": in_layers}
-    report["peak_memory_bytes"] = max([peak_memory(context.device), *(entry["peak_memory_bytes"] for entry in layers)])
+    audit = _last_reading(job, layers, context, on_hub)
+    findings = folder_findings(context.work / "output", job.facts, on_hub)
+    verified = verified_parts(layers.written, audit, findings)
+    rule = job.recipe.verify.coverage if job.recipe.verify else None
+    coverage, coverage_checks = _coverage(layers, data, rule)
+    schemes, measuring = None, None
     if job.allocation:
         entries = read_measurements(context.work, job.facts.moe_layers)
         assert entries is not None
-        report["schemes"] = describe_choice(job.allocation, entries)
-        seconds["measuring"] = measuring_seconds(context.work, job.facts.num_layers)
-    return report
+        schemes = describe_choice(job.allocation, entries)
+        measuring = measuring_seconds(context.work, job.facts.num_layers)
+    report = schema.RunReport(
+        **planned.given(),
+        audit=verified.audit,
+        gates=[*verified.gates, *coverage_checks, *_fidelity_gates(job, figures)],
+        consumers=verified.consumers,
+        coverage=coverage,
+        layers=layers.shown,
+        seconds=schema.Seconds(
+            this_process=time.monotonic() - started,
+            layers=sum(sum(layer.seconds.values()) for layer in layers.shown),
+            measuring=measuring,
+        ),
+        peak_memory_bytes=max(peak_memory(context.device), layers.peak_memory_bytes),
+        schemes=schemes,
+        files=[],
+        sha256={},
+        card=schema.NO_CARD,
+    )
+    return schema.MeasuredRunReport(**report.given(), **figures.given()) if figures else report
 
 
-def _found_report(
-    job: Job,
-    data: CalibrationData,
-    figures: dict[str, Any] | None,
-    layers: Sequence[dict[str, Any]],
-    verified: dict[str, Any],
-) -> dict[str, Any]:
-    """What a run found out but for its choice within a budget, times and memory; `layers` are the journal's entries."""
-    coverage, checks = _coverage(job, data, layers)
-    report = verified | (figures or {}) | {"coverage": coverage}
-    if figures and job.recipe.verify and (asked := job.recipe.verify.perplexity):
-        limits = (
-            ("perplexity", figures["perplexity"]["increase"], asked.max_increase, "relative increase of perplexity"),
-            ("kl", figures["kl"]["mean"], asked.max_kl, "mean KL(source || output), nats"),
-            ("kl p99", figures["kl"]["p99"], asked.max_p99, "99th percentile of KL(source || output), nats"),
-        )
-        checks += [gate(name, value, limit, words) for name, value, limit, words in limits if limit is not None]
-    report["gates"] += checks
-    report["layers"] = [{key: value for key, value in entry.items() if key not in JOURNAL_ONLY} for entry in layers]
-    return report
+@dataclass(frozen=True)
+class _Layers:
+    """The journal of a run, read once its layers are done.
 
-
-def rehearse(
-    job: Job,
-    planned: Mapping[str, Any],
-    data: CalibrationData,
-    evaluation: HeldOut | None,
-    engines: Findings,
-    texts: Mapping[str, str],
-) -> dict[str, Any]:
-    """Make report, card, page and pictures of stand-in figures; the report.
-
-    Args:
-        planned: of `planned_report`; `engines`: of `consumers.plan_findings`; `texts`: see `Resolved.texts`.
-        evaluation: None if nothing is measured.
-
-    Raises:
-        InputError: something that would end the run after its last layer. A picture that fails is only a note.
+    Attributes:
+        shown: what the report has of each layer.
+        routed: by layer with experts, the tokens routed to each expert, (C, E) int64 by category.
+        written: the digests of all shards by file name; `audits`: what was compared when they were written.
     """
-    categories = len(samples.category_names(data.samples))
-    layers = [_entry(number, job, categories) for number in range(job.facts.num_layers)]
-    written = {job.plan.shard_file(part): ShardDigest(bytes=0, sha256="", tensors="") for part in job.plan.parts}
-    try:
-        figures = evaluation.figures(_measured(job, evaluation.texts), "the output") if evaluation else None
-        report = dict(planned) | _found_report(job, data, figures, layers, verified_parts(written, Audit(), engines))
-        report |= {"seconds": {"this_process": 0.0, "layers": 0.0}, "peak_memory_bytes": 0}
-        if job.allocation:
-            measurements = [_measurement(number, job.allocation) for number in job.facts.moe_layers]
-            report["schemes"] = describe_choice(job.allocation, measurements)
-        with TemporaryDirectory() as folder:
-            made = write_report(Path(folder), report, texts)
-        for file in side_files(job.opened.folder):  # which are copied at the end
-            file.open("rb").close()
-        return made
-    except QuantizeError:  # which is a line of its own, such as of a full disk
-        raise
-    except Exception as failure:
-        words = " ".join(str(failure).split())[:300]
-        raise InputError(
-            f"{job.path}: this run would fail after its last layer ({type(failure).__name__}: {words}), so it was not "
-            "begun; correct what is named there, or report it"
-        ) from failure
+
+    shown: list[schema.Layer]
+    routed: dict[int, np.ndarray]
+    written: dict[str, ShardDigest]
+    audits: list[LayerAudit]
+    peak_memory_bytes: int
 
 
-def _entry(number: int, job: Job, categories: int) -> dict[str, Any]:
-    """The journal's entry of a layer in which every expert got the same."""
-    routed = number not in job.facts.dense
-    return {
-        "layer": number,
-        "proof": 0.0,
-        "seconds": {},
-        "error": {"gate_up_rounding": 0.1, "down_rounding": 0.1} if routed else {},
-        "fallbacks": [],
-        "leaning": None,
-        "closeness": None,
-        "routed": [[1] * job.facts.num_experts] * categories if routed else [],
-    } | ({"kv_peaks": [1.0, 1.0]} if job.plan.kv_scales(number) else {})
+def _read_journal(work: Path, layers: int) -> _Layers:
+    entries = journal.done_layers(work, layers)
+    shards = [*entries, *journal.passthrough_entries(work)]
+    shown = [{key: value for key, value in entry.items() if key not in JOURNAL_ONLY} for entry in entries]
+    return _Layers(
+        shown=[schema.Layer.model_validate(entry) for entry in shown],
+        routed={entry["layer"]: np.array(entry["routed"], dtype=np.int64) for entry in entries if entry["routed"]},
+        written={entry["shard"]: entry["digest"] for entry in shards},
+        audits=[LayerAudit(**entry["audit"]) for entry in shards],
+        peak_memory_bytes=max(entry["peak_memory_bytes"] for entry in entries),
+    )
 
 
-def _measurement(number: int, allocation: Allocation) -> dict[str, Any]:
-    """The measurement for a budget of a layer in which every scheme loses the same."""
-    losses = dict.fromkeys(map(str, allocation.candidates), 0.1)
-    by_matrix = {scheme: dict.fromkeys(MATRICES, 0.1) for scheme in losses}
-    by_expert = {scheme: [0.1] for scheme in losses}
-    figures = {"loss": losses, "error": losses, "by_matrix": by_matrix, "by_expert": by_expert}
-    return {"kl": 0.1, "disturbance": 0.1, **figures, "layer": number, "experts": 1}
+def _fidelity_gates(job: Job, figures: Fidelity | None) -> list[Gate]:
+    """The recipe's gates on fidelity."""
+    asked = job.recipe.verify and job.recipe.verify.perplexity
+    if figures is None or not asked:
+        return []
+    limits = (
+        ("perplexity", figures.perplexity.increase, asked.max_increase, "relative increase of perplexity"),
+        ("kl", figures.kl.mean, asked.max_kl, "mean KL(source || output), nats"),
+        ("kl p99", figures.kl.p99, asked.max_p99, "99th percentile of KL(source || output), nats"),
+    )
+    return [gate(name, value, limit, words) for name, value, limit, words in limits if limit is not None]
 
 
-def _measured(job: Job, texts: list[Text]) -> Measured:
-    """An output as close to its source in every token."""
-    loss = np.ones(sum(len(text.tokens) - 1 for text in texts))
-    agreement = [None if number in job.facts.dense else 1.0 for number in range(job.facts.num_layers)]
-    parts = [{"agreement": share, "hidden_error": 0.1} for share in agreement]
-    cards, even = job.recipe.as_served, (loss, loss / 100, loss / 100, loss.astype(bool))
-    (on_cards,) = as_served([even] * len(pairs(2, len(cards))), 2, cards, texts)
-    for card in cards:
-        on_cards[card]["kernels"] = {}
-    cache = kv_figures([even] * len(KINDS), even, texts) if job.plan.cached else {}
-    return Measured(loss, *even, [part | {"long": part} for part in parts], on_cards, cache)
-
-
-def _last_reading(
-    job: Job, layers: Sequence[dict[str, Any]], context: Context, on_hub: HubFiles | None
-) -> tuple[dict[str, ShardDigest], Audit]:
-    """Every shard's digest, by file name, and the audit of the whole folder, read once more from the disk.
+def _last_reading(job: Job, layers: _Layers, context: Context, on_hub: HubFiles | None) -> Audit:
+    """The audit of the whole folder, read once more from the disk.
 
     Of shards that are `on_hub` alone, its hashes are compared. Raises a QuantizeError if a shard has changed since it
     was written; the same command makes it again.
     """
-    folder = context.work / "output"
-    entries = [*layers, *journal.passthrough_entries(context.work)]
-    written = {entry["shard"]: entry["digest"] for entry in entries}
-    audits = [LayerAudit(**entry["audit"]) for entry in entries]
+    folder, written = context.work / "output", layers.written
     with progress("last reading", len(written), unit="shard", check=context.check) as step:
-        audit = verify(folder, job.opened, context.device, written, step, audits, own=job.facts, remote=on_hub)
+        audit = verify(folder, job.opened, context.device, written, step, layers.audits, own=job.facts, remote=on_hub)
     if audit.changed:
         more = f", and {len(audit.changed) - 1} more" if len(audit.changed) > 1 else ""
         raise QuantizeError(
             f"{folder}: {audit.changed[0]}{more}; check the disk, then give the same command again, which makes "
             "what was damaged again"
         )
-    return written, audit
+    return audit
 
 
-def verified_parts(written: Mapping[str, ShardDigest], audit: Audit, engines: Findings | None) -> dict[str, Any]:
-    """What holds of every output: its files are as planned, and serving engines read them as meant, unless the folder
-    cannot be opened, which the audit reports.
+class Verified(NamedTuple):
+    """What holds of every output: its files are as planned, and serving engines read them as meant."""
+
+    audit: schema.Audit
+    gates: list[Gate]
+    consumers: schema.Engines | None
+
+
+def verified_parts(written: Mapping[str, ShardDigest], audit: Audit, engines: Findings | None) -> Verified:
+    """The audit and the engines, which are None if the folder cannot be opened, as the audit reports; and their
+    gates.
     """
     gates = [gate("audit", len(audit.differences), 0, "differences from what the plan promises")]
-    report = {"audit": audit.as_dict() | {"digests": written}, "gates": gates}
+    digests = {name: schema.ShardDigest(**digest) for name, digest in written.items()}
+    audited = schema.Audit(**audit.as_dict(), digests=digests)
     if engines is None:
-        return report
+        return Verified(audited, gates, None)
     misread = "ways in which vLLM, SGLang or transformers would misread it"
     if not isinstance(engines, NotChecked):
         gates.append(gate("consumers", len(engines.errors), 0, misread))
-    return report | {"consumers": engines.as_dict()}
+    return Verified(audited, gates, schema.Engines.model_validate(engines.as_dict()))
 
 
-def identity_of(model: str, revision: str | None, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Name, revision and digest of a checkpoint."""
-    return {"model": model, "revision": revision, "digest": source_digest(checkpoint)}
+def source_figures(facts: Architecture, model: str, source: Checkpoint) -> schema.Source:
+    """A checkpoint called `model`, and what its card says of it."""
+    card = source_card(facts, model, source)
+    return schema.Source(**card.given(), model=model, revision=source.revision, digest=source_digest(source))
 
 
-def _calibration(job: Job, data: CalibrationData, resolved: Resolved) -> dict[str, Any]:
+def _calibration(job: Job, data: CalibrationData, resolved: Resolved) -> schema.Calibration:
     """The calibration set in numbers; local data files have the names under which they are published."""
     calibration = read_set(set_location(job.recipe.calibration_set, job.path))
     found = data.summary()
@@ -274,48 +236,64 @@ def _calibration(job: Job, data: CalibrationData, resolved: Resolved) -> dict[st
     used = {sample.source for sample in data.samples}
     datasets = (s.dataset for s in calibration.sources if not s.is_local and s.dataset in used)
     licences = samples.used_licences(calibration, data).items()
-    return found | {
-        "categories": samples.by_category(data),
-        "datasets": list(dict.fromkeys(datasets)),
-        "licences": {resolved.published(name): licence for name, licence in licences},
-        "languages": samples.language_counts(calibration, data.samples),
-        "asked_for": samples.asked_for(calibration, data.samples),
-        "by_language": samples.by_language(calibration, data),
-    }
+    return schema.Calibration.model_validate(
+        found
+        | {
+            "categories": samples.by_category(data),
+            "datasets": list(dict.fromkeys(datasets)),
+            "licences": {resolved.published(name): licence for name, licence in licences},
+            "languages": samples.language_counts(calibration, data.samples),
+            "asked_for": samples.asked_for(calibration, data.samples),
+            "by_language": samples.by_language(calibration, data),
+        }
+    )
 
 
-def _coverage(
-    job: Job, data: CalibrationData, layers: Sequence[dict[str, Any]]
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _coverage(layers: _Layers, data: CalibrationData, rule: CoverageGate | None) -> tuple[Coverage, list[Gate]]:
     """The tokens that the router sent to each expert, and the recipe's gates on them."""
-    names = samples.category_names(data.samples)
-    routed = {entry["layer"]: np.array(entry["routed"], dtype=np.int64) for entry in layers if entry["routed"]}
-    counts, rule = list(routed.values()), job.recipe.verify.coverage if job.recipe.verify else None
-    coverage = summarise(counts, names, rule.min_routed_tokens if rule else 1, list(routed))
-    seen = [tokens for entry in layers if (tokens := entry["error"].get("expert_tokens")) is not None]
+    names, counts = samples.category_names(data.samples), list(layers.routed.values())
+    coverage = summarise(counts, names, rule.min_routed_tokens if rule else 1, list(layers.routed))
+    checks = coverage_gates(coverage, counts, names, rule) if rule else []
+    errors = (layer.error for layer in layers.shown)
+    seen = [
+        error.expert_tokens for error in errors if isinstance(error, schema.GramErrors | schema.LlmcompressorErrors)
+    ]
     if seen:  # in all-expert calibration, whatever the router chose
-        coverage["forced"] = {"min": int(min(seen)), "tokens": sum(len(sample.tokens) for sample in data.samples)}
-    return coverage, coverage_gates(coverage, counts, names, rule) if rule else []
+        whole = sum(len(sample.tokens) for sample in data.samples)
+        coverage = coverage.changed(forced=AllExpertPass(min=int(min(seen)), tokens=whole))
+    return coverage, checks
 
 
-def _serving(plan: Plan, facts: Architecture, source: Checkpoint, name: str) -> dict[str, Any]:
-    """`Serving` of eval/report/schema.py; some models of a family have options of their own, by the source's `name`."""
+def plan_figures(plan: Plan, facts: Architecture) -> schema.Plan:
+    """The plan in numbers; of what is known first, they depend on bits and group sizes, which a budget decides last."""
+    return schema.Plan.model_validate({key: value for key, value in summary(plan, facts).items() if key != "shards"})
+
+
+def serving(plan: Plan, facts: Architecture, source: Checkpoint, name: str) -> schema.Serving:
+    """How to serve the output, which depends on bits and group sizes too.
+
+    Some models of a family have options of their own, by the source's `name` as it is published.
+    """
     # transformers finds the class, and fuses the experts, by the model type in config.json.
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     generation = _json(source, "generation_config.json")
-    about = {
-        "servers": sorted(facts.servers),
-        "sglang": server_options(facts, "sglang", name, source) if "sglang" in facts.servers else None,
-        "parsers": server_options(facts, "vllm", name, source) if "vllm" in facts.servers else {},
-        "sampling": {key: generation[key] for key in SAMPLING_KEYS if type(generation.get(key)) in (int, float)},
-    } | ({} if facts.model_type in CONFIG_MAPPING_NAMES else {"transformers": False})
+    sglang = server_options(facts, "sglang", name, source) if "sglang" in facts.servers else None
+    parsers = server_options(facts, "vllm", name, source) if "vllm" in facts.servers else {}
     fits = hook("fits")
     problem = NOT_COUNTED if fits is None else unsaid(facts)
-    if fits is None or problem:
-        return about | {"longest": facts.positions or 0, "fits": [], "assumptions": [], "cards_unknown": problem}
-    fitting: dict[str, Any] = fits(plan, facts, source)
-    return about | fitting
+    fitting: dict[str, Any] = {"longest": facts.positions or 0, "fits": [], "assumptions": []}
+    if fits is not None and not problem:
+        fitting = fits(plan, facts, source)
+    return schema.Serving(
+        servers=sorted(facts.servers),
+        parsers=parsers,
+        sglang=sglang,
+        transformers=None if facts.model_type in CONFIG_MAPPING_NAMES else False,
+        sampling={key: generation[key] for key in SAMPLING_KEYS if type(generation.get(key)) in (int, float)},
+        **fitting,
+        cards_unknown=problem,
+    )
 
 
 def server_options(facts: Architecture, server: ServerName, model: str, source: Checkpoint) -> Options:
@@ -332,20 +310,22 @@ def _json(source: Checkpoint, name: str) -> dict[str, Any]:
         return {}
 
 
-def about_source(facts: Architecture, model: str, source: Checkpoint) -> dict[str, Any]:
+def source_card(facts: Architecture, model: str, source: Checkpoint) -> schema.SourceCard:
     """What the model card needs to know of the source called `model`.
 
-    That is `license`, the fields of its own card or those kept with the architecture's facts; `language`, those of its
-    card; and `made_from`, the models that its card names as its base if it is no model of the Hub itself.
+    That is its licence, the fields of its own card or those kept with the architecture's facts; the languages of its
+    card; and the models that its card names as its base if it is no model of the Hub itself.
     """
     front = front_matter_of(source)
     names = [name for name in _texts(front.get("license")) if name.lower() not in ("", "~", "null")]  # YAML's nothing
     fields: dict[str, Any] = {"license": names if len(names) > 1 else names[0]} if names else {}
     fields |= {key: front[key] for key in LICENSE_DETAILS if isinstance(front.get(key), str) and front[key]}
-    known = (one.license for one in facts.published if model in one.models)
-    base = [] if is_hub_id(model) else hub_names(front.get("base_model"))
-    named = {"language": hub_names(front.get("language")), "made_from": base}
-    return {"license": fields or next(known, fields)} | {key: names for key, names in named.items() if names}
+    known = (published.license for published in facts.published if model in published.models)
+    return schema.SourceCard(
+        license=fields or next(known, fields),
+        language=hub_names(front.get("language")) or None,
+        made_from=None if is_hub_id(model) else hub_names(front.get("base_model")) or None,
+    )
 
 
 def hub_names(value: object) -> list[str]:

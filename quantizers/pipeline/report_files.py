@@ -9,13 +9,17 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from quantizers.output.manifest import as_read, describe_files, seal_of, text_sha256, write_record
+from quantizers.system.errors import InputError
 from quantizers.system.files import atomic, disk_errors, file_sha256, write_text
 from quantizers.system.output_files import CALIBRATION, CARD, FACTS, PAGE, RECIPE, REPORT, is_within
+
+if TYPE_CHECKING:
+    from quantizers.eval.report.schema import Report, RunReport, StitchReport
 
 FRONT_MATTER = re.compile(r"(\ufeff?\s*---[ \t]*\n)(.*?)(?=^---[ \t]*$)", re.DOTALL | re.MULTILINE)
 # Keys of the front matter that describe the checkpoint itself; who publishes it may add other keys, and list entries.
@@ -25,51 +29,83 @@ CARD_KEYS = (
 )  # fmt: skip
 
 
-def write_report(folder: Path, report: dict[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
+def write_report(folder: Path, report: Report, texts: Mapping[str, str]) -> None:
     """Finish an output that is complete but for its report: plots, page, card, and the report with all files' hashes.
 
     Args:
-        report: of a run or of a stitch; shards of its audit may be missing in the folder.
+        report: its files not yet recorded; shards of its audit may be missing in the folder.
         texts: the original text of some files, by name; see `describe_files`.
-
-    Raises:
-        pydantic.ValidationError: the report does not have the schema of eval/report/schema.py, which is a bug.
     """
     from quantizers.eval.report.pages import PLOTS
     from quantizers.eval.report.plots import draw
-    from quantizers.eval.report.schema import checked
 
-    drawn, failed = draw(as_read(report))
-    report = as_read(report | {"notes": [*report["notes"], *failed]})
+    drawn, failed = draw(_as_read(report))
     for name, file in PLOTS.items():
         if name in drawn:
             with disk_errors(folder / file), atomic(folder / file) as stream:
                 stream.write(drawn[name])
-    files = describe_files(folder, texts, others=(CARD, PAGE, *report["audit"]["digests"]))
-    written = write_with_card(folder, report | files, drawn)
-    checked(written)
-    return written
+    files = describe_files(folder, texts, others=(CARD, PAGE, *report.audit.digests))
+    write_with_card(folder, report.changed(notes=[*report.notes, *failed], **files), drawn)
 
 
-def write_with_card(folder: Path, report: dict[str, Any], drawn: Mapping[str, bytes] | None = None) -> dict[str, Any]:
-    """Write the page and the card made from a report, then the report with their hashes added, as it will be read back.
+def write_with_card(folder: Path, report: Report, drawn: Mapping[str, bytes] | None = None) -> None:
+    """Write the page and the card made from a report, then the report with their hashes added.
 
     Args:
-        report: with `files` and `sha256`, see `describe_files`; of this or an older version.
+        report: with `files` and `sha256`, see `describe_files`.
         drawn: its plots; None to draw them.
     """
     from quantizers.eval.report.pages import front_matter, html_report, model_card
+    from quantizers.eval.report.schema import CardRecord
 
-    report = as_read(report)  # so page and card come out the same from memory and from the file
+    report = _as_read(report)
     texts = {PAGE: html_report(report, pictures(report) if drawn is None else drawn), CARD: model_card(report)}
     hashes = {name: text_sha256(text) for name, text in texts.items()}
     for name, text in texts.items():
         write_text(text, folder / name)
-    card = {"front_matter": front_matter(report), "sha256": hashes[CARD]}
-    return write_record(folder, report | {"sha256": report["sha256"] | {PAGE: hashes[PAGE]}, "card": card})
+    card = CardRecord(front_matter=front_matter(report), sha256=hashes[CARD])
+    write_record(folder, report.changed(sha256=report.sha256 | {PAGE: hashes[PAGE]}, card=card).as_dict())
 
 
-def pictures(report: dict[str, Any]) -> dict[str, bytes]:
+def _as_read(report: Report) -> Report:
+    """A report as its file gives it back, so that page and card come out the same from memory and from the file."""
+    from quantizers.eval.report.schema import checked
+
+    return checked(as_read(report.as_dict()))
+
+
+def parsed(contents: Mapping[str, Any], file: Path) -> Report:
+    """A report.json as it was read; an InputError if another version of this program wrote it."""
+    from pydantic import ValidationError
+
+    from quantizers.eval.report.schema import checked
+
+    try:
+        return checked(contents)
+    except ValidationError as failure:
+        key, fault = ".".join(map(str, failure.errors()[0]["loc"])), failure.errors()[0]["msg"]
+        raise InputError(f"{file}: {key}: {fault}; take the version of this program that wrote it") from None
+
+
+def parsed_run(contents: Mapping[str, Any], file: Path) -> RunReport:
+    """The report.json of a run, see `parsed`."""
+    from quantizers.eval.report.schema import RunReport
+
+    report = parsed(contents, file)
+    assert isinstance(report, RunReport)
+    return report
+
+
+def parsed_stitch(contents: Mapping[str, Any], file: Path) -> StitchReport:
+    """The report.json of a stitch, see `parsed`."""
+    from quantizers.eval.report.schema import StitchReport
+
+    report = parsed(contents, file)
+    assert isinstance(report, StitchReport)
+    return report
+
+
+def pictures(report: Report) -> dict[str, bytes]:
     """The pictures of a finished output's page; those that fail are named on standard error."""
     from quantizers.eval.report.plots import draw
 

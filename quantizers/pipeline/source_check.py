@@ -6,23 +6,22 @@ import math
 import shutil
 import sys
 from collections.abc import Sequence
-from contextlib import closing
 from functools import partial
 
 from quantizers.budget.measure import probes_of
 from quantizers.checkpoint.loaded_tensors import load_tensors, outside_names
 from quantizers.device.devices import forward_dtype
 from quantizers.distributed.process_group import rank_0_progress
-from quantizers.eval.fidelity.comparison import Comparison
 from quantizers.eval.fidelity.metrics import Text
 from quantizers.eval.fidelity.scoring import score
-from quantizers.layers.context import Context
-from quantizers.layers.loop import all_tensors, layer_steps
 from quantizers.model.activation_stream import ActivationStream
 from quantizers.model.streamed_model import StreamedModel
 from quantizers.planning.job import Job
 from quantizers.system.errors import CheckpointError
 from quantizers.system.files import write_json
+from quantizers.system.progress import doing
+from quantizers.walk.context import Context
+from quantizers.walk.walk import all_tensors, walk
 
 CHECKED_TOKENS, CHECKED_LENGTH = 2048, 256  # of texts, all together and the beginning of one
 
@@ -59,10 +58,10 @@ def check_source(job: Job, texts: Sequence[Text], context: Context, *, ignore: b
         write_json(record, {"perplexity": perplexity, "texts": len(beginnings)})
 
 
-def refuse_source(job: Job, perplexity: float, where: str) -> None:
+def refuse_source(job: Job, perplexity: float | None, where: str) -> None:
     """Raise the CheckpointError of `check_source` if the source's perplexity, measured `where`, is too large."""
     gate = job.recipe.verify and job.recipe.verify.perplexity
-    if not gate or gate.max_source == "any" or perplexity <= gate.max_source:
+    if not gate or gate.max_source == "any" or perplexity is None or perplexity <= gate.max_source:
         return
     raise CheckpointError(
         f"{job.opened.folder}: makes no sense of text: on {where} of {gate.data} its perplexity is {perplexity:,.1f}, "
@@ -81,14 +80,20 @@ def _perplexity(job: Job, texts: Sequence[Text], context: Context) -> float:
     model = StreamedModel(outside, job.facts, context.device, forward_dtype(context.device))
     lengths = [len(text.tokens) for text in texts]
     stream = ActivationStream(job.opened.name, model, 0, lengths, folder, durable=False, check=check, dist=dist)
-    stream.embed([text.tokens for text in texts])
-    comparison, tensors = Comparison(stream, [], texts, dist), all_tensors(model, job.opened)
-    steps = layer_steps(job.opened, tensors, [comparison], model, check=check, dist=dist)
-    with rank_0_progress("checking the source", job.facts.num_layers, 0, check, dist) as step, closing(steps):
-        for one in steps:
-            stream.forget(one.number)
-            step(f"layer {one.number}")
-    ((nll, *_),) = score([stream], texts, partial(rank_0_progress, check=check, dist=dist), dist=dist)
+    stream.enter(0, [text.tokens for text in texts])
+    tensors = all_tensors(model, job.opened)
+    with (
+        rank_0_progress("checking the source", job.facts.num_layers, 0, check, dist) as shown,
+        walk(job.opened, tensors, model, check=check, dist=dist) as steps,
+    ):
+        for step in steps:
+            with step.module() as layer:
+                doing("held-out texts")
+                stream.advance(layer)
+            stream.forget(step.number)
+            shown(f"layer {step.number}")
+    pair = stream, stream
+    nll, *_ = score([pair], texts, partial(rank_0_progress, check=check, dist=dist), dist=dist)[pair]
     if dist.local_rank == 0:
         shutil.rmtree(folder)
     mean = float(nll.mean())

@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.recipe.schema import CANDIDATES, Experts, Scheme
+from quantizers.formats.format import ExpertFormat
+from quantizers.formats.packed_integers import CANDIDATES
+from quantizers.recipe.schema import Experts
 from quantizers.system.errors import RecipeError
 from quantizers.system.formatting import parse_bytes, size, size_from
 
@@ -29,7 +31,7 @@ class Allocation:
 
     layers: tuple[int, ...]  # the numbers of those with experts
     decoder_layers: int  # how many there are in all
-    candidates: tuple[Scheme, ...]  # in ascending order of size
+    candidates: tuple[ExpertFormat, ...]  # in ascending order of size
     shard_bytes: tuple[tuple[int, ...], ...]  # for each of `layers`, the bytes of its shard with each candidate
     outside_bytes: int  # of all other shards
     weights: int  # number of weights in all experts of one layer
@@ -67,7 +69,7 @@ class Allocation:
         """Whether the limit exceeds the largest possible cost, so that every layer gets the largest scheme."""
         return self.cost(self.uniform(-1)) < self.limit
 
-    def schemes(self, choice: Sequence[int]) -> list[Scheme]:
+    def schemes(self, choice: Sequence[int]) -> list[ExpertFormat]:
         """A choice as one scheme for every decoder layer; one without experts has the first layer's."""
         by_layer = {layer: self.candidates[i] for layer, i in zip(self.layers, choice, strict=True)}
         return [by_layer.get(layer, by_layer[self.layers[0]]) for layer in range(self.decoder_layers)]
@@ -77,7 +79,7 @@ class Allocation:
         """The candidates that fit when all layers use them."""
         return [n for n in range(len(self.candidates)) if self.cost(self.uniform(n)) <= self.limit]
 
-    def best_uniform(self) -> list[Scheme]:
+    def best_uniform(self) -> list[ExpertFormat]:
         """The largest of these for every layer, for estimates before anything is measured."""
         return self.schemes(self.uniform(self.uniforms[-1]))
 
@@ -100,7 +102,7 @@ class Allocation:
             {
                 "scheme": str(scheme),
                 "bits_per_weight": scheme.bits_per_weight,
-                "tensor_parallel": [n for n in PARALLEL if self.width % (scheme.group_size * n) == 0],
+                "tensor_parallel": [n for n in PARALLEL if scheme.fits(self.width, n)],
                 "layer_bytes": [pick(row[number] for row in self.shard_bytes) for pick in (min, max)],
                 "output_bytes": self.output_bytes(self.uniform(number)),
             }
@@ -114,16 +116,14 @@ class Allocation:
         }
 
 
-def candidates(facts: Architecture, parallel: int) -> tuple[Scheme, ...]:
+def candidates(facts: Architecture, parallel: int) -> tuple[ExpertFormat, ...]:
     """The schemes whose groups divide the inputs of an expert's matrices, of down (w2) each part on `parallel` GPUs."""
     return tuple(
-        scheme
-        for scheme in CANDIDATES
-        if facts.hidden_size % scheme.group_size == 0 and facts.expert_width % (scheme.group_size * parallel) == 0
+        scheme for scheme in CANDIDATES if scheme.fits(facts.hidden_size) and scheme.fits(facts.expert_width, parallel)
     )
 
 
-def _shard_bytes(plan: Plan, layers: Sequence[int], possible: Sequence[Scheme]) -> Iterator[tuple[int, ...]]:
+def _shard_bytes(plan: Plan, layers: Sequence[int], possible: Sequence[ExpertFormat]) -> Iterator[tuple[int, ...]]:
     """For each of these layers the bytes of its shard with each scheme."""
     sizes: dict[object, tuple[int, ...]] = {}  # alike for layers with the same tensors, whose names are as long
     for actions in map(plan.of_layer, layers):

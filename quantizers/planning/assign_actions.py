@@ -13,22 +13,21 @@ from quantizers.architectures.architecture import Architecture, TensorFacts
 from quantizers.architectures.fused import FUSED_IN_SOME, fits_fp8
 from quantizers.architectures.matrices import MATRICES, Matrix
 from quantizers.checkpoint.safetensors_header import FLOATING, FP8, TORCH_DTYPES, Spec
+from quantizers.formats.conversion import CONVERSIONS
+from quantizers.formats.format import SCALE, ExpertFormat
 from quantizers.formats.fp8 import (
-    CONVERTED_BLOCK,
     ROWS,
-    SCALE,
     SCALE_INV,
     Fp8,
     declared_form,
     declared_scale,
-    scale_shape,
     stored_form,
     unreadable_scale,
 )
-from quantizers.recipe.schema import Attention, Experts, Scheme
+from quantizers.recipe.schema import Attention, Experts
 from quantizers.system.errors import ArchitectureError, CheckpointError, RecipeError
 
-from .plan import Action, Kind, Plan, converted_specs, packed_specs
+from .plan import Action, Kind, Plan
 
 LATENT = ("kv_a_proj_with_mqa", "kv_b_proj")  # linear modules of latent attention
 SERVED_NAME = "self_attn"
@@ -77,7 +76,7 @@ def expected_tensors(facts: Architecture, config: Mapping[str, Any], where: str)
     def linear(shape: tuple[int, ...]) -> list[tuple[str, Spec]]:
         if not form:
             return [("weight", Spec("BF16", shape))]
-        return [("weight", Spec(FP8, shape)), (scale, Spec(facts.scale_dtype, scale_shape(form, shape)))]
+        return [("weight", Spec(FP8, shape)), (scale, Spec(facts.scale_dtype, form.scale_shape(shape)))]
 
     tensors: dict[str, Spec] = {}
     for module in _modules(facts, facts.mtp_layers):
@@ -113,14 +112,13 @@ def make_plan(
         RecipeError: the group size does not divide the experts' matrices, the recipe asks for a fold that is not exact,
             or for a conversion that this source does not need or that servers do not take.
     """
-    group, remedy = experts.scheme.group_size, "choose a smaller group"
-    if experts.format == "nvfp4":
-        remedy = "experts.format: nvfp4 has no other; quantize to integers"
+    scheme = experts.scheme
     for size in ("hidden", "width"):
         width = facts.sizes[size]
-        if width.value % group:
+        if not scheme.fits(width.value):
             raise RecipeError(
-                f"{where}: experts.group_size {group} does not divide {width.key} {width.value}; {remedy}"
+                f"{where}: experts.group_size {scheme.group_size} does not divide {width.key} {width.value}; "
+                f"{scheme.remedy}"
             )
     folded = folds(facts, experts, where)
     in_layers, _, _ = facts.layer_prefix.partition("{layer}")
@@ -128,7 +126,7 @@ def make_plan(
     form = stored_form(within, block)
     # Copies of a model may lack its MTP layers.
     mtp = [layer for layer in facts.mtp_layers if any(name.startswith(facts.layer(layer, "")) for name in tensors)]
-    remaining, scheme, folding = dict(tensors), experts.scheme, set(facts.moe_layers if folded else ())
+    remaining, folding = dict(tensors), set(facts.moe_layers if folded else ())
     actions: list[Action] = []
     for module in _modules(facts, mtp):
         if module.facts is None:
@@ -168,7 +166,7 @@ def _tensor_action(module: _Module, spec: Spec, facts: Architecture, *, fold: bo
 def _linear_actions(
     remaining: Remaining,
     module: _Module,
-    scheme: Scheme,
+    scheme: ExpertFormat,
     form: Fp8,
     mtp: Collection[int],
     attention: Attention,
@@ -178,15 +176,15 @@ def _linear_actions(
     of, weight = (module.layer, module.expert, module.matrix), f"{module.name}.weight"
     spec = take(remaining, weight, module.shape, (FP8, *FLOATING), where)
     quantized = module.expert is not None and module.layer not in mtp
-    converts = module.expert is None and (
-        spec.dtype == FP8 if attention == "bf16" else attention != "keep" and fits_fp8(module.name)
-    )
-    kind: Kind = "quantize" if quantized else "convert" if converts else "keep"
+    made = None if module.expert is not None else CONVERSIONS.get(attention)
+    if not (fits_fp8(module.name) if isinstance(made, Fp8) else spec.dtype == FP8):
+        made = None  # it has no such form, or has it already
+    kind: Kind = "quantize" if quantized else "convert" if made else "keep"
     outputs = {weight: spec}
     if quantized:
-        outputs = packed_specs(module.name, spec.shape, scheme)
-    elif converts:
-        outputs = converted_specs(module.name, spec.shape, attention)
+        outputs = scheme.specs(module.name, spec.shape)
+    elif made:
+        outputs = made.specs(module.name, spec.shape)
     yield Action(weight, spec, kind, outputs, *of)
     if spec.dtype != FP8:
         return
@@ -202,7 +200,7 @@ def _linear_actions(
             f"{where}: {scale} is a scale {known}; of FP8 only F32 or BF16 scales of rows or blocks can be read; give "
             "the model's release with such scales, or in BF16"
         )
-    scale_spec = take(remaining, scale, scale_shape(form, spec.shape), ("F32", "BF16"), where)
+    scale_spec = take(remaining, scale, form.scale_shape(spec.shape), ("F32", "BF16"), where)
     if kind == "keep":
         yield Action(scale, scale_spec, "keep" if scale == written else "rename", {written: scale_spec}, *of)
     else:
@@ -229,28 +227,27 @@ def _cached(facts: Architecture, where: str) -> dict[int, str]:
 
 def _require_converted(attention: Attention, actions: Sequence[Action], where: str) -> None:
     """Refuse a conversion of nothing, of what is FP8 already, or into blocks that servers do not take."""
-    if attention == "keep":
+    made = CONVERSIONS.get(attention)
+    if made is None:
         return
     matrices, key = [action for action in actions if action.is_other_matrix], f"{where}: attention: {attention}"
     found = [action for action in matrices if action.kind == "convert"]
     if not found:
         is_fp8 = "of attention, shared experts or dense layers is FP8"
-        raise RecipeError(f"{key}: no matrix {is_fp8 if attention == 'bf16' else 'fits'}; remove the key")
-    if attention == "bf16":
+        raise RecipeError(f"{key}: no matrix {'fits' if isinstance(made, Fp8) else is_fp8}; remove the key")
+    if not isinstance(made, Fp8):
         return
     for action in matrices:
         if action.spec.dtype == FP8:
             raise RecipeError(f"{key}: {action.source} is FP8 already; remove the key, or give bf16")
-    if attention != "fp8-block":
-        return
     merged = {part for parts in FUSED_IN_SOME.values() for part in parts[:-1]}
     for action in found:
         rows, columns = action.spec.shape
         last = action.source.removesuffix(".weight").rpartition(".")[2]
         for what, size, edge in (("rows", rows if last in merged else 0, 0), ("columns", columns, 1)):
-            if size % CONVERTED_BLOCK[edge]:
+            if size % made.edges[edge]:
                 raise RecipeError(
-                    f"{key}: {action.source} has {size} {what}, not a multiple of {CONVERTED_BLOCK[edge]}, and servers "
+                    f"{key}: {action.source} has {size} {what}, not a multiple of {made.edges[edge]}, and servers "
                     "take no such blocks; give fp8, which has a scale per row"
                 )
 

@@ -253,6 +253,24 @@ class Residents:
         )
 
 
+@dataclass(frozen=True)
+class Placement:
+    """The places of what a run works on, which decide its speed, never a byte of its output.
+
+    Attributes:
+        residents: expert batches whose Hessians are kept at a time.
+        inputs: captured MoE inputs. states: calibration activations between layers.
+        texts_on_device: held-out activations; else only in their files.
+        prefetch: the source's next layer is prefetched to the device.
+    """
+
+    residents: Residents
+    inputs: Place = "memory"
+    states: Place = "memory"
+    texts_on_device: bool = False
+    prefetch: bool = False
+
+
 def recorded_bytes(facts: Architecture, tokens: int, itemsize: int) -> int:
     """Captured MoE inputs of the calibration set, see `model.moe_inputs.MoeInputStore`."""
     return tokens * (itemsize * facts.hidden_size + 8 * facts.top_k + 1)

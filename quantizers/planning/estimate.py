@@ -14,6 +14,7 @@ from pathlib import Path
 
 from quantizers.calibration.set import DataSource, read_set
 from quantizers.checkpoint.window import schedule
+from quantizers.formats.format import ExpertFormat
 from quantizers.recipe.read import set_location
 
 from .device_memory import DeviceMemory, calibration_bytes, device_memory
@@ -118,7 +119,7 @@ def estimate_run(job: Job, output_bytes: int, processes: int = 1, disk: float = 
         processes,
         several,
         source / disk if job.allocation else None,
-        _assumptions(drawn, processes, disk, nvfp4=job.recipe.experts.format == "nvfp4"),
+        _assumptions(drawn, processes, disk, job.recipe.experts.scheme),
     )
 
 
@@ -200,7 +201,7 @@ def memory_on_gpu(job: Job, limit: int) -> DeviceMemory:
     return _device_memory(job, limit, True, calibration_lengths(job)[0], evaluation_lengths(job))
 
 
-def _assumptions(drawn: bool, processes: int, disk: float, *, nvfp4: bool) -> list[str]:
+def _assumptions(drawn: bool, processes: int, disk: float, scheme: ExpertFormat) -> list[str]:
     on_gpu, on_cpu = (", ".join(f"{share:.0%}" for share in shares.values()) for shares in (GPU_SHARES, CPU_SHARES))
     allowed = "as long as its sequence_length and the model's max_position_embeddings allow"
     lines = [
@@ -215,8 +216,9 @@ def _assumptions(drawn: bool, processes: int, disk: float, *, nvfp4: bool) -> li
         f"files: {disk / 1e9:g} GB/s read or written, beside the computing",
         "memory: with the Hessians of one expert batch at a time, and with those of all and the activations as well",
     ]
-    if nvfp4:
-        lines.append("NVFP4: as for integers, though it is rounded without our kernels, which takes longer on a GPU")
+    if not scheme.by_kernel:
+        without = "as for integers, though it is rounded without our kernels, which takes longer on a GPU"
+        lines.append(f"{scheme.short}: {without}")
     if processes > 1:
         lines.append(f"{processes} processes: computing divided by {processes}; not what they send to each other")
     return lines

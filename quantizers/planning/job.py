@@ -35,7 +35,8 @@ from quantizers.recipe.read import (
     source_location,
 )
 from quantizers.recipe.schema import Recipe
-from quantizers.system.errors import CheckpointError
+from quantizers.system.errors import CheckpointError, RecipeError
+from quantizers.system.extras import lacking
 
 from .allocation import Allocation, allocation
 from .assign_actions import expected_tensors, make_plan
@@ -71,7 +72,7 @@ class Job:
     def integers(self) -> set[tuple[int, int, bool]]:
         """Bits, group size, and whether scales may be negative, of all integers that a run may write."""
         schemes = self.allocation.candidates if self.allocation else self.plan.schemes
-        return {(one.bits, one.group_size, self.recipe.experts.signed) for one in schemes if one.format == "int"}
+        return {(one.bits, one.group_size, self.recipe.experts.signed) for one in schemes if one.by_kernel}
 
 
 def prepare(
@@ -106,6 +107,8 @@ def prepare(
         InputError: the recipe, a set or the source is wrong.
     """
     recipe, path = read_recipe(name, changes)
+    if recipe.experts.engine == "llmcompressor" and (lack := lacking("llmcompressor")):
+        raise RecipeError(f"{given_at(('experts', 'engine'), path, changes)}: {lack}, or take gram")
     for set_name in () if any_sets else sets_of(recipe):
         set_file(set_name, path)
     location = source_location(recipe, path) if source_folder is None else given_folder(source_folder)

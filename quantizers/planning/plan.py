@@ -2,7 +2,7 @@
 
     keep        the source's bytes under the source's name
     rename      the source's bytes under another name (the FP8 scale of a block, as compressed-tensors calls it)
-    quantize    an expert's matrix: written as packed integers, scales and shape, or as NVFP4
+    quantize    an expert's matrix: written in the format that the recipe names
     drop        the FP8 scale of a matrix that is quantized or dequantized, not written
     fold        the norm that AWQ divides by its scales
     compensate  the router that reads this norm, multiplied by the scales
@@ -23,29 +23,20 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import Matrix
 from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, FP8, Spec
-from quantizers.formats.fp8 import (
-    CONVERTED_BLOCK,
-    GLOBAL_SCALE,
-    INPUT_SCALE,
-    ROWS,
-    SCALE,
-    SCALE_INV,
-    Fp8,
-    is_per_row,
-    scale_shape,
-)
-from quantizers.recipe.schema import Attention, Experts, Scheme
+from quantizers.formats.conversion import CONVERSIONS
+from quantizers.formats.format import SCALE, ExpertFormat
+from quantizers.formats.fp8 import ROWS, SCALE_INV, Fp8, Fp8Blocks, is_per_row
+from quantizers.recipe.schema import Attention, Experts
 
 Kind = Literal["keep", "rename", "quantize", "drop", "fold", "compensate", "convert", "carry"]
 PASSTHROUGH: tuple[Kind, ...] = ("keep", "rename", "carry")  # whose tensors keep their bytes
-CONVERTED: dict[Attention, Fp8] = {"fp8": ROWS, "fp8-block": CONVERTED_BLOCK}  # what is FP8 after its conversion
 METADATA = {"format": "pt"}
 WAITING = 2  # shards that may wait for their upload while a run goes on, if they are removed after it
 KV_SCALES = ("k_scale", "v_scale")
@@ -93,7 +84,7 @@ class Plan:
     actions: tuple[Action, ...]
     layers: int  # number of decoder layers, without those that predict further tokens
     experts: Experts  # the recipe's settings; use `schemes` instead of its bits and group size
-    schemes: tuple[Scheme, ...]  # of each layer's experts
+    schemes: tuple[ExpertFormat, ...]  # of each layer's experts
     attention: Attention = "keep"  # what becomes of the other linear modules
     mtp: tuple[int, ...] = ()  # the numbers of the layers that predict further tokens, as far as the source has them
     cached: Mapping[int, str] = field(default_factory=dict)  # attention modules that get scales for an FP8 cache
@@ -118,7 +109,7 @@ class Plan:
         scheme = self.schemes[layer]
         return self.experts.model_copy(update={"bits": scheme.bits, "group_size": scheme.group_size})
 
-    def with_schemes(self, schemes: Sequence[Scheme]) -> Plan:
+    def with_schemes(self, schemes: Sequence[ExpertFormat]) -> Plan:
         """The plan with other schemes, one for each layer; their groups must divide the matrices."""
         assert len(schemes) == self.layers
         actions = (
@@ -153,16 +144,17 @@ class Plan:
         return by_layer
 
     def fp8_form(self, block: tuple[int, int]) -> Fp8 | None:
-        """The form of the output's FP8 weights: ROWS, or a block, `block` of those that pass through; None without any.
+        """The format of the output's FP8 weights, `block` the size of blocks that pass through; None without any.
 
         The experts of MTP layers count only if there are no others.
         """
-        if self.attention in CONVERTED and any(action.kind == "convert" for action in self.actions):
-            return CONVERTED[self.attention]
+        made = CONVERSIONS.get(self.attention)
+        if isinstance(made, Fp8) and any(action.kind == "convert" for action in self.actions):
+            return made
         kept = [(w, s) for w, s in pairwise(self.actions) if s.is_scale and s.kind in ("keep", "rename")]
         if any(is_per_row(weight.spec.shape, scale.spec.shape, block) for weight, scale in kept):
             return ROWS
-        return block if kept else None
+        return Fp8Blocks(*block) if kept else None
 
     @property
     def linears_in_fp8(self) -> bool:
@@ -205,40 +197,11 @@ class Plan:
         return sum(sizes[: -(WAITING + 1 + processes)])
 
 
-def stored_as(action: Action, scheme: Scheme) -> Action:
+def stored_as(action: Action, scheme: ExpertFormat) -> Action:
     """A quantize action with another scheme; any other action unchanged."""
     if action.kind != "quantize":
         return action
-    return replace(action, outputs=packed_specs(action.source.removesuffix(".weight"), action.spec.shape, scheme))
-
-
-def packed_specs(module: str, shape: tuple[int, ...], scheme: Scheme) -> dict[str, Spec]:
-    """The tensors written for one quantized matrix of shape (rows, columns)."""
-    return {f"{module}.{suffix}": spec for suffix, spec in _packed(shape, scheme)}
-
-
-def converted_specs(module: str, shape: tuple[int, ...], to: Attention) -> dict[str, Spec]:
-    """The tensors written for a linear module whose weight (rows, columns) is converted, see formats/conversion.py."""
-    if to not in CONVERTED:
-        return {f"{module}.weight": Spec("BF16", shape)}
-    return {f"{module}.weight": Spec(FP8, shape), f"{module}.{SCALE}": Spec("F32", scale_shape(CONVERTED[to], shape))}
-
-
-@cache
-def _packed(shape: tuple[int, ...], scheme: Scheme) -> tuple[tuple[str, Spec], ...]:
-    rows, columns = shape
-    if scheme.format == "nvfp4":
-        of_matrix = (GLOBAL_SCALE, INPUT_SCALE) if scheme.activations == 4 else (GLOBAL_SCALE,)
-        return (
-            ("weight_packed", Spec("U8", (rows, columns // 2))),
-            ("weight_scale", Spec(FP8, (rows, columns // scheme.group_size))),
-            *((name, Spec("F32", (1,))) for name in of_matrix),
-        )
-    return (
-        ("weight_packed", Spec("I32", (rows, columns * scheme.bits // 32))),
-        ("weight_scale", Spec("BF16", (rows, columns // scheme.group_size))),
-        ("weight_shape", Spec("I64", (2,))),
-    )
+    return replace(action, outputs=scheme.specs(action.source.removesuffix(".weight"), action.spec.shape))
 
 
 def file_size(tensors: Mapping[str, Spec]) -> int:

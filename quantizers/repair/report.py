@@ -9,9 +9,11 @@ from typing import Any
 import yaml
 
 from quantizers.checkpoint.reader import Checkpoint, left_behind
+from quantizers.checkpoint.source_identity import source_digest
 from quantizers.device.devices import versions
+from quantizers.eval.report import schema
 from quantizers.pipeline.consumers import folder_findings, unchecked_notes
-from quantizers.pipeline.report import about_source, front_matter_of, hub_names, identity_of, of_plan, verified_parts
+from quantizers.pipeline.report import front_matter_of, hub_names, plan_figures, serving, source_figures, verified_parts
 from quantizers.stitch.audit.checkpoint import Audit
 from quantizers.stitch.write.shard import ShardDigest
 from quantizers.system.output_files import RECIPE
@@ -19,44 +21,57 @@ from quantizers.system.output_files import RECIPE
 from .mix import Mix
 from .mix import describe as describe_mix
 
-SAID = ("base_model", "license", "license_name", "datasets")  # keys of a card's front matter
+CARD_SAYS = ("base_model", "license", "license_name", "datasets")  # keys of a card's front matter
 
 
 def stitch_report(
     mix: Mix, settings: dict[str, Any], folder: Path, audit: Audit, written: dict[str, ShardDigest]
-) -> dict[str, Any]:
-    """`StitchReport`, without the keys of the files, of a stitched checkpoint.
+) -> schema.StitchReport:
+    """The report of a stitched checkpoint, its files not yet recorded.
 
     By its `settings` a later call recognizes the output; the digests of its shards are of when they were `written`.
     """
-    source, model, theirs, examined = mix.source, settings["source"], mix.experts, describe_mix(mix.found)
-    schemes = [scheme.as_dict for scheme in dict.fromkeys(mix.plan.schemes)]
-    return {
-        "stitched": settings,
-        "source": identity_of(model, source.revision, source) | about_source(mix.facts, model, source),
-        "experts": identity_of(settings["experts"], theirs.revision, theirs) | {"schemes": schemes} | _told_by(theirs),
-        "versions": versions(),
-        "examined": examined,
-        "notes": [*examined, *filter(None, [left_behind(source)]), *unchecked_notes()],
-        "layers": [asdict(layer) for layer in mix.found],
-        **of_plan(mix.plan, mix.facts, source, model),
-        **verified_parts(written, audit, folder_findings(folder, mix.facts)),
-    }
+    source, model, examined = mix.source, settings["source"], describe_mix(mix.found)
+    verified = verified_parts(written, audit, folder_findings(folder, mix.facts))
+    return schema.StitchReport(
+        source=source_figures(mix.facts, model, source),
+        plan=plan_figures(mix.plan, mix.facts),
+        versions=versions(),
+        notes=[*examined, *filter(None, [left_behind(source)]), *unchecked_notes()],
+        serving=serving(mix.plan, mix.facts, source, model),
+        audit=verified.audit,
+        gates=verified.gates,
+        consumers=verified.consumers,
+        files=[],
+        sha256={},
+        card=schema.NO_CARD,
+        stitched=schema.Stitched.model_validate(settings),
+        experts=_packed_experts(mix, settings["experts"]),
+        examined=examined,
+        layers=[schema.StitchedLayer(**asdict(layer)) for layer in mix.found],
+    )
 
 
-def _told_by(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What a checkpoint of another tool says of how it was made, as far as it says it.
+def _packed_experts(mix: Mix, model: str) -> schema.PackedExperts:
+    """The checkpoint called `model` that the experts come from, and what it says of how it was made.
 
-    That is its `format`, method and version of the library, from config.json; the `modifiers` of llm-compressor in its
-    recipe.yaml; and of its card's front matter the values of SAID.
+    That is the `format`, method and version of the library, from config.json; the modifiers of llm-compressor in its
+    recipe.yaml; and of its card's front matter the values of CARD_SAYS.
     """
-    config, front = checkpoint.config.get("quantization_config"), front_matter_of(checkpoint)
+    experts = mix.experts
+    config, front = experts.config.get("quantization_config"), front_matter_of(experts)
     kind = {
         key: str(config[key]) for key in ("quant_method", "version") if isinstance(config, dict) and config.get(key)
     }
-    card = {key: names for key in SAID if (names := hub_names(front.get(key)))}
-    told = {"format": kind, "modifiers": _modifiers(checkpoint), "card": card}
-    return {key: value for key, value in told.items() if value}
+    return schema.PackedExperts(
+        model=model,
+        revision=experts.revision,
+        digest=source_digest(experts),
+        schemes=[scheme.as_dict for scheme in dict.fromkeys(mix.plan.schemes)],
+        format=kind or None,
+        modifiers=_modifiers(experts) or None,
+        card={key: names for key in CARD_SAYS if (names := hub_names(front.get(key)))} or None,
+    )
 
 
 def _modifiers(checkpoint: Checkpoint) -> list[str]:

@@ -7,11 +7,12 @@ itself.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 from quantizers.checkpoint.reader import open_checkpoint
 from quantizers.checkpoint.source_identity import source_digest
+from quantizers.commands import options as opt
 from quantizers.commands.run import FinishedCheckpoint, print_default
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device
@@ -31,29 +32,35 @@ from .mix import belong_together, write_mix
 from .report import stitch_report
 
 
+@opt.documented
 def stitch_experts(
-    source: str | Path,
-    experts: str | Path,
-    output: str | Path | None = None,
+    source: Annotated[str | Path, opt.Option("the FP8 model: a folder or Hub id")],
+    experts: Annotated[
+        str | Path,
+        opt.Option("a checkpoint with packed experts, quantized from a BF16 copy of the source"),
+        "a checkpoint with packed experts, quantized by any tool from a BF16 copy of the source",
+    ],
+    output: Annotated[
+        str | Path | None,
+        opt.Option(
+            "folder for the mixed checkpoint, new or empty; out/<name of --experts>-stitched by default",
+            names=opt.OUTPUT,
+            is_path=True,
+        ),
+        "a new or empty folder, or that of the same call that was interrupted; out/<name of experts>-stitched by "
+        "default",
+    ] = None,
     *,
-    repair_router: bool = False,
-    facts: str | Path | None = None,
-    device: str = "auto",
-    command: Sequence[str] = (),
+    repair_router: Annotated[
+        bool, opt.Option("compensate the router for the smoothed norms of the experts' checkpoint")
+    ] = False,
+    facts: opt.Facts = None,
+    device: opt.Device = "auto",
+    command: opt.Command = (),
 ) -> FinishedCheckpoint:
     """Build a mixed checkpoint: experts from one checkpoint, everything else from the FP8 source.
 
     Progress is printed on standard error. An interrupted call resumes when it is made again.
-
-    Args:
-        source: the FP8 model, a folder or Hub id.
-        experts: a checkpoint with packed experts, quantized by any tool from a BF16 copy of the source.
-        output: a new or empty folder, or that of the same call that was interrupted; out/<name of experts>-stitched by
-            default.
-        repair_router: compensate the router for the smoothed norms of the experts' checkpoint.
-        facts: the user's own architecture spec.
-        device: cpu, cuda, cuda:N, or auto (the first GPU if there is one).
-        command: what the user typed, named where the folder is found unfinished.
 
     Returns:
         The checkpoint. Gates that failed, such as an uncompensated router, do not raise: see `passed`.

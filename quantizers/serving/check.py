@@ -35,7 +35,16 @@ from quantizers.checkpoint.reader import CONFIG, open_folder
 from quantizers.checkpoint.remote import HubFiles
 from quantizers.checkpoint.safetensors_header import FLOATING, FP8, Stored
 from quantizers.eval.serving import cards, engines
-from quantizers.eval.serving.cards import HUMMING, MARLIN_GROUPS, NO_E8M0, UNQUANTIZED, moe_kernels, on_card, refusal
+from quantizers.eval.serving.cards import (
+    HUMMING,
+    MARLIN_GROUPS,
+    NO_E8M0,
+    UNQUANTIZED,
+    is_packed,
+    moe_kernels,
+    on_card,
+    refusal,
+)
 from quantizers.eval.serving.engines import (
     EXPERTS,
     KINDS,
@@ -48,10 +57,13 @@ from quantizers.eval.serving.engines import (
     Lookup,
     ServedScheme,
 )
-from quantizers.formats.fp8 import GLOBAL_SCALE, INPUT_SCALE, SCALE, SCALE_INV, blocks_of
+from quantizers.formats.format import PACKED, SCALE
+from quantizers.formats.fp8 import SCALE_INV
+from quantizers.formats.nvfp4 import INPUT_SCALE, Nvfp4
+from quantizers.formats.packed_integers import GROUP_INDEX, SHAPE, ZERO_POINT
 from quantizers.planning.gpus import unsaid
 from quantizers.planning.plan import KV_SCALES
-from quantizers.recipe.schema import CARDS, NVFP4
+from quantizers.recipe.cards import CARDS
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import places, text_table
 
@@ -65,8 +77,7 @@ Mistake = Literal[
 Parts = Mapping[str, Stored]  # a module's tensors, by the last part of their names
 SECTION = "quantization_config"
 KV_SCHEME = "kv_cache_scheme"
-PACKED = "weight_packed"
-ASYMMETRIC = ("weight_zero_point", "weight_g_idx")
+ASYMMETRIC = (ZERO_POINT, GROUP_INDEX)
 STORED = "stored as"
 NONE = "-"  # for a kind of module that the model lacks
 SERVER_NAMES = tuple(engine.name for engine in SERVERS)
@@ -126,9 +137,14 @@ class Finding:
         """The first of the places."""
         return self.places[0]
 
-    def __str__(self) -> str:
+    @property
+    def sentence(self) -> str:
+        """Places, problem, engine and consequence."""
         times = f" ({len(self.places):,} times)" if len(self.places) > 1 else ""
-        return f"{self.severity}: {places(self.places)}{times}: {self.problem}; {self.engine}: {self.consequence}"
+        return f"{places(self.places)}{times}: {self.problem}; {self.engine}: {self.consequence}"
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.sentence}"
 
     def as_dict(self) -> dict[str, Any]:
         """For report.json: without the places, which may be as many as the model's tensors."""
@@ -307,7 +323,7 @@ def _of_kernels(
                 said.setdefault(("warning", engine, lookup.kind, needed), []).append(lookup)
     for (how, engine, kind, consequence), found in said.items():
         schemes = [lookup.scheme for lookup in found if lookup.scheme]
-        names = sorted({str(s) if s.is_nvfp4 else f"INT{s.bits}" for s in schemes})
+        names = sorted({f"INT{s.bits}" if is_packed(s) else str(s) for s in schemes})
         for lookup in found:
             yield how, [engine], lookup.asked, f"{kind}: {', '.join(names)}", consequence
 
@@ -435,7 +451,7 @@ def describe(parts: Parts, shape: tuple[int, ...]) -> str:
     """How a module is stored, in the words of `str(ServedScheme)`."""
     scale = parts.get(SCALE)
     if PACKED in parts and parts[PACKED].dtype == "U8":
-        return f"NVFP4 W4A{4 if INPUT_SCALE in parts else 16}"
+        return str(Nvfp4(4 if INPUT_SCALE in parts else 16))
     if PACKED in parts:
         name = f"INT{parts[PACKED].shape[-1] * 32 / shape[-1]:g}"
         if scale is None:
@@ -494,9 +510,9 @@ def mistakes(scheme: ServedScheme | None, parts: Parts, shape: tuple[int, ...]) 
     for scale in needed:
         if scale not in parts:
             return [*problems, ("no scale", f"{scale} is missing: stored as {stored}")]
-    if scheme.is_nvfp4 and not scheme.activations and INPUT_SCALE in parts:
+    if INPUT_SCALE in parts and INPUT_SCALE not in needed and isinstance(scheme.form, Nvfp4):
         problems.append(("extra", f"{INPUT_SCALE} belongs to no scheme of weights alone"))
-    if PACKED in parts and not scheme.is_nvfp4 and parts[SCALE].dtype != "BF16":
+    if PACKED in parts and needed[SCALE][0] == FLOATING and parts[SCALE].dtype != "BF16":
         problems.append(("scale dtype", f"the scale is {parts[SCALE].dtype}, not BF16"))
     return problems
 
@@ -506,19 +522,13 @@ Needed = dict[str, tuple[tuple[str, ...], tuple[int, ...]]]  # dtypes and shape,
 
 def _required(scheme: ServedScheme, shape: tuple[int, ...]) -> Needed | None:
     """The tensors that a scheme needs for a matrix, weight first; None for schemes that this program never writes."""
-    rows, columns = shape
-    if scheme.type == "int" and scheme.strategy == "group" and scheme.group_size and not scheme.activations:
-        packed = (rows, math.ceil(columns * scheme.bits / 32))
-        return {PACKED: (("I32",), packed), SCALE: (FLOATING, (rows, columns // scheme.group_size))}
-    if scheme.is_nvfp4:
-        of_matrix = (GLOBAL_SCALE, INPUT_SCALE) if scheme.activations else (GLOBAL_SCALE,)
-        halves, groups = (rows, columns // 2), (rows, columns // NVFP4.group_size)
-        return {PACKED: (("U8",), halves), SCALE: ((FP8,), groups)} | dict.fromkeys(of_matrix, (("F32",), (1,)))
-    if scheme.type == "float" and scheme.bits == 8 and scheme.strategy == "block" and scheme.block:
-        return {"weight": ((FP8,), shape), SCALE: (FLOATING, blocks_of(shape, scheme.block))}
-    if scheme.type == "float" and scheme.bits == 8 and scheme.strategy == "channel":
-        return {"weight": ((FP8,), shape), SCALE: (FLOATING, (rows, 1))}
-    return None
+    if scheme.form is None:
+        return None
+    read = {part: spec for part, spec in scheme.form.parts(shape) if part != SHAPE}  # which nothing reads
+    return {
+        part: (FLOATING if part == SCALE and spec.dtype in FLOATING else (spec.dtype,), spec.shape)
+        for part, spec in read.items()
+    }
 
 
 # Tensor parallelism ------------------------------------------------------------------------------------------------
@@ -533,7 +543,7 @@ def tensor_parallel(ranks: int, facts: Architecture, lookups: Sequence[Lookup]) 
     if problem := unsaid(facts):
         return problem
     experts = {lookup.scheme for lookup in lookups if lookup.kind == EXPERTS and lookup.scheme}
-    groups = {s.group_size for s in experts if (s.type == "int" or s.is_nvfp4) and s.group_size}
+    groups = {s.group_size for s in experts if (s.type == "int" or isinstance(s.form, Nvfp4)) and s.group_size}
     linears = facts.every_linear()
     blocks = {
         name: lookup.scheme.block

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any
-
-from typer import Argument, Context, Option
+from typing import TYPE_CHECKING, Any
 
 from quantizers.cli import common
+from quantizers.cli.adapter import Call, command
 from quantizers.system.formatting import text_table
+
+if TYPE_CHECKING:
+    from quantizers.serving.serve_check import ServeCheck
 
 RECORD = "no limit was applied; where this is a source, its candidates take this file with --source-check"
 HOW = (
@@ -18,46 +19,8 @@ HOW = (
 )
 
 
-def serve_check(
-    *,
-    context: Context,
-    candidate: Annotated[str, Argument(metavar="CANDIDATE", help="the checkpoint that is served, a folder or Hub id")],
-    data: Annotated[str, Option(metavar="SET", help="evaluation set: a file, or the name of a shipped set")],
-    server: Annotated[
-        str | None, Option(metavar="URL", help="a running vLLM or SGLang; its key is taken from OPENAI_API_KEY")
-    ] = None,
-    offline: Annotated[
-        str | None, Option(metavar="PYTHON", help="no server: the interpreter of an environment whose vLLM is used")
-    ] = None,
-    engine: Annotated[
-        list[str] | None,
-        Option(metavar="KEY=VALUE", help="with --offline: an argument of vllm.LLM, as dtype=float32; may be repeated"),
-    ] = None,
-    source: Annotated[
-        str | None, Option(help="the source model, a folder or Hub id; the one in report.json by default")
-    ] = None,
-    source_check: Annotated[
-        Path | None, Option(metavar="FILE", help="what this wrote when the same server served the source: sets a limit")
-    ] = None,
-    exact: Annotated[
-        bool, Option("--exact", help="the server computes in float32 with weights as stored: KL at most 1e-6")
-    ] = False,
-    top_k: Annotated[
-        int, Option(min=1, help="log-probabilities at each position; above 20 vLLM needs --max-logprobs")
-    ] = 20,
-    timeout: Annotated[float, Option(min=0.1, help="seconds without an answer to a text")] = 300,
-    server_log: Annotated[
-        Path | None, Option(metavar="FILE", help="the server's log, for the kernels that it names")
-    ] = None,
-    output: Annotated[
-        Path | None,
-        Option(metavar="FILE", help="file to write; serve-check.json by default, beside report.json if there is one"),
-    ] = None,
-    facts: common.Facts = None,
-    trust_remote_code: common.TrustRemoteCode = False,
-    as_json: common.Json = False,
-    debug: common.Debug = False,
-) -> None:
+@command("quantizers.serving.serve_check:serve_check")
+def serve_check(call: Call) -> None:
     """Compare a server's log-probabilities with this program's evaluation of what it serves.
 
     Exit 3 if the server is beyond its limit. Token ids of the set are sent, so no template or tokenizer of the server
@@ -66,11 +29,9 @@ def serve_check(
 
     Example: quantize serve-check out/tiny --server http://127.0.0.1:8000 --data held-out
     """
-    from quantizers.serving.serve_check import serve_check as check_server
-
-    found = check_server(candidate, **common.given(context))
+    found: ServeCheck = call()
     report = found.as_dict()
-    common.emit(report, as_json, f"{served_table(report)}\n\nwritten: {found.path}", passed=found.passed)
+    common.emit(report, call.as_json, f"{served_table(report)}\n\nwritten: {found.path}", passed=found.passed)
 
 
 def served_table(report: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from quantizers.architectures.families import Own
     from quantizers.checkpoint.reader import Checkpoint
     from quantizers.checkpoint.remote import HubFiles
+    from quantizers.eval.report.schema import Report
     from quantizers.planning.job import Job
     from quantizers.planning.plan import Plan
 
@@ -66,7 +67,7 @@ def fits_on(job: Job, vram: list[str], checked: ServingCheck, budget: int | None
     return fits_on(job, vram, checked, budget, **options)
 
 
-def on_card(report: dict[str, Any]) -> dict[str, Any]:
+def on_card(report: Report) -> dict[str, Any]:
     """See `card.on_card`."""
     from . import card
 

@@ -28,12 +28,13 @@ from typing import Any, Literal
 from quantizers.architectures.architecture import Architecture, Parts
 from quantizers.architectures.fused import FUSED
 from quantizers.architectures.matrices import MATRICES
-from quantizers.formats.fp8 import Fp8
+from quantizers.formats.format import INTEGERS, NAME, ExpertFormat
+from quantizers.formats.fp8 import Fp8, Fp8Blocks
+from quantizers.formats.packed_integers import Integers
 from quantizers.planning.allocation import candidates
 from quantizers.planning.gpus import GIB, Gpus, most_unseen, parse_gpus, unsaid
 from quantizers.planning.job import Job
-from quantizers.planning.plan import Plan, file_size, packed_specs
-from quantizers.recipe.schema import Scheme
+from quantizers.planning.plan import Plan, file_size
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import size_between
 
@@ -57,11 +58,11 @@ HEADERS = 1e-4  # of an output's bytes, by which its headers may differ with oth
 USEFUL = 1024  # tokens; a shorter context is no remedy
 EXPERTS, OTHERS = "experts", "others"
 # Measured by `quantize run tiny-minimax-m2-fp8-int4` with the bits and group size set to these.
-TINY_KL = {
-    Scheme(2, 128): 0.05446, Scheme(2, 64): 0.04987, Scheme(2, 32): 0.04526,
-    Scheme(3, 128): 0.01738, Scheme(3, 64): 0.01664, Scheme(3, 32): 0.01493,
-    Scheme(4, 128): 0.00765, Scheme(4, 64): 0.00655, Scheme(4, 32): 0.00598,
-    Scheme(8, 128): 0.00045, Scheme(8, 64): 0.00040, Scheme(8, 32): 0.00041,
+TINY_KL: dict[ExpertFormat, float] = {
+    Integers(2, 128): 0.05446, Integers(2, 64): 0.04987, Integers(2, 32): 0.04526,
+    Integers(3, 128): 0.01738, Integers(3, 64): 0.01664, Integers(3, 32): 0.01493,
+    Integers(4, 128): 0.00765, Integers(4, 64): 0.00655, Integers(4, 32): 0.00598,
+    Integers(8, 128): 0.00045, Integers(8, 64): 0.00040, Integers(8, 32): 0.00041,
 }  # fmt: skip
 Blocks = Mapping[str, tuple[int, int]]  # rows and columns of an FP8 block, by module, without the layer's prefix
 
@@ -118,8 +119,8 @@ def serving_model(plan: Plan, facts: Architecture, config: dict[str, Any], fp8: 
             module = action.source.removeprefix(facts.layer(number, "")).rpartition(".")[0]
             part = EXPERTS if action.expert is not None else module if module in linears else OTHERS
             layer[part] += sum(spec.bytes for spec in action.outputs.values())
-            if part == module and action.in_fp8 and isinstance(fp8, tuple):
-                blocks[module] = fp8
+            if part == module and action.in_fp8 and isinstance(fp8, Fp8Blocks):
+                blocks[module] = fp8.edges
     outside = sum(spec.bytes for spec in plan.shard(None).values())
     held = outside + sum(size for layer in layers for size in layer.values())
     return Model(
@@ -424,7 +425,7 @@ def remedies(job: Job, model: Model, gpus: Gpus, asked: Fit, tensor_parallel: in
                 break
 
 
-def _asking_for(scheme: Scheme, job: Job, model: Model, fitting: Fit) -> str:
+def _asking_for(scheme: ExpertFormat, job: Job, model: Model, fitting: Fit) -> str:
     """The key of a recipe's experts for a scheme in every layer, or for the largest budget, of the kind that it has."""
     if job.recipe.experts.bits_per_weight is not None:
         return f"bits_per_weight: {scheme.bits_per_weight:g}"
@@ -432,7 +433,7 @@ def _asking_for(scheme: Scheme, job: Job, model: Model, fitting: Fit) -> str:
         plan = job.plan.with_schemes([scheme] * job.plan.layers)
         least = sum(file_size(plan.shard(part)) for part in plan.parts)
         return f"budget: {size_between(least, max(least, largest_budget(model, fitting)))}"
-    integers = "format: int, " if job.recipe.experts.format != "int" else ""
+    integers = f"{NAME}: {INTEGERS}, " if "bits" not in job.recipe.experts.scheme.keys else ""
     return f"{integers}bits: {scheme.bits} with group_size: {scheme.group_size}"
 
 
@@ -455,10 +456,10 @@ def with_budget(model: Model, size: int) -> Model:
     return replace(model, layers=tuple(grown))
 
 
-def with_scheme(model: Model, scheme: Scheme) -> Model:
+def with_scheme(model: Model, scheme: ExpertFormat) -> Model:
     """The same output with one scheme in every layer."""
     shapes = [model.facts.expert_linears[matrix].shape for matrix in MATRICES]
-    stored = sum(spec.bytes for shape in shapes for spec in packed_specs("", shape, scheme).values())
+    stored = sum(spec.bytes for shape in shapes for spec in scheme.specs("", shape).values())
     experts = {EXPERTS: model.facts.num_experts * stored}
     layers = tuple({**layer, **experts} if EXPERTS in layer else layer for layer in model.layers)
     padded = frozenset(number for number, layer in enumerate(layers) if EXPERTS in layer)

@@ -30,7 +30,7 @@ def planned_check(job: Job, one_expert: bool = False) -> ServingCheck:
     for error in found.errors:
         where = job.source.folder if job.source and not job.source.remote else job.location
         raise CheckpointError(
-            f"{where}: of this source no output can be made that servers read: {str(error).removeprefix('error: ')}; "
+            f"{where}: of this source no output can be made that servers read: {error.sentence}; "
             "give a source in which what servers fuse is stored alike"
         )
     return found

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -24,17 +24,19 @@ from quantizers.calibration.samples import identity
 from quantizers.checkpoint.loaded_tensors import load_tensors, outside_names
 from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_checkpoint, read_json
 from quantizers.checkpoint.source_identity import source_digest
+from quantizers.commands import options as opt
 from quantizers.commands.evaluate import through_layers
 from quantizers.commands.verify import source_of
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import use_threads, versions
+from quantizers.eval.fidelity.figures import ServeCheckReport
 from quantizers.eval.fidelity.kv_cache import CachedModel
 from quantizers.eval.fidelity.metrics import Text
 from quantizers.eval.fidelity.scoring import held_out
-from quantizers.eval.report.fidelity import ServeCheckReport
 from quantizers.formats.fp8 import has_kv_scales
 from quantizers.formats.tensor_names import published_names
 from quantizers.formats.unsupported import refuse_swapped_arguments
+from quantizers.model.activation_stream import ActivationStream
 from quantizers.model.streamed_model import StreamedModel
 from quantizers.output.manifest import output_facts, read_record, refuse_incomplete
 from quantizers.recipe.portable import is_hub_id
@@ -75,40 +77,50 @@ class ServeCheck:
         return self.report.as_dict()
 
 
+@opt.documented
 def serve_check(
-    candidate: str | Path,
-    data: str | Path,
+    candidate: Annotated[str | Path, opt.Argument("the checkpoint that is served, a folder or Hub id", "CANDIDATE")],
+    data: opt.EvaluationSet,
     *,
-    server: str | None = None,
-    offline: str | Path | None = None,
-    engine: Sequence[str] = (),
-    source: str | Path | None = None,
-    source_check: str | Path | None = None,
-    exact: bool = False,
-    top_k: int = TOP_K,
-    timeout: float = TIMEOUT,
-    server_log: str | Path | None = None,
-    output: str | Path | None = None,
-    facts: str | Path | None = None,
-    trust_remote_code: bool = False,
+    server: Annotated[
+        str | None, opt.Option("a running vLLM or SGLang; its key is taken from OPENAI_API_KEY", "URL")
+    ] = None,
+    offline: Annotated[
+        str | Path | None,
+        opt.Option("no server: the interpreter of an environment whose vLLM is used", "PYTHON"),
+    ] = None,
+    engine: Annotated[
+        Sequence[str],
+        opt.Option("with --offline: an argument of vllm.LLM, as dtype=float32; may be repeated", "KEY=VALUE"),
+        "with `offline`, arguments of vllm.LLM as KEY=VALUE",
+    ] = (),
+    source: opt.SourceModel = None,
+    source_check: Annotated[
+        str | Path | None,
+        opt.Option("what this wrote when the same server served the source: sets a limit", "FILE"),
+    ] = None,
+    exact: Annotated[
+        bool, opt.Option("the server computes in float32 with weights as stored: KL at most 1e-6")
+    ] = False,
+    top_k: Annotated[
+        int, opt.Option("log-probabilities at each position; above 20 vLLM needs --max-logprobs", min=1)
+    ] = 20,
+    timeout: Annotated[float, opt.Option("seconds without an answer to a text", min=0.1)] = 300,
+    server_log: Annotated[
+        str | Path | None, opt.Option("the server's log, for the kernels that it names", "FILE")
+    ] = None,
+    output: Annotated[
+        str | Path | None,
+        opt.Option(
+            "file to write; serve-check.json by default, beside report.json if there is one", "FILE", ("--output",)
+        ),
+    ] = None,
+    facts: Annotated[
+        opt.Facts, "the user's own architecture spec; the one that the candidate carries by default"
+    ] = None,
+    trust_remote_code: opt.TrustRemoteCode = False,
 ) -> ServeCheck:
     """Ask a server of a checkpoint for log-probabilities, and compare them with our evaluation; writes a JSON file.
-
-    Args:
-        candidate: the checkpoint that is served, a folder or Hub id.
-        data: evaluation set: a file, or the name of a shipped set such as held-out.
-        server: address of a vLLM or SGLang; its key is taken from OPENAI_API_KEY.
-        offline: instead, the interpreter of an environment whose vLLM loads the checkpoint.
-        engine: with `offline`, arguments of vllm.LLM as KEY=VALUE.
-        source: the source model, a folder or Hub id; the one that the candidate's report.json names by default.
-        source_check: the file that this wrote when the same server served the source.
-        exact: whether the server computes in float32 with weights as stored; then the distance must vanish.
-        top_k: log-probabilities at each position.
-        timeout: seconds without an answer to a text.
-        server_log: a file with the server's log, for the kernels that it names.
-        output: the file to write; serve-check.json by default, beside report.json if there is one.
-        facts: the user's own architecture spec; the one that the candidate carries by default.
-        trust_remote_code: allow custom tokenizer code.
 
     Raises:
         InputError: something given is wrong, or the server does not answer as it should.
@@ -164,8 +176,8 @@ def serve_check(
     with interruptible("give the same command again") as check, ordered():
         tables = _compare(checkpoints, architecture, held.texts, returned, check)
     found = figures(tables, [text.category for text in held.texts])
-    lost = held.about["past_the_model"]
-    data_sent = {"name": held.about["name"], "identity": sent, "cut": lost["texts"], "cut_tokens": lost["tokens"]}
+    lost = held.about.past_the_model
+    data_sent = {"name": held.about.name, "identity": sent, "cut": lost.texts, "cut_tokens": lost.tokens}
     of_source = before.figures.as_dict() if before else None
     report = ServeCheckReport.model_validate(
         {
@@ -248,7 +260,7 @@ def _texts(samples: Any, source: Checkpoint, facts: Architecture, longest: int |
     if limited.positions is not None and limited.positions < 2:
         raise InputError(f"max_model_len is {longest}, too short for any text; serve it with a larger --max-model-len")
     held = held_out(samples, source, limited, trust_remote_code)
-    if lost := held.about["past_the_model"]["texts"]:
+    if lost := held.about.past_the_model.texts:
         print(
             f"{lost} of {len(held.texts)} texts are longer than the {limited.positions:,} tokens that "
             f"{'the model' if limited.positions == facts.positions else 'the server'} takes, and are cut there",
@@ -278,14 +290,16 @@ def _compare(
     """`served.compare_text` of every text, with the candidate and, if there is one, its source."""
     use_threads(facts)
     named = [published_names(one, facts) for one in reversed(checkpoints)]  # the source first
-    models: list[StreamedModel] = []
-    for one in named:
-        part = load_tensors(one, outside_names(one, facts))
-        own = part, facts, torch.device("cpu"), torch.float32
-        # A server caches in FP8 by itself where a checkpoint has scales for it.
-        models.append(CachedModel(*own, ones=False) if has_kv_scales(part.config) else StreamedModel(*own))
+    lengths, streams = [len(text.tokens) for text in texts], []
     with tempfile.TemporaryDirectory() as folder:
-        streams, _ = through_layers(models, range(len(models)), named, texts, Path(folder), check)
+        for number, checkpoint in enumerate(named):
+            outside = load_tensors(checkpoint, outside_names(checkpoint, facts))
+            own = outside, facts, torch.device("cpu"), torch.float32
+            # A server caches in FP8 by itself where a checkpoint has scales for it.
+            model = CachedModel(*own, ones=False) if has_kv_scales(outside.config) else StreamedModel(*own)
+            stream = ActivationStream(checkpoint.name, model, number, lengths, Path(folder), durable=True, check=check)
+            streams.append(stream)
+        through_layers(streams, named, texts, Path(folder), check)
         streams.reverse()
         heads = [(stream.model, stream.model.head()) for stream in streams]
         states, tables = [stream.states(facts.num_layers) for stream in streams], []

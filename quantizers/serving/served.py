@@ -88,7 +88,7 @@ def compare_text(
 
 def figures(tables: Sequence[np.ndarray], categories: Sequence[str]) -> dict[str, Any]:
     """Figures over all texts and by their categories, from `compare_text` of each: `Served` of
-    eval/report/fidelity.py.
+    eval/fidelity/figures.py.
     """
     return _row(tables) | {
         kind: {name: _row([tables[i] for i in members]) for name, members in group.items()}
@@ -102,7 +102,7 @@ def _row(tables: Sequence[np.ndarray]) -> dict[str, Any]:
     return {
         "samples": len(tables),
         "tokens": len(columns["top1"]),
-        "kl": {name: spread(present[name]) for name in KL if name in present},
+        "kl": {name: spread(present[name]).as_dict() for name in KL if name in present},
         "top1": float(columns["top1"].mean()),
         "outside": float(columns["outside"].mean()),
         "perplexity": {name: float(np.exp(min(present[name].mean(), 700.0))) for name in PERPLEXITY if name in present},
@@ -110,7 +110,7 @@ def _row(tables: Sequence[np.ndarray]) -> dict[str, Any]:
 
 
 def verdict(found: Mapping[str, Any], *, exact: bool, of_source: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Whether a server's distance is within its limit: `Verdict` of eval/report/fidelity.py.
+    """Whether a server's distance is within its limit: `Verdict` of eval/fidelity/figures.py.
 
     Args:
         exact: whether the server computes in float32 with weights as stored.

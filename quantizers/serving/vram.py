@@ -8,6 +8,8 @@ from typing import Any
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.checkpoint.reader import Checkpoint
+from quantizers.eval.report.schema import Fit as ServedFit
+from quantizers.eval.report.schema import Serving
 from quantizers.eval.report.summary import flags, vllm_command, vllm_options
 from quantizers.eval.serving.cards import KEEPS_SCALES, TAKES_THEM
 from quantizers.formats.fp8 import block_size
@@ -45,7 +47,7 @@ def fits(plan: Plan, facts: Architecture, source: Checkpoint) -> dict[str, Any]:
     gpus = [parse_gpus(row.cards) for row in common]
     return {
         "longest": model.longest,
-        "fits": [asdict(row) for row in common],
+        "fits": [ServedFit(**asdict(row)) for row in common],
         "assumptions": [*assumptions(gpus), *notes(model, common)] if common else [],
     }
 
@@ -87,17 +89,25 @@ def fits_on(
     fits = [fit(model, one, context, kv, tp) for one in gpus]
     servers, name = job.facts.servers, job.recipe.source.model
     wanted = {one: job.facts.server_options(one, name) if one in servers else {} for one in ("vllm", "sglang")}
-    serving = {"servers": sorted(servers), "parsers": wanted["vllm"], "sampling": {}}
     if ram is not None:
-        options = {"vllm": " ".join(vllm_options(serving)), "sglang": " ".join(flags(wanted["sglang"]))}
+        options = {"vllm": " ".join(vllm_options(wanted["vllm"])), "sglang": " ".join(flags(wanted["sglang"]))}
         found = [host_ways(model, cards, one, ram, refusal, options) for cards, one in zip(gpus, fits, strict=True)]
         about["host"] = [
             {"cards": cards.name, "ways": list(map(asdict, way))} for cards, way in zip(gpus, found, strict=True)
         ]
 
     def command(cards: Gpus, row: Fit) -> str | None:
-        attention = {"attention_backend": FLASHINFER} if needs_flashinfer(cards, row.kv) else {}
-        words = vllm_command(serving | {"fits": [asdict(row) | attention]}, "OUT") if row.fits else None
+        attention = FLASHINFER if needs_flashinfer(cards, row.kv) else ""
+        serving = Serving(
+            servers=sorted(servers),
+            parsers=wanted["vllm"],
+            sglang=None,
+            sampling={},
+            longest=model.longest,
+            fits=[ServedFit(**asdict(row))],
+            assumptions=[],
+        )
+        words = vllm_command(serving, "OUT", attention) if row.fits else None
         as_stored = words and cards.sm == HOPPER and model.blocks and job.plan.attention == "keep"
         return f"{KEEPS_SCALES['hopper']} {words}" if as_stored else words
 

@@ -33,6 +33,7 @@ from quantizers.calibration.samples import (
 )
 from quantizers.calibration.set import CODES, KINDS, Kind, read_set
 from quantizers.system.errors import InputError
+from quantizers.system.extras import lacking
 from quantizers.system.formatting import several
 from quantizers.system.output_files import HELD_OUT
 
@@ -94,11 +95,12 @@ def check_set(
     duplicates, shared = _duplicates(data.samples, others)
     missing, warnings = missing_languages(calibration, data.samples), truncation_warnings(data.samples)
     spoken = set(calibration.languages.spoken) & CODES.keys()
+    claims = [(sample, name) for sample in data.samples for name in sample.languages if name in spoken]
+    if claims and (lack := lacking("py3langid")):
+        warnings += (f"the languages of {several(len(claims), 'spoken text')} are not checked: {lack}",)
+        claims = []
     identified = [
-        {"place": sample.place, "claimed": name, "identified": identify(sample.text)}
-        for sample in data.samples
-        for name in sample.languages
-        if name in spoken
+        {"place": sample.place, "claimed": name, "identified": identify(sample.text)} for sample, name in claims
     ]
     mismatches = [text for text in identified if text["claimed"] != text["identified"]]
     findings = [
@@ -181,7 +183,7 @@ def _shown(
     ]
     if not chosen:
         asked = " and ".join(text for text in (source and f"source {source}", category) if text)
-        raise InputError(f"{data.name}: no sample of {asked}; the check's table lists its categories and sources")
+        raise InputError(data.name, f"no sample of {asked}", "the check's table lists its categories and sources")
     return [
         {
             "position": position,

@@ -7,10 +7,10 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ import torch
 from quantizers.calibration.load_set import load_set, said
 from quantizers.calibration.samples import CalibrationData, category_names, digest_of, identity
 from quantizers.calibration.set import read_set
+from quantizers.commands import options as opt
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device, use_threads
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
@@ -36,6 +37,23 @@ from .coverage_change import labels
 from .estimate import ERROR
 from .figures import NOTES, MeasuredSet, Scored, comparison, decided, set_figures, source_effects
 
+Draws = Annotated[int, opt.Option("of each set; draw n is the set with its seed increased by n", min=1)]
+Tokens = Annotated[
+    int | None,
+    opt.Option("calibration tokens of a draw; the recipe's, or else the whole set, by default", min=1),
+]
+Layers = Annotated[
+    str | None,
+    opt.Option("quantize the first N layers alone, which is quicker; the others are the source's", "first:N"),
+    "`first:N` to quantize the first N layers alone; the others keep the source's experts",
+]
+HeldOutSet = Annotated[str | Path | None, opt.Option("held-out set; the recipe's by default", "SET")]
+Work = Annotated[
+    str | Path | None,
+    opt.Option("folder for states and a journal; an interrupted comparison resumes from it", "DIR"),
+    "folder for states and a journal, from which an interrupted comparison resumes; a temporary one by default",
+]
+
 
 @dataclass(frozen=True)
 class SetComparison:
@@ -49,42 +67,36 @@ class SetComparison:
     figures: dict[str, Any]
 
 
+@opt.documented
 def compare(
-    recipe: str | Path,
-    sets: Sequence[str | Path],
+    recipe: Annotated[opt.Recipe, "recipe whose source, experts and held-out set are used"],
+    sets: Annotated[
+        Sequence[str | Path],
+        opt.Option("a calibration set: a file, or the name of a shipped one; two or more", "SET", ("--calibration",)),
+    ],
     *,
-    draws: int = 5,
-    at_most: int | None = None,
-    tokens: int | None = None,
-    layers: str | None = None,
-    data: str | Path | None = None,
-    source: str | Path | None = None,
-    settings: Mapping[str, Any] | Sequence[str] = (),
-    device: str = "auto",
-    device_memory: int | None = None,
-    work: str | Path | None = None,
-    trust_remote_code: bool = False,
-    dist: ProcessGroup = SINGLE_PROCESS,
+    draws: Draws = 5,
+    at_most: Annotated[
+        int | None,
+        opt.Option("while a pair of sets is undecided, draw as many again, up to these; keeps the error rate", min=1),
+        "as long as a pair is undecided, draw as many again, up to these. Each look has an equal share of the "
+        "probability of error (Bonferroni)",
+    ] = None,
+    tokens: Tokens = None,
+    layers: Layers = None,
+    data: HeldOutSet = None,
+    source: opt.Source = None,
+    settings: opt.Settings = (),
+    device: opt.Device = "auto",
+    device_memory: opt.DeviceMemory = None,
+    work: Work = None,
+    trust_remote_code: opt.TrustRemoteCode = False,
+    dist: opt.Dist = SINGLE_PROCESS,
 ) -> SetComparison:
     """Find out which calibration set gives the better output, whichever samples are drawn from it.
 
     Every set is drawn several times. The recipe's model is quantized with each draw, all in one pass over its source,
     and measured on the held-out texts; nothing is written.
-
-    Args:
-        recipe: whose source, experts and held-out set are used.
-        sets: two or more, files or names of shipped sets.
-        draws: of each set; draw n of a set is the set with its seed increased by n.
-        at_most: as long as a pair is undecided, draw as many again, up to these. Each look has an equal share of the
-            probability of error (Bonferroni).
-        tokens: calibration tokens of a draw; the recipe's by default, or else each set as it is.
-        layers: `first:N` to quantize the first N layers alone; the others keep the source's experts.
-        data: the held-out set; the recipe's by default.
-        source, settings: of the recipe, as in `quantizers.run`.
-        device, device_memory: as in `quantizers.run`.
-        work: folder for states and a journal, from which an interrupted comparison resumes; a temporary one by default.
-        trust_remote_code: allow custom tokenizer code.
-        dist: the processes that share the work; each of them calls this.
 
     Raises:
         InputError: something that was given is wrong; a line for each set that is.
@@ -141,11 +153,19 @@ def compare(
         return asked.result(measured, scored, result, of_looks if looks > 1 else "")
 
 
-def why(set_: str | Path, recipe: str | Path, *, draws: int = 5, **options: Any) -> SetComparison:
+def why(
+    set_: Annotated[str | Path, opt.Argument("a set's file, or the name of a shipped set", "SET")],
+    recipe: Annotated[
+        str | Path, opt.Option("recipe whose source, experts and held-out set are used", "RECIPE")
+    ] = "tiny-minimax-m2-fp8-int4",
+    *,
+    draws: Draws = 5,
+    **options: Any,
+) -> SetComparison:
     """Find out which sources of a calibration set help, which hurt, and which make no difference.
 
-    Each source's samples are taken out of the same draws of the set, and nothing takes their place. Arguments, which
-    `options` are too from `tokens` on, and errors are those of `compare`.
+    Each source's samples are taken out of the same draws of the set, and nothing takes their place. `options` are the
+    keyword-only arguments of `_asked`, and errors those of `compare`.
     """
 
     file = find_set(str(set_))
@@ -270,7 +290,7 @@ class _Asked:
         notes = [of_part if quantized < depth else "", *self.notes, NOTES["power"], NOTES["holm"]]
         about = {
             "model": self.job.recipe.source.model,
-            "evaluated_on": self.held.about,
+            "evaluated_on": self.held.about.as_dict(),
             "solved_layers": quantized,
             "layers": depth,
             "draws": sets[0].draws,
@@ -286,16 +306,16 @@ def _asked(
     recipe: str | Path,
     files: Sequence[Path],
     *,
-    tokens: int | None = None,
-    layers: str | None = None,
-    data: str | Path | None = None,
-    source: str | Path | None = None,
-    settings: Mapping[str, Any] | Sequence[str] = (),
-    device: str = "auto",
-    device_memory: int | None = None,
-    work: str | Path | None = None,
-    trust_remote_code: bool = False,
-    dist: ProcessGroup = SINGLE_PROCESS,
+    tokens: Tokens = None,
+    layers: Layers = None,
+    data: HeldOutSet = None,
+    source: opt.Source = None,
+    settings: opt.Settings = (),
+    device: opt.Device = "auto",
+    device_memory: opt.DeviceMemory = None,
+    work: Work = None,
+    trust_remote_code: opt.TrustRemoteCode = False,
+    dist: opt.Dist = SINGLE_PROCESS,
 ) -> Iterator[_Asked]:
     """Read and check everything, and lend a folder to work in."""
     _refuse_wrong_sets(files)

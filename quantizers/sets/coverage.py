@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from quantizers.calibration.samples import token_tensors
+from quantizers.commands import options as opt
 from quantizers.commands.question import Question, opened, question_of
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
+from quantizers.eval.coverage.figures import CoverageComparison, CoverageReport, Drawn, SetName
 from quantizers.eval.coverage.routing import count_routes
 from quantizers.eval.coverage.summary import check_floors, report
 from quantizers.recipe.schema import CoverageGate
 from quantizers.system.errors import InputError, OutputError
 from quantizers.system.files import json_finite, write_json, write_text
 
-from .coverage_change import SIDES, compare_counts, labels
+from .coverage_change import compare_counts, labels
 from .saliency import lists
 from .saliency import saliency as saliency_of
 
@@ -42,39 +43,50 @@ class Coverage:
         return all(gate["passed"] for gate in self.figures.get("gates", ()))
 
 
+@opt.documented
 def coverage(
-    recipe: str | Path | None = None,
+    recipe: Annotated[
+        str | Path | None,
+        opt.Argument("recipe whose source, calibration set and gates are used", "[RECIPE]"),
+    ] = None,
     *,
-    source: str | Path | None = None,
-    calibration: str | Path | None = None,
-    settings: Mapping[str, Any] | Sequence[str] = (),
-    facts: str | Path | None = None,
-    model: str | Path | None = None,
-    data: str | Path | None = None,
-    compare: tuple[str | Path, str | Path] | None = None,
-    saliency: bool = False,
-    output: str | Path | None = None,
-    min_routed_tokens: int | None = None,
-    max_uncovered: float | None = None,
-    device: str = "auto",
-    work: str | Path | None = None,
-    trust_remote_code: bool = False,
-    dist: ProcessGroup = SINGLE_PROCESS,
+    source: opt.Source = None,
+    calibration: opt.Calibration = None,
+    settings: opt.Settings = (),
+    facts: opt.Facts = None,
+    model: opt.Model = None,
+    data: opt.Data = None,
+    compare: Annotated[
+        tuple[str | Path, str | Path] | None,
+        opt.Option(
+            "compare two sets: experts whose share of tokens grows or shrinks, newly covered or no longer covered",
+            "SET_A SET_B",
+        ),
+    ] = None,
+    saliency: Annotated[
+        bool,
+        opt.Option(
+            "score the experts by what they contribute (REAP), by category too; writes scores, a heat map and "
+            "lists of experts"
+        ),
+        "score the experts by what they contribute (REAP), over all texts and by category",
+    ] = False,
+    output: Annotated[
+        str | Path | None,
+        opt.Option("folder for the files of --saliency; saliency by default", "DIR", opt.OUTPUT),
+        "with `saliency`, a folder for the figures and lists of experts, see `quantizers.sets.saliency.lists`",
+    ] = None,
+    min_routed_tokens: Annotated[int | None, opt.Option("without a recipe: gate; 1 by default", min=0)] = None,
+    max_uncovered: Annotated[
+        float | None,
+        opt.Option("without a recipe: gate, a share of experts; 0.01 by default", min=0, max=1),
+    ] = None,
+    device: opt.Device = "auto",
+    work: opt.Scratch = None,
+    trust_remote_code: opt.TrustRemoteCode = False,
+    dist: opt.Dist = SINGLE_PROCESS,
 ) -> Coverage:
     """Count the tokens routed to each expert, without quantizing.
-
-    Args:
-        recipe: recipe whose source, calibration set and gates are used.
-        source, calibration, settings, device, dist: as in `quantizers.run`.
-        facts: the user's own architecture spec.
-        model: without a recipe, or instead of its source: a checkpoint's folder or Hub id.
-        data: without a recipe, or instead of its set: a calibration set.
-        compare: two sets: experts whose share of tokens grows or shrinks, newly covered or no longer covered.
-        saliency: score the experts by what they contribute (REAP), over all texts and by category.
-        output: with `saliency`, a folder for the figures and lists of experts, see `quantizers.sets.saliency.lists`.
-        min_routed_tokens, max_uncovered: without a recipe, the gate: 1 token, and 0.01 of the experts by default.
-        work: scratch folder for activations; a temporary one by default.
-        trust_remote_code: allow custom tokenizer code.
 
     Raises:
         InputError: something is missing, given twice, or wrong.
@@ -115,10 +127,11 @@ def coverage(
     with tempfile.TemporaryDirectory(dir=work) as folder, ordered():
         figures = measure_coverage(question, rule, choose_device(device, dist), Path(folder), dist, scored=saliency)
     if files is not None:
-        write_json(files / "saliency.json", json_finite(figures))
-        for name, text in lists(figures).items():
-            write_text(text, files / name)
-    return Coverage(figures if dist.is_main else {})
+        write_json(files / "saliency.json", json_finite(figures.as_dict()))
+        if isinstance(figures, CoverageReport) and figures.saliency:
+            for name, text in lists(figures, figures.saliency).items():
+                write_text(text, files / name)
+    return Coverage(figures.as_dict() if dist.is_main else {})
 
 
 def measure_coverage(
@@ -129,9 +142,9 @@ def measure_coverage(
     dist: ProcessGroup = SINGLE_PROCESS,
     *,
     scored: bool = False,
-) -> dict[str, Any]:
-    """The report on one set, see `eval.coverage.summary.report`; or what the second of two sets wins and loses compared
-    with the first, see `quantizers.sets.coverage_change.compare_counts`. Experts are `scored` on one set only.
+) -> CoverageReport | CoverageComparison:
+    """The report on one set; or what the second of two sets wins and loses compared with the first. Experts are
+    `scored` on one set only.
     """
     model, loaded = opened(question, device, dist)
     for data in loaded:
@@ -144,12 +157,15 @@ def measure_coverage(
     names = [data.name for data in loaded]
     if len(loaded) == 1:
         one = routed.part("0:")
-        found = {"model": question.model, "set": names[0]} | report(one, rule)
+        saliency = None
         if scored:
             paths = (f"{model.skeleton.path}.{number}.{model.facts.modules.experts}" for number in one.layers)
-            found["saliency"] = saliency_of(one, [path.rpartition(".")[0] for path in paths])
-        return found | ({"drawn": asdict(loaded[0].drawn)} if loaded[0].drawn else {})
-    comparison = compare_counts(routed.part("0:"), routed.part("1:"), rule)
-    for side, name, file, label in zip(SIDES, names, question.sets, labels(names, question.sets), strict=True):
-        comparison[side] |= {"name": name, "file": str(file), "label": label}
-    return {"model": question.model} | comparison
+            saliency = saliency_of(one, [path.rpartition(".")[0] for path in paths])
+        drawn = Drawn(**asdict(loaded[0].drawn)) if loaded[0].drawn else None
+        return report(one, rule, model=question.model, name=names[0], drawn=drawn, saliency=saliency)
+    sets = [
+        SetName(label=label, name=name, file=str(file))
+        for label, name, file in zip(labels(names, question.sets), names, question.sets, strict=True)
+    ]
+    change = compare_counts(routed.part("0:"), routed.part("1:"), rule, sets)
+    return CoverageComparison(**change.given(), model=question.model)

@@ -16,13 +16,14 @@ from typing import Any
 
 import numpy as np
 
+from quantizers.eval.coverage.figures import SetName
 from quantizers.eval.coverage.routing import Routed
 from quantizers.eval.fidelity.metrics import Text, groups, parts
 from quantizers.eval.fidelity.paired import FEWEST
 from quantizers.recipe.schema import CoverageGate
 from quantizers.system.formatting import several
 
-from .coverage_change import SIDES, compare_counts
+from .coverage_change import compare_counts
 from .estimate import ERROR, POWER, Estimate, Verdict, holm, log_ratio, verdict
 
 EFFECTS: dict[Verdict, str] = {"worse": "helps", "better": "hurts"}  # of what is left out; other verdicts as they are
@@ -212,10 +213,8 @@ def _field_differences(a: MeasuredSet, b: MeasuredSet, scored: Scored, error: fl
 
 
 def _routing(a: MeasuredSet, b: MeasuredSet, rule: CoverageGate) -> dict[str, Any]:
-    found = compare_counts(a.routed, b.routed, rule)
-    for side, one in zip(SIDES, (a, b), strict=True):
-        found[side] |= {"name": one.name, "file": one.file, "label": one.label}
-    return found
+    names = [SetName(label=one.label, name=one.name, file=one.file) for one in (a, b)]
+    return compare_counts(a.routed, b.routed, rule, names).as_dict()
 
 
 def pair_words(a: MeasuredSet, b: MeasuredSet, found: dict[str, Any], texts: int) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from quantizers.eval.coverage.figures import RoutingChange
 from quantizers.eval.report.plots import (
     SERIES,
     TICKS,
@@ -58,7 +59,12 @@ def sets_figure(found: dict[str, Any]) -> Any:
     _changes(panels["fields"], pairs, fields)
     _errors(panels["errors"], sets)
     first, other = (short(routing[side]["label"]) for side in ("before", "after"))
-    comparison_map(below, routing, f"experts' shares: {other} / {first}", "share of routed tokens,\nratio")
+    comparison_map(
+        below,
+        RoutingChange.model_validate(routing),
+        f"experts' shares: {other} / {first}",
+        "share of routed tokens,\nratio",
+    )
     figure.suptitle(f"{short(Path(found['model']).name)}: {measured(found)}", fontsize=11)
     return figure
 

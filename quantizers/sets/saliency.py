@@ -11,10 +11,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
+from quantizers.eval.coverage.figures import (
+    CategorySaliency,
+    CoverageReport,
+    LayerSaliency,
+    LeastSalientExpert,
+    LeastShares,
+    Saliency,
+)
 from quantizers.eval.coverage.routing import Routed
 from quantizers.eval.coverage.summary import WORST, helpful, least, named, pairs
 from quantizers.system.formatting import text_table
@@ -22,8 +29,8 @@ from quantizers.system.formatting import text_table
 PARTS = {"quarter": 0.25, "half": 0.5}  # of a layer's experts, those that score least
 
 
-def saliency(routed: Routed, blocks: Sequence[str]) -> dict[str, Any]:
-    """The scores over all texts and by category, see `Saliency` in scripts/command_schema.py.
+def saliency(routed: Routed, blocks: Sequence[str]) -> Saliency:
+    """The scores over all texts and by category.
 
     `routed` has `weighted_norms`; `blocks` are, of each layer with experts, the names of transformers' modules that
     hold its router and experts.
@@ -40,32 +47,32 @@ def saliency(routed: Routed, blocks: Sequence[str]) -> dict[str, Any]:
         whole = sums[:, category].sum()
         return float(sums[:, category][part].sum() / whole) if whole else 0.0
 
-    return {
-        "without_tokens": pairs(counts.sum(1) == 0, routed.layers),
-        "least": [
-            {
-                "layer": routed.layers[layer],
-                "expert": expert,
-                "score": float(scores[layer, expert]),
-                "of_mean": float(of_mean[layer, expert]),
-                "tokens": int(counts[layer, :, expert].sum()),
-                "most_in": helpful(of_mean_there[layer, :, expert], routed.categories),
-            }
+    def of_category(category: int) -> CategorySaliency:
+        return CategorySaliency(
+            without_tokens=int((counts[:, category] == 0).sum()),
+            in_least=LeastShares(quarter=lost(category, below["quarter"]), half=lost(category, below["half"])),
+            scores=by_category[:, category].tolist(),
+        )
+
+    return Saliency(
+        without_tokens=pairs(counts.sum(1) == 0, routed.layers),
+        least=[
+            LeastSalientExpert(
+                layer=routed.layers[layer],
+                expert=expert,
+                score=float(scores[layer, expert]),
+                of_mean=float(of_mean[layer, expert]),
+                tokens=int(counts[layer, :, expert].sum()),
+                most_in=helpful(of_mean_there[layer, :, expert], routed.categories),
+            )
             for layer, expert in least(of_mean)
         ],
-        "per_layer": [
-            {"layer": number, "block": block, "scores": row.tolist()}
+        per_layer=[
+            LayerSaliency(layer=number, block=block, scores=row.tolist())
             for number, block, row in zip(routed.layers, blocks, scores, strict=True)
         ],
-        "by_category": {
-            name: {
-                "without_tokens": int((counts[:, c] == 0).sum()),
-                "in_least": {key: lost(c, part) for key, part in below.items()},
-                "scores": by_category[:, c].tolist(),
-            }
-            for c, name in enumerate(routed.categories)
-        },
-    }
+        by_category={name: of_category(number) for number, name in enumerate(routed.categories)},
+    )
 
 
 def _means(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -79,22 +86,22 @@ def _of_mean(scores: np.ndarray) -> np.ndarray:
     return np.where(mean > 0, scores / np.where(mean > 0, mean, 1), 0)
 
 
-def saliency_table(found: dict[str, Any]) -> str:
+def saliency_table(found: Saliency) -> str:
     """What `quantize coverage --saliency` prints besides the tables of coverage."""
     experts = [
         (
-            row["layer"], row["expert"], f"{row['score']:.4g}", f"{row['of_mean']:.1%}", f"{row['tokens']:,}",
-            ", ".join(f"{name} {there:.0%}" for name, there in row["most_in"].items()),
+            row.layer, row.expert, f"{row.score:.4g}", f"{row.of_mean:.1%}", f"{row.tokens:,}",
+            ", ".join(f"{name} {there:.0%}" for name, there in row.most_in.items()),
         )
-        for row in found["least"]
+        for row in found.least
     ]  # fmt: skip
-    rows = sorted(found["by_category"].items(), key=lambda item: -item[1]["in_least"]["quarter"])
+    rows = sorted(found.by_category.items(), key=lambda item: -item[1].in_least.quarter)
     categories = [
-        (name, f"{row['without_tokens']:,}", *(f"{row['in_least'][part]:.1%}" for part in PARTS))
+        (name, f"{row.without_tokens:,}", f"{row.in_least.quarter:.1%}", f"{row.in_least.half:.1%}")
         for name, row in rows[:WORST]
     ]
     more = f"; {len(rows) - WORST} more with --json" if len(rows) > WORST else ""
-    silent = found["without_tokens"]
+    silent = found.without_tokens
     return "\n\n".join(
         [
             "Saliency (REAP): routing weight times norm of the output, mean over an expert's tokens. The experts with "
@@ -108,7 +115,7 @@ def saliency_table(found: dict[str, Any]) -> str:
     )
 
 
-def lists(report: dict[str, Any]) -> dict[str, str]:
+def lists(report: CoverageReport, saliency: Saliency) -> dict[str, str]:
     """Files with the numbers of each layer's experts in an order, by name.
 
     Of what `quantize coverage --saliency --json` prints. most-salient-first.jsonl: a line `{"layer": [experts]}` for
@@ -116,11 +123,11 @@ def lists(report: dict[str, Any]) -> dict[str, str]:
     hottest-first.jsonl: likewise by routed tokens. least-salient-first.json: by the names of the modules that the
     report of llm-compressor's REAPPruningModifier has too.
     """
-    rows = report["saliency"]["per_layer"]
-    ascending = [np.argsort(row["scores"], kind="stable") for row in rows]
-    tokens = (np.array(row["routed_tokens"]) for row in report["per_layer"])
-    numbers = [row["layer"] for row in rows]
-    by_block = {row["block"]: order.tolist() for row, order in zip(rows, ascending, strict=True)}
+    rows = saliency.per_layer
+    ascending = [np.argsort(row.scores, kind="stable") for row in rows]
+    tokens = (np.array(row.routed_tokens) for row in report.per_layer)
+    numbers = [row.layer for row in rows]
+    by_block = {row.block: order.tolist() for row, order in zip(rows, ascending, strict=True)}
     return {
         "most-salient-first.jsonl": _lines(numbers, (order[::-1] for order in ascending)),
         "hottest-first.jsonl": _lines(numbers, (np.argsort(-counts, kind="stable") for counts in tokens)),

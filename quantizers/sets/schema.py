@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from quantizers.eval.report.fidelity import HeldOutSet, Perplexity
-from quantizers.eval.report.keys import Number, Part, key
-from quantizers.eval.report.schema import Gate
+from quantizers.eval.coverage.figures import RoutingChange
+from quantizers.eval.fidelity.figures import HeldOutSet, Perplexity
+from quantizers.system.keys import Number, Part, key
 
 from .estimate import Verdict
 
@@ -98,76 +98,6 @@ class FieldChange(Change):
     first: Number = key("Mean KL of the first set", "nats")
     other: Number = key("Mean KL of the other", "nats")
     verdict: Verdict = key("Of the other")
-
-
-class ExpertShare(Part):
-    """An expert whose share of the routed tokens differs."""
-
-    layer: int = key("Its layer")
-    expert: int = key("Its number")
-    before: int = key("Its routed tokens in the first set", "tokens")
-    after: int = key("Its routed tokens in the other", "tokens")
-    before_of_even: float = key("Its share in the first set, relative to an even load", "relative")
-    after_of_even: float = key("Its share in the other, relative to an even load", "relative")
-
-
-class LayerLoad(Part):
-    """The load of a layer's experts with one set."""
-
-    routed_tokens: list[int] = key("Of each expert", "tokens")
-    shares: list[float] = key("Of each expert, of the layer's routed tokens", "share")
-    entropy: float = key("Entropy of the load; 1 is even, 0 is one expert alone", "share")
-
-
-class LayerRouting(Part):
-    """The load of a layer's experts with both sets."""
-
-    layer: int = key("Its number")
-    before: LayerLoad = key("With the first set")
-    after: LayerLoad = key("With the other")
-    entropy_change: float = key("Entropy with the other minus that with the first", "share")
-    moved: float = key("Share of the routed tokens that go to other experts", "share")
-
-
-class RoutedSet(Part):
-    """The routed tokens of one set, of all its draws together."""
-
-    label: str = key("What it is called here")
-    name: str = key("Name of the set")
-    file: str = key("Its file")
-    min: int = key("Fewest routed tokens of an expert", "tokens")
-    median: float = key("Median over all experts of all layers", "tokens")
-    uncovered: int = key("Pairs of layer and expert below the minimum", "pairs")
-    uncovered_at_common: int = key("The same if the set had `common_tokens`", "pairs")
-    pairs: int = key("Pairs of layer and expert", "pairs")
-    min_entropy: float = key("Entropy of the load in the most uneven layer", "share")
-    tokens: dict[str, int] = key("Tokens by category", "tokens")
-    gates: list[Gate] = key("The gates on coverage")
-
-
-class CategoryCoverage(Part):
-    """The experts to which the texts of one category alone send enough tokens, at equal size of the sets."""
-
-    category: str = key("The category, such as `code/rust`")
-    won: int = key("Pairs of layer and expert that it covers in the other set only", "pairs")
-    lost: int = key("Pairs that it covers in the first set only", "pairs")
-
-
-class RoutingChange(Part):
-    """How the load of the experts differs between two sets, by shares, as `quantize coverage --compare` counts it."""
-
-    common_tokens: int = key("Tokens of the smaller set, at which coverage is compared", "tokens")
-    min_routed_tokens: int = key("Routed tokens from which an expert counts as covered", "tokens")
-    won: list[list[int]] = key("Layer and expert of those that only the other set covers")
-    lost: list[list[int]] = key("Layer and expert of those that only the first set covers")
-    won_by: list[dict[str, int]] = key("For each of `won`, tokens by the categories of the other that send most")
-    lost_by: list[dict[str, int]] = key("For each of `lost`, tokens by the categories of the first that send most")
-    languages: list[CategoryCoverage] = key("Category by category, most changes first")
-    fewer: list[ExpertShare] = key("Experts whose share shrinks most")
-    more: list[ExpertShare] = key("Experts whose share grows most")
-    per_layer: list[LayerRouting] = key("Layer by layer")
-    before: RoutedSet = key("The first set")
-    after: RoutedSet = key("The other")
 
 
 class SetPair(Change):

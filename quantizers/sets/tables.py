@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from quantizers.eval.fidelity.figures import HeldOutSet
 from quantizers.eval.fidelity.tables import past_the_model
 from quantizers.system.formatting import number, several, text_table
 
@@ -31,7 +32,14 @@ def sets_table(found: dict[str, Any]) -> str:
     more = len(found["pairs"]) - len(pairs)
     if more:
         parts.append(f"pairs without the first set, field by field and expert by expert with --json: {more}")
-    return "\n\n".join([*parts, *_layers(found["sets"]), *past_the_model(found), *found["notes"]])
+    return "\n\n".join(
+        [
+            *parts,
+            *_layers(found["sets"]),
+            *past_the_model(HeldOutSet.model_validate(found["evaluated_on"])),
+            *found["notes"],
+        ]
+    )
 
 
 def sources_table(found: dict[str, Any]) -> str:
@@ -52,7 +60,7 @@ def sources_table(found: dict[str, Any]) -> str:
             text_table(columns, rows),
             "KL without it: mean KL of outputs without the source, against those with it; more means that it helps",
             *_sets([found["set"]], found),
-            *past_the_model(found),
+            *past_the_model(HeldOutSet.model_validate(found["evaluated_on"])),
             *found["notes"],
         ]
     )

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from quantizers.device.timing import phase
 from quantizers.distributed.process_group import ProcessGroup
-from quantizers.formats.nvfp4 import global_scale
+from quantizers.formats.format import Grid
+from quantizers.formats.nvfp4 import E2M1, global_scale
 from quantizers.formats.packed_integers import grouped
 from quantizers.recipe.schema import Awq, Experts
 
-from .grid import E2M1, Grid, grid_of, nearest_code_
+from .grid import nearest_code_
 from .hessians import DownHessian, HessianCache
 from .rounding import column_parts, in_groups, minmax_steps
 from .routing_weights import ExpertBatch
@@ -184,5 +185,5 @@ def _candidates(x_mean: Tensor, w_mean: Tensor, settings: Experts) -> Tensor:
 
 def _sampled_losses(weight: Tensor, hessian: Tensor, scales: Tensor, settings: Experts, step: int) -> Tensor:
     """The losses (P, E) of `scale_losses`, from every `step`-th row of weights of any dtype."""
-    rows, on = weight[:, ::step].float(), grid_of(settings)
+    rows, on = weight[:, ::step].float(), settings.scheme.grid
     return scale_losses(rows, hessian, scales, settings.group_size, on, signed=settings.signed).mul_(step)

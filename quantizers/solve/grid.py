@@ -8,28 +8,20 @@ those that are stored, so that they are whole numbers. NVFP4's second scale, flo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from quantizers.formats.nvfp4 import global_scale, nearest_e2m1_, nearest_e4m3
+from quantizers.formats.format import Grid
+from quantizers.formats.nvfp4 import E2M1, global_scale, nearest_e2m1_, nearest_e4m3
 from quantizers.formats.packed_integers import code_range
-from quantizers.recipe.schema import Experts
 
-Grid = int | Literal["e2m1"]  # the bits of symmetric integers, or E2M1
-E2M1: Literal["e2m1"] = "e2m1"
 LARGEST = 12.0  # of E2M1's codes
 # Multiples of the min-max scale that are tried for integers; for E2M1 so many E4M3 numbers below and above it: with
 # half as much again, the largest weight is 4 instead of 6.
 MSE_COUNT, MSE_FIRST, MSE_LESS = 20, 1.05, 0.02  # so many, the first, the steps down
 MSE_FACTORS = tuple(MSE_FIRST - MSE_LESS * k for k in range(MSE_COUNT))
 BELOW, ABOVE = 6, 5
-
-
-def grid_of(settings: Experts) -> Grid:
-    """The grid of these settings."""
-    return E2M1 if settings.format == "nvfp4" else settings.bits
 
 
 def reach(grid: Grid) -> float:

@@ -28,7 +28,8 @@ class LayerResult:
         codes: int8, gate and up (E, I, H), down (E, H, I), each in [-2^(bits-1), 2^(bits-1) - 1]; or E2M1's, see
             grid.py.
         scales: bfloat16, (E, rows, columns / g); weight = code * scale, and with NVFP4 divided by the global scale.
-        error: numbers about the search and the rounding, the keys of SolvingErrors, on calibration tokens.
+        error: numbers about the search and the rounding, of a GramErrors or LlmcompressorErrors, on calibration
+            tokens.
         fallbacks: one line for each expert that did not get the method asked for, and why.
         under_routed: the experts that depend on tokens which the router did not send them, see routing_weights.py:
             `full_share_at` is n0, `experts` the number of those with fewer routed tokens, `smallest_share` the least

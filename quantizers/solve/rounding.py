@@ -20,10 +20,12 @@ from torch import Tensor
 from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import tensor_to_host
 from quantizers.device.triton_support import use_kernel
+from quantizers.formats.format import Grid
+from quantizers.formats.nvfp4 import E2M1
 from quantizers.formats.packed_integers import dequantize, grouped
 
 from . import kernels
-from .grid import E2M1, MSE_COUNT, MSE_FIRST, MSE_LESS, Grid, nearest_code_, reach, scale_candidates, stored_scale
+from .grid import MSE_COUNT, MSE_FIRST, MSE_LESS, nearest_code_, reach, scale_candidates, stored_scale
 from .symmetric import LANES, ordered_sum
 
 DAMPING = 0.01  # of Hessians, as a share of their mean diagonal

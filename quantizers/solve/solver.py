@@ -39,7 +39,7 @@ from quantizers.planning.expert_batches import expert_batches, experts_per_batch
 from quantizers.recipe.schema import Experts
 
 from .awq import Weights, divided, fold_hessian, fold_norm, norm_scale, row_step, width_scale
-from .grid import E2M1, grid_of, unit
+from .grid import unit
 from .hessians import HessianCache, blended_hessian, collect_down_hessian
 from .result import LayerResult
 from .rounding import DAMPING, damped, gptq, minmax_scales, mse_scales, nearest, refine
@@ -159,7 +159,7 @@ def solve_batch(
     # w2's columns are multiplied by s (c, I), and w3's rows divided by it.
     s, rows = torch.ones_like(down[:, 0]), None
     # Otherwise w3's stored scales are divided after rounding.
-    early = bool(settings.awq) and grid_of(settings) in (8, E2M1)
+    early = bool(settings.awq) and settings.scheme.coarse_scales
     if early:
         every = max(1, routing.rows // (SEARCH_TOKENS * down.shape[-1]))
         s, searched = width_scale(down, collect(source, every=every), settings)
@@ -178,7 +178,7 @@ def solve_batch(
     inputs = collect(
         torch.div(rounded, smooth, out=served),
         source=source if settings.rounding == "gptq" else None,
-        with_largest=settings.activations == 4,
+        with_largest=settings.scheme.input_scales,
     )
     del rounded, served
     if inputs.changes is not None:
@@ -221,7 +221,7 @@ def _round(
     divided by `rows` (c, R, 1). The weight is worthless afterwards.
     """
     weight = weight.mT.contiguous().mT  # columns are contiguous from here on
-    group, grid, signed = settings.group_size, grid_of(settings), settings.signed
+    group, grid, signed = settings.group_size, settings.scheme.grid, settings.signed
     divisor = unit(weight, grid)
     if divisor is not None:
         weight.mul_(divisor[:, None, None])

@@ -1,24 +1,67 @@
-"""The exceptions of this program; each class knows the exit code of `quantize`.
+"""The exceptions of this program: what is wrong, where, and what to do; each class knows the exit code of `quantize`.
 
 0 done · 1 the run failed · 2 the input is wrong · 3 a gate failed (not an exception: the output is complete), or
-the recipe stopped the run after a layer · 130 and 143 interrupted. The message is one line that names the place
-and the remedy; a traceback is printed only with --debug.
+the recipe stopped the run after a layer · 130 and 143 interrupted. The text of an error is one line, and with --json
+it is printed as an object too; a traceback is printed only with --debug.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
 
 
 class QuantizeError(Exception):
-    """The run failed for a reason outside the input: disk, device, a bug in a library."""
+    """The run failed for a reason outside the input: disk, device, a bug in a library.
+
+    Args:
+        place: file and line, key, option or tensor, as a user knows it; may be empty.
+        problem: what is wrong there.
+        remedy: what to do about it; may be empty.
+    """
 
     exit_code = 1
+    _several: tuple[QuantizeError, ...] = ()
+
+    def __init__(self, place: object, problem: str | None = None, remedy: str = "") -> None:
+        if problem is None:  # one text, where it is still raised as one: its last clause is the remedy
+            lines = str(place).split("\n")
+            self._several = tuple(map(type(self), lines)) if len(lines) > 1 else ()
+            before, _, after = str(place).rpartition("; ")
+            place, problem, remedy = ("", before, after) if before and not self._several else ("", str(place), "")
+        super().__init__(place, problem, remedy)
+        self.place, self.problem, self.remedy = str(place), problem, remedy
+
+    @classmethod
+    def several(cls, errors: Sequence[Self]) -> Self:
+        """One error for all mistakes that were found at once, each of which is a line of its text."""
+        if len(errors) == 1:
+            return errors[0]
+        whole = cls("", "\n".join(map(str, errors)))
+        whole._several = tuple(single for error in errors for single in error.errors)
+        return whole
+
+    @property
+    def errors(self) -> tuple[QuantizeError, ...]:
+        """The error itself, or those of which `several` made it."""
+        return self._several or (self,)
+
+    @property
+    def without_remedy(self) -> str:
+        """Place and problem."""
+        return f"{self.place}: {self.problem}" if self.place else self.problem
+
+    def __str__(self) -> str:
+        return f"{self.without_remedy}; {self.remedy}" if self.remedy else self.without_remedy
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON: exit code, place, problem and remedy."""
+        return {"code": self.exit_code, "place": self.place, "problem": self.problem, "remedy": self.remedy}
 
 
 class InputError(QuantizeError):
-    """The user's input is wrong. The message names file, line or key, and the remedy."""
+    """The user's input is wrong. The error names file, line or key, and the remedy."""
 
     exit_code = 2
 
@@ -62,8 +105,8 @@ class DamagedRecord(QuantizeError):
 class Interrupted(QuantizeError):
     """SIGINT or SIGTERM arrived; all finished work is on disk. The exit code is 128 + the signal's number."""
 
-    def __init__(self, message: str, signal_number: int) -> None:
-        super().__init__(message)
+    def __init__(self, place: object, problem: str, remedy: str, signal_number: int) -> None:
+        super().__init__(place, problem, remedy)
         self.exit_code = 128 + signal_number
 
 
@@ -71,8 +114,20 @@ class PeerFailed(QuantizeError):
     """Another process of the same run failed and printed why; this one ends with the same exit code."""
 
     def __init__(self, exit_code: int) -> None:
-        super().__init__("another process failed")
+        super().__init__("", "another process failed")
         self.exit_code = exit_code
+
+
+def from_dicts(sent: Iterable[Mapping[str, Any]]) -> QuantizeError:
+    """The error of another process, from `as_dict` of each of its `errors`; of its class only the exit code is kept."""
+    errors = []
+    for fields in sent:
+        error = QuantizeError(fields["place"], fields["problem"], fields["remedy"])
+        error.exit_code = fields["code"]
+        errors.append(error)
+    whole = QuantizeError.several(errors)
+    whole.exit_code = errors[0].exit_code
+    return whole
 
 
 def first_line(failure: BaseException) -> str:

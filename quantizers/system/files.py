@@ -34,7 +34,7 @@ def write_new(contents: Mapping[Path, bytes]) -> None:
     """
     for target, content in contents.items():
         if target.exists() and not (target.is_file() and target.read_bytes() == content):
-            raise OutputError(f"{target}: exists; give another name or folder")
+            raise OutputError(target, "exists", "give another name or folder")
     written: list[Path] = []
     try:
         for target, content in contents.items():
@@ -45,7 +45,7 @@ def write_new(contents: Mapping[Path, bytes]) -> None:
     except OSError as failure:
         for target in written:
             target.unlink(missing_ok=True)
-        raise OutputError(f"{failure.filename}: cannot be written ({failure.strerror}); give another place") from None
+        raise OutputError(failure.filename, f"cannot be written ({failure.strerror})", "give another place") from None
 
 
 def copy_file(source: Path, target: Path) -> None:
@@ -93,9 +93,9 @@ def disk_errors(path: Path) -> Iterator[None]:
             raise
         reason = getattr(failure, "strerror", None) or failure
         if getattr(failure, "errno", None) in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise OutputError(f"{path}: cannot be written ({reason}); choose another folder, or allow it") from None
+            raise OutputError(path, f"cannot be written ({reason})", "choose another folder, or allow it") from None
         raise QuantizeError(
-            f"{path}: cannot be written ({reason}); make room or check the disk, then give the same command again"
+            path, f"cannot be written ({reason})", "make room or check the disk, then give the same command again"
         ) from None
 
 

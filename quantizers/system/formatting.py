@@ -8,11 +8,9 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
 from .errors import InputError
 
-SHARES = ("perplexity", "coverage")  # gates whose values are shares
 # Line ends, characters that steer a terminal or turn its text around, and halves of surrogate pairs.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -63,13 +61,6 @@ def size_from(least: int) -> str:
     return size_between(least, -(-least * 10 // factor) * factor // 10)
 
 
-def gate_figures(gate: dict[str, Any]) -> tuple[str, str]:
-    """A gate's value and its limit as people read them: shares in per cent, anything else as a number."""
-    shown = percent if gate["name"].partition(" ")[0] in SHARES else "{:.4g}".format
-    value = "no number" if gate["value"] is None else shown(gate["value"])
-    return value, f"{'>=' if gate.get('at_least') else '<='} {shown(gate['limit'])}"
-
-
 def percent(share: float) -> str:
     """A share in per cent with three digits and no exponent: `0.00149%`, `12.5%`, `0%`."""
     if not share:
@@ -100,7 +91,7 @@ def parse_bytes(text: str, what: str) -> int:
     factor = _FACTORS.get(match[2].lower()) if match else None
     size = float(match[1]) * factor if match and factor else 0.0
     if not 1 <= size < math.inf:
-        raise InputError(f"{what}: {text!r} is not a size; write it as 96GiB or 96GB")
+        raise InputError(what, f"{text!r} is not a size", "write it as 96GiB or 96GB")
     return int(size)
 
 

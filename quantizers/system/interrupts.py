@@ -31,7 +31,7 @@ def stoppable(*, by_launcher: bool = False) -> Iterator[None]:
     """
 
     def stop(number: int, _frame: FrameType | None) -> None:
-        raise Interrupted("interrupted by SIGTERM; give the same command again", number)
+        raise Interrupted("", "interrupted by SIGTERM", "give the same command again", number)
 
     restore = handle_signals(stop, signal.SIGTERM)
     try:
@@ -58,7 +58,7 @@ def interruptible(advice: str) -> Iterator[Callable[[], None]]:
 
     def check() -> None:
         if caught:
-            raise Interrupted(f"interrupted by {signal.Signals(caught[0]).name}; {advice}", caught[0])
+            raise Interrupted("", f"interrupted by {signal.Signals(caught[0]).name}", advice, caught[0])
 
     with handlers:
         handlers.enter_context(handle_signals(record, signal.SIGINT, signal.SIGTERM))

@@ -29,6 +29,14 @@ class Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, defer_build=True)
 
 
+class Wrong(ValueError):
+    """A value that a validator refuses, with the remedy, which pydantic carries to `fit`."""
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(f"{problem}; {remedy}")
+        self.problem, self.remedy = problem, remedy
+
+
 class Origin(NamedTuple):
     """Where a value was given."""
 
@@ -55,7 +63,7 @@ def fit(data: Mapping[str, Any], origins: Mapping[Place, Origin], model: type[Mo
         origins: of every key and list item that was given, and of the whole.
 
     Raises:
-        error: one line `file:line: key: problem (remedy)` for each fault, in the order of the lines.
+        error: one error for each fault, whose place is `file:line: key`, in the order of the lines.
     """
     try:
         return model.model_validate(data)
@@ -67,7 +75,7 @@ def fit(data: Mapping[str, Any], origins: Mapping[Place, Origin], model: type[Mo
         # Only the deepest: not "must be false" next to a fault in `awq.grid`.
         inner = {place[:length] for place in found for length in range(len(place))}
         faults = [_fault(place, found[place], origins, model) for place in found if place not in inner]
-    raise error("\n".join(text for _, text in sorted(faults, key=lambda fault: fault[0])))
+    raise error.several([error(*told) for _, *told in sorted(faults, key=lambda fault: fault[0])])
 
 
 def _place(detail: ErrorDetails, origins: Mapping[Place, Origin]) -> Place:
@@ -81,24 +89,30 @@ def _place(detail: ErrorDetails, origins: Mapping[Place, Origin]) -> Place:
 
 def _fault(
     place: Place, details: list[ErrorDetails], origins: Mapping[Place, Origin], model: type[BaseModel]
-) -> tuple[int, str]:
-    """The line of a fault, and its message."""
+) -> tuple[int, str, str, str]:
+    """The line of a fault, and its error's place, problem and remedy."""
     missing = details[0]["type"] == "missing"
     origin = origins[place[:-1] if missing else place]
     name = dotted(place)
-    start = f"{origin.shown}: {name}: " if name and name != origin.key else f"{origin.shown}: "
+    where = f"{origin.shown}: {name}" if name and name != origin.key else origin.shown
     if missing:
-        return origin.line, f"{start}missing; add it"
+        return origin.line, where, "missing", "add it"
     if details[0]["type"] == "extra_forbidden":
-        hint = did_you_mean(str(place[-1]), _all_keys(model)) or "; remove it"
-        return origin.line, f"{start}unknown key{hint}"
+        hint = did_you_mean(str(place[-1]), _all_keys(model))
+        return origin.line, where, f"unknown key{hint}", "" if hint else "remove it"
     value = details[0].get("input")
-    message = " or ".join(dict.fromkeys(_message(detail) for detail in details))
-    scalar = isinstance(value, (str, int, float, bool, type(None)))
-    if all(detail["type"] == "value_error" for detail in details) and not message.startswith(("must ", "should ")):
-        # A sentence of our own, with its remedy: a value after it would be read as a part of the remedy.
-        return origin.line, start + (f"{value!r} {message}" if scalar and message.startswith("is not ") else message)
-    return origin.line, start + message + (f", not {value!r}" if scalar else "")
+    refused = details[0].get("ctx", {}).get("error")
+    messages = list(dict.fromkeys(_message(detail) for detail in details))
+    problem, remedy = " or ".join(messages), ""
+    if isinstance(refused, Wrong) and len(messages) == 1:
+        problem, remedy = refused.problem, refused.remedy
+    shown = repr(value) if isinstance(value, (str, int, float, bool, type(None))) else ""
+    if all(detail["type"] == "value_error" for detail in details) and not problem.startswith(("must ", "should ")):
+        if shown and problem.startswith("is not "):
+            problem = f"{shown} {problem}"
+    elif shown:
+        problem += f", not {shown}"
+    return origin.line, where, problem, remedy
 
 
 def _message(detail: ErrorDetails) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,12 +30,16 @@ _CORE_SCHEMA: dict[str, tuple[str, Callable[[str], Any]]] = {  # by tag: pattern
 }
 
 
+@dataclass
 class Refused(Exception):
     """A fault in a YAML text, and its line (0: unknown); the caller adds the file's name."""
 
-    def __init__(self, line: int, message: str) -> None:
-        super().__init__(message)
-        self.line = line
+    line: int
+    problem: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.problem}; {self.remedy}"
 
 
 # libyaml is ten times as fast, and PyYAML may have been built without it: a base that types cannot know.
@@ -80,20 +85,20 @@ def parse(path: Path, error: type[InputError] = InputError) -> tuple[dict[str, A
         with path.open("rb") as stream:
             raw = stream.read(MAX_BYTES + 1)
     except OSError as failure:
-        raise error(f"{path}: cannot be read ({failure.strerror or failure}); give an existing file") from None
+        raise error(path, f"cannot be read ({failure.strerror or failure})", "give an existing file") from None
     if len(raw) > MAX_BYTES:
-        raise error(f"{path}: larger than {MAX_BYTES:,} bytes; this is no recipe or set; give another file")
+        raise error(path, f"larger than {MAX_BYTES:,} bytes; this is no recipe or set", "give another file")
     lines: dict[Place, int] = {}
     try:
         data = _values(raw.decode("utf-8"), lines)
     except UnicodeDecodeError as failure:
         line = raw[: failure.start].count(b"\n") + 1
-        raise error(f"{path}:{line}: not UTF-8; save the file as UTF-8") from None
+        raise error(f"{path}:{line}", "not UTF-8", "save the file as UTF-8") from None
     except Refused as refused:
         where = f"{path}:{refused.line}" if refused.line else str(path)
-        raise error(f"{where}: {refused}") from None
+        raise error(where, refused.problem, refused.remedy) from None
     if not isinstance(data, dict | None):
-        raise error(f"{path}:1: must be a mapping; write keys with values")
+        raise error(f"{path}:1", "must be a mapping", "write keys with values")
     return data or {}, lines
 
 
@@ -122,13 +127,13 @@ def _values(text: str, lines: dict[Place, int]) -> Any:
         return None if node is None else _build(node, (), lines)
     except yaml.reader.ReaderError as failure:
         line = text.encode()[: failure.position].count(b"\n") + 1
-        raise Refused(line, f"not valid YAML: {failure.reason}; remove this character") from None
+        raise Refused(line, f"not valid YAML: {failure.reason}", "remove this character") from None
     except yaml.YAMLError as failure:
         mark = getattr(failure, "problem_mark", None)
         problem = getattr(failure, "problem", None) or first_line(failure)
-        raise Refused(mark.line + 1 if mark else 0, f"not valid YAML: {problem}; correct it") from None
+        raise Refused(mark.line + 1 if mark else 0, f"not valid YAML: {problem}", "correct it") from None
     except (ValueError, OverflowError) as failure:  # such as an escape of no character, or 5,000 digits
-        raise Refused(0, f"not valid YAML: {failure}; correct it") from None
+        raise Refused(0, f"not valid YAML: {failure}", "correct it") from None
 
 
 def _refuse_unsupported(text: str) -> None:
@@ -138,11 +143,11 @@ def _refuse_unsupported(text: str) -> None:
         line = event.start_mark.line + 1 if event.start_mark else 0
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
-            raise Refused(line, f"nested deeper than {MAX_DEPTH} levels; flatten it")
+            raise Refused(line, f"nested deeper than {MAX_DEPTH} levels", "flatten it")
         if getattr(event, "anchor", None):
-            raise Refused(line, "anchors and aliases are not supported; repeat the value")
+            raise Refused(line, "anchors and aliases are not supported", "repeat the value")
         if getattr(event, "tag", None):
-            raise Refused(line, "tags (`!name`) are not supported; write the plain value")
+            raise Refused(line, "tags (`!name`) are not supported", "write the plain value")
 
 
 def _build(node: yaml.Node, place: Place, lines: dict[Place, int]) -> Any:
@@ -157,10 +162,10 @@ def _build(node: yaml.Node, place: Place, lines: dict[Place, int]) -> Any:
         key = _scalar(key_node) if isinstance(key_node, yaml.ScalarNode) else None
         if not isinstance(key, str):
             shown = repr(key_node.value) if isinstance(key_node, yaml.ScalarNode) else "a list or mapping"
-            raise Refused(line, f"a key must be text, not {shown}; put it in quotes")
+            raise Refused(line, f"a key must be text, not {shown}", "put it in quotes")
         if key in result:
             first = lines[(*place, key)]
-            raise Refused(line, f"{dotted((*place, key))}: given twice (first in line {first}); keep one")
+            raise Refused(line, f"{dotted((*place, key))}: given twice (first in line {first})", "keep one")
         lines[(*place, key)] = line
         result[key] = _build(value_node, (*place, key), lines)
     return result

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,14 @@ from quantizers.checkpoint.loaded_tensors import prefetched_tensors
 from quantizers.checkpoint.reader import CONFIG, WEIGHTS, Checkpoint, open_folder, side_files
 from quantizers.checkpoint.remote import HubFiles
 from quantizers.checkpoint.safetensors_header import FP8, Spec
-from quantizers.formats.dequantization import weight_format
-from quantizers.formats.fp8 import INPUT_SCALE, ROWS, SCALE, block_size, has_kv_scales, scale_shape
+from quantizers.formats.format import SCALE, ExpertFormat, format_of_experts
+from quantizers.formats.fp8 import ROWS, block_size, has_kv_scales
 from quantizers.formats.tensor_names import published_names, split_fused_experts
 from quantizers.output.journal import MISSING, differences, short_value
 from quantizers.output.manifest import read_record
 from quantizers.planning.assign_actions import make_plan
 from quantizers.planning.plan import KV_SCALE, KV_SCALES, Plan
-from quantizers.recipe.schema import BITS, GROUPS, NVFP4, Attention, Experts, Scheme
+from quantizers.recipe.schema import Attention, Experts
 from quantizers.stitch.write.config_files import output_config
 from quantizers.stitch.write.shard import ShardDigest, changes, recorded_digests
 from quantizers.system.errors import CheckpointError, RecipeError
@@ -39,8 +39,6 @@ from quantizers.system.thread_map import thread_map
 
 from .layer import NOT_COMPENSATED, LayerAudit, audit_kept, audit_layer
 
-PARTS = ("weight_packed", "weight_scale", "weight_shape")  # of a matrix of packed symmetric integers
-UNSUPPORTED = ("weight_zero_point", "weight_g_idx")
 # Endings and names of other files that a loader reads or runs.
 LOADED = (".py", ".json", ".jinja", ".model", ".tiktoken")
 LOADED_NAMES = ("vocab.txt", "merges.txt")
@@ -166,7 +164,7 @@ def verify(
 def stored_plan(
     source: Checkpoint,
     facts: Architecture,
-    schemes: Sequence[Scheme],
+    schemes: Sequence[ExpertFormat],
     attention: Attention = "keep",
     *,
     kv_cache: bool = False,
@@ -175,7 +173,7 @@ def stored_plan(
 
     It has the settings of the recipe that folds all it can.
     """
-    experts = Experts(format=schemes[0].format)
+    experts = Experts.model_validate({"format": schemes[0].name})
     specs = {name: Spec(info.dtype, info.shape) for name, info in source.tensors.items()}
     where, block = str(source.folder), block_size(source)
     return make_plan(facts, specs, experts, where, block, attention, kv_cache=kv_cache).with_schemes(schemes)
@@ -191,7 +189,7 @@ def stored_attention(source: Checkpoint, candidate: Checkpoint, facts: Architect
             if now.dtype != FP8:
                 return "bf16"
             scale = candidate.tensors.get(f"{module}.{SCALE}")
-            return "fp8" if scale is None or scale.shape == scale_shape(ROWS, now.shape) else "fp8-block"
+            return "fp8" if scale is None or scale.shape == ROWS.scale_shape(now.shape) else "fp8-block"
     return "keep"
 
 
@@ -292,42 +290,13 @@ def strays(folder: Path, shards: Collection[str]) -> list[str]:
 # The experts' scheme -----------------------------------------------------------------------------------------------
 
 
-def stored_schemes(experts: Checkpoint, facts: Architecture) -> list[Scheme]:
+def stored_schemes(experts: Checkpoint, facts: Architecture) -> list[ExpertFormat]:
     """Each layer's scheme, from the shapes of its first whole expert's tensors (under published names).
 
-    Raises a CheckpointError if they are no packed symmetric integers of a supported bit width and group size.
+    Raises a CheckpointError if they are in no format that experts can be quantized to.
     """
-    schemes = {layer: _stored_scheme(experts, facts, layer, facts.num_experts) for layer in facts.moe_layers}
+    schemes = {
+        layer: format_of_experts(experts, [facts.expert(layer, number, "gate") for number in range(facts.num_experts)])
+        for layer in facts.moe_layers
+    }
     return [schemes.get(layer, schemes[facts.moe_layers[0]]) for layer in range(facts.num_layers)]
-
-
-def _stored_scheme(experts: Checkpoint, facts: Architecture, layer: int, count: int) -> Scheme:
-    modules = [facts.expert(layer, expert, "gate") for expert in range(count)]
-    for module in modules:
-        info = experts.tensors.get(f"{module}.weight_packed")
-        if info is not None and info.dtype == "U8" and weight_format(experts, module) is not None:
-            return replace(NVFP4, activations=4 if f"{module}.{INPUT_SCALE}" in experts.tensors else 16)
-    stored = {m: {part for part in (*PARTS, *UNSUPPORTED) if f"{m}.{part}" in experts.tensors} for m in modules}
-    module = next((m for m in modules if stored[m] == set(PARTS)), modules[0])
-    where = f"{experts.folder}: {module}"
-    for part in UNSUPPORTED:
-        if part in stored[module]:
-            raise CheckpointError(f"{where}.{part}: asymmetric or reordered integers are not supported")
-    if f"{module}.qweight" in experts.tensors:
-        raise CheckpointError(
-            f"{where}.qweight: experts of AutoAWQ or GPTQ cannot be stitched; give symmetric ones in "
-            "compressed-tensors' pack-quantized, as llm-compressor saves them"
-        )
-    packed = experts.require(f"{module}.weight_packed", "its experts must be packed integers")
-    scale = experts.require(f"{module}.weight_scale", "the scales of packed integers")
-    shape = experts.tensor(experts.require(f"{module}.weight_shape", "the shape of packed integers").name).tolist()
-    if len(packed.shape) != 2 or len(scale.shape) != 2 or len(shape) != 2 or not scale.shape[1] or not shape[1]:
-        raise CheckpointError(
-            f"{where}: packed {list(packed.shape)} and scale {list(scale.shape)} do not fit each other"
-        )
-    bits, group = packed.shape[1] * 32 // shape[1], shape[1] // scale.shape[1]
-    if bits not in BITS or group not in GROUPS:
-        raise CheckpointError(
-            f"{where}: INT{bits} in groups of {group}; 2, 3, 4, 5, 6 or 8 bits in groups of 32, 64 or 128 are needed"
-        )
-    return Scheme(bits, group)

@@ -21,7 +21,7 @@ from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import to_host
 from quantizers.formats.conversion import converted
 from quantizers.formats.dequantization import read_weight
-from quantizers.formats.fp8 import GLOBAL_SCALE, INPUT_SCALE
+from quantizers.formats.nvfp4 import GLOBAL_SCALE, INPUT_SCALE
 from quantizers.model.layer_weights import ExpertWeights
 from quantizers.planning.expert_batches import expert_batches, experts_per_batch
 from quantizers.planning.plan import PASSTHROUGH, Action, Plan
@@ -263,7 +263,7 @@ def _zero_scales(pair: _Pair) -> Iterator[str]:
 
 
 def _global_scales(pair: _Pair) -> Iterator[str]:
-    """Where a global scale of NVFP4 is no positive number, or gate's and up's differ: servers take gate's for both."""
+    """Where a matrix's global scale is no positive number, or gate's and up's differ: servers take gate's for both."""
     for part in (GLOBAL_SCALE, INPUT_SCALE):
         for expert in range(pair.facts.num_experts):
             names = [f"{pair.facts.expert(pair.layer, expert, matrix)}.{part}" for matrix in MATRICES]

@@ -32,13 +32,13 @@ from quantizers.architectures.architecture import Architecture, Targets
 from quantizers.architectures.fused import FUSED_IN_SOME
 from quantizers.architectures.matrices import PROJECTIONS
 from quantizers.checkpoint.reader import CONFIG, INDEX, Checkpoint, side_files
-from quantizers.formats.fp8 import ROWS, Fp8, block_size
+from quantizers.formats.format import QuantizedFormat, arguments
+from quantizers.formats.fp8 import Fp8, block_size
 from quantizers.planning.plan import Plan, index_json
 from quantizers.system.files import copy_file, write_text
 
-Scheme = Literal["fp8", "plain", "experts"]
+Group = Literal["fp8", "plain", "experts"]  # what covers a module: a config group, or `ignore`
 ANYWHERE = r"(.*\.)?"
-NVFP4: dict[str, Any] = {"group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
 
 
 def write_config_files(folder: Path, source: Checkpoint, plan: Plan, facts: Architecture) -> None:
@@ -84,13 +84,8 @@ def quantization_config(facts: Architecture, plan: Plan, fp8: Fp8 | None) -> dic
     patterns = [*(targets.fp8 if in_fp8 else []), *(mtp_experts if plan.mtp_in_fp8 else [])]
     routed = _routed_groups(facts, plan, targets)
     attention: dict[str, Any] = {}
-    if fp8 == ROWS:
-        inputs = _scheme(8, "float", "token", dynamic=True)
-        attention["attention_fp8_channel"] = _group(patterns, "float-quantized", _scheme(8, "float", "channel"), inputs)
-    elif fp8 is not None:
-        inputs = _scheme(8, "float", "group", dynamic=True, group_size=fp8[1])
-        weights = _scheme(8, "float", "block", block_structure=list(fp8))
-        attention["attention_fp8_block"] = _group(patterns, "float-quantized", weights, inputs)
+    if fp8 is not None:
+        attention[f"attention_{fp8.group_name}"] = _group(patterns, fp8)
     plain = [] if plan.mtp_in_fp8 else [f"re:{pattern}" for pattern in mtp_experts]
     return {
         "quant_method": "compressed-tensors",
@@ -99,7 +94,7 @@ def quantization_config(facts: Architecture, plan: Plan, fp8: Fp8 | None) -> dic
         "format": next(iter(routed.values()))["format"] if routed else "pack-quantized",
         "config_groups": routed | attention if any("experts" in p for p in patterns) else attention | routed,
         "ignore": [*targets.ignore, *plain, *([] if in_fp8 else targets.unquantized)],
-        "kv_cache_scheme": _scheme(8, "float", "tensor") if plan.cached else None,
+        "kv_cache_scheme": arguments(8, "float", "tensor") if plan.cached else None,
         "global_compression_ratio": None,
         "sparsity_config": {},
         "transform_config": {},
@@ -108,38 +103,24 @@ def quantization_config(facts: Architecture, plan: Plan, fp8: Fp8 | None) -> dic
 
 
 def _routed_groups(facts: Architecture, plan: Plan, targets: Targets) -> dict[str, Any]:
-    """One config group per scheme of the routed experts, by name; its regex lists its layers if there are several."""
+    """One config group per format of the routed experts, by name; its regex lists its layers if there are several."""
     layers, groups = plan.quantized_layers, {}
     schemes = list(dict.fromkeys(plan.schemes[layer] for layer in layers))
     for scheme in schemes:
         name, within = "routed_experts", ""
         if len(schemes) > 1:
-            name = f"routed_experts_int{scheme.bits}_group{scheme.group_size}"
+            name = f"routed_experts_{scheme.group_name}"
             numbers = _one_of(layer for layer in layers if plan.schemes[layer] == scheme)
             within = rf"\.{_list_of_layers(facts)}\.{numbers}\..*"
         elif plan.mtp:
             within = rf"\.{_list_of_layers(facts)}\.(?!{_one_of(plan.mtp)}\.)\d+\..*"
         pattern = f"{_beside_carried(plan, facts)}.*{within}{targets.experts}"
-        if scheme.format == "nvfp4":
-            weights = _scheme(4, "float", "tensor_group", **NVFP4)
-            inputs = weights | {"dynamic": "local"} if scheme.activations == 4 else None
-            groups[name] = _group([pattern], "nvfp4-pack-quantized", weights, inputs)
-        else:
-            weights = _scheme(scheme.bits, "int", "group", group_size=scheme.group_size)
-            groups[name] = _group([pattern], "pack-quantized", weights, None)
+        groups[name] = _group([pattern], scheme)
     return groups
 
 
-def _group(
-    patterns: Iterable[str], form: str, weights: dict[str, Any], inputs: dict[str, Any] | None
-) -> dict[str, Any]:
-    targets = [f"re:{pattern}" for pattern in patterns]
-    return {"targets": targets, "format": form, "weights": weights, "input_activations": inputs}
-
-
-def _scheme(bits: int, kind: str, strategy: str, dynamic: bool = False, **extra: Any) -> dict[str, Any]:
-    fixed = {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": dynamic}
-    return fixed | extra
+def _group(patterns: Iterable[str], form: QuantizedFormat) -> dict[str, Any]:
+    return {"targets": [f"re:{pattern}" for pattern in patterns]} | form.config_group()
 
 
 # Targets -----------------------------------------------------------------------------------------------------------
@@ -170,7 +151,7 @@ def _plain_among_fp8(plan: Plan, facts: Architecture, targets: Targets) -> list[
     kept = [a for a in plan.actions if a.is_other_matrix and a.layer is not None]
     if not any(action.in_fp8 for action in kept):
         return []
-    schemes: dict[str, Scheme] = {_module(a.source): "plain" for a in kept if not a.in_fp8}
+    schemes: dict[str, Group] = {_module(a.source): "plain" for a in kept if not a.in_fp8}
     layers: dict[str, list[int]] = {}
     for name in [*schemes, *_fused(schemes)]:
         layer = _layer(name, facts)
@@ -214,9 +195,9 @@ def _is_expert(module: str, facts: Architecture) -> bool:
     return re.search(_end_of_experts(facts), module) is not None
 
 
-def _schemes(plan: Plan, facts: Architecture) -> dict[str, Scheme]:
+def _schemes(plan: Plan, facts: Architecture) -> dict[str, Group]:
     """The scheme of every module besides the routed experts and those of MTP layers, by its published name."""
-    schemes: dict[str, Scheme] = {}
+    schemes: dict[str, Group] = {}
     for action in plan.actions:
         if action.is_scale or action.expert is not None or len(action.spec.shape) < 2:
             continue
@@ -234,9 +215,9 @@ def _module(tensor: str) -> str:
     return tensor.removesuffix(".weight") if tensor.endswith(".weight") else tensor.rpartition(".")[0]
 
 
-def _fused(schemes: Mapping[str, Scheme]) -> dict[str, Scheme]:
+def _fused(schemes: Mapping[str, Group]) -> dict[str, Group]:
     """What servers make of several modules of one scheme, by its name."""
-    made: dict[str, Scheme] = {}
+    made: dict[str, Group] = {}
     for parent in dict.fromkeys(name.rpartition(".")[0] for name in schemes):
         for whole, parts in FUSED_IN_SOME.items():
             first, *others = {schemes.get(f"{parent}.{part}") for part in parts}
@@ -265,14 +246,14 @@ def _any_number(name: str) -> str:
     return r"\.".join(r"\d+" if part.isdecimal() else re.escape(part) for part in name.split("."))
 
 
-def _expressions(schemes: Mapping[str, Scheme], plan: Plan, facts: Architecture) -> dict[Scheme, list[str]]:
+def _expressions(schemes: Mapping[str, Group], plan: Plan, facts: Architecture) -> dict[Group, list[str]]:
     """The expressions for every module but the experts, by scheme."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for name in schemes:
         kinds.setdefault(_place(name, plan, facts), []).append(name)
     roots = list(dict.fromkeys(root for root, _ in kinds if root))
     in_fp8 = {root for (root, _), names in kinds.items() for name in names if schemes[name] == "fp8"}
-    made: dict[Scheme, list[str]] = {"fp8": [], "plain": []}
+    made: dict[Group, list[str]] = {"fp8": [], "plain": []}
     for (root, end), names in kinds.items():
         for scheme, done in made.items():
             own = [name for name in names if schemes[name] == scheme]

@@ -10,7 +10,6 @@ import hashlib
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any, NamedTuple, TypedDict
@@ -22,13 +21,12 @@ from quantizers.checkpoint.reader import Checkpoint, as_bytes, torch_dtype
 from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import PinnedBuffers
-from quantizers.formats import nvfp4
 from quantizers.formats.conversion import converted
 from quantizers.formats.dequantization import is_finite
-from quantizers.formats.fp8 import GLOBAL_SCALE, INPUT_SCALE
-from quantizers.formats.packed_integers import pack
-from quantizers.planning.plan import METADATA, PASSTHROUGH, Action, Plan, packed_specs
-from quantizers.recipe.schema import Scheme
+from quantizers.formats.format import PACKED, SCALE, ExpertFormat
+from quantizers.formats.nvfp4 import GLOBAL_SCALE, INPUT_SCALE
+from quantizers.formats.packed_integers import SHAPE
+from quantizers.planning.plan import METADATA, PASSTHROUGH, Action, Plan
 from quantizers.solve.result import LayerResult
 from quantizers.system.errors import CheckpointError, QuantizeError
 from quantizers.system.files import disk_errors, file_sha256, sync_folder
@@ -103,7 +101,7 @@ def layer_tensors(
                     part = name.rpartition(".")[2]
                     found[name] = (
                         torch.tensor(action.spec.shape, dtype=torch.int64)
-                        if part == "weight_shape"
+                        if part == SHAPE
                         else values[action.matrix, part][action.expert]
                     )
             else:
@@ -132,23 +130,21 @@ def _folded(action: Action, source: Checkpoint, solved: LayerResult) -> torch.Te
     return router.to(torch_dtype(action.outputs[action.source].dtype))
 
 
-def _arrays(small: Mapping[str, torch.Tensor], solved: LayerResult, scheme: Scheme) -> dict[Key, torch.Tensor]:
+def _arrays(small: Mapping[str, torch.Tensor], solved: LayerResult, scheme: ExpertFormat) -> dict[Key, torch.Tensor]:
     """The packed codes of each matrix, its scales and the small tensors, where they were made."""
     arrays: dict[Key, torch.Tensor] = {(name, ""): tensor.contiguous() for name, tensor in small.items()}
-    is_nvfp4 = scheme.format == "nvfp4"
-    packing = nvfp4.pack if is_nvfp4 else partial(pack, bits=scheme.bits)
     for matrix, scale in solved.scales.items():
-        arrays[matrix, "weight_scale"] = nvfp4.nearest_e4m3(2 * scale) if is_nvfp4 else scale.contiguous()
+        arrays[matrix, SCALE] = scheme.pack_scale(scale)
     for name, of_matrices in ((GLOBAL_SCALE, solved.global_scales), (INPUT_SCALE, solved.input_scales)):
         arrays |= {(matrix, name): values.unsqueeze(-1) for matrix, values in of_matrices.items()}
     for matrix, codes in solved.codes.items():
-        spec = packed_specs(matrix, codes.shape[1:], scheme)[f"{matrix}.weight_packed"]
+        spec = scheme.specs(matrix, codes.shape[1:])[f"{matrix}.{PACKED}"]
         packed = torch.empty((len(codes), *spec.shape), dtype=torch_dtype(spec.dtype), device=codes.device)
         # On a CPU temporaries that fit in its cache are quicker.
         step = PACKED_AT_A_TIME if is_accelerator(codes.device) else 1
         for first in range(0, len(codes), step):
-            packed[first : first + step] = packing(codes[first : first + step])
-        arrays[matrix, "weight_packed"] = packed
+            packed[first : first + step] = scheme.pack(codes[first : first + step])
+        arrays[matrix, PACKED] = packed
     return arrays
 
 

@@ -28,24 +28,25 @@ from quantizers.architectures.gates import plain_gate
 from quantizers.budget import choice, measure
 from quantizers.budget.measure import column_scale, scheme_errors
 from quantizers.calibration.load_set import load_set
+from quantizers.eval.report.schema import Schemes
 from quantizers.eval.report.summary import choice_lines
 from quantizers.formats.dequantization import read_weight
-from quantizers.formats.packed_integers import dequantize
-from quantizers.layers.context import Context
+from quantizers.formats.packed_integers import CANDIDATES, Integers, dequantize
 from quantizers.model.moe_inputs import capture_moe_inputs as seen_by
 from quantizers.output import journal
 from quantizers.pipeline import pipeline
 from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.allocation import Allocation
+from quantizers.planning.device_memory import Placement, Residents
 from quantizers.planning.job import Job, prepare
 from quantizers.planning.plan import file_size
-from quantizers.recipe.schema import CANDIDATES, Scheme
 from quantizers.repair.stitch import stitch_experts
 from quantizers.serving.check import STORED
 from quantizers.solve.rounding import minmax_scales, nearest
 from quantizers.stitch.audit.checkpoint import verify
 from quantizers.stitch.write.config_files import output_config
 from quantizers.system.errors import OutputError
+from quantizers.walk.context import Context
 
 CPU = torch.device("cpu")
 MEAN_BITS = 4.375  # between groups of 64 and of 32 in every layer
@@ -74,8 +75,8 @@ def done(tmp_path_factory: pytest.TempPathFactory, budgeted: Callable[..., Path]
     return job, folder / "output", run(job, Options(folder / "output", CPU))
 
 
-def chosen_of(report: dict[str, Any]) -> list[Scheme]:
-    return [Scheme(row["bits"], row["group_size"]) for row in report["schemes"]["layers"]]
+def chosen_of(report: dict[str, Any]) -> list[Integers]:
+    return [Integers(row["bits"], row["group_size"]) for row in report["schemes"]["layers"]]
 
 
 def rounded(weight: Tensor, scale: Tensor, bits: int) -> Tensor:
@@ -93,7 +94,7 @@ def test_errors_are_those_of_an_experts_outputs() -> None:
     gate_up, down = torch.randn(experts, 2 * width, hidden), torch.randn(experts, hidden, width)
     chosen = torch.stack([torch.randperm(experts)[:2] for _ in range(12)])
     recorded = seen_by(torch.randn(12, hidden), chosen, torch.rand(12, 2))
-    schemes = [Scheme(4, 32), Scheme(8, 32)]
+    schemes = [Integers(4, 32), Integers(8, 32)]
 
     def output(x: Tensor, gate: Tensor, up: Tensor, w2: Tensor) -> Tensor:
         return w2 @ (torch.nn.functional.silu(gate @ x) * (up @ x))
@@ -125,7 +126,7 @@ def test_columns_are_scaled_by_their_inputs() -> None:
     silu = torch.nn.functional.silu
     recorded = seen_by(x, chosen, torch.ones(50, 1))
     _, (both, w2) = scheme_errors(
-        recorded, (gate_up, down), 1, [Scheme(4, 32)], plain_gate(silu), outer=column_scale(x), inner=True
+        recorded, (gate_up, down), 1, [Integers(4, 32)], plain_gate(silu), outer=column_scale(x), inner=True
     )
     own = x[chosen[:, 0] == 1]
     inner = silu(own @ gate_up[1, :32].T) * (own @ gate_up[1, 32:].T)
@@ -165,7 +166,7 @@ def test_the_probe_is_the_whole_model_with_the_first_layer_rounded(
     source, factor = job.opened, (16 / count) ** 0.5
     data = load_set(tmp_path / "calibration.yaml", str(source.folder))
     tokens = [torch.from_numpy(sample.tokens).long() for sample in data.samples][:4]
-    entries = measure.measure_schemes(job, tokens, Context(tmp_path, CPU, 5))
+    entries = measure.measure_schemes(job, tokens, Context(tmp_path, CPU, Placement(Residents(5, 1, 0))))
     assert entries is not None
     modules = [name.removesuffix(".weight") for name, info in source.tensors.items() if name.endswith(".weight")]
     weights = {f"{m}.weight": read_weight(source, m, CPU) for m in modules}
@@ -206,7 +207,7 @@ def test_the_probe_is_the_whole_model_with_the_first_layer_rounded(
 
 def test_a_mixture_is_chosen_only_if_its_gain_is_certain() -> None:
     """INT8 for one layer instead of groups of 32 for both: what each of four experts loses under each scheme."""
-    schemes = (Scheme(4, 64), Scheme(4, 32), Scheme(8, 64))
+    schemes = (Integers(4, 64), Integers(4, 32), Integers(8, 64))
     allocation = Allocation((0, 1), 2, schemes, ((10, 11, 16),) * 2, 0, 1, 64, 26, "bytes")
     for first, picked, gain in (
         ([[0.5] * 4, [0.25] * 4, [0.0] * 4], [2, 0], 1 - 1.2 / 2.16),
@@ -232,7 +233,7 @@ def test_a_mixture_is_chosen_only_if_its_gain_is_certain() -> None:
 def test_the_output_is_what_was_chosen_to_the_byte(done: Any) -> None:
     job, folder, report = done
     schemes, found = chosen_of(report), report["schemes"]
-    assert sorted(schemes) == [Scheme(4, 32)] * 2 + [Scheme(4, 64)] * 2
+    assert sorted(schemes) == [Integers(4, 32)] * 2 + [Integers(4, 64)] * 2
     shards = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
     plan = job.plan.with_schemes(schemes)
     assert shards == {name: file_size(tensors) for name, tensors in plan.shards().items()}
@@ -402,7 +403,7 @@ def test_a_budget_where_some_layers_have_no_experts(tmp_path: Path) -> None:
     assert report["audit"]["differences"] == []
     assert not [finding for finding in report["consumers"]["findings"] if finding["severity"] == "error"]
     assert [row["layer"] for row in schemes["layers"]] == [1, 2]
-    assert sorted(chosen_of(report)) == [Scheme(4, 32), Scheme(8, 32)]
+    assert sorted(chosen_of(report)) == [Integers(4, 32), Integers(8, 32)]
     assert schemes["bits_per_weight"] <= 6.5
     assert report["seconds"]["measuring"] > 0
     card = (tmp_path / "output" / "README.md").read_text()
@@ -411,7 +412,7 @@ def test_a_budget_where_some_layers_have_no_experts(tmp_path: Path) -> None:
     shards = [path.stat().st_size for path in (tmp_path / "output").glob("*.safetensors")]
     assert schemes["output_bytes"] == sum(shards)
     assert 0.3 < schemes["predicted_kl"] / report["kl"]["mean"] < 10
-    named = re.findall(r"\(layer (\d+)\)", "\n".join(choice_lines(schemes)))
+    named = re.findall(r"\(layer (\d+)\)", "\n".join(choice_lines(Schemes.model_validate(schemes))))
     assert len(named) == 2
     assert {int(number) for number in named} <= {1, 2}
 
@@ -419,7 +420,7 @@ def test_a_budget_where_some_layers_have_no_experts(tmp_path: Path) -> None:
 def test_one_scheme_for_all_layers_is_written_as_ever(tmp_path: Path, write_recipe: Callable[..., Path]) -> None:
     """The config of a uniform choice within a budget is that of the same scheme asked for."""
     job = prepare(str(write_recipe(tmp_path)))
-    chosen = job.plan.with_schemes([Scheme(4, 32)] * 4)
+    chosen = job.plan.with_schemes([Integers(4, 32)] * 4)
     assert replace(job.plan, schemes=()) == replace(chosen, schemes=())
     asked, uniform = (output_config(job.config, job.facts, plan, job.fp8) for plan in (job.plan, chosen))
     assert asked == uniform

@@ -18,10 +18,11 @@ from tiny import write_recipe
 from quantizers.budget import measure
 from quantizers.calibration.load_set import load_set
 from quantizers.distributed.process_group import ProcessGroup
-from quantizers.layers.context import Context
 from quantizers.output import journal
 from quantizers.pipeline.pipeline import Options, run
+from quantizers.planning.device_memory import Placement, Residents
 from quantizers.planning.job import prepare
+from quantizers.walk.context import Context
 
 CPU = torch.device("cpu")
 FAMILY = "glm4_moe"  # its first layer has no experts
@@ -51,13 +52,13 @@ def test_figures_of_one_process(recipe: Path, tmp_path: Path) -> None:
 
     alone = tmp_path / "alone"
     alone.mkdir()
-    wanted = measure.measure_schemes(job, tokens, Context(alone, CPU, 5))
+    wanted = measure.measure_schemes(job, tokens, Context(alone, CPU, Placement(Residents(5, 1, 0))))
     folders = [tmp_path / "first", tmp_path / "second"]
     for folder in folders:
         folder.mkdir()
 
     def work(dist: ProcessGroup) -> Any:
-        context = Context(folders[dist.node], CPU, 5, dist.watch(lambda: None), dist)
+        context = Context(folders[dist.node], CPU, Placement(Residents(5, 1, 0)), dist.watch(lambda: None), dist)
         return measure.measure_schemes(job, tokens if dist.is_main else None, context)
 
     got, *others = together(2, work, nodes=2)

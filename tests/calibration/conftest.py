@@ -31,7 +31,7 @@ def embedded_in_tokens(tiny_model: Path, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStandIn]:
-    monkeypatch.setattr(hub_module, "RETRIES", 1)
+    monkeypatch.setattr(hub_module, "PAUSES", (0.5,))
     with HubStandIn() as stand_in:
         reached(stand_in, tmp_path / "home", monkeypatch)
         yield stand_in

@@ -22,6 +22,7 @@ from quantizers.checkpoint.loaded_tensors import load_tensors, prefetched_tensor
 from quantizers.checkpoint.reader import Checkpoint, open_checkpoint, open_folder
 from quantizers.checkpoint.window import Parts, Schedule, schedule, streamed
 from quantizers.distributed.process_group import ProcessGroup
+from quantizers.system import hub_client
 from quantizers.system.errors import CheckpointError, InputError, QuantizeError
 from quantizers.system.files import file_sha256
 
@@ -51,8 +52,7 @@ def scattered(ordered: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStandIn]:
     with HubStandIn() as stand_in:
         reached(stand_in, tmp_path / "home", monkeypatch)
-        monkeypatch.setattr(on_hub, "PIECE", 20_000)
-        monkeypatch.setattr("quantizers.checkpoint.window.PIECE", 20_000)
+        monkeypatch.setattr(hub_client, "PIECE", 20_000)
         yield stand_in
 
 
@@ -273,7 +273,7 @@ def test_cut_and_limited_answers_are_asked_for_again(
 ) -> None:
     """By the library; and where it gives up, after a pause."""
     source, refusals = put(hub, ordered), 40  # four threads, and six requests by the library before it gives up
-    monkeypatch.setattr(on_hub, "PAUSES", (0.01,) * refusals)
+    monkeypatch.setattr(hub_client, "PAUSES", (0.01,) * refusals)
     hub.cut = {f"{MODEL}/model-0000{n}-of-00006.safetensors": [7, 5000] for n in (2, 5)}
     hub.limited = {f"/{MODEL}/resolve": refusals}
     local = open_folder(ordered)

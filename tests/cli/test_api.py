@@ -7,48 +7,69 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
+import typer
 from conftest import Finished
 
 import quantizers
 from quantizers.checkpoint.reader import open_folder
-from quantizers.cli import doctor, evaluate, plan, publish, run, verify
-from quantizers.cli.common import COMMAND_ONLY
+from quantizers.cli.adapter import declaration
+from quantizers.cli.main import app
+from quantizers.commands.options import Recipe, documented, option_of
 from quantizers.formats.dequantization import read_weight
-from quantizers.llama_cpp import cli as llama_cpp
-from quantizers.repair import cli as repair
-from quantizers.serving import cli as serving
-from quantizers.sets.cli import coverage
+from quantizers.recipe.schema import CARDS
 
 CPU = torch.device("cpu")
-COMMANDS = {
-    "run": run.run,
-    "plan": plan.plan,
-    "doctor": doctor.doctor,
-    "evaluate": evaluate.evaluate,
-    "verify": verify.verify,
-    "coverage": coverage.coverage,
-    "imatrix": llama_cpp.imatrix,
-    "serve_check": serving.serve_check,
-    "stitch_experts": repair.stitch,
-    "publish": publish.publish,
-}
+COMMANDS = [name for name in quantizers.__all__ if name not in ("InputError", "QuantizeError", "layer")]
+OTHER_NAMES = {"evaluate": "eval", "serve_check": "serve-check", "stitch_experts": "stitch"}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_option_of_a_command_is_an_argument(name: str) -> None:
-    """With the same default, where it has one: what is not given is left to the function."""
-    options, arguments = (inspect.signature(one).parameters for one in (COMMANDS[name], getattr(quantizers, name)))
-    for option in set(options) - COMMAND_ONLY:
-        if options[option].annotation != "Context":  # typer's own
-            assert arguments[option].default in (options[option].default, inspect.Parameter.empty, ()), option
+def test_every_argument_is_an_option_of_the_command(name: str) -> None:
+    """With the same default, where it has one; the command line has the others itself."""
+    function, program = getattr(quantizers, name), typer.main.get_command(app)
+    command: Any = program.commands[OTHER_NAMES.get(name, name)]
+    options = {option.name: option for option in command.params}
+    kinds = get_type_hints(function, include_extras=True)
+    for argument in inspect.signature(function).parameters.values():
+        if option_of(kinds[argument.name]) is None:
+            assert argument.name in {"command", "dist"}
+        else:
+            assert options[argument.name].required == (argument.default is inspect.Parameter.empty)
+            assert options[argument.name].default in (argument.default, None)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_declaration_read_without_its_module_is_that_of_the_function(name: str) -> None:
+    function = getattr(quantizers, name)
+    read = declaration(f"{function.__module__}:{function.__name__}")
+    kinds = get_type_hints(function, include_extras=True)
+    del kinds["return"]
+    assert get_type_hints(read, include_extras=True) == kinds
+    parameters = [inspect.signature(each).parameters.values() for each in (function, read)]
+    own, theirs = ([(one.name, one.kind, one.default) for one in each] for each in parameters)
+    assert own == theirs
+
+
+def test_the_help_of_as_served_names_all_cards() -> None:
+    option = option_of(get_type_hints(quantizers.evaluate, include_extras=True)["as_served"])
+    assert option is not None
+    assert option.help.endswith(": " + ", ".join(CARDS))
+
+
+def test_an_argument_without_help_is_refused() -> None:
+    def command(recipe: Recipe, tokens: int = 1) -> None:
+        """Count."""
+
+    with pytest.raises(ValueError, match="tokens: has no help; declare an Option, or a text"):
+        documented(command)
 
 
 def test_importing_is_quick_and_unknown_names_are_refused() -> None:
-    code = "import quantizers, sys; assert 'torch' not in sys.modules and 'pydantic' not in sys.modules"
+    code = "import quantizers, sys; assert not {'torch', 'transformers', 'numpy', 'pydantic'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert not hasattr(quantizers, "quantise")
 

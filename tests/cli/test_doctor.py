@@ -154,6 +154,23 @@ def test_versions_outside_what_the_program_states_are_named(monkeypatch: pytest.
     assert rows["transformers"]["remedy"].startswith("`pip install 'transformers")
 
 
+def test_of_extras_only_what_is_installed_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = ["gguf<0.1; extra == 'imatrix'", "gguf<0.1; extra == 'all'", "py3langid>0; extra == 'languages'"]
+    real = metadata.version
+
+    def version(name: str) -> str:
+        if name == "py3langid":
+            raise metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(metadata, "requires", lambda _: needed)
+    monkeypatch.setattr(metadata, "version", version)
+    rows = module._Rows()
+    module._versions(rows, "cpu")
+    (wrong,) = (row for row in rows if row.remedy)
+    assert (wrong.what, wrong.state, wrong.remedy) == ("gguf", "note", "`pip install 'gguf<0.1'`")
+
+
 def test_a_torch_that_cannot_be_imported_is_said(monkeypatch: pytest.MonkeyPatch, doctor: Doctor) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     code, rows = doctor("tiny-minimax-m2-fp8-int4")

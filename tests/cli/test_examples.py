@@ -15,7 +15,7 @@ import yaml
 from conftest import REPOSITORY
 from schema_tables import models_in
 
-from quantizers.eval.report.schema import RunReport
+from quantizers.eval.report.schema import MeasuredRunReport
 
 # https://docs.github.com/actions/reference/workflows-and-actions/workflow-syntax: what runs a step, by its `shell`.
 SHELLS = {None: ["bash", "-e"], "bash": ["bash", "--noprofile", "--norc", "-eo", "pipefail"]}
@@ -85,7 +85,7 @@ def test_agents_find_on_one_page_every_exit_code_and_key_that_there_is() -> None
     keys = re.findall(r"`([\w.]+)(?:\[\])?`", "".join(re.findall(r"^\| (`.*?`) \|", text, re.MULTILINE)))
     assert len(keys) > 10
     for key in keys:
-        part: Any = RunReport
+        part: Any = MeasuredRunReport
         for name in key.split("."):
             field = part.model_fields[name]
             part = next(models_in(field.annotation), None)

@@ -11,13 +11,16 @@ from commands import quantize
 from conftest import Finished
 
 from quantizers.cli.run import closer, run_table
+from quantizers.eval.coverage.figures import Gate
+from quantizers.eval.coverage.summary import gate_figures
+from quantizers.eval.report.schema import checked
 from quantizers.recipe.schema import Experts
-from quantizers.system.formatting import gate_figures, percent, short_path
+from quantizers.system.formatting import percent, short_path
 from quantizers.system.strict_yaml import parse_value
 
 
 def shown(report: dict[str, Any], output: Path, source: object) -> list[str]:
-    return run_table(report, output, str(source), "mine.yaml").splitlines()
+    return run_table(checked(report), output, str(source), "mine.yaml").splitlines()
 
 
 def failed(report: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -115,12 +118,12 @@ def test_shares_in_per_cent(share: float, text: str) -> None:
 
 
 def test_shares_are_per_cent_and_kl_stays_in_nats() -> None:
-    gate = {"value": 0.002, "limit": 0.01}
-    assert gate_figures(gate | {"name": "perplexity"}) == ("0.2%", "<= 1%")
-    assert gate_figures(gate | {"name": "coverage code/rust"}) == ("0.2%", "<= 1%")
-    assert gate_figures(gate | {"name": "kl"}) == ("0.002", "<= 0.01")
-    assert gate_figures(gate | {"name": "entropy", "at_least": True}) == ("0.002", ">= 0.01")
-    assert gate_figures({"name": "perplexity", "value": None, "limit": 0.01})[0] == "no number"
+    gate = Gate(name="perplexity", passed=True, value=0.002, limit=0.01, meaning="x")
+    assert gate_figures(gate) == ("0.2%", "<= 1%")
+    assert gate_figures(gate.changed(name="coverage code/rust")) == ("0.2%", "<= 1%")
+    assert gate_figures(gate.changed(name="kl")) == ("0.002", "<= 0.01")
+    assert gate_figures(gate.changed(name="entropy", at_least=True)) == ("0.002", ">= 0.01")
+    assert gate_figures(gate.changed(value=None))[0] == "no number"
 
 
 def test_a_path_is_relative_where_that_is_shorter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,9 +29,10 @@ from quantizers.device.determinism import (
     settings_in_force,
 )
 from quantizers.eval.fidelity.scoring import score_text
+from quantizers.formats.packed_integers import Integers
 from quantizers.model.moe_inputs import capture_moe_inputs as seen_by
 from quantizers.planning.device_memory import Residents
-from quantizers.recipe.schema import Awq, Experts, Scheme
+from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve.solver import solve
 from quantizers.system.errors import InputError, QuantizeError
 
@@ -312,7 +313,7 @@ def test_a_layer_is_solved_without_operations_that_have_no_order(rounding: Any, 
             residents=Residents(2, 2, 0),
         )  # fmt: skip
         outer = column_scale(seen[0].x)
-        scheme_errors(seen[0], (gate_up, down), 1, [Scheme(4, GROUP)], plain, outer=outer, inner=True)
+        scheme_errors(seen[0], (gate_up, down), 1, [Integers(4, GROUP)], plain, outer=outer, inner=True)
     assert {"scatter_add", "cumsum", "sum", "bmm"} <= watch.seen, "the watch saw the work"
 
 

@@ -122,27 +122,28 @@ def test_processes_on_different_devices() -> None:
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_only_the_first_failure_is_printed(nodes: int) -> None:
     """All end with its exit code, also those that the launcher stops meanwhile; another machine prints it once too."""
-    lines: dict[int, tuple[str | None, int]] = {}
+    ended_by, prints = dict[int, QuantizeError](), dict[int, bool]()
 
     def work(dist: DistributedGroup) -> None:
         try:
             if dist.rank == 1:
-                raise InputError("what is wrong")
+                raise InputError("--option 1", "what is wrong", "correct it")
             dist.barrier()
         except QuantizeError as failure:
-            code = 143 if dist.rank == 3 else failure.exit_code
-            lines[dist.rank] = dist.final_message(str(failure), code)
+            failure = Interrupted("", "stopped", "", 15) if dist.rank == 3 else failure
+            ended_by[dist.rank], prints[dist.rank] = dist.first_failure(failure)
             raise
 
     ended = together(4, work, nodes)
     assert [type(failure) for failure in ended] == [PeerFailed, InputError, PeerFailed, PeerFailed]
-    elsewhere = "what is wrong" if nodes == 2 else None
-    assert lines == {0: (None, 2), 1: ("what is wrong", 2), 2: (elsewhere, 2), 3: (None, 2)}
+    assert prints == {0: False, 1: True, 2: nodes == 2, 3: False}
+    first = {"code": 2, "place": "--option 1", "problem": "what is wrong", "remedy": "correct it"}
+    assert [ended_by[rank].as_dict() for rank in range(4)] == [first] * 4
 
 
 def test_a_signal_ends_a_wait() -> None:
     def stop() -> None:
-        raise Interrupted("stopped", 15)
+        raise Interrupted("", "stopped", "", 15)
 
     def work(dist: DistributedGroup) -> None:
         if dist.is_main:
@@ -184,4 +185,5 @@ class LostStore(HashStore):
 def test_without_a_store_one_process_of_each_machine_prints(local_rank: int) -> None:
     dist = joined(HashStore(), 0, 1)
     dist._store, dist.local_rank = LostStore(), local_rank
-    assert dist.final_message("lost", 1) == ("lost" if local_rank == 0 else None, 1)
+    lost = QuantizeError("", "lost")
+    assert dist.first_failure(lost) == (lost, local_rank == 0)

@@ -171,7 +171,7 @@ def test_long_texts_by_several(finished: Finished, tmp_path: Path) -> None:
     """They have rows and figures of their own, which are those of one process too."""
     source, candidate, data = open_folder(finished.source), open_folder(finished.folder), write_set(tmp_path)
     (wanted,) = measure(source, [candidate], data, CPU, tmp_path / "alone")
-    assert wanted["long"]
+    assert wanted.long
     first, *others = together(3, lambda dist: measure(
         source, [candidate], data, CPU, tmp_path / "three", dist=dist,
     ))  # fmt: skip

@@ -22,8 +22,9 @@ from quantizers.checkpoint.reader import open_folder
 from quantizers.eval.fidelity import as_served
 from quantizers.eval.fidelity.as_served import blocks_to_powers_of_two, multiplied_weight, rounded_activations
 from quantizers.eval.serving.cards import CUTLASS_BLOCKS, DEEP_GEMM, EXPERT_KERNELS, LINEAR_KERNELS, Kernel, kernel
+from quantizers.formats.fp8 import BLOCKS
 from quantizers.planning.job import prepare
-from quantizers.recipe.schema import CARDS
+from quantizers.recipe.cards import CARDS
 from quantizers.system.errors import CheckpointError
 
 CPU = torch.device("cpu")
@@ -113,12 +114,12 @@ def test_weights_that_kernels_multiply(finished: Finished) -> None:
 
 
 def test_deep_gemm_takes_no_odd_widths() -> None:
-    assert kernel("hopper", "linear", "blocks", (192, 256)) is DEEP_GEMM
-    assert kernel("hopper", "linear", "blocks", (160, 256)) is CUTLASS_BLOCKS
-    without = kernel("hopper-no-e8m0", "linear", "blocks", (192, 256))
+    assert kernel("hopper", "linear", BLOCKS, (192, 256)) is DEEP_GEMM
+    assert kernel("hopper", "linear", BLOCKS, (160, 256)) is CUTLASS_BLOCKS
+    without = kernel("hopper-no-e8m0", "linear", BLOCKS, (192, 256))
     assert replace(without, name=CUTLASS_BLOCKS.name) == CUTLASS_BLOCKS
-    assert kernel("hopper-no-e8m0", "linear", "blocks", (160, 256)) is CUTLASS_BLOCKS
-    assert kernel("hopper", "linear", "blocks", (192, 320)) is CUTLASS_BLOCKS
+    assert kernel("hopper-no-e8m0", "linear", BLOCKS, (160, 256)) is CUTLASS_BLOCKS
+    assert kernel("hopper", "linear", BLOCKS, (192, 320)) is CUTLASS_BLOCKS
 
 
 def served_whole(model: Any, attention: Kernel, experts: Kernel, texts: list[Tensor]) -> Any:

@@ -15,11 +15,12 @@ from own_tokenizer import write_own_tokenizer
 
 from quantizers.architectures.families import architecture_for
 from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_folder
+from quantizers.eval.fidelity.figures import Fidelity
 from quantizers.eval.report.pages import front_matter, model_card
 from quantizers.eval.report.plots import calibration_figure, draw
-from quantizers.eval.report.schema import checked
+from quantizers.eval.report.schema import Calibration, checked
 from quantizers.hub.publish import card_points
-from quantizers.pipeline.report import about_source, server_options
+from quantizers.pipeline.report import server_options, source_card
 from quantizers.serving.check import ONE_SCHEME, REFUSES
 from quantizers.system.output_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
 
@@ -60,14 +61,14 @@ def test_a_licence_is_kept_as_the_hub_takes_it(
     """Several, one that the Hub calls `other`, one by no name of the Hub's; behind a byte order mark, with CRLF."""
     (tmp_path / "README.md").write_text(card, encoding="utf-8", errors="surrogateescape", newline="")
     source = replace(open_folder(tiny_model), folder=tmp_path)
-    report["source"] |= about_source(architecture_for(source.config, CONFIG), "model", source)
-    front = ModelCard(model_card(report)).data.to_dict()
+    report["source"] |= source_card(architecture_for(source.config, CONFIG), "model", source).as_dict()
+    front = ModelCard(model_card(checked(report))).data.to_dict()
     assert {key: value for key, value in front.items() if key.startswith("license")} == wanted
     assert checked(report).source.license == report["source"]["license"]
-    assert (state, words) in [(point.state, point.words) for point in card_points(report)]
+    assert (state, words) in [(point.state, point.words) for point in card_points(checked(report))]
     given = report | {"published": {"repo": "a/b", "license": "mit"}}
-    assert front_matter(given)["license"] == "mit"
-    assert card_points(given)[0].words == "mit"
+    assert front_matter(checked(given))["license"] == "mit"
+    assert card_points(checked(given))[0].words == "mit"
 
 
 @pytest.fixture
@@ -76,6 +77,7 @@ def published(report: Report) -> Report:
     report["source"] = {
         "model": "MiniMaxAI/MiniMax-M2.1",
         "revision": "main",
+        "digest": "0" * 64,
         "license": {"license": "other", "license_name": "modified-mit"},
     }
     report["calibration"]["datasets"] = ["HuggingFaceH4/ultrachat_200k", "nvidia/HelpSteer"]
@@ -86,14 +88,14 @@ def published(report: Report) -> Report:
 def test_the_card_of_a_run_is_that_of_its_report(finished: Finished) -> None:
     from_file = json.loads((finished.folder / "report.json").read_text())
     text = (finished.folder / "README.md").read_text()
-    assert model_card(from_file) == model_card(finished.report) == text
+    assert model_card(checked(from_file)) == model_card(checked(finished.report)) == text
     for file, digest in from_file["audit"]["digests"].items():
         assert f"| `{file}` | `{digest['sha256']}` |" in text
 
 
 def test_front_matter(published: Report) -> None:
-    data = ModelCard(model_card(published)).data
-    assert ModelCard(model_card(published)).data.to_dict() == {
+    data = ModelCard(model_card(checked(published))).data
+    assert ModelCard(model_card(checked(published))).data.to_dict() == {
         "base_model": "MiniMaxAI/MiniMax-M2.1",
         "base_model_relation": "quantized",
         "pipeline_tag": "text-generation",
@@ -102,15 +104,17 @@ def test_front_matter(published: Report) -> None:
         "license_name": "modified-mit",
         "tags": ["compressed-tensors", "awq", "fp8", "int4", "w4a16", "moe", "vllm"],
         "datasets": ["HuggingFaceH4/ultrachat_200k", "nvidia/HelpSteer"],
-        "model-index": front_matter(published)["model-index"],
+        "model-index": front_matter(checked(published))["model-index"],
     }
     assert data.base_model == "MiniMaxAI/MiniMax-M2.1"
-    assert "base_model" not in front_matter(published | {"source": published["source"] | {"model": "../models/x"}})
+    assert "base_model" not in front_matter(
+        checked(published | {"source": published["source"] | {"model": "../models/x"}})
+    )
 
 
 def test_the_hub_reads_the_figures(report: Report) -> None:
     """By huggingface_hub's own parser; a report without figures has none."""
-    results = ModelCard(model_card(report)).data.eval_results
+    results = ModelCard(model_card(checked(report))).data.eval_results
     figures = {one.metric_type: one.metric_value for one in results}
     wanted = {
         "perplexity": report["perplexity"]["candidate"],
@@ -119,8 +123,8 @@ def test_the_hub_reads_the_figures(report: Report) -> None:
     }
     assert figures == pytest.approx(wanted, rel=1e-4)
     assert {one.dataset_name for one in results} == {report["evaluated_on"]["name"]}
-    del report["kl"]
-    assert ModelCard(model_card(report)).data.eval_results is None
+    report = {key: value for key, value in report.items() if key not in Fidelity.model_fields}
+    assert ModelCard(model_card(checked(report))).data.eval_results is None
 
 
 @pytest.mark.parametrize(
@@ -133,26 +137,26 @@ def test_the_languages_are_those_of_the_sources_card(
     """Not those of the calibration set, which the Hub would show as the model's; `no` is no boolean."""
     (tmp_path / "README.md").write_text(f"---\n{card}\n---\n")
     source = replace(open_folder(tiny_model), folder=tmp_path)
-    report["source"] |= about_source(architecture_for(source.config, CONFIG), "model", source)
+    report["source"] |= source_card(architecture_for(source.config, CONFIG), "model", source).as_dict()
     report["calibration"]["languages"]["spoken"] = {"French": 1}
-    assert ModelCard(model_card(report)).data.to_dict().get("language") == wanted
+    assert ModelCard(model_card(checked(report))).data.to_dict().get("language") == wanted
     assert checked(report).source.language == wanted
 
 
 def test_a_card_says_how_vllm_keeps_the_scales_of_kept_blocks(published: Report) -> None:
     """Beside the command; not of blocks that the run made, and not where no kernel rounds them."""
     words = "Put `VLLM_USE_DEEP_GEMM_E8M0=0` before it on Hopper, `VLLM_USE_DEEP_GEMM=0` before it on Blackwell: "
-    text = model_card(published)
+    text = model_card(checked(published))
     assert words in text.partition("vllm serve")[2].partition("SGLang")[0]
     made = published | {"plan": published["plan"] | {"attention": "fp8-block"}}
     rows = {card: dict.fromkeys(row, "CUTLASS") for card, row in published["consumers"]["kernels"].items()}
     kept = published | {"consumers": published["consumers"] | {"kernels": rows}}
     for other in (made, kept):
-        assert "VLLM_USE_DEEP_GEMM" not in model_card(other)
+        assert "VLLM_USE_DEEP_GEMM" not in model_card(checked(other))
 
 
 def test_how_to_run_it_comes_first(published: Report) -> None:
-    headings = [line for line in model_card(published).splitlines() if line.startswith("## ")]
+    headings = [line for line in model_card(checked(published)).splitlines() if line.startswith("## ")]
     assert headings[:2] == ["## How to run it", "## Measured against the source"]
 
 
@@ -216,37 +220,36 @@ LEFT_OUT = [{"source": "x", "reason": "code/c is not in languages", "count": 3, 
     ],
 )
 def test_every_number_comes_from_the_report(report: Report, path: str, value: Any, shown: str) -> None:
-    assert shown not in model_card(report)
+    assert shown not in model_card(checked(report))
     *parents, last = path.split("/")
     part: Any = report
     for key in parents:
         part = part[int(key)] if isinstance(part, list) else part[key]
     assert last in part
     part[last] = value
-    assert shown in model_card(report)
+    assert shown in model_card(checked(report))
 
 
 def test_what_was_not_measured_is_said(report: Report) -> None:
-    for key in ("kl", "perplexity", "categories"):
-        del report[key]
-    text = model_card(report)
+    report = {key: value for key, value in report.items() if key not in Fidelity.model_fields}
+    text = model_card(checked(report))
     assert "## Measured" not in text
     assert "were not measured" in text
 
 
 def test_a_forced_publication_is_said_first(report: Report) -> None:
     report["forced"] = {"reason": "because", "problems": [f"tensor {i}: bytes differ" for i in range(30)]}
-    text = model_card(report)
+    text = model_card(checked(report))
     assert text.index("Reason given: because") < text.index("## What was passed through")
     assert "and 10 more" in text
 
 
 def test_plots_have_the_same_bytes_twice(report: Report, finished: Finished) -> None:
-    drawn, _ = draw(report)
+    drawn, _ = draw(checked(report))
     for name, raw in ((CALIBRATION_PICTURE, drawn["calibration"]), (COVERAGE_PICTURE, drawn["coverage"])):
         assert raw.startswith(b"\x89PNG")
         assert raw == (finished.folder / name).read_bytes()
-        assert f"]({name})" in model_card(report)
+        assert f"]({name})" in model_card(checked(report))
 
 
 def test_the_calibration_picture_shows_tokens_and_what_was_cut(published: Report) -> None:
@@ -258,7 +261,7 @@ def test_the_calibration_picture_shows_tokens_and_what_was_cut(published: Report
     languages = {"programming": {"Rust": rows, "Zig": dict.fromkeys(rows, 0)}, "spoken": {}}
     totals = {"samples": 4, "tokens": 150, "truncated_samples": 2, "truncated_tokens": 140}
     of_texts = {"categories": fields, "by_language": languages, "asked_for": {"programming": {"Zig": 3}}}
-    figure = calibration_figure(calibration | totals | of_texts, "tiny")
+    figure = calibration_figure(Calibration.model_validate(calibration | totals | of_texts), "tiny")
     assert figure.axes[0].get_title("left").endswith("; 3 more only ask for one")
     heights = [[bar.get_height() for bar in axes.patches] for axes in figure.axes]
     assert heights == [[60, 0], [0.7, 0], [90], [0]]
@@ -268,16 +271,16 @@ def test_the_calibration_picture_shows_tokens_and_what_was_cut(published: Report
     heading = figure.get_suptitle()
     assert "for tiny: 4 samples, 150 tokens; 2 samples were cut, and lost 48% of the texts' tokens" in heading
     uncut = calibration | totals | {"truncated_samples": 0, "truncated_tokens": 0}
-    assert "no sample was cut" in calibration_figure(uncut, "tiny").get_suptitle()
+    assert "no sample was cut" in calibration_figure(Calibration.model_validate(uncut), "tiny").get_suptitle()
 
 
 def test_a_family_that_vllm_does_not_know_has_no_command_to_serve_it(published: Report) -> None:
-    assert "vllm serve" in model_card(published)
+    assert "vllm serve" in model_card(checked(published))
     for servers, sentence in (
         (["sglang"], "No release of vLLM that was known when this was made has a model of this family. transformers"),
         ([], "so none was checked; vLLM may take it with a model of its own or by its Transformers backend"),
     ):
-        text = model_card(published | {"serving": published["serving"] | {"servers": servers}})
+        text = model_card(checked(published | {"serving": published["serving"] | {"servers": servers}}))
         assert "vllm serve" not in text
         assert sentence in text
 
@@ -298,11 +301,11 @@ def test_an_engine_that_fails_has_no_command_and_is_named(
         "count": 1,
     }
     published["consumers"] |= {"findings": [warning], "ktransformers": "takes them"}
-    text = model_card(published)
+    text = model_card(checked(published))
     assert command in text
     assert f"- {engine} (INT2): needs x\n- KTransformers with experts in RAM, by its source: takes them\n" in text
     warning["consequence"] = consequence
-    text = model_card(published)
+    text = model_card(checked(published))
     assert command not in text
     assert f"- {engine} (INT2): {consequence}\n" in text
 
@@ -343,7 +346,7 @@ def with_plan(report: Report, **changes: Any) -> Report:
 
 def test_a_card_says_what_is_kept_besides_attention_and_in_which_form(published: Report) -> None:
     mtp = {"layers": [92], "bytes": 4_321_000_000}
-    text = model_card(with_plan(published, layers=92, dense_layers=[0, 1, 2], mtp=mtp, kinds=PER_ROW))
+    text = model_card(checked(with_plan(published, layers=92, dense_layers=[0, 1, 2], mtp=mtp, kinds=PER_ROW)))
     assert (
         "Passed through, in FP8 with a scale per row: attention (`q_proj`, `o_proj`); the MLP of layers 0, 1, 2, "
         "without routed experts; the shared experts. Layer 92 predicts further tokens, for speculative decoding "
@@ -351,7 +354,7 @@ def test_a_card_says_what_is_kept_besides_attention_and_in_which_form(published:
     ) in text
     assert "(89 layers, " in text
     actions = {"keep": ROW, "rename": ROW, "quantize": ROW}
-    text = model_card(with_plan(published, layers=61, dense_layers=[0], kinds=IN_BLOCKS, actions=actions))
+    text = model_card(checked(with_plan(published, layers=61, dense_layers=[0], kinds=IN_BLOCKS, actions=actions)))
     assert (
         "Passed through, in FP8 with a scale per block: attention (`kv_a_proj_with_mqa`, `kv_b_proj`); the MLP of "
         "layer 0," in text
@@ -359,26 +362,26 @@ def test_a_card_says_what_is_kept_besides_attention_and_in_which_form(published:
     assert "MTP" not in text
     plain = [row for row in PER_ROW if not row["kind"].endswith("_scale")]
     assert "Passed through, in 16 bits: attention (`q_proj`, `o_proj`); the shared experts." in model_card(
-        with_plan(published, kinds=plain)
+        checked(with_plan(published, kinds=plain))
     )
 
 
 def test_a_card_speaks_of_folded_norms_only_where_there_are_any(published: Report) -> None:
-    folded = model_card(published)
+    folded = model_card(checked(published))
     assert "folded into the norm and compensated in the router;" in folded
     assert "the ratio of the folded norm, each expert against its source matrix." in folded
     assert "Passed through, in" not in folded
-    kept = model_card(with_plan(published, kinds=PER_ROW))
+    kept = model_card(checked(with_plan(published, kinds=PER_ROW)))
     assert "folded" not in kept
     assert "within each expert (no norm and no router is changed: the shared experts read these norms too);" in kept
     assert "Each expert was checked against its source matrix." in kept
-    assert "(no norm and no router is changed);" in model_card(with_plan(published))
+    assert "(no norm and no router is changed);" in model_card(checked(with_plan(published)))
 
 
 def test_an_option_without_a_value_has_none_in_the_commands_and_its_reason_below(published: Report) -> None:
     options = {"disable-shared-experts-fusion": True, "tool-call-parser": "its"}
     about = published["serving"] | {"fits": [], "sglang": options, "parsers": {"trust-remote-code": True}}
-    text = model_card(published | {"serving": about})
+    text = model_card(checked(published | {"serving": about}))
     assert (
         "```\npython -m sglang.launch_server --model-path PATH_OR_ID \\\n    --disable-shared-experts-fusion \\\n"
         in text
@@ -390,7 +393,7 @@ def test_an_option_without_a_value_has_none_in_the_commands_and_its_reason_below
     assert "`--trust-remote-code`: the tokenizer is code of its own." in text
     assert "True" not in text.partition("## How to run it")[2].partition("\n## ")[0]
     assert "from transformers import AutoModelForCausalLM\n" in text
-    unknown = model_card(published | {"serving": about | {"transformers": False}})
+    unknown = model_card(checked(published | {"serving": about | {"transformers": False}}))
     assert "from transformers" not in unknown
     assert "transformers does not know this type of model." in unknown
 

@@ -14,7 +14,6 @@ import pytest
 import tiny
 import torch
 import yaml
-from command_schema import CoverageReport
 from commands import Command
 from conftest import Finished
 from edited import MOE, edit
@@ -24,6 +23,7 @@ from whole_models import finished_weights, source_weights
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.commands.question import Question
+from quantizers.eval.coverage.figures import CoverageComparison, CoverageReport, SetName
 from quantizers.eval.coverage.routing import TIE, Routed
 from quantizers.eval.coverage.summary import check_floors, coverage_table, entropy, gates, report, summarise
 from quantizers.eval.report.plots import HIGH, LOW, comparison_figure
@@ -90,14 +90,15 @@ def test_counts_equal_the_whole_models(
     assert len({len(tokens) for _, tokens in samples}) > 5, "without padding, padding is not tested"
     names, counts, close = oracle(whole_model(*weights), samples)
     found = measure_coverage(Question(str(folder), "main", False, (uneven,), "x"), CoverageGate(), CPU, tmp_path)
-    assert list(found["counts"]) == names
-    ours = np.array([found["counts"][name] for name in names]).swapaxes(0, 1)
-    tied = max(int(close.sum()), found["tied_choices"])
+    assert isinstance(found, CoverageReport)
+    assert list(found.counts) == names
+    ours = np.array([found.counts[name] for name in names]).swapaxes(0, 1)
+    tied = max(int(close.sum()), found.tied_choices)
     print(f"{which}: {ours.sum():,} choices, {tied} of them within {TIE:g}, {(ours != counts).sum()} counts differ")
     assert tied < 10
     assert np.abs(ours - counts).sum() <= 2 * tied
-    assert sum(found["tokens"].values()) == sum(len(tokens) for _, tokens in samples)
-    assert ours.sum() == 4 * 2 * sum(found["tokens"].values())
+    assert sum(found.tokens.values()) == sum(len(tokens) for _, tokens in samples)
+    assert ours.sum() == 4 * 2 * sum(found.tokens.values())
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +122,7 @@ def test_an_unreachable_expert_exits_3_and_is_named(unreachable: Path, tmp_path:
     assert found["uncovered_pairs"] == [[1, 3]]
     assert found["worst"][0] | {"sent_by": {}, "nearly_sent_by": {}, "tokens": 0} == found["worst"][0]
     assert picture.read_bytes().startswith(b"\x89PNG")
-    out = coverage_table(found)
+    out = coverage_table(CoverageReport.model_validate(found))
     for words in ("uncovered: layer 1 expert 3", "no category of this set comes near it", "FAILED"):
         assert words in out
 
@@ -148,18 +149,21 @@ def routed(counts: list[list[list[int]]], tokens: list[int], names: tuple[str, .
     return Routed(names, np.array(tokens), tuple(range(len(array))), array, np.zeros_like(array), array * 2)
 
 
+SIDES = [SetName(label=side, name=side, file=f"{side}.yaml") for side in ("before", "after")]
+
+
 def test_gates() -> None:
     counts = [np.array([[4, 0, 0, 0], [2, 2, 0, 4]]), np.array([[1, 1, 1, 1], [1, 1, 1, 1]])]
     names = ("code/c", "math")
     rule = CoverageGate(min_routed_tokens=2, max_uncovered=0.2, categories={"code": 1, "math": 5}, min_entropy=0.7)
-    found = {g["name"]: g for g in gates(summarise(counts, names, 2, range(2)), counts, names, rule)}
+    found = {g.name: g.as_dict() for g in gates(summarise(counts, names, 2, range(2)), counts, names, rule)}
     assert (found["coverage"]["value"], found["coverage"]["passed"]) == (1 / 8, True)
     assert (found["coverage code"]["value"], found["coverage code"]["passed"]) == (3 / 8, False)
     assert (found["coverage math"]["value"], found["coverage math"]["passed"]) == (1.0, False)
     load = np.array([6, 2, 4]) / 12
     assert found["entropy"]["value"] == pytest.approx(-(load * np.log(load)).sum() / np.log(4))
     assert found["entropy"]["passed"]
-    assert not gates(summarise(counts, names, 2, range(2)), counts, names, CoverageGate(min_entropy=0.99))[-1]["passed"]
+    assert not gates(summarise(counts, names, 2, range(2)), counts, names, CoverageGate(min_entropy=0.99))[-1].passed
 
 
 def test_entropy() -> None:
@@ -170,7 +174,7 @@ def test_entropy() -> None:
 
 def test_what_would_help_an_expert() -> None:
     one = routed([[[90, 8, 2, 0], [40, 10, 0, 0]]], [50, 25])
-    text = coverage_table(report(one, CoverageGate()))
+    text = coverage_table(report(one, CoverageGate(), model="m", name="s"))
     row = next(line for line in text.splitlines() if line.startswith("0      2 "))
     assert "code/c 40.0" in row
     assert "math" not in row
@@ -179,7 +183,7 @@ def test_what_would_help_an_expert() -> None:
 
 def test_compare() -> None:
     before, after = routed([[[9, 0, 1, 2]] * 2], [10, 10]), routed([[[9, 1, 0, 2]] * 2], [10, 10])
-    found = compare_counts(before, after, CoverageGate())
+    found = compare_counts(before, after, CoverageGate(), SIDES).as_dict()
     assert (found["won"], found["lost"]) == ([[0, 1]], [[0, 2]])
     even = 2 * 4 / 24  # a share of 2 in 24, of four experts
     assert found["more"] == [
@@ -198,8 +202,8 @@ def test_an_expert_is_won_and_lost_by_its_share_at_the_smaller_sets_size() -> No
     """Against a slow version with fractions: 15 of 1,000 tokens are 1.5 of 100, and fewer than 2."""
     old, new = [40, 3, 1, 56, 100], [400, 15, 20, 565, 1000]
     found = compare_counts(
-        routed([[old]], [100], ("x",)), routed([[new]], [1000], ("x",)), CoverageGate(min_routed_tokens=2)
-    )
+        routed([[old]], [100], ("x",)), routed([[new]], [1000], ("x",)), CoverageGate(min_routed_tokens=2), SIDES
+    ).as_dict()
     covered = [[Fraction(n) * 100 / size >= 2 for n in row] for row, size in ((old, 100), (new, 1000))]
     assert found["won"] == [[0, e] for e in range(5) if covered[1][e] and not covered[0][e]] == [[0, 2]]
     assert found["lost"] == [[0, e] for e in range(5) if covered[0][e] and not covered[1][e]] == [[0, 1]]
@@ -217,7 +221,8 @@ def test_what_each_category_covers_equals_a_slow_loop() -> None:
     tables = [rng.poisson(rng.gamma(0.6, 5, (2, len(one), 8))) for one in names]
     rule = CoverageGate(min_routed_tokens=3)
     sets = [routed(table.tolist(), size, name) for table, size, name in zip(tables, tokens, names, strict=True)]
-    found = compare_counts(sets[0], sets[1], rule)
+    change = compare_counts(sets[0], sets[1], rule, SIDES)
+    found = change.as_dict()
 
     def sent(n: int, name: str, layer: int, expert: int) -> Fraction:
         row = names[n].index(name) if name in names[n] else None
@@ -237,9 +242,7 @@ def test_what_each_category_covers_equals_a_slow_loop() -> None:
             tally = {name: int(tables[n][layer, i, expert]) for i, name in enumerate(names[n])}
             assert list(most.values()) == sorted(filter(None, tally.values()), reverse=True)
             assert most.items() <= tally.items()
-    for side in ("before", "after"):
-        found[side]["label"] = side
-    rows = [line.split() for line in compare_table(found).splitlines()]
+    rows = [line.split() for line in compare_table(change).splitlines()]
     assert [row[0] for row in rows if row and row[0] in every] == [
         row["category"] for row in found["languages"] if row["won"] or row["lost"]
     ]
@@ -256,10 +259,8 @@ def test_sets_are_called_by_name_or_by_as_much_of_their_paths_as_differs(tmp_pat
 
 def test_the_picture_of_two_sets_shows_the_ratio_of_shares_and_marks_what_is_won() -> None:
     found = compare_counts(
-        routed([[[4, 0, 4, 8]]], [8], ("x",)), routed([[[16, 8, 0, 8]]], [16], ("x",)), CoverageGate()
+        routed([[[4, 0, 4, 8]]], [8], ("x",)), routed([[[16, 8, 0, 8]]], [16], ("x",)), CoverageGate(), SIDES
     )
-    for side in ("before", "after"):
-        found[side]["label"] = side
     assert "moved" in compare_table(found)
     axes = comparison_figure(found, "m").axes[0]
     image = axes.images[0]
@@ -297,7 +298,7 @@ def test_compare_two_sets(
     assert command("coverage", finished.recipe, "--compare", *sides.values(), "--json") == 0
     both = json.loads(command.out)
     assert (tmp_path / "coverage-compare.png").read_bytes().startswith(b"\x89PNG")
-    out = compare_table(both)
+    out = compare_table(CoverageComparison.model_validate(both))
     assert f"newly covered by {other.name}:" in out
     for side, path in sides.items():
         assert (both[side]["name"], both[side]["label"]) == (name, path.name)

@@ -23,6 +23,7 @@ from quantizers.architectures.families import architecture_for
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.commands.evaluate import measure
+from quantizers.eval.fidelity.figures import Cut, HeldOutSet
 from quantizers.eval.fidelity.metrics import Measured, Text, figures
 from quantizers.formats.dequantization import read_weight
 from quantizers.formats.tensor_names import published_names
@@ -32,6 +33,8 @@ from quantizers.system.errors import CheckpointError, Interrupted, OutputError
 CPU = torch.device("cpu")
 WholeModel = Callable[[dict[str, Any], dict[str, torch.Tensor]], Any]
 NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+ABOUT = HeldOutSet(name="held-out", digest="0" * 64, past_the_model=Cut(texts=0, tokens=0))
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +93,7 @@ def test_a_stock_checkpoint_measures_as_the_whole_model_does(
     """Figures equal those of transformers with both models in memory, weights decompressed by the library."""
     config, weights = library_weights(stock[name])
     opened, data = [open_folder(folder) for folder in (finished.source, stock[name])], finished.held_out
-    found = measure(opened[0], opened[1:], data, CPU, tmp_path / "work")[0]
+    found = measure(opened[0], opened[1:], data, CPU, tmp_path / "work")[0].as_dict()
     config["rope_theta"] = 10000
     texts = [torch.from_numpy(sample.tokens).long() for sample in load_set(data, str(finished.source)).samples]
     models = (source_weights(finished.source), (config, weights))
@@ -133,13 +136,13 @@ def test_an_evaluation_resumes_where_it_was_interrupted(
         kept = len([*(tmp_path / "work").glob("layer-*.json"), *(tmp_path / "work").glob("scores-*.npy")])
         if kept > seen:
             seen, cuts = kept, cuts + 1
-            raise Interrupted("cut", 2)
+            raise Interrupted("", "cut", "", 2)
 
     while again is None:
         with contextlib.suppress(Interrupted):
             again = measure(source, [candidate], data, CPU, tmp_path / "work", cut)
     assert cuts == 3 + 5
-    assert "long" in whole[0]
+    assert whole[0].long
     assert again == whole
     assert set(materialised.values()) == {1}
     assert not (tmp_path / "work").exists()
@@ -149,7 +152,7 @@ def test_another_evaluations_work_folder_is_refused(finished: Finished, tmp_path
     source, candidate = open_folder(finished.source), open_folder(finished.folder)
 
     def cut() -> None:
-        raise Interrupted("cut", 2)
+        raise Interrupted("", "cut", "", 2)
 
     for data, expected in ((finished.held_out, Interrupted), (finished.calibration, OutputError)):
         with pytest.raises(expected):
@@ -164,13 +167,14 @@ def test_scores_with_other_columns_are_made_again(small: Small, tmp_path: Path) 
     def cut() -> None:
         scored.extend(work.glob("scores-*.npy"))
         if scored:
-            raise Interrupted("cut", 2)
+            raise Interrupted("", "cut", "", 2)
 
     with pytest.raises(Interrupted):
         measure(source, [candidate], data, CPU, work, cut)
     (file,) = scored
     np.save(file, np.load(file)[:, :3] + 1)
-    (found,) = measure(source, [candidate], data, CPU, work)
+    (measured,) = measure(source, [candidate], data, CPU, work)
+    found = measured.as_dict()
     for name in ("perplexity", "kl", "reverse_kl", "top1"):
         assert found[name] == small.report[name]
     assert [text["place"] for text in found["per_text"]] == ["held-out.jsonl:1", "held-out.jsonl:2", "held-out.jsonl:3"]
@@ -182,7 +186,7 @@ def test_the_worst_text_and_the_tails_of_a_known_case() -> None:
     kl[500], kl[900:960] = 9.0, 0.5
     measured = Measured(kl, kl, kl, kl[::-1], kl < 1, [{"agreement": 1.0, "hidden_error": 0.0}])
     texts = [Text(torch.zeros(n + 1, dtype=torch.int64), "a", 1, place=f"a.jsonl:{n}") for n in lengths]
-    found = figures(measured, texts)
+    found = figures(measured, texts, ABOUT).as_dict()
     row = {"place": "a.jsonl:60", "category": "a", "tokens": 60, "kl": 0.5, "max": 0.5, "position": 1}
     assert found["worst"] == found["per_text"][1] == row
     assert (found["per_text"][0]["max"], found["per_text"][0]["position"]) == (9.0, 501)
@@ -207,7 +211,7 @@ def test_intervals_are_seeded_and_hold_the_mean() -> None:
     layers = [{"agreement": 1.0, "hidden_error": 0.0}]
     measured = Measured(loss, loss + 0.1, kl, 2 * kl, kl < 0.2, layers)
     texts = [Text(torch.zeros(n + 1, dtype=torch.int64), f"a/{i % 2}", 4 * n) for i, n in enumerate(lengths)]
-    one, two = figures(measured, texts), figures(measured, texts)
+    one, two = (figures(measured, texts, ABOUT).as_dict() for _ in range(2))
     assert one == two
     low, high = one["interval"]["kl"]
     assert low < one["kl"]["mean"] < high
@@ -220,7 +224,7 @@ def test_intervals_are_seeded_and_hold_the_mean() -> None:
     assert set(one["families"]) == {"a"}
     assert one["families"]["a"]["kl"] == one["kl"]
     alone = Measured(loss[:50], loss[:50], kl[:50], kl[:50], kl[:50] < 1, layers)
-    assert figures(alone, texts[:1])["interval"] is None
+    assert figures(alone, texts[:1], ABOUT).interval is None
 
 
 def test_other_spellings_are_read_and_doubles_are_refused(finished: Finished, copy: Path, tmp_path: Path) -> None:
@@ -238,7 +242,7 @@ def test_other_spellings_are_read_and_doubles_are_refused(finished: Finished, co
     facts = architecture_for(opened.config, "x")
     assert set(published_names(opened, facts).tensors) == set(tensors)
     found = measure(open_folder(copy), [opened], finished.held_out, CPU, tmp_path / "work")[0]
-    assert found["kl"]["max"] == 0.0
+    assert found.kl.max == 0.0
     double = "model.layers.0.block_sparse_moe.gate.weight"
     save_file(renamed | {double: tensors[double].clone()}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="are the same tensor; keep one"):

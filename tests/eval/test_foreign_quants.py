@@ -73,7 +73,7 @@ def test_the_tiny_model_measures_as_the_whole_model_does(
     opened = [open_folder(tiny_model), open_folder(tmp_path / "candidate")]
     (found,) = measure(opened[0], opened[1:], data, CPU, tmp_path / "work")
     before, after = (run_whole(whole_model(config, tensors), texts) for tensors in (weights, numbers))
-    assert_equal(found, before, after, texts)
+    assert_equal(found.as_dict(), before, after, texts)
 
 
 OF_FAMILIES = {
@@ -100,7 +100,7 @@ def test_other_families_measure_as_their_whole_models_do(family: str, tmp_path: 
     (found,) = measure(open_folder(source), [open_folder(tmp_path / "candidate")], data, CPU, tmp_path / "work")
     config, weights = source_weights(source)
     before, after = (run_whole(families.whole_model(config, one), texts) for one in (weights, numbers))
-    assert_equal(found, before, after, texts)
+    assert_equal(found.as_dict(), before, after, texts)
 
 
 def test_a_bias_that_the_model_would_not_add_is_refused(tmp_path: Path, command: Command) -> None:

@@ -22,12 +22,16 @@ from quantizers.calibration.samples import CalibrationData
 from quantizers.checkpoint.reader import open_folder
 from quantizers.cli.run import run_table
 from quantizers.commands.evaluate import measure
+from quantizers.eval.fidelity.figures import Cut, EvalReport, EvaluatedCandidate, Fidelity, HeldOutSet
 from quantizers.eval.fidelity.metrics import Measured, Text, by_position, figures
 from quantizers.eval.fidelity.tables import eval_table
 from quantizers.eval.report.pages import html_report, model_card
 from quantizers.eval.report.plots import fidelity_figure, save
+from quantizers.eval.report.schema import checked
 
 CPU = torch.device("cpu")
+
+ABOUT = HeldOutSet(name="held-out", digest="0" * 64, past_the_model=Cut(texts=0, tokens=0))
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +43,7 @@ def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def report(finished: Finished, held_out: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The finished output measured on it."""
     work = tmp_path_factory.mktemp("work") / "eval"
-    return measure(open_folder(finished.source), [open_folder(finished.folder)], held_out, CPU, work)[0]
+    return measure(open_folder(finished.source), [open_folder(finished.folder)], held_out, CPU, work)[0].as_dict()
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +107,8 @@ def test_short_figures_do_not_move_by_one_bit_when_long_texts_are_added() -> Non
     mask = np.repeat([not text.long for text in texts], [len(text.tokens) - 1 for text in texts])
     columns = (mixed.source_nll, mixed.candidate_nll, mixed.kl, mixed.reverse_kl, mixed.same_top1)
     alone = Measured(*(column[mask] for column in columns), mixed.layers)
-    both, short = figures(mixed, texts), figures(alone, [text for text in texts if not text.long])
+    both = figures(mixed, texts, ABOUT).as_dict()
+    short = figures(alone, [text for text in texts if not text.long], ABOUT).as_dict()
     assert both.pop("long")["samples"] == 2
     assert [row["tokens"] for row in both.pop("positions")] == [2 * 255, 899 + 699 - 2 * 255]
     assert [row["tokens"] for row in short.pop("positions")] == [59 + 39 + 19 + 89]
@@ -114,7 +119,7 @@ def test_a_set_of_one_kind_only_has_no_parts() -> None:
     for long in (False, True):
         texts = random_texts((60, long), (400, long))
         measured = random_measured(texts, 2)
-        found = figures(measured, texts)
+        found = figures(measured, texts, ABOUT).as_dict()
         assert "long" not in found
         assert (found["samples"], found["tokens"]) == (2, 458)
         assert found["kl"]["mean"] == measured.kl.mean()
@@ -127,7 +132,7 @@ def test_bands_of_positions_against_a_loop(lengths: list[int]) -> None:
     columns = [rng.exponential(1.0, sum(lengths)) for _ in range(4)] + [rng.random(sum(lengths)) < 0.5]
     tokens = zip(*columns, strict=True)
     placed = [(text, place, next(tokens)) for text, length in enumerate(lengths) for place in range(1, length + 1)]
-    rows = iter(by_position(np.array(lengths), np.stack(columns)))
+    rows = iter([band.as_dict() for band in by_position(np.array(lengths), np.stack(columns))])
     edges = {"first 256": range(256), "256 to 1k": range(256, 1024), "1k to 4k": range(1024, 4096),
              "beyond 4k": range(4096, 9999)}  # fmt: skip
     for name, band in edges.items():
@@ -153,32 +158,33 @@ def test_texts_are_cut_at_the_positions_that_the_model_was_made_for(
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 100}))
     opened = open_folder(model)
-    (cut,) = measure(opened, [opened], held_out, CPU, tmp_path / "work")
+    cut = measure(opened, [opened], held_out, CPU, tmp_path / "work")[0].as_dict()
     assert (cut["longest"], cut["long"]["longest"], cut["long"]["tokens"]) == (SHORT, 100, 2 * 99)
     assert cut["evaluated_on"].pop("past_the_model") == {"positions": 100, "texts": 2, "tokens": 2 * (LONG - 100)}
     shorter = write_set(tmp_path, long=100)
-    (same,) = measure(opened, [opened], shorter, CPU, tmp_path / "work")
+    same = measure(opened, [opened], shorter, CPU, tmp_path / "work")[0].as_dict()
     assert same["evaluated_on"].pop("past_the_model") == {"positions": 100, "texts": 0, "tokens": 0}
     assert cut["evaluated_on"].pop("digest") != same["evaluated_on"].pop("digest")
     assert cut == same
     one = cut | {
         "model": "x",
-        "evaluated_on": {"name": "x", "past_the_model": {"positions": 9, "texts": 2, "tokens": 4}},
+        "evaluated_on": {"name": "x", "digest": "", "past_the_model": {"positions": 9, "texts": 2, "tokens": 4}},
     }
-    text = eval_table({"candidates": [one], "notes": []})
+    text = eval_table(EvalReport.model_validate({"source": "s", "candidates": [one], "notes": []}))
     assert "2 texts were cut at 9 tokens, the model's max_position_embeddings; 4 tokens were not measured" in text
 
 
 def test_both_parts_are_shown_everywhere(finished: Finished, report: dict[str, Any], tmp_path: Path) -> None:
     """At the end of a run, by `quantize eval`, in the card, on the page, in the picture; not where there are none."""
     whole = finished.report | report
+    candidate = EvaluatedCandidate.model_validate(report | {"model": "x"})
     parts, worst = f"{report['long']['kl']['mean']:.5f}", report["long"]["worst"]
     beyond = f"{report['positions'][1]['kl']['mean']:.5f}"
     shown = {
-        "run": run_table(whole, tmp_path, "source", "mine.yaml"),
-        "eval": eval_table({"candidates": [report | {"model": "x"}], "notes": []}),
-        "card": model_card(whole),
-        "page": html_report(whole, {}),
+        "run": run_table(checked(whole), tmp_path, "source", "mine.yaml"),
+        "eval": eval_table(EvalReport(source="s", candidates=[candidate], notes=[])),
+        "card": model_card(checked(whole)),
+        "page": html_report(checked(whole), {}),
     }
     for name, text in shown.items():
         assert parts in text, name
@@ -192,11 +198,16 @@ def test_both_parts_are_shown_everywhere(finished: Finished, report: dict[str, A
     assert re.search(r"^256 to 1k +2 +88 ", shown["run"], re.MULTILINE)
     assert f"on 2 long ones of at most {LONG}; not on longer contexts" in shown["card"]
     assert f"texts of at most {SHORT} tokens" in shown["card"]
-    before = {"run": run_table(finished.report, tmp_path, "source", "mine.yaml"), "card": model_card(finished.report)}
+    before = {
+        "run": run_table(checked(finished.report), tmp_path, "source", "mine.yaml"),
+        "card": model_card(checked(finished.report)),
+    }
     assert not any("256 to 1k" in text for text in before.values())
     assert "long contexts" in before["card"]
-    save(fidelity_figure([("x", report), ("y", report)], "title"), tmp_path / "long.png")
-    save(fidelity_figure([("x", finished.report)], "title"), tmp_path / "short.png")
+    short = checked(finished.report)
+    assert isinstance(short, Fidelity)
+    save(fidelity_figure([("x", candidate), ("y", candidate)], "title"), tmp_path / "long.png")
+    save(fidelity_figure([("x", short)], "title"), tmp_path / "short.png")
     widths = [int.from_bytes((tmp_path / name).read_bytes()[16:20], "big") for name in ("long.png", "short.png")]
     assert widths[0] > widths[1], "a third panel"
 

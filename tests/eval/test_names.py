@@ -21,8 +21,10 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
+from quantizers.eval.fidelity.figures import Fidelity
 from quantizers.eval.report import plots
 from quantizers.eval.report.pages import cell, code, front_matter, html_report, md, model_card
+from quantizers.eval.report.schema import Calibration, checked
 from quantizers.pipeline.report_files import read_front_matter
 from quantizers.system.formatting import printable, text_table
 
@@ -161,8 +163,8 @@ def awkward(finished: Finished) -> dict[str, Any]:
 
 
 def test_card_and_page_hold_every_name_as_it_is(finished: Finished, awkward: dict[str, Any]) -> None:
-    text, usual = model_card(awkward), model_card(finished.report)
-    front = front_matter(awkward)
+    text, usual = model_card(checked(awkward)), model_card(checked(finished.report))
+    front = front_matter(checked(awkward))
     assert ModelCard(text).data.to_dict() == front
     assert ModelCard(text).data.eval_results[0].dataset_name == NAMES[0]
     assert read_front_matter(text)["model-index"][0]["name"] == front["model-index"][0]["name"]
@@ -179,13 +181,14 @@ def test_card_and_page_hold_every_name_as_it_is(finished: Finished, awkward: dic
     assert {line(name) for name in NAMES} <= cells
     headings = [token.tag for token in MARKDOWN.parse(body) if token.type == "heading_open"]
     assert headings == [t.tag for t in MARKDOWN.parse(usual.split("\n---\n", 1)[1]) if t.type == "heading_open"]
-    page, before = _Texts(html_report(awkward, {})), _Texts(html_report(finished.report, {}))
+    page, before = _Texts(html_report(checked(awkward), {})), _Texts(html_report(checked(finished.report), {}))
     assert page.tags == before.tags
     assert {name.replace("\r\n", "\n") for name in NAMES} <= {one.replace("\r\n", "\n") for one in page.texts}
 
 
 def test_a_picture_takes_any_name_and_no_setting_of_the_users(awkward: dict[str, Any]) -> None:
-    calibration = awkward["calibration"] | {"name": "half $\\frac$", "by_language": {"programming": {}, "spoken": {}}}
+    changed = {"name": "half $\\frac$", "by_language": {"programming": {}, "spoken": {}}}
+    calibration = Calibration.model_validate(awkward["calibration"] | changed)
     wanted = plots.png(plots.calibration_figure(calibration, NAMES[1]))
     with matplotlib.rc_context({"text.usetex": True, "savefig.dpi": 20, "font.size": 30}):
         assert plots.png(plots.calibration_figure(calibration, NAMES[1])) == wanted
@@ -193,12 +196,12 @@ def test_a_picture_takes_any_name_and_no_setting_of_the_users(awkward: dict[str,
 
 def test_a_picture_that_fails_is_a_line(awkward: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     awkward["source"]["model"] = "tiny-minimax-m2"
-    del awkward["kl"]
+    awkward = {key: value for key, value in awkward.items() if key not in Fidelity.model_fields}
     monkeypatch.setattr(plots, "calibration_figure", lambda *_: 1 / 0)
-    drawn, failed = plots.draw(awkward)
+    drawn, failed = plots.draw(checked(awkward))
     assert list(drawn) == ["coverage", "layers"]
     assert failed == ["the picture of calibration could not be drawn (ZeroDivisionError: division by zero)"]
-    assert "![" not in model_card(awkward | {"files": []})
+    assert "![" not in model_card(checked(awkward | {"files": []}))
 
 
 @pytest.mark.slow

@@ -11,13 +11,17 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from commands import Command
 from conftest import Finished
 
 from quantizers.cli.run import run_table
+from quantizers.eval.coverage.summary import summarise
+from quantizers.eval.fidelity.figures import Fidelity
 from quantizers.eval.report.pages import html_report, model_card
 from quantizers.eval.report.plots import HIGH, LOW, coverage_figure
+from quantizers.eval.report.schema import checked
 from quantizers.eval.report.summary import summary, vllm_command
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -83,7 +87,7 @@ def test_text_is_escaped(finished: Finished) -> None:
     report["audit"]["differences"] = ["<script>alert(1)</script>"]
     report["layers"][0]["fallbacks"] = ["expert 5: 0 routed tokens & <b>no</b>"]
     report["notes"] = ["<img src=x>", "`quantize <b>` does"]
-    text = html_report(report, {})
+    text = html_report(checked(report), {})
     Nesting().feed(text)
     assert "&lt;script&gt;alert(1)" in text
     assert "<img" not in text
@@ -97,17 +101,25 @@ def test_smaller_shares_are_one_line_wherever_a_run_is_shown(finished: Finished)
     assert 0 < len(few) < 64
     line = f"{len(few)} of 64 experts got fewer than 128 routed tokens and rely on all tokens in part (smallest share "
     assert [words for layer in report["layers"] for words in layer["fallbacks"] if "routed tokens" in words] == []
-    shown = (html_report(report, {}), model_card(report), run_table(report, Path("out"), "source", "mine.yaml"))
+    shown = (
+        html_report(checked(report), {}),
+        model_card(checked(report)),
+        run_table(checked(report), Path("out"), "source", "mine.yaml"),
+    )
     shares = [[float(one) for one in re.findall(rf"{re.escape(line)}(\S+) of 0\.9\)", text)] for text in shown]
     assert shares == [[pytest.approx(0.9 * min(few) / 128, abs=0.006)]] * 3
     for layer in report["layers"]:
         layer["leaning"]["experts"] = 0
-    assert [text.count("rely on all") for text in (html_report(report, {}), model_card(report))] == [0, 0]
+    assert [text.count("rely on all") for text in (html_report(checked(report), {}), model_card(checked(report)))] == [
+        0,
+        0,
+    ]
 
 
 def cells(tokens: list[list[int]], minimum: int) -> tuple[Any, Any]:
     """The image of a heat map, and its axes."""
-    layers = [{"layer": n, "routed_tokens": row} for n, row in enumerate(tokens)]
+    counts = [np.array([row]) for row in tokens]  # of one category
+    layers = summarise(counts, ["x"], minimum, range(len(counts))).per_layer
     axes = coverage_figure(layers, minimum, "x").axes[0]
     return axes.images[0], axes
 
@@ -136,25 +148,24 @@ def test_a_load_has_one_colour_in_every_report() -> None:
 
 def test_the_summary_holds_the_kl_against_the_recipes_limit(finished: Finished) -> None:
     report: dict[str, Any] = json.loads(json.dumps(finished.report))
-    report["gates"] = [{"name": "audit", "passed": True}, {"name": "kl", "passed": True, "limit": 0.25}]
+    gate = {"passed": True, "value": 0.0, "meaning": "x", "limit": 0.25}
+    report["gates"] = [gate | {"name": "audit"}, gate | {"name": "kl"}]
     report["kl"]["mean"] = 0.0123
-    gates, kl = summary(report)
+    gates, kl = summary(checked(report))
     assert gates == "All 2 gates passed."
     assert kl.startswith("KL 0.0123 nats per token on ")
     assert "within the limit of 0.25 that its recipe sets" in kl
     report["gates"][1] |= {"passed": False, "limit": 0.01}
-    gates, kl = summary(report)
+    gates, kl = summary(checked(report))
     assert gates == "1 of 2 gates failed: kl."
     assert "above the limit of 0.01 that its recipe sets" in kl
-    text = html_report(
-        report | {"gates": [gate | {"value": 0.0, "meaning": "x", "limit": 0} for gate in report["gates"]]}, {}
-    )
+    text = html_report(checked(report), {})
     assert 'class="summary failed"' in text
     assert "1 of 2 gates failed: kl." in text
     report["gates"].pop()
-    assert "its recipe sets no limit" in summary(report)[1]
-    del report["kl"]
-    assert summary(report) == ["The only gate passed."]
+    assert "its recipe sets no limit" in summary(checked(report))[1]
+    report = {key: value for key, value in report.items() if key not in Fidelity.model_fields}
+    assert summary(checked(report)) == ["The only gate passed."]
     assert 'class="summary"' in (finished.folder / "report.html").read_text()
 
 
@@ -162,12 +173,12 @@ def test_the_page_serves_as_the_card_does(finished: Finished) -> None:
     """The same options; and no command for a family that vLLM does not know."""
     report: dict[str, Any] = json.loads(json.dumps(finished.report))
     report["serving"] |= {"parsers": {"tool-call-parser": "x<y"}, "sampling": {"top_k": 40}}
-    command = vllm_command(report["serving"], "PATH_OR_ID")
-    assert command in model_card(report)
+    command = vllm_command(checked(report).serving, "PATH_OR_ID")
+    assert command in model_card(checked(report))
     assert "--enable-auto-tool-choice" in command
-    assert command.replace("PATH_OR_ID", ".") in unescape(html_report(report, {}))
+    assert command.replace("PATH_OR_ID", ".") in unescape(html_report(checked(report), {}))
     report["serving"]["servers"] = []
-    assert "vllm serve" not in html_report(report, {})
+    assert "vllm serve" not in html_report(checked(report), {})
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")

@@ -11,18 +11,27 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command_schema import EvalReport
+import torch
 from commands import Command
 from conftest import Finished
 
+from quantizers.eval.fidelity.figures import Cut, EvalReport, Fidelity, HeldOutSet, PairedCandidate
+from quantizers.eval.fidelity.metrics import Measured, Text, figures
 from quantizers.eval.fidelity.paired import INTERVAL, RESAMPLES, SEED, difference_of, paired
 from quantizers.eval.fidelity.tables import eval_table, paired_table
 
 
-def figures_of(kl: list[float], tokens: list[int], categories: list[str]) -> dict[str, Any]:
-    """The part of a candidate's figures that is paired."""
-    rows = zip(categories, tokens, kl, strict=True)
-    return {"per_text": [{"category": name, "tokens": t, "kl": value} for name, t, value in rows]}
+def figures_of(kl: list[float], tokens: list[int], categories: list[str]) -> Fidelity:
+    """A candidate's figures, with so much KL at every position of each text."""
+    texts = [Text(torch.zeros(t + 1, dtype=torch.int64), name, t) for name, t in zip(categories, tokens, strict=True)]
+    losses = np.repeat(kl, tokens)
+    layers = [{"agreement": 1.0, "hidden_error": 0.0}]
+    about = HeldOutSet(name="held-out", digest="0" * 64, past_the_model=Cut(texts=0, tokens=0))
+    return figures(Measured(losses, losses, losses, losses, losses < 1, layers), texts, about)
+
+
+def difference(first: Fidelity, other: Fidelity) -> PairedCandidate:
+    return paired(first, other, model="other", against="first")
 
 
 def slow_interval(differences: list[float], tokens: list[int]) -> tuple[float, list[float]]:
@@ -50,7 +59,7 @@ def test_difference_and_interval_equal_a_slow_version() -> None:
     tokens = rng.integers(20, 300, 14).tolist()
     first, other = rng.gamma(2, 0.01, 14), rng.gamma(2, 0.012, 14)
     names = ["code/c", "code/rust"] * 4 + ["math"] * 6
-    found = paired(figures_of(first.tolist(), tokens, names), figures_of(other.tolist(), tokens, names))
+    found = difference(figures_of(first.tolist(), tokens, names), figures_of(other.tolist(), tokens, names)).as_dict()
     ratio, interval = slow_interval((other - first).tolist(), tokens)
     assert found["difference"] == pytest.approx(ratio, rel=1e-12)
     assert found["interval"] == pytest.approx(interval, rel=1e-9)
@@ -59,7 +68,7 @@ def test_difference_and_interval_equal_a_slow_version() -> None:
     code, slow = found["families"]["code"], slow_interval((other - first)[:8].tolist(), tokens[:8])
     assert (code["difference"], code["interval"]) == (pytest.approx(slow[0]), pytest.approx(slow[1]))
     assert {name: row["interval"] for name, row in found["categories"].items()} == dict.fromkeys(set(names))
-    turned = paired(figures_of(other.tolist(), tokens, names), figures_of(first.tolist(), tokens, names))
+    turned = difference(figures_of(other.tolist(), tokens, names), figures_of(first.tolist(), tokens, names)).as_dict()
     assert turned["difference"] == -found["difference"]
 
 
@@ -83,7 +92,7 @@ def test_too_few_texts_get_no_interval() -> None:
     lone = np.where(np.arange(8) == 3, 0.1, 0.0)
     assert difference_of(lone, tokens) == (pytest.approx(0.1 / 8), None), "most resamples hold no text that differs"
     rows = {
-        n: paired(figures_of([0.0] * n, [50] * n, ["a"] * n), figures_of(kl.tolist(), [50] * n, ["a"] * n))
+        n: difference(figures_of([0.0] * n, [50] * n, ["a"] * n), figures_of(kl.tolist(), [50] * n, ["a"] * n))
         for n, kl in ((7, values[:7]), (8, lone))
     }
     assert "too few texts\n" in paired_table(rows[7]) + "\n"
@@ -93,12 +102,12 @@ def test_too_few_texts_get_no_interval() -> None:
 
 def test_a_hundred_categories_are_paired_by_family() -> None:
     names = [f"code/{n}" for n in range(50)] + [f"spoken/{n}" for n in range(50)]
-    one = paired(figures_of([0.1] * 100, [9] * 100, names), figures_of([0.2] * 100, [9] * 100, names))
+    one = difference(figures_of([0.1] * 100, [9] * 100, names), figures_of([0.2] * 100, [9] * 100, names))
     text = paired_table(one)
     assert len(text.splitlines()) == 2 + 3
     assert "code " in text
     assert "code/" not in text
-    assert len(one["categories"]) == 100
+    assert len(one.categories) == 100
 
 
 def unplaced(figures: dict[str, Any]) -> Any:
@@ -136,7 +145,7 @@ def test_the_command_compares_every_candidate_with_the_first(
             assert (source[kind][name]["texts"], source[kind][name]["tokens"]) == (row["samples"], row["tokens"])
     low, high = source["interval"]
     assert low < source["difference"] < high < 0
-    out = eval_table(report)
+    out = eval_table(EvalReport.model_validate(report))
     assert f"{finished.source} against {finished.folder}, the first, paired over the same texts" in out
     for words in ("by category", "by depth", "one sample", "computed in float32, each", "too few texts"):
         assert words in out

@@ -16,7 +16,7 @@ from quantizers.architectures.derive import derived_architecture
 from quantizers.architectures.roles import find_handed
 from quantizers.architectures.skeleton import Skeleton
 from quantizers.checkpoint.reader import open_folder
-from quantizers.pipeline import quantize
+from quantizers.pipeline import layer as layering
 from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.job import prepare
 from quantizers.system.errors import ArchitectureError, Interrupted
@@ -101,15 +101,15 @@ def test_a_row_keeps_it_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["glm_moe_dsa", pytest.param("qwen4_exp", marks=pytest.mark.every)])
 def test_a_run_that_was_stopped_has_it_again(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     zoo.save(name, tmp_path / "model")
-    job, write_json = prepare(str(tiny.write_recipe(tmp_path, samples=3, bits=4, group_size=32))), quantize.write_json
+    job, write_json = prepare(str(tiny.write_recipe(tmp_path, samples=3, bits=4, group_size=32))), layering.write_json
     run(job, Options(tmp_path / "whole", CPU))
 
     def stopped(path: Path, entry: Any) -> None:
         write_json(path, entry)
         if entry.get("layer") == 2:  # layer 3 gets what it handed on
-            raise Interrupted("stopped", 15)
+            raise Interrupted("", "stopped", "", 15)
 
-    monkeypatch.setattr(quantize, "write_json", stopped)
+    monkeypatch.setattr(layering, "write_json", stopped)
     with pytest.raises(Interrupted):
         run(job, Options(tmp_path / "stopped", CPU, states="files"))
     monkeypatch.undo()

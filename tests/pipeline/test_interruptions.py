@@ -22,8 +22,7 @@ from runs import Small, assert_same, cut_in_layer, hashes
 from tiny import write_job
 
 from quantizers.output import journal
-from quantizers.pipeline import pipeline
-from quantizers.pipeline import quantize as quantizing
+from quantizers.pipeline import pipeline, quantizer
 from quantizers.pipeline.pipeline import Options
 
 MARGIN = 2**19  # for report.json, card, pictures and journal of a small job
@@ -157,7 +156,6 @@ def test_writes_that_find_no_room(small: Small, tmp_path: Path, quantize: Callab
 
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(name, full)
-            patched.setattr(pipeline, "rehearse", lambda *_: None)  # whose files are thrown away
             is_full(*quantize(*command))
         assert not (tmp_path / "output" / "config.json").exists()
     assert quantize(*command)[0] == 0
@@ -179,7 +177,7 @@ def test_a_source_that_changes_between_two_parts(
     shard, away, output = job.model / SHARD, tmp_path / "away", tmp_path / "output"
     cut_in_layer(1, job.job, Options(output, torch.device("cpu")))
     command = ("run", job.recipe, "--output", output, "--paranoid")
-    real = quantizing.solve_layer
+    real = quantizer.solve_layer
 
     def vanish(*arguments: Any, **named: Any) -> Any:
         if shard.exists():
@@ -187,7 +185,7 @@ def test_a_source_that_changes_between_two_parts(
         return real(*arguments, **named)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(quantizing, "solve_layer", vanish)
+        patched.setattr(quantizer, "solve_layer", vanish)
         code, errors = quantize(*command)
     assert code == 2, errors
     assert SHARD in errors.splitlines()[-1]

@@ -24,16 +24,17 @@ from tiny import config, make, write_job
 from quantizers.architectures.families import architecture_for
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import read_header
-from quantizers.layers import loop
 from quantizers.model.activation_store import ActivationStore
 from quantizers.output import journal
-from quantizers.pipeline import pipeline, quantize
+from quantizers.pipeline import layer as layering
+from quantizers.pipeline import pipeline, quantize, quantizer
 from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.device_memory import DeviceMemory, placement
 from quantizers.planning.job import prepare
 from quantizers.stitch.write import shard as writing
 from quantizers.stitch.write.shard import LayerTensors
 from quantizers.system.errors import QuantizeError
+from quantizers.walk import walk
 
 CPU = torch.device("cpu")
 SHARD = "model-00002-of-00004.safetensors"
@@ -68,7 +69,7 @@ def test_a_layer_is_journaled_once_what_goes_on_from_it_is_on_the_disk(
     full, nothing is journaled.
     """
     events: list[str] = []
-    flush, write = ActivationStore.flush, quantize.write_json
+    flush, write = ActivationStore.flush, layering.write_json
 
     def slowly(rows: ActivationStore) -> None:
         time.sleep(0.03)
@@ -81,7 +82,8 @@ def test_a_layer_is_journaled_once_what_goes_on_from_it_is_on_the_disk(
         write(path, *content)
 
     monkeypatch.setattr(ActivationStore, "flush", slowly)
-    monkeypatch.setattr(quantize, "write_json", noted)
+    for module in (layering, quantize):
+        monkeypatch.setattr(module, "write_json", noted)
     run(small.job, Options(tmp_path / "output", CPU))
     layers = small.job.facts.num_layers
     for number in range(layers):
@@ -113,7 +115,7 @@ def test_a_byte_that_changed_in_memory_or_between_memory_and_file_is_found_at_on
     small: Small, tmp_path: Path
 ) -> None:
     """In memory buffer and file agree: only the hash taken when the source was read can tell."""
-    options, real = Options(tmp_path / "output", CPU), quantize.layer_tensors
+    options, real = Options(tmp_path / "output", CPU), quantizer.layer_tensors
     work = journal.work_folder(options.output)
 
     def changed(plan: Any, layer: int, source: Any, solved: Any, **near: Any) -> LayerTensors:
@@ -134,7 +136,7 @@ def test_a_byte_that_changed_in_memory_or_between_memory_and_file_is_found_at_on
         "has other bytes in the file than it was written with.*; check disk and memory, then give the same command"
     )
     for module, name, fault, said in (
-        (quantize, "layer_tensors", changed, f"{KEPT} has other bytes than the source's"),
+        (quantizer, "layer_tensors", changed, f"{KEPT} has other bytes than the source's"),
         (writing, "save_file", flipped(KEPT), f"{KEPT} {in_file} again"),
         (writing, "save_file", flipped(PACKED), f"{PACKED} {in_file} again"),
     ):
@@ -196,7 +198,7 @@ def test_a_run_that_goes_on_makes_damaged_shards_again(
         damage()
         flip(outer, "lm_head.weight")  # which is written again too
         capsys.readouterr()
-        cut_at(quantize, "solve_layer", small.job, options, 1)  # layer 1 again, and then layer 2
+        cut_at(quantizer, "solve_layer", small.job, options, 1)  # layer 1 again, and then layer 2
         assert said in capsys.readouterr().err
         assert len(journal.done_layers(journal.work_folder(options.output), 3)) == 2
     run(small.job, options)
@@ -238,11 +240,9 @@ def test_what_is_copied_beside_the_work_has_the_same_bytes(
         hosts.add(self.flat)
 
     monkeypatch.setattr(ActivationStore, "__init__", make_there)
-    for module in (loop, quantize, writing):
+    for module in (walk, quantize, quantizer, writing):
         monkeypatch.setattr(module, "is_accelerator", lambda device: True)
-    monkeypatch.setattr(
-        quantize, "layer_steps", lambda *given, **named: loop.layer_steps(*given, **named | {"early": True})
-    )
+    monkeypatch.setattr(layering, "walk", lambda *given, **named: walk.walk(*given, **named | {"early": True}))
     run(small.job, Options(tmp_path / "output", CPU))
     assert_same(tmp_path / "output", small.whole)
     assert stream.under_way == 0
@@ -294,7 +294,7 @@ def test_a_run_may_go_on_without_a_held_out_set_but_not_begin_with_one_half_way(
 
 def make_bad(numbers: set[int], patched: pytest.MonkeyPatch) -> None:
     """Let the experts of some layers come out with their first codes turned round."""
-    real, model_layers = quantize.layer_tensors, numbers
+    real, model_layers = quantizer.layer_tensors, numbers
 
     def bad(plan: Any, layer: int, source: Any, solved: Any, **near: Any) -> Any:
         if layer in model_layers:
@@ -302,7 +302,7 @@ def make_bad(numbers: set[int], patched: pytest.MonkeyPatch) -> None:
                 codes[:, :, ::2] = -codes[:, :, ::2].clamp(min=-7)
         return real(plan, layer, source, solved, **near)
 
-    patched.setattr(quantize, "layer_tensors", bad)
+    patched.setattr(quantizer, "layer_tensors", bad)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from runs import Small, assert_same, change, cut_at, cut_in_layer, hashes
 
 from quantizers.model import activation_stream
 from quantizers.output import journal
-from quantizers.pipeline import pipeline, quantize
+from quantizers.pipeline import layer as layering
+from quantizers.pipeline import pipeline, quantize, quantizer
 from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.job import prepare
 from quantizers.system.errors import Interrupted, OutputError, QuantizeError
@@ -63,14 +64,14 @@ def test_a_run_that_was_cut_goes_on_and_gives_the_same_bytes(small: Small, tmp_p
     options = Options(tmp_path / "output", CPU)
     for module, name, calls in (
         (quantize, "write_shard", 0),  # of what is outside the layers
-        (quantize, "solve_layer", 0),
+        (quantizer, "solve_layer", 0),
         (activation_stream, "attend", 0),
-        (quantize, "write_shard", 0),
-        (quantize, "audit_layer", 0),
-        (quantize, "write_json", 0),  # layer 0 is on the disk, and not in the journal
-        (quantize, "solve_layer", 1),
-        (quantize, "finish", 1),
-        (quantize, "write_json", 1),
+        (layering, "write_shard", 0),
+        (layering, "audit_layer", 0),
+        (layering, "write_json", 0),  # layer 0 is on the disk, and not in the journal
+        (quantizer, "solve_layer", 1),
+        (quantizer, "finish", 1),
+        (layering, "write_json", 1),
         (quantize, "score", 0),
         (pipeline, "write_config_files", 0),
         (pipeline, "run_report", 0),
@@ -138,13 +139,13 @@ def test_what_a_run_was_begun_with_cannot_change(small: Small, tmp_path: Path) -
 
 @pytest.mark.own_signals
 def test_an_interrupt_ends_between_steps(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = quantize.solve_layer
+    real = quantizer.solve_layer
 
     def signalled(*arguments: Any, **named: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
         return real(*arguments, **named)
 
-    monkeypatch.setattr(quantize, "solve_layer", signalled)
+    monkeypatch.setattr(quantizer, "solve_layer", signalled)
     with pytest.raises(Interrupted, match="the same command again") as ended:
         run(small.job, Options(tmp_path / "output", CPU))
     assert ended.value.exit_code == 143

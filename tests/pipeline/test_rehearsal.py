@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 import torch
 from conftest import Finished
+from pydantic import ValidationError
 from runs import Small, assert_same, change, cut_in_layer, report_of
 
+from quantizers.eval.coverage.figures import AllExpertPass
 from quantizers.eval.report import plots
 from quantizers.output.journal import work_folder
 from quantizers.pipeline import pipeline, report
 from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.job import prepare
 from quantizers.serving import planned
-from quantizers.system.errors import CheckpointError, InputError, OutputError, QuantizeError
+from quantizers.system.errors import CheckpointError, InputError, OutputError
 
 CPU = torch.device("cpu")
 
@@ -30,16 +32,13 @@ def test_what_servers_read_is_known_from_the_plan(finished: Finished) -> None:
 def test_what_would_fail_at_the_end_is_refused_before_the_work(
     small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint that servers would misread; and a report that cannot be written."""
+    """A checkpoint that servers would misread; and a side file that cannot be copied."""
     options, real = Options(tmp_path / "output", CPU), planned.output_config
 
     def without_attention(*words: Any) -> dict[str, Any]:
         config = real(*words)
         del config["quantization_config"]["config_groups"]["attention_fp8_block"]
         return config
-
-    def unwritable(*_: object) -> None:
-        "\ud800".encode()
 
     with monkeypatch.context() as patched:
         patched.setattr(planned, "output_config", without_attention)
@@ -48,14 +47,19 @@ def test_what_would_fail_at_the_end_is_refused_before_the_work(
         ):
             run(small.job, options)
     with monkeypatch.context() as patched:
-        patched.setattr(report, "write_report", unwritable)
-        with pytest.raises(InputError, match=r"recipe.yaml: this run would .* \(UnicodeEncodeError: 'utf-8' .*begun"):
-            run(small.job, options)
-    with monkeypatch.context() as patched:
-        patched.setattr(report, "write_report", lambda *_: (_ for _ in ()).throw(QuantizeError("the disk is full")))
-        with pytest.raises(QuantizeError, match=r"^the disk is full$"):
+        patched.setattr(report, "side_files", lambda _: [tmp_path / "LICENSE"])
+        with pytest.raises(InputError, match=r"LICENSE: cannot be read \(No such file .*\); it would be copied"):
             run(small.job, options)
     assert not (work_folder(options.output) / "run.json").exists(), "nothing has begun that other settings would end"
+
+
+def test_a_report_that_does_not_fit_its_schema_is_not_made() -> None:
+    """Where it is computed, and not when it is written: a key that lacks, one too many, and a value of another type."""
+    coverage = {"min": 1, "tokens": 9}
+    assert AllExpertPass.model_validate(coverage).as_dict() == coverage
+    for wrong in ({"min": 1}, coverage | {"max": 2}, coverage | {"min": 1.5}):
+        with pytest.raises(ValidationError):
+            AllExpertPass(**wrong)
 
 
 def test_what_is_gone_after_the_start_is_not_missed_at_the_end(

@@ -13,7 +13,7 @@ from edited import edit
 from runs import JobFolder, hashes
 from safetensors.torch import load_file, save_file
 
-from quantizers.formats.dequantization import dequantize_fp8
+from quantizers.formats.fp8 import dequantize_fp8
 from quantizers.hub.publish import local_files
 from quantizers.output.journal import discard
 

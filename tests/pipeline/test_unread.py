@@ -15,6 +15,7 @@ from quantizers.architectures import families
 from quantizers.architectures.architecture import Architecture
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import Spec
+from quantizers.formats.fp8 import Fp8Blocks
 from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.assign_actions import expected_tensors, make_plan
 from quantizers.planning.device_memory import device_memory
@@ -72,7 +73,7 @@ def test_they_lie_in_the_shard_of_their_layer_or_in_the_last() -> None:
 def test_they_change_nothing_else_in_the_plan() -> None:
     plain, plan = planned(FACTS, TENSORS), planned(with_unread(*PATTERNS), TENSORS | SPECS)
     assert tuple(action for action in plan.actions if action.kind != "carry") == plain.actions
-    assert plan.fp8_form((128, 128)) == (128, 128)
+    assert plan.fp8_form((128, 128)) == Fp8Blocks(128, 128)
     assert device_memory(plan, FACTS, 64, False, None) == device_memory(plain, FACTS, 64, False, None)
 
 

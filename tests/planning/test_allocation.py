@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned import published, tiny_model
 
+from quantizers.formats.packed_integers import CANDIDATES, Integers
 from quantizers.planning.allocation import Allocation, allocation, candidates, cheapest_loss
 from quantizers.planning.plan import file_size
-from quantizers.recipe.schema import CANDIDATES, Experts, Scheme, counted
+from quantizers.recipe.schema import Experts, counted
 from quantizers.system.errors import RecipeError
 from quantizers.system.formatting import size_from
 
@@ -81,9 +82,9 @@ def test_costs_are_the_files_bytes() -> None:
         assert found.output_bytes(found.uniform(number)) == sum(sizes)
     assert found.exceeded
     assert [row["tensor_parallel"] for row in found.as_dict()["candidates"]] == [[1], [1, 2], [1, 2, 4]] * 2
-    assert found.best_uniform() == [Scheme(8, 32)] * 12
+    assert found.best_uniform() == [Integers(8, 32)] * 12
     losses = [{str(scheme): 1 / scheme.bits_per_weight for scheme in found.candidates}] * 12
-    assert found.schemes(found.choose(losses)) == [Scheme(8, 32)] * 12
+    assert found.schemes(found.choose(losses)) == [Integers(8, 32)] * 12
 
 
 def test_layers_without_experts_have_no_choice_and_are_paid_for() -> None:
@@ -142,5 +143,8 @@ def test_what_is_too_small_is_refused_with_what_would_do() -> None:
 
 
 def test_schemes_in_words() -> None:
-    assert counted([Scheme(4, 64)] * 3) == "INT4 group 64"
-    assert counted([Scheme(8, 64), Scheme(4, 32), Scheme(4, 32)]) == "INT4 group 32 (2 layers), INT8 group 64 (1 layer)"
+    assert counted([Integers(4, 64)] * 3) == "INT4 group 64"
+    assert (
+        counted([Integers(8, 64), Integers(4, 32), Integers(4, 32)])
+        == "INT4 group 32 (2 layers), INT8 group 64 (1 layer)"
+    )

@@ -20,7 +20,7 @@ from quantizers.planning.estimate import Estimate, Work, estimate_run, layer_wor
 from quantizers.planning.gpus import Rates
 from quantizers.planning.job import Job, prepare
 from quantizers.planning.plan import listing, summary
-from quantizers.recipe.schema import Card
+from quantizers.recipe.cards import Card
 from quantizers.system.progress import duration
 
 REPO = "me/tiny"

@@ -11,7 +11,7 @@ from planned import BLOCK, Model, tiny_model
 
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.eval.serving.engines import ATTENTION
-from quantizers.formats.fp8 import ROWS, Fp8
+from quantizers.formats.fp8 import ROWS, Fp8, Fp8Blocks
 from quantizers.planning.device_memory import device_memory
 from quantizers.serving.check import STORED, ServingCheck, check
 from quantizers.serving.memory import serving_model, tensor_parallel_problem
@@ -20,6 +20,7 @@ from quantizers.system.errors import CheckpointError
 
 ATTENTION_SCALE = "model.layers.1.self_attn.o_proj.weight_scale"
 EXPERT_SCALE = "model.layers.0.block_sparse_moe.experts.3.w2.weight_scale"
+BLOCKS = Fp8Blocks(*BLOCK)
 MODEL, IN_BLOCKS = tiny_model(quantization_config=PER_ROW), tiny_model()
 TENSORS = MODEL.tensors
 
@@ -39,9 +40,9 @@ def test_blocks_of_compressed_tensors_are_planned_as_those_of_fp8_but_for_the_sc
     assert model.tensors == {name.replace("_scale_inv", "_scale"): spec for name, spec in IN_BLOCKS.tensors.items()}
     plan, other = model.plan(), IN_BLOCKS.plan()
     assert plan.shards() == other.shards()
-    assert plan.fp8_form(BLOCK) == other.fp8_form(BLOCK) == BLOCK
-    assert output_config(model.config, model.facts, plan, BLOCK) == output_config(
-        IN_BLOCKS.config, IN_BLOCKS.facts, other, BLOCK
+    assert plan.fp8_form(BLOCK) == other.fp8_form(BLOCK) == BLOCKS
+    assert output_config(model.config, model.facts, plan, BLOCKS) == output_config(
+        IN_BLOCKS.config, IN_BLOCKS.facts, other, BLOCKS
     )
 
 
@@ -94,7 +95,7 @@ def test_a_config_alone_with_other_weights_of_compressed_tensors_is_refused(chan
 
 def test_rows_divide_among_cards_where_blocks_do_not() -> None:
     plan = MODEL.plan()
-    forms: list[Fp8] = [ROWS, BLOCK]
+    forms: list[Fp8] = [ROWS, BLOCKS]
     rows, blocks = (serving_model(plan, MODEL.facts, MODEL.config, form) for form in forms)
     assert tensor_parallel_problem(rows, 2) is None
     assert (
@@ -130,7 +131,7 @@ def test_servers_find_the_form_that_the_config_says() -> None:
 
 
 def test_servers_that_are_told_the_other_form_are_an_error() -> None:
-    told_blocks, told_rows = read_by_servers(BLOCK, MODEL), read_by_servers(ROWS, IN_BLOCKS)
+    told_blocks, told_rows = read_by_servers(BLOCKS, MODEL), read_by_servers(ROWS, IN_BLOCKS)
     for found, says, holds in (
         (told_blocks, "FP8 block 128x128", "FP8 per channel"),
         (told_rows, "FP8 per channel", "FP8 block 128x128"),

@@ -31,7 +31,7 @@ from whole_models import finished_weights, source_weights
 
 import quantizers
 from quantizers.calibration.load_set import load_set
-from quantizers.eval.report.fidelity import ServeCheckReport
+from quantizers.eval.fidelity.figures import ServeCheckReport
 from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.job import prepare
 from quantizers.serving.served import bounded_kl, verdict

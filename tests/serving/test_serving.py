@@ -41,10 +41,11 @@ from quantizers.eval.serving.engines import (
     VLLM_BEFORE,
     ServedScheme,
 )
-from quantizers.formats.fp8 import ROWS
-from quantizers.pipeline.report import of_plan
+from quantizers.formats.fp8 import BLOCKS, ROWS
+from quantizers.formats.packed_integers import GROUPS, Integers
+from quantizers.pipeline.report import serving
 from quantizers.planning.assign_actions import expected_tensors, make_plan
-from quantizers.recipe.schema import GROUPS, Experts, Scheme
+from quantizers.recipe.schema import Experts
 from quantizers.serving.ask_vllm import ask_vllm
 from quantizers.serving.check import STORED, ServingCheck, check, render
 from quantizers.serving.memory import FLASHINFER
@@ -61,10 +62,10 @@ Output = tuple[dict[str, Any], dict[str, Spec]]
 Change = Callable[[Section], object]
 
 
-def made(config: dict[str, Any], experts: Experts | None = None, schemes: list[Scheme] | None = None) -> Output:
+def made(config: dict[str, Any], experts: Experts | None = None, schemes: list[Integers] | None = None) -> Output:
     """config.json and tensors of an output, as the plan for a source with this config.json says."""
     section = config.get("quantization_config")
-    fp8 = None if section is None else BLOCK if "weight_block_size" in section else ROWS
+    fp8 = None if section is None else BLOCKS if "weight_block_size" in section else ROWS
     facts = architecture_for(config, "x")
     plan = make_plan(facts, expected_tensors(facts, config, "x"), experts or Experts(), "x", BLOCK)
     plan = plan.with_schemes(schemes) if schemes else plan
@@ -155,7 +156,7 @@ def test_a_good_output_of_every_family_has_no_findings(family: str) -> None:
             assert row[kind] == {"BF16": "plain"}.get(stored[kind], stored[kind])
 
 
-LAYERS = [Scheme(4, 32), Scheme(4, 64), Scheme(8, 32), Scheme(4, 64)]
+LAYERS = [Integers(4, 32), Integers(4, 64), Integers(8, 32), Integers(4, 64)]
 
 
 def test_each_layer_may_have_a_scheme_of_its_own() -> None:
@@ -200,7 +201,7 @@ def test_bits_that_an_engine_has_no_kernel_for_are_named_and_no_error(bits: Any,
     assert all(part in said_of[f"{V}, {B}"].consequence for part in HUMMING_ALONE)
     assert not dense or "compressed-tensors 0.18" in said_of[T].consequence
     assert [found.schemes[engine][EXPERTS] for engine in (V, S)] == [f"INT{bits} group 32", "refused"]
-    mixed = checked(made(tiny.config(num_hidden_layers=4), schemes=[Scheme(bits, 64), Scheme(4, 32), *LAYERS[2:]]))
+    mixed = checked(made(tiny.config(num_hidden_layers=4), schemes=[Integers(bits, 64), Integers(4, 32), *LAYERS[2:]]))
     assert [(one.problem, len(one.places)) for one in mixed.findings if one.engine == S] == [(f"experts: INT{bits}", 1)]
     assert mixed.schemes[S][EXPERTS] == "refused (1), INT4 group 32 (1), INT8 group 32 (1), INT4 group 64 (1)"
 
@@ -606,14 +607,15 @@ SPLITS = [(bits, group, width) for bits in (2, 3, 4) for group in GROUPS for wid
 
 def serve_commands() -> list[str]:
     """The card's command for every published model that vLLM serves, with all options that any of them has."""
-    split = {"tensor_parallel": 4, "pipeline_parallel": 2, "kv": "fp8", "fits": True, "attention_backend": FLASHINFER}
+    split = {"tensor_parallel": 4, "pipeline_parallel": 2, "kv": "fp8", "fits": True}
     commands = []
     for name in published_models():
         whole = published(name, layers=4, experts=16)
         source = Checkpoint(Path("here"), name, whole.config, {})
-        about = of_plan(whole.plan(), whole.facts, source, name)["serving"]
-        about |= {"sampling": {"temperature": 1.0, "top_k": 40}, "fits": [row | split for row in about["fits"][:1]]}
-        commands.append(vllm_command(about, name) or "")
+        about = serving(whole.plan(), whole.facts, source, name)
+        fits = [row.changed(**split) for row in about.fits[:1]]
+        about = about.changed(sampling={"temperature": 1.0, "top_k": 40}, fits=fits)
+        commands.append(vllm_command(about, name, FLASHINFER) or "")
     return list(filter(None, commands))
 
 

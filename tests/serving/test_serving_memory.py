@@ -14,10 +14,10 @@ import pytest
 import yaml
 from commands import Command
 
+from quantizers.formats.packed_integers import Integers
 from quantizers.planning.gpus import Gpus, known_gpus, parse_gpus
 from quantizers.planning.job import Job, prepare
 from quantizers.planning.plan import file_size
-from quantizers.recipe.schema import Scheme
 from quantizers.serving.host_experts import host_ways
 from quantizers.serving.memory import (
     LITTLE,
@@ -76,7 +76,7 @@ def test_two_large_gpus_take_the_whole_context_and_four_small_ones_nothing(model
 
 def test_humming_fills_up_what_a_gpu_has_of_an_expert(published_job: Job) -> None:
     """M2.1 in INT2: with TP 8, 384 rows of w1 and w3 become 512, and 192 columns of w2 256; with TP 4 nothing does."""
-    plan = published_job.plan.with_schemes([Scheme(2, 64)] * published_job.plan.layers)
+    plan = published_job.plan.with_schemes([Integers(2, 64)] * published_job.plan.layers)
     few = serving_model(plan, published_job.facts, published_job.config, published_job.fp8)
     stored = 62 * 256 * 3 * 3072 * 1536 * 2.25 / 8
     for ranks, more in ((4, 0), (8, stored / 8 / 3)):
@@ -223,7 +223,7 @@ def test_what_fits_on_a_rig(model: Model, cards: str, split: tuple[int, int], lo
 def test_all_of_a_budget_counts_before_a_run_has_chosen(model: Model) -> None:
     """Experts that grow evenly to the largest budget leave what budgets leave, and 0.1 GB more leaves less."""
     gpus = parse_gpus("4x3090")
-    few = with_scheme(model, Scheme(2, 64))
+    few = with_scheme(model, Integers(2, 64))
     most = largest_budget(few, fit(few, gpus, 65_536, "fp8"))
     full = with_budget(few, most)
     assert full.stored + full.beside == pytest.approx(most, abs=100)
@@ -275,7 +275,7 @@ def test_experts_in_host_memory(model: Model) -> None:
     paged, uva, kt = host_ways(model, gpus, at, 64 * 10**9, "names do not fit")
     assert paged.problem == "needs 133 GB, 6 of it for the rest"
     assert (uva.problem, kt.problem, kt.command) == ("", "names do not fit", "")
-    two, few = parse_gpus("2x48GiB"), with_scheme(model, Scheme(2, 64))
+    two, few = parse_gpus("2x48GiB"), with_scheme(model, Integers(2, 64))
     assert host_ways(model, two, fit(model, two, 65_536), 10**12, None)[0].problem == "it takes one GPU"
     assert host_ways(few, gpus, fit(few, gpus), 10**12, None)[0].problem == "it takes 4 and 8 bits"
     four = parse_gpus("4x3090")
@@ -362,9 +362,9 @@ def test_a_new_recipe_asks_for_no_budget_that_is_too_small(
         assert (experts["bits"], experts["group_size"]) == (2, 128)
         assert "budget" not in experts
     else:
-        plan = published_job.plan.with_schemes([Scheme(2, 128)] * 62)
+        plan = published_job.plan.with_schemes([Integers(2, 128)] * 62)
         least = sum(file_size(plan.shard(part)) for part in plan.parts)
-        plan = published_job.plan.with_schemes([Scheme(2, 64)] * 62)
+        plan = published_job.plan.with_schemes([Integers(2, 64)] * 62)
         fuller = sum(file_size(plan.shard(part)) for part in plan.parts)
         assert least <= parse_bytes(experts["budget"], "budget") < fuller
     assert command("new", "MiniMaxAI/MiniMax-M2.1", tmp_path / "no.yaml", "--vram", "4x3090", "--context", 140_000) == 2
@@ -422,7 +422,7 @@ def test_what_would_make_it_fit_fits(model: Model, published_job: Job) -> None:
         assert remedied
         for way in remedied:
             if fewer_bits := re.fullmatch(r"experts.bits: (\d) with group_size: (\d+) in the recipe", way.say):
-                plan = published_job.plan.with_schemes([Scheme(*map(int, fewer_bits.groups()))] * 62)
+                plan = published_job.plan.with_schemes([Integers(*map(int, fewer_bits.groups()))] * 62)
                 job = published_job
                 small = serving_model(plan, job.facts, job.config, job.fp8)
                 assert fit(small, gpus) == way.fit

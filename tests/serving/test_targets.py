@@ -16,15 +16,16 @@ from quantizers.architectures.families import architecture_for
 from quantizers.architectures.matrices import Matrix
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.eval.serving.engines import SERVERS, model_modules, read_rules, server_lookups, transformers_lookups
-from quantizers.formats.fp8 import ROWS, Fp8
+from quantizers.formats.fp8 import BLOCKS, ROWS, Fp8
+from quantizers.formats.packed_integers import Integers
 from quantizers.planning.assign_actions import expected_tensors, make_plan
-from quantizers.planning.plan import Action, Kind, Plan, packed_specs
-from quantizers.recipe.schema import Experts, Scheme
+from quantizers.planning.plan import Action, Kind, Plan
+from quantizers.recipe.schema import Experts
 from quantizers.stitch.write.config_files import output_config, quantization_config
 
 LAYERS = 62  # with layers 2 and 6, 1 and 61, 6 and 62, 16 and 61
 FORMS: dict[str, Fp8 | None] = {
-    "glm4_moe": ROWS, "deepseek_v3": (128, 128), "kimi_k2": (128, 128), "glm4_moe_lite": None
+    "glm4_moe": ROWS, "deepseek_v3": BLOCKS, "kimi_k2": BLOCKS, "glm4_moe_lite": None
 }  # fmt: skip
 GLM_ATTENTION = ("qkv_proj", "q_proj", "k_proj", "v_proj", "o_proj")
 MLA = (
@@ -32,11 +33,11 @@ MLA = (
 )  # fmt: skip
 MATRICES = ("gate_proj", "up_proj", "down_proj")
 DENSE = (*MATRICES, "gate_up_proj")
-SCHEMES = [Scheme(4, 32), Scheme(8, 32), Scheme(4, 64)]
-ONE = [Scheme(4, 32)]
+SCHEMES = [Integers(4, 32), Integers(8, 32), Integers(4, 64)]
+ONE = [Integers(4, 32)]
 
 
-def section_of(family: str, schemes: list[Scheme]) -> tuple[dict[str, Any], dict[int, Scheme]]:
+def section_of(family: str, schemes: list[Integers]) -> tuple[dict[str, Any], dict[int, Integers]]:
     """The quantization_config of a model of LAYERS layers, whose schemes take turns, and the scheme of each layer."""
     config = families.config(family, num_hidden_layers=LAYERS)
     facts = architecture_for(config, "x")
@@ -69,7 +70,9 @@ def beyond(family: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("family", FORMS)
 @pytest.mark.parametrize("schemes", [ONE, SCHEMES], ids=["one scheme", "a scheme for each layer"])
-def test_each_name_that_a_server_asks_is_in_the_group_that_it_is_stored_as(family: str, schemes: list[Scheme]) -> None:
+def test_each_name_that_a_server_asks_is_in_the_group_that_it_is_stored_as(
+    family: str, schemes: list[Integers]
+) -> None:
     section, turns = section_of(family, schemes)
     assert set(turns) == set(range(1, LAYERS))
     for layer, scheme in turns.items():
@@ -103,14 +106,14 @@ def test_transformers_finds_the_routed_experts_group_first() -> None:
 
 @pytest.mark.parametrize("family", families.CONFIGS)
 @pytest.mark.parametrize("schemes", [ONE, SCHEMES], ids=["one scheme", "a scheme for each layer"])
-def test_made_targets_give_each_module_the_scheme_of_written_ones(family: str, schemes: list[Scheme]) -> None:
+def test_made_targets_give_each_module_the_scheme_of_written_ones(family: str, schemes: list[Integers]) -> None:
     """As each server asks, under its own names, and as compressed-tensors matches the published ones."""
     from compressed_tensors.utils import match_name
 
     config = families.config(family)
     facts = architecture_for(config, "x")
     section = config.get("quantization_config")
-    fp8: Fp8 | None = None if section is None else (128, 128) if "weight_block_size" in section else ROWS
+    fp8: Fp8 | None = None if section is None else BLOCKS if "weight_block_size" in section else ROWS
     plan = make_plan(facts, expected_tensors(facts, config, "x"), Experts(), "x", (128, 128))
     plan = plan.with_schemes([schemes[layer % len(schemes)] for layer in range(plan.layers)])
     answers = []
@@ -157,7 +160,7 @@ def plan_of(kept: dict[str, str], layers: int = 4) -> Plan:
     for layer in range(layers):
         for expert, matrix in ((n, m) for n in (0, 1) for m in MATRICES):
             name = f"{prefix}{layer}.mlp.experts.{expert}.{matrix}"
-            packed = packed_specs(name, (64, 64), Scheme(4, 32))
+            packed = Integers(4, 32).specs(name, (64, 64))
             of = layer, expert, cast(Matrix, matrix.removesuffix("_proj"))
             actions.append(Action(f"{name}.weight", Spec(PLAIN, (64, 64)), "quantize", packed, *of))
     for name, dtype in kept.items():
@@ -165,14 +168,14 @@ def plan_of(kept: dict[str, str], layers: int = 4) -> Plan:
         layer_or_none = int(rest.partition(".")[0]) if rest and not start else None
         spec, kind = Spec(dtype, (64, 64)), "keep" if layer_or_none is not None else "carry"
         actions.append(Action(f"{name}.weight", spec, cast(Kind, kind), {f"{name}.weight": spec}, layer_or_none))
-    return Plan(tuple(actions), layers, Experts(), (Scheme(4, 32),) * layers)
+    return Plan(tuple(actions), layers, Experts(), (Integers(4, 32),) * layers)
 
 
 def made_section(kept: dict[str, str]) -> dict[str, Any]:
     facts = architecture_for(families.config("qwen3_moe"), "x").model_copy(
         update={"targets": None, "layer_prefix": "model.language_model.layers.{layer}.", "servers": {}}
     )
-    return quantization_config(facts, plan_of(kept), (128, 128))
+    return quantization_config(facts, plan_of(kept), BLOCKS)
 
 
 def in_layers(modules: dict[str, str], layers: Iterable[int]) -> dict[str, str]:

@@ -13,7 +13,6 @@ import pytest
 import tiny
 import torch
 import zoo
-from command_schema import CoverageReport
 from commands import Command
 from edited import MOE, edit
 from sets import rows_set
@@ -23,6 +22,8 @@ from whole_models import finished_weights, source_weights, stored
 
 from quantizers.calibration.load_set import load_set
 from quantizers.commands.question import Question
+from quantizers.eval.coverage.figures import CoverageReport, LayerSaliency, Saliency
+from quantizers.eval.coverage.summary import summarise
 from quantizers.eval.report.plots import saliency_figure
 from quantizers.recipe.schema import CoverageGate
 from quantizers.sets.coverage import measure_coverage
@@ -99,7 +100,10 @@ def test_scores_equal_those_from_the_whole_model(model: str, texts: Path, tmp_pa
     samples = [(s.category, torch.from_numpy(s.tokens).long()) for s in load_set(texts, str(folder)).samples]
     wanted = contributions(whole, samples, limits)
     question = Question(str(folder), "main", False, (texts,), "x")
-    report = measure_coverage(question, CoverageGate(), CPU, tmp_path, scored=True)
+    made = measure_coverage(question, CoverageGate(), CPU, tmp_path, scored=True)
+    assert isinstance(made, CoverageReport)
+    assert made.saliency is not None
+    report = made.as_dict()
     assert CoverageReport.model_validate(report).as_dict() == report
     found = report["saliency"]
     assert [row["layer"] for row in found["per_layer"]] == list(wanted)
@@ -110,7 +114,7 @@ def test_scores_equal_those_from_the_whole_model(model: str, texts: Path, tmp_pa
             assert there["scores"][i] == pytest.approx([mean_score(rows, e, name) for e in experts], rel=1e-5)
         block = whole.get_submodule(row["block"])
         assert len(block.gate.weight) == len(experts), "its name is the whole model's"
-    least = json.loads(lists(report)["least-salient-first.json"])
+    least = json.loads(lists(made, made.saliency)["least-salient-first.json"])
     for row, rows in zip(found["per_layer"], wanted.values(), strict=True):
         assert sorted(least[row["block"]][3:]) == retained_by_llm_compressor(rows, len(experts), 3)
 
@@ -162,7 +166,9 @@ def test_a_checkpoint_pruned_by_the_list_runs(unreachable: Path, tmp_path: Path,
     assert json.loads((files / "saliency.json").read_text()) == report
     assert report["saliency"]["without_tokens"] == report["uncovered_pairs"] == [[1, 3]]
     assert report["saliency"]["per_layer"][1]["scores"][3] == 0
-    assert "experts without tokens, which score 0: 1 (layer 1 expert 3)" in saliency_table(report["saliency"])
+    assert "experts without tokens, which score 0: 1 (layer 1 expert 3)" in saliency_table(
+        Saliency.model_validate(report["saliency"])
+    )
     assert (files / "saliency.png").read_bytes().startswith(b"\x89PNG")
     salient, hot = (
         {
@@ -191,8 +197,9 @@ def test_a_checkpoint_pruned_by_the_list_runs(unreachable: Path, tmp_path: Path,
 
 
 def test_the_heat_map_shows_the_ratio_to_the_layers_mean_and_crosses_out_what_has_no_tokens() -> None:
-    layers = [{"layer": 1, "routed_tokens": [3, 0, 9, 4]}, {"layer": 2, "routed_tokens": [1, 1, 1, 1]}]
-    scored = [{"scores": [1.0, 0.0, 4.0, 3.0]}, {"scores": [0.1, 0.1, 0.1, 0.1]}]
+    tokens, scores = [[3, 0, 9, 4], [1, 1, 1, 1]], [[1.0, 0.0, 4.0, 3.0], [0.1, 0.1, 0.1, 0.1]]
+    layers = summarise([np.array([row]) for row in tokens], ["x"], 1, (1, 2)).per_layer
+    scored = [LayerSaliency(layer=n, block=f"layers.{n}", scores=row) for n, row in enumerate(scores, 1)]
     axes = saliency_figure(layers, scored, "m").axes[0]
     np.testing.assert_allclose(axes.images[0].get_array().filled(np.nan), [[0.5, np.nan, 2.0, 1.5], [1, 1, 1, 1]])
     assert [marks.get_offsets().tolist() for marks in axes.collections] == [[[1, 0]]]

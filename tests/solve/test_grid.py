@@ -8,9 +8,10 @@ from compressed_tensors.quantization.quant_args import FP4_E2M1_DATA
 from hessians import correlated_hessian
 
 from quantizers.formats import nvfp4
+from quantizers.formats.nvfp4 import E2M1
 from quantizers.formats.packed_integers import dequantize
 from quantizers.solve.awq import scale_losses
-from quantizers.solve.grid import ABOVE, BELOW, E2M1, stored_scale, unit
+from quantizers.solve.grid import ABOVE, BELOW, stored_scale, unit
 from quantizers.solve.rounding import damped, gptq, minmax_scales, mse_scales, nearest, refine
 
 VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])

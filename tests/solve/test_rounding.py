@@ -11,8 +11,7 @@ from hessians import broken_hessians, correlated_hessian
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantizers.formats.packed_integers import code_range, dequantize
-from quantizers.recipe.schema import BITS
+from quantizers.formats.packed_integers import SIZES, code_range, dequantize
 from quantizers.solve.grid import MSE_FACTORS
 from quantizers.solve.rounding import gptq, minmax_scales, mse_scales, nearest
 
@@ -39,7 +38,7 @@ def library_arguments(bits: int, group: int) -> QuantizationArgs:
     rows=st.integers(1, 9),
     groups=st.integers(1, 4),
     group=st.sampled_from([32, 64, 128]),
-    bits=st.sampled_from(BITS),
+    bits=st.sampled_from(SIZES),
     exponent=st.integers(-20, 20),
 )
 def test_minmax_and_nearest_are_compressed_tensors(

@@ -15,14 +15,18 @@ from conftest import Finished
 
 from quantizers.cli.common import emit
 from quantizers.cli.run import run_table
+from quantizers.eval.fidelity.figures import Cut, HeldOutSet
 from quantizers.eval.fidelity.metrics import Measured, Text, figures
 from quantizers.eval.fidelity.scoring import HeldOut
 from quantizers.eval.report.pages import html_report, model_card
+from quantizers.eval.report.schema import checked
 from quantizers.output.manifest import write_record
 from quantizers.system.errors import QuantizeError
 from quantizers.system.files import json_finite, write_json
 
 LENGTHS = [4, 6]
+
+ABOUT = HeldOutSet(name="held-out", digest="0" * 64, past_the_model=Cut(texts=0, tokens=0))
 
 
 def refused(word: str) -> Any:
@@ -66,23 +70,31 @@ def test_nan_is_never_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_tokens_without_bytes_have_no_bits_per_byte(finished: Finished) -> None:
     """Special tokens stand for no text: a category of nothing else had inf there, and NaN in the card."""
-    found = figures(measured(), texts(0, 12))
+    found = figures(measured(), texts(0, 12), ABOUT).as_dict()
     assert found["categories"]["kind/0"]["bits_per_byte"] == {"source": None, "candidate": None}
     wanted = 0.5 * 6 / (math.log(2) * 12)
     assert found["categories"]["kind/1"]["bits_per_byte"]["candidate"] == pytest.approx(wanted)
     assert strict(json.dumps(found)) == found
-    none = figures(measured(), texts(0, 0))
+    none = figures(measured(), texts(0, 0), ABOUT).as_dict()
     for one in (found, none):
-        report = finished.report | one | {"evaluated_on": finished.report["evaluated_on"]}
-        shown = [model_card(report), html_report(report, {}), run_table(report, Path("out"), "source", "mine.yaml")]
+        report = checked(finished.report | one)
+        shown = [
+            model_card(report),
+            html_report(report, {}),
+            run_table(report, Path("out"), "source", "mine.yaml"),
+        ]
         assert not [text for text in shown if re.search(r"\b(nan|inf|None)\b", text)]
     assert "no number" in run_table(report, Path("out"), "source", "mine.yaml")
 
 
 def test_a_gate_without_a_number_has_failed_and_can_be_shown(finished: Finished) -> None:
     gate = finished.report["gates"][0] | {"value": None, "passed": False}
-    report = finished.report | {"gates": [gate]}
-    for text in (model_card(report), html_report(report, {}), run_table(report, Path("out"), "source", "mine.yaml")):
+    report = checked(finished.report | {"gates": [gate]})
+    for text in (
+        model_card(report),
+        html_report(report, {}),
+        run_table(report, Path("out"), "source", "mine.yaml"),
+    ):
         assert "no number" in text
 
 
@@ -90,6 +102,6 @@ def test_a_gate_without_a_number_has_failed_and_can_be_shown(finished: Finished)
 def test_a_loss_that_overflows_is_one_line(loss: float) -> None:
     spoilt = measured(candidate_nll=np.full(sum(LENGTHS), loss))
     with pytest.raises(OverflowError):
-        figures(spoilt, texts(9, 9))
+        figures(spoilt, texts(9, 9), ABOUT)
     with pytest.raises(QuantizeError, match=r"is not a number .*: logits overflow, and nothing can be compared"):
-        HeldOut(texts(9, 9), "", {}).figures(spoilt, "the output")
+        HeldOut(texts(9, 9), "", ABOUT).figures(spoilt, "the output")

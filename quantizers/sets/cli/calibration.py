@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
 from quantizers.cli import common
-from quantizers.cli.calibration import RecipeOption, SetArgument, TokenizerOption, WorkersOption, counting
-from quantizers.recipe.read import find_set, set_file
-from quantizers.recipe.schema import Recipe
+from quantizers.cli.calibration import (
+    RecipeOption,
+    SetArgument,
+    TokenizerOption,
+    TrustOption,
+    WithoutOption,
+    WorkersOption,
+    counting,
+)
 from quantizers.system.errors import InputError
+
+if TYPE_CHECKING:
+    from quantizers.recipe.schema import Recipe
 
 
 def check(
@@ -22,7 +31,7 @@ def check(
     ] = None,
     tokenizer: TokenizerOption = None,
     recipe: RecipeOption = None,
-    trust_remote_code: common.TrustRemoteCode = False,
+    trust_remote_code: TrustOption = False,
     held_out: Annotated[
         str | None,
         Option(
@@ -37,7 +46,7 @@ def check(
     category: Annotated[
         str | None, Option(help="with --show: only this category, and those below it (code includes code/rust)")
     ] = None,
-    without: common.Without = None,
+    without: WithoutOption = None,
     workers: WorkersOption = 8,
     as_json: common.Json = False,
     debug: common.Debug = False,
@@ -66,7 +75,7 @@ def diff(
     *,
     tokenizer: TokenizerOption = None,
     recipe: RecipeOption = None,
-    trust_remote_code: common.TrustRemoteCode = False,
+    trust_remote_code: TrustOption = False,
     files_only: Annotated[bool, Option("--yaml", help="compare only the YAML files, without loading data")] = False,
     workers: WorkersOption = 8,
     as_json: common.Json = False,
@@ -77,6 +86,7 @@ def diff(
     Example: quantize calibration diff embedded my-set.yaml
     """
     from quantizers.calibration.load_set import load_set
+    from quantizers.recipe.read import find_set
     from quantizers.sets.diff import diff_sets, diff_texts, render_diff
 
     paths = find_set(before), find_set(after)
@@ -90,6 +100,8 @@ def diff(
 
 def _sets(name: str | None, held_out: str | None, recipe: tuple[Recipe, Path] | None) -> tuple[Path, Path | None]:
     """The set to check, and the one that it must share no text with; None for the one beside it."""
+    from quantizers.recipe.read import find_set, set_file
+
     if name is not None:
         path = find_set(name)
     elif recipe is not None:

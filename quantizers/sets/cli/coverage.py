@@ -2,49 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Context, Option
+from typer import Option
 
 from quantizers.cli import common
-from quantizers.distributed.process_group import ProcessGroup
+from quantizers.cli.adapter import Call, command
+
+if TYPE_CHECKING:
+    from quantizers.sets.coverage import Coverage
 
 
+@command("quantizers.sets.coverage:coverage", before={"picture": "device", "no_picture": "device"})
 def coverage(
-    *,
-    context: Context,
-    recipe: Annotated[
-        str | None, Argument(metavar="[RECIPE]", help="recipe whose source, calibration set and gates are used")
-    ] = None,
-    source: common.Source = None,
-    calibration: common.Calibration = None,
-    settings: common.Settings = None,
-    facts: common.Facts = None,
-    model: common.Model = None,
-    data: common.Data = None,
-    compare: Annotated[
-        tuple[str, str] | None,
-        Option(
-            metavar="SET_A SET_B",
-            help="compare two sets: experts whose share of tokens grows or shrinks, newly covered or no longer covered",
-        ),
-    ] = None,
-    saliency: Annotated[
-        bool,
-        Option(
-            "--saliency",
-            help="score the experts by what they contribute (REAP), by category too; writes scores, a heat map and "
-            "lists of experts",
-        ),
-    ] = False,
-    output: Annotated[
-        Path | None, common.output("folder for the files of --saliency; saliency by default", "DIR")
-    ] = None,
-    min_routed_tokens: Annotated[int | None, Option(min=0, help="without a recipe: gate; 1 by default")] = None,
-    max_uncovered: Annotated[
-        float | None, Option(min=0, max=1, help="without a recipe: gate, a share of experts; 0.01 by default")
-    ] = None,
+    call: Call,
     picture: Annotated[
         Path | None,
         Option(
@@ -53,11 +26,6 @@ def coverage(
         ),
     ] = None,
     no_picture: common.NoPicture = False,
-    device: common.Device = "auto",
-    work: common.Scratch = None,
-    trust_remote_code: common.TrustRemoteCode = False,
-    as_json: common.Json = False,
-    debug: common.Debug = False,
 ) -> None:
     """Count the tokens routed to each expert, without quantizing.
 
@@ -65,33 +33,32 @@ def coverage(
 
     Example: quantize coverage tiny-minimax-m2-fp8-int4
     """
+    from quantizers.eval.coverage.figures import CoverageComparison, CoverageReport
     from quantizers.eval.coverage.summary import coverage_table
-    from quantizers.eval.report.plots import comparison_figure, coverage_figure, saliency_figure, save
-    from quantizers.sets.coverage import coverage as count_tokens
+    from quantizers.eval.report.plots import comparison_figure, coverage_figure, saliency_figure, saved
     from quantizers.sets.coverage_change import compare_table
     from quantizers.sets.saliency import saliency_table
 
-    dist: ProcessGroup = context.obj
-    output = output or (Path("saliency") if saliency else None)
-    found = count_tokens(**common.given(context) | {"output": output}, dist=dist)
-    if not dist.is_main:
+    compare, saliency = call.options["compare"], call.options["saliency"]
+    output = call.options["output"] or (Path("saliency") if saliency else None)
+    found: Coverage = call(output=output)
+    if not call.dist.is_main:
         return
-    result = found.figures
-    text = (compare_table if compare else coverage_table)(result)
-    if saliency:
-        text += "\n\n" + saliency_table(result["saliency"])
+    if compare:
+        change = CoverageComparison.model_validate(found.figures)
+        text, figure = compare_table(change), partial(comparison_figure, change, Path(change.model).name)
+    else:
+        report = CoverageReport.model_validate(found.figures)
+        title = f"{Path(report.model).name} on {report.set}"
+        text = coverage_table(report)
+        figure = partial(coverage_figure, report.per_layer, report.min_routed_tokens, title)
+        if report.saliency:
+            text += "\n\n" + saliency_table(report.saliency)
     if not no_picture:
-        name = Path(result["model"]).name
-        if compare:
-            default, figure = "coverage-compare.png", comparison_figure(result, name)
-        else:
-            title = f"{name} on {result['set']}"
-            default, figure = "coverage.png", coverage_figure(result["per_layer"], result["min_routed_tokens"], title)
-        picture = picture or Path(default)
-        save(figure, picture)
-        text += f"\n\npicture: {picture}"
-        if saliency and output:
-            save(saliency_figure(result["per_layer"], result["saliency"]["per_layer"], title), output / "saliency.png")
+        text += f"\n\n{saved(figure, picture or Path('coverage-compare.png' if compare else 'coverage.png'))}"
+        if not compare and report.saliency and output:
+            scored = report.per_layer, report.saliency.per_layer
+            saved(partial(saliency_figure, *scored, title), output / "saliency.png")
     if output:
         text += f"\n\nscores and lists of experts: {output}"
-    common.emit(result, as_json, text, passed=found.passed)
+    common.emit(found.figures, call.as_json, text, passed=found.passed)

@@ -12,7 +12,7 @@ from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.window import Parts, streamed
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.output.uploads import Uploads, written_shard
-from quantizers.planning.device_memory import Place, Residents
+from quantizers.planning.device_memory import Placement
 
 if TYPE_CHECKING:
     import torch
@@ -25,20 +25,19 @@ class Context:
     Attributes:
         work: see `journal.work_folder`. That of the first machine holds the run; of other machines it holds files
             that are of no use once the processes have ended.
+        placement: where activations are kept.
         check: called between steps; may raise to interrupt.
+        window: bytes of a source on the Hub that lie on the disk at most; None for the default.
+        uploads: of finished shards, in rank 0 alone; None where nothing is published as it is made.
     """
 
     work: Path
     device: torch.device
-    residents: Residents
+    placement: Placement
     check: Callable[[], None] = lambda: None
     dist: ProcessGroup = SINGLE_PROCESS
-    inputs: Place = "memory"  # captured MoE inputs
-    states: Place = "memory"  # calibration activations between layers
-    texts_on_device: bool = False  # held-out activations; else only in their files
-    prefetch_to_device: bool = False  # the next layer's bytes
-    window: int | None = None  # bytes of a source on the Hub that lie on the disk at most; None for the default
-    uploads: Uploads | None = None  # of finished shards, by rank 0 alone
+    window: int | None = None
+    uploads: Uploads | None = None
 
     def streamed(self, source: Checkpoint, parts: Parts) -> contextlib.AbstractContextManager[Checkpoint]:
         """A source for one pass over these parts, see `window.streamed`."""

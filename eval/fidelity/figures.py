@@ -1,4 +1,4 @@
-"""The schema of fidelity: how close a candidate is to its source, in report.json and in what `quantize eval` prints;
+"""The figures of fidelity: how close a candidate is to its source, in report.json and in what `quantize eval` prints;
 and how close a server, in serve-check.json, which `quantize serve-check` writes, and reads as the record of the source.
 """
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from quantizers.eval.report.keys import Number, Part, key, maybe
+from quantizers.system.keys import Number, Part, key, maybe
 
 
 class Perplexity(Part):
@@ -85,18 +85,32 @@ class PartFigures(Figures):
     per_text: list[TextFigures] = key("Text by text, in the order of the set")
 
 
+class MeanKl(Part):
+    """KL divergence over the whole vocabulary, of one band of positions."""
+
+    mean: Number = key("Mean over the scored positions", "nats")
+
+
 class Band(Part):
     """A band of positions in the texts."""
 
     name: str = key("In words")
-    start: int = key("First position", "tokens", alias="from")
+    start: int = key("First position", "tokens", written="from")
     to: int | None = key("Position after the last; None for the open end", "tokens")
     samples: int = key("Texts that reach it", "texts")
     tokens: int = key("Scored tokens", "tokens")
     perplexity: Perplexity = key("Perplexity")
-    kl: dict[str, Number] = key("Mean KL", "nats")
-    reverse_kl: dict[str, Number] = key("Mean KL(candidate || source)", "nats")
+    kl: MeanKl = key("KL(source || candidate)")
+    reverse_kl: MeanKl = key("KL(candidate || source)")
     top1: Number = key("How often both find the same token most likely", "share")
+
+
+class Cut(Part):
+    """Held-out texts that are longer than the model's positions; they are cut there."""
+
+    texts: int = key("How many were cut", "texts")
+    tokens: int = key("Tokens that were cut off", "tokens")
+    positions: int | None = maybe("The model's max_position_embeddings; absent where that is not known")
 
 
 class HeldOutSet(Part):
@@ -104,7 +118,7 @@ class HeldOutSet(Part):
 
     name: str = key("Its name")
     digest: str = key("SHA-256 over its categories and token ids, hexadecimal")
-    past_the_model: dict[str, int] = key("Texts and tokens cut at the model's last position, as far as that is known")
+    past_the_model: Cut = key("What was cut at the model's last position, as far as that is known")
 
 
 class OnCard(Part):
@@ -125,15 +139,64 @@ class KvCache(Part):
     ones: Figures = key("The same with scales of 1, which servers take where a checkpoint has none")
 
 
+class WeightError(Part):
+    """Distance of a layer's weights from the source's."""
+
+    experts: Number = key("Of the routed experts", "relative")
+    attention: Number = key("Of attention", "relative")
+
+
 class Fidelity(PartFigures):
     """Fidelity of a candidate; of the short texts at this level where there are long ones as well."""
 
     evaluated_on: HeldOutSet = key("The held-out set")
     long: PartFigures | None = maybe("The long texts; absent where all texts are of one kind")
     positions: list[Band] = key("By position in the long texts, or else in all")
-    weight_error: list[dict[str, Number]] | None = maybe("Error of the weights by layer; in an `eval`", "relative")
+    weight_error: list[WeightError] | None = maybe("Error of the weights by layer; in an `eval`")
     as_served: dict[str, OnCard] | None = maybe("By card, see `--as-served`; absent where none was asked for")
     kv_cache: KvCache | None = maybe("With an FP8 cache; absent for a checkpoint without scales for it")
+
+
+class EvaluatedCandidate(Fidelity):
+    """A candidate of `quantize eval`."""
+
+    model: str = key("As it was given")
+
+
+class Difference(Part):
+    """Mean KL of a candidate minus that of the first, over some texts."""
+
+    texts: int = key("Texts", "texts")
+    tokens: int = key("Scored tokens", "tokens")
+    first: float = key("Mean KL of the first candidate", "nats")
+    other: float = key("Mean KL of this candidate", "nats")
+    difference: float = key("Other minus first; negative is closer to the source", "nats")
+    interval: list[float] | None = key("95 % bootstrap-t interval; None with too few texts", "nats")
+
+
+class PartDifference(Difference):
+    """The same with details."""
+
+    categories: dict[str, Difference] = key("By category")
+    families: dict[str, Difference] = key("By family of categories")
+
+
+class PairedCandidate(PartDifference):
+    """A candidate of `quantize eval` against the first one."""
+
+    model: str = key("As it was given")
+    against: str = key("The first")
+    note: str = key("How to read it")
+    long: PartDifference | None = maybe("Over the long texts; absent where all texts are of one kind")
+
+
+class EvalReport(Part):
+    """What `quantize eval --json` prints."""
+
+    source: str = key("As it was given")
+    candidates: list[EvaluatedCandidate] = key("In the order of the command line")
+    notes: list[str] = key("What a reader should know")
+    paired: list[PairedCandidate] | None = maybe("Each candidate but the first; absent with a single one")
 
 
 # A server ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,199 @@
+"""What happens to the layers of a run, in the order in which it happens: `quantize_from`, and for one `quantize_layer`.
+
+Calibration states go through the layers beside the held-out texts. A layer is done once its shard and the held-out
+states after it are on disk: then its journal entry is written, and only after that are the states before it removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from quantizers.calibration.samples import CalibrationData
+from quantizers.checkpoint.loaded_tensors import LoadedTensors
+from quantizers.eval.fidelity.comparison import compare
+from quantizers.eval.fidelity.metrics import Text
+from quantizers.eval.fidelity.variants import Variants
+from quantizers.importance.input_sums import InputSums
+from quantizers.model.activation_stream import ActivationStream
+from quantizers.output import journal
+from quantizers.planning.job import Job
+from quantizers.recipe.schema import Stop
+from quantizers.stitch.audit.layer import LayerAudit, audit_layer, written_from
+from quantizers.stitch.write.shard import LayerTensors, kept_hashes, write_shard
+from quantizers.system.files import write_json
+from quantizers.system.progress import doing, forecast, peak_memory, progress
+from quantizers.walk.walk import LayerStep, all_tensors, walk
+
+from .layer_entry import Entry, Written, layer_note, of_shard, refuse_layer
+from .quantizer import Calibration, Quantizer
+from .shard_writer import ShardWriter
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run's process carries from layer to layer.
+
+    Attributes:
+        texts: the held-out texts; `source`, `output`, `variants`: their states in the source, in the output, and in
+            other computations of both. Without texts nothing is compared.
+        sums: the calibration samples in the source, for an importance matrix; None without one.
+        data: the calibration samples, in rank 0 alone, which keeps the journal.
+    """
+
+    quantizer: Quantizer
+    calibration: Calibration
+    texts: Sequence[Text]
+    source: ActivationStream
+    output: ActivationStream
+    variants: Variants
+    writer: ShardWriter
+    sums: InputSums | None
+    data: CalibrationData | None
+
+    @property
+    def streams(self) -> list[ActivationStream]:
+        """All streams of the held-out texts."""
+        return [self.source, self.output, *self.variants.streams]
+
+
+def quantize_from(run: Run, done: int, entries: list[Entry], stop: Stop | None) -> None:
+    """Quantize the layers after the first `done`; rank 0 adds the journal entry of each one that is done to `entries`.
+
+    Raises:
+        Stopped: a layer's figures are beyond `stop`.
+    """
+    job, context, model = run.quantizer.job, run.quantizer.context, run.quantizer.model
+    layers, check, dist = job.facts.num_layers, context.check, context.dist
+    context.upload(*journal.passthrough_entries(context.work), *entries)  # unless an earlier call did
+    say_forecast = forecast(layers)
+    begun: dict[int, Entry] = {}  # layers whose shards are not on disk yet
+    tensors, early = all_tensors(job, job.opened, done), context.placement.prefetch
+    shown = progress("quantizing", layers, done, "layer", trusted=1, kept=True, silent=not dist.is_main)
+
+    def finish_layers(shards: Mapping[int, Written]) -> None:
+        """Journal layers whose shards are on disk: from then on they are done."""
+        for number, written in shards.items():
+            entry = begun.pop(number)
+            if dist.is_main:
+                entry |= of_shard(written)
+                for stream in run.streams:
+                    stream.on_disk(number + 1)  # from there a run resumes once the layer is journaled
+                write_json(journal.layer_file(context.work, number), entry)
+                entries.append(entry)
+            for stream in run.streams:
+                stream.forget(number)
+            if dist.is_main:
+                show(layer_note(entry))
+                say_forecast(entry)
+                context.upload(entry)
+                refuse_layer(entry, stop)
+
+    with shown as show, walk(job.opened, tensors, model, check=check, dist=dist, early=early) as steps:
+        for step in steps:
+            entry = begun[step.number] = quantize_layer(run, step)
+            doing("audit")
+            shards = run.writer.finished()
+            step.watch.lap("write")
+            if dist.is_main:
+                entry["peak_memory_bytes"] = peak_memory(context.device)
+            finish_layers(shards)
+        run.calibration.remove()
+        if run.sums is not None:
+            run.sums.end()
+        finish_layers(run.writer.finished(pending=0))
+
+
+def quantize_layer(run: Run, step: LayerStep, *, again: bool = False) -> Entry:
+    """Take one layer from the source's bytes to the states that enter the next one.
+
+    Args:
+        again: a damaged shard is made once more: the texts have been through this layer.
+
+    Returns:
+        The layer's journal entry, in rank 0, but for what is known only when its shard is on disk. While that is
+        written, the next layer may be begun, see `ShardWriter`.
+    """
+    quantizer, calibration = run.quantizer, run.calibration
+    context, plan = quantizer.context, quantizer.job.plan
+    number, watch = step.number, step.watch
+    texts = () if again else run.texts
+    sums = None if again else run.sums
+
+    # The source: held-out texts pass through it. Then its experts' weights are freed: solving needs their memory, and
+    # dequantizes one batch of them at a time.
+    with step.module(experts=bool(texts) or sums is not None) as layer:
+        if sums is not None:
+            sums.add_layer(layer)
+        if texts:
+            doing("held-out texts")
+            run.source.advance(layer)
+        step.release_experts(layer)
+        if texts:
+            watch.lap("reference")
+        if plan.attention == "keep":
+            solved = quantizer.solve(step, layer, calibration, step.on_device)
+    # Experts read what attention gives them in the output: where that is converted, they are solved behind it, once the
+    # source's module is freed.
+    if plan.attention != "keep":
+        solved = quantizer.solve_from_stored(step, calibration)
+
+    # The shard: packed, and in the background audited against the source and written.
+    tensors = quantizer.pack(step, solved, written=run.writer.has_turn(number))
+    output = quantizer.as_stored(step, tensors)
+    _write_in_background(run, step, tensors, output)
+    entry: Entry = {}
+    if context.dist.is_main:
+        entry = {"layer": number, "shard": plan.shard_file(number), "source": step.source.digest()}
+        entry |= {"seconds": watch.seconds, "proof": step.proof, **solved.entry}
+    del solved, tensors  # the device's memory is now the forward pass's
+    watch.lap("pack")
+
+    # The quantized layer, from the tensors that are being written: calibration and texts pass through it.
+    with quantizer.model.layer(number, output) as layer:
+        if not run.variants:
+            del output
+        watch.lap("materialise")
+        quantizer.propagate(layer, calibration.states)
+        watch.lap("propagate")
+        if texts:
+            doing("held-out texts")
+            run.output.advance(layer)
+            watch.lap("candidate")
+    figures = None
+    if texts:
+        doing("comparing")
+        routed = number not in quantizer.job.facts.dense
+        figures = compare(run.source, run.output, texts, routed=routed, dist=context.dist)
+        watch.lap("compare")
+        if run.variants:
+            run.variants.advance(step, [step.on_device, output])
+    if run.data is not None:
+        entry["routed"] = quantizer.routed_tokens(calibration, run.data, number)
+        entry["held_out"] = figures
+    return entry
+
+
+def _write_in_background(run: Run, step: LayerStep, tensors: LayerTensors, output: LoadedTensors) -> None:
+    """Let the layer's shard be audited and written, if it is this process's turn."""
+    quantizer, number, writer = run.quantizer, step.number, run.writer
+    if not writer.has_turn(number):
+        writer.skip(number)
+        return
+    context, plan, host = quantizer.context, quantizer.job.plan, tensors.host
+    if writer.pending:  # the source's memory gets other bytes before the shard is on disk
+        host = {name: tensor.clone() if step.source.holds(tensor) else tensor for name, tensor in host.items()}
+    path, kept = context.work / quantizer.shard(number), kept_hashes(plan, number, step.source)
+    audit = partial(_audit, quantizer.job, number, step.on_device, output, context.device)
+    writer.begin(number, audit, partial(write_shard, host, path, kept, plan.unread(number)))
+
+
+def _audit(job: Job, number: int, source: LoadedTensors, output: LoadedTensors, device: torch.device) -> LayerAudit:
+    """Compare what is going to be in a layer's file with the source."""
+    audit = written_from(job.plan.of_layer(number))
+    bits = job.plan.schemes[number].bits
+    audit_layer(number, job.facts, source, output, bits=bits, device=device, audit=audit)
+    return audit
