@@ -24,9 +24,9 @@ import numpy as np
 import yaml
 
 import quantizers
-from quantizers.commands.compare import why
-from quantizers.eval.report.set_tables import sources_table
 from quantizers.planning.job import prepare
+from quantizers.sets.compare import why
+from quantizers.sets.tables import sources_table
 from quantizers.system.formatting import text_table
 from quantizers.system.package_data import shipped
 

@@ -56,7 +56,7 @@ def library_route(
     Returns:
         seconds by step, bytes written by step, and the folder of the result.
     """
-    from quantizers.commands.stitch import stitch_experts
+    from quantizers.repair.stitch import stitch_experts
 
     folders = {name: work / name for name in ("bf16", "saved", "stitched")}
     seconds: dict[str, float] = {}

@@ -29,10 +29,10 @@ from parts import DEFAULT, PLAIN, Ours, rows_of
 
 from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.checkpoint.reader import Checkpoint, open_folder
-from quantizers.commands.stitch import stitch_experts
 from quantizers.device.devices import choose_device
 from quantizers.planning.job import Job, prepare
 from quantizers.recipe.schema import Awq, Experts
+from quantizers.repair.stitch import stitch_experts
 from quantizers.solve.llmcompressor_engine import quiet_library
 from quantizers.system.formatting import text_table
 

@@ -18,39 +18,37 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from quantizers.hooks import functions
 from quantizers.system.errors import InputError, QuantizeError
 from quantizers.system.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from quantizers.commands.compare import compare
-    from quantizers.commands.coverage import coverage
     from quantizers.commands.doctor import doctor
     from quantizers.commands.evaluate import evaluate
-    from quantizers.commands.imatrix import imatrix
     from quantizers.commands.layer import layer
     from quantizers.commands.plan import plan
     from quantizers.commands.run import run
-    from quantizers.commands.serve_check import serve_check
-    from quantizers.commands.stitch import stitch_experts
     from quantizers.commands.verify import verify
     from quantizers.hub.publish import publish
+    from quantizers.llama_cpp.imatrix import imatrix as imatrix
+    from quantizers.repair.stitch import stitch_experts as stitch_experts
+    from quantizers.serving.serve_check import serve_check as serve_check
+    from quantizers.sets.compare import compare as compare
+    from quantizers.sets.coverage import coverage as coverage
 
 __all__ = [
     "InputError",
     "QuantizeError",
-    "compare",
-    "coverage",
     "doctor",
     "evaluate",
-    "imatrix",
     "layer",
     "plan",
     "publish",
     "run",
-    "serve_check",
-    "stitch_experts",
     "verify",
 ]
+__all__.extend(functions())  # of rooms that are there
+__all__.sort()
 
 
 def __dir__() -> list[str]:
@@ -62,5 +60,6 @@ def __getattr__(name: str) -> Any:
     """Import a command's function when it is first used: torch takes seconds."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    modules = {"publish": "hub.publish", "stitch_experts": "commands.stitch"}
-    return getattr(import_module(f"quantizers.{modules.get(name, f'commands.{name}')}"), name)
+    modules = {"publish": "quantizers.hub.publish"} | functions()
+    module = modules.get(name, f"quantizers.commands.{name}")
+    return getattr(import_module(module), name)

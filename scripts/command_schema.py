@@ -7,7 +7,7 @@ from typing import Any, Literal
 from quantizers.eval.coverage.figures import CoverageReport, Drawn
 from quantizers.eval.fidelity.figures import EvalReport, ServeCheckReport
 from quantizers.eval.report.schema import AuditFigures, Engines, MeasuredRunReport, RunReport, StitchReport
-from quantizers.eval.report.set_comparison import SetComparison, SourceEffects
+from quantizers.sets.schema import SetComparison, SourceEffects
 from quantizers.system.keys import Part, key, maybe
 
 

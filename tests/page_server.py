@@ -53,7 +53,7 @@ def with_few_samples(load_set: Any) -> Any:
 
 def import_everything() -> None:
     """Import the program, and what commands import late."""
-    import_module("quantizers.calibration.check")  # which is asked about whole sets
+    import_module("quantizers.sets.check")  # which is asked about whole sets
     loading.load_set = with_few_samples(loading.load_set)  # before others import it by name
     for found in walk_packages(import_module("quantizers").__path__, "quantizers."):
         if not found.name.endswith(NOT_HERE):

@@ -12,8 +12,8 @@ import torch
 
 from quantizers.eval.coverage.routing import Routed
 from quantizers.eval.fidelity.metrics import Text
-from quantizers.eval.sets.figures import MeasuredSet, Scored, comparison, set_figures, source_effects
 from quantizers.recipe.schema import CoverageGate
+from quantizers.sets.figures import MeasuredSet, Scored, comparison, set_figures, source_effects
 
 CATEGORIES = (
     *(f"code/{name}" for name in ("c++", "go", "java", "python", "rust", "typescript")),

@@ -68,7 +68,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm_parameters import compare, fill, state_of
 from whole_models import stored
 
-from quantizers.eval.serving.ask_vllm import ask_vllm
+from quantizers.serving.ask_vllm import ask_vllm
 from quantizers.system.errors import InputError
 
 

@@ -2,7 +2,7 @@
 
 A model is of its type's own classes, with the defaults of its config class but for the sizes below. What is special to
 a type makes every kind of its layers occur: windows of 16, linear and sparse attention, dense layers, indexers.
-Which of their outputs a real vLLM loads is in tests/eval/test_vllm_types.py, with the variable that tries all of them.
+Which of their outputs a real vLLM loads is in tests/serving/test_vllm_types.py, with the variable that tries all.
 """
 
 from __future__ import annotations

@@ -21,9 +21,7 @@ from quantizers.calibration.samples import in_words
 from quantizers.eval.coverage.summary import gate_figures
 from quantizers.eval.fidelity.figures import Fidelity
 from quantizers.eval.fidelity.tables import by_part, past_the_model, shown_categories
-from quantizers.eval.serving.cards import DEEP_GEMM, KEEPS_SCALES, NEGATIVE_SCALES, UNSCALED
-from quantizers.eval.serving.check import ONE_SCHEME, REFUSES
-from quantizers.eval.serving.engines import READ, SGLANG, TRANSFORMERS
+from quantizers.hooks import hook
 from quantizers.recipe.portable import is_hub_id
 from quantizers.system.formatting import gib, number, size
 from quantizers.system.output_files import CALIBRATION_PICTURE, COVERAGE_PICTURE, FACTS
@@ -41,6 +39,14 @@ CONVERSIONS = {
     "they run",
 }
 DIGITS = 5  # significant digits of the figures in the front matter
+# The part of the card about servers, in an installation that knows no rules of theirs; see `quantizers.hooks`.
+UNCHECKED: dict[str, Any] = {
+    "sglang_loads": False,
+    "transformers_loads": False,
+    "rerounded": {},
+    "read": None,
+    "negative": None,
+}
 PLOTS = {"calibration": CALIBRATION_PICTURE, "coverage": COVERAGE_PICTURE}  # that are files beside the model card
 
 
@@ -66,8 +72,8 @@ def model_card(report: Report) -> str:
     """The model card of a run or a stitch as Markdown with front matter."""
     plan, serving, name = report.plan, report.serving, summary.repository(report)
     findings = report.consumers.findings if report.consumers else []
-    fails = (finding for finding in findings if finding.consequence.startswith((REFUSES, ONE_SCHEME, UNSCALED)))
-    failing = {engine for finding in fails for engine in finding.engine.split(", ")}
+    on_card = hook("on_card")
+    engines = UNCHECKED if on_card is None else on_card(report)
     text = _render(
         "card.md.jinja",
         report,
@@ -86,13 +92,13 @@ def model_card(report: Report) -> str:
         plots=PLOTS,
         reasons=summary.REASONS,
         repository=name,
-        sglang=None if SGLANG.name in failing else summary.sglang_command(serving, name),
-        loads=serving.transformers is not False and TRANSFORMERS not in failing,
+        sglang=summary.sglang_command(serving, name) if engines["sglang_loads"] else None,
+        loads=serving.transformers is not False and engines["transformers_loads"],
         findings=findings,
-        rerounded=_rerounded(report),
-        read=READ["vllm"],
+        rerounded=engines["rerounded"],
+        read=engines["read"],
         small=SMALL,
-        **_of_command(report),
+        **_of_command(report, engines["negative"]),
     )
     return re.sub(r"\n{3,}", "\n\n", text).rstrip("\n") + "\n"
 
@@ -127,39 +133,26 @@ def _fp8_form(plan: Plan) -> str | None:
     return "in FP8 with a scale per block" if "rename" in plan.actions else None
 
 
-def _rerounded(report: Report) -> dict[str, str]:
-    """By card where vLLM rounds FP8 blocks of the source once more, what in its environment prevents that.
-
-    Blocks that a run made have powers of two as scales, so they are not among them.
-    """
-    if report.plan.attention is not None:
-        return {}
-    kernels = report.consumers.kernels if report.consumers else {}
-    rows = [row for row, kinds in kernels.items() if row.startswith("vLLM") and DEEP_GEMM.name in kinds.values()]
-    cards = [row.rpartition(" ")[2] for row in rows]
-    return {card: variable for card, variable in KEEPS_SCALES.items() if card in cards}
-
-
 def _attention(plan: Plan) -> list[str]:
     names = (row.kind.rpartition(".self_attn.")[2] for row in plan.kinds if ".self_attn." in row.kind)
     weights = (name.removesuffix(".weight") for name in names if name.endswith(".weight") and "norm" not in name)
     return list(dict.fromkeys(weights))
 
 
-def _of_command(report: Report) -> dict[str, Any]:
+def _of_command(report: Report, negative_scales: str | None) -> dict[str, Any]:
     """What the card says by the command that made the output."""
     if isinstance(report, StitchReport):
         return _of_stitch(report)
-    return _of_run(report) if isinstance(report, RunReport) else {}
+    return _of_run(report, negative_scales) if isinstance(report, RunReport) else {}
 
 
-def _of_run(report: RunReport) -> dict[str, Any]:
+def _of_run(report: RunReport, negative_scales: str | None) -> dict[str, Any]:
     source = "" if is_hub_id(report.source.model) else " --source SOURCE"
     experts, licences = report.settings.recipe["experts"], report.calibration.licences
     peaks = [layer.kv_peaks for layer in report.layers if layer.kv_peaks] if report.plan.kv_cache else []
     return {
         "experts": experts,
-        "negative": NEGATIVE_SCALES if experts.get("scales_sign") == "both" and experts["engine"] == "gram" else None,
+        "negative": negative_scales if experts.get("scales_sign") == "both" and experts["engine"] == "gram" else None,
         "licences": list(in_words(licences)) if licences else [],
         "made_by": f"quantize run recipe.yaml --output DIR{source}",
         "peaks": [max(of_layers) for of_layers in zip(*peaks, strict=True)],

@@ -366,6 +366,7 @@ class Finding(Part):
 class Engines(Part):
     """How serving engines would read the output."""
 
+    checked: bool | None = maybe("False where the program had no rules of theirs; absent where it had")
     schemes: dict[str, dict[str, str]] = key("By engine and kind of module; `stored` is how the tensors are stored")
     findings: list[Finding] = key("Errors first, then warnings")
     tensor_parallel: dict[str, str] = key("By number of GPUs: `ok`, or why vLLM cannot divide the model")

@@ -1,4 +1,4 @@
-"""Predicts whether vLLM, SGLang and transformers would load a checkpoint correctly, from its config and headers.
+"""Rules by which vLLM, SGLang and transformers choose a scheme for a module and a kernel for it, from their sources.
 
-No weight is read. server.py asks a server that has loaded one for log-probabilities.
+What follows from them for a checkpoint is found in `quantizers.serving`.
 """

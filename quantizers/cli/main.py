@@ -10,9 +10,11 @@ import traceback
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.models import CommandInfo
 
 from quantizers.device.determinism import ordered
 from quantizers.distributed.process_group import ProcessGroup, launched
+from quantizers.hooks import hooks
 from quantizers.system.caches import settle_caches
 from quantizers.system.errors import InputError, Interrupted, QuantizeError, first_line
 from quantizers.system.formatting import gib, printable
@@ -20,20 +22,20 @@ from quantizers.system.interrupts import stoppable
 
 from . import calibration, recipes
 from .common import emit
-from .compare import compare, why
-from .coverage import coverage
 from .doctor import doctor
 from .evaluate import evaluate
-from .imatrix import imatrix
 from .plan import plan
 from .publish import publish
 from .report import report
 from .run import run
-from .serve_check import serve_check
-from .stitch import stitch
 from .verify import verify
 
-SEVERAL = {"run", "eval", "coverage", "imatrix", "compare", "calibration why"}  # that work with several processes
+# Commands in the order of `--help`, with those that rooms add; any other comes last.
+ORDER = (
+    "run", "plan", "doctor", "verify", "coverage", "imatrix", "compare", "eval", "serve-check", "stitch", "report",
+    "publish", "new",
+)  # fmt: skip
+CALIBRATION_ORDER = ("check", "list", "copy", "new", "lock", "freeze", "diff", "schema", "why")
 
 app = typer.Typer(
     invoke_without_command=True,
@@ -102,12 +104,31 @@ def options(
         print(BEGIN)
 
 
-COMMANDS = (run, plan, doctor, verify, coverage, imatrix, compare, evaluate, serve_check, stitch, report, publish)
-for command in (*COMMANDS, recipes.new):
+def _sort(group: typer.Typer, order: tuple[str, ...]) -> None:
+    """Put the commands of a group into an order of names."""
+
+    def place(command: CommandInfo) -> int:
+        assert command.callback is not None
+        name = command.name or command.callback.__name__.replace("_", "-")
+        return order.index(name) if name in order else len(order)
+
+    group.registered_commands.sort(key=place)
+
+
+for command in (run, plan, doctor, verify, evaluate, report, publish, recipes.new):
     app.command(name="eval" if command is evaluate else None)(command)
+for add_commands in hooks("commands"):
+    add_commands(app, calibration.calibration)
+_sort(app, ORDER)
+_sort(calibration.calibration, CALIBRATION_ORDER)
 app.add_typer(recipes.recipes, name="recipes")
-calibration.calibration.command()(why)
 app.add_typer(calibration.calibration, name="calibration")
+
+
+def for_several_processes() -> list[str]:
+    """The commands that work with several processes."""
+    added = [name for names in hooks("SEVERAL") for name in names]
+    return ["run", "eval", *sorted(added, key=(*ORDER, *added).index)]
 
 
 def main() -> None:
@@ -123,11 +144,10 @@ def main() -> None:
     try:
         with stoppable(by_launcher=launched() is not None), ordered():
             if ranks := launched():
-                if sys.argv[1:] and not SEVERAL & {sys.argv[1], " ".join(sys.argv[1:3])}:
-                    raise InputError(
-                        "only run, eval, coverage, imatrix, compare and calibration why work with several processes; "
-                        "start this by itself"
-                    )
+                several = for_several_processes()
+                if sys.argv[1:] and not {sys.argv[1], " ".join(sys.argv[1:3])} & set(several):
+                    names = f"{', '.join(several[:-1])} and {several[-1]}"
+                    raise InputError(f"only {names} work with several processes; start this by itself")
                 from quantizers.distributed.torch_group import init_process_group  # imports torch
 
                 dist = init_process_group(*ranks)

@@ -30,14 +30,13 @@ def verify(call: Call) -> None:
     Example: quantize verify out/tiny
     """
     from quantizers.eval.report.schema import AuditFigures
-    from quantizers.eval.serving.check import render
 
     found: Verification = call()
     report = found.as_dict()
     figures = AuditFigures.model_validate(found.audit.as_dict() | {"differences": found.differences})
     text = audit_table(figures, found.record.notes)
     if found.consumers is not None:
-        text += "\n\n" + render(found.consumers)
+        text += "\n\n" + found.consumers.as_text()
     if found.vllm is not None:
         different = found.vllm["differences"]
         text += f"\n\nvLLM {found.vllm['version']}, asked for {found.vllm['asked']:,} modules: " + (

@@ -9,7 +9,6 @@ import os
 import platform
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -22,7 +21,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar
 from huggingface_hub import HfApi, constants, get_session, get_token
 from huggingface_hub.utils import build_hf_headers
 from packaging.requirements import Requirement
-from packaging.version import Version
 
 from quantizers.architectures.families import published_config
 from quantizers.calibration.hub import Hub
@@ -33,11 +31,11 @@ from quantizers.calibration.set import read_set
 from quantizers.checkpoint.reader import side_files
 from quantizers.checkpoint.window import DEFAULT, schedule
 from quantizers.eval.coverage.summary import check_floors
-from quantizers.eval.serving.engines import READ
+from quantizers.hooks import hooks
 from quantizers.output import journal
 from quantizers.output.uploads import may_write, require_token
+from quantizers.pipeline.consumers import plan_findings
 from quantizers.pipeline.publication import Destination, refuse_early
-from quantizers.pipeline.servable import planned_check
 from quantizers.planning.estimate import calibration_lengths, estimate_run, evaluation_lengths, ways_of_source
 from quantizers.planning.job import Job, cached_folder, given_folder, parts_of_run, prepare, sets_of
 from quantizers.planning.plan import summary
@@ -62,7 +60,6 @@ if TYPE_CHECKING:
 
 PROGRAM = "moe-quantizers"
 NAMED = ("transformers", "compressed-tensors", "llmcompressor")  # libraries whose versions are shown
-SERVERS = {"vllm": ("vLLM", "vllm"), "sglang": ("SGLang", "sglang"), "kt-kernel": ("KTransformers", "kt")}
 PATIENCE = 5.0  # seconds to wait for an answer of the Hub
 WAITING = 20.0  # seconds that a source of a calibration set may ask to wait
 DAY = 86_400  # seconds
@@ -189,7 +186,7 @@ def doctor(
     folder, given, job = Path(output or "out"), None, None
     read = None if recipe is None else of_recipe.tried("recipe", read_recipe, str(recipe), changes)
     if read is not None:
-        of_recipe.add("recipe", _shown(read[1]))
+        of_recipe.add("recipe", shown(read[1]))
         folder = Path(output) if output else of_recipe.tried("output", default_output, read[1]) or folder
         location, here = of_recipe.tried("source", _source, *read, source) or ("", None)
         given = _Given(*read, folder, location, here, changes, device_memory, stream and not here, destination)
@@ -206,7 +203,8 @@ def doctor(
         _folder(machine, "Hub's cache", constants.HF_HUB_CACHE, remedy, stops=fetched)
     if temporary := machine.tried("temporary", tempfile.gettempdir):
         _folder(machine, "temporary", temporary, "set TMPDIR to a folder with room", stops=True)
-    _servers(hub)
+    for look_at_machine in hooks("look_at_machine"):
+        look_at_machine(hub)
     return Diagnosis(None if recipe is None else str(recipe), str(folder), (*machine, *hub, *of_recipe))
 
 
@@ -284,9 +282,9 @@ def _folder(rows: _Rows, what: str, path: str | Path, remedy: str, *, stops: boo
         with tempfile.TemporaryFile(dir=place) as probe:
             probe.write(b"0")
             probe.flush()
-        rows.add(what, f"{_shown(path)}: {size(shutil.disk_usage(place).free)} free")
+        rows.add(what, f"{shown(path)}: {size(shutil.disk_usage(place).free)} free")
     except OSError as failure:
-        rows.add(what, f"{_shown(path)}: cannot be written ({failure.strerror})", remedy, stops=stops)
+        rows.add(what, f"{shown(path)}: cannot be written ({failure.strerror})", remedy, stops=stops)
 
 
 def _short(text: str) -> str:
@@ -294,7 +292,7 @@ def _short(text: str) -> str:
     return _UP.sub("", text).replace(f"{Path.cwd()}{os.sep}", "")
 
 
-def _shown(path: str | Path) -> str:
+def shown(path: str | Path) -> str:
     """A path, relative to the current folder if it is in it."""
     short = short_path(os.path.abspath(path))
     return os.path.abspath(path) if short.startswith("..") else short
@@ -323,7 +321,7 @@ def _bounded(work: Callable[[], Found]) -> Found:
 def _ask_hub(rows: _Rows) -> str:
     """Rows for the Hub and its token, by one request; why the Hub cannot be asked, empty if it can."""
     variables = (name for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if os.environ.get(name))
-    place, token, fault = next(variables, _shown(constants.HF_TOKEN_PATH)), None, ""
+    place, token, fault = next(variables, shown(constants.HF_TOKEN_PATH)), None, ""
     try:
         token = get_token()
         if token is not None:
@@ -360,34 +358,6 @@ def _ask_hub(rows: _Rows) -> str:
     return why
 
 
-def _servers(rows: _Rows) -> None:
-    """Servers that are found without importing them, against the versions whose rules the program knows."""
-    before = len(rows)
-    for distribution, (name, command) in SERVERS.items():
-        version, place = _installed(distribution, command)
-        if place:
-            first, last = map(Version, READ[distribution])
-            release = Version(version).release[: len(last.release)] if version else ()
-            known = first.release <= release <= last.release
-            read = f"; its rules are known of {first if first == last else f'{first} to {last}'}" * (not known)
-            remedy = "" if known else "compare what it serves with `quantize serve-check`"
-            rows.add(name, f"{version or 'version unknown'}, {place}{read}", remedy)
-    if len(rows) == before:
-        names = ", ".join(name for name, _ in SERVERS.values())
-        rows.add("servers", f"none of {names}", "only serving needs one; install it in an environment of its own")
-
-
-def _installed(distribution: str, command: str) -> tuple[str, str]:
-    """Version and place of a server: in this environment, or in that of the command on PATH; empty if there is none."""
-    command = shutil.which(command) or ""
-    folders = Path(command).resolve().parent.parent.glob("lib/python3*/*-packages") if command else ()
-    for place, path in (("in this environment", sys.path), (_shown(command), [*map(str, folders)])):
-        for name in (distribution, f"{distribution}-cpu"):  # which a build for CPUs may be called
-            for found in metadata.distributions(name=name, path=path):
-                return found.version, place
-    return "", command and _shown(command)
-
-
 # The recipe ---------------------------------------------------------------------------------------------------------
 
 
@@ -404,7 +374,7 @@ def _look_at_recipe(rows: _Rows, given: _Given, device: torch.device, unreachabl
     if job is None:
         return None
     rows.add("model", f"{job.facts.model_type}, {job.facts.num_layers} layers of {job.facts.num_experts} experts")
-    rows.tried("model", planned_check, job, one_expert=True)
+    rows.tried("model", plan_findings, job, one_expert=True)
     state = rows.tried("run", _output_state, given.folder, job, sets.get("calibration"), device)
     if state is not None:
         rows.add("run", state)
@@ -422,7 +392,7 @@ def _job(rows: _Rows, given: _Given, unreachable: str) -> Job | None:
     """The plan, from the source's headers or, if it is not here, from what is kept of its architecture."""
     location, recipe, on_hub = given.location, given.recipe, None
     if given.here is not None:
-        rows.add("source", _shown(given.here))
+        rows.add("source", shown(given.here))
     elif is_hub_id(location):
         if unreachable:
             remedy = f"`hf download {location}` where there is a network, then --source DIR"

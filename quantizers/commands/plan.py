@@ -9,37 +9,18 @@ from typing import Annotated, Any, Literal
 
 from quantizers.budget.choice import apply_choice
 from quantizers.checkpoint.reader import left_behind
-from quantizers.eval.report.schema import Fit as ServedFit
-from quantizers.eval.report.schema import Schemes, Serving
-from quantizers.eval.report.summary import flags, vllm_command, vllm_options
-from quantizers.eval.serving.cards import KEEPS_SCALES, TAKES_THEM
-from quantizers.pipeline.servable import planned_check
+from quantizers.eval.report.schema import Schemes
+from quantizers.hooks import required
+from quantizers.pipeline.consumers import plan_findings
 from quantizers.planning.estimate import DISK, estimate_run, memory_on_gpu, ways_of_source
-from quantizers.planning.gpus import Gpus, parse_gpus
-from quantizers.planning.host_experts import host_ways
-from quantizers.planning.job import Job, prepare
+from quantizers.planning.gpus import unsaid
+from quantizers.planning.job import prepare
 from quantizers.planning.plan import listing, summary
-from quantizers.planning.serving_memory import (
-    FLASHINFER,
-    Fit,
-    assumptions,
-    fit,
-    kv_bytes_per_token,
-    needs_flashinfer,
-    notes,
-    remedies,
-    serving_model,
-    unsaid,
-    ways,
-    weights_alone,
-    with_budget,
-)
 from quantizers.recipe.read import changes_of
 from quantizers.system.errors import InputError
 
 from . import options as opt
 
-HOPPER = 90  # its compute capability, in tenths
 # docs/how-to/serve-with-vllm.md has the table.
 NEGATIVE_SCALES = "group scales may be negative; `experts.scales_sign: positive` is for kernels not checked with those"
 
@@ -117,6 +98,7 @@ def plan(
         raise InputError("--context, --kv, --tp and --ram go with --vram; say which GPUs, as --vram 2x96GiB")
     if vram and (nodes, gpus, disk) != (1, 1, None):
         raise InputError("--nodes, --gpus and --disk plan a run, --vram plans serving; give one or the other")
+    fits_on = required("fits_on", "--vram") if vram else None
     job = prepare(
         str(recipe),
         offline_facts=True,
@@ -125,7 +107,7 @@ def plan(
         facts_file=Path(facts) if facts is not None else None,
         changes=changes_of(settings, calibration),
     )
-    checked = planned_check(job, one_expert=True)
+    checked = plan_findings(job, one_expert=True)
     job, schemes = apply_choice(job, Path(output) if output is not None else None)
     budget = job.allocation.most_bytes if job.allocation and not isinstance(schemes, Schemes) else None
     figures: dict[str, Any] = {"basis": job.basis, "recipe": str(job.path), "servers": sorted(job.facts.servers)}
@@ -136,10 +118,8 @@ def plan(
         figures |= {"left_behind": left}
     if found := job.facts.found():
         figures |= {"architecture": found, "origin": job.facts.origin()}
-    if vram:
-        refusal = None if checked.ktransformers == TAKES_THEM else checked.ktransformers or "SGLang lacks the model"
-        serving = _serving(job, vram, context=context, kv=kv, tp=tp, ram=ram, ktransformers=refusal, budget=budget)
-        return PlannedRun(figures | serving)
+    if fits_on is not None:
+        return PlannedRun(figures | fits_on(job, [*vram], checked, budget, context=context, kv=kv, tp=tp, ram=ram))
     # Actions and bytes of a run, and an estimate of its memory and time.
     figures |= summary(job.plan, job.facts) | {"cards_unknown": unsaid(job.facts)}
     needs = estimate_run(job, budget or int(figures["output_bytes"]), nodes * gpus, disk or DISK)
@@ -152,75 +132,3 @@ def plan(
     if tensors:
         figures |= {"tensors": listing(job.plan)}
     return PlannedRun(figures)
-
-
-def _serving(
-    job: Job,
-    vram: Sequence[str],
-    *,
-    context: int | None,
-    kv: Literal["auto", "fp8"],
-    tp: int | None,
-    ram: int | None,
-    ktransformers: str | None,
-    budget: int | None,
-) -> dict[str, Any]:
-    """Whether the output fits on each of the GPUs, and ways to make it fit; with `ram` those in host memory.
-
-    Args:
-        ktransformers: why it would not take the experts.
-        budget: bytes, all of which count before a run has chosen within it.
-    """
-    gpus = [parse_gpus(text) for text in vram]
-    if problem := unsaid(job.facts):
-        if (context, kv, tp) != (None, "auto", None):
-            raise InputError(f"--context, --kv and --tp: {problem}; leave them out")
-        if ram is not None:
-            raise InputError(f"--ram: {problem}; leave it out")
-        return {"cards_unknown": problem, "weights": weights_alone(job.plan, gpus)}
-    model = serving_model(job.plan, job.facts, job.config, job.fp8)
-    about: dict[str, Any] = {}
-    if budget is not None:
-        about["counted"] = budget
-        model = with_budget(model, budget)
-    fits = [fit(model, one, context, kv, tp) for one in gpus]
-    servers, name = job.facts.servers, job.recipe.source.model
-    wanted = {one: job.facts.server_options(one, name) if one in servers else {} for one in ("vllm", "sglang")}
-    if ram is not None:
-        options = {"vllm": " ".join(vllm_options(wanted["vllm"])), "sglang": " ".join(flags(wanted["sglang"]))}
-        found = [
-            host_ways(model, cards, one, ram, ktransformers, options) for cards, one in zip(gpus, fits, strict=True)
-        ]
-        about["host"] = [
-            {"cards": cards.name, "ways": list(map(asdict, way))} for cards, way in zip(gpus, found, strict=True)
-        ]
-
-    def command(cards: Gpus, row: Fit) -> str | None:
-        attention = FLASHINFER if needs_flashinfer(cards, row.kv) else ""
-        serving = Serving(
-            servers=sorted(servers),
-            parsers=wanted["vllm"],
-            sglang=None,
-            sampling={},
-            longest=model.longest,
-            fits=[ServedFit(**asdict(row))],
-            assumptions=[],
-        )
-        words = vllm_command(serving, "OUT", attention) if row.fits else None
-        as_stored = words and cards.sm == HOPPER and model.blocks and job.plan.attention == "keep"
-        return f"{KEEPS_SCALES['hopper']} {words}" if as_stored else words
-
-    return about | {
-        "fits": [
-            asdict(one)
-            | {"nominal": cards.nominal, "command": command(cards, one)}
-            | {"to_fit": [asdict(remedy) for remedy in remedies(job, model, cards, one, tp)]}
-            | {"ways": [asdict(way) for way in ways(model, cards, one.context, tp)]}
-            for cards, one in zip(gpus, fits, strict=True)
-        ],
-        "longest": model.longest,
-        "kv_bytes_per_token": kv_bytes_per_token(model, kv),
-        "kv_divided": job.facts.kv_cache is not None and job.facts.kv_cache.divided,
-        "notes": notes(model, fits),
-        "assumptions": assumptions(gpus),
-    }

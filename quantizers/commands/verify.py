@@ -13,11 +13,11 @@ from quantizers.architectures.families import Own, architecture_for
 from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_checkpoint, read_config, read_json, refuse_gguf
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device
-from quantizers.eval.serving.ask_vllm import ask_vllm
-from quantizers.eval.serving.check import ServingCheck, check_folder
 from quantizers.formats.awq_gptq import is_awq_or_gptq
 from quantizers.formats.unsupported import refuse_swapped_arguments, refuse_unsupported
+from quantizers.hooks import required
 from quantizers.output.manifest import output_facts, read_record, refuse_incomplete
+from quantizers.pipeline.consumers import Findings, folder_findings
 from quantizers.pipeline.report_files import Record, check_manifest
 from quantizers.recipe.portable import is_hub_id
 from quantizers.stitch.audit.checkpoint import Audit
@@ -38,12 +38,12 @@ class Verification:
         audit: the files compared with the source.
         record: the files compared with report.json, and report.json with its checksum.
         consumers: how serving engines would read it; None if the folder cannot be opened, which the audit reports.
-        vllm: the answers of an installed vLLM, see `eval.serving.ask_vllm`; None if it was not asked.
+        vllm: the answers of an installed vLLM, see `quantizers.serving.ask_vllm`; None if it was not asked.
     """
 
     audit: Audit
     record: Record
-    consumers: ServingCheck | None
+    consumers: Findings | None
     vllm: dict[str, Any] | None = None
 
     @property
@@ -93,6 +93,7 @@ def verify(
         InputError: the folder or the source cannot be opened, or the source is unknown.
         DamagedRecord: report.json, which would name the source, cannot be read.
     """
+    ask_server = required("ask_server", "--with-vllm") if with_vllm else None
     folder, own = Path(folder), Path(facts) if facts is not None else None
     refuse_incomplete(folder)
     if source is not None:
@@ -100,11 +101,11 @@ def verify(
     opened = source_of(folder, str(source) if source is not None else None, revision, stream=stream)
     with ordered():
         found = verify_folder(folder, opened, choose_device(device), own)
-    if not with_vllm:
+    if ask_server is None:
         return found
     own = own or output_facts(folder)
     architecture = architecture_for(opened.config, str(opened.folder / CONFIG), own, opened.tensors)
-    return replace(found, vllm=ask_vllm(folder, architecture))
+    return replace(found, vllm=ask_server(folder, architecture))
 
 
 def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: Own = None) -> Verification:
@@ -135,7 +136,7 @@ def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: O
         keys = [key for key in now if key != "probes" and now[key] != found.get(key)]
         lines = [f"{REPORT}: architecture.{key} is {found.get(key)}, probing now finds {now[key]}" for key in keys]
         record = replace(record, differences=(*record.differences, *lines))
-    return Verification(audit, record, check_folder(folder, facts))
+    return Verification(audit, record, folder_findings(folder, facts))
 
 
 def _refuse(folder: Path, source: Checkpoint) -> None:

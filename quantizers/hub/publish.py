@@ -30,9 +30,9 @@ from quantizers.eval.coverage.summary import gate_figures
 from quantizers.eval.report.pages import front_matter, html_report
 from quantizers.eval.report.schema import Forced, Published, Report
 from quantizers.eval.report.summary import repository
-from quantizers.eval.serving.check import check_folder
 from quantizers.output.manifest import add_files, output_facts, read_record, refuse_incomplete, seal_of, write_record
 from quantizers.output.uploads import MESSAGE, LocalFile, compare, hashed, require_token
+from quantizers.pipeline.consumers import folder_findings, unchecked_notes
 from quantizers.pipeline.publication import card_gaps
 from quantizers.pipeline.report_files import (
     FRONT_MATTER,
@@ -223,13 +223,14 @@ def check_output(
         problems += [*record.differences, *strays(folder, digests)]
         more = added(folder, report.files)
         problems += [f"{name}: not a file of this output, but loaders read it; remove it" for name in more]
-        serving = check_folder(folder, output_facts(folder))
+        serving = folder_findings(folder, output_facts(folder))
         if serving is None:
             problems.append(f"{folder.name}: cannot be opened as a checkpoint; `quantize verify` says why")
         else:
             problems += map(str, serving.errors)
         problems += audit
         rechecked = ("audit",) if audit else ()
+    problems += unchecked_notes()
     for gate in report.gates:
         if not gate.passed and gate.name not in rechecked:
             value, limit = gate_figures(gate)

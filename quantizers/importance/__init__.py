@@ -1,1 +1,1 @@
-"""An importance matrix for llama.cpp: Σ x² of the inputs of every matrix of the source, and its file."""
+"""Σ x² of the inputs of every matrix of the source, as a run goes through its layers: an importance matrix's sums."""

@@ -33,8 +33,8 @@ from quantizers.distributed.process_group import RESUME, SINGLE_PROCESS, Process
 from quantizers.eval.coverage.summary import check_floors
 from quantizers.eval.fidelity.metrics import Text
 from quantizers.eval.fidelity.scoring import HeldOut, held_out
+from quantizers.hooks import required
 from quantizers.importance.input_sums import bytes_of_sums
-from quantizers.importance.llama_cpp import architecture_of, imatrix_table, make_imatrix
 from quantizers.output import journal
 from quantizers.output.manifest import add_files, seal_of, text_sha256, write_record
 from quantizers.output.uploads import Uploads
@@ -62,11 +62,11 @@ from quantizers.system.progress import progress
 from quantizers.walk.context import Context
 
 from . import publication as publishing
+from .consumers import NOT_CHECKED, NotChecked, plan_findings
 from .publication import Destination
 from .quantize import IMATRIX, quantize_layers
 from .report import plan_figures, planned_report, refuse_unreadable, run_report, serving
 from .report_files import write_report
-from .servable import planned_check
 from .source_check import check_source, refuse_source
 
 SHOWN = 3  # changed settings that a refusal names
@@ -120,13 +120,14 @@ def run(job: Job, options: Options) -> dict[str, Any]:
     work = journal.work_folder(options.output, dist.node)
     if dist.is_main:
         if options.imatrix:
-            architecture_of(job.facts)  # for its error
+            required("refuse_imatrix", "--imatrix")(job)
         _warn_of_another_source(job)
         finished = journal.finished_report(options.output)
         if finished is not None:
             dist.broadcast_object(False)
             return _already_done(job, options, finished)
-        planned_check(job)  # this and what is missing is said before a folder is made
+        if isinstance(plan_findings(job), NotChecked):  # this and what is missing is said before a folder is made
+            _say_unchecked(options)
         if job.opened.remote:
             schedule(job.opened, parts_of_run(job)).window(options.window)  # for its error
         resolve_recipe(job.recipe, job.path)
@@ -183,6 +184,15 @@ def _already_done(job: Job, options: Options, finished: dict[str, Any]) -> dict[
         with journal.locked(output):
             journal.remove(work)
     return finished | {"already_done": True}
+
+
+def _say_unchecked(options: Options) -> None:
+    """Say that nobody checks how servers read the output. Raises an InputError if it would be published on the way."""
+    if options.destination:
+        raise InputError(
+            f"--publish-as-you-go: {NOT_CHECKED}; run without it, then `quantize publish --force REASON` publishes it"
+        )
+    print(NOT_CHECKED, file=sys.stderr)
 
 
 def refuse_another(job: Job, output: Path, finished: dict[str, Any]) -> None:
@@ -340,8 +350,8 @@ def _make_output(job: Job, options: Options, work: Path, check: Callable[[], Non
     published = publishing.published(report, options.destination, output)
     write_report(output, report.changed(published=published), resolved.texts())
     if options.imatrix:
-        sums, path = work / IMATRIX, options.imatrix_file
-        print(imatrix_table(make_imatrix(path, sums, job.facts, job.config, inputs.data)), file=sys.stderr)
+        write_imatrix = required("write_imatrix", "--imatrix")
+        print(write_imatrix(options.imatrix_file, work / IMATRIX, job, inputs.data), file=sys.stderr)
     publishing.finish(uploads, work, options.output, check)
     write_text("", work / "moving")
 

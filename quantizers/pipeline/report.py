@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import yaml
 
 from quantizers.architectures.architecture import Architecture, Options, ServerName
 from quantizers.budget.choice import describe_choice
@@ -30,33 +29,30 @@ from quantizers.eval.coverage.summary import gates as coverage_gates
 from quantizers.eval.fidelity.as_served import as_stored
 from quantizers.eval.fidelity.figures import Fidelity
 from quantizers.eval.report import schema
-from quantizers.eval.serving.check import ServingCheck, check_folder
-from quantizers.formats.fp8 import block_size
+from quantizers.hooks import hook
 from quantizers.output import journal
-from quantizers.planning.gpus import parse_gpus
+from quantizers.planning.gpus import unsaid
 from quantizers.planning.job import Job
 from quantizers.planning.plan import Plan, summary
-from quantizers.planning.serving_memory import Fit, assumptions, common_fits, notes, serving_model, unsaid
 from quantizers.recipe.portable import Resolved, is_hub_id
 from quantizers.recipe.read import set_location
 from quantizers.recipe.schema import CoverageGate
 from quantizers.stitch.audit.checkpoint import Audit, verify
 from quantizers.stitch.audit.layer import LayerAudit
-from quantizers.stitch.mix import Mix
-from quantizers.stitch.mix import describe as describe_mix
 from quantizers.stitch.write.shard import ShardDigest
 from quantizers.system.errors import CheckpointError, InputError, QuantizeError
-from quantizers.system.output_files import CARD, RECIPE
+from quantizers.system.output_files import CARD
 from quantizers.system.progress import peak_memory, progress
 from quantizers.walk.context import Context
 
+from .consumers import Findings, NotChecked, folder_findings, unchecked_notes
 from .report_files import read_front_matter
 
 # Keys of the journal's entries that are elsewhere in the report, or of no use in it.
 JOURNAL_ONLY = ("routed", "peak_memory_bytes", "shard", "digest", "source", "audit", "held_out")
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 LICENSE_DETAILS = ("license_name", "license_link")
-CARD_SAYS = ("base_model", "license", "license_name", "datasets")  # keys of a card's front matter
+NOT_COUNTED = "the memory that servers need is not counted by this installation"
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # of a model, a data set or a licence on the Hub
 
 
@@ -67,10 +63,10 @@ def planned_report(job: Job, resolved: Resolved, data: CalibrationData, device: 
     """
     source, model = job.opened, resolved.recipe.source.model
     return schema.PlannedRun(
-        source=_source(job.facts, model, source),
+        source=source_figures(job.facts, model, source),
         plan=plan_figures(job.plan, job.facts),
         versions=versions(),
-        notes=[*filter(None, [job.facts.origin(), left_behind(source)]), as_stored(device)],
+        notes=[*filter(None, [job.facts.origin(), left_behind(source)]), as_stored(device), *unchecked_notes()],
         architecture=job.facts.found() or None,
         serving=serving(job.plan, job.facts, source, model),
         settings=schema.Settings(
@@ -110,7 +106,8 @@ def run_report(
     layers = _read_journal(context.work, job.facts.num_layers)
     on_hub = context.uploads.settle(context.check) if context.uploads else None
     audit = _last_reading(job, layers, context, on_hub)
-    verified = _verified(layers.written, audit, check_folder(context.work / "output", job.facts, on_hub))
+    findings = folder_findings(context.work / "output", job.facts, on_hub)
+    verified = verified_parts(layers.written, audit, findings)
     rule = job.recipe.verify.coverage if job.recipe.verify else None
     coverage, coverage_checks = _coverage(layers, data, rule)
     schemes, measuring = None, None
@@ -183,34 +180,6 @@ def _fidelity_gates(job: Job, figures: Fidelity | None) -> list[Gate]:
     return [gate(name, value, limit, words) for name, value, limit, words in limits if limit is not None]
 
 
-def stitch_report(
-    mix: Mix, settings: dict[str, Any], folder: Path, audit: Audit, written: dict[str, ShardDigest]
-) -> schema.StitchReport:
-    """The report of a stitched checkpoint, its files not yet recorded.
-
-    By its `settings` a later call recognizes the output; the digests of its shards are of when they were `written`.
-    """
-    source, model, examined = mix.source, settings["source"], describe_mix(mix.found)
-    verified = _verified(written, audit, check_folder(folder, mix.facts))
-    return schema.StitchReport(
-        source=_source(mix.facts, model, source),
-        plan=plan_figures(mix.plan, mix.facts),
-        versions=versions(),
-        notes=[*examined, *filter(None, [left_behind(source)])],
-        serving=serving(mix.plan, mix.facts, source, model),
-        audit=verified.audit,
-        gates=verified.gates,
-        consumers=verified.consumers,
-        files=[],
-        sha256={},
-        card=schema.NO_CARD,
-        stitched=schema.Stitched.model_validate(settings),
-        experts=_packed_experts(mix, settings["experts"]),
-        examined=examined,
-        layers=[schema.StitchedLayer(**asdict(layer)) for layer in mix.found],
-    )
-
-
 def _last_reading(job: Job, layers: _Layers, context: Context, on_hub: HubFiles | None) -> Audit:
     """The audit of the whole folder, read once more from the disk.
 
@@ -229,7 +198,7 @@ def _last_reading(job: Job, layers: _Layers, context: Context, on_hub: HubFiles 
     return audit
 
 
-class _Verified(NamedTuple):
+class Verified(NamedTuple):
     """What holds of every output: its files are as planned, and serving engines read them as meant."""
 
     audit: schema.Audit
@@ -237,7 +206,7 @@ class _Verified(NamedTuple):
     consumers: schema.Engines | None
 
 
-def _verified(written: Mapping[str, ShardDigest], audit: Audit, engines: ServingCheck | None) -> _Verified:
+def verified_parts(written: Mapping[str, ShardDigest], audit: Audit, engines: Findings | None) -> Verified:
     """The audit and the engines, which are None if the folder cannot be opened, as the audit reports; and their
     gates.
     """
@@ -245,13 +214,15 @@ def _verified(written: Mapping[str, ShardDigest], audit: Audit, engines: Serving
     digests = {name: schema.ShardDigest(**digest) for name, digest in written.items()}
     audited = schema.Audit(**audit.as_dict(), digests=digests)
     if engines is None:
-        return _Verified(audited, gates, None)
+        return Verified(audited, gates, None)
     misread = "ways in which vLLM, SGLang or transformers would misread it"
-    gates.append(gate("consumers", len(engines.errors), 0, misread))
-    return _Verified(audited, gates, schema.Engines.model_validate(engines.as_dict()))
+    if not isinstance(engines, NotChecked):
+        gates.append(gate("consumers", len(engines.errors), 0, misread))
+    return Verified(audited, gates, schema.Engines.model_validate(engines.as_dict()))
 
 
-def _source(facts: Architecture, model: str, source: Checkpoint) -> schema.Source:
+def source_figures(facts: Architecture, model: str, source: Checkpoint) -> schema.Source:
+    """A checkpoint called `model`, and what its card says of it."""
     card = source_card(facts, model, source)
     return schema.Source(**card.given(), model=model, revision=source.revision, digest=source_digest(source))
 
@@ -309,20 +280,18 @@ def serving(plan: Plan, facts: Architecture, source: Checkpoint, name: str) -> s
     generation = _json(source, "generation_config.json")
     sglang = server_options(facts, "sglang", name, source) if "sglang" in facts.servers else None
     parsers = server_options(facts, "vllm", name, source) if "vllm" in facts.servers else {}
-    longest, fits, assumed, problem = facts.positions or 0, list[Fit](), list[str](), unsaid(facts)
-    if not problem:
-        model = serving_model(plan, facts, source.config, plan.fp8_form(block_size(source)))
-        longest, fits = model.longest, common_fits(model)
-        assumed = [*assumptions([parse_gpus(row.cards) for row in fits]), *notes(model, fits)] if fits else []
+    fits = hook("fits")
+    problem = NOT_COUNTED if fits is None else unsaid(facts)
+    fitting: dict[str, Any] = {"longest": facts.positions or 0, "fits": [], "assumptions": []}
+    if fits is not None and not problem:
+        fitting = fits(plan, facts, source)
     return schema.Serving(
         servers=sorted(facts.servers),
         parsers=parsers,
         sglang=sglang,
         transformers=None if facts.model_type in CONFIG_MAPPING_NAMES else False,
         sampling={key: generation[key] for key in SAMPLING_KEYS if type(generation.get(key)) in (int, float)},
-        longest=longest,
-        fits=[schema.Fit(**asdict(row)) for row in fits],
-        assumptions=assumed,
+        **fitting,
         cards_unknown=problem,
     )
 
@@ -347,41 +316,19 @@ def source_card(facts: Architecture, model: str, source: Checkpoint) -> schema.S
     That is its licence, the fields of its own card or those kept with the architecture's facts; the languages of its
     card; and the models that its card names as its base if it is no model of the Hub itself.
     """
-    front = _front_matter(source)
+    front = front_matter_of(source)
     names = [name for name in _texts(front.get("license")) if name.lower() not in ("", "~", "null")]  # YAML's nothing
     fields: dict[str, Any] = {"license": names if len(names) > 1 else names[0]} if names else {}
     fields |= {key: front[key] for key in LICENSE_DETAILS if isinstance(front.get(key), str) and front[key]}
     known = (published.license for published in facts.published if model in published.models)
     return schema.SourceCard(
         license=fields or next(known, fields),
-        language=_hub_names(front.get("language")) or None,
-        made_from=None if is_hub_id(model) else _hub_names(front.get("base_model")) or None,
+        language=hub_names(front.get("language")) or None,
+        made_from=None if is_hub_id(model) else hub_names(front.get("base_model")) or None,
     )
 
 
-def _packed_experts(mix: Mix, model: str) -> schema.PackedExperts:
-    """The checkpoint called `model` that the experts come from, and what it says of how it was made.
-
-    That is the `format`, method and version of the library, from config.json; the modifiers of llm-compressor in its
-    recipe.yaml; and of its card's front matter the values of CARD_SAYS.
-    """
-    experts = mix.experts
-    config, front = experts.config.get("quantization_config"), _front_matter(experts)
-    kind = {
-        key: str(config[key]) for key in ("quant_method", "version") if isinstance(config, dict) and config.get(key)
-    }
-    return schema.PackedExperts(
-        model=model,
-        revision=experts.revision,
-        digest=source_digest(experts),
-        schemes=[scheme.as_dict for scheme in dict.fromkeys(mix.plan.schemes)],
-        format=kind or None,
-        modifiers=_modifiers(experts) or None,
-        card={key: names for key in CARD_SAYS if (names := _hub_names(front.get(key)))} or None,
-    )
-
-
-def _hub_names(value: object) -> list[str]:
+def hub_names(value: object) -> list[str]:
     """The names in a value of a front matter, without paths of the machine where it was written."""
     return [name for name in _texts(value) if _NAME.fullmatch(name)]
 
@@ -390,25 +337,9 @@ def _texts(value: object) -> list[str]:
     return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)]
 
 
-def _front_matter(source: Checkpoint) -> dict[str, Any]:
+def front_matter_of(source: Checkpoint) -> dict[str, Any]:
     """As `read_front_matter` reads it from a checkpoint's README.md."""
     try:
         return read_front_matter((source.folder / CARD).read_text(encoding="utf-8", errors="replace"))
     except OSError:
         return {}
-
-
-def _modifiers(checkpoint: Checkpoint) -> list[str]:
-    """Names of the modifiers in recipe.yaml, in their order: stage, then a group of modifiers, then each of them."""
-    try:
-        text = (checkpoint.folder / RECIPE).read_text(encoding="utf-8")
-        stages = yaml.load(text, Loader=yaml.BaseLoader)  # every value as text: it may hold tags of Python objects
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):
-        return []
-    groups = [group for stage in _values(stages) for group in _values(stage)]
-    names = [str(name) for group in groups if isinstance(group, dict) for name in group]
-    return [name for name in names if name.isidentifier() and name.endswith("Modifier")]
-
-
-def _values(mapping: object) -> list[object]:
-    return list(mapping.values()) if isinstance(mapping, dict) else []

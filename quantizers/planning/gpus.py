@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from quantizers.architectures.architecture import Architecture
 from quantizers.system.errors import InputError, did_you_mean
 from quantizers.system.formatting import parse_bytes
 
@@ -109,3 +110,10 @@ def parse_gpus(text: str) -> Gpus:
             f"as {count}x96GiB, or one of {', '.join(sorted(known_gpus()))}"
         )
     return Gpus(text.strip(), count, parse_bytes(match[2], "--vram"))
+
+
+def unsaid(facts: Architecture) -> str | None:
+    """Why nothing can be said about GPUs: the facts do not say how servers divide the model. None if they do."""
+    words = {"tensor_parallel": "how servers divide it among GPUs", "kv_cache": "what they cache of a token"}
+    lacking = [text for key, text in words.items() if getattr(facts, key) is None]
+    return f"{' and '.join(lacking)} is not known here for {facts.model_type}" if lacking else None

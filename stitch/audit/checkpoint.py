@@ -250,7 +250,7 @@ def _header_differences(plan: Plan, facts: Architecture, candidate: Checkpoint) 
 def _config_differences(found: Mapping[str, Any], expected: Mapping[str, Any], ours: bool) -> Iterator[str]:
     """Keys of config.json with another value than this program would write, one line each.
 
-    Other tools may write an equivalent quantization_config differently: one that is not `ours` eval/serving checks.
+    Other tools may write an equivalent quantization_config differently: servers' rules check one that is not `ours`.
     """
     for place, before, now in differences(expected, found, missing=MISSING):
         if ours or place.partition(".")[0] != "quantization_config":

@@ -28,10 +28,8 @@ from quantizers.architectures.gates import plain_gate
 from quantizers.budget import choice, measure
 from quantizers.budget.measure import column_scale, scheme_errors
 from quantizers.calibration.load_set import load_set
-from quantizers.commands.stitch import stitch_experts
 from quantizers.eval.report.schema import Schemes
 from quantizers.eval.report.summary import choice_lines
-from quantizers.eval.serving.check import STORED
 from quantizers.formats.dequantization import read_weight
 from quantizers.formats.packed_integers import CANDIDATES, Integers, dequantize
 from quantizers.model.moe_inputs import capture_moe_inputs as seen_by
@@ -42,6 +40,8 @@ from quantizers.planning.allocation import Allocation
 from quantizers.planning.device_memory import Placement, Residents
 from quantizers.planning.job import Job, prepare
 from quantizers.planning.plan import file_size
+from quantizers.repair.stitch import stitch_experts
+from quantizers.serving.check import STORED
 from quantizers.solve.rounding import minmax_scales, nearest
 from quantizers.stitch.audit.checkpoint import verify
 from quantizers.stitch.write.config_files import output_config

@@ -10,11 +10,11 @@ import pyarrow.parquet
 import pytest
 from commands import Command
 
-from quantizers.calibration.check import check_set
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.lock import lock_path, lock_set
 from quantizers.calibration.samples import CalibrationData
 from quantizers.calibration.set_files import copy_set, new_set, rows
+from quantizers.sets.check import check_set
 from quantizers.system.errors import CalibrationError, InputError, OutputError
 from quantizers.system.files import write_new
 from quantizers.system.package_data import shipped

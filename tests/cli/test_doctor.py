@@ -440,7 +440,7 @@ def test_what_nobody_thought_of_is_a_row_too(recipe: Path, monkeypatch: pytest.M
     def broken(*_: object, **__: object) -> None:
         raise ValueError("no such thing\nand more")
 
-    monkeypatch.setattr(module, "planned_check", broken)
+    monkeypatch.setattr(module, "plan_findings", broken)
     code, rows = doctor(recipe)
     assert (code, *state(rows, "model")[:2]) == (3, "stops", "ValueError: no such thing")
     assert state(rows, "disk")[0] == "ok"

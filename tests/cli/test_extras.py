@@ -14,9 +14,9 @@ from conftest import REPOSITORY
 from packaging.requirements import Requirement
 from sets import rows_set
 
-from quantizers.calibration.check import check_set
 from quantizers.device.devices import versions
 from quantizers.eval.report.plots import draw, saved
+from quantizers.sets.check import check_set
 from quantizers.system.extras import EXTRAS, lacking
 
 TINY = "tiny-minimax-m2-fp8-int4"

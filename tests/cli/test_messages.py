@@ -100,7 +100,7 @@ def test_an_unfinished_folder_and_the_command_that_finishes_it(
 def test_an_unfinished_stitch_names_its_command(
     finished: Finished, said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quantizers.commands import stitch as stitched
+    from quantizers.repair import stitch as stitched
 
     def cut(*_: Any, **__: Any) -> None:
         raise QuantizeError("cut here")

@@ -16,7 +16,6 @@ from runs import Small
 from sets import write_set
 
 from quantizers.checkpoint.reader import open_folder
-from quantizers.commands.coverage import measure_coverage
 from quantizers.commands.evaluate import measure
 from quantizers.commands.question import Question
 from quantizers.device import devices
@@ -28,6 +27,7 @@ from quantizers.planning import expert_batches
 from quantizers.planning.device_memory import Residents
 from quantizers.planning.job import prepare
 from quantizers.recipe.schema import Awq, CoverageGate, Experts
+from quantizers.sets.coverage import measure_coverage
 from quantizers.solve.result import LayerResult
 from quantizers.solve.solver import solve
 from quantizers.system.errors import InputError, OutputError, QuantizeError

@@ -19,9 +19,9 @@ from quantizers.eval.fidelity.figures import Fidelity
 from quantizers.eval.report.pages import front_matter, model_card
 from quantizers.eval.report.plots import calibration_figure, draw
 from quantizers.eval.report.schema import Calibration, checked
-from quantizers.eval.serving.check import ONE_SCHEME, REFUSES
 from quantizers.hub.publish import card_points
 from quantizers.pipeline.report import server_options, source_card
+from quantizers.serving.check import ONE_SCHEME, REFUSES
 from quantizers.system.output_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
 
 Report = dict[str, Any]

@@ -22,9 +22,7 @@ from whole_models import finished_weights, source_weights
 
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
-from quantizers.commands.coverage import measure_coverage
 from quantizers.commands.question import Question
-from quantizers.eval.coverage.compare import compare_counts, compare_table, labels
 from quantizers.eval.coverage.figures import CoverageComparison, CoverageReport, SetName
 from quantizers.eval.coverage.routing import TIE, Routed
 from quantizers.eval.coverage.summary import check_floors, coverage_table, entropy, gates, report, summarise
@@ -32,6 +30,8 @@ from quantizers.eval.report.plots import HIGH, LOW, comparison_figure
 from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.job import prepare
 from quantizers.recipe.schema import CoverageGate
+from quantizers.sets.coverage import measure_coverage
+from quantizers.sets.coverage_change import compare_counts, compare_table, labels
 from quantizers.system.errors import InputError
 
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ EXPERTS: list[ExpertFormat] = [*CANDIDATES, Integers(5, 64), Nvfp4(16), Nvfp4(4)
 DECLARED: list[QuantizedFormat] = [*EXPERTS, ROWS, BLOCKS, Fp8Blocks(64, 32)]
 CODE = Path(quantizers.__file__).parent
 # Rooms and files that may ask for the name: the formats themselves, the recipe's literal, and the servers' rules.
-MAY_ASK = ("formats/", "recipe/schema.py", "eval/serving/")
+MAY_ASK = ("formats/", "recipe/schema.py", "eval/serving/", "serving/check.py")
 
 
 def test_a_recipe_names_every_format_of_experts() -> None:

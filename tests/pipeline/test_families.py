@@ -27,11 +27,11 @@ from whole_models import finished_weights, run_whole, source_weights, stored
 
 from quantizers.architectures.families import known
 from quantizers.checkpoint.reader import open_folder
-from quantizers.commands.stitch import stitch_experts
 from quantizers.model.streamed_model import StreamedModel
 from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.job import prepare
 from quantizers.planning.plan import file_size, index_json
+from quantizers.repair.stitch import stitch_experts
 from quantizers.stitch.audit.checkpoint import verify
 from quantizers.system.errors import CheckpointError
 

@@ -33,7 +33,7 @@ from quantizers.model.kv_cache import cached, scales_of
 from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.gpus import parse_gpus
 from quantizers.planning.job import Job, prepare
-from quantizers.planning.serving_memory import fit, serving_model
+from quantizers.serving.memory import fit, serving_model
 from quantizers.stitch.audit.checkpoint import verify
 
 CPU = torch.device("cpu")

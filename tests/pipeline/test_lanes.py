@@ -18,9 +18,9 @@ from sets import rows_set
 from tiny import write_job
 
 import quantizers
-from quantizers.commands.compare import why
-from quantizers.eval.sets import figures
 from quantizers.pipeline import lanes
+from quantizers.sets import figures
+from quantizers.sets.compare import why
 from quantizers.system.errors import InputError, QuantizeError
 
 CPU = torch.device("cpu")
@@ -137,7 +137,7 @@ def test_more_draws_are_taken_until_it_is_decided(job: Path, monkeypatch: pytest
     """The same as all of them at once, with wider intervals; once it is decided there is no further look."""
     verdicts, real = iter(["no difference", "better", "better", "too few texts"]), figures.decided  # look by look
     monkeypatch.setattr(
-        "quantizers.commands.compare.decided",
+        "quantizers.sets.compare.decided",
         lambda pairs: real([pair | {"verdict": next(verdicts)} for pair in pairs]),
     )
     looked, at_once = compared(job, at_most=3), compared(job, draws=3)

@@ -15,16 +15,17 @@ from runs import Small, assert_same, change, cut_in_layer, report_of
 from quantizers.eval.coverage.figures import AllExpertPass
 from quantizers.eval.report import plots
 from quantizers.output.journal import work_folder
-from quantizers.pipeline import pipeline, report, servable
+from quantizers.pipeline import pipeline, report
 from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.job import prepare
+from quantizers.serving import planned
 from quantizers.system.errors import CheckpointError, InputError, OutputError
 
 CPU = torch.device("cpu")
 
 
 def test_what_servers_read_is_known_from_the_plan(finished: Finished) -> None:
-    found = servable.planned_check(prepare(str(finished.recipe)))
+    found = planned.planned_check(prepare(str(finished.recipe)))
     assert json.loads(json.dumps(found.as_dict())) == finished.report["consumers"]
 
 
@@ -32,7 +33,7 @@ def test_what_would_fail_at_the_end_is_refused_before_the_work(
     small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint that servers would misread; and a side file that cannot be copied."""
-    options, real = Options(tmp_path / "output", CPU), servable.output_config
+    options, real = Options(tmp_path / "output", CPU), planned.output_config
 
     def without_attention(*words: Any) -> dict[str, Any]:
         config = real(*words)
@@ -40,7 +41,7 @@ def test_what_would_fail_at_the_end_is_refused_before_the_work(
         return config
 
     with monkeypatch.context() as patched:
-        patched.setattr(servable, "output_config", without_attention)
+        patched.setattr(planned, "output_config", without_attention)
         with pytest.raises(
             CheckpointError, match=r"no output can be made that servers read: .*self_attn.*; give a source"
         ):

@@ -114,7 +114,7 @@ def test_another_source_than_that_of_the_finished_folder_is_said(
     def stopped(*_: object) -> None:
         raise QuantizeError("stopped here")
 
-    monkeypatch.setattr(pipeline, "planned_check", stopped)
+    monkeypatch.setattr(pipeline, "plan_findings", stopped)
     for source, said in (("model", False), (other, True)):
         words = ("run", "tiny-INT4/recipe.yaml", "--source", source, "--output", "again")
         assert command(*words) == 1

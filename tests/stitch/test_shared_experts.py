@@ -15,7 +15,7 @@ from torch import Tensor
 from whole_models import source_weights, stored
 
 from quantizers.checkpoint.reader import open_folder, side_files
-from quantizers.commands.stitch import stitch_experts
+from quantizers.repair.stitch import stitch_experts
 from quantizers.stitch.audit.checkpoint import verify
 from quantizers.system.errors import CheckpointError
 

@@ -1,1 +1,0 @@
-"""Calibration sets compared by the outputs that they give: estimates, verdicts, and figures of them."""

@@ -1,0 +1,38 @@
+"""Serving engines on the model card, by the findings and kernels in report.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quantizers.eval.report.schema import Report
+from quantizers.eval.serving.cards import DEEP_GEMM, KEEPS_SCALES, NEGATIVE_SCALES, UNSCALED
+from quantizers.eval.serving.engines import READ, SGLANG, TRANSFORMERS
+
+from .check import ONE_SCHEME, REFUSES
+
+
+def on_card(report: Report) -> dict[str, Any]:
+    """Values of the card's template: which engines load it, and what to know of them."""
+    findings = report.consumers.findings if report.consumers else []
+    fails = (finding for finding in findings if finding.consequence.startswith((REFUSES, ONE_SCHEME, UNSCALED)))
+    failing = {engine for finding in fails for engine in finding.engine.split(", ")}
+    return {
+        "sglang_loads": SGLANG.name not in failing,
+        "transformers_loads": TRANSFORMERS not in failing,
+        "rerounded": _rerounded(report),
+        "read": READ["vllm"],
+        "negative": NEGATIVE_SCALES,
+    }
+
+
+def _rerounded(report: Report) -> dict[str, str]:
+    """By card where vLLM rounds FP8 blocks of the source once more, what in its environment prevents that.
+
+    Blocks that a run made have powers of two as scales, so they are not among them.
+    """
+    if report.plan.attention is not None:
+        return {}
+    kernels = report.consumers.kernels if report.consumers else {}
+    rows = [row for row, kinds in kernels.items() if row.startswith("vLLM") and DEEP_GEMM.name in kinds.values()]
+    cards = [row.rpartition(" ")[2] for row in rows]
+    return {card: variable for card, variable in KEEPS_SCALES.items() if card in cards}

@@ -1,0 +1,511 @@
+"""Memory of each GPU when vLLM serves the output: an estimate from the plan alone, and what would make it fit.
+
+    weights + KV cache + activations + runtime  <=  the GPU's memory * UTILISATION
+
+Weights and KV cache follow from the tensors. The rest are assumptions, which predict that MiniMax-M2.1 in FP8 + INT4
+fits two 96 GiB GPUs with all 196,608 tokens, as was measured (https://huggingface.co/mratsim/MiniMax-M2.1-FP8-INT4-AWQ).
+
+How vLLM divides a model among tensor-parallel GPUs:
+
+    heads       a GPU has whole ones; those of keys and values are repeated where there are more GPUs
+    experts     no group of a scale may be split between GPUs (CompressedTensorsWNA16MoEMethod)
+    FP8 blocks  are split neither between GPUs nor between the modules that are merged into one
+                (validate_fp8_block_shape). Of merged modules that a GPU has in full, the last one may end within a
+                block. FP8 with a scale per row has no such rule
+
+The architecture spec says in `tensor_parallel` which linear modules are divided; every GPU has all of the others.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from quantizers.architectures.architecture import Architecture, Parts
+from quantizers.architectures.fused import FUSED
+from quantizers.architectures.matrices import MATRICES
+from quantizers.formats.format import INTEGERS, NAME, ExpertFormat
+from quantizers.formats.fp8 import Fp8, Fp8Blocks
+from quantizers.formats.packed_integers import Integers
+from quantizers.planning.allocation import candidates
+from quantizers.planning.gpus import GIB, Gpus, most_unseen, parse_gpus, unsaid
+from quantizers.planning.job import Job
+from quantizers.planning.plan import Plan, file_size
+from quantizers.system.errors import InputError
+from quantizers.system.formatting import size_between
+
+MIB = 2**20
+UTILISATION = 0.93  # vLLM's --gpu-memory-utilization; the rest is for the driver
+RUNTIME = 2 * GIB  # per GPU: CUDA context, graphs (since vLLM 0.21 in its share), kernels, NCCL, fragmentation
+LARGE_GPU = 70 * GIB  # from this size vLLM prefills 8,192 tokens at a time, below it 2,048
+SEQUENCES = 256  # at most decoded together, each with a row of float32 logits
+KV_BLOCK = 16  # tokens per block of the KV cache
+KvType = Literal["auto", "fp8"]
+KV_BYTES: dict[KvType, int] = {"auto": 2, "fp8": 1}
+COMMON = "1x24 2x24 1x48 4x24 2x48 1x96 8x24 4x48 2x96 4x80 8x80 8x141"  # GPUs, and GiB of each
+MARLIN_BITS = (4, 8)  # other experts run on Humming
+HUMMING_ROWS, HUMMING_COLUMNS = 256, 128  # of which a GPU's part is filled up to multiples (utils/humming/moe.py, 411)
+MARLIN_TILE = 64  # of an expert's width on a GPU; up to vLLM 0.32 it had to be whole, later ones fill it up with zeros
+FP8_CACHE_SM = 89  # below it FlashInfer alone has an FP8 cache, and SGLang refuses FP8 weights in blocks
+FLASHINFER = "--attention-backend FLASHINFER"
+LITTLE = GIB // 2  # bytes that budgets leave on each GPU, and below which `notes` warns: RUNTIME is a guess
+MOST_GPUS = 64  # more of the same are not suggested
+HEADERS = 1e-4  # of an output's bytes, by which its headers may differ with other bits
+USEFUL = 1024  # tokens; a shorter context is no remedy
+EXPERTS, OTHERS = "experts", "others"
+# Measured by `quantize run tiny-minimax-m2-fp8-int4` with the bits and group size set to these.
+TINY_KL: dict[ExpertFormat, float] = {
+    Integers(2, 128): 0.05446, Integers(2, 64): 0.04987, Integers(2, 32): 0.04526,
+    Integers(3, 128): 0.01738, Integers(3, 64): 0.01664, Integers(3, 32): 0.01493,
+    Integers(4, 128): 0.00765, Integers(4, 64): 0.00655, Integers(4, 32): 0.00598,
+    Integers(8, 128): 0.00045, Integers(8, 64): 0.00040, Integers(8, 32): 0.00041,
+}  # fmt: skip
+Blocks = Mapping[str, tuple[int, int]]  # rows and columns of an FP8 block, by module, without the layer's prefix
+
+
+@dataclass(frozen=True)
+class Model:
+    """The facts about a planned output that decide its serving memory, in bytes and tokens."""
+
+    facts: Architecture  # with `kv_cache` and `tensor_parallel`
+    layers: tuple[Mapping[str, int], ...]  # weights of a layer: its EXPERTS, each passthrough linear module, all OTHERS
+    outside: int  # embedding, head and final norm
+    groups: frozenset[int]  # the group sizes of the experts
+    padded: frozenset[int]  # the layers whose experts vLLM's Humming has, which fills their shapes up
+    blocks: Blocks  # of the passthrough linear modules that are FP8 in blocks
+    longest: int  # the model's maximum context; 0 if config.json does not say
+    fp8_cache: bool = False  # whether servers cache keys and values in FP8 by themselves
+    beside: int = 0  # of the output's files, what no GPU holds: headers, and layers for speculative decoding
+
+    @property
+    def stored(self) -> int:
+        """Bytes of all weights that GPUs hold."""
+        return sum(size for layer in self.layers for size in layer.values()) + self.outside
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Memory of the fullest GPU, in bytes. `context` was asked for and `longest` fits, both in tokens."""
+
+    cards: str
+    tensor_parallel: int
+    pipeline_parallel: int
+    kv: KvType
+    utilisation: float
+    context: int
+    budget: int
+    weights: int
+    kv_cache: int
+    activations: int
+    runtime: int
+    left: int
+    longest: int
+    fits: bool
+
+
+def serving_model(plan: Plan, facts: Architecture, config: dict[str, Any], fp8: Fp8 | None) -> Model:
+    """The facts about a plan's output; InputError where the architecture spec does not say how servers divide it."""
+    if problem := unsaid(facts):
+        raise InputError(problem)
+    linears = facts.every_linear()
+    layers: list[Counter[str]] = [Counter() for _ in range(plan.layers)]  # MTP's serve speculative decoding alone
+    blocks: dict[str, tuple[int, int]] = {}
+    for number, layer in enumerate(layers):
+        for action in plan.of_layer(number):
+            module = action.source.removeprefix(facts.layer(number, "")).rpartition(".")[0]
+            part = EXPERTS if action.expert is not None else module if module in linears else OTHERS
+            layer[part] += sum(spec.bytes for spec in action.outputs.values())
+            if part == module and action.in_fp8 and isinstance(fp8, Fp8Blocks):
+                blocks[module] = fp8.edges
+    outside = sum(spec.bytes for spec in plan.shard(None).values())
+    held = outside + sum(size for layer in layers for size in layer.values())
+    return Model(
+        facts=facts,
+        layers=tuple(layers),
+        outside=outside,
+        groups=frozenset(plan.schemes[layer].group_size for layer in plan.quantized_layers),
+        padded=frozenset(layer for layer in plan.quantized_layers if plan.schemes[layer].bits not in MARLIN_BITS),
+        blocks=blocks,
+        longest=facts.positions or 0,
+        fp8_cache=bool(plan.cached),
+        beside=sum(file_size(plan.shard(part)) for part in plan.parts) - held,
+    )
+
+
+def tensor_parallel_problem(model: Model, parallel: int) -> str | None:
+    """Why vLLM cannot split this model over `parallel` GPUs; None if it can."""
+    return next(obstacles(parallel, model.facts, model.groups, model.blocks), None)
+
+
+def split_over(model: Model, gpus: Gpus, tensor_parallel: int | None) -> tuple[int, int]:
+    """Tensor and pipeline parallelism that use all GPUs: as much of the former as was asked for, or as vLLM allows."""
+    if tensor_parallel is not None:
+        if tensor_parallel < 1 or gpus.count % tensor_parallel:
+            factors = " or ".join(str(n) for n in range(1, gpus.count + 1) if gpus.count % n == 0)
+            raise InputError(
+                f"--tp {tensor_parallel} does not divide the {gpus.count} GPUs of {gpus.name}; {factors} do"
+            )
+        if problem := tensor_parallel_problem(model, tensor_parallel):
+            raise InputError(f"--tp {tensor_parallel}: {problem}; choose another")
+        return tensor_parallel, gpus.count // tensor_parallel
+    divisors = [n for n in range(gpus.count, 0, -1) if gpus.count % n == 0]
+    best = next((n for n in divisors if tensor_parallel_problem(model, n) is None), 1)
+    return best, gpus.count // best
+
+
+def kv_bytes_per_token(model: Model, kv: KvType, tensor_parallel: int = 1, pipeline_parallel: int = 1) -> int:
+    """Bytes of a token's keys and values on one GPU: all of them, unless tensor parallelism divides their heads."""
+    cache, linears = model.facts.kv_cache, model.facts.every_linear()
+    assert cache is not None
+    numbers = sum(linears[name][0] for name in cache.rows_of)
+    layers = math.ceil(model.facts.num_layers / pipeline_parallel)
+    gpus = min(tensor_parallel, model.facts.num_kv_heads) if cache.divided else 1
+    return layers * numbers // gpus * KV_BYTES["fp8" if model.fp8_cache else kv]
+
+
+def fit(
+    model: Model, gpus: Gpus, context: int | None = None, kv: KvType = "auto", tensor_parallel: int | None = None
+) -> Fit:
+    """The memory of the fullest GPU.
+
+    Args:
+        context: tokens of one sequence, or of several in total; None for the model's maximum.
+
+    Raises:
+        InputError: the requested tensor parallelism is impossible, or the context longer than the model's maximum.
+    """
+    split = tensor, pipeline = split_over(model, gpus, tensor_parallel)
+    kv = "fp8" if model.fp8_cache else kv
+    context = model.longest if context is None else context
+    if context < 1 or (model.longest and context > model.longest):
+        raise InputError(f"--context {context}: this model takes 1 to {model.longest:,} tokens")
+    weights, activations = _weights(model, *split), _activations(model, gpus, tensor)
+    budget = int(gpus.bytes * UTILISATION)
+    per_token = kv_bytes_per_token(model, kv, *split)
+    room = budget - weights - activations - RUNTIME
+    fitting = max(0, room // per_token // KV_BLOCK * KV_BLOCK)
+    longest = min(fitting, model.longest) if model.longest else fitting
+    cache = math.ceil(context / KV_BLOCK) * KV_BLOCK * per_token
+    used = budget, weights, cache, activations, RUNTIME, room - cache
+    return Fit(gpus.name, tensor, pipeline, kv, UTILISATION, context, *used, longest, room >= cache)
+
+
+def _weights(model: Model, tensor: int, pipeline: int) -> int:
+    """Weight bytes on the fullest GPU: equal runs of layers, the embedding in the first, the head in the last."""
+    parts = {name for layer in model.layers for name in layer}
+    gpus = {name: module_gpus(name, tensor, model.facts) for name in parts} | {EXPERTS: tensor}
+    filled = dict.fromkeys(model.padded, _filled_up(model.facts, tensor))
+    layers = [
+        sum(size / gpus[name] * (filled.get(number, 1) if name == EXPERTS else 1) for name, size in layer.items())
+        for number, layer in enumerate(model.layers)
+    ]
+    per_stage = math.ceil(len(layers) / pipeline)
+    in_layers = max(sum(layers[first : first + per_stage]) for first in range(0, len(layers), per_stage))
+    return math.ceil(in_layers + model.outside / tensor / (1 if pipeline == 1 else 2))
+
+
+def _filled_up(facts: Architecture, tensor: int) -> float:
+    """The size of a GPU's part of the experts in Humming, relative to what is stored of it."""
+
+    def up(count: int, step: int) -> int:
+        return math.ceil(count / step) * step
+
+    hidden, share = facts.hidden_size, facts.expert_width // tensor
+    gate_up = up(2 * share, HUMMING_ROWS) * up(hidden, HUMMING_COLUMNS)
+    return (gate_up + up(hidden, HUMMING_ROWS) * up(share, HUMMING_COLUMNS)) / (3 * share * hidden)
+
+
+def _activations(model: Model, gpus: Gpus, tensor: int) -> int:
+    """Bytes at the peak of a prefill step: vLLM's two MoE workspaces, hidden states, what attention reads, logits."""
+    facts, tokens = model.facts, step_tokens(gpus)
+    width, hidden = facts.expert_width // tensor, facts.hidden_size
+    experts = tokens * facts.top_k * (max(2 * width, hidden) + width)
+    attention = tokens * _attention_rows(model, tensor)
+    return 2 * (experts + attention + 4 * tokens * hidden) + 2 * 4 * SEQUENCES * facts.vocab_size
+
+
+def _attention_rows(model: Model, tensor: int) -> int:
+    """Numbers that a GPU computes of a token before attention: all rows but those of its output."""
+    facts = model.facts
+    assert facts.tensor_parallel is not None
+    rows = {
+        name: shape[0]
+        for name, shape in facts.every_linear().items()
+        if _parts(facts).get(name) != "own" and name not in facts.tensor_parallel.columns
+    }
+    divided = sum(count for name, count in rows.items() if name in facts.tensor_parallel.rows)
+    return divided // tensor + sum(rows.values()) - divided
+
+
+def step_tokens(gpus: Gpus) -> int:
+    """Tokens in one prefill step: vLLM's default for a GPU of this size."""
+    return 8192 if gpus.bytes >= LARGE_GPU else 2048
+
+
+def assumptions(gpus: Sequence[Gpus]) -> list[str]:
+    """The assumptions behind an estimate, one line each."""
+    steps = " or ".join(f"{n:,}" for n in sorted({step_tokens(c) for c in gpus}))
+    nominal = ", ".join(dict.fromkeys(one.name for one in gpus if one.nominal))
+    lines = [
+        f"vLLM may use {UTILISATION:.0%} of a GPU (--gpu-memory-utilization {UTILISATION})",
+        f"{RUNTIME / GIB:.0f} GiB a GPU for CUDA context and graphs, kernels, NCCL and fragmentation, a guess; "
+        f"therefore experts.budget as named here leaves {LITTLE / GIB:g} GiB more",
+        f"activations: {steps} tokens in a prefill step, logits of {SEQUENCES} sequences",
+        "KV cache for one sequence of that context, or several that share it; no speculative decoding",
+    ]
+    if any(one.sm is None or one.sm < FP8_CACHE_SM for one in gpus):
+        lines.append(f"an FP8 KV cache below SM{FP8_CACHE_SM} (RTX 3090, A100): {FLASHINFER}; others refuse it")
+    if nominal:
+        lines.append(f"{nominal}: the nominal memory; torch and vLLM see up to {most_unseen():.0%} less")
+    return lines
+
+
+def needs_flashinfer(gpus: Gpus, kv: KvType) -> bool:
+    """Whether vLLM has this cache on these GPUs with FlashInfer alone: FlashAttention and Triton refuse it there."""
+    return kv == "fp8" and gpus.sm is not None and gpus.sm < FP8_CACHE_SM
+
+
+def notes(model: Model, fits: Iterable[Fit]) -> list[str]:
+    """Needs besides memory, and where little of it is left, one line each."""
+    rows = list(fits)
+    shares = {row.tensor_parallel: model.facts.expert_width // row.tensor_parallel for row in rows}
+    marlin = [
+        f"vLLM 0.33 or newer for TP {ranks}: {share} of an expert's width on a GPU are no multiple of {MARLIN_TILE}, "
+        "and older ones do not fill up Marlin's tiles"
+        for ranks, share in sorted(shares.items())
+        if share % MARLIN_TILE and len(model.padded) < len(model.facts.moe_layers)
+    ]
+    humming = [
+        f"vLLM's Humming fills experts up to {HUMMING_ROWS} rows and {HUMMING_COLUMNS} columns: with TP {ranks} "
+        f"they take {_filled_up(model.facts, ranks) - 1:.0%} more memory than on disk"
+        for ranks in sorted(shares)
+        if model.padded and _filled_up(model.facts, ranks) > 1
+    ]
+    little = [
+        f"{row.cards}: {row.left / MIB:,.0f} MiB of a GPU are left; if vLLM says that memory is full, its message "
+        "decides what helps: docs/how-to/serve-with-vllm.md#out-of-memory"
+        for row in rows
+        if row.fits and row.left < LITTLE and row.longest < model.longest
+    ]
+    return marlin + humming + little
+
+
+def common_fits(model: Model) -> list[Fit]:
+    """Estimates for common sets of GPUs, from small to large, without those that fit fewer than 8,192 tokens.
+
+    The last is the second that fits the model's maximum context with a 16-bit KV cache; an FP8 one is listed only
+    where that does not fit, or the model has scales for it. Without a known maximum there are none.
+    """
+    rows: list[Fit] = []
+    kvs = tuple(KV_BYTES)[model.fp8_cache :]
+    for text in COMMON.split() if model.longest else ():
+        for kv in kvs:
+            row = fit(model, parse_gpus(f"{text}GiB"), kv=kv)
+            if row.longest >= min(8192, model.longest):
+                rows.append(row)
+            if row.fits:
+                break
+        if sum(row.fits and row.kv == kvs[0] for row in rows) == 2:
+            break
+    return rows
+
+
+def weights_alone(plan: Plan, gpus: Sequence[Gpus]) -> list[dict[str, str | int]]:
+    """Where `unsaid`: bytes of each set of GPUs that vLLM may use, of the weights, and what is left for all else."""
+    parts = (*range(plan.layers), None)  # without layers for speculative decoding
+    weights = sum(spec.bytes for part in parts for spec in plan.shard(part).values())
+    usable = [one.count * int(one.bytes * UTILISATION) for one in gpus]
+    return [
+        {"cards": one.name, "usable": most, "weights": weights, "left": most - weights}
+        for one, most in zip(gpus, usable, strict=True)
+    ]
+
+
+def module_gpus(module: str, ranks: int, facts: Architecture) -> int:
+    """The number of GPUs among which a passthrough linear module is divided: 1 if each has all of it."""
+    parts = _parts(facts).get(module)
+    return min(ranks, facts.num_kv_heads) if parts == "kv_heads" else ranks if parts else 1
+
+
+def obstacles(ranks: int, facts: Architecture, groups: Iterable[int], blocks: Blocks) -> Iterator[str]:
+    """Every reason why a model cannot be divided among `ranks` GPUs.
+
+    Args:
+        facts: with `kv_cache` and `tensor_parallel`, see `unsaid`.
+        groups: group sizes of the experts' integers.
+        blocks: of the passthrough linear modules that are FP8 with a scale per block.
+    """
+    assert facts.kv_cache is not None
+    assert facts.tensor_parallel is not None
+    heads, width, split = facts.num_heads, facts.expert_width, facts.num_kv_heads if facts.kv_cache.divided else 0
+    shapes, divided = facts.every_linear(), _parts(facts)
+    edges = {module: int(module not in facts.tensor_parallel.rows) for module in divided}  # rows, 0, or columns, 1
+    if heads % ranks:
+        yield f"{heads} attention heads are not a multiple of {ranks}"
+    if split and split % ranks and ranks % split:
+        yield f"{split} key-value heads and {ranks} GPUs are no multiples of each other"
+    if width % ranks:
+        yield f"the experts' width {width} is not a multiple of {ranks}"
+    for group in sorted(groups, reverse=True):
+        if width // ranks % group:
+            yield (
+                f"the experts' width per rank, {width // ranks}, is not a multiple of the group, {group}: groups would "
+                "be split between ranks"
+            )
+    for module, parts in divided.items():
+        if module in shapes and parts == "own" and (own := shapes[module][edges[module]]) % ranks:
+            yield f"{module} has {own} parts, which are not a multiple of {ranks}"
+    # What vLLM makes one module of: all but the last must end with a block.
+    merged = FUSED | (facts.servers["vllm"].fused if "vllm" in facts.servers else {})
+    for module, block in blocks.items():
+        rows = shapes[module][0]
+        if ranks > 1 and module in divided:
+            edge = edges[module]
+            share = shapes[module][edge] // module_gpus(module, ranks, facts)
+            if share % block[edge]:
+                side = ("rows", "columns")[edge]
+                yield f"{module}'s {side} per rank, {share}, are not a multiple of the FP8 block, {block[edge]}"
+        elif rows % block[0] and any(module.rpartition(".")[2] in parts[:-1] for parts in merged.values()):
+            yield f"{module}'s rows, {rows}, are merged with others and not a multiple of the FP8 block, {block[0]}"
+
+
+def _parts(facts: Architecture) -> dict[str, Parts]:
+    """What counts the parts of each module that can be divided."""
+    assert facts.tensor_parallel is not None
+    return facts.tensor_parallel.rows | facts.tensor_parallel.columns
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change, in the words of options and keys, and the estimate with it, which fits."""
+
+    say: str
+    fit: Fit
+
+
+def remedies(job: Job, model: Model, gpus: Gpus, asked: Fit, tensor_parallel: int | None = None) -> Iterator[Remedy]:
+    """The changes that would make the output fit on these GPUs, the cheapest first; none where it fits already.
+
+    Args:
+        model: of the job's plan.
+        asked: the estimate, for which the user gave `tensor_parallel` or None.
+    """
+    if asked.fits:
+        return
+    in_fp8 = fit(model, gpus, asked.context, "fp8", tensor_parallel)
+    if in_fp8.fits:
+        yield Remedy("--kv fp8", in_fp8)
+    kvs: tuple[KvType, ...] = ("auto", "fp8") if asked.kv == "auto" and not in_fp8.fits else (asked.kv,)
+    for kv in kvs:
+        longest = fit(model, gpus, asked.context, kv, tensor_parallel).longest
+        if longest >= USEFUL:
+            shorter = fit(model, gpus, longest, kv, tensor_parallel)
+            yield Remedy(f"{'' if kv == asked.kv else f'--kv {kv} '}--context {longest}", shorter)
+    tried = [
+        (scheme, one, fit(one, gpus, asked.context, asked.kv))
+        for scheme in reversed(candidates(job.facts, 1))
+        if (one := with_scheme(model, scheme)).stored < model.stored
+    ]
+    fitting = [one for one in tried if one[2].fits and tensor_parallel in (None, one[2].tensor_parallel)]
+    roomy = [one for one in fitting if one[2].left >= LITTLE] if job.recipe.experts.by_budget else []
+    for scheme, one, with_fewer_bits in (roomy or fitting)[:1]:
+        yield Remedy(f"experts.{_asking_for(scheme, job, one, with_fewer_bits)} in the recipe", with_fewer_bits)
+    step, most = tensor_parallel or 1, MOST_GPUS
+    for kv in kvs:  # the smallest number of such GPUs; a still smaller one with keys and values in FP8
+        counts = range(gpus.count + step, most + 1, step)
+        fits = (fit(model, gpus.of(count), asked.context, kv, tensor_parallel) for count in counts)
+        for count, more in zip(counts, fits, strict=True):
+            if more.fits:
+                yield Remedy(f"--vram {shlex.quote(more.cards)}{'' if kv == asked.kv else f' --kv {kv}'}", more)
+                most = count - 1
+                break
+
+
+def _asking_for(scheme: ExpertFormat, job: Job, model: Model, fitting: Fit) -> str:
+    """The key of a recipe's experts for a scheme in every layer, or for the largest budget, of the kind that it has."""
+    if job.recipe.experts.bits_per_weight is not None:
+        return f"bits_per_weight: {scheme.bits_per_weight:g}"
+    if job.recipe.experts.budget is not None:
+        plan = job.plan.with_schemes([scheme] * job.plan.layers)
+        least = sum(file_size(plan.shard(part)) for part in plan.parts)
+        return f"budget: {size_between(least, max(least, largest_budget(model, fitting)))}"
+    integers = f"{NAME}: {INTEGERS}, " if "bits" not in job.recipe.experts.scheme.keys else ""
+    return f"{integers}bits: {scheme.bits} with group_size: {scheme.group_size}"
+
+
+def largest_budget(model: Model, fitting: Fit) -> int:
+    """The largest `experts.budget` in bytes, with the split and the kernels of an output that fits.
+
+    What is left on the fullest GPU, but for LITTLE, holds in each layer of its stage a part of that layer. Where less
+    is left, the budget is smaller than that output.
+    """
+    tensor, pipeline, layers = fitting.tensor_parallel, fitting.pipeline_parallel, len(model.layers)
+    grown = tensor * layers / math.ceil(layers / pipeline) / (_filled_up(model.facts, tensor) if model.padded else 1)
+    return int(model.stored + model.beside + (fitting.left - LITTLE) * grown)
+
+
+def with_budget(model: Model, size: int) -> Model:
+    """The same output with experts that grow evenly in all layers, until its files take `size` bytes."""
+    experts = sum(layer.get(EXPERTS, 0) for layer in model.layers)
+    factor = 1 + (size - model.stored - model.beside) / experts
+    grown = ({part: math.ceil(n * factor) if part == EXPERTS else n for part, n in one.items()} for one in model.layers)
+    return replace(model, layers=tuple(grown))
+
+
+def with_scheme(model: Model, scheme: ExpertFormat) -> Model:
+    """The same output with one scheme in every layer."""
+    shapes = [model.facts.expert_linears[matrix].shape for matrix in MATRICES]
+    stored = sum(spec.bytes for shape in shapes for spec in scheme.specs("", shape).values())
+    experts = {EXPERTS: model.facts.num_experts * stored}
+    layers = tuple({**layer, **experts} if EXPERTS in layer else layer for layer in model.layers)
+    padded = frozenset(number for number, layer in enumerate(layers) if EXPERTS in layer)
+    few = scheme.bits not in MARLIN_BITS
+    return replace(model, layers=layers, groups=frozenset({scheme.group_size}), padded=padded if few else frozenset())
+
+
+@dataclass(frozen=True)
+class Way:
+    """An output with one scheme in every layer, on some GPUs.
+
+    Attributes:
+        budget: by the KV cache's type, the largest `experts.budget` that leaves LITTLE on each GPU at the context asked
+            for, with this split and this scheme's kernels, its bits spread evenly over pipeline stages; 0 where this
+            output does not fit.
+        mixture: the same for a recipe, rounded down to 0.1 GB; empty where that is no more than this output takes.
+    """
+
+    scheme: str
+    bytes: int  # of its weights
+    output: int  # bytes of its shards, with what no GPU holds of them
+    tensor_parallel: int
+    pipeline_parallel: int
+    longest: dict[KvType, int]  # by the KV cache's type, the context that fits, in tokens
+    budget: dict[KvType, int]
+    mixture: dict[KvType, str]
+    tiny_kl: float | None  # its mean KL on the tiny MiniMax-M2, in nats; None where that is not known
+
+
+def ways(model: Model, gpus: Gpus, context: int, tensor_parallel: int | None = None) -> list[Way]:
+    """What fits on some GPUs: each scheme, from small to large, that vLLM can split over them."""
+    found = []
+    for scheme in candidates(model.facts, tensor_parallel or 1):
+        one = with_scheme(model, scheme)
+        fits = {kv: fit(one, gpus, context, kv, tensor_parallel) for kv in KV_BYTES}
+        tensor, pipeline = fits["auto"].tensor_parallel, fits["auto"].pipeline_parallel
+        output = one.stored + one.beside
+        budget = {kv: largest_budget(one, row) if row.fits else 0 for kv, row in fits.items()}
+        mixture = {kv: _mixture(output, most) for kv, most in budget.items()}
+        longest = {kv: row.longest for kv, row in fits.items()}
+        kl = TINY_KL.get(scheme)
+        found.append(Way(str(scheme), one.stored, output, tensor, pipeline, longest, budget, mixture, kl))
+    return found
+
+
+def _mixture(output: int, most: int) -> str:
+    """A budget of at most so many bytes, in 0.1 GB; empty where a mixture would be no larger than an output."""
+    tenths = most // 10**8
+    return f"{tenths / 10:g}GB" if tenths * 10**8 > output * (1 + HEADERS) else ""

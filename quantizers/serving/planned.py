@@ -1,0 +1,36 @@
+"""The check that servers can read the output, made of its plan before anything long begins."""
+
+from __future__ import annotations
+
+from quantizers.planning.job import Job
+from quantizers.planning.plan import KV_SCALE
+from quantizers.stitch.write.config_files import output_config
+from quantizers.system.errors import CheckpointError
+
+from .check import ServingCheck, check
+
+
+def planned_check(job: Job, one_expert: bool = False) -> ServingCheck:
+    """How serving engines would read what the plan writes, as far as headers say.
+
+    Args:
+        one_expert: the first of a layer's experts stands for all, which are stored alike; this is faster.
+
+    Raises:
+        CheckpointError: one of them would read other weights than are stored; one line that names the tensors.
+    """
+    actions = (action for action in job.plan.actions if not (one_expert and action.expert))
+    written = {name: spec for action in actions for name, spec in action.outputs.items()}
+    written |= {name: KV_SCALE for layer in job.plan.cached for name in job.plan.kv_scales(layer)}
+    facts = job.facts
+    if one_expert:
+        one = facts.sizes["experts"].model_copy(update={"value": 1})
+        facts = facts.model_copy(update={"sizes": facts.sizes | {"experts": one}})
+    found = check(output_config(job.config, job.facts, job.plan, job.fp8), written, facts)
+    for error in found.errors:
+        where = job.source.folder if job.source and not job.source.remote else job.location
+        raise CheckpointError(
+            f"{where}: of this source no output can be made that servers read: {error.sentence}; "
+            "give a source in which what servers fuse is stored alike"
+        )
+    return found

@@ -1,0 +1,1 @@
+"""Commands about calibration sets: parse, call, print, exit code."""

@@ -1,0 +1,64 @@
+"""`quantize coverage`: parse, call, print, exit code."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
+
+from quantizers.cli import common
+from quantizers.cli.adapter import Call, command
+
+if TYPE_CHECKING:
+    from quantizers.sets.coverage import Coverage
+
+
+@command("quantizers.sets.coverage:coverage", before={"picture": "device", "no_picture": "device"})
+def coverage(
+    call: Call,
+    picture: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="file for the heat map of layers by experts; coverage.png or coverage-compare.png by default",
+        ),
+    ] = None,
+    no_picture: common.NoPicture = False,
+) -> None:
+    """Count the tokens routed to each expert, without quantizing.
+
+    Exit 3 if a gate fails.
+
+    Example: quantize coverage tiny-minimax-m2-fp8-int4
+    """
+    from quantizers.eval.coverage.figures import CoverageComparison, CoverageReport
+    from quantizers.eval.coverage.summary import coverage_table
+    from quantizers.eval.report.plots import comparison_figure, coverage_figure, saliency_figure, saved
+    from quantizers.sets.coverage_change import compare_table
+    from quantizers.sets.saliency import saliency_table
+
+    compare, saliency = call.options["compare"], call.options["saliency"]
+    output = call.options["output"] or (Path("saliency") if saliency else None)
+    found: Coverage = call(output=output)
+    if not call.dist.is_main:
+        return
+    if compare:
+        change = CoverageComparison.model_validate(found.figures)
+        text, figure = compare_table(change), partial(comparison_figure, change, Path(change.model).name)
+    else:
+        report = CoverageReport.model_validate(found.figures)
+        title = f"{Path(report.model).name} on {report.set}"
+        text = coverage_table(report)
+        figure = partial(coverage_figure, report.per_layer, report.min_routed_tokens, title)
+        if report.saliency:
+            text += "\n\n" + saliency_table(report.saliency)
+    if not no_picture:
+        text += f"\n\n{saved(figure, picture or Path('coverage-compare.png' if compare else 'coverage.png'))}"
+        if not compare and report.saliency and output:
+            scored = report.per_layer, report.saliency.per_layer
+            saved(partial(saliency_figure, *scored, title), output / "saliency.png")
+    if output:
+        text += f"\n\nscores and lists of experts: {output}"
+    common.emit(found.figures, call.as_json, text, passed=found.passed)
