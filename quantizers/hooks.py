@@ -32,7 +32,7 @@ def rooms() -> tuple[ModuleType, ...]:
 
 
 def hooks(name: str) -> list[Any]:
-    """What the rooms define under a name, of those that do."""
+    """Return the objects of this name from every `hooks.py` that defines one."""
     return [getattr(room, name) for room in rooms() if hasattr(room, name)]
 
 

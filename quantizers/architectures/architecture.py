@@ -1,4 +1,4 @@
-"""What is known about a model: names, shapes and roles of its tensors, and what its servers are told.
+"""Facts about a model: names, shapes and roles of its tensors, and settings for the servers that run it.
 
 Names, shapes and places come from the model's class in transformers (derive.py), roles from probes or the family's
 data, everything about servers from the family's data alone (families.py).
@@ -67,7 +67,7 @@ class KindFacts(Facts):
 
 
 class HandedFacts(Facts):
-    """What each layer hands on to the next besides its states, such as the tokens that an indexer has chosen."""
+    """The tensor that a layer passes to the next besides its states, such as the tokens that an indexer has chosen."""
 
     argument: str  # the layer's parameter that gets it
     entry: int  # its place in the tuple that a layer returns; None there stands for nothing
@@ -76,7 +76,7 @@ class HandedFacts(Facts):
 
 
 class MtpFacts(Facts):
-    """What a layer that predicts further tokens has besides all that a layer with experts has.
+    """Tensors of a multi-token prediction (MTP) layer besides those of a layer with experts.
 
     Such layers follow the last one. Nothing here computes with them: they are kept whole, experts too.
     """
@@ -157,7 +157,7 @@ class Targets(Facts):
 
 
 class KvCacheFacts(Facts):
-    """What a server caches of one token in one layer: a number for each row of the linear modules `rows_of`.
+    """Numbers that a server caches per token and layer: one for each row of the linear modules `rows_of`.
 
     Attributes:
         divided: whether tensor parallelism divides them by heads of keys and values; with more cards than heads, heads
@@ -172,7 +172,7 @@ Parts = Literal["heads", "kv_heads", "own"]
 
 
 class TensorParallelFacts(Facts):
-    """How servers divide the kept linear modules of a layer among cards; those that are not named lie whole on each.
+    """Tensor parallelism of a layer's kept linear modules; modules that are not named are whole on every card.
 
     Attributes:
         rows, columns: into how many parts the rows or columns of a module can be divided, by its name: as many as there
@@ -207,7 +207,7 @@ class Published(Facts):
 
 
 class Known(Facts):
-    """What no class says. See architectures/minimax_m2.yaml for the meaning of each key."""
+    """Facts that the model's class does not give. See architectures/minimax_m2.yaml for the meaning of each key."""
 
     model_type: str
     model_class: str
@@ -372,7 +372,7 @@ class Architecture(Known):
 
     @property
     def section_keys(self) -> list[str]:
-        """Of the source's quantization_config, the keys that servers read whatever the method of quantization is."""
+        """Keys of the source's quantization_config that servers read whatever the quantization method is."""
         return self.targets.keys if self.targets else SECTION_KEYS
 
     @property
@@ -386,7 +386,7 @@ class Architecture(Known):
 
     @property
     def also_reads_the_norm(self) -> list[str]:
-        """What reads the norm besides the router and the experts: while there is any, no scale is folded into it.
+        """Readers of the norm besides the router and the experts: if there are any, no scale is folded into it.
 
         Only the router and the experts are compensated. Everything else keeps its bytes, and would read another input.
         """
@@ -394,7 +394,7 @@ class Architecture(Known):
 
     @property
     def against_a_fold(self) -> str | None:
-        """Why no scale can be folded into the norm before the experts; None if one can."""
+        """Reason why no scale can be folded into the norm before the experts; None if one can."""
         if self.norm is None:
             return "the experts do not read the output of a norm with a vector of weights alone"
         if not self.also_reads_the_norm:
@@ -403,7 +403,7 @@ class Architecture(Known):
         return f"{self.norm.tensor} is also read by {others}, which would have to change with it and keeps its bytes"
 
     def found(self) -> dict[str, Any]:
-        """What probing the model's own layers found, for report.json; empty for a family with a file of facts."""
+        """Results of probing the model's own layers, for report.json; empty for a family with a file of facts."""
         if not self.probes:
             return {}
         kinds = [kind.model_dump(exclude={"tensors", "linears"}) for kind in self.kinds]
@@ -440,7 +440,7 @@ class Architecture(Known):
         return next((before for before, readers in self.smoothing.items() if linear in readers), None)
 
     def of_layer(self, number: int) -> KindFacts:
-        """What lies in a decoder layer, or one that predicts further tokens, besides its routed experts."""
+        """Return the facts about a decoder or MTP layer, except for its routed experts."""
         kinds = [*self.kinds, self.mtp] if self.mtp else self.kinds
         return next(kind for kind in kinds if number in kind.layers)
 

@@ -99,7 +99,7 @@ def _described(
     roles: Roles,
     handed: HandedFacts | None = None,
 ) -> dict[str, Any]:
-    """What class, stored tensors and roles say of a model of this config.json, see `Architecture`."""
+    """Assemble the fields of `Architecture` from a model's config.json, class, stored tensors and roles."""
     first = next(kind.layers[0] for kind in kinds if kind.roles)  # of the layers with experts
     experts = dict(skeleton.layers[first].get_submodule(roles.experts).named_parameters())
     sizes = _sizes(skeleton, roles.chosen, experts["down_proj"].shape, config)
@@ -369,7 +369,7 @@ def _sizes(skeleton: Skeleton, chosen: int, down: Sequence[int], given: Mapping[
     given = given.get("text_config", given)
 
     def key(name: str) -> str:
-        """Of the keys that mean this size, the one in config.json, or else the class's."""
+        """Return the key of this size in config.json, or the class's own name for it."""
         return next((one for one in KEYS[name] if given.get(one) == sizes[name]), KEYS[name][0])
 
     return {name: {"key": key(name), "value": size} for name, size in sizes.items()}
@@ -464,7 +464,7 @@ def _cached(linears: Collection[str], places: Mapping[str, Place], attention: st
 
 
 def _of_layer(skeleton: Skeleton, stored: StoredTensors, number: int, roles: Roles) -> dict[str, Any]:
-    """What lies in a layer besides its routed experts."""
+    """Return the tensors and linear modules of a layer besides its routed experts."""
     layer = skeleton.layers[number]
     modules, parameters = dict(layer.named_modules()), layer.state_dict()
     tensors, linears = {}, {}

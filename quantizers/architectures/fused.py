@@ -1,4 +1,4 @@
-"""What servers do with linear modules, by their names: which they make one of, and which they take in FP8."""
+"""Linear modules by name: those that servers fuse into one, and those that they load in FP8."""
 
 from __future__ import annotations
 

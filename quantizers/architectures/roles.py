@@ -1,4 +1,4 @@
-"""What the parts of a decoder layer do, found by running it: no name is read, every claim is a number.
+"""Roles of the parts of a decoder layer, found by running it: no name is read, every claim is a number.
 
 The weights are random: what is asked holds for all weights or for none. In the layer a cheap function stands for the
 experts, whose module is probed by itself with the matrices of one: a layer of a large model takes seconds.
@@ -228,7 +228,7 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def _batch(skeleton: Skeleton, number: int, layer: torch.nn.Module, experts: str | None) -> float:
-    """How far two sequences in a padded batch are from each alone; infinite if the layer takes no batch."""
+    """Measure how far two sequences in a padded batch are from each alone; infinite if the layer takes no batch."""
     lengths, shape = (TOKENS, TOKENS - 9), skeleton.calls(TOKENS)[number].states.shape
     states = torch.randn(2, *shape[1:], generator=torch.Generator().manual_seed(number))
     tokens = torch.stack([torch.arange(TOKENS), torch.arange(TOKENS).flip(0)])
@@ -254,7 +254,10 @@ def weighted(states: torch.Tensor, _: torch.Tensor, weight: torch.Tensor) -> tor
 
 
 def example_of(handed: HandedFacts, tokens: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What a layer might hand on of one sequence (1, T, W): numbers in `dtype`, or W of its T tokens' indices."""
+    """Make example values (1, T, W) of the tensor that a layer passes to the next for one sequence.
+
+    They are random numbers in `dtype`, or the indices of W of its T tokens.
+    """
     if handed.dtype == "float":
         return torch.randn(1, tokens, handed.width, generator=torch.Generator().manual_seed(2)).to(dtype)
     indices = torch.arange(min(tokens, handed.width), dtype=getattr(torch, handed.dtype))
@@ -262,7 +265,9 @@ def example_of(handed: HandedFacts, tokens: int, dtype: torch.dtype = torch.floa
 
 
 def find_handed(skeleton: Skeleton) -> HandedFacts | None:
-    """What the model's layers hand on besides their states, None if nothing; found without computing anything.
+    """Find the tensor that the model's layers pass on besides their states; None if there is none.
+
+    Nothing is computed: the layers run on the meta device.
 
     Raises:
         ArchitectureError: it is of a kind that is not known here.
@@ -460,7 +465,10 @@ class _Layer:
         return path if name == "weight" and isinstance(self.layer.get_submodule(path), torch.nn.Linear) else matrix
 
     def _offset(self, norm: str) -> int:
-        """What a norm adds to its weight: the change of its output by that of a weight is the normed input."""
+        """Return the constant that a norm adds to its weight, 0 or 1.
+
+        The normed input is the change of the norm's output when its weight grows by 1.
+        """
         module: Any = self.layer.get_submodule(norm)
         weight, states = next(module.parameters()), self.inputs[norm][0]
         before = module(states)

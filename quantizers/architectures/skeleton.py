@@ -71,7 +71,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a stored tensor goes."""
+    """Parameter or persistent buffer of the model that a stored tensor belongs to."""
 
     layer: int | None  # the decoder layer's number; None outside the layers
     parameter: str  # the name of a parameter or persistent buffer, within the layer, or outside them within the model
@@ -114,7 +114,7 @@ class Skeleton:
         return copy.deepcopy(self.layers[number], {id(config): config, id(self.config): self.config})
 
     def calls(self, length: int) -> list[Call]:
-        """What the model's forward calls each of its layers with, for a sequence of `length` tokens; states are zeros.
+        """Return the arguments of each layer in the model's forward on `length` tokens; states are zeros.
 
         The arguments of a shorter sequence are views of those of the longest so far, once they are known to be equal:
         masks are large, and making them takes longer than small layers do. Where they are not, the last are kept.
@@ -150,7 +150,7 @@ class Skeleton:
             table.weight = own
 
     def end(self, states: torch.Tensor) -> torch.Tensor:
-        """What the head multiplies, (1, T, H), from the states (1, T, H) that leave the last layer.
+        """Compute the input (1, T, H) of the head from the states (1, T, H) that leave the last layer.
 
         The modules between need their weights, see `put`.
         """
@@ -280,7 +280,7 @@ class Skeleton:
         return parameter, pattern, next((one for one in self._transforms[1] if pattern in one.source_patterns), None)
 
     def place(self, name: str) -> Place | None:
-        """Where a stored tensor goes, by transformers' own rules for loading; None if the model does without it."""
+        """Find where transformers' own rules load a stored tensor to; None if the model does without it."""
         parameter, pattern, converter = self._target(name)
         if parameter not in self.parameters:
             single = re.fullmatch(rf"(.*\.experts\.)\d+\.({'|'.join(_PARTS)})\.weight", name)
@@ -380,7 +380,7 @@ def _refuse_two_meanings(config: Mapping[str, Any]) -> None:
 
 
 def rotated_channels(config: Any) -> int | None:
-    """How many channels of each head transformers' config says are rotated; None if it does not say it of all layers.
+    """Number of rotated channels per head by transformers' config; None if it does not give one for all layers.
 
     Some classes do not read what their config says, so this is compared with what they do.
     """
@@ -470,7 +470,7 @@ def _recorder(
 
 
 def first(output: Any) -> torch.Tensor:
-    """What a module returns, or the first of several things: a layer's are its states."""
+    """Return a module's output, or the first of several outputs, which for a layer is its states."""
     tensor: torch.Tensor = output[0] if isinstance(output, (tuple, list)) else output
     return tensor
 

@@ -123,7 +123,7 @@ def said(data: CalibrationData, what: str = "calibration") -> CalibrationData:
 
 
 def pins_of(calibration: CalibrationSet, data: CalibrationData) -> list[Pin]:
-    """What was read of each source of a loaded set; empty if all are local files, whose published names pin them."""
+    """Return a pin for each source of a loaded set; empty if all are local files, whose published names pin them."""
     if all(source.is_local for source in calibration.sources):
         return []
     return list(map(pin, calibration.sources, data.versions, data.licences, data.rows))
@@ -323,7 +323,7 @@ def _embedded(calibration: CalibrationSet, count: int, texts: Collection[str], r
 
 @dataclass(frozen=True)
 class _Sampled:
-    """What became of one source's rows."""
+    """Result of sampling one source's rows."""
 
     samples: tuple[Sample, ...]  # in the order in which they were tried
     dropped: tuple[Dropped, ...]  # the unusable rows, then those left out

@@ -170,7 +170,7 @@ PLAIN = """\
 
 @dataclass(frozen=True)
 class Habits:
-    """How a template takes the turns of a conversation."""
+    """Conventions of a chat template for the turns of a conversation."""
 
     parts: bool = False  # a turn's content is a list of typed parts
     thoughts: str | None = THOUGHTS[0]  # the key under which it reads an answer's thoughts; None to leave them out
@@ -270,8 +270,10 @@ def _formed(turn: Turn, habits: Habits) -> Turn:
 
 
 def left_out(turns: Iterable[Turn], tools: Iterable[Any], text: str) -> list[str]:
-    """What a template has left out of a rendered conversation: an entry such as `system turn`, `thoughts` or `call`
-    for each part whose words are not in the text, as they are or as JSON.
+    """List the parts of a conversation that a template has left out of the rendered text.
+
+    There is an entry such as `system turn`, `thoughts` or `call` for each part whose words are not in the text, as
+    they are or as JSON.
     """
     parts: Counter[tuple[str, str]] = Counter()
     for turn in turns:
@@ -308,7 +310,7 @@ class Renderer:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know about the contents rendered so far."""
+        """Notes for the user about the contents rendered so far."""
         return tuple(sorted(self._notes))
 
     def render(self, content: Content, length: int) -> Rendered:
@@ -384,7 +386,7 @@ class Renderer:
         return habits
 
     def _lost(self, turns: Sequence[Turn], habits: Habits) -> float:
-        """How many parts of a conversation are not shown; arguments written as Python writes a mapping are not."""
+        """Count the parts of a conversation that are not shown; arguments printed as a Python dict count as one."""
         try:
             text = self._apply(turns, (), habits)
         except Exception:  # a template is a program and can fail in any way; of a text that is rendered it is then said

@@ -39,7 +39,7 @@ class Row:
 
     @property
     def sha256(self) -> str:
-        """Of the values as JSON with sorted keys, hexadecimal."""
+        """SHA-256 of the values as JSON with sorted keys, hexadecimal."""
         return hashlib.sha256(json.dumps(self.values, sort_keys=True).encode()).hexdigest()
 
 

@@ -57,7 +57,7 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Drawn:
-    """How a subsample was drawn from a set."""
+    """Record of a subsample that was drawn from a set."""
 
     asked: int  # the number of tokens asked for
     samples: int  # of the whole set
@@ -268,7 +268,7 @@ def used_licences(calibration: CalibrationSet, data: CalibrationData) -> dict[st
 
 
 def in_words(licences: Mapping[str, str]) -> Iterable[str]:
-    """How many data sets have which licence (see `used_licences`), and which forbid commercial use; a line each."""
+    """Count the data sets by licence (see `used_licences`), and name those that forbid commercial use; a line each."""
     counts = Counter(sorted(licence or "unknown" for licence in licences.values())).most_common()
     yield f"licences: {', '.join(f'{licence} ({count})' for licence, count in counts)}"
     if restricted := [f"{name} ({licence})" for name, licence in licences.items() if is_non_commercial(licence)]:

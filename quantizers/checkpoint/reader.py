@@ -259,7 +259,7 @@ def side_files(folder: Path) -> list[Path]:
 
 
 def left_behind(checkpoint: Checkpoint) -> str:
-    """What lies in a checkpoint's folder but is neither read nor carried along, as a sentence; empty if nothing."""
+    """Entries of a checkpoint's folder that are neither read nor copied along, as a sentence; empty if none."""
     read, found = {info.file.name for info in checkpoint.tensors.values()}, dict[str, list[str]]()
     for name, reason in _others(checkpoint.folder):
         if reason and name not in read:

@@ -37,7 +37,7 @@ class HubFile:
 
     @property
     def digest(self) -> str:
-        """What `hasher` must arrive at, hexadecimal."""
+        """Expected digest from `hasher`, hexadecimal."""
         return self.sha256 or self.blob
 
     def hasher(self) -> hashlib._Hash:
@@ -119,7 +119,7 @@ class _Request:
 
 
 def _requests(wanted: Iterable[tuple[TensorInfo, memoryview]]) -> Iterator[_Request]:
-    """What to ask for: tensors next to each other together, large ones in pieces."""
+    """Group tensors into requests: adjacent tensors together, large ones in pieces."""
     request: _Request | None = None
     most = hub_client.PIECE
     for info, view in wanted:

@@ -243,7 +243,7 @@ class Window(HubFiles):
         return True
 
     def _received(self, file: str) -> str:
-        """How much of a shard has arrived, and how much of all that is fetched, for the user."""
+        """Describe the progress of a shard's download, and of the whole download, for the user."""
         part, whole = self.folder / f"{file}{UNFINISHED}", sum(self.planned.sizes.values())
         there, needed = part.stat().st_size if part.exists() else 0, self.planned.sizes[file]
         return f"{file}: {size(there)} of {size(needed)} ({size(self.fetched)} of {size(whole)} so far)"
@@ -259,7 +259,7 @@ class Window(HubFiles):
                     self._changed.notify_all()
 
     def said(self) -> str:
-        """What was fetched, as a sentence."""
+        """Summarize what was fetched, in a sentence."""
         ranges = f", and {size(self.planned.ranges)} in ranges" if self.planned.ranges else ""
         shards = f"{self._arrived} shard{'s' if self._arrived != 1 else ''}"
         return (

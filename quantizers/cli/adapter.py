@@ -88,7 +88,7 @@ def command(
 
 
 def typer_option(name: str, kind: Any) -> Any:
-    """What typer needs of a declared option, for a command whose function is not part of `import quantizers`."""
+    """Convert a declared option to typer's, for a command whose function is not part of `import quantizers`."""
     option = opt.option_of(kind)
     assert option is not None
     more: dict[str, Any] = {"metavar": option.metavar, "help": option.help, "min": option.min, "max": option.max}

@@ -1,4 +1,4 @@
-"""What the commands share: common options, printing, asking."""
+"""Helpers that the commands share: common options, printing, prompts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def typed() -> tuple[str, ...]:
 
 
 def accounted(audit: AuditFigures) -> str:
-    """How many of the source's tensors an audit accounts for, and how."""
+    """Describe how many of the source's tensors an audit accounts for, and how."""
     converted = audit.converted_matrices
     return (
         f"{audit.tensors:,} source tensors accounted for, {audit.kept_tensors:,} compared byte for byte"

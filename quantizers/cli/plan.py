@@ -229,13 +229,13 @@ def fit_table(result: dict[str, Any]) -> str:
 
 
 def _split(row: dict[str, Any]) -> str:
-    """How servers divide the model."""
+    """Format the parallelism of a row, such as `TP 4 x PP 2`."""
     stages = row["pipeline_parallel"]
     return f"TP {row['tensor_parallel']}{f' x PP {stages}' if stages > 1 else ''}"
 
 
 def _ways_lines(row: dict[str, Any]) -> list[str]:
-    """What fits on a set of GPUs, with the same scheme in every layer, and the largest scheme and budget."""
+    """List the schemes, the same in every layer, that fit on a set of GPUs, and the largest scheme and budget."""
     header = ("experts", "weights", "split", "16-bit KV", "FP8 KV", "fits with", "tiny KL")
     names, ways, rows = {"auto": "16 bit", "fp8": "FP8"}, row["ways"], []
     for way in (way for way in ways if max(way["longest"].values())):

@@ -150,7 +150,7 @@ def _what_next(report: RunReport, output: Path, source: str, recipe: str, stream
 
 
 def _advice(gate: str, experts: dict[str, Any], recipe: str, verify: str) -> str:
-    """What to do after a failed gate; `verify` is the command that verifies the output."""
+    """Suggest a remedy for a failed gate; `verify` is the command that verifies the output."""
     kind, _, category = gate.partition(" ")
     if kind in ("audit", "consumers"):
         return f"`{verify}` lists everything; make it again with --fresh, and report it if it comes back"

@@ -1,4 +1,4 @@
-"""What this machine can do, and what would stop a recipe here, before anything long begins: `quantizers.doctor`.
+"""Checks of this machine, and of a recipe on it, before anything long begins: `quantizers.doctor`.
 
 Everything is asked of the functions that a run asks, and what they raise becomes a row. Nothing stays on the disk.
 """
@@ -107,7 +107,7 @@ class Diagnosis:
         return all(check.state != "stops" for check in self.checks)
 
     def as_dict(self) -> dict[str, Any]:
-        """What `quantize doctor --json` prints."""
+        """Return the object that `quantize doctor --json` prints."""
         checks = [{key: value for key, value in asdict(one).items() if value} for one in self.checks]
         return {"recipe": self.recipe, "output": self.output, "passed": self.passed, "checks": checks}
 
@@ -141,7 +141,7 @@ class _Rows(list[Check]):
 
 @dataclass(frozen=True)
 class _Given:
-    """What a run would be given."""
+    """Inputs that a run would be given."""
 
     recipe: Recipe
     path: Path
@@ -450,7 +450,7 @@ def _sets(rows: _Rows, given: _Given, job: Job | None, unreachable: str) -> dict
 
 
 def _output_state(folder: Path, job: Job, data: CalibrationData | None, device: torch.device) -> str:
-    """What a run would find in its output folder; raises what it would."""
+    """Describe the output folder as a run would find it; raises the errors that a run would raise."""
     import torch
 
     from quantizers.device.devices import use_threads

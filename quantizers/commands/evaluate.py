@@ -98,7 +98,7 @@ class Evaluation:
     notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """What `quantize eval --json` prints, an EvalReport."""
+        """Return the object that `quantize eval --json` prints, an EvalReport."""
         return {
             "source": self.source,
             "candidates": [{"model": one.model} | one.figures for one in self.candidates],

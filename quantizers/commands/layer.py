@@ -129,7 +129,7 @@ class Layer:
             )
 
     def errors(self, solved: LayerResult) -> torch.Tensor:
-        """How far each expert's output is off, (E,) float32: ‖r (ŷ − y)‖ / ‖r y‖ over the tokens that are routed to it.
+        """Relative error of each expert's output, (E,) float32: ‖r (ŷ − y)‖ / ‖r y‖ over the tokens routed to it.
 
         ŷ is computed from the weights as they will be stored, and x as the folded norm gives it; r is the routing
         weight. NaN for an expert without tokens. The tokens are this layer's own, so in-sample for what it solved

@@ -1,4 +1,4 @@
-"""What an option is, and the options that several commands share.
+"""Declaration of command-line options, and the options that several commands share.
 
 An option is declared once, as a parameter of the function that does the command's work: its name, type and default
 stand there, its help in the type. From `device: opt.Device = "auto"` come `--device` of the command (cli/adapter.py),
@@ -160,7 +160,7 @@ def documented(function: Function) -> Function:
 
 
 def _words(name: str, kind: Any, parameters: Iterable[str]) -> str:
-    """What Python's documentation says of a parameter, without a full stop."""
+    """Description of a parameter in Python's documentation, without a full stop."""
     option = option_of(kind)
     texts = [each for each in get_args(kind)[1:] if isinstance(each, str)]
     if texts:

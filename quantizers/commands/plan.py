@@ -1,4 +1,4 @@
-"""What a run would do and need, and where its output fits: `quantizers.plan`."""
+"""Plan of a run (`quantizers.plan`): its actions, its requirements, and the GPUs that its output fits on."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def run(
 
 
 def destination_of(repo: str | None, *, remove: bool = False, private: bool = False) -> Destination | None:
-    """Where a run publishes as it goes; None if it does not.
+    """Return the destination of a run that publishes as it goes; None if it does not.
 
     Raises InputError: `repo` is not owner/name, or one of the other two is given without it.
     """

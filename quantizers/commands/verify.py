@@ -53,16 +53,16 @@ class Verification:
 
     @property
     def differences(self) -> list[str]:
-        """What is wrong with the files, one line each."""
+        """Faults of the files, one line each."""
         return [*self.audit.differences, *self.record.differences]
 
     @property
     def misread(self) -> list[str]:
-        """What serving engines would read differently from how it is stored, one line each."""
+        """Findings on data that serving engines would read differently from how it is stored, one line each."""
         return [str(finding) for finding in self.consumers.errors] if self.consumers else []
 
     def as_dict(self) -> dict[str, Any]:
-        """What `quantize verify --json` prints, a VerifyReport."""
+        """Return the object that `quantize verify --json` prints, a VerifyReport."""
         result = self.audit.as_dict() | {"differences": self.differences, "notes": list(self.record.notes)}
         if self.consumers is not None:
             findings = [one.as_dict() | {"places": list(one.places)} for one in self.consumers.findings]

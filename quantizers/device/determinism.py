@@ -1,4 +1,4 @@
-"""What makes a GPU compute the same bytes every time: deterministic algorithms, whole float32, a fixed environment.
+"""Bitwise reproducible computation on GPUs: deterministic algorithms, full float32, a fixed environment.
 
 Sums made with atomics differ in the last bits from run to run, cuBLAS may choose another algorithm when its workspace
 differs, and TF32 computes float32 products with 11 bits of mantissa; some images switch TF32 on for everything. Of a

@@ -201,7 +201,7 @@ def environment() -> dict[str, Any]:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Of every GPU its name, its memory in bytes, and `triton_support.kernels`."""
+    """List all GPUs with their names, their memory in bytes, and `triton_support.kernels`."""
     found = []
     for number in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(number)

@@ -60,7 +60,7 @@ def kernels(device: torch.device) -> str:
 
 @cache
 def why_not(device: torch.device) -> str:
-    """Why no kernels can be launched on a GPU; empty if they can."""
+    """Reason why no kernels can be launched on a GPU; empty if they can."""
     if torch.version.hip is not None:
         return "not tried on AMD's GPUs"
     if torch.cuda.get_device_capability(device) < SMALLEST:

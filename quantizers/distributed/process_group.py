@@ -108,7 +108,7 @@ class ProcessGroup:
         """Leave the group after the last exchange; the other processes may still be at work."""
 
     def first_failure(self, error: QuantizeError) -> tuple[QuantizeError, bool]:
-        """What ended the run: of all processes' failures the first, and whether this process prints its text.
+        """Return the first failure of all processes, which ended the run, and whether this process prints its text.
 
         Args:
             error: this process's own failure.

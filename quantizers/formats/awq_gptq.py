@@ -64,7 +64,7 @@ Form = tuple[int, int]  # bits and group size of a module; group -1 is a whole c
 
 @dataclass(frozen=True)
 class Packing:
-    """How a checkpoint's integers are packed."""
+    """Packing of a checkpoint's integers."""
 
     layout: Layout
     zero_offset: int  # to add to a stored zero point: 1 in version 1 of GPTQ
@@ -248,7 +248,7 @@ def _overrides(section: Mapping[str, Any], where: str, layout: Layout, form: For
 
 
 def _override(keys: Any, where: str, layout: Layout, form: Form) -> Form | None:
-    """What the keys of an override make of a form; None if its modules are not quantized."""
+    """Apply the keys of an override to a form; None if its modules are not quantized."""
     if not isinstance(keys, Mapping):
         raise CheckpointError(f"{where} is {reprlib.repr(keys)}; an object is needed")
     bits, group = keys.get("bits", form[0]), keys.get("group_size", form[1])

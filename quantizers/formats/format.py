@@ -171,7 +171,7 @@ class ExpertFormat(QuantizedFormat):
     @property
     @abstractmethod
     def grid(self) -> Grid:
-        """What weights are rounded to."""
+        """Grid that weights are rounded to."""
 
     @property
     @abstractmethod
@@ -223,7 +223,7 @@ class ExpertFormat(QuantizedFormat):
     @property
     @abstractmethod
     def in_words(self) -> str:
-        """How weights are stored, for the card."""
+        """Description of the storage format, for the model card."""
 
     @property
     def group_name(self) -> str:

@@ -194,7 +194,7 @@ def _fp8_matrix(checkpoint: Checkpoint, module: str) -> tuple[int, int] | None:
 
 
 def _declared(weights: Mapping[str, Any]) -> str | None:
-    """What has a scale in weights that a config group declares to be FP8; None for other weights."""
+    """Return the scale strategy of weights that a config group declares as FP8; None for other weights."""
     return weights.get("strategy") if (weights.get("type"), weights.get("num_bits")) == ("float", 8) else None
 
 
@@ -272,7 +272,7 @@ def is_per_row(weight: Sequence[int], scale: Sequence[int], block: tuple[int, in
 
 
 def unreadable_scale(form: Fp8, scale: Stored, weight: tuple[int, ...]) -> str | None:
-    """What a scale of a weight (R, C) is, if it is of another form, one that is known but not read; None otherwise."""
+    """Describe the scale of a weight (R, C) if its form is recognized but cannot be read; None otherwise."""
     if scale.dtype in ("F8_E8M0", "U8"):
         return "in E8M0, powers of two in a byte"
     if scale.shape == form.scale_shape(weight):

@@ -76,7 +76,7 @@ class Nvfp4(ExpertFormat):
 
     @property
     def in_words(self) -> str:
-        """How weights are stored, for the card."""
+        """Description of the storage format, for the model card."""
         return f"{self}: FP4 (E2M1), one FP8 scale per {GROUP} weights, one float32 scale per matrix"
 
     @property

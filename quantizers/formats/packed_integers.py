@@ -75,7 +75,7 @@ class Integers(ExpertFormat):
 
     @property
     def in_words(self) -> str:
-        """How weights are stored, for the card."""
+        """Description of the storage format, for the model card."""
         return f"{self.short}, symmetric, one bfloat16 scale per {self.group_size} weights"
 
     @property
@@ -235,7 +235,11 @@ def unpack(packed: torch.Tensor, bits: int, shape: tuple[int, ...]) -> torch.Ten
 
 
 def _places(bits: int) -> Iterator[tuple[int, int, int]]:
-    """Of the integers that fill whole bytes: the integer, a byte that has some of its bits, and its shift there."""
+    """Locate the bits of the fewest integers that fill whole bytes.
+
+    Yields:
+        The integer, a byte that has some of its bits, and its shift in that byte.
+    """
     few = 8 // math.gcd(bits, 8)
     for i in range(few):
         first, last = i * bits // 8, ((i + 1) * bits - 1) // 8

@@ -131,7 +131,7 @@ def refuse_swapped_arguments(source: Checkpoint, candidate: Checkpoint, remedy: 
 
 
 def _quantized_by(checkpoint: Checkpoint) -> str | None:
-    """How a checkpoint shows that it was quantized from another; None if it does not."""
+    """Evidence that a checkpoint was quantized from another; None if there is none."""
     with contextlib.suppress(InputError):  # there is no report, or it is damaged
         if "seal" in read_json(checkpoint.folder / REPORT):
             return f"its {REPORT} says that this program made it"

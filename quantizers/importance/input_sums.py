@@ -179,7 +179,7 @@ class InputSums:
 
 
 def sums_file(folder: Path, layer: int | None) -> Path:
-    """Where `InputSums` keeps the sums of a layer; None for those of the head, which come last."""
+    """Path of the file where `InputSums` keeps the sums of a layer; None for those of the head, which come last."""
     return folder / ("head.safetensors" if layer is None else f"{layer:05d}.safetensors")
 
 

@@ -98,7 +98,7 @@ class ActivationStore:
 
     @property
     def owned(self) -> range:
-        """Their sequences."""
+        """Sequences of `owned_batches`."""
         owned = self.owned_batches
         return range(owned[0].start, owned[-1].stop) if owned else range(0)
 

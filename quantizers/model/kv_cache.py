@@ -34,7 +34,7 @@ class Peaks:
         return keys, values
 
     def of_all(self, dist: ProcessGroup, device: torch.device) -> Tensor:
-        """Those of all processes (2,)."""
+        """Largest magnitudes over all processes, (2,) float32."""
         own = {} if self.values is None else {"peaks": self.values.unsqueeze(0)}
         return dist.all_gather(own, device)["peaks"].amax(0)
 

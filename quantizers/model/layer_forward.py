@@ -117,7 +117,7 @@ def routes(model: StreamedModel, layer: DecoderLayer, states: ActivationStore) -
 def on_device(
     model: StreamedModel, layer: DecoderLayer, states: ActivationStore, *, in_chunks: bool
 ) -> Iterator[tuple[slice, list[int], torch.Tensor]]:
-    """What goes through half a layer together: chunks of rows, or batches of sequences.
+    """Load the inputs of half a layer to the device: one chunk of rows, or one batch of sequences, at a time.
 
     Yields:
         The rows in `states`; the tokens of each sequence of a batch, nothing for a chunk; and on the device the chunk

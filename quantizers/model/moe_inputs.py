@@ -37,7 +37,7 @@ class MoeInputs(NamedTuple):
     usable: torch.Tensor
 
     def of_sequences(self, lengths: Sequence[int]) -> MoeInputs:
-        """Of the rows (B · T, …) of a padded batch those that belong to its sequences."""
+        """Select the rows that belong to the sequences of a padded batch, of its rows (B · T, …)."""
         kept = torch.cat([torch.arange(length) + i * max(lengths) for i, length in enumerate(lengths)])
         return MoeInputs._make(each[kept.to(self.x.device)] for each in self)
 
@@ -103,9 +103,9 @@ class MoeInputStore(NamedTuple):
 def moe_input_store(
     make: Callable[[str, int, torch.dtype], ActivationStore], facts: Architecture, dtype: torch.dtype
 ) -> MoeInputStore:
-    """Room for what a layer's experts are called with, in the dtype of the forward pass.
+    """Allocate a store for the inputs of a layer's experts, in the dtype of the forward pass.
 
-    `make` gets a name, a width and a dtype, and returns rows of all sequences.
+    `make` gets a name, a width and a dtype, and returns a store for the rows of all sequences.
     """
     return MoeInputStore(
         make("x", facts.hidden_size, dtype),

@@ -116,7 +116,7 @@ class StreamedModel:
         return torch.cat([states, columns.view(states.dtype)], -1)
 
     def handed(self, rows: torch.Tensor) -> torch.Tensor | None:
-        """What the layer before handed on of one sequence, (1, T, …), from rows (1, T, W)."""
+        """Extract the tensor (1, T, …) that the previous layer passed on for one sequence, from its rows (1, T, W)."""
         facts = self.facts.handed
         if facts is None:
             return None
@@ -136,7 +136,7 @@ class StreamedModel:
         return rows[..., self.hidden :].contiguous().view(torch.int32)
 
     def final(self, rows: torch.Tensor) -> torch.Tensor:
-        """What the head multiplies, (T, H), from the rows (T, W) that leave the last layer."""
+        """Compute the input (T, H) of the head from the rows (T, W) that leave the last layer."""
         states = rows[:, : self.hidden].to(device=self.device, dtype=self.dtype)
         return self.skeleton.end(states.unsqueeze(0))[0]
 
@@ -203,7 +203,7 @@ class StreamedModel:
 
     @torch.no_grad()
     def route(self, layer: DecoderLayer, entering: torch.Tensor) -> MoeInputs:
-        """What the experts of a layer are called with; they do not run. `entering` as for `finish`."""
+        """Compute the inputs of a layer's experts without running them. `entering` as for `finish`."""
         with self._experts_called(layer) as calls, replaced_forward(self._experts(layer), _zeros):
             self._second_half(layer, entering)
         return capture_moe_inputs(*calls[0])

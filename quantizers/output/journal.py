@@ -151,13 +151,13 @@ def passthrough_entries(work: Path) -> list[dict[str, Any]]:
 
 
 def uploads(work: Path) -> dict[str, Any]:
-    """Where a run publishes as it goes, see output/uploads.py; empty if it does not."""
+    """Load the state of a run that publishes as it goes, see output/uploads.py; empty if it does not."""
     file = work / UPLOADED
     return json.loads(file.read_text()) if file.exists() else {}
 
 
 def digests(work: Path) -> dict[str, dict[str, Any]]:
-    """How each finished shard of a run was written, by its name."""
+    """Load the digest of each finished shard of a run, by the shard's name."""
     layers = [json.loads(file.read_text()) for file in (work / "layers").glob("*.json")]
     return {entry["shard"]: entry["digest"] for entry in (*layers, *passthrough_entries(work))}
 

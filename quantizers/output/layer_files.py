@@ -20,7 +20,7 @@ class LayerFiles:
         return self.folder / f"layer-{number:05d}.json"
 
     def read(self, layers: int) -> list[Any]:
-        """What was found in the layers that are done, of so many, in their order."""
+        """Load the results of the finished layers in order, up to the first of `layers` that has no file."""
         done = next((number for number in range(layers) if not self._path(number).exists()), layers)
         return [json.loads(self._path(number).read_text()) for number in range(done)]
 

@@ -207,7 +207,7 @@ class Uploads:
 
     @property
     def url(self) -> str:
-        """Of the repository."""
+        """URL of the repository."""
         from huggingface_hub import constants
 
         return f"{constants.ENDPOINT}/{self.repo}"
@@ -246,7 +246,7 @@ class Uploads:
 
     @property
     def removed_bytes(self) -> int:
-        """Of shards that are on the Hub, and not here."""
+        """Bytes of the shards that are on the Hub, and not here."""
         folder = self._work / "output"
         return sum(self.there.files[name].size for name in self.shards if not (folder / name).exists())
 

@@ -20,7 +20,7 @@ NOT_CHECKED = "consumers: not checked, for this installation has no rules of ser
 
 
 class Finding(Protocol):
-    """What an engine would not read as it is stored; as text one line."""
+    """Difference between what is stored and what an engine would read; as text one line."""
 
     @property
     def engine(self) -> str:
@@ -28,7 +28,7 @@ class Finding(Protocol):
 
     @property
     def consequence(self) -> str:
-        """What they make of it."""
+        """Consequence for these engines."""
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -39,7 +39,7 @@ class Finding(Protocol):
 
 
 class Findings(Protocol):
-    """What was found, `consumers` in report.json; `errors` are those findings that make a check fail."""
+    """Results of a check, `consumers` in report.json; `errors` are those findings that make it fail."""
 
     @property
     def findings(self) -> Sequence[Finding]:
@@ -73,7 +73,7 @@ class NotChecked:
 
 
 def plan_findings(job: Job, *, one_expert: bool = False) -> Findings:
-    """How engines would read what a plan writes, as far as headers say.
+    """Check how engines would read the output of a plan, as far as headers say.
 
     Args:
         one_expert: the first of a layer's experts stands for all, which are stored alike; this is faster.
@@ -87,7 +87,7 @@ def plan_findings(job: Job, *, one_expert: bool = False) -> Findings:
 
 
 def folder_findings(folder: Path, own: Own = None, remote: HubFiles | None = None) -> Findings | None:
-    """How engines would read a checkpoint's folder; None if it cannot be opened, which the audit reports.
+    """Check how engines would read a checkpoint's folder; None if it cannot be opened, which the audit reports.
 
     Args:
         own: its architecture, or a file of the user's with it; None for a kept one.

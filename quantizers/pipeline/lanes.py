@@ -47,7 +47,7 @@ SCORED_TOGETHER = 4  # lanes whose logits are in memory together
 
 @dataclass(frozen=True)
 class LaneFigures:
-    """What was measured of one lane.
+    """Measurements of one lane.
 
     Attributes:
         nll, kl, top1: (n,) float64, sums over each text's scored tokens, see `eval.fidelity.metrics.Measured`.
@@ -182,7 +182,7 @@ def _quantize(quantizer: Quantizer, step: LayerStep, lane: Lane) -> list[list[in
 def _compared(
     source: ActivationStream, output: ActivationStream, number: int, dist: ProcessGroup
 ) -> dict[str, list[float]]:
-    """What the journal keeps of each text after a layer, in the order of the texts: see `comparison.OfText`."""
+    """Compare each text's states after a layer, in the order of the texts, for the journal: see `comparison.OfText`."""
     texts = by_text(source, output, routed=number not in source.model.facts.dense, dist=dist)
     ordered = [texts[i] for i in sorted(texts)]
     return {key: [getattr(text, key) for text in ordered] for key in ("same", "difference", "size")}

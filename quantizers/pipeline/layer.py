@@ -1,4 +1,4 @@
-"""What happens to the layers of a run, in the order in which it happens: `quantize_from`, and for one `quantize_layer`.
+"""Quantization of a run's layers in order, `quantize_from`, and of a single layer, `quantize_layer`.
 
 Calibration states go through the layers beside the held-out texts. A layer is done once its shard and the held-out
 states after it are on disk: then its journal entry is written, and only after that are the states before it removed.
@@ -35,7 +35,7 @@ from .shard_writer import ShardWriter
 
 @dataclass(frozen=True)
 class Run:
-    """What a run's process carries from layer to layer.
+    """State that a run's process carries from layer to layer.
 
     Attributes:
         texts: the held-out texts; `source`, `output`, `variants`: their states in the source, in the output, and in

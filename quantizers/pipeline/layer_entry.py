@@ -19,7 +19,7 @@ Entry = dict[str, Any]
 
 
 def of_solution(solved: LayerResult | None) -> Entry:
-    """What the entry says of how a layer was solved; None if it has no experts."""
+    """Journal fields on the solution of a layer; `solved` is None if it has no experts."""
     if solved is None:
         return {"error": {}, "fallbacks": [], "leaning": None}
     return {
@@ -37,7 +37,7 @@ def _by_expert(lines: Sequence[str]) -> list[str]:
 
 
 def of_shard(written: Written) -> Entry:
-    """What the entry says of a shard that is on disk; `closeness` is that of the experts' matrices to the source's."""
+    """Journal fields on a shard that is on disk; `closeness` is that of the experts' matrices to the source's."""
     digest, audit = written
     known = {expert: error for expert, error in enumerate(audit.by_expert) if error is not None}
     closeness = None
@@ -48,7 +48,7 @@ def of_shard(written: Written) -> Entry:
 
 
 def layer_note(entry: Entry) -> str:
-    """What is shown of a layer when it is done."""
+    """Format the note that is shown when a layer is done."""
     parts = [f"{sum(entry['seconds'].values()):.1f} s"]
     if entry["routed"]:
         parts.append(f"rounding {entry['error'].get('down_rounding') or 0.0:.4f}")

@@ -80,7 +80,7 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class Options:
-    """Where and how a run works; nothing here changes the meaning of a recipe.
+    """Execution settings of a run; none of them changes the meaning of a recipe.
 
     They are arguments of `quantizers.run`, but for `destination`: where the output is published as it is made; None to
     publish nothing.
@@ -208,7 +208,7 @@ def refuse_another(job: Job, output: Path, finished: dict[str, Any]) -> None:
 
 
 def _changes(output: Path, job: Job) -> str:
-    """Where a finished output's own recipe differs from this one; empty if its recipe cannot be read."""
+    """List the differences of a finished output's own recipe from this one; empty if its recipe cannot be read."""
     try:
         before = meaning(*read_recipe(str(output / RECIPE)))
     except InputError:

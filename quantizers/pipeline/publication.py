@@ -30,7 +30,7 @@ FREE = 100_000_000_000  # bytes of private repositories of an account that pays 
 
 @dataclass(frozen=True)
 class Destination:
-    """Where a run publishes its output as it goes: a `repo` on the Hub, owner/name.
+    """Destination to which a run publishes its output as it goes: a `repo` on the Hub, owner/name.
 
     Shards are removed here once they are there if `remove`; it is left private at the end if `private`.
     """
@@ -72,7 +72,7 @@ def uploads_of(destination: Destination | None, output: Path) -> Uploads | None:
 
 
 def card_gaps(report: Planned) -> dict[str, str]:
-    """Why the card has no licence of the Hub's, and no model on the Hub that was quantized, by their keys in it."""
+    """Reasons why the model card has no licence of the Hub's, or no base model on the Hub, by their keys in it."""
     from quantizers.eval.report.pages import front_matter, strange_licenses  # here, and below: with torch
     from quantizers.eval.report.schema import StitchReport
 
@@ -121,7 +121,10 @@ def begin(uploads: Uploads | None, destination: Destination | None, report: Plan
 
 
 def published(report: Report, destination: Destination | None, output: Path) -> Published | None:
-    """What a report says of its publication: nothing if a gate failed, unless shards were removed."""
+    """Return the record of the publication for a report.
+
+    None without a destination, or if a gate failed and no shards were removed.
+    """
     from quantizers.eval.report.schema import Published
 
     removed = sorted(name for name in report.audit.digests if not (output / name).is_file())

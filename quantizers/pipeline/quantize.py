@@ -114,7 +114,7 @@ def quantize_layers(
 
 @dataclass(frozen=True)
 class _Start:
-    """What rank 0 knows when a run begins or resumes, and tells all processes.
+    """State of a run that begins or resumes, which rank 0 knows and tells all processes.
 
     Attributes:
         done: finished layers, of which the shards of some are `damaged`.

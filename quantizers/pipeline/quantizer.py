@@ -76,7 +76,7 @@ class Solved:
 
     @property
     def entry(self) -> Entry:
-        """What the journal keeps of it."""
+        """Fields of the layer for the journal."""
         return of_solution(self.experts) | ({"kv_peaks": list(self.kv_peaks)} if self.kv_peaks else {})
 
 

@@ -57,9 +57,10 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # of a model, a data set o
 
 
 def planned_report(job: Job, resolved: Resolved, data: CalibrationData, device: torch.device) -> schema.PlannedRun:
-    """What is known before the first layer. The source's side files and the set are read now, and not again later.
+    """Assemble the part of the report that is known before the first layer.
 
-    The recipe is `resolved` as it is published with the output.
+    The source's side files and the set are read now, and not again later. The recipe is `resolved` as it is published
+    with the output.
     """
     source, model = job.opened, resolved.recipe.source.model
     return schema.PlannedRun(
@@ -199,7 +200,7 @@ def _last_reading(job: Job, layers: _Layers, context: Context, on_hub: HubFiles 
 
 
 class Verified(NamedTuple):
-    """What holds of every output: its files are as planned, and serving engines read them as meant."""
+    """Checks that hold for every output: its files are as planned, and serving engines read them as meant."""
 
     audit: schema.Audit
     gates: list[Gate]
@@ -270,7 +271,7 @@ def plan_figures(plan: Plan, facts: Architecture) -> schema.Plan:
 
 
 def serving(plan: Plan, facts: Architecture, source: Checkpoint, name: str) -> schema.Serving:
-    """How to serve the output, which depends on bits and group sizes too.
+    """Serving instructions for the output, which depend on bits and group sizes too.
 
     Some models of a family have options of their own, by the source's `name` as it is published.
     """
@@ -311,7 +312,7 @@ def _json(source: Checkpoint, name: str) -> dict[str, Any]:
 
 
 def source_card(facts: Architecture, model: str, source: Checkpoint) -> schema.SourceCard:
-    """What the model card needs to know of the source called `model`.
+    """Collect the facts about the source called `model` that the model card needs.
 
     That is its licence, the fields of its own card or those kept with the architecture's facts; the languages of its
     card; and the models that its card names as its base if it is no model of the Hub itself.

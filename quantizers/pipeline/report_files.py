@@ -132,8 +132,9 @@ def read_front_matter(text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Record:
-    """What `check_manifest` found: a line for each difference, starting with the file's name, and for what is no fault
-    but worth knowing.
+    """Result of `check_manifest`.
+
+    Each difference is a line that starts with the file's name; a note is a line on what is no fault but worth knowing.
     """
 
     differences: tuple[str, ...] = ()

@@ -294,7 +294,7 @@ def take(remaining: Remaining, name: str, shape: tuple[int, ...], dtypes: tuple[
 
 
 def obstacle(facts: Architecture, engine: Literal["gram", "llmcompressor"]) -> str | None:
-    """Why scales cannot be folded into the norm of a family by one of the engines; None if they can."""
+    """Reason why one of the engines cannot fold scales into the norm of a family; None if it can."""
     norm = facts.norm
     if norm is None or facts.against_a_fold or not norm.offset or engine != "llmcompressor":
         return facts.against_a_fold

@@ -125,7 +125,7 @@ def estimate_run(job: Job, output_bytes: int, processes: int = 1, disk: float = 
 
 @dataclass(frozen=True)
 class Way:
-    """How a source gets to a run, and the output to the Hub: bytes on the disk and over the network."""
+    """A way to bring the source to a run, and the output to the Hub: bytes on the disk and over the network."""
 
     name: str
     source: int | None  # on the disk; None if its headers are needed to know it

@@ -50,7 +50,7 @@ class Rates:
     shares: dict[str, float]
 
     def reached(self, kind: str) -> float:
-        """What is assumed to be reached a second of one of the keys of `shares`."""
+        """Rate that is assumed to be reached for one of the keys of `shares`, in bytes or operations a second."""
         return float(getattr(self, "float32" if kind == "factorization" else kind)) * self.shares[kind]
 
 
@@ -113,7 +113,7 @@ def parse_gpus(text: str) -> Gpus:
 
 
 def unsaid(facts: Architecture) -> str | None:
-    """Why nothing can be said about GPUs: the facts do not say how servers divide the model. None if they do."""
+    """Name the facts about servers without which nothing can be said about GPUs; None if they are all known."""
     words = {"tensor_parallel": "how servers divide it among GPUs", "kv_cache": "what they cache of a token"}
     lacking = [text for key, text in words.items() if getattr(facts, key) is None]
     return f"{' and '.join(lacking)} is not known here for {facts.model_type}" if lacking else None

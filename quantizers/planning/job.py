@@ -227,7 +227,10 @@ def _without_headers(
 
 
 def cached_folder(model: str, revision: str) -> Path | None:
-    """Where the Hub's cache has a model with all its shards; None if not: planning may have cached only the index."""
+    """Find a model with all its shards in the Hub's cache; None if it is incomplete.
+
+    Planning may have cached only the index.
+    """
     from huggingface_hub import constants
 
     if not (Path(constants.HF_HUB_CACHE) / f"models--{model.replace('/', '--')}").is_dir():

@@ -96,7 +96,7 @@ class Plan:
 
     @property
     def passthrough_parts(self) -> tuple[int | None, ...]:
-        """Those of them that no states go through: all but the decoder layers."""
+        """Parts that are never run: all but the decoder layers."""
         return self.parts[self.layers :]
 
     @property

@@ -46,7 +46,7 @@ def copied(name: str) -> str:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a new recipe says besides the defaults: of what it is for, the experts' size, and limits that suit it.
+    """Parts of a new recipe that are not defaults: its purpose, the experts' size, and limits that suit it.
 
     `asks` is not in it: the options with which `quantize plan` says whether its output fits.
     """

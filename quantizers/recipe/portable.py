@@ -121,7 +121,7 @@ def settings_hash(recipe: Recipe, path: Path, pins: Pins = NO_PINS) -> str:
 
 
 def meaning(recipe: Recipe, path: Path, pins: Pins = NO_PINS) -> list[dict[str, Any]]:
-    """What `settings_hash` covers: the portable recipe's settings, and the text of each file beside it, by name."""
+    """Input of `settings_hash`: the portable recipe's settings, and the text of each file beside it, by name."""
     unnamed = _with_copies(recipe, path, lambda name: "data.jsonl" if name.endswith(LOCAL_SUFFIXES) else name)
     return [unnamed.settings(), _copies(recipe, path, lambda *_: "data.jsonl", pins)]
 

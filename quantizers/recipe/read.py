@@ -64,7 +64,7 @@ def _values(path: Path, changes: Sequence[Change]) -> tuple[dict[str, Any], dict
 
 
 def given_at(place: Place, path: Path, changes: Sequence[Change] = ()) -> str:
-    """Where a key's value comes from, for messages: `recipe.yaml:7: experts.budget`, or the option that gave it."""
+    """Origin of a key's value, for messages: `recipe.yaml:7: experts.budget`, or the option that gave it."""
     origin = _values(path, changes)[1].get(place, Origin(f"{path}:1", 1))
     return origin.shown if origin.key == dotted(place) else f"{origin.shown}: {dotted(place)}"
 

@@ -212,7 +212,7 @@ class Experts(Strict):
 
 
 class CoverageGate(Strict):
-    """How many tokens of the calibration set the router must send to the experts: to (layer, expert) pairs."""
+    """Requirements on how many calibration tokens the router sends to the experts: to (layer, expert) pairs."""
 
     min_routed_tokens: Annotated[int, Field(ge=0)] = 1
     """An expert that gets fewer tokens of the calibration set is uncovered."""
@@ -250,7 +250,7 @@ class Stop(Strict):
 
 
 class Verify(Strict):
-    """What is measured, and the gates: if one fails, the exit code is 3 instead of 0."""
+    """Measurements and gates: if a gate fails, the exit code is 3 instead of 0."""
 
     coverage: CoverageGate | None = None
     """How many tokens of the calibration set the router must send to each expert."""
@@ -310,7 +310,7 @@ class Recipe(Strict):
 
     @property
     def calibration_tokens(self) -> int | None:
-        """How many tokens are drawn from the set; None if it is taken whole."""
+        """Number of tokens drawn from the set; None if it is taken whole."""
         return None if isinstance(self.calibration, str) else self.calibration.tokens
 
     @property

@@ -147,7 +147,7 @@ def norm_scale(
     inputs, order = cache.of_all, cache.routing.experts
 
     def of_all(figures: Callable[[Tensor], Tensor]) -> Tensor:
-        """Those of every expert's w1 and w3, in the order in which they are solved."""
+        """Gather the figures of every expert's w1 and w3, in the order in which they are solved."""
 
         def of_batch(batch: ExpertBatch) -> Tensor:
             return figures(weights(order[slice(*batch)])[0])

@@ -25,7 +25,7 @@ BELOW, ABOVE = 6, 5
 
 
 def reach(grid: Grid) -> float:
-    """How many of its scale the largest weight of a group may be: half of the range of integers, or the last code."""
+    """Largest weight that a group may have, in units of its scale: half of the range of integers, or the last code."""
     if grid == E2M1:
         return LARGEST
     low, high = code_range(grid)
@@ -45,7 +45,7 @@ def stored_scale(scale: Tensor, grid: Grid) -> Tensor:
 
 
 def scale_candidates(base: Tensor, grid: Grid, signed: bool) -> Iterator[Tensor]:
-    """What is tried besides the min-max scale `base`, bfloat16 each."""
+    """Yield the scales to try besides the min-max scale `base`, bfloat16 each."""
     if grid == E2M1:
         number = nearest_e4m3(2 * base.float()).view(torch.uint8).short()
         for place in range(-BELOW, ABOVE + 1):
@@ -57,5 +57,5 @@ def scale_candidates(base: Tensor, grid: Grid, signed: bool) -> Iterator[Tensor]
 
 
 def unit(weight: Tensor, grid: Grid) -> Tensor | None:
-    """What each matrix of (E, R, C) is multiplied by on its grid, (E,) float32: its global scale; None for integers."""
+    """Global scale by which each matrix of (E, R, C) is multiplied on its grid, (E,) float32; None for integers."""
     return global_scale(torch.linalg.vector_norm(weight, torch.inf, dim=(-2, -1))) if grid == E2M1 else None

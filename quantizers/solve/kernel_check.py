@@ -24,7 +24,7 @@ Arguments = list[Any]
 
 
 class Case(NamedTuple):
-    """What a kernel and its twin in torch's operations do, and a small input of both."""
+    """Test case of a kernel and its twin in torch's operations: the calls, and a small input of both."""
 
     arguments: Callable[..., Arguments]  # of device, E, R, C, bits and signed; the same numbers every time
     function: Callable[..., None]  # of these, and whether by the kernel

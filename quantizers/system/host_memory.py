@@ -1,4 +1,4 @@
-"""How much memory the machine has, and how much of it is free."""
+"""Total and free memory of the machine."""
 
 from __future__ import annotations
 

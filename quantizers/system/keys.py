@@ -30,7 +30,7 @@ class Part(BaseModel):
 
     @model_serializer(mode="wrap")
     def _without_absent(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """What is written of the part: no key that may be absent and is None."""
+        """Serialize the part without keys that may be absent and are None."""
         fields, data = type(self).model_fields, written(self)
         return {
             name: value

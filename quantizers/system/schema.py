@@ -38,7 +38,7 @@ class Wrong(ValueError):
 
 
 class Origin(NamedTuple):
-    """Where a value was given."""
+    """Place where a value was given."""
 
     shown: str  # such as `recipe.yaml:4`, or `--set experts.bits=3`
     line: int  # faults are shown in ascending order of it
