@@ -36,7 +36,7 @@ class AllExpertPass(Part):
 
 
 class Coverage(Part):
-    """How many tokens the router sent to each expert."""
+    """Tokens that the router sent to each expert."""
 
     min_routed_tokens: int = key("Routed tokens from which an expert counts as covered", "tokens")
     min: int = key("Fewest routed tokens of an expert", "tokens")
@@ -51,7 +51,7 @@ class Coverage(Part):
 
 
 class Drawn(Part):
-    """How many tokens the recipe had drawn from the whole set."""
+    """Tokens that the recipe asks for, and the size of the whole set that they are drawn from."""
 
     asked: int = key("Tokens that the recipe asks for", "tokens")
     samples: int = key("Samples in the whole set", "samples")
@@ -116,7 +116,7 @@ class Saliency(Part):
 
 
 class CoverageReport(Coverage):
-    """What `quantize coverage --json` prints of one set."""
+    """Output of `quantize coverage --json` for one set."""
 
     model: str = key("As it was given")
     set: str = key("Name of the set")
@@ -191,7 +191,7 @@ class CategoryCoverage(Part):
 
 
 class RoutingChange(Part):
-    """How the load of the experts differs between two sets, by shares, as `quantize coverage --compare` counts it."""
+    """Difference in expert load between two sets, by shares, as `quantize coverage --compare` counts it."""
 
     common_tokens: int = key("Tokens of the smaller set, at which coverage is compared", "tokens")
     min_routed_tokens: int = key("Routed tokens from which an expert counts as covered", "tokens")
@@ -208,6 +208,6 @@ class RoutingChange(Part):
 
 
 class CoverageComparison(RoutingChange):
-    """What `quantize coverage --compare --json` prints."""
+    """Output of `quantize coverage --compare --json`."""
 
     model: str = key("As it was given")

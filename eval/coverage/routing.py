@@ -33,7 +33,7 @@ TIE = 1e-6  # difference between the scores of the experts ranked K and K + 1, o
 
 @dataclass(frozen=True)
 class Routed:
-    """How the router distributed the tokens; arrays are int64 but for the last.
+    """Router statistics by category, layer and expert; all arrays are int64 except the last.
 
     Attributes:
         categories: names of the rows, C of them, with the `tokens` (C,) of each.

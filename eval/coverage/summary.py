@@ -184,7 +184,7 @@ def worst(routed: Routed) -> list[WorstExpert]:
 
 
 def coverage_table(report: CoverageReport) -> str:
-    """What `quantize coverage` prints."""
+    """Text output of `quantize coverage`."""
     rows = []
     for row in report.worst:
         sent = ", ".join(f"{name} {rate:.1f}" for name, rate in row.sent_by.items())

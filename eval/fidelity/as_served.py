@@ -231,7 +231,7 @@ def kernels_of(model: StreamedModel, checkpoint: Checkpoint, experts: Format | N
 
 
 def as_stored(device: torch.device) -> str:
-    """What the figures of fidelity are of, and in which arithmetic (docs/explanation/gpu.md has what it costs)."""
+    """State which numbers and arithmetic the fidelity figures are of (docs/explanation/gpu.md has the cost)."""
     return (
         f"KL, perplexity and top-1 are of the files' numbers, computed in {ARITHMETIC[is_accelerator(device)]}, each "
         "against its own source. A card adds what its kernels round, such as activations to FP8; quantize eval "

@@ -31,7 +31,7 @@ Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]  # the candidate's matrix an
 
 @dataclass(frozen=True)
 class OfText:
-    """How one text compares.
+    """Comparison of one text after a layer.
 
     Attributes:
         same: expert choices of the source that the candidate makes too; 0 without experts.
@@ -76,7 +76,7 @@ def compare(
 def by_text(
     source: ActivationStream, candidate: ActivationStream, *, routed: bool, dist: ProcessGroup = SINGLE_PROCESS
 ) -> dict[int, OfText]:
-    """How each text compares after the layer that both streams have just passed through, by its number."""
+    """Compare each text after the layer that both streams have just passed through; keys are text numbers."""
     found = to_host({str(b.start): _of_batch(source, candidate, b, routed) for b in source.left.owned_batches})
     own = {int(first) + i: OfText(*row) for first, rows in found.items() for i, row in enumerate(rows.tolist())}
     return {i: one for part in dist.all_gather_object(own) for i, one in part.items()}

@@ -56,7 +56,7 @@ class Figures(Part):
 
 
 class Router(Part):
-    """How often the candidate's routers choose the source's experts."""
+    """Share of the source's expert choices that the candidate's routers make too."""
 
     agreement: list[Number] = key("By layer; None for a layer without experts", "share")
     min: Number = key("In the worst layer", "share")
@@ -191,7 +191,7 @@ class PairedCandidate(PartDifference):
 
 
 class EvalReport(Part):
-    """What `quantize eval --json` prints."""
+    """Output of `quantize eval --json`."""
 
     source: str = key("As it was given")
     candidates: list[EvaluatedCandidate] = key("In the order of the command line")
@@ -252,7 +252,7 @@ class AskedTexts(Part):
 
 
 class Verdict(Part):
-    """What the check found."""
+    """Result of the check: the measured distance and its limit."""
 
     kind: Literal["exact", "as served", "none"] = key("Which limit was applied")
     distance: float = key("Mean KL(our evaluation of the candidate || server), a lower bound", "nats")
@@ -262,7 +262,7 @@ class Verdict(Part):
 
 
 class ServeCheckReport(Part):
-    """What `quantize serve-check` writes and, with --json, prints."""
+    """Report that `quantize serve-check` writes and, with --json, prints."""
 
     candidate: ServedModel = key("The checkpoint that is served")
     source: ServedModel | None = maybe("Its source; absent where none is known")

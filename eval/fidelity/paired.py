@@ -30,7 +30,7 @@ NOTE = (
 
 
 def paired(first: Fidelity, other: Fidelity, *, model: str, against: str) -> PairedCandidate:
-    """How much further from the source `other` is than `first`, in nats per token; negative if it is closer.
+    """Difference in KL from the source, `other` minus `first`, in nats per token; negative if `other` is closer.
 
     Args:
         first, other: both over the same texts.

@@ -125,7 +125,7 @@ def score_text(
 def log_probabilities(
     models: Models, states: Sequence[torch.Tensor], size: int
 ) -> Iterator[tuple[slice, list[torch.Tensor]]]:
-    """Those of the tokens 1 to T - 1 by each model, (size, V) float32, part by part; models, states as `score_text`."""
+    """Log-probabilities of tokens 1 to T - 1 by each model, (size, V) float32, in chunks; arguments as `score_text`."""
     final = [model.final(rows[:-1]) for (model, _), rows in zip(models, states, strict=True)]
     for start in range(0, len(final[0]), size):
         part = slice(start, start + size)

@@ -1,4 +1,4 @@
-"""What `quantize eval` prints: one row per candidate, then tables by category, by depth and by position."""
+"""Text output of `quantize eval`: one row per candidate, then tables by category, by depth and by position."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Variants:
             step.watch.lap("as served")
 
     def pairs(self, source: ActivationStream) -> list[Pair]:
-        """What is compared, with the stream of the source as it is stored."""
+        """Pairs of streams to compare; `source` is the stream of the source as stored."""
         pairs: list[Pair] = []
         for source_there, *candidates in self.cards.values():
             pairs.append((source, source_there))

@@ -125,7 +125,7 @@ def _stored(report: Report) -> str:
 
 
 def _fp8_form(plan: Plan) -> str | None:
-    """How attention is FP8, if it is: of what passes through, scales per block are renamed, those per row are not."""
+    """FP8 scaling of attention, None if not FP8; when passed through, only per-block scales are renamed."""
     if (attention := plan.attention) is not None:
         return {"fp8": "in FP8 with a scale per row", "fp8-block": "in FP8 with a scale per block"}.get(attention)
     if any(row.action == "keep" and row.kind.endswith(".weight_scale") for row in plan.kinds):
@@ -140,7 +140,7 @@ def _attention(plan: Plan) -> list[str]:
 
 
 def _of_command(report: Report, negative_scales: str | None) -> dict[str, Any]:
-    """What the card says by the command that made the output."""
+    """Card fields that depend on the command that made the output."""
     if isinstance(report, StitchReport):
         return _of_stitch(report)
     return _of_run(report, negative_scales) if isinstance(report, RunReport) else {}
@@ -160,7 +160,7 @@ def _of_run(report: RunReport, negative_scales: str | None) -> dict[str, Any]:
 
 
 def _of_stitch(report: StitchReport) -> dict[str, Any]:
-    """What only the card of a stitch says: its experts were quantized elsewhere, and what is not known is said."""
+    """Card fields of a stitch; the sign of its scales is not known, as its experts were quantized elsewhere."""
     flags = " --repair-router" if report.stitched.repair_router else ""
     flags += " --facts facts.yaml" if FACTS in (report.stitched.model_extra or {}) else ""
     models = (report.source.model, report.experts.model)
@@ -173,7 +173,7 @@ def _of_stitch(report: StitchReport) -> dict[str, Any]:
 
 
 def front_matter(report: Planned) -> dict[str, Any]:
-    """What the Hub indexes a model by, and the figures that it shows.
+    """YAML metadata of the model card, by which the Hub indexes a model, with the figures that it shows.
 
     What was given for its publication comes before what is known of the source.
     """

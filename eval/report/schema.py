@@ -18,7 +18,7 @@ from quantizers.system.keys import Number, Part, key, maybe
 
 
 class SourceCard(Part):
-    """What a checkpoint's own model card says of it."""
+    """Metadata from the checkpoint's own model card."""
 
     license: dict[str, str | list[str]] = key(
         "license (several in a list), license_name and license_link of the source's own model card, where known"
@@ -144,7 +144,7 @@ class MtpLayers(Part):
 
 
 class Plan(Part):
-    """What happens to the source's tensors, in numbers."""
+    """Totals of the plan for the source's tensors."""
 
     layers: int = key("Decoder layers", "layers")
     dense_layers: list[int] = key("Layers without routed experts")
@@ -199,7 +199,7 @@ class Budget(Part):
 
 
 class PlannedSchemes(Budget):
-    """What `quantize plan` prints of a budget before a run has chosen within it."""
+    """Budget as `quantize plan` prints it, before a run has chosen schemes."""
 
     planned: str = key("The scheme in every layer of which the plan's sizes are")
 
@@ -364,7 +364,7 @@ class Finding(Part):
 
 
 class Engines(Part):
-    """How serving engines would read the output."""
+    """Compatibility of the output with serving engines."""
 
     checked: bool | None = maybe("False where the program had no rules of theirs; absent where it had")
     schemes: dict[str, dict[str, str]] = key("By engine and kind of module; `stored` is how the tensors are stored")
@@ -394,7 +394,7 @@ class Fit(Part):
 
 
 class Serving(Part):
-    """How to serve the output."""
+    """Instructions and memory estimates for serving the output."""
 
     servers: list[str] = key("Servers that know the family")
     parsers: Options = key("Options of vLLM; true for one without a value")
@@ -426,7 +426,7 @@ class Seconds(Part):
 
 
 class Published(Part):
-    """What `quantize publish` was given, or `quantize run --publish-as-you-go`."""
+    """Arguments of `quantize publish` or `quantize run --publish-as-you-go`."""
 
     repo: str = key("The repository on the Hub")
     license: str | None = maybe("Licence; absent if none was given")
@@ -442,7 +442,7 @@ class Forced(Part):
 
 
 class Planned(Part):
-    """What is known of an output before its first tensor is written."""
+    """Facts about an output before its first tensor is written."""
 
     source: Source = key("The source")
     plan: Plan = key("The plan")
@@ -454,7 +454,7 @@ class Planned(Part):
 
 
 class Report(Planned):
-    """What the reports of a run and of a stitch have in common."""
+    """Fields that the reports of a run and of a stitch have in common."""
 
     audit: Audit = key("The audit")
     gates: list[Gate] = key("All gates; the output is as asked for if all passed")
@@ -477,7 +477,7 @@ class StitchReport(Report):
 
 
 class PlannedRun(Planned):
-    """What is known of a run before its first layer."""
+    """Facts about a run before its first layer."""
 
     settings: Settings = key("The recipe and the machine")
     calibration: Calibration = key("The calibration set")

@@ -120,7 +120,7 @@ def layer_rows(schemes: Schemes) -> tuple[tuple[str, ...], list[tuple[str, ...]]
 
 
 def under_routed_line(report: Report) -> str:
-    """How many experts got too few routed tokens for the recipe's full `routed_weight`; empty if none did, or if they
+    """Line on experts with too few routed tokens for the recipe's full `routed_weight`; empty if none, or if they
     were not counted, as in a stitch.
     """
     if not isinstance(report, RunReport):

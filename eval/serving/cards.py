@@ -98,7 +98,7 @@ def moe_kernels(scheme: ServedScheme) -> tuple[str, ...]:
 
 
 def refusal(engine: engines.Engine, lookup: Lookup) -> str | None:
-    """Why a server has no kernel for the packed integers of a module; None if it has one, or they are none."""
+    """Reason why a server has no kernel for a module in packed integers; None if it has one, or for other formats."""
     scheme = lookup.scheme
     if not is_packed(scheme):
         return None
@@ -109,7 +109,7 @@ def refusal(engine: engines.Engine, lookup: Lookup) -> str | None:
 
 
 def condition(engine: str, lookup: Lookup) -> str | None:
-    """What an engine called `engine` needs for a scheme besides being there; None if nothing."""
+    """Further requirement of the engine named `engine` for a scheme that it supports; None if there is none."""
     scheme = lookup.scheme
     if scheme is not None and scheme.kind in KNOWN:
         return KNOWN[scheme.kind].get(engine)
@@ -121,7 +121,7 @@ def condition(engine: str, lookup: Lookup) -> str | None:
 
 
 def for_ktransformers(facts: Architecture, schemes: Iterable[ServedScheme | None]) -> str:
-    """What KTransformers makes of experts in RAM, by each layer's scheme: TAKES_THEM, or the reason why it does not."""
+    """Return TAKES_THEM if KTransformers accepts experts in RAM with each layer's scheme, else the reason."""
     names = {f"{prefix}layers.0.mlp.experts.0.{PROJECTIONS[MATRICES[0]]}" for prefix in KTRANSFORMERS_PREFIXES}
     if facts.expert(0, 0, MATRICES[0]) not in names:
         return "names do not fit"

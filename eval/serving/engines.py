@@ -272,7 +272,7 @@ def model_modules(facts: Architecture) -> list[Module]:
 
 
 def server_facts(engine: Engine, facts: Architecture) -> ServerFacts:
-    """What is known of a server, or else what is likely: the published names, and all that any server fuses."""
+    """Facts about a server; if it is unknown, assume the published names and all fusions that any server makes."""
     if engine.key in facts.servers:
         return facts.servers[engine.key]
     experts = facts.expert_prefix.partition(".{expert}")[0]

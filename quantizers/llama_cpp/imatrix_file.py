@@ -177,7 +177,7 @@ def make_imatrix(
 
 
 def imatrix_table(figures: Mapping[str, Any]) -> str:
-    """What is printed of a matrix: its file, and what lacks in it."""
+    """Text output for an importance matrix: its file, and the data that it lacks."""
     lines = [
         f"{figures['output']}: importance matrix of {figures['matrices']} matrices of {figures['architecture']}, from "
         f"{figures['tokens']:,} tokens of {figures['set']}"

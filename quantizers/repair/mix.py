@@ -38,7 +38,7 @@ Router = Literal["not smoothed", "compensated", "not compensated", "unclear"]
 
 @dataclass(frozen=True)
 class Layer:
-    """What the experts' checkpoint did to one layer."""
+    """Changes that the experts' checkpoint made to one layer."""
 
     layer: int
     folded: int  # channels of the norm that were divided
@@ -130,7 +130,7 @@ def examine(
 
 
 def describe(found: list[Layer]) -> list[str]:
-    """What a user must know about the layers of a mix, one line each."""
+    """Notes for the user about the layers of a mix, one line each."""
     smoothed = [layer for layer in found if layer.folded]
     if not smoothed:
         return ["no norm was smoothed: the source's routers fit"]

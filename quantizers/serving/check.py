@@ -118,7 +118,7 @@ TAKES_ONES = "its cache becomes FP8, but its model of this type loads no scales:
 
 @dataclass(frozen=True)
 class Finding:
-    """What an engine would not read as it is stored.
+    """Problem that an engine has with the output as it is stored.
 
     It is an `error` if an engine would compute with other weights than those stored, if one refuses what could be
     written so that it takes it, or if no server has a kernel for it. It is a `warning` if other servers have one: then
@@ -423,7 +423,7 @@ def _validation_errors(section: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _of_cache(section: Mapping[str, Any], tensors: Collection[str], facts: Architecture) -> Iterator[Remark]:
-    """What is to be said of scales for a cache of keys and values, if there are or `section` declares any."""
+    """Check the scales of an FP8 KV cache, if `section` declares them or `tensors` holds any."""
     attention = {n: name for n in range(facts.num_layers) if (name := facts.of_layer(n).cached) is not None}
     names = [facts.layer(n, f"{module}.{scale}") for n, module in attention.items() for scale in KV_SCALES]
     place, problem = f"{SECTION}.{KV_SCHEME}", "scales for an FP8 cache of keys and values"
@@ -448,7 +448,7 @@ def _of_cache(section: Mapping[str, Any], tensors: Collection[str], facts: Archi
 
 
 def describe(parts: Parts, shape: tuple[int, ...]) -> str:
-    """How a module is stored, in the words of `str(ServedScheme)`."""
+    """Describe how a module is stored, in the words of `str(ServedScheme)`."""
     scale = parts.get(SCALE)
     if PACKED in parts and parts[PACKED].dtype == "U8":
         return str(Nvfp4(4 if INPUT_SCALE in parts else 16))

@@ -20,7 +20,7 @@ class Rows(Protocol):
     """The checks of a diagnosis, in their order."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Number of checks."""
 
     def add(self, what: str, found: str, remedy: str = "") -> None:
         """Add one; it is ok if it needs no remedy."""

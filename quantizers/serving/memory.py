@@ -137,7 +137,7 @@ def serving_model(plan: Plan, facts: Architecture, config: dict[str, Any], fp8: 
 
 
 def tensor_parallel_problem(model: Model, parallel: int) -> str | None:
-    """Why vLLM cannot split this model over `parallel` GPUs; None if it can."""
+    """Reason why vLLM cannot split this model over `parallel` GPUs; None if it can."""
     return next(obstacles(parallel, model.facts, model.groups, model.blocks), None)
 
 
@@ -315,7 +315,7 @@ def common_fits(model: Model) -> list[Fit]:
 
 
 def weights_alone(plan: Plan, gpus: Sequence[Gpus]) -> list[dict[str, str | int]]:
-    """Where `unsaid`: bytes of each set of GPUs that vLLM may use, of the weights, and what is left for all else."""
+    """Bytes that vLLM may use on each set of GPUs, of the weights, and of the rest; where `unsaid` gives a reason."""
     parts = (*range(plan.layers), None)  # without layers for speculative decoding
     weights = sum(spec.bytes for part in parts for spec in plan.shard(part).values())
     usable = [one.count * int(one.bytes * UTILISATION) for one in gpus]
@@ -374,7 +374,7 @@ def obstacles(ranks: int, facts: Architecture, groups: Iterable[int], blocks: Bl
 
 
 def _parts(facts: Architecture) -> dict[str, Parts]:
-    """What counts the parts of each module that can be divided."""
+    """Units by which tensor parallelism can divide each module, along rows or columns."""
     assert facts.tensor_parallel is not None
     return facts.tensor_parallel.rows | facts.tensor_parallel.columns
 
@@ -490,7 +490,7 @@ class Way:
 
 
 def ways(model: Model, gpus: Gpus, context: int, tensor_parallel: int | None = None) -> list[Way]:
-    """What fits on some GPUs: each scheme, from small to large, that vLLM can split over them."""
+    """Estimates for a set of GPUs: each scheme, from small to large, that vLLM can split over them."""
     found = []
     for scheme in candidates(model.facts, tensor_parallel or 1):
         one = with_scheme(model, scheme)

@@ -11,7 +11,7 @@ from .check import ServingCheck, check
 
 
 def planned_check(job: Job, one_expert: bool = False) -> ServingCheck:
-    """How serving engines would read what the plan writes, as far as headers say.
+    """Check how serving engines would read the planned output, from tensor headers alone.
 
     Args:
         one_expert: the first of a layer's experts stands for all, which are stored alike; this is faster.

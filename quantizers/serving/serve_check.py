@@ -73,7 +73,7 @@ class ServeCheck:
         return self.report.verdict.passed
 
     def as_dict(self) -> dict[str, Any]:
-        """What `quantize serve-check --json` prints, a ServeCheckReport."""
+        """Output of `quantize serve-check --json`, a ServeCheckReport."""
         return self.report.as_dict()
 
 

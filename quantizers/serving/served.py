@@ -136,7 +136,7 @@ def verdict(found: Mapping[str, Any], *, exact: bool, of_source: Mapping[str, An
 
 
 def reasons(found: Mapping[str, Any]) -> Iterator[str]:
-    """Why a server may be far from our evaluation, by what the figures show; the usual reasons last."""
+    """Likely reasons for a server's distance from our evaluation, from the figures; the usual reasons come last."""
     kl, perplexity = found["kl"], found["perplexity"]
     mine = kl["candidate_server"]
     if found["top1"] < UNLIKE:

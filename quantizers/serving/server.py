@@ -231,7 +231,7 @@ def _as_described(key: str, which: str) -> Iterator[None]:
 
 
 def _refusal(status: int, text: str, key: str, body: Mapping[str, Any]) -> str:
-    """What a status other than 200 means, with the remedy and the server's own words, shortened."""
+    """Error message for a status other than 200: the server's own words, shortened, and the remedy."""
     said = _short(text, key)
     asked = body.get("prompt_logprobs", body.get("top_logprobs_num"))
     if status in (401, 403):

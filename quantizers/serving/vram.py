@@ -1,4 +1,4 @@
-"""Where an output fits: on GPUs that are asked for (`plan --vram`), and on common ones (report.json)."""
+"""Memory estimates on requested GPUs (`plan --vram`) and on common ones (report.json)."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ def why(
 
 @dataclass(frozen=True)
 class _Asked:
-    """What both commands prepare."""
+    """Inputs and settings that both commands share."""
 
     job: Job
     held: HeldOut
@@ -229,7 +229,7 @@ class _Asked:
         return drawn
 
     def measure(self, folder: str, sets: Sequence[Sequence[CalibrationData]]) -> tuple[list[list[LaneFigures]], Scored]:
-        """What was measured of each draw of each set; draws with the same texts are measured once."""
+        """Measure each draw of each set; draws with the same texts are measured once."""
 
         lanes = {_texts_of(data): data for draws in sets for data in draws}
         work, texts, draws = self.work / folder, self.held.texts, list(lanes.values())
@@ -281,7 +281,7 @@ class _Asked:
     def result(
         self, sets: Sequence[MeasuredSet], scored: Scored, found: dict[str, Any], note: str = ""
     ) -> SetComparison:
-        """What a command prints of the sets, in rank 0."""
+        """Result that a command prints in rank 0; empty in other ranks."""
 
         quantized, depth = self.quantized, self.job.facts.num_layers
         of_part = (
@@ -378,7 +378,7 @@ def _refuse_wrong_sets(files: Sequence[Path]) -> None:
 
 
 def _first(layers: str | None, depth: int, dense: int) -> int:
-    """How many layers are quantized, where as many have no experts before the first that has."""
+    """Number of layers to quantize, of `depth`: all, or N of `first:N`; the first `dense` layers have no experts."""
     if layers is None:
         return depth
     given = re.fullmatch(r"first:(\d+)", layers)
@@ -388,13 +388,13 @@ def _first(layers: str | None, depth: int, dense: int) -> int:
 
 
 def _texts_of(data: CalibrationData) -> tuple[str, ...]:
-    """What a draw holds, in whatever order."""
+    """Sorted digests of a draw's samples: equal for draws with the same texts."""
 
     return tuple(sorted(digest_of([sample]) for sample in data.samples))
 
 
 def _of_draws(sets: Sequence[MeasuredSet], tokens: int | None) -> list[str]:
-    """What is to be said of draws that say nothing of other draws."""
+    """Warnings where the result does not generalise to other draws."""
     if sets[0].draws == 1:
         return ["With one draw of each set, intervals cover the texts alone; another draw may decide otherwise."]
     whole = [one.label for one in sets if one.different == 1]

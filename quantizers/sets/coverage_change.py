@@ -119,7 +119,7 @@ def compare_counts(before: Routed, after: Routed, rule: CoverageGate, sets: Sequ
 
 
 def labels(names: Sequence[str], files: Sequence[Path]) -> list[str]:
-    """What to call sets: their names; if two are equal, their files, as short as still distinct; else numbers."""
+    """Labels of sets: their names; if two are equal, their shortest distinct file paths; else numbers."""
     paths = [file.resolve() for file in files]
     ends = (["/".join(path.parts[-n:]) for path in paths] for n in range(1, max(len(path.parts) for path in paths) + 1))
     numbered = [f"{path.name} ({number})" for number, path in enumerate(paths, 1)]
@@ -127,7 +127,7 @@ def labels(names: Sequence[str], files: Sequence[Path]) -> list[str]:
 
 
 def compare_table(found: RoutingChange) -> str:
-    """What `quantize coverage --compare` prints."""
+    """Text output of `quantize coverage --compare`."""
     first, second, common, minimum = found.before.label, found.after.label, found.common_tokens, found.min_routed_tokens
     sides = [
         (

@@ -71,7 +71,7 @@ def diff_texts(old: CalibrationData, new: CalibrationData, tokenizer: str) -> di
 
 
 def _missing_in(others: Iterable[Sample], samples: Iterable[Sample]) -> list[dict[str, Any]]:
-    """Those of `samples` whose text `others` do not have, or do not have as often."""
+    """Entries of `samples` whose text `others` lack, or have less often."""
     available = Counter(sample.text for sample in others)
     missing = []
     for sample in samples:

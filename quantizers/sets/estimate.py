@@ -118,7 +118,7 @@ def _errors(drawn: np.ndarray, b: np.ndarray, a: np.ndarray) -> tuple[np.ndarray
 
 @lru_cache(maxsize=4)
 def _drawn(texts: int) -> np.ndarray:
-    """How often each text is drawn, (R, n)."""
+    """Counts (R, n) of each text in R bootstrap resamples."""
     return np.random.default_rng(SEED).multinomial(texts, np.full(texts, 1 / texts), RESAMPLES).astype(float)
 
 
@@ -137,7 +137,7 @@ def holm(p: Sequence[float]) -> list[float]:
 
 
 def verdict(estimate: Estimate, adjusted: float, error: float = ERROR) -> Verdict:
-    """What is found of the set whose KL is above the fraction line."""
+    """Verdict on the set whose KL is the numerator of the ratio."""
     if estimate.value == 0 or (estimate.resamples is not None and adjusted > error):
         return "no difference"
     if estimate.resamples is None:

@@ -31,7 +31,7 @@ EFFECTS: dict[Verdict, str] = {"worse": "helps", "better": "hurts"}  # of what i
 
 @dataclass(frozen=True)
 class MeasuredSet:
-    """What was measured of one set's draws; sums are over each text's scored tokens, see `metrics.Measured`."""
+    """Measurements of one set's draws; sums are over each text's scored tokens, see `metrics.Measured`."""
 
     label: str  # what to call it, distinct among the sets
     name: str  # as in the set
@@ -122,7 +122,7 @@ def comparison(sets: Sequence[MeasuredSet], scored: Scored, rule: CoverageGate, 
 def _differences(
     pairs: Sequence[tuple[MeasuredSet, MeasuredSet]], scored: Scored, error: float
 ) -> list[dict[str, Any]]:
-    """Of each second set against the first, tested together; what is detectable is so whatever the others are."""
+    """Compare B with A for each pair; p-values are Holm-adjusted jointly, detectable effects are at error / pairs."""
     estimates = [log_ratio(b.kl[:, scored.top], a.kl[:, scored.top]) for a, b in pairs]
     adjusted = holm([one.p for one in estimates])
     detectable = [one.detectable(error / len(pairs)) for one in estimates]
@@ -194,7 +194,7 @@ def _difference(estimate: Estimate, adjusted: float, error: float) -> dict[str, 
 
 
 def _field_differences(a: MeasuredSet, b: MeasuredSet, scored: Scored, error: float) -> list[dict[str, Any]]:
-    """Of each field, tested together."""
+    """Compare B with A in each field; p-values are Holm-adjusted over fields with enough texts."""
     fields = scored.fields
     estimates = [log_ratio(b.kl[:, members], a.kl[:, members]) for _, members in fields.values()]
     tested = [n for n, one in enumerate(estimates) if one.resamples is not None]

@@ -119,7 +119,7 @@ def _errors(axes: Any, sets: Sequence[dict[str, Any]]) -> None:
 
 @own_style()
 def sources_figure(found: dict[str, Any]) -> Any:
-    """What each source does for a set: the change of KL without it, with intervals.
+    """Plot the effect of each source on a set: the change of KL without it, with intervals.
 
     Args:
         found: see `SourceEffects` in quantizers/sets/schema.py.

@@ -1,4 +1,4 @@
-"""What the routed experts of a model contribute: REAP's scores, their tables, and lists that other programs read.
+"""Saliency of a model's routed experts: REAP scores, their tables, and lists that other programs read.
 
 The score of an expert is the mean, over the tokens routed to it, of its routing weight times the L2 norm of its output
 before that is weighted (Router-weighted Expert Activation Pruning, arXiv 2510.13999); without tokens it is 0. Scores of
@@ -87,7 +87,7 @@ def _of_mean(scores: np.ndarray) -> np.ndarray:
 
 
 def saliency_table(found: Saliency) -> str:
-    """What `quantize coverage --saliency` prints besides the tables of coverage."""
+    """Text that `quantize coverage --saliency` adds to the tables of coverage."""
     experts = [
         (
             row.layer, row.expert, f"{row.score:.4g}", f"{row.of_mean:.1%}", f"{row.tokens:,}",

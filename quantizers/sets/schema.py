@@ -113,7 +113,7 @@ class SetPair(Change):
 
 
 class SourceEffect(Change):
-    """What a source does for a set; a positive `change` without it means that it helps."""
+    """Effect of a source on a set; a positive `change` without it means that it helps."""
 
     source: str = key("The source, as the set lists it")
     texts: list[int] = key("Its samples in each draw", "samples")
@@ -136,7 +136,7 @@ class DrawnOutputs(Part):
 
 
 class SetComparison(DrawnOutputs):
-    """What `quantize compare --json` prints."""
+    """Output of `quantize compare --json`."""
 
     looks: int = key("Looks at the result, at most; another is taken while a pair is undecided")
     error: float = key("Probability that an interval misses the truth: 0.05 / looks", "share")
@@ -145,7 +145,7 @@ class SetComparison(DrawnOutputs):
 
 
 class SourceEffects(DrawnOutputs):
-    """What `quantize calibration why --json` prints: each source left out of the same draws; intervals are of 95 %."""
+    """Output of `quantize calibration why --json`: each source left out of the same draws; intervals are of 95 %."""
 
     set: SetFigures = key("The whole set")
     sources: list[SourceEffect] = key("By change, largest first")

@@ -1,4 +1,4 @@
-"""What `quantize compare` and `quantize calibration why` print for people."""
+"""Text output of `quantize compare` and `quantize calibration why`."""
 
 from __future__ import annotations
 
@@ -83,14 +83,14 @@ def span(numbers: Sequence[int]) -> str:
 
 
 def measured(found: dict[str, Any]) -> str:
-    """Of what the figures are: draws, layers and held-out texts."""
+    """Summary of the measurement: draws, layers and held-out texts."""
     layers = f"{found['solved_layers']} of {found['layers']} layers quantized"
     tokens = "all tokens" if found["tokens"] is None else f"{found['tokens']:,} tokens each"
     return f"{several(found['draws'], 'draw')}, {tokens}; {layers}; measured on {found['evaluated_on']['name']}"
 
 
 def level(found: dict[str, Any]) -> str:
-    """How often the intervals hold the truth: `95 %`."""
+    """Confidence level of the intervals, such as `95 %`."""
     return f"{100 * (1 - found.get('error', ERROR)):.3g} %"
 
 

@@ -180,7 +180,7 @@ def stored_plan(
 
 
 def stored_attention(source: Checkpoint, candidate: Checkpoint, facts: Architecture) -> Attention:
-    """How linear modules that are no experts were converted, by the first whose dtype is another than the source's."""
+    """Conversion of linear modules other than experts, from the first one whose dtype differs from the source's."""
     for layer in range(facts.num_layers):
         for module in (facts.layer(layer, name) for name in facts.of_layer(layer).linears):
             before, now = (one.tensors.get(f"{module}.weight") for one in (source, candidate))

@@ -168,7 +168,7 @@ class _Pair:
         return torch.where(unscaled < UNSCALED * errors, torch.inf, errors)
 
     def was_divided(self) -> str:
-        """What every message about the norm's readers says of it."""
+        """Phrase on the divided norm, for every message about a tensor that reads it."""
         assert self.facts.norm is not None, "without a norm, nothing is divided"
         divided = f"{int((self.smooth != 1).sum())} of {len(self.smooth)} channels"
         return f"{NOT_COMPENSATED} {self.facts.layer(self.layer, self.facts.norm.tensor)} was divided in {divided}"
@@ -230,7 +230,7 @@ def _one_by_one(pair: _Pair) -> Iterator[list[float] | str]:
 
 
 def _router_differences(pair: _Pair) -> Iterator[str]:
-    """Where the router is not the source's times the ratio, rounded once to the dtype in which it is stored."""
+    """Differences of the router from the source's times the ratio, rounded once to its stored dtype."""
     if not pair.facts.router_follows:
         return  # it keeps its bytes, which `audit_kept` compares
     name, smooth = pair.facts.layer(pair.layer, pair.facts.router.tensor), pair.smooth
@@ -253,7 +253,7 @@ def _router_differences(pair: _Pair) -> Iterator[str]:
 
 
 def _zero_scales(pair: _Pair) -> Iterator[str]:
-    """Where a group's scale is zero, and with it all of its weights; a negative one is as good as a positive one."""
+    """Group scales of zero, which lose all weights of the group; negative scales are as good as positive ones."""
     modules = (pair.facts.expert(pair.layer, e, matrix) for e in range(pair.facts.num_experts) for matrix in MATRICES)
     names = [name for module in modules if (name := f"{module}.weight_scale") in pair.candidate.tensors]
     counts = [(pair.candidate.tensor(name) == 0).sum() for name in names]
@@ -263,7 +263,7 @@ def _zero_scales(pair: _Pair) -> Iterator[str]:
 
 
 def _global_scales(pair: _Pair) -> Iterator[str]:
-    """Where a matrix's global scale is no positive number, or gate's and up's differ: servers take gate's for both."""
+    """Global scales that are not positive and finite, or differ between gate and up: servers take gate's for both."""
     for part in (GLOBAL_SCALE, INPUT_SCALE):
         for expert in range(pair.facts.num_experts):
             names = [f"{pair.facts.expert(pair.layer, expert, matrix)}.{part}" for matrix in MATRICES]

@@ -165,7 +165,7 @@ def _one_of(expressions: Iterable[object]) -> str:
 
 
 def _not_below(roots: Collection[str]) -> str:
-    """What an expression begins with that matches nothing below these names."""
+    """Negative lookahead that keeps an expression from matching modules below these names."""
     return rf"(?!{ANYWHERE}{_one_of(roots)}\.)" if roots else ""
 
 
@@ -175,7 +175,7 @@ def _list_of_layers(facts: Architecture) -> str:
 
 
 def _beside_carried(plan: Plan, facts: Architecture) -> str:
-    """What the routed experts' expression begins with, where FP8 experts are carried along under other names."""
+    """Prefix of the routed experts' expression that excludes FP8 experts carried along under other names."""
     carried = (action for action in plan.actions if action.kind == "carry" and action.in_fp8)
     names = (_module(action.source) for action in carried)
     return _not_below(dict.fromkeys(_place(name, plan, facts)[0] for name in names if _is_expert(name, facts)))
@@ -216,7 +216,7 @@ def _module(tensor: str) -> str:
 
 
 def _fused(schemes: Mapping[str, Group]) -> dict[str, Group]:
-    """What servers make of several modules of one scheme, by its name."""
+    """Modules that servers fuse from several of one scheme; keys are the fused names."""
     made: dict[str, Group] = {}
     for parent in dict.fromkeys(name.rpartition(".")[0] for name in schemes):
         for whole, parts in FUSED_IN_SOME.items():
