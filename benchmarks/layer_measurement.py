@@ -209,11 +209,11 @@ def _run_lengths(job: Job) -> tuple[list[int], list[int]]:
     (lengths, _), texts = calibration_lengths(job), evaluation_lengths(job)
     unknown = "the set's size is unknown before it is read; give"
     if lengths is None:
-        raise InputError(f"{job.path}: calibration: {unknown} --set calibration.tokens=N")
+        raise InputError(f"{job.path}: calibration", f"{unknown} --set calibration.tokens=N")
     if texts is None:
         raise InputError(
-            f"{job.path}: verify.perplexity.data: {unknown} another set, or leave the evaluation out with "
-            "--set verify.perplexity=null"
+            f"{job.path}: verify.perplexity.data",
+            f"{unknown} another set, or leave the evaluation out with --set verify.perplexity=null",
         )
     return lengths, texts
 
@@ -223,7 +223,7 @@ def _largest_fitting(
 ) -> tuple[Job, DeviceMemory]:
     """The job of a random model with as many experts as fit, or as were asked for, and its device memory."""
     if experts and experts > job.facts.num_experts:
-        raise InputError(f"--experts {experts}: the model has {job.facts.num_experts}; give as many, or fewer")
+        raise InputError(f"--experts {experts}", f"the model has {job.facts.num_experts}", "give as many, or fewer")
     accelerator, limit, folder = is_accelerator(device), limit or device_limit(device), Path(tempfile.gettempdir())
     refused: InputError | None = None
     for count in [experts] if experts else halved(job.facts.num_experts):
@@ -239,12 +239,12 @@ def _largest_fitting(
             for kind, needed, free in (("host memory", host, available()), disk):
                 if needed > free:
                     raise InputError(
-                        f"{gib(needed)} of {kind} are needed, {gib(free)} are free; give fewer experts or tokens"
+                        "", f"{gib(needed)} of {kind} are needed, {gib(free)} are free", "give fewer experts or tokens"
                     )
         except ArchitectureError as impossible:  # fewer are impossible as well
-            raise refused or InputError(f"--experts {count}: {impossible}") from None
+            raise refused or InputError(f"--experts {count}", impossible.without_remedy, impossible.remedy) from None
         except InputError as failure:
-            refused = InputError(f"--experts {count}: {failure}")
+            refused = InputError(f"--experts {count}", failure.without_remedy, failure.remedy)
         else:
             return small, memory
     assert refused is not None
@@ -279,8 +279,9 @@ def random_job(job: Job, experts: int, **narrow: int) -> Job:
     facts = architecture_for(config, CONFIG, job.facts_file)
     if not facts.is_of(config):
         raise ArchitectureError(
-            f"{job.facts_file}: these are facts about one model, and one of other sizes is needed; give data about its "
-            "family, as docs/how-to/add-a-family.md explains"
+            job.facts_file,
+            "these are facts about one model, and one of other sizes is needed",
+            "give data about its family, as docs/how-to/add-a-family.md explains",
         )
     block = declared_block(config, CONFIG)
     specs = expected_tensors(facts, config, CONFIG)

@@ -103,7 +103,7 @@ def convert(source: Checkpoint, folder: Path) -> None:
 
     if stored_form(source.tensors, block_size(source)) == ROWS:
         raise InputError(
-            f"{source.folder}: FP8 with a scale per row is not converted here; give a model with a scale per block"
+            source.folder, "FP8 with a scale per row is not converted here", "give a model with a scale per block"
         )
     modules = sorted(
         {name.removesuffix(".weight_scale_inv") for name in source.tensors if name.endswith(".weight_scale_inv")}

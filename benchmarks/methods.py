@@ -205,7 +205,7 @@ def compare_methods(
         were measured on.
     """
     if job.allocation:
-        raise InputError(f"{job.path}: the methods share one scheme; give a recipe with bits and group_size")
+        raise InputError(job.path, "the methods share one scheme", "give a recipe with bits and group_size")
     data = spread(calibration_data(job), most_tokens)
     compared = methods(job.recipe.experts, job.facts, forward_dtype(device))
     rows: list[dict[str, Any]] = []
@@ -281,7 +281,7 @@ def recipe_job(recipe: str, *settings: str) -> Job:
     job = prepare(recipe, changes=changes_of(settings))
     use_threads(job.facts)
     if job.recipe.verify is None or job.recipe.verify.perplexity is None:
-        raise InputError(f"{recipe}: verify.perplexity.data is missing; the methods are measured on it")
+        raise InputError(recipe, "verify.perplexity.data is missing", "the methods are measured on it")
     return job
 
 

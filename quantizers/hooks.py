@@ -45,7 +45,7 @@ def required(name: str, option: str) -> Any:
     """The function that an option needs. Raises an InputError without its room."""
     function = hook(name)
     if function is None:
-        raise InputError(f"{option}: the part of quantize that does this is not installed; leave the option out")
+        raise InputError(option, "the part of quantize that does this is not installed", "leave the option out")
     return function
 
 

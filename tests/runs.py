@@ -114,7 +114,7 @@ def cut_at(module: ModuleType, name: str, job: Job, options: Options, calls: int
 
     def cut(*arguments: Any, **named: Any) -> Any:
         if next(count) == calls:
-            raise QuantizeError("cut here")
+            raise QuantizeError("", "cut here")
         return real(*arguments, **named)
 
     with pytest.MonkeyPatch.context() as patched:

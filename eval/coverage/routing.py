@@ -140,7 +140,7 @@ class _RouteCounter:
             for row, i in enumerate(self.own):
                 output, chosen = model.run(layer, self.states[row])
                 if not bool(torch.isfinite(output[:, : model.hidden]).all()):
-                    raise QuantizeError(f"{model.checkpoint.name}: layer {number}: its output is not finite")
+                    raise QuantizeError(f"{model.checkpoint.name}: layer {number}", "its output is not finite")
                 self.states[row] = output
                 if chosen is not None:
                     near, tie = ranked(scores.pop(), facts)

@@ -99,8 +99,9 @@ def check_floors(rule: CoverageGate, categories: Iterable[str], where: str) -> N
     for floor in rule.categories:
         if not members(floor, known):
             raise InputError(
-                f"{where}: verify.coverage.categories.{floor}: the calibration set has no such category; it has "
-                f"{', '.join(known)}"
+                f"{where}: verify.coverage.categories.{floor}",
+                "the calibration set has no such category",
+                f"it has {', '.join(known)}",
             )
 
 

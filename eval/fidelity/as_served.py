@@ -151,8 +151,9 @@ class ServedModel(StreamedModel):
     def __init__(self, checkpoint: Checkpoint, facts: Architecture, device: torch.device, card: Card) -> None:
         if (block := block_size(checkpoint)) != (BLOCK, BLOCK):
             raise CheckpointError(
-                f"{checkpoint.folder / CONFIG}: FP8 in blocks of {block[0]} x {block[1]}, and only those of "
-                f"{BLOCK} x {BLOCK} are known as served; leave as_served out, or give `as_served: []`"
+                checkpoint.folder / CONFIG,
+                f"FP8 in blocks of {block[0]} x {block[1]}, and only those of {BLOCK} x {BLOCK} are known as served",
+                "leave as_served out, or give `as_served: []`",
             )
         super().__init__(checkpoint, facts, device, DTYPE)
         self.card = card

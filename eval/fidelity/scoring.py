@@ -171,8 +171,10 @@ class HeldOut:
             return figures(measured, self.texts, self.about)
         except OverflowError as failure:
             raise QuantizeError(
-                f"{name}: its perplexity, or its source's, is not a number ({failure}): logits overflow, and "
-                "nothing can be compared; without verify.perplexity in its recipe a run ends without these figures"
+                name,
+                f"its perplexity, or its source's, is not a number ({failure}): logits overflow, and nothing can be "
+                "compared",
+                "without verify.perplexity in its recipe a run ends without these figures",
             ) from None
 
 

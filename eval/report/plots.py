@@ -61,7 +61,7 @@ def draw(report: Report) -> tuple[dict[str, bytes], list[str]]:
     that failed; the same report gives the same bytes.
     """
     if lack := lacking("matplotlib"):
-        return {}, [f"no pictures: {lack}"]
+        return {}, [f"no pictures: {'; '.join(lack)}"]
     name, panels = Path(report.source.model).name, _panels(report)
     plots: dict[str, Callable[[], Any]] = {}
     if isinstance(report, RunReport):
@@ -479,7 +479,7 @@ def png(figure: Any) -> bytes:
 def saved(figure: Callable[[], Any], path: Path) -> str:
     """Draw a figure into a file, and name it: a line, which says what is not installed where nothing can be drawn."""
     if lack := lacking("matplotlib"):
-        return f"no picture: {lack}"
+        return f"no picture: {'; '.join(lack)}"
     save(figure(), path)
     return f"picture: {path}"
 

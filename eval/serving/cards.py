@@ -213,7 +213,7 @@ def kernel(card: Card, where: Where, form: Format, shape: tuple[int, ...]) -> Ke
     found = _kernel(card, where, form.kind, shape)
     if found is None:
         raise InputError(
-            f"as served on {card}: {form.description} is not known for {WHERE[where]}; leave this card out"
+            f"as served on {card}", f"{form.description} is not known for {WHERE[where]}", "leave this card out"
         )
     return found
 

@@ -129,13 +129,13 @@ def apply_choice(job: Job, output: Path | None) -> tuple[Job, Schemes | PlannedS
     """
     if job.allocation is None:
         if output is not None:
-            raise InputError(f"{job.path}: has no budget, so nothing is chosen in {output}; leave --output out")
+            raise InputError(job.path, f"has no budget, so nothing is chosen in {output}", "leave --output out")
         return job, None
     if output is None:
         return job, PlannedSchemes(**job.allocation.as_dict(), planned=str(job.plan.schemes[0]))
     choice = read_choice(job, output)
     if choice is None:
-        raise InputError(f"{output}: no run of this recipe has measured its layers there; leave --output out")
+        raise InputError(output, "no run of this recipe has measured its layers there", "leave --output out")
     chosen = [job.allocation.candidates.index(Integers(row.bits, row.group_size)) for row in choice.layers]
     return replace(job, plan=job.plan.with_schemes(job.allocation.schemes(chosen))), choice
 

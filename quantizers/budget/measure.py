@@ -110,7 +110,9 @@ def measure_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Co
         pair = measurement.source, measurement.probe
         _, kl, *_ = score([pair], texts, partial(rank_0_progress, check=check, dist=dist), dist=dist)[pair]
         if not math.isfinite(float(kl.mean())):
-            raise QuantizeError("the model's logits are not finite on the calibration texts; nothing can be compared")
+            raise QuantizeError(
+                "", "the model's logits are not finite on the calibration texts", "nothing can be compared"
+            )
     if dist.local_rank == 0:
         shutil.rmtree(files)
     if not dist.is_main:

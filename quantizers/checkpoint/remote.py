@@ -74,8 +74,9 @@ class HubFiles:
             hf_raise_for_status(answer)
         if answer.status_code != 206 or len(answer.content) != end - start:
             raise CheckpointError(
-                f"{self.model}: {name}: asked for {end - start:,} bytes, got {len(answer.content):,}: what answers "
-                "there serves no ranges; leave --stream out"
+                f"{self.model}: {name}",
+                f"asked for {end - start:,} bytes, got {len(answer.content):,}: what answers there serves no ranges",
+                "leave --stream out",
             )
         with self._lock:
             self.fetched += end - start

@@ -46,7 +46,7 @@ def asked(question: str, option: str) -> bool:
         if sys.stdin is not None and sys.stdin.isatty():
             raise  # Ctrl-C or Ctrl-D
         print(file=sys.stderr)  # the question has no line end
-        raise InputError(f"{option}: {question} There is no terminal to confirm on; pass --yes") from None
+        raise InputError(option, f"{question} There is no terminal to confirm on", "pass --yes") from None
 
 
 def emit(data: dict[str, Any], as_json: bool, shown: RenderableType, *, passed: bool = True) -> None:

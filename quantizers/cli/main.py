@@ -99,7 +99,7 @@ def options(
 ) -> None:
     """FP8 mixture-of-experts checkpoints to FP8 attention + INT4 experts, with every passthrough byte verified."""
     if as_json:
-        raise InputError("--json stands behind a command, as in `quantize plan RECIPE --json`")
+        raise InputError("", "--json stands behind a command, as in `quantize plan RECIPE --json`")
     if context.invoked_subcommand is None:
         print(BEGIN)
 
@@ -147,7 +147,7 @@ def main() -> None:
                 several = for_several_processes()
                 if sys.argv[1:] and not {sys.argv[1], " ".join(sys.argv[1:3])} & set(several):
                     names = f"{', '.join(several[:-1])} and {several[-1]}"
-                    raise InputError(f"only {names} work with several processes; start this by itself")
+                    raise InputError("", f"only {names} work with several processes", "start this by itself")
                 from quantizers.distributed.torch_group import init_process_group  # imports torch
 
                 dist = init_process_group(*ranks)

@@ -39,11 +39,11 @@ def run(
     given: dict[str, Any] = call.options
     output: Path | None = given["output"]
     if folder is not None and output is not None and folder.absolute() != output.absolute():
-        raise InputError(f"two outputs are given, {folder} and --output {output}; leave one out")
+        raise InputError("", f"two outputs are given, {folder} and --output {output}", "leave one out")
     output = output or folder
     discards = given["fresh"] and call.dist.is_main and output is not None and output.exists()
     if discards and not yes and not common.asked(f"discard the run in {output}?", "--fresh"):
-        raise InputError(f"{output}: left as it is; choose another --output")
+        raise InputError(output, "left as it is", "choose another --output")
     made: FinishedCheckpoint = call(output=output)
     if not call.dist.is_main:
         return

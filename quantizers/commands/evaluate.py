@@ -150,7 +150,7 @@ def evaluate(
     data_set = find_set(str(data), "held-out")
     remote = [stream and not Path(name).expanduser().is_dir() for name in names]
     if stream and not any(remote):
-        raise InputError("--stream: all checkpoints are folders, which are read where they lie; leave it out")
+        raise InputError("--stream", "all checkpoints are folders, which are read where they lie", "leave it out")
     opened = dist.in_turn(lambda: [open_checkpoint(n, stream=one) for n, one in zip(names, remote, strict=True)])
     own = Path(facts) if facts is not None else None
     if own is None:
@@ -218,7 +218,7 @@ def measure(
     for candidate in candidates:
         config_path = str(candidate.folder / "config.json")
         if candidate.config.get("model_type") != facts.model_type or not facts.is_of(candidate.config):
-            raise CheckpointError(f"{config_path}: is another model than {source.name}; give checkpoints of one model")
+            raise CheckpointError(config_path, f"is another model than {source.name}", "give checkpoints of one model")
     read = said(load_set(data_set, source.folder, trust_remote_code), "held out") if dist.is_main else None
     data: CalibrationData = dist.broadcast_object(read)
     held = held_out(data, source, facts, trust_remote_code)
@@ -352,5 +352,5 @@ def _same_evaluation(
         write_json(path, settings)
     elif json.loads(path.read_text()) != json.loads(json.dumps(settings)):
         raise OutputError(
-            f"{work}: holds an unfinished evaluation of other models or data; empty it, or give another --work"
+            work, "holds an unfinished evaluation of other models or data", "empty it, or give another --work"
         )

@@ -105,13 +105,17 @@ class Layer:
         try:
             settings = Experts.model_validate({key: value for key, value in keys.items() if value is not None})
         except ValidationError as wrong:
-            lines = (f"experts.{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in wrong.errors())
-            raise InputError("\n".join(lines)) from None
+            faults = [InputError(f"experts.{'.'.join(map(str, one['loc']))}", one["msg"]) for one in wrong.errors()]
+            raise InputError.several(faults) from None
         if settings.engine != "gram":
-            raise InputError(f"layer {self.number}: the engine {settings.engine} solves whole models only; use gram")
+            raise InputError(
+                f"layer {self.number}", f"the engine {settings.engine} solves whole models only", "use gram"
+            )
         fold = settings.awq.fold if settings.awq else False
         if fold and self.norm is None:
-            raise InputError(f"layer {self.number}: experts.awq.fold: would not be exact in this family; leave it out")
+            raise InputError(
+                f"layer {self.number}: experts.awq.fold", "would not be exact in this family", "leave it out"
+            )
         experts, size = len(self.down), self.down.shape[1:]
         with ordered():
             return solve(
@@ -175,10 +179,10 @@ def layer(
     if number not in job.facts.moe_layers:
         layers = job.facts.moe_layers
         raise InputError(
-            f"{job.path}: layer {number}: has no routed experts; give one from {layers[0]} to {layers[-1]}"
+            f"{job.path}: layer {number}", "has no routed experts", f"give one from {layers[0]} to {layers[-1]}"
         )
     if job.recipe.experts.by_budget:
-        raise InputError(f"{job.path}: a budget chooses bits for whole models; give bits and group_size instead")
+        raise InputError(job.path, "a budget chooses bits for whole models", "give bits and group_size instead")
     use_threads(job.facts)
     with ordered():
         return _captured(job, number, choose_device(device))

@@ -34,7 +34,7 @@ def for_gpus(model: str, vram: str, context: int | None) -> Chosen:
         recipe.write_text(new_recipe(model), encoding="utf-8")
         figures = plan(recipe, vram=[vram], context=context).figures
     if "weights" in figures:
-        raise InputError(f"--vram {vram}: {figures['cards_unknown']}; leave it out")
+        raise InputError(f"--vram {vram}", figures["cards_unknown"], "leave it out")
     (fit,) = figures["fits"]
     place = f"{fit['cards']} at {fit['context']:,} tokens"
     asks = f" --vram {quote(vram)} --context {fit['context']}"
@@ -48,7 +48,7 @@ def for_gpus(model: str, vram: str, context: int | None) -> Chosen:
         smallest = f", not even {fit['ways'][0]['scheme']}" if fit["ways"] else ""
         longest = max((way["longest"]["fp8"] for way in fit["ways"]), default=0)
         shorter = f", or --context {longest} at most" if longest else "; they take none, however short the context is"
-        raise InputError(f"--vram {vram}: nothing fits {place}{smallest}; give more GPUs{shorter}")
+        raise InputError(f"--vram {vram}", f"nothing fits {place}{smallest}", f"give more GPUs{shorter}")
     mixed = [way for way in few if way["mixture"]["fp8"]]
     best = max(mixed, key=lambda way: int(way["budget"]["fp8"]), default=None)
     # Where no budget is larger than the smallest scheme in every layer, the largest such scheme that fits.

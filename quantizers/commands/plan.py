@@ -95,9 +95,9 @@ def plan(
         InputError: the recipe or its source is wrong, or arguments do not go together.
     """
     if not vram and (context is not None or tp is not None or kv != "auto" or ram is not None):
-        raise InputError("--context, --kv, --tp and --ram go with --vram; say which GPUs, as --vram 2x96GiB")
+        raise InputError("", "--context, --kv, --tp and --ram go with --vram", "say which GPUs, as --vram 2x96GiB")
     if vram and (nodes, gpus, disk) != (1, 1, None):
-        raise InputError("--nodes, --gpus and --disk plan a run, --vram plans serving; give one or the other")
+        raise InputError("", "--nodes, --gpus and --disk plan a run, --vram plans serving", "give one or the other")
     fits_on = required("fits_on", "--vram") if vram else None
     job = prepare(
         str(recipe),

@@ -66,11 +66,11 @@ def question_of(
             refuse_incomplete(Path(name))
     changes = changes_of(settings, calibration)
     if source is not None and (model is not None or recipe is None):
-        raise InputError("--source says where a recipe's model lies; give a recipe and no --model with it")
+        raise InputError("", "--source says where a recipe's model lies", "give a recipe and no --model with it")
     if (compare or data) and any(change.place[0] == "calibration" for change in changes):
-        raise InputError("--data and --compare name the sets; leave out --calibration and --set calibration")
+        raise InputError("", "--data and --compare name the sets", "leave out --calibration and --set calibration")
     if compare and data:
-        raise InputError("--compare names both sets; leave out --data")
+        raise InputError("", "--compare names both sets", "leave out --data")
     sets = tuple(find_set(str(name)) for name in compare or ([data] if data else []))
     own = Path(facts) if facts is not None else None
     question = Question(str(model), "main", trust_remote_code, sets, str(model), own)
@@ -90,11 +90,11 @@ def question_of(
             )
         return question, read
     if changes:
-        raise InputError(f"{changes[0].shown}: changes a recipe; give one, or leave it out")
+        raise InputError(changes[0].shown, "changes a recipe", "give one, or leave it out")
     if model is None:
-        raise InputError("give a recipe, or --model with --data")
+        raise InputError("", "give a recipe, or --model with --data")
     if not sets:
-        raise InputError("--data is missing; name a calibration set, such as embedded")
+        raise InputError("", "--data is missing", "name a calibration set, such as embedded")
     return question, None
 
 

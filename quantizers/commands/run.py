@@ -121,11 +121,11 @@ def run(
         Interrupted: by a signal; the same.
     """
     if window is not None and not stream:
-        raise InputError("--window is that of --stream; give both, or leave it out")
+        raise InputError("", "--window is that of --stream", "give both, or leave it out")
     if stream and source is not None:
-        raise InputError(f"--source {source}: a folder is read where it lies; leave --stream out")
+        raise InputError(f"--source {source}", "a folder is read where it lies", "leave --stream out")
     if imatrix and (lack := lacking("gguf")):
-        raise InputError(f"--imatrix: {lack}")
+        raise InputError("--imatrix", *lack)
     destination = destination_of(publish_as_you_go, remove=remove_uploaded, private=private)
     changes = changes_of(settings, calibration, without)
     path = find_recipe(str(recipe))
@@ -150,7 +150,7 @@ def run(
         if fresh and dist.is_main:
             if Path(os.path.abspath(job.path)).parent.resolve() == folder.resolve():
                 raise InputError(
-                    f"{job.path}: --fresh would discard it with the rest of {folder}; give --output another folder"
+                    job.path, f"--fresh would discard it with the rest of {folder}", "give --output another folder"
                 )
             journal.discard(folder)
         return job
@@ -189,9 +189,9 @@ def destination_of(repo: str | None, *, remove: bool = False, private: bool = Fa
     """
     if (remove or private) and repo is None:
         given = "--remove-uploaded" if remove else "--private"
-        raise InputError(f"{given} is that of --publish-as-you-go; give both, or leave it out")
+        raise InputError("", f"{given} is that of --publish-as-you-go", "give both, or leave it out")
     if repo is not None and not is_hub_id(repo):
-        raise InputError(f"--publish-as-you-go {repo}: write it as owner/name")
+        raise InputError(f"--publish-as-you-go {repo}", "write it as owner/name")
     return Destination(repo, remove, private) if repo is not None else None
 
 
@@ -214,6 +214,6 @@ def default_output(recipe: Path) -> Path:
         return Path("out") / recipe.stem
     if Path.cwd().resolve().is_relative_to(folder.resolve()):
         raise InputError(
-            f"{recipe}: the current folder is inside this finished checkpoint; give --output a folder outside of it"
+            recipe, "the current folder is inside this finished checkpoint", "give --output a folder outside of it"
         )
     return Path("out") / f"{Path(source_name(str(folder), folder)).name}-again"

@@ -149,9 +149,10 @@ def _refuse(folder: Path, source: Checkpoint) -> None:
     if is_awq_or_gptq(config):
         method = config["quantization_config"]["quant_method"]
         raise CheckpointError(
-            f"{folder / CONFIG}: quantization_config.quant_method is {method!r}; "
-            "`verify` checks compressed-tensors checkpoints, such as those of `quantize run` and `quantize stitch`; "
-            f"measure this one with `quantize eval {source.name} {folder} --data SET`"
+            folder / CONFIG,
+            f"quantization_config.quant_method is {method!r}; `verify` checks compressed-tensors checkpoints, such as "
+            "those of `quantize run` and `quantize stitch`",
+            f"measure this one with `quantize eval {source.name} {folder} --data SET`",
         )
     candidate = Checkpoint(folder, str(folder), config, {})
     refuse_swapped_arguments(source, candidate, f"quantize verify {source.name} --source {folder}")
@@ -168,7 +169,7 @@ def source_of(folder: Path, given: str | None, revision: str | None, *, stream: 
     """
     refuse_gguf(str(folder))
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder; give a finished checkpoint")
+        raise CheckpointError(folder, "no such folder", "give a finished checkpoint")
     model, made_at = "", "main"
     try:
         source = read_json(folder / REPORT)["source"]
@@ -177,12 +178,12 @@ def source_of(folder: Path, given: str | None, revision: str | None, *, stream: 
         if given is None:
             damaged = check_manifest(folder).differences
             if damaged:
-                raise DamagedRecord(f"{damaged[0]}; with --source the rest can be verified") from None
+                raise DamagedRecord("", damaged[0], "with --source the rest can be verified") from None
             raise InputError(
-                f"{folder}: has no {REPORT} that names its source; say where that is with --source"
+                folder, f"has no {REPORT} that names its source", "say where that is with --source"
             ) from failure
     if given is not None or is_hub_id(model):
         return open_checkpoint(model if given is None else given, revision or made_at, stream=stream)
     if kept := shipped_model(model):
         return open_checkpoint(str(kept), stream=stream)
-    raise InputError(f"{folder}: was made from a folder called {model}; say where that is with --source")
+    raise InputError(folder, f"was made from a folder called {model}", "say where that is with --source")

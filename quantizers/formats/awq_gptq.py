@@ -116,10 +116,10 @@ def dequantize_awq_gptq(checkpoint: Checkpoint, module: str, device: torch.devic
     parts = ("qweight", "qzeros", "scales")
     infos = [checkpoint.require(f"{module}.{part}", "part of a quantized layer") for part in parts]
     if declared is None:
-        raise CheckpointError(f"{infos[0].file}: {infos[0].name} is present, but {where} excludes this layer")
+        raise CheckpointError(infos[0].file, f"{infos[0].name} is present, but {where} excludes this layer")
     if f"{module}.weight" in checkpoint.tensors:
         raise CheckpointError(
-            f"{infos[0].file}: {infos[0].name} and a plain weight are both present; the checkpoint is ambiguous"
+            infos[0].file, f"{infos[0].name} and a plain weight are both present", "the checkpoint is ambiguous"
         )
     bits = declared[0]
     rows, columns, group = _shape(infos, packing.layout, declared, where)
@@ -154,8 +154,8 @@ def _shape(infos: list[TensorInfo], layout: Layout, form: Form, where: str) -> t
             return rows, columns, group
     stored = ", ".join(f"{info.name.rpartition('.')[2]} {info.dtype} {list(info.shape)}" for info in infos)
     raise CheckpointError(
-        f"{qweight.file}: {qweight.name.rpartition('.')[0]}: {stored} do not match {where}: {bits} bits in groups of "
-        f"{size}"
+        f"{qweight.file}: {qweight.name.rpartition('.')[0]}",
+        f"{stored} do not match {where}: {bits} bits in groups of {size}",
     )
 
 
@@ -166,11 +166,12 @@ def _stored_groups(
     info = checkpoint.tensors[f"{module}.g_idx"]
     stored = checkpoint.tensor(info.name).cpu().long()
     if stored.shape != default.shape or bool((stored < 0).any()) or bool((stored >= count).any()):
-        raise CheckpointError(f"{info.file}: {info.name} must give each of {len(default)} inputs one of {count} groups")
+        raise CheckpointError(info.file, f"{info.name} must give each of {len(default)} inputs one of {count} groups")
     if in_order and not stored.equal(default):
         raise CheckpointError(
-            f"{info.file}: {info.name} is out of order, but {CONFIG}: quantization_config.desc_act is false; set "
-            "desc_act to true if the checkpoint was quantized with it"
+            info.file,
+            f"{info.name} is out of order, but {CONFIG}: quantization_config.desc_act is false",
+            "set desc_act to true if the checkpoint was quantized with it",
         )
     return stored
 
@@ -197,7 +198,7 @@ def read_packing(section: Mapping[str, Any], where: str) -> Packing:
 
 
 def _unsupported(section: Mapping[str, Any], where: str, key: str, only: str) -> CheckpointError:
-    return CheckpointError(f"{where}.{key} is {reprlib.repr(section.get(key))}; only {only} is supported")
+    return CheckpointError("", f"{where}.{key} is {reprlib.repr(section.get(key))}", f"only {only} is supported")
 
 
 def _refuse_all_but_integers(keys: Mapping[str, Any], where: str) -> None:
@@ -219,8 +220,10 @@ def _layout(section: Mapping[str, Any], where: str) -> tuple[Layout, int]:
     name = named.lower() if isinstance(named, str) else None  # AutoAWQ also wrote GEMM
     if name not in known:
         raise CheckpointError(
+            "",
             f"{where}.{key} is {reprlib.repr(named)}, another packing; only {' or '.join(map(str, known))} is "
-            "supported; save the checkpoint in that format"
+            "supported",
+            "save the checkpoint in that format",
         )
     return known[name]
 
@@ -229,7 +232,7 @@ def _overrides(section: Mapping[str, Any], where: str, layout: Layout, form: For
     for key in ("dynamic", "extra_config"):
         given = section.get(key) or {}
         if not isinstance(given, Mapping):
-            raise CheckpointError(f"{where}.{key} is {reprlib.repr(given)}; an object is needed")
+            raise CheckpointError("", f"{where}.{key} is {reprlib.repr(given)}", "an object is needed")
         parsed = []
         for name, keys in given.items():
             excluded = keys is False or name.startswith("-:")
@@ -242,21 +245,21 @@ def _overrides(section: Mapping[str, Any], where: str, layout: Layout, form: For
             try:
                 re.compile(pattern)
             except re.error as failure:
-                message = f"{where}.{key}: {reprlib.repr(pattern)} is not a regular expression ({failure.msg})"
-                raise CheckpointError(message) from None
+                problem = f"{reprlib.repr(pattern)} is not a regular expression ({failure.msg})"
+                raise CheckpointError(f"{where}.{key}", problem) from None
             yield pattern, override
 
 
 def _override(keys: Any, where: str, layout: Layout, form: Form) -> Form | None:
     """Apply the keys of an override to a form; None if its modules are not quantized."""
     if not isinstance(keys, Mapping):
-        raise CheckpointError(f"{where} is {reprlib.repr(keys)}; an object is needed")
+        raise CheckpointError("", f"{where} is {reprlib.repr(keys)}", "an object is needed")
     bits, group = keys.get("bits", form[0]), keys.get("group_size", form[1])
     if type(bits) is int and bits >= UNQUANTIZED_BITS:
         return None
     if type(bits) is not int or bits not in BITS[layout] or not _is_group(group):
         raise CheckpointError(
-            f"{where} is {reprlib.repr(keys)}; only {' or '.join(map(str, BITS[layout]))} bits are supported"
+            "", f"{where} is {reprlib.repr(keys)}", f"only {' or '.join(map(str, BITS[layout]))} bits are supported"
         )
     _refuse_all_but_integers(keys, where)
     return bits, group

@@ -32,7 +32,7 @@ def read_weight(checkpoint: Checkpoint, module: str, device: torch.device) -> to
     weight = unchecked_weight(checkpoint, module, device)
     if not bool(is_finite(weight)):
         raise CheckpointError(
-            f"{checkpoint.folder}: {module}.weight or its scale holds a NaN or infinity; download its shard again"
+            checkpoint.folder, f"{module}.weight or its scale holds a NaN or infinity", "download its shard again"
         )
     return weight
 
@@ -51,8 +51,9 @@ def refuse_bias(checkpoint: Checkpoint, module: str) -> None:
     info = checkpoint.tensors.get(f"{module}.bias")
     if info is not None and bool(checkpoint.tensor(info.name).any()):
         raise CheckpointError(
-            f"{info.file}: {info.name} is not zero, but this family's model adds no bias there; the checkpoint is of "
-            "another model, or was made with a correction that cannot be read here"
+            info.file,
+            f"{info.name} is not zero, but this family's model adds no bias there",
+            "the checkpoint is of another model, or was made with a correction that cannot be read here",
         )
 
 

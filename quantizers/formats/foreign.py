@@ -61,8 +61,9 @@ class ScaledBytes(ForeignFormat):
         scale, zero = (checkpoint.tensors.get(f"{module}.{name}") for name in (SCALE, ZERO_POINT))
         if info.dtype not in ("I8", FP8) or scale is None or len(info.shape) != 2:
             raise CheckpointError(
-                f"{info.file}: {info.name}: {info.dtype} {list(info.shape)} is no weight that can be read; give the "
-                "published checkpoint"
+                f"{info.file}: {info.name}",
+                f"{info.dtype} {list(info.shape)} is no weight that can be read",
+                "give the published checkpoint",
             )
         codes = checkpoint.tensor(info.name).to(device).float()
         if zero is not None:
@@ -117,6 +118,7 @@ def _spread(checkpoint: Checkpoint, scale: TensorInfo, weight: TensorInfo, devic
     if scale.shape == blocks_of(weight.shape, block):
         return values.repeat_interleave(rows_of, dim=0)[:rows].repeat_interleave(columns_of, dim=1)[:, :columns]
     raise CheckpointError(
-        f"{scale.file}: {scale.name} has shape {list(scale.shape)}; one number, or one per row, group or declared "
-        f"block of {list(weight.shape)} is needed"
+        scale.file,
+        f"{scale.name} has shape {list(scale.shape)}",
+        f"one number, or one per row, group or declared block of {list(weight.shape)} is needed",
     )

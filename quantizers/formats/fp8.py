@@ -172,13 +172,15 @@ class Fp8Blocks(Fp8):
         found, info = inverse or scale, checkpoint.tensors[f"{module}.weight"]
         if found is None:
             raise CheckpointError(
-                f"{info.file}: {info.name} is FP8 but has no {SCALE_INV}; the checkpoint is incomplete, download it "
-                "again"
+                info.file,
+                f"{info.name} is FP8 but has no {SCALE_INV}",
+                "the checkpoint is incomplete, download it again",
             )
         if found.shape != expected:
             raise CheckpointError(
-                f"{found.file}: {found.name} has shape {list(found.shape)}, but {list(shape)} in blocks of "
-                f"{list(block)} needs {list(expected)}"
+                found.file,
+                f"{found.name} has shape {list(found.shape)}, but {list(shape)} in blocks of {list(block)} needs "
+                f"{list(expected)}",
             )
         return StoredMatrix(cls(*block), ("weight", found.name.rpartition(".")[2]), shape)
 
@@ -240,7 +242,7 @@ def declared_block(config: Mapping[str, Any], where: str) -> tuple[int, int]:
     """As `block_size`, from the content of config.json; `where` is its path, for messages."""
     section = config.get("quantization_config") or {}
     if not isinstance(section, dict):
-        raise CheckpointError(f"{where}: quantization_config is {reprlib.repr(section)}; an object is needed")
+        raise CheckpointError(where, f"quantization_config is {reprlib.repr(section)}", "an object is needed")
     key, declared = "weight_block_size", section.get("weight_block_size")
     structures = [weights["block_structure"] for weights in weight_schemes(config) if weights.get("block_structure")]
     if structures:
@@ -248,7 +250,7 @@ def declared_block(config: Mapping[str, Any], where: str) -> tuple[int, int]:
     declared = declared or [128, 128]
     if not isinstance(declared, list) or len(declared) != 2 or not all(type(n) is int and n > 0 for n in declared):
         raise CheckpointError(
-            f"{where}: quantization_config.{key} is {reprlib.repr(declared)}; two positive numbers are needed"
+            where, f"quantization_config.{key} is {reprlib.repr(declared)}", "two positive numbers are needed"
         )
     return declared[0], declared[1]
 
@@ -305,9 +307,11 @@ def declared_form(config: Mapping[str, Any], where: str) -> Fp8:
     if strategies not in ({"channel"}, {"block"}) or not all(wanted.items() <= weights.items() for weights in schemes):
         found = [f"{weights.get('type')}{weights.get('num_bits')} {weights.get('strategy')}" for weights in schemes]
         raise CheckpointError(
-            f"{where}: quantization_config.config_groups: weights are {', '.join(dict.fromkeys(found)) or 'not said'}; "
-            "of compressed-tensors only FP8 with a scale per row or per block can be quantized (num_bits 8, type "
-            "float, strategy channel or block, one in all groups); give the model's FP8 or BF16 release"
+            f"{where}: quantization_config.config_groups",
+            f"weights are {', '.join(dict.fromkeys(found)) or 'not said'}; of compressed-tensors only FP8 with a "
+            "scale per row or per block can be quantized (num_bits 8, type float, strategy channel or block, one in "
+            "all groups)",
+            "give the model's FP8 or BF16 release",
         )
     return Fp8Blocks(*block) if strategies == {"block"} else ROWS
 

@@ -150,8 +150,9 @@ class Nvfp4(ExpertFormat):
         stored = [(info.dtype, info.shape) for info in (scale, whole)]
         if not rows or stored != [(FP8, (rows, columns // GROUP)), ("F32", (1,))] or columns % GROUP:
             raise CheckpointError(
-                f"{packed.file}: {module}: weight_packed U8 {list(packed.shape)}, weight_scale {scale.dtype} "
-                f"{list(scale.shape)} and {GLOBAL_SCALE} {whole.dtype} {list(whole.shape)} are no NVFP4 weight"
+                f"{packed.file}: {module}",
+                f"weight_packed U8 {list(packed.shape)}, weight_scale {scale.dtype} {list(scale.shape)} and "
+                f"{GLOBAL_SCALE} {whole.dtype} {list(whole.shape)} are no NVFP4 weight",
             )
         form = cls(4 if f"{module}.{INPUT_SCALE}" in checkpoint.tensors else 16)
         return StoredMatrix(form, names, (rows, columns))

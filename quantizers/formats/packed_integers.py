@@ -148,24 +148,26 @@ class Integers(ExpertFormat):
         where = f"{checkpoint.folder}: {module}"
         for part in (ZERO_POINT, GROUP_INDEX):
             if part in stored[module]:
-                raise CheckpointError(f"{where}.{part}: asymmetric or reordered integers are not supported")
+                raise CheckpointError(f"{where}.{part}", "asymmetric or reordered integers are not supported")
         if f"{module}.qweight" in checkpoint.tensors:
             raise CheckpointError(
-                f"{where}.qweight: experts of AutoAWQ or GPTQ cannot be stitched; give symmetric ones in "
-                "compressed-tensors' pack-quantized, as llm-compressor saves them"
+                f"{where}.qweight",
+                "experts of AutoAWQ or GPTQ cannot be stitched",
+                "give symmetric ones in compressed-tensors' pack-quantized, as llm-compressor saves them",
             )
         packed = checkpoint.require(f"{module}.{PACKED}", "its experts must be packed integers")
         scale = checkpoint.require(f"{module}.{SCALE}", "the scales of packed integers")
         shape = checkpoint.tensor(checkpoint.require(f"{module}.{SHAPE}", "the shape of packed integers").name).tolist()
         if len(packed.shape) != 2 or len(scale.shape) != 2 or len(shape) != 2 or not scale.shape[1] or not shape[1]:
             raise CheckpointError(
-                f"{where}: packed {list(packed.shape)} and scale {list(scale.shape)} do not fit each other"
+                where, f"packed {list(packed.shape)} and scale {list(scale.shape)} do not fit each other"
             )
         bits, group = packed.shape[1] * 32 // shape[1], shape[1] // scale.shape[1]
         if bits not in SIZES or group not in GROUPS:
             raise CheckpointError(
-                f"{where}: INT{bits} in groups of {group}; 2, 3, 4, 5, 6 or 8 bits in groups of 32, 64 or 128 are "
-                "needed"
+                where,
+                f"INT{bits} in groups of {group}",
+                "2, 3, 4, 5, 6 or 8 bits in groups of 32, 64 or 128 are needed",
             )
         return cls(bits, group)
 
@@ -187,8 +189,8 @@ def packed_parts(checkpoint: Checkpoint, module: str) -> tuple[list[TensorInfo],
     unread = index or (zero if symmetric else None)
     if unread is not None:
         raise CheckpointError(
-            f"{packed.file}: {unread.name}: only groups in order of columns can be read, and zero points that "
-            "config.json declares (symmetric: false)"
+            f"{packed.file}: {unread.name}",
+            "only groups in order of columns can be read, and zero points that config.json declares (symmetric: false)",
         )
     two = math.prod(stated.shape) == 2
     rows, columns = (int(n) for n in checkpoint.tensor(stated.name).flatten().tolist()) if two else (0, 0)
@@ -199,7 +201,9 @@ def packed_parts(checkpoint: Checkpoint, module: str) -> tuple[list[TensorInfo],
     integers = all(info.dtype == "I32" for info in parts if info is not scale)
     if not whole or not integers or [info.shape for info in parts] != shapes:
         stored = ", ".join(f"{info.name.rpartition('.')[2]} {info.dtype} {list(info.shape)}" for info in parts)
-        raise CheckpointError(f"{packed.file}: {module}: {stored} and {SHAPE} {[rows, columns]} do not belong together")
+        raise CheckpointError(
+            f"{packed.file}: {module}", f"{stored} and {SHAPE} {[rows, columns]} do not belong together"
+        )
     return parts, (rows, columns), bits
 
 

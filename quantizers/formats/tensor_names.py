@@ -72,14 +72,16 @@ def split_fused(tensors: Mapping[str, Entry], facts: Architecture, where: str) -
         needed = (facts.num_experts, len(matrices) * rows, columns)
         if weight not in layers or tuple(info.shape) != needed or info.dtype not in dtypes:
             raise CheckpointError(
-                f"{where}: {name} holds all experts in one tensor, {info.dtype} {list(info.shape)}; only "
-                f"{' or '.join(dtypes)} {list(needed)} in a layer with experts can be read; {REMEDY}"
+                where,
+                f"{name} holds all experts in one tensor, {info.dtype} {list(info.shape)}; only {' or '.join(dtypes)} "
+                f"{list(needed)} in a layer with experts can be read",
+                REMEDY,
             )
         size, place = rows * columns * DTYPE_BYTES[info.dtype], dict[str, Any]()
         for number, (expert, matrix) in enumerate(product(range(facts.num_experts), matrices)):
             single = f"{facts.expert(layers[weight], expert, matrix)}.weight{name.removeprefix(weight)}"
             if single in tensors or single in result:
-                raise CheckpointError(f"{where}: {single} is also a part of {name}; keep one")
+                raise CheckpointError(where, f"{single} is also a part of {name}", "keep one")
             if isinstance(info, TensorInfo):
                 place = {"name": single, "start": info.start + number * size, "end": info.start + (number + 1) * size}
             result[single] = replace(info, shape=(rows, columns), **place)
@@ -97,15 +99,16 @@ def published_names(checkpoint: Checkpoint, facts: Architecture) -> Checkpoint:
     qweight = next((name for name in checkpoint.tensors if name.endswith(".qweight")), None)
     if qweight is not None and not is_awq_or_gptq(checkpoint.config):
         raise CheckpointError(
-            f"{where}: does not declare the AutoAWQ or GPTQ integers in the files ({qweight}); copy their "
-            "quantization_config from quant_config.json or quantize_config.json, and add its quant_method"
+            where,
+            f"does not declare the AutoAWQ or GPTQ integers in the files ({qweight})",
+            "copy their quantization_config from quant_config.json or quantize_config.json, and add its quant_method",
         )
     tensors: dict[str, TensorInfo] = {}
     known = {name for kind in facts.kinds for part in (kind.tensors, kind.linears) for name in part}
     for name, info in checkpoint.tensors.items():
         published = _published(name, facts, known)
         if published in tensors:
-            raise CheckpointError(f"{info.file}: {name} and {tensors[published].name} are the same tensor; keep one")
+            raise CheckpointError(info.file, f"{name} and {tensors[published].name} are the same tensor", "keep one")
         tensors[published] = info
     renamed = replace(checkpoint, tensors={name: replace(info, name=name) for name, info in tensors.items()})
     if any(fused_matrices(name, facts) for name in tensors):

@@ -48,31 +48,31 @@ def refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
     section = config.get(SECTION)
     mlx = config.get("quantization")
     if isinstance(mlx, Mapping) and {"bits", "group_size"} <= mlx.keys() and "quant_method" not in (section or {}):
-        raise CheckpointError(f"{where}: quantization is MLX's, which is not supported; {MLX}")
+        raise CheckpointError(where, "quantization is MLX's, which is not supported", MLX)
     if is_awq_or_gptq(config):
         read_packing(config[SECTION], f"{where}: {SECTION}")
     elif isinstance(section, Mapping):
-        for problem in _problems(section):
-            raise CheckpointError(f"{where}: {SECTION}: {problem}")
+        for problem, remedy in _problems(section):
+            raise CheckpointError(f"{where}: {SECTION}", problem, remedy)
 
 
-def _problems(section: Mapping[str, Any]) -> Iterator[str]:
+def _problems(section: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     method = section.get("quant_method", "compressed-tensors")
     if method not in ("fp8", "compressed-tensors"):
         instead = INSTEAD.get(method.lower(), OTHERWISE) if isinstance(method, str) else OTHERWISE
-        yield f"quant_method is {reprlib.repr(method)}, which is not supported; {instead}"
+        yield f"quant_method is {reprlib.repr(method)}, which is not supported", instead
     groups = section.get("config_groups")
     formats = [section.get("format")]
     if isinstance(groups, Mapping):
         formats += [group.get("format") for group in groups.values() if isinstance(group, Mapping)]
     for name in formats:
         if name is not None and name not in SUPPORTED:
-            yield f"format {reprlib.repr(name)} is not one of {', '.join(SUPPORTED)}; {OTHERWISE}"
+            yield f"format {reprlib.repr(name)} is not one of {', '.join(SUPPORTED)}", OTHERWISE
     if section.get("transform_config"):
-        yield f"transform_config rotates activations at run time, which is not supported; {OTHERWISE}"
+        yield "transform_config rotates activations at run time, which is not supported", OTHERWISE
     sparsity = section.get("sparsity_config") or {}
     if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
-        yield f"sparsity_config has format {reprlib.repr(sparsity['format'])}, which is not supported; {OTHERWISE}"
+        yield f"sparsity_config has format {reprlib.repr(sparsity['format'])}, which is not supported", OTHERWISE
 
 
 BITS = ("bits", "w_bit", "num_bits")
@@ -87,8 +87,9 @@ def refuse_four_bits(config: Mapping[str, Any], where: str) -> None:
     """Refuse a source whose weights have 4 bits or fewer, by its config.json, whose path is `where`."""
     for sign in _four_bit_keys(config):
         raise CheckpointError(
-            f"{where}: {sign}: this model already has 4-bit weights, so there is nothing to quantize; give the model's "
-            "FP8 or BF16 release"
+            where,
+            f"{sign}: this model already has 4-bit weights, so there is nothing to quantize",
+            "give the model's FP8 or BF16 release",
         )
 
 
@@ -97,8 +98,9 @@ def refuse_unquantizable(config: Mapping[str, Any], where: str) -> None:
     refuse_four_bits(config, where)
     if is_awq_or_gptq(config):
         raise CheckpointError(
-            f"{where}: {SECTION}.quant_method is {config[SECTION]['quant_method']!r}: these weights are integers "
-            "already; give the model's FP8 or BF16 release"
+            where,
+            f"{SECTION}.quant_method is {config[SECTION]['quant_method']!r}: these weights are integers already",
+            "give the model's FP8 or BF16 release",
         )
     refuse_unsupported(config, where)
     if config.get(SECTION):
@@ -125,8 +127,9 @@ def refuse_swapped_arguments(source: Checkpoint, candidate: Checkpoint, remedy: 
     sign = _quantized_by(source)
     if sign is not None and _quantized_by(candidate) is None:
         raise CheckpointError(
-            f"{source.name}: is given as the source, but {sign}, and {candidate.name} shows no such sign; they are the "
-            f"wrong way round: {remedy}"
+            source.name,
+            f"is given as the source, but {sign}, and {candidate.name} shows no such sign",
+            f"they are the wrong way round: {remedy}",
         )
 
 

@@ -122,7 +122,7 @@ def publish(
 
     folder = Path(folder)
     if force is not None and not force.strip():
-        raise InputError("--force: give the reason, which the card states")
+        raise InputError("--force", "give the reason, which the card states")
     report = read_report(folder)
     after = with_publication(report, repo, license, base_model)
     for point in card_points(after):
@@ -138,7 +138,7 @@ def publish(
         print(note, file=sys.stderr)
     if problems and force is None and not dry_run:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise CheckpointError(f"{folder}: {problems[0]}{more}; repair it, or give --force with a reason")
+        raise CheckpointError(folder, f"{problems[0]}{more}", "repair it, or give --force with a reason")
     figures: dict[str, Any] = {"repo": repo, "revision": revision, "problems": problems, "forced": force}
     if dry_run:
         points = (*card_points(after), *account_points(repo, private))
@@ -173,12 +173,13 @@ def read_report(folder: Path) -> Report:
     report = read_record(folder)
     if not {"source", "gates", "files"} <= report.keys() or not {"settings", "stitched"} & report.keys():
         raise OutputError(
-            f"{folder}: has no {REPORT} of a finished run; give the output of `quantize run` or `quantize stitch`"
+            folder, f"has no {REPORT} of a finished run", "give the output of `quantize run` or `quantize stitch`"
         )
     if report.get("seal") != seal_of(report):
         raise OutputError(
-            f"{folder / REPORT}: was modified after the run (checksum mismatch), so its figures are not published, "
-            "even with --force; restore it"
+            folder / REPORT,
+            "was modified after the run (checksum mismatch), so its figures are not published, even with --force",
+            "restore it",
         )
     return parsed(report, folder / REPORT)
 
@@ -294,11 +295,11 @@ def with_publication(report: Report, repo: str, license: str | None, base_model:
     An InputError says that one of them is not in the Hub's format.
     """
     if not is_hub_id(repo):
-        raise InputError(f"--repo {repo}: write it as owner/name")
+        raise InputError(f"--repo {repo}", "write it as owner/name")
     if license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", license):
-        raise InputError(f"--license {license}: use the Hub's identifier, such as apache-2.0, mit or other")
+        raise InputError(f"--license {license}", "use the Hub's identifier, such as apache-2.0, mit or other")
     if base_model is not None and not is_hub_id(base_model):
-        raise InputError(f"--base-model {base_model}: write it as owner/name")
+        raise InputError(f"--base-model {base_model}", "write it as owner/name")
     before = report.published
     published = Published(  # without `removed`: all shards are here now
         repo=repo,

@@ -69,7 +69,7 @@ def imatrix(
         InputError: something is missing, given twice, or wrong; gguf-py knows no names for the model.
     """
     if lack := lacking("gguf"):
-        raise InputError(f"an importance matrix: {lack}")
+        raise InputError("an importance matrix", *lack)
     question, read = question_of(
         recipe,
         source=source,
@@ -83,7 +83,7 @@ def imatrix(
     name = Path(question.where if read is not None else question.model)
     path = Path(output or f"{name.stem if read is not None else name.name}.imatrix.gguf")
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise OutputError(f"{path}: is a folder, or lies in none; give --output a file in an existing folder")
+        raise OutputError(path, "is a folder, or lies in none", "give --output a file in an existing folder")
     if work is not None:
         Path(work).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=work) as folder, ordered():
@@ -109,7 +109,7 @@ def write_sums(
     architecture_of(facts)  # first, for its error
     sequences = token_tensors(data, facts.vocab_size)
     if not sequences:
-        raise InputError(f"{question.sets[0]}: has no samples; an importance matrix needs some")
+        raise InputError(question.sets[0], "has no samples", "an importance matrix needs some")
     sums = InputSums(streamed, sequences, work, tokens, dist=dist)
     with (
         rank_0_progress("streaming", facts.num_layers, 0, lambda: None, dist) as shown,

@@ -61,8 +61,10 @@ def architecture_of(facts: Architecture) -> MODEL_ARCH:
         if same and MODEL_TENSOR.FFN_DOWN_EXP in MODEL_TENSORS[architecture]:
             return architecture
     raise ArchitectureError(
-        f"{facts.model_type}: the installed gguf package knows no llama.cpp architecture with experts for this model "
-        "type, so its matrices have no names there; a newer gguf may"
+        facts.model_type,
+        "the installed gguf package knows no llama.cpp architecture with experts for this model type, so its matrices "
+        "have no names there",
+        "a newer gguf may",
     )
 
 
@@ -135,7 +137,7 @@ def write_imatrix(path: Path, matrices: Mapping[str, Sums], datasets: Sequence[s
 
     for name, sums in matrices.items():
         if not bool(torch.isfinite(sums.squares).all()):
-            raise QuantizeError(f"{name}: Σ x² of its inputs is not finite; llama-quantize would refuse it")
+            raise QuantizeError(name, "Σ x² of its inputs is not finite", "llama-quantize would refuse it")
     with disk_errors(path), atomic(path) as stream:
         writer = Writer(stream.name, "")
         writer.add_array("imatrix.datasets", list(datasets))

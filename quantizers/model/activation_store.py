@@ -70,7 +70,7 @@ class ActivationStore:
                 os.posix_fallocate(stream.fileno(), 0, size)
         elif path.stat().st_size != size:
             raise QuantizeError(
-                f"{path}: has {path.stat().st_size} bytes, not {size}; start over with --fresh, or in another --work"
+                path, f"has {path.stat().st_size} bytes, not {size}", "start over with --fresh, or in another --work"
             )
         self.flat = torch.from_file(str(path), shared=True, size=count, dtype=dtype).view(-1, width)
 

@@ -71,7 +71,7 @@ class ActivationStream:
         path = self._file(layer)
         if self.dist.is_main and self.lengths and not path.exists():
             raise QuantizeError(
-                f"{path}: is missing, so the run cannot be resumed; start over with --fresh, or in another --work"
+                path, "is missing, so the run cannot be resumed", "start over with --fresh, or in another --work"
             )
         if not self._in_files:
             self.states(layer).deal(self._whole(layer).flat if self.dist.is_main else None)

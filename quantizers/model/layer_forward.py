@@ -93,7 +93,7 @@ def finish(
     # Checked once: on an accelerator every check is a synchronisation.
     if finite and not bool(torch.stack(finite).all()):
         raise QuantizeError(
-            f"{where}: its output is not finite and would spoil the layers after it; nothing can be computed here"
+            where, "its output is not finite and would spoil the layers after it", "nothing can be computed here"
         )
     for kept in (residual, chosen):
         if kept is not None:

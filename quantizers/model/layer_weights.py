@@ -109,8 +109,9 @@ class ExpertWeights:
         needed = (self.hidden, self.width) if matrix == "down" else (self.width, self.hidden)
         if shape != needed:
             raise CheckpointError(
-                f"{self.stored.folder}: {module}: a weight of shape {list(shape)}, but this layer's sizes need "
-                f"{list(needed)}; the checkpoint is of another model than its config.json"
+                f"{self.stored.folder}: {module}",
+                f"a weight of shape {list(shape)}, but this layer's sizes need {list(needed)}",
+                "the checkpoint is of another model than its config.json",
             )
 
 
@@ -164,4 +165,4 @@ def _read_again(checkpoint: Checkpoint, name: str) -> None:
     """Raise an error if a tensor holds a number that is not finite."""
     if not bool(is_finite(checkpoint.tensor(name))):
         file = checkpoint.tensors[name].file
-        raise CheckpointError(f"{file}: {name} holds a NaN or infinity; download this shard again")
+        raise CheckpointError(file, f"{name} holds a NaN or infinity", "download this shard again")

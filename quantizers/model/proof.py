@@ -42,9 +42,10 @@ class Proof:
         for calls, length in zip(self._calls, LENGTHS, strict=True):
             for argument in differing_arguments(calls, model.skeleton.calls(length)):
                 raise ArchitectureError(
-                    f"{model.checkpoint.name}: {argument}, as {model.facts.model_class} passes it, depends on the "
-                    "tokens, not on their number alone; such a model cannot be computed layer by layer here; give "
-                    "another model"
+                    model.checkpoint.name,
+                    f"{argument}, as {model.facts.model_class} passes it, depends on the tokens, not on their number "
+                    "alone; such a model cannot be computed layer by layer here",
+                    "give another model",
                 )
 
     @torch.no_grad()
@@ -74,8 +75,9 @@ class Proof:
         difference = float((ours - expected).abs().max() / (expected - self._states).abs().max())
         if not difference <= bound:
             raise ArchitectureError(
-                f"{model.checkpoint.name}: layer {layer.number}: its output is not that of transformers' own call: "
-                f"{difference:.2g} of its largest change of a state apart, {bound:g} is allowed; this model would be "
-                "computed wrongly and is refused; give another model"
+                f"{model.checkpoint.name}: layer {layer.number}",
+                f"its output is not that of transformers' own call: {difference:.2g} of its largest change of a state "
+                f"apart, {bound:g} is allowed; this model would be computed wrongly and is refused",
+                "give another model",
             )
         return difference

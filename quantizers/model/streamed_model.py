@@ -68,7 +68,7 @@ class StreamedModel:
         info = self.checkpoint.require(name, "a tensor outside the layers")
         tensor = self.checkpoint.tensor(info.name)
         if not bool(torch.isfinite(tensor.float()).all()):
-            raise CheckpointError(f"{info.file}: {name} holds a NaN or infinity; download this shard again")
+            raise CheckpointError(info.file, f"{name} holds a NaN or infinity", "download this shard again")
         return tensor.to(device=self.device, dtype=self.dtype)
 
     def embedding(self) -> torch.Tensor:
@@ -107,8 +107,9 @@ class StreamedModel:
             count = handed.shape[-1]
             if count > facts.width:
                 raise ArchitectureError(
-                    f"{self.checkpoint.name}: {facts.argument}: a layer hands on {count} numbers for a token, more "
-                    f"than the {facts.width} that were found; such a model cannot be computed layer by layer here"
+                    f"{self.checkpoint.name}: {facts.argument}",
+                    f"a layer hands on {count} numbers for a token, more than the {facts.width} that were found",
+                    "such a model cannot be computed layer by layer here",
                 )
             columns[..., 0] = count
             integers = handed.float().view(torch.int32) if facts.dtype == "float" else handed.to(torch.int32)
@@ -285,16 +286,17 @@ def load_layer(
         missing, unknown = layer.load_state_dict(weights, strict=False, assign=True)
     except RuntimeError as failure:
         reason = " ".join(str(failure).split()).removeprefix("Error(s) in loading state_dict for ")
-        raise ArchitectureError(f"{about}: transformers' layer has other shapes ({reason})") from None
+        raise ArchitectureError(about, f"transformers' layer has other shapes ({reason})") from None
     if unknown:
         raise ArchitectureError(
-            f"{about}: transformers' layer has no place for {unknown[0]}; if the model computes without it, name it "
-            "among the unread"
+            about,
+            f"transformers' layer has no place for {unknown[0]}",
+            "if the model computes without it, name it among the unread",
         )
     missing = [name for name in missing if name not in left_out]
     if missing:
         raise ArchitectureError(
-            f"{about}: transformers' layer needs {missing[0]}; name it among its tensors or linears"
+            about, f"transformers' layer needs {missing[0]}", "name it among its tensors or linears"
         )
 
 
@@ -309,6 +311,8 @@ def require_gate(experts: torch.nn.Module, facts: Architecture, number: int) -> 
     plain, own = (gate_of(experts, own)(products) for own in (False, True))
     if not (own - plain).abs().max() < EXACT * plain.abs().max():
         raise ArchitectureError(
-            f"the facts of {facts.model_type}: experts of {type(experts).__name__} do not compute act(gate) * up but a "
-            "product of their own, of which these facts know nothing; such a model cannot be quantized with them"
+            f"the facts of {facts.model_type}",
+            f"experts of {type(experts).__name__} do not compute act(gate) * up but a product of their own, of which "
+            "these facts know nothing",
+            "such a model cannot be quantized with them",
         )

@@ -78,8 +78,10 @@ def compare(repo: str, files: Iterable[LocalFile], on_hub: Mapping[str, HubFile]
     different = [file.name for file in files if not _is_same(file, on_hub.get(file.name))]
     if different:
         raise QuantizeError(
-            f"{repo}: the Hub has other content in {', '.join(different[:5])}"
-            f"{f' and {len(different) - 5} more' if len(different) > 5 else ''}; {remedy}"
+            repo,
+            "the Hub has other content in "
+            f"{', '.join(different[:5])}{f' and {len(different) - 5} more' if len(different) > 5 else ''}",
+            remedy,
         )
     return sorted(on_hub.keys() - {file.name for file in files} - {ATTRIBUTES})
 
@@ -94,9 +96,9 @@ def require_token() -> None:
 
     token = get_token()
     if token is None:
-        raise InputError(f"no Hub token; {LOGIN}")
+        raise InputError("", "no Hub token", LOGIN)
     if not (token.isascii() and token.isprintable()):
-        raise InputError(f"the Hub token has characters that no token has; {LOGIN}")
+        raise InputError("", "the Hub token has characters that no token has", LOGIN)
 
 
 def may_write(account: Mapping[str, Any]) -> bool:
@@ -127,18 +129,21 @@ def is_to_be_made(repo: str, *, ours: bool) -> bool:
             info = HfApi().model_info(repo)
         except RepositoryNotFoundError:
             if not may_write(HfApi().whoami()):
-                raise InputError(f"{repo}: this token may only read; {LOGIN}") from None
+                raise InputError(repo, "this token may only read", LOGIN) from None
             return True
     if not info.private:
         raise InputError(
-            f"{repo}: is public, and nothing of a run is to be public before its proof; make it private"
-            f"{' again' if ours else ', or name a new repository'}"
+            repo,
+            "is public, and nothing of a run is to be public before its proof",
+            f"make it private{' again' if ours else ', or name a new repository'}",
         )
     others = sorted({one.rfilename for one in info.siblings or ()} - {ATTRIBUTES})
     if others and not ours:
         raise InputError(
-            f"{repo}: has {others[0]}{f' and {len(others) - 1} more files' if len(others) > 1 else ''}, which this run "
-            "did not upload; name a new repository, or delete this one"
+            repo,
+            f"has {others[0]}{f' and {len(others) - 1} more files' if len(others) > 1 else ''}, which this run did "
+            "not upload",
+            "name a new repository, or delete this one",
         )
     with upload_errors(repo, "name another repository"):
         HfApi().auth_check(repo, write=True)
@@ -159,8 +164,9 @@ def refuse_card(repo: str, text: str) -> None:
         errors = [one["message"] for one in answer.json()["errors"]]
     if errors:
         raise InputError(
-            f"{repo}: the Hub refuses the card's front matter ({errors[0]}); leave --publish-as-you-go out, and give "
-            "`quantize publish` --license or --base-model"
+            repo,
+            f"the Hub refuses the card's front matter ({errors[0]})",
+            "leave --publish-as-you-go out, and give `quantize publish` --license or --base-model",
         )
 
 

@@ -74,5 +74,5 @@ def refuse_layer(entry: Entry, stop: Stop | None) -> None:
     else:
         return
     raise Stopped(
-        f"stopped after layer {entry['layer']}: {problem}; give the same command with --ignore-stop to continue"
+        "", f"stopped after layer {entry['layer']}: {problem}", "give the same command with --ignore-stop to continue"
     )

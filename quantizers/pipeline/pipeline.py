@@ -160,13 +160,15 @@ def _already_done(job: Job, options: Options, finished: dict[str, Any]) -> dict[
     if gone := [name for name in shards if not (output / name).is_file()]:
         more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
         raise OutputError(
-            f"{output}: was finished before, and {gone[0]}{more} went missing since; put back what is missing, or "
-            "start over with --fresh"
+            output,
+            f"was finished before, and {gone[0]}{more} went missing since",
+            "put back what is missing, or start over with --fresh",
         )
     if options.imatrix and not options.imatrix_file.exists():
         raise OutputError(
-            f"{output}: was finished before, without an importance matrix; quantize imatrix RECIPE --output "
-            f"{options.imatrix_file} writes it"
+            output,
+            "was finished before, without an importance matrix",
+            f"quantize imatrix RECIPE --output {options.imatrix_file} writes it",
         )
     publishing.refuse_unpublished(finished, options.destination, output)
     if options.with_data:
@@ -174,7 +176,7 @@ def _already_done(job: Job, options: Options, finished: dict[str, Any]) -> dict[
         if not set(data) <= set(finished["files"]):
             if finished.get("seal") != seal_of(finished):
                 raise OutputError(
-                    f"{output}: its report.json was changed since the run wrote it; nothing is added to it"
+                    output, "its report.json was changed since the run wrote it", "nothing is added to it"
                 )
             for name, file in data.items():
                 copy_file(file, output / name)
@@ -190,7 +192,7 @@ def _say_unchecked(options: Options) -> None:
     """Say that nobody checks how servers read the output. Raises an InputError if it would be published on the way."""
     if options.destination:
         raise InputError(
-            f"--publish-as-you-go: {NOT_CHECKED}; run without it, then `quantize publish --force REASON` publishes it"
+            "--publish-as-you-go", NOT_CHECKED, "run without it, then `quantize publish --force REASON` publishes it"
         )
     print(NOT_CHECKED, file=sys.stderr)
 
@@ -201,10 +203,10 @@ def refuse_another(job: Job, output: Path, finished: dict[str, Any]) -> None:
     if not is_made_by(finished, job.recipe, job.path):
         changed = _changes(output, job)
         raise OutputError(
-            f"{output}: holds the finished output of another recipe{f' ({changed})' if changed else ''}; {remedy}"
+            output, f"holds the finished output of another recipe{f' ({changed})' if changed else ''}", remedy
         )
     if job.source and not is_source(finished.get("source"), job.source, job.location):
-        raise OutputError(f"{output}: holds the finished output of another source than {job.location}; {remedy}")
+        raise OutputError(output, f"holds the finished output of another source than {job.location}", remedy)
 
 
 def _changes(output: Path, job: Job) -> str:
@@ -254,7 +256,7 @@ def _refuse_different_ranks(job: Job, options: Options) -> None:
         if key == "machine.threads":
             remedy = f"set OMP_NUM_THREADS={wanted} for all"
         ours, theirs = journal.short_value(found), journal.short_value(wanted)
-        raise InputError(f"{dist.name} has {key} {ours}, but rank 0 has {theirs}; {remedy}")
+        raise InputError("", f"{dist.name} has {key} {ours}, but rank 0 has {theirs}", remedy)
     dist.barrier()  # so that a difference is known before anything is written
 
 
@@ -360,8 +362,9 @@ def refuse_library(job: Job, dist: ProcessGroup) -> None:
     """Raise an InputError if the recipe's engine cannot share its work among the processes."""
     if dist.is_distributed and job.recipe.experts.engine != "gram":
         raise InputError(
-            f"{job.path}: experts.engine: {job.recipe.experts.engine} works in one process; start quantize without "
-            "torchrun, or choose gram"
+            f"{job.path}: experts.engine",
+            f"{job.recipe.experts.engine} works in one process",
+            "start quantize without torchrun, or choose gram",
         )
 
 
@@ -462,8 +465,9 @@ def _open_work_folder(
     if inputs.evaluation:
         if entries and not (work / journal.HELD_OUT).exists():
             raise OutputError(
-                f"{output}: its finished layers were measured on no held-out set; leave verify.perplexity out as "
-                "before, or start over with --fresh"
+                output,
+                "its finished layers were measured on no held-out set",
+                "leave verify.perplexity out as before, or start over with --fresh",
             )
         as_served = {"as_served": job.recipe.as_served} if job.recipe.as_served else {}
         measured = {"held_out": inputs.evaluation.identity} | as_served

@@ -60,8 +60,9 @@ def uploads_of(destination: Destination | None, output: Path) -> Uploads | None:
     away = any(not (work / "output" / name).exists() for name in journal.digests(work))
     if before and (away or moving) and before["repo"] != (destination and destination.repo):
         raise OutputError(
-            f"{output}: this run publishes to {before['repo']}, and has removed shards; give --publish-as-you-go "
-            f"{before['repo']} as before, or start over with --fresh"
+            output,
+            f"this run publishes to {before['repo']}, and has removed shards",
+            f"give --publish-as-you-go {before['repo']} as before, or start over with --fresh",
         )
     if destination is None:
         return None
@@ -144,8 +145,9 @@ def refuse_unpublished(report: dict[str, Any], destination: Destination | None, 
     repo = report.get("published", {}).get("repo")
     if destination and repo != destination.repo and not _failed(report):
         raise OutputError(
-            f"{output}: was finished before{f' and published as {repo}' if repo else ', without publishing'}; "
-            f"`quantize publish {output} --repo {destination.repo}` uploads it"
+            output,
+            f"was finished before{f' and published as {repo}' if repo else ', without publishing'}",
+            f"`quantize publish {output} --repo {destination.repo}` uploads it",
         )
 
 

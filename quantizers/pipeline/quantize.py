@@ -270,8 +270,9 @@ def _make_again(run: Run, entries: Sequence[Entry], number: int) -> None:
         for key, what in (("source", "the source's tensors have"), ("digest", "it gets")):
             if made[key] != entries[number][key]:
                 raise QuantizeError(
-                    f"layer {number}: its damaged shard was made again, but {what} other bytes than the first "
-                    "time; start over with --fresh"
+                    f"layer {number}",
+                    f"its damaged shard was made again, but {what} other bytes than the first time",
+                    "start over with --fresh",
                 )
         print(f"layer {number}: its shard was made again, with the bytes that it had", file=sys.stderr)
         context.upload(entries[number])  # so that none pile up here before the next layer

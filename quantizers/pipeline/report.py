@@ -87,7 +87,7 @@ def refuse_unreadable(source: Checkpoint) -> None:
         try:
             file.open("rb").close()
         except OSError as failure:
-            raise InputError(f"{file}: cannot be read ({failure.strerror}); it would be copied at the end") from None
+            raise InputError(file, f"cannot be read ({failure.strerror})", "it would be copied at the end") from None
 
 
 def run_report(
@@ -193,8 +193,9 @@ def _last_reading(job: Job, layers: _Layers, context: Context, on_hub: HubFiles 
     if audit.changed:
         more = f", and {len(audit.changed) - 1} more" if len(audit.changed) > 1 else ""
         raise QuantizeError(
-            f"{folder}: {audit.changed[0]}{more}; check the disk, then give the same command again, which makes "
-            "what was damaged again"
+            folder,
+            f"{audit.changed[0]}{more}",
+            "check the disk, then give the same command again, which makes what was damaged again",
         )
     return audit
 

@@ -84,7 +84,7 @@ def parsed(contents: Mapping[str, Any], file: Path) -> Report:
         return checked(contents)
     except ValidationError as failure:
         key, fault = ".".join(map(str, failure.errors()[0]["loc"])), failure.errors()[0]["msg"]
-        raise InputError(f"{file}: {key}: {fault}; take the version of this program that wrote it") from None
+        raise InputError(f"{file}: {key}", fault, "take the version of this program that wrote it") from None
 
 
 def parsed_run(contents: Mapping[str, Any], file: Path) -> RunReport:

@@ -64,9 +64,10 @@ def refuse_source(job: Job, perplexity: float | None, where: str) -> None:
     if not gate or gate.max_source == "any" or perplexity is None or perplexity <= gate.max_source:
         return
     raise CheckpointError(
-        f"{job.opened.folder}: makes no sense of text: on {where} of {gate.data} its perplexity is {perplexity:,.1f}, "
-        f"above {gate.max_source:g} (verify.perplexity.max_source); check its files and its config.json, or give "
-        "--ignore-source-check if its weights are random"
+        job.opened.folder,
+        f"makes no sense of text: on {where} of {gate.data} its perplexity is {perplexity:,.1f}, above "
+        f"{gate.max_source:g} (verify.perplexity.max_source)",
+        "check its files and its config.json, or give --ignore-source-check if its weights are random",
     )
 
 

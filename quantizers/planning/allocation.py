@@ -145,8 +145,9 @@ def allocation(plan: Plan, facts: Architecture, experts: Experts, where: str) ->
     parallel, layers = experts.tensor_parallel or 1, tuple(facts.moe_layers)
     if not (possible := candidates(facts, parallel)):
         raise RecipeError(
-            f"{where}: no group of 32, 64 or 128 divides the experts' width {facts.expert_width} over {parallel} GPUs; "
-            "lower experts.tensor_parallel"
+            where,
+            f"no group of 32, 64 or 128 divides the experts' width {facts.expert_width} over {parallel} GPUs",
+            "lower experts.tensor_parallel",
         )
     rows = tuple(_shard_bytes(plan, layers, possible))
     weights = 3 * facts.num_experts * facts.hidden_size * facts.expert_width
@@ -168,8 +169,9 @@ def allocation(plan: Plan, facts: Architecture, experts: Experts, where: str) ->
     if unit == "bytes":
         given, smallest, give = size(limit), f", {size(least)}", size_from(least)
     raise RecipeError(
-        f"{where}: {given} is less than the smallest possible{smallest} ({possible[0]} in every layer); "
-        f"give {give} or more"
+        where,
+        f"{given} is less than the smallest possible{smallest} ({possible[0]} in every layer)",
+        f"give {give} or more",
     )
 
 

@@ -117,8 +117,9 @@ def make_plan(
         width = facts.sizes[size]
         if not scheme.fits(width.value):
             raise RecipeError(
-                f"{where}: experts.group_size {scheme.group_size} does not divide {width.key} {width.value}; "
-                f"{scheme.remedy}"
+                where,
+                f"experts.group_size {scheme.group_size} does not divide {width.key} {width.value}",
+                scheme.remedy,
             )
     folded = folds(facts, experts, where)
     in_layers, _, _ = facts.layer_prefix.partition("{layer}")
@@ -141,8 +142,9 @@ def make_plan(
         more = f" (and {len(remaining) - 1} more)" if len(remaining) > 1 else ""
         reason = "it might read the folded norm" if folded else "nothing says what it is for"
         raise CheckpointError(
-            f"{where}: {next(iter(remaining))}{more} is not among the facts of {facts.model_type}; {reason}, so it is "
-            "refused; give the published checkpoint"
+            where,
+            f"{next(iter(remaining))}{more} is not among the facts of {facts.model_type}; {reason}, so it is refused",
+            "give the published checkpoint",
         )
     last = facts.num_layers + len(facts.mtp_layers)
     actions.sort(key=lambda action: last if action.layer is None else action.layer)
@@ -191,14 +193,17 @@ def _linear_actions(
     written, other = f"{module.name}.{SCALE}", f"{module.name}.{SCALE_INV}"
     if form == ROWS and other in remaining:
         raise CheckpointError(
-            f"{where}: {other} is a scale per block of FP8, but other tensors have a scale per row (weight_scale); one "
-            "config group cannot say both; give the published checkpoint"
+            where,
+            f"{other} is a scale per block of FP8, but other tensors have a scale per row (weight_scale); one config "
+            "group cannot say both",
+            "give the published checkpoint",
         )
     scale = written if form == ROWS or written in remaining else other
     if scale in remaining and (known := unreadable_scale(form, remaining[scale], spec.shape)):
         raise CheckpointError(
-            f"{where}: {scale} is a scale {known}; of FP8 only F32 or BF16 scales of rows or blocks can be read; give "
-            "the model's release with such scales, or in BF16"
+            where,
+            f"{scale} is a scale {known}; of FP8 only F32 or BF16 scales of rows or blocks can be read",
+            "give the model's release with such scales, or in BF16",
         )
     scale_spec = take(remaining, scale, form.scale_shape(spec.shape), ("F32", "BF16"), where)
     if kind == "keep":
@@ -212,8 +217,9 @@ def _cached(facts: Architecture, where: str) -> dict[int, str]:
     latent = [name for name in facts.every_linear() if name.rpartition(".")[2] in LATENT]
     if latent:
         raise RecipeError(
-            f"{where}: kv_cache: fp8: {latent[0]} is of latent attention (MLA), of whose cache servers read no scales; "
-            "remove the key"
+            f"{where}: kv_cache: fp8",
+            f"{latent[0]} is of latent attention (MLA), of whose cache servers read no scales",
+            "remove the key",
         )
     found = {n: name for n in range(facts.num_layers) if (name := facts.of_layer(n).cached) is not None}
     other = next((name for name in found.values() if not name.endswith(SERVED_NAME)), None)
@@ -221,7 +227,7 @@ def _cached(facts: Architecture, where: str) -> dict[int, str]:
         why = (
             f"servers look for scales in {SERVED_NAME}, not in {other}" if other else "no layer caches keys and values"
         )
-        raise RecipeError(f"{where}: kv_cache: fp8: {why}; remove the key")
+        raise RecipeError(f"{where}: kv_cache: fp8", why, "remove the key")
     return {n: facts.layer(n, name) for n, name in found.items()}
 
 
@@ -234,12 +240,12 @@ def _require_converted(attention: Attention, actions: Sequence[Action], where: s
     found = [action for action in matrices if action.kind == "convert"]
     if not found:
         is_fp8 = "of attention, shared experts or dense layers is FP8"
-        raise RecipeError(f"{key}: no matrix {'fits' if isinstance(made, Fp8) else is_fp8}; remove the key")
+        raise RecipeError(key, f"no matrix {'fits' if isinstance(made, Fp8) else is_fp8}", "remove the key")
     if not isinstance(made, Fp8):
         return
     for action in matrices:
         if action.spec.dtype == FP8:
-            raise RecipeError(f"{key}: {action.source} is FP8 already; remove the key, or give bf16")
+            raise RecipeError(key, f"{action.source} is FP8 already", "remove the key, or give bf16")
     merged = {part for parts in FUSED_IN_SOME.values() for part in parts[:-1]}
     for action in found:
         rows, columns = action.spec.shape
@@ -247,8 +253,10 @@ def _require_converted(attention: Attention, actions: Sequence[Action], where: s
         for what, size, edge in (("rows", rows if last in merged else 0, 0), ("columns", columns, 1)):
             if size % made.edges[edge]:
                 raise RecipeError(
-                    f"{key}: {action.source} has {size} {what}, not a multiple of {made.edges[edge]}, and servers "
-                    "take no such blocks; give fp8, which has a scale per row"
+                    key,
+                    f"{action.source} has {size} {what}, not a multiple of {made.edges[edge]}, and servers take no "
+                    "such blocks",
+                    "give fp8, which has a scale per row",
                 )
 
 
@@ -259,8 +267,9 @@ def _unread_actions(
     for name in {name for action in actions for name in (action.source, *action.outputs)} if facts.unread else ():
         if facts.is_unread(name):
             raise ArchitectureError(
-                f"{where}: {name} matches both a known tensor and `unread` in the architecture spec of "
-                f"{facts.model_type}; make the expression narrower"
+                where,
+                f"{name} matches both a known tensor and `unread` in the architecture spec of {facts.model_type}",
+                "make the expression narrower",
             )
     unread = {name: spec.shape for name, spec in remaining.items() if facts.is_unread(name)}
     taken = {name: take(remaining, name, shape, tuple(TORCH_DTYPES), where) for name, shape in unread.items()}
@@ -280,15 +289,16 @@ def take(remaining: Remaining, name: str, shape: tuple[int, ...], dtypes: tuple[
     """Take a tensor out of `remaining`; CheckpointError if it is missing, or has another shape or dtype."""
     spec = remaining.pop(name, None)
     if spec is None:
-        raise CheckpointError(f"{where}: {name} is missing; the checkpoint is incomplete, download it again")
+        raise CheckpointError(where, f"{name} is missing", "the checkpoint is incomplete, download it again")
     if spec.shape != shape:
         raise CheckpointError(
-            f"{where}: {name} has shape {list(spec.shape)}, config.json says {list(shape)}; they do not belong "
-            "together, download both again"
+            where,
+            f"{name} has shape {list(spec.shape)}, config.json says {list(shape)}",
+            "they do not belong together, download both again",
         )
     if spec.dtype not in dtypes:
         raise CheckpointError(
-            f"{where}: {name} is {spec.dtype}; {' or '.join(dtypes)} is needed; give the published checkpoint"
+            where, f"{name} is {spec.dtype}; {' or '.join(dtypes)} is needed", "give the published checkpoint"
         )
     return spec
 
@@ -310,12 +320,13 @@ def folds(facts: Architecture, experts: Experts, where: str) -> bool:
     """
     if experts.engine == "llmcompressor" and any(kind.own_gate for kind in facts.kinds):
         raise RecipeError(
-            f"{where}: experts.engine: llm-compressor does not know the gate that these experts have of their own; "
-            "take gram"
+            f"{where}: experts.engine",
+            "llm-compressor does not know the gate that these experts have of their own",
+            "take gram",
         )
     if not experts.awq or experts.awq.fold is False:
         return False
     against = obstacle(facts, experts.engine)
     if against and experts.awq.fold:
-        raise RecipeError(f"{where}: experts.awq.fold: {against}; remove the key, or set it to false")
+        raise RecipeError(f"{where}: experts.awq.fold", against, "remove the key, or set it to false")
     return against is None

@@ -86,9 +86,10 @@ def device_memory(
     smallest, limit = phases.peak(1), sys.maxsize if limit is None else limit
     if smallest > limit:
         raise InputError(
+            "",
             f"{gib(limit)} of device memory is too little: a layer takes {gib(phases.layer + phases.forward)}, "
-            f"{gib(smallest)} with one batch of {phases.size} experts at a time and a text of {longest:,} tokens; "
-            f"give --device-memory {math.ceil(smallest / 2**20)}MiB, or shorter sequences"
+            f"{gib(smallest)} with one batch of {phases.size} experts at a time and a text of {longest:,} tokens",
+            f"give --device-memory {math.ceil(smallest / 2**20)}MiB, or shorter sequences",
         )
     kept, room = {"inputs": 0, "states": 0, "texts": 0}, limit
     if accelerator and tokens is not None:
@@ -240,9 +241,11 @@ class Residents:
         """Halve the number, since the device was full, before the step is repeated; QuantizeError if it was one."""
         if self.count <= 1:
             raise QuantizeError(
+                "",
                 f"the device's memory is full with the Hessians of one batch of {self.unit} experts at a time, for "
-                f"which {gib(self.needed)} were planned; free memory there, or give a smaller --device-memory "
-                "(activations are then kept elsewhere), a larger device or --device cpu, and the same command again"
+                f"which {gib(self.needed)} were planned",
+                "free memory there, or give a smaller --device-memory (activations are then kept elsewhere), a larger "
+                "device or --device cpu, and the same command again",
             )
         self.count //= 2
         print(

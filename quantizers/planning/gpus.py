@@ -94,7 +94,7 @@ def parse_gpus(text: str) -> Gpus:
     """Parse `2x96GiB`, `2xH100`, or either for one GPU; InputError for any other form, and an unknown name."""
     match = re.fullmatch(r"(?:(\d+)\s*[xX×]\s*)?(.+)", text.strip())
     if match is None or (match[1] is not None and not int(match[1])):
-        raise InputError(f"--vram {text!r}: write the number of GPUs and the memory of each, as 2x96GiB, or 2xH100")
+        raise InputError(f"--vram {text!r}", "write the number of GPUs and the memory of each, as 2x96GiB, or 2xH100")
     count = int(match[1] or 1)
     name = re.sub(r"[\s_-]+", "-", match[2].strip().upper().removeprefix("NVIDIA ").removeprefix("AMD "))
     by_name = {
@@ -106,8 +106,9 @@ def parse_gpus(text: str) -> Gpus:
         return Gpus(text.strip(), count, _memory(entry), entry.get("sm"), "seen" not in entry)
     if re.match(r"[A-Z]|\d{4}(?!.*B$)", name):
         raise InputError(
-            f"--vram {text!r}: no GPU {match[2]} is known{did_you_mean(name, known_gpus())}; give the memory of each, "
-            f"as {count}x96GiB, or one of {', '.join(sorted(known_gpus()))}"
+            f"--vram {text!r}",
+            f"no GPU {match[2]} is known{did_you_mean(name, known_gpus())}",
+            f"give the memory of each, as {count}x96GiB, or one of {', '.join(sorted(known_gpus()))}",
         )
     return Gpus(text.strip(), count, parse_bytes(match[2], "--vram"))
 

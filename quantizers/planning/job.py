@@ -108,7 +108,7 @@ def prepare(
     """
     recipe, path = read_recipe(name, changes)
     if recipe.experts.engine == "llmcompressor" and (lack := lacking("llmcompressor")):
-        raise RecipeError(f"{given_at(('experts', 'engine'), path, changes)}: {lack}, or take gram")
+        raise RecipeError(given_at(("experts", "engine"), path, changes), lack[0], f"{lack[1]}, or take gram")
     for set_name in () if any_sets else sets_of(recipe):
         set_file(set_name, path)
     location = source_location(recipe, path) if source_folder is None else given_folder(source_folder)
@@ -121,8 +121,9 @@ def prepare(
     else:
         if "/" not in location:  # as a published recipe has it of a folder: others beside it may be other models
             raise CheckpointError(
-                f"{given_at(('source', 'model'), path, changes)}: {printed(location)} is neither a folder beside the "
-                "recipe nor a Hub id (owner/name); give --source DIR if it is elsewhere, or correct it"
+                given_at(("source", "model"), path, changes),
+                f"{printed(location)} is neither a folder beside the recipe nor a Hub id (owner/name)",
+                "give --source DIR if it is elsewhere, or correct it",
             )
         if sets_first and not Path(location).is_dir() and cached_folder(location, recipe.source.revision) is None:
             _load_sets(location, recipe, path)
@@ -175,7 +176,7 @@ def _open_source(
     patterns = (CONFIG, INDEX) if headers else ()
     folder, remote = locate(location, revision, stream=stream, patterns=patterns, cache=cache)
     if not (folder / CONFIG).is_file():
-        raise CheckpointError(f"{location if remote else folder}: has no config.json; give a checkpoint folder")
+        raise CheckpointError(location if remote else folder, "has no config.json", "give a checkpoint folder")
     # Before the shards, whose dtypes may be unknown here.
     refuse_unquantizable(read_config(folder), f"{location}: {CONFIG}" if remote else str(folder / CONFIG))
     return open_folder(folder, recipe.source.model, revision, remote=remote)
@@ -199,7 +200,7 @@ def _load_sets(location: str, recipe: Recipe, path: Path) -> None:
 def given_folder(folder: Path) -> str:
     """The folder given with --source, as an absolute path; CheckpointError if there is none."""
     if not folder.is_dir():
-        raise CheckpointError(f"--source {folder}: no such folder; give the folder of the source model")
+        raise CheckpointError(f"--source {folder}", "no such folder", "give the folder of the source model")
     return str(folder.resolve())
 
 

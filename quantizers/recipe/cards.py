@@ -18,5 +18,5 @@ def known_cards(names: Iterable[str]) -> tuple[Card, ...]:
     """The cards of these names, each once; an InputError for another name."""
     for name in names:
         if name not in CARDS:
-            raise InputError(f"--as-served {name}: no such card is known here; give one of {', '.join(CARDS)}")
+            raise InputError(f"--as-served {name}", "no such card is known here", f"give one of {', '.join(CARDS)}")
     return tuple(card for card in CARDS if card in names)

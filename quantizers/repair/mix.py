@@ -73,7 +73,7 @@ def belong_together(source: Checkpoint, experts: Checkpoint, device: torch.devic
     source = split_fused_experts(source, facts)
     if not facts.is_of(experts.config):
         where = experts.folder / CONFIG
-        raise CheckpointError(f"{where}: is another model than {source.name}; give one made from a copy of it")
+        raise CheckpointError(where, f"is another model than {source.name}", "give one made from a copy of it")
     experts = published_names(experts, facts)
     schemes = stored_schemes(experts, facts)
     found = [examine(layer, source, experts, facts, device, schemes[layer].bits) for layer in facts.moe_layers]
@@ -104,10 +104,11 @@ def examine(
     if norm is not None and folded:
         if facts.also_reads_the_norm:
             raise CheckpointError(
-                f"{experts.folder}: layer {layer}: {norm.tensor} was divided in {folded} of {len(ratio)} channels, but "
-                f"{' and '.join(facts.also_reads_the_norm)} read it too and would keep the source's bytes: its experts "
-                "fit the divided norm alone, so neither norm would be right for both; give experts that were quantized "
-                "without scales in this norm"
+                f"{experts.folder}: layer {layer}",
+                f"{norm.tensor} was divided in {folded} of {len(ratio)} channels, but "
+                f"{' and '.join(facts.also_reads_the_norm)} read it too and would keep the source's bytes: its "
+                "experts fit the divided norm alone, so neither norm would be right for both",
+                "give experts that were quantized without scales in this norm",
             )
         state = "compensated"  # as it is, if it does not read this norm
         if facts.router_follows:
@@ -123,8 +124,9 @@ def examine(
         unscaled = max(unscaled, *matrix_errors(old, new, torch.ones_like(smooth), inner=inner).tolist())
     if error >= close_enough(bits):
         raise CheckpointError(
-            f"{experts.folder}: layer {layer}: its experts are {error:.0%} away from the source's times the ratio of "
-            "the norms; they were made from another model, or smoothed in another way"
+            f"{experts.folder}: layer {layer}",
+            f"its experts are {error:.0%} away from the source's times the ratio of the norms",
+            "they were made from another model, or smoothed in another way",
         )
     return Layer(layer, folded, state, error, unscaled)
 
@@ -178,7 +180,7 @@ def mixed_tensors(mix: Mix, layer: int, source: Checkpoint, *, repair_router: bo
                 tensor = experts.tensor(experts.require(part, "a part of a packed expert").name)
                 if tensor.shape != spec.shape:
                     shapes = f"{list(tensor.shape)}, not {list(spec.shape)}"
-                    raise CheckpointError(f"{experts.folder}: {part} has shape {shapes}")
+                    raise CheckpointError(experts.folder, f"{part} has shape {shapes}")
                 tensors[part] = tensor.to(torch_dtype(spec.dtype)) if part.endswith("weight_scale") else tensor
     return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
 

@@ -87,7 +87,7 @@ def stitch_experts(
     finished = journal.finished_report(output)
     if finished is not None:
         if finished.get("stitched") != settings:
-            raise OutputError(f"{output}: holds another finished output; choose another --output")
+            raise OutputError(output, "holds another finished output", "choose another --output")
         return FinishedCheckpoint(output, finished | {"already_done": True}, location)
     on = choose_device(device)
     with interruptible(RESUME) as check, ordered():

@@ -50,15 +50,16 @@ def ask_vllm(folder: Path, own: Own = None) -> dict[str, Any]:
     facts = architecture_for(config, where, own)
     section = config.get("quantization_config")
     if not isinstance(section, dict):
-        raise InputError(f"{where}: quantization_config is missing; there is nothing to ask vLLM")
+        raise InputError(where, "quantization_config is missing", "there is nothing to ask vLLM")
     try:
         vllm = import_module("vllm")
     except ImportError as failure:
-        raise InputError(f"{where}: vLLM cannot be imported ({failure}); {REMEDY}") from None
+        raise InputError(where, f"vLLM cannot be imported ({failure})", REMEDY) from None
     if facts.model_class not in import_module("vllm.model_executor.models").ModelRegistry.models:
         raise InputError(
-            f"{where}: vLLM {vllm.__version__} has no model {facts.model_class}, so there is nothing to ask; its "
-            "Transformers backend may take the model: `vllm serve` tells"
+            where,
+            f"vLLM {vllm.__version__} has no model {facts.model_class}, so there is nothing to ask",
+            "its Transformers backend may take the model: `vllm serve` tells",
         )
     result: dict[str, Any] = {"version": vllm.__version__, "rules": "", "asked": 0, "schemes": {}, "differences": []}
     try:

@@ -110,7 +110,7 @@ class Fit:
 def serving_model(plan: Plan, facts: Architecture, config: dict[str, Any], fp8: Fp8 | None) -> Model:
     """The facts about a plan's output; InputError where the architecture spec does not say how servers divide it."""
     if problem := unsaid(facts):
-        raise InputError(problem)
+        raise InputError("", problem)
     linears = facts.every_linear()
     layers: list[Counter[str]] = [Counter() for _ in range(plan.layers)]  # MTP's serve speculative decoding alone
     blocks: dict[str, tuple[int, int]] = {}
@@ -147,10 +147,10 @@ def split_over(model: Model, gpus: Gpus, tensor_parallel: int | None) -> tuple[i
         if tensor_parallel < 1 or gpus.count % tensor_parallel:
             factors = " or ".join(str(n) for n in range(1, gpus.count + 1) if gpus.count % n == 0)
             raise InputError(
-                f"--tp {tensor_parallel} does not divide the {gpus.count} GPUs of {gpus.name}; {factors} do"
+                "", f"--tp {tensor_parallel} does not divide the {gpus.count} GPUs of {gpus.name}", f"{factors} do"
             )
         if problem := tensor_parallel_problem(model, tensor_parallel):
-            raise InputError(f"--tp {tensor_parallel}: {problem}; choose another")
+            raise InputError(f"--tp {tensor_parallel}", problem, "choose another")
         return tensor_parallel, gpus.count // tensor_parallel
     divisors = [n for n in range(gpus.count, 0, -1) if gpus.count % n == 0]
     best = next((n for n in divisors if tensor_parallel_problem(model, n) is None), 1)
@@ -182,7 +182,7 @@ def fit(
     kv = "fp8" if model.fp8_cache else kv
     context = model.longest if context is None else context
     if context < 1 or (model.longest and context > model.longest):
-        raise InputError(f"--context {context}: this model takes 1 to {model.longest:,} tokens")
+        raise InputError(f"--context {context}", f"this model takes 1 to {model.longest:,} tokens")
     weights, activations = _weights(model, *split), _activations(model, gpus, tensor)
     budget = int(gpus.bytes * UTILISATION)
     per_token = kv_bytes_per_token(model, kv, *split)

@@ -30,7 +30,8 @@ def planned_check(job: Job, one_expert: bool = False) -> ServingCheck:
     for error in found.errors:
         where = job.source.folder if job.source and not job.source.remote else job.location
         raise CheckpointError(
-            f"{where}: of this source no output can be made that servers read: {error.sentence}; "
-            "give a source in which what servers fuse is stored alike"
+            where,
+            f"of this source no output can be made that servers read: {error.sentence}",
+            "give a source in which what servers fuse is stored alike",
         )
     return found

@@ -129,13 +129,13 @@ def serve_check(
     """
 
     if (server is None) == (offline is None):
-        raise InputError("give --server URL, or --offline PYTHON for a vLLM without a server")
+        raise InputError("", "give --server URL, or --offline PYTHON for a vLLM without a server")
     if offline is None and engine:
-        raise InputError("--engine is for --offline; give a server its options when it is started")
+        raise InputError("", "--engine is for --offline", "give a server its options when it is started")
     if offline is not None and server_log is not None:
-        raise InputError("--server-log is for --server; with --offline the log is known")
+        raise InputError("", "--server-log is for --server", "with --offline the log is known")
     if exact and source_check is not None:
-        raise InputError("--exact has a limit of its own; leave out --source-check")
+        raise InputError("", "--exact has a limit of its own", "leave out --source-check")
     refuse_incomplete(Path(candidate))
     path = _output(output, Path(candidate))
     data_set, arguments = find_set(str(data), "held-out"), dict(map(_argument, engine))
@@ -148,7 +148,7 @@ def serve_check(
     own = Path(facts) if facts is not None else output_facts(opened.folder)
     architecture = architecture_for(first.config, str(first.folder / CONFIG), own, first.tensors)
     if opened.config.get("model_type") != architecture.model_type or not architecture.is_of(opened.config):
-        raise CheckpointError(f"{opened.folder / CONFIG}: is another model than {first.name}; give its own source")
+        raise CheckpointError(opened.folder / CONFIG, f"is another model than {first.name}", "give its own source")
     names = [{"model": _name(one), "digest": source_digest(one)} for one in checkpoints]
     before = _record(Path(source_check), names, top_k) if source_check is not None else None
     samples = said(load_set(data_set, first.folder, trust_remote_code), "held out")
@@ -160,14 +160,15 @@ def serve_check(
     with asking as asked:
         if before and (asked.kind, asked.version) != (before.server.kind, before.server.version):
             raise InputError(
-                f"{source_check}: is of {before.server.kind} {before.server.version}, and this server is "
-                f"{asked.kind} {asked.version}; serve the source on this one, and check it again"
+                source_check,
+                f"is of {before.server.kind} {before.server.version}, and this server is {asked.kind} {asked.version}",
+                "serve the source on this one, and check it again",
             )
         held = _texts(samples, first, architecture, asked.max_model_len, trust_remote_code)
         pairs = zip(samples.samples, held.texts, strict=True)
         sent = identity([replace(one, tokens=text.tokens.numpy()) for one, text in pairs])
         if before and before.data.identity != sent:
-            raise InputError(f"{source_check}: was made with other texts; give the same --data and --max-model-len")
+            raise InputError(source_check, "was made with other texts", "give the same --data and --max-model-len")
         returned = _ask(asked, held.texts, top_k, architecture.vocab_size)
         about = {
             "kind": asked.kind, "version": asked.version, "model": asked.model, "max_model_len": asked.max_model_len,
@@ -197,8 +198,8 @@ def _argument(text: str) -> tuple[str, Any]:
         if key and equals:
             return key.strip().replace("-", "_"), parse_value(value)
     except Refused as refused:
-        raise InputError(f"--engine {text}: {refused}") from None
-    raise InputError(f"--engine {text}: is not key=value; write it as --engine dtype=float32")
+        raise InputError(f"--engine {text}", refused.problem, refused.remedy) from None
+    raise InputError(f"--engine {text}", "is not key=value", "write it as --engine dtype=float32")
 
 
 def _source(candidate: Checkpoint, given: str | None) -> Checkpoint | None:
@@ -223,7 +224,7 @@ def _output(given: str | Path | None, candidate: Path) -> Path:
     if given is None:
         return candidate / SERVE_CHECK if (candidate / REPORT).is_file() else Path(SERVE_CHECK)
     if not Path(given).parent.is_dir():
-        raise InputError(f"--output {given}: there is no folder {Path(given).parent}; create it, or give another")
+        raise InputError(f"--output {given}", f"there is no folder {Path(given).parent}", "create it, or give another")
     return Path(given)
 
 
@@ -234,22 +235,27 @@ def _record(path: Path, names: Sequence[dict[str, str]], top_k: int) -> ServeChe
     except ValidationError as failure:
         place = ".".join(map(str, failure.errors()[0]["loc"]))
         raise InputError(
-            f"{path}: {place}: is not what `quantize serve-check` writes; make it with `quantize serve-check SOURCE`"
+            f"{path}: {place}",
+            "is not what `quantize serve-check` writes",
+            "make it with `quantize serve-check SOURCE`",
         ) from None
     if len(names) < 2:
-        raise InputError(f"{path}: is the source's, which is not known here; say where that is with --source")
+        raise InputError(path, "is the source's, which is not known here", "say where that is with --source")
     if record.candidate.digest != names[1]["digest"]:
         raise InputError(
-            f"{path}: is of {record.candidate.model}, which is not the source {names[1]['model']}; serve that, and "
-            f"make it with `quantize serve-check {names[1]['model']} … --output {path}`"
+            path,
+            f"is of {record.candidate.model}, which is not the source {names[1]['model']}",
+            f"serve that, and make it with `quantize serve-check {names[1]['model']} … --output {path}`",
         )
     if record.figures.top1 < UNLIKE:
         raise InputError(
-            f"{path}: the source's server agreed with it at {record.figures.top1:.1%} of the positions, so it served "
-            "something else, and no limit follows; serve the source, and check it again"
+            path,
+            f"the source's server agreed with it at {record.figures.top1:.1%} of the positions, so it served "
+            "something else, and no limit follows",
+            "serve the source, and check it again",
         )
     if record.top_k != top_k:
-        raise InputError(f"{path}: was made with --top-k {record.top_k}; give the same here")
+        raise InputError(path, f"was made with --top-k {record.top_k}", "give the same here")
     return record
 
 
@@ -258,7 +264,9 @@ def _texts(samples: Any, source: Checkpoint, facts: Architecture, longest: int |
     limits = [limit for limit in (facts.positions, longest and longest - 1) if limit]
     limited = facts.model_copy(update={"positions": min(limits) if limits else None})
     if limited.positions is not None and limited.positions < 2:
-        raise InputError(f"max_model_len is {longest}, too short for any text; serve it with a larger --max-model-len")
+        raise InputError(
+            "", f"max_model_len is {longest}, too short for any text", "serve it with a larger --max-model-len"
+        )
     held = held_out(samples, source, limited, trust_remote_code)
     if lost := held.about.past_the_model.texts:
         print(

@@ -76,28 +76,31 @@ def score(server: Server, tokens: Sequence[int], top_k: int, vocabulary: int, wh
     """
     where, rows = f"{server.kind}: {which}", server.ask(tokens, top_k, which)
     if len(rows) != len(tokens) - 1:
-        raise InputError(f"{where}: {len(rows)} positions were scored, not {len(tokens) - 1}; another text was")
+        raise InputError(where, f"{len(rows)} positions were scored, not {len(tokens) - 1}", "another text was")
     width, least = max(map(len, rows)), min(top_k, vocabulary)
     ids, logs = np.full((len(rows), width), -1), np.full((len(rows), width), -np.inf)
     for position, (row, token) in enumerate(zip(rows, tokens[1:], strict=True)):
         if len(row) < least:
             raise InputError(
-                f"{where}: {len(row)} log-probabilities came at a position, {least} were asked for: the server caps "
-                f"them; start vLLM with --max-logprobs {top_k}, or give --top-k {max(1, len(row) - 1)}"
+                where,
+                f"{len(row)} log-probabilities came at a position, {least} were asked for: the server caps them",
+                f"start vLLM with --max-logprobs {top_k}, or give --top-k {max(1, len(row) - 1)}",
             )
         if max(row) >= vocabulary or min(row) < 0:
             raise InputError(
-                f"{where}: token {max(row)} was returned, and this model has {vocabulary:,}: another model is served; "
-                "see /v1/models"
+                where,
+                f"token {max(row)} was returned, and this model has {vocabulary:,}: another model is served",
+                "see /v1/models",
             )
         if token not in row:
-            raise InputError(f"{where}: token {token} of the text has no log-probability; the server scored another")
+            raise InputError(where, f"token {token} of the text has no log-probability", "the server scored another")
         ids[position, : len(row)], logs[position, : len(row)] = list(row), list(row.values())
     total = np.exp(logs).sum(1)
     if not total.max() <= MORE_THAN_ONE:
         raise InputError(
-            f"{where}: probabilities sum to {total.max():.4g}, so these are no log-probabilities; start vLLM with "
-            "--logprobs-mode raw_logprobs"
+            where,
+            f"probabilities sum to {total.max():.4g}, so these are no log-probabilities",
+            "start vLLM with --logprobs-mode raw_logprobs",
         )
     return ids, logs, logs[ids == np.asarray(tokens[1:])[:, None]]
 
@@ -126,16 +129,16 @@ def over_http(url: str, timeout: float, log: Path | None = None) -> Iterator[Ser
     try:
         logged = log.read_text(encoding="utf-8", errors="replace").splitlines() if log else []
     except OSError as failure:
-        raise InputError(f"{log}: cannot be read ({failure.strerror}); give the file of the server's log") from None
+        raise InputError(log, f"cannot be read ({failure.strerror})", "give the file of the server's log") from None
     key = os.environ.get(KEY, "").strip()
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         base = httpx.URL(url.rstrip("/").removesuffix("/v1"))
         client = httpx.Client(base_url=base, timeout=timeout, headers=headers)
     except UnicodeEncodeError:
-        raise InputError(f"{KEY}: is not ASCII, so no header can hold it; set it to the server's key") from None
+        raise InputError(KEY, "is not ASCII, so no header can hold it", "set it to the server's key") from None
     except (httpx.InvalidURL, ValueError) as failure:
-        raise InputError(f"--server: {_short(str(failure), key)}; write it as http://127.0.0.1:8000") from None
+        raise InputError("--server", _short(str(failure), key), "write it as http://127.0.0.1:8000") from None
     shown = f"{base.scheme}://{base.netloc.decode().rpartition('@')[2]}"
 
     def json_of(path: str, body: dict[str, Any] | None = None, which: str = "") -> Any:
@@ -145,24 +148,25 @@ def over_http(url: str, timeout: float, log: Path | None = None) -> Iterator[Ser
             answer = client.request("GET" if body is None else "POST", path, json=body)
         except httpx.TimeoutException:
             raise InputError(
-                f"{where}: no answer within {timeout:g} s; busy or stalled: see its log, or give a larger --timeout"
+                where, f"no answer within {timeout:g} s", "busy or stalled: see its log, or give a larger --timeout"
             ) from None
         except httpx.LocalProtocolError:  # whose message would show the header
-            raise InputError(f"{where}: {KEY} is no key that a header can hold; set it to the server's") from None
+            raise InputError(where, f"{KEY} is no key that a header can hold", "set it to the server's") from None
         except (httpx.TransportError, httpx.DecodingError) as failure:
             raise InputError(
-                f"{where}: {_short(str(failure) or type(failure).__name__, key)}; see whether the server is ready, "
-                "and the address right, as http://127.0.0.1:8000"
+                where,
+                _short(str(failure) or type(failure).__name__, key),
+                "see whether the server is ready, and the address right, as http://127.0.0.1:8000",
             ) from None
         if answer.status_code == 404 and body is None:
             return None
         if answer.status_code != 200:
-            raise InputError(f"{where}: {_refusal(answer.status_code, answer.text, key, body or {})}")
+            raise InputError(where, *_refusal(answer.status_code, answer.text, key, body or {}))
         try:
             return answer.json()
         except ValueError:
             raise InputError(
-                f"{where}: the answer is no JSON: {_short(answer.text, key)}; see the server's log"
+                where, f"the answer is no JSON: {_short(answer.text, key)}", "see the server's log"
             ) from None
 
     with client:
@@ -171,13 +175,13 @@ def over_http(url: str, timeout: float, log: Path | None = None) -> Iterator[Ser
             if isinstance(about, dict) and "version" in about:
                 break
         else:
-            raise InputError(f"{shown}: answers neither /version (vLLM) nor /server_info (SGLang); give one of these")
+            raise InputError(shown, "answers neither /version (vLLM) nor /server_info (SGLang)", "give one of these")
         kind, models = KINDS[path], json_of("/v1/models")
         try:
             first = models["data"][0]  # adapters follow
             model, lengths = str(first["id"]), [first.get("max_model_len"), about.get("max_req_input_len")]
         except (LookupError, TypeError, AttributeError):
-            raise InputError(f"{shown}/v1/models: names no model; give the address of a server with one") from None
+            raise InputError(f"{shown}/v1/models", "names no model", "give the address of a server with one") from None
 
         def of_vllm(tokens: Sequence[int], top_k: int, which: str) -> list[dict[int, float]]:
             body = {"model": model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0, "prompt_logprobs": top_k}
@@ -225,13 +229,14 @@ def _as_described(key: str, which: str) -> Iterator[None]:
         yield
     except (LookupError, TypeError, ValueError, AttributeError):
         raise InputError(
-            f"{which}: the answer's {key} are missing, or have no token ids or no numbers; give the address of vLLM or "
-            "SGLang itself, not of a proxy that rewrites answers"
+            which,
+            f"the answer's {key} are missing, or have no token ids or no numbers",
+            "give the address of vLLM or SGLang itself, not of a proxy that rewrites answers",
         ) from None
 
 
-def _refusal(status: int, text: str, key: str, body: Mapping[str, Any]) -> str:
-    """Error message for a status other than 200: the server's own words, shortened, and the remedy."""
+def _refusal(status: int, text: str, key: str, body: Mapping[str, Any]) -> tuple[str, str]:
+    """Problem and remedy for a status other than 200: the server's own words, shortened, and what to do."""
     said = _short(text, key)
     asked = body.get("prompt_logprobs", body.get("top_logprobs_num"))
     if status in (401, 403):
@@ -243,7 +248,7 @@ def _refusal(status: int, text: str, key: str, body: Mapping[str, Any]) -> str:
         remedy = "it serves a model with another vocabulary; see /v1/models, and serve this checkpoint"
     else:
         remedy = "see the server's log"
-    return f"HTTP {status}: {said}; {remedy}"
+    return f"HTTP {status}: {said}", remedy
 
 
 def _short(text: str, key: str) -> str:
@@ -281,7 +286,7 @@ def offline(python: str, model: Path, engine: Mapping[str, Any], top_k: int, tim
             )  # fmt: skip
         except OSError as failure:
             raise InputError(
-                f"--offline {python}: cannot be started ({failure.strerror}); give the python of a vLLM"
+                f"--offline {python}", f"cannot be started ({failure.strerror})", "give the python of a vLLM"
             ) from None
         assert process.stdin is not None
         assert process.stdout is not None
@@ -293,14 +298,15 @@ def offline(python: str, model: Path, engine: Mapping[str, Any], top_k: int, tim
 
         def read(which: str, patience: float | None) -> Any:
             if not select.select([answers], [], [], patience)[0]:
-                raise InputError(f"--offline: {which}: no answer within {timeout:g} s; give a larger --timeout")
+                raise InputError(f"--offline: {which}", f"no answer within {timeout:g} s", "give a larger --timeout")
             if line := answers.readline():
                 return json.loads(line)
             process.wait()
             last = [line for line in logged() if re.match(r".*(Error|Exception)\b", line)] or logged()
             raise InputError(
-                f"--offline {short_path(python)}: vLLM ended: {_short(''.join(last[-1:]), '')}; "
-                "change its arguments with --engine KEY=VALUE, such as max_model_len=4096"
+                f"--offline {short_path(python)}",
+                f"vLLM ended: {_short(''.join(last[-1:]), '')}",
+                "change its arguments with --engine KEY=VALUE, such as max_model_len=4096",
             )
 
         def ask(tokens: Sequence[int], top_k: int, which: str) -> list[dict[int, float]]:

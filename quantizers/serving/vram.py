@@ -77,9 +77,9 @@ def fits_on(
     gpus = [parse_gpus(text) for text in vram]
     if problem := unsaid(job.facts):
         if (context, kv, tp) != (None, "auto", None):
-            raise InputError(f"--context, --kv and --tp: {problem}; leave them out")
+            raise InputError("--context, --kv and --tp", problem, "leave them out")
         if ram is not None:
-            raise InputError(f"--ram: {problem}; leave it out")
+            raise InputError("--ram", problem, "leave it out")
         return {"cards_unknown": problem, "weights": weights_alone(job.plan, gpus)}
     model = serving_model(job.plan, job.facts, job.config, job.fp8)
     about: dict[str, Any] = {}

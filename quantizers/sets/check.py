@@ -97,7 +97,7 @@ def check_set(
     spoken = set(calibration.languages.spoken) & CODES.keys()
     claims = [(sample, name) for sample in data.samples for name in sample.languages if name in spoken]
     if claims and (lack := lacking("py3langid")):
-        warnings += (f"the languages of {several(len(claims), 'spoken text')} are not checked: {lack}",)
+        warnings += (f"the languages of {several(len(claims), 'spoken text')} are not checked: {'; '.join(lack)}",)
         claims = []
     identified = [
         {"place": sample.place, "claimed": name, "identified": identify(sample.text)} for sample, name in claims

@@ -105,18 +105,20 @@ def compare(
     """
 
     if len(sets) < 2:
-        raise InputError("give two sets or more, each with --calibration")
+        raise InputError("", "give two sets or more, each with --calibration")
     most = draws if at_most is None else at_most
     if most < draws:
-        raise InputError(f"--at-most {most}: is less than --draws {draws}; give more, or leave it out")
+        raise InputError(f"--at-most {most}", f"is less than --draws {draws}", "give more, or leave it out")
     looks = -(-most // draws)
     for name in map(str, sets):
         if "=" in name and not Path(name).exists():
-            raise InputError(f"--calibration {name}: is no calibration set; write --set {name} to change the recipe")
+            raise InputError(
+                f"--calibration {name}", "is no calibration set", f"write --set {name} to change the recipe"
+            )
     files = [find_set(str(name)) for name in sets]
     for number, file in enumerate(files):
         if file.resolve() in [one.resolve() for one in files[:number]]:
-            raise InputError(f"--calibration {file}: is given twice; give each set once")
+            raise InputError(f"--calibration {file}", "is given twice", "give each set once")
     with _asked(
         recipe,
         files,
@@ -173,12 +175,12 @@ def why(
         drawn = [asked.load(file, number) for number in range(draws)]
         names = list(dict.fromkeys(sample.source for one in drawn for sample in one.samples))
         if len(names) < 2:
-            raise InputError(f"{file}: all its samples are of {names[0]}; a set of several sources can be asked about")
+            raise InputError(file, f"all its samples are of {names[0]}", "a set of several sources can be asked about")
 
         def without(name: str) -> list[CalibrationData]:
             kept = [tuple(sample for sample in one.samples if sample.source != name) for one in drawn]
             if not all(kept):
-                raise InputError(f"{file}: a draw without {name} holds no sample; draw more --tokens")
+                raise InputError(file, f"a draw without {name} holds no sample", "draw more --tokens")
             return [replace(one, samples=few, digest=digest_of(few)) for one, few in zip(drawn, kept, strict=True)]
 
         cut = [without(name) for name in names]
@@ -324,8 +326,9 @@ def _asked(
     job = dist.in_turn(lambda: prepare(str(recipe), source_folder=place, changes=changes))
     if job.allocation:
         raise InputError(
-            f"{job.path}: a budget chooses other bits for each set; compare with the same: --set "
-            "experts.budget=null --set experts.bits=4"
+            job.path,
+            "a budget chooses other bits for each set",
+            "compare with the same: --set experts.budget=null --set experts.bits=4",
         )
     gate = job.recipe.verify.perplexity if job.recipe.verify else None
     if data is not None:
@@ -333,7 +336,7 @@ def _asked(
     elif gate is not None:
         held_out_file = set_location(gate.data, job.path)
     else:
-        raise InputError(f"{job.path}: has no verify.perplexity, so no held-out texts; give --data SET")
+        raise InputError(job.path, "has no verify.perplexity, so no held-out texts", "give --data SET")
 
     refuse_library(job, dist)
     trusted = trust_remote_code or job.recipe.source.trusts_tokenizer
@@ -372,9 +375,9 @@ def _refuse_wrong_sets(files: Sequence[Path]) -> None:
         try:
             read_set(file)
         except CalibrationError as fault:
-            faults.append(str(fault))
+            faults.append(fault)
     if faults:
-        raise CalibrationError("\n".join(faults))
+        raise CalibrationError.several(faults)
 
 
 def _first(layers: str | None, depth: int, dense: int) -> int:
@@ -383,7 +386,7 @@ def _first(layers: str | None, depth: int, dense: int) -> int:
         return depth
     given = re.fullmatch(r"first:(\d+)", layers)
     if given is None or not dense < int(given[1]) <= depth:
-        raise InputError(f"--layers {layers}: is not first:N with N from {dense + 1} to {depth}; correct it")
+        raise InputError(f"--layers {layers}", f"is not first:N with N from {dense + 1} to {depth}", "correct it")
     return int(given[1])
 
 

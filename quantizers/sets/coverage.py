@@ -92,9 +92,9 @@ def coverage(
         InputError: something is missing, given twice, or wrong.
     """
     if compare and saliency:
-        raise InputError("--saliency scores experts on one set; leave out --compare")
+        raise InputError("", "--saliency scores experts on one set", "leave out --compare")
     if output is not None and not saliency:
-        raise InputError(f"--output {output}: is for the files of --saliency; give that too, or leave it out")
+        raise InputError(f"--output {output}", "is for the files of --saliency", "give that too, or leave it out")
     given = {"min_routed_tokens": min_routed_tokens, "max_uncovered": max_uncovered}
     gates = {key: value for key, value in given.items() if value is not None}
     question, read = question_of(
@@ -113,15 +113,19 @@ def coverage(
         rule = rule.model_copy(update=gates)
     elif gates:
         raise InputError(
-            f"{question.where}: holds the gates; leave out --min-routed-tokens and --max-uncovered, or change it "
-            "with --set verify.coverage.min_routed_tokens=N"
+            question.where,
+            "holds the gates",
+            "leave out --min-routed-tokens and --max-uncovered, or change it with --set "
+            "verify.coverage.min_routed_tokens=N",
         )
     files = Path(output) if output is not None and dist.is_main else None
     if files is not None:
         try:
             files.mkdir(parents=True, exist_ok=True)
         except OSError as failure:
-            raise OutputError(f"--output {files}: cannot be made a folder ({failure.strerror}); give another") from None
+            raise OutputError(
+                f"--output {files}", f"cannot be made a folder ({failure.strerror})", "give another"
+            ) from None
     if work is not None:
         Path(work).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=work) as folder, ordered():

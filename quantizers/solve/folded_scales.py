@@ -38,7 +38,7 @@ def stored_norm_ratio(source: Checkpoint, candidate: Checkpoint, name: str, offs
     info = candidate.require(name, "a norm")
     after = candidate.tensor(info.name)
     if before.shape != after.shape or not bool(torch.isfinite(after.float()).all()):
-        raise CheckpointError(f"{info.file}: {name} is not finite, or has another shape than the source's")
+        raise CheckpointError(info.file, f"{name} is not finite, or has another shape than the source's")
     return norm_ratio(before, after, offset)
 
 

@@ -184,8 +184,9 @@ def _calibrate(layer: torch.nn.Module, linear: Any, inputs: Sequence[Mapping[str
         for expert, number in enumerate(seen):
             if number != tokens:
                 raise QuantizeError(
-                    f"expert {expert} saw {number} of {tokens} calibration tokens: "
-                    "llm-compressor's all-experts calibration had no effect"
+                    "",
+                    f"expert {expert} saw {number} of {tokens} calibration tokens: llm-compressor's all-experts "
+                    "calibration had no effect",
                 )
         if awq is not None and not torch.accelerator.is_available():
             _keep_unpinned(awq)
@@ -236,7 +237,7 @@ def _codes(linear: Any, args: Any) -> tuple[dict[Matrix, Tensor], dict[Matrix, T
         scales[matrix] = torch.stack([module.weight_scale.detach().to(torch.bfloat16) for module in modules])
         for expert, finite in enumerate(scales[matrix].isfinite().flatten(1).all(1).tolist()):
             if not finite:
-                raise QuantizeError(f"expert {expert}: a group scale of {PROJECTIONS[matrix]} is not finite")
+                raise QuantizeError(f"expert {expert}", f"a group scale of {PROJECTIONS[matrix]} is not finite")
         both = [(module.weight.detach(), scale) for module, scale in zip(modules, scales[matrix], strict=True)]
         codes[matrix] = torch.stack(
             [quantize(weight, scale.to(weight.dtype), None, args, dtype=torch.int8) for weight, scale in both]

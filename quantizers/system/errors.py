@@ -24,12 +24,7 @@ class QuantizeError(Exception):
     exit_code = 1
     _several: tuple[QuantizeError, ...] = ()
 
-    def __init__(self, place: object, problem: str | None = None, remedy: str = "") -> None:
-        if problem is None:  # one text, where it is still raised as one: its last clause is the remedy
-            lines = str(place).split("\n")
-            self._several = tuple(map(type(self), lines)) if len(lines) > 1 else ()
-            before, _, after = str(place).rpartition("; ")
-            place, problem, remedy = ("", before, after) if before and not self._several else ("", str(place), "")
+    def __init__(self, place: object, problem: str, remedy: str = "") -> None:
         super().__init__(place, problem, remedy)
         self.place, self.problem, self.remedy = str(place), problem, remedy
 

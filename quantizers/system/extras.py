@@ -7,8 +7,8 @@ from importlib.util import find_spec
 EXTRAS = {"matplotlib": "pictures", "gguf": "imatrix", "py3langid": "languages", "llmcompressor": "llmcompressor"}
 
 
-def lacking(package: str) -> str:
-    """The line that says that a package of `EXTRAS` is not installed, with the remedy; empty if it is."""
+def lacking(package: str) -> tuple[str, str] | None:
+    """Problem and remedy where a package of `EXTRAS` is not installed; None if it is."""
     if find_spec(package) is not None:
-        return ""
-    return f"{package} is not installed; `pip install 'moe-quantizers[{EXTRAS[package]}]'`"
+        return None
+    return f"{package} is not installed", f"`pip install 'moe-quantizers[{EXTRAS[package]}]'`"

@@ -191,18 +191,20 @@ def hub_errors(model: str, what: str, revision: str, *, begun: bool = True) -> I
         kind, reason = kind_of(failure), reason_of(failure)
         if kind == "gated":
             raise CheckpointError(
-                f"{model}: is gated, and the Hub refuses {what}; accept its terms on https://huggingface.co/{model}, "
-                f"and {READER}"
+                model,
+                f"is gated, and the Hub refuses {what}",
+                f"accept its terms on https://huggingface.co/{model}, and {READER}",
             ) from None
         if kind == "no revision":
             raise CheckpointError(
-                f"{model}: the Hub has no revision {revision}, or no longer; give another one, with --fresh if a run "
-                "was begun"
+                model,
+                f"the Hub has no revision {revision}, or no longer",
+                "give another one, with --fresh if a run was begun",
             ) from None
         if begun and kind not in ("no repository", "no file"):
             raise HubUnavailable(f"{model}: {what}", f"the Hub stopped answering ({reason})", AGAIN) from None
         raise CheckpointError(
-            f"{model}: the Hub did not give {what} ({reason}); check the name and the network, or name a folder"
+            model, f"the Hub did not give {what} ({reason})", "check the name and the network, or name a folder"
         ) from None
 
 
@@ -228,9 +230,11 @@ def upload_errors(repo: str, remedy: str = "") -> Iterator[None]:
         status, reason = status_of(failure), reason_of(failure)
         if status in (401, 403):
             raise InputError(
-                f"{repo}: the Hub refuses this ({status}: {reason}); log in with `hf auth login` to an account with "
-                f"write access and room{f', or {remedy}' if remedy else ''}"
+                repo,
+                f"the Hub refuses this ({status}: {reason})",
+                "log in with `hf auth login` to an account with write access and "
+                f"room{f', or {remedy}' if remedy else ''}",
             ) from None
         if is_transient(failure):
             raise HubUnavailable(repo, f"the upload stopped ({reason})", AGAIN) from None
-        raise QuantizeError(f"{repo}: the upload stopped ({reason}); {AGAIN}") from None
+        raise QuantizeError(repo, f"the upload stopped ({reason})", AGAIN) from None

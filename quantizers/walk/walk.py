@@ -161,6 +161,7 @@ def all_tensors(model: StreamedModel | Job, source: Checkpoint, first: int = 0) 
 def memory_is_full(number: int) -> QuantizeError:
     """The error for a device that ran out of memory at layer `number`."""
     return QuantizeError(
-        f"layer {number}: the device's memory is full; give the same command again with a smaller --device-memory, "
-        "and the run resumes"
+        f"layer {number}",
+        "the device's memory is full",
+        "give the same command again with a smaller --device-memory, and the run resumes",
     )

@@ -209,7 +209,7 @@ def _reading_the_source() -> Iterator[None]:
     try:
         yield
     except CheckpointError as failure:
-        raise BrokenSource(f"the source is damaged: {failure}") from None
+        raise BrokenSource("", f"the source is damaged: {failure.without_remedy}", failure.remedy) from None
 
 
 def _matrices(gate_up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -152,7 +152,7 @@ def check_finite(tensors: Mapping[str, torch.Tensor], where: str, carried: Colle
     """Raise a QuantizeError for the first tensor with a NaN or infinity; what is `carried` may hold anything."""
     for name, tensor in tensors.items():
         if name not in carried and tensor.is_floating_point() and not bool(is_finite(tensor)):
-            raise QuantizeError(f"{where}: {name} is not finite; nothing was written for this layer")
+            raise QuantizeError(where, f"{name} is not finite", "nothing was written for this layer")
 
 
 def write_shard(
@@ -187,7 +187,7 @@ def write_shard(
         try:
             found, hashes = read_back(temporary, kept)
         except CheckpointError as failure:
-            raise QuantizeError(f"{failure}, though it was just written; check the disk") from None
+            raise QuantizeError("", f"{failure}, though it was just written", "check the disk") from None
         differing = [
             f"{name} has other bytes in the file than it was written with"
             for name, old, new in zip(sorted(tensors), expected, split(found["tensors"]), strict=True)
@@ -196,8 +196,9 @@ def write_shard(
         if differing:
             temporary.unlink()
             raise QuantizeError(
-                f"{path.name}: {differing[0]}{f', and {len(differing) - 1} more' if len(differing) > 1 else ''}; check "
-                "disk and memory, then give the same command again"
+                path.name,
+                f"{differing[0]}{f', and {len(differing) - 1} more' if len(differing) > 1 else ''}",
+                "check disk and memory, then give the same command again",
             )
         os.replace(temporary, path)
         sync_folder(path.parent)

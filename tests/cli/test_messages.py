@@ -45,7 +45,7 @@ def typed(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> Path:
     def cut(path: Path, entry: Any) -> None:
         real(path, entry)
         if entry.get("layer") == 1:
-            raise QuantizeError("cut here")
+            raise QuantizeError("", "cut here")
 
     with pytest.MonkeyPatch.context() as patched, (folder / "said").open("w") as said:
         patched.chdir(folder)
@@ -103,7 +103,7 @@ def test_an_unfinished_stitch_names_its_command(
     from quantizers.repair import stitch as stitched
 
     def cut(*_: Any, **__: Any) -> None:
-        raise QuantizeError("cut here")
+        raise QuantizeError("", "cut here")
 
     monkeypatch.chdir(tmp_path)
     words = ("stitch", "--source", finished.source, "--experts", finished.folder, "-o", "mixed", "--repair-router")

@@ -88,7 +88,7 @@ def test_a_run_begun_with_other_threads_goes_on_with_them(
     def cut(path: Path, entry: Any) -> None:
         real(path, entry)
         if entry.get("layer") == 0:
-            raise OutputError("cut here")
+            raise OutputError("", "cut here")
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(devices, "SMALL_LAYER", 0)
@@ -122,7 +122,7 @@ def test_an_evaluation_goes_on_with_its_threads(
     real = scoring.score_text
 
     def cut(*_: Any) -> Any:
-        raise OutputError("cut here")
+        raise OutputError("", "cut here")
 
     monkeypatch.setattr(scoring, "score_text", cut)
     assert quantize(monkeypatch, *words) == 2

@@ -151,7 +151,7 @@ def test_an_evaluation_by_several(small: Small, tmp_path: Path, monkeypatch: pyt
     def work(dist: ProcessGroup, folder: str, done: str | None = None) -> list[dict[str, Any]]:
         def check() -> None:
             if done and dist.rank == dist.world_size - 1 and (tmp_path / folder / done).exists():
-                raise QuantizeError("cut here")
+                raise QuantizeError("", "cut here")
 
         return measure(source, [candidate], held_out, CPU, tmp_path / folder, check, dist=dist)
 

@@ -277,7 +277,7 @@ def test_a_run_that_resumes_writes_the_matrix_of_the_source(
     def interrupted(path: Path, entry: Any) -> None:
         real(path, entry)
         if entry.get("layer") == 1:
-            raise QuantizeError("cut off")
+            raise QuantizeError("", "cut off")
 
     with monkeypatch.context() as patched:
         patched.setattr(layering, "write_json", interrupted)

@@ -92,7 +92,7 @@ def test_it_resumes_after_any_layer(job: Path, tmp_path: Path, monkeypatch: pyte
     def cut(path: Path, content: Any) -> None:
         if len(written) % 2:
             written.append("cut")
-            raise QuantizeError("cut")
+            raise QuantizeError("", "cut")
         real(path, content)
         written.append(path.name)
 

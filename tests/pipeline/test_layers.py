@@ -92,7 +92,7 @@ def test_a_layer_is_journaled_once_what_goes_on_from_it_is_on_the_disk(
     assert len(events) == 5 * layers + 1, "and the entry of the shard outside the layers"
 
     def full(_: ActivationStore) -> None:
-        raise QuantizeError("states: no room")
+        raise QuantizeError("states", "no room")
 
     monkeypatch.setattr(ActivationStore, "flush", full)
     with pytest.raises(QuantizeError, match="states: no room"):

@@ -176,7 +176,7 @@ def living(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Liv
             real(*arguments, **named)
         found.append(Living(alive.most, tracemalloc.get_traced_memory()[1]))
         tracemalloc.stop()
-        raise QuantizeError("counted")  # what comes after the layers is not asked about
+        raise QuantizeError("", "counted")  # what comes after the layers is not asked about
 
     monkeypatch.setattr(pipeline, "quantize_layers", counted)
 

@@ -105,7 +105,7 @@ def begin(
     case.recipe.write_text(yaml.safe_dump(body, sort_keys=False))
 
     def stop(*_: object, **__: object) -> None:
-        raise QuantizeError("reached the first layer")
+        raise QuantizeError("", "reached the first layer")
 
     monkeypatch.setattr(pipeline, "quantize_layers", stop)
 

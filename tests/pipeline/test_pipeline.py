@@ -98,7 +98,7 @@ def test_a_move_that_was_cut_goes_on(finished: Finished, tmp_path: Path) -> None
 
         def once(a: Path, b: Path, count: Any = count) -> None:
             if next(count) == 1:
-                raise QuantizeError("cut here")
+                raise QuantizeError("", "cut here")
             real(a, b)
 
         with pytest.MonkeyPatch.context() as patched:

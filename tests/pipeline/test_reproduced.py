@@ -112,7 +112,7 @@ def test_another_source_than_that_of_the_finished_folder_is_said(
     other = make(Path("other"), seed=1, num_hidden_layers=1)
 
     def stopped(*_: object) -> None:
-        raise QuantizeError("stopped here")
+        raise QuantizeError("", "stopped here")
 
     monkeypatch.setattr(pipeline, "plan_findings", stopped)
     for source, said in (("model", False), (other, True)):

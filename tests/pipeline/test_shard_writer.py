@@ -71,7 +71,7 @@ def test_a_shard_that_cannot_be_written_fails_after_the_layers_before_it() -> No
     writer = ShardWriter(SINGLE_PROCESS, later, background=True)
 
     def full() -> str:
-        raise QuantizeError("no room")
+        raise QuantizeError("", "no room")
 
     writer.begin(0, lambda: "audit", lambda: "digest")
     writer.begin(1, lambda: "audit", full)

@@ -60,7 +60,7 @@ def check(
     from quantizers.sets.check import check_set, render
 
     if not show and (source is not None or category is not None):
-        raise InputError("--source and --category choose what --show prints; add --show N")
+        raise InputError("", "--source and --category choose what --show prints", "add --show N")
     tokenizing, about, given = counting(tokenizer, recipe, trust_remote_code)
     path, other = _sets(set_, held_out, given)
     left_out = without or (given[0].calibration_without if given and set_ is None else ())
@@ -107,7 +107,7 @@ def _sets(name: str | None, held_out: str | None, recipe: tuple[Recipe, Path] | 
     elif recipe is not None:
         path = set_file(recipe[0].calibration_set, recipe[1])
     else:
-        raise InputError("give a set, such as embedded, or --recipe RECIPE to check the set of a recipe")
+        raise InputError("", "give a set, such as embedded, or --recipe RECIPE to check the set of a recipe")
     if held_out is not None:
         return path, find_set(held_out, "held-out")
     perplexity = recipe[0].verify.perplexity if recipe and recipe[0].verify else None
