@@ -7,7 +7,7 @@
 
 All sets are made of the texts of the set `embedded`. `why` asks which sources of a set help, in which two are planted:
 copies of texts that are there anyway, and random letters in their place. `draws` prints the KL of each text with each
-draw of two sets, by which tests/eval/test_estimate.py checks intervals.
+draw of two sets, by which tests/sets/test_estimate.py checks intervals.
 """
 
 from __future__ import annotations

@@ -13,8 +13,6 @@ from .adapter import Call, command
 
 if TYPE_CHECKING:
     from quantizers.commands.verify import Verification
-
-if TYPE_CHECKING:
     from quantizers.eval.report.schema import AuditFigures
 
 
