@@ -7,6 +7,7 @@ read and no kernel is created. vLLM's lookups are recorded, so the names under w
 from __future__ import annotations
 
 import copy
+import json
 import traceback
 from collections import Counter
 from collections.abc import Mapping
@@ -147,5 +148,6 @@ class _Queries:
         found = self._lookups[-1][1] if self._lookups else None
         if not found:
             return "plain", kernel
-        inputs = "as declared" if found.get("input_activations") else None
-        return str(replace(engines.scheme_of(found["weights"]), activations=inputs)), kernel
+        inputs = found.get("input_activations")
+        declared = json.dumps(inputs.model_dump(mode="json"), sort_keys=True) if inputs else None
+        return str(replace(engines.scheme_of(found["weights"]), activations=declared)), kernel

@@ -18,7 +18,7 @@ from sets import rows_set
 from tiny import write_job
 
 import quantizers
-from quantizers.pipeline import lanes
+from quantizers.output import layer_files
 from quantizers.sets import figures
 from quantizers.sets.compare import why
 from quantizers.system.errors import InputError, QuantizeError
@@ -87,7 +87,7 @@ def report_of(job: Path, output: Path, one: dict[str, Any], key: str) -> Any:
 @pytest.mark.slow
 def test_it_resumes_after_any_layer(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the figures of an unbroken call; not with other draws."""
-    whole, real, written = compared(job), lanes.write_json, list[str]()
+    whole, real, written = compared(job), layer_files.write_json, list[str]()
 
     def cut(path: Path, content: Any) -> None:
         if len(written) % 2:
@@ -97,7 +97,7 @@ def test_it_resumes_after_any_layer(job: Path, tmp_path: Path, monkeypatch: pyte
         written.append(path.name)
 
     with monkeypatch.context() as patched:
-        patched.setattr(lanes, "write_json", cut)
+        patched.setattr(layer_files, "write_json", cut)
         for _ in range(2):
             with pytest.raises(QuantizeError, match="cut"):
                 compared(job, work=tmp_path / "work")

@@ -13,6 +13,7 @@ from edited import edit
 from runs import JobFolder, hashes
 from safetensors.torch import load_file, save_file
 
+from quantizers.eval.report.schema import checked
 from quantizers.formats.fp8 import dequantize_fp8
 from quantizers.hub.publish import local_files
 from quantizers.output.journal import discard
@@ -119,7 +120,7 @@ def test_every_folder_of_the_source_goes_along(case: JobFolder, quantize: Quanti
     report = json.loads((output / "report.json").read_text())
     assert {TEMPLATE, "parsers/tools.py"} <= set(report["files"])
     assert "left behind in the source: onnx/ (weights that are not read)" in report["notes"]
-    assert {TEMPLATE, "parsers/tools.py"} <= {file.name for file in local_files(output, report)}
+    assert {TEMPLATE, "parsers/tools.py"} <= {file.name for file in local_files(output, checked(report))}
     assert quantize("verify", output, "--source", case.model)[0] == 0
     (output / "parsers" / "tools.py").write_text("x = 2\n")
     (output / "parsers" / "more.py").touch()

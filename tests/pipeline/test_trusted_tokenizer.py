@@ -16,6 +16,7 @@ from own_tokenizer import FILES, FIRST, write_own_tokenizer
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.commands.evaluate import measure
+from quantizers.eval.report.schema import checked
 from quantizers.hub.publish import local_files
 from quantizers.pipeline.pipeline import Options, run
 from quantizers.planning.job import prepare
@@ -44,12 +45,12 @@ def test_it_is_read_where_the_recipe_allows_it_and_travels_with_the_output(
     ids = np.concatenate([sample.tokens for sample in data.samples])
     assert ((ids < 2) | (ids >= FIRST)).all()  # its own: the plain tokenizer of these models has the ids between
     assert data.digest == report["calibration"]["digest"]
-    uploaded = {file.name: file.sha256 for file in local_files(output, report)}
+    uploaded = {file.name: file.sha256 for file in local_files(output, checked(report))}
     for name in (*FILES, "configuration_own.py"):
         assert uploaded[name] == hashlib.sha256((source / name).read_bytes()).hexdigest(), name
     held, opened = tmp_path / "held-out.yaml", (open_folder(source), open_folder(output))
     with pytest.raises(CalibrationError, match="--trust-remote-code"):
         measure(opened[0], [opened[1]], held, CPU, tmp_path / "work")
     (figures,) = measure(opened[0], [opened[1]], held, CPU, tmp_path / "work", trust_remote_code=True)
-    assert figures["kl"]["mean"] == pytest.approx(report["kl"]["mean"], rel=1e-6)
+    assert figures.kl.mean == pytest.approx(report["kl"]["mean"], rel=1e-6)
     assert not (tmp_path / "ran").exists()  # which the model's own code would have left
