@@ -71,7 +71,8 @@ class Watching:
     def _look(self) -> None:
         while not self._end.wait(0.0005):
             total = 0
-            for file in self.folder.glob("*"):
-                with contextlib.suppress(FileNotFoundError):
-                    total += file.stat().st_size
+            with contextlib.suppress(FileNotFoundError):  # of the folder, removed while it is read
+                for file in self.folder.glob("*"):
+                    with contextlib.suppress(FileNotFoundError):
+                        total += file.stat().st_size
             self.largest = max(self.largest, total)
