@@ -25,7 +25,6 @@ from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.eval.coverage.routing import Routed
 from quantizers.eval.fidelity.scoring import HeldOut, held_out
 from quantizers.output.journal import begun_with, refuse_changes
-from quantizers.pipeline.lanes import LaneFigures, measure_lanes
 from quantizers.pipeline.pipeline import Options, deciding, refuse_library
 from quantizers.planning.job import Job, prepare
 from quantizers.recipe.read import changes_of, find_set, set_location
@@ -36,6 +35,7 @@ from quantizers.system.interrupts import interruptible
 from .coverage_change import labels
 from .estimate import ERROR
 from .figures import NOTES, MeasuredSet, Scored, comparison, decided, set_figures, source_effects
+from .lanes import LaneFigures, measure_lanes
 
 Draws = Annotated[int, opt.Option("of each set; draw n is the set with its seed increased by n", min=1)]
 Tokens = Annotated[

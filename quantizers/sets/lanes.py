@@ -33,14 +33,13 @@ from quantizers.model.activation_stream import ActivationStream
 from quantizers.model.streamed_model import StreamedModel
 from quantizers.output.journal import check_room
 from quantizers.output.layer_files import LayerFiles
+from quantizers.pipeline.pipeline import Options, place_activations
+from quantizers.pipeline.quantizer import Calibration, Quantizer
 from quantizers.planning.device_memory import held_out_bytes
 from quantizers.planning.job import Job
 from quantizers.system.progress import doing, progress
 from quantizers.walk.context import Context
 from quantizers.walk.walk import LayerStep, all_tensors, walk
-
-from .pipeline import Options, place_activations
-from .quantizer import Calibration, Quantizer
 
 SCORED_TOGETHER = 4  # lanes whose logits are in memory together
 
