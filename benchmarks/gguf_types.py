@@ -33,7 +33,7 @@ from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.device.devices import choose_device
 from quantizers.formats.dequantization import read_weight
 from quantizers.formats.packed_integers import Integers
-from quantizers.importance.input_sums import DOWN, GATE, InputSums, Tokens, read_sums
+from quantizers.llama_cpp.input_sums import DOWN, GATE, InputSums, Tokens, read_sums
 from quantizers.model.streamed_model import StreamedModel
 from quantizers.planning.device_memory import Placement, Residents
 from quantizers.planning.job import Job, prepare

@@ -252,7 +252,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from tiny import write_job
 
     from quantizers.pipeline import pipeline
-    from quantizers.pipeline.pipeline import Options
+    from quantizers.pipeline.options import Options
     from quantizers.planning.job import prepare
 
     def made(folder: Path) -> Small:

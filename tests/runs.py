@@ -21,7 +21,8 @@ from torch import Tensor
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.lock import lock_set
 from quantizers.pipeline import quantizer
-from quantizers.pipeline.pipeline import Options, run
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import Job, prepare
 from quantizers.system.errors import QuantizeError
 

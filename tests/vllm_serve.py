@@ -40,7 +40,7 @@ def furthest() -> dict[str, float]:
     from vllm.model_executor.layers.quantization.utils.fp8_utils import requant_weight_ue8m0_inplace
     from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
-    from quantizers.eval.fidelity.as_served import blocks_to_powers_of_two, rounded_activations
+    from quantizers.serving.as_served import blocks_to_powers_of_two, rounded_activations
 
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(64, 384, generator=generator).mul_(torch.randn(384, generator=generator).exp_()).bfloat16()
@@ -76,8 +76,8 @@ def cpu_kernels() -> dict[str, float]:
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import prepare_int4_moe_layer_for_cpu
 
     from quantizers.architectures.gates import plain_gate
-    from quantizers.eval.fidelity.as_served import linear, routed_experts
-    from quantizers.eval.serving.cards import EXPERT_KERNELS, LINEAR_KERNELS
+    from quantizers.serving.as_served import linear, routed_experts
+    from quantizers.serving.kernels import EXPERT_KERNELS, LINEAR_KERNELS
 
     generator = torch.Generator().manual_seed(4)
 

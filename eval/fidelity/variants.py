@@ -15,18 +15,25 @@ import torch
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.checkpoint.reader import Checkpoint
+from quantizers.device.devices import is_accelerator
+from quantizers.formats.format import Format
+from quantizers.hooks import required
 from quantizers.model.activation_stream import ActivationStream
 from quantizers.model.streamed_model import StreamedModel
 from quantizers.recipe.cards import Card
 from quantizers.system.progress import doing
 from quantizers.walk.walk import LayerStep
 
-from .as_served import ServedModel
 from .figures import Figures, KvCache, OnCard
 from .kv_cache import CALIBRATED, ONES, CachedModel
 from .metrics import Text, table
 from .scoring import Pair, Scores
 
+ARITHMETIC = {
+    False: "float32",
+    True: "bfloat16, logits in float32, which alone takes the tiny model's KL from 0.0060 to 0.0066",
+}
+AS_SERVED = "as_served"
 NewStream = Callable[[int, StreamedModel], ActivationStream]  # from a checkpoint's number and a model of it
 
 
@@ -82,23 +89,29 @@ class Variants:
         source: ActivationStream,
         scores: Mapping[Pair, Scores],
         texts: Sequence[Text],
+        files: Checkpoint,
         *,
-        kernels: Mapping[Card, dict[str, str]],
+        experts: Format | None = None,
     ) -> dict[str, OnCard]:
-        """Figures of a candidate by card, see `metrics.table`; `kernels` are the candidate's, see `kernels_of`."""
+        """Figures of a candidate by card, see `metrics.table`, with its kernels there.
+
+        Args:
+            files: the candidate; `experts`: how its experts are stored, if otherwise than in it.
+        """
 
         def figures(first: ActivationStream, second: ActivationStream) -> Figures:
             return table(texts, np.stack([scores[source, first][0], *scores[first, second]]))
 
-        return {
-            card: OnCard(
+        by_card: dict[str, OnCard] = {}
+        for card, streams in self.cards.items():
+            kernels_of = required("kernels_of", AS_SERVED)
+            by_card[card] = OnCard(
                 served=figures(streams[0], streams[candidate]),
                 card_alone=figures(source, streams[0]),
                 from_stored=figures(source, streams[candidate]),
-                kernels=kernels[card],
+                kernels=kernels_of(streams[candidate].model, files, experts),
             )
-            for card, streams in self.cards.items()
-        }
+        return by_card
 
     def with_cache(
         self, candidate: int, source: ActivationStream, scores: Mapping[Pair, Scores], texts: Sequence[Text]
@@ -128,11 +141,15 @@ def variants_of(
         cards: on which all of them are computed.
         cached: the numbers of the candidates whose keys and values go through an FP8 cache.
         new: makes the stream of a model; called in the order of `Variants.streams`.
+
+    Raises:
+        InputError: cards are given, and this installation knows no kernels, see `quantizers.hooks`.
     """
-    on_cards = {
-        card: [new(n, ServedModel(checkpoint, facts, device, card)) for n, checkpoint in enumerate(checkpoints)]
-        for card in cards
-    }
+    on_cards: dict[Card, list[ActivationStream]] = {}
+    for card in cards:
+        served_model = required("served_model", AS_SERVED)
+        models = [served_model(checkpoint, facts, device, card) for checkpoint in checkpoints]
+        on_cards[card] = [new(number, model) for number, model in enumerate(models)]
     caches = {}
     for n in cached:
         with_scales, with_ones = (
@@ -140,3 +157,12 @@ def variants_of(
         )
         caches[n] = {CALIBRATED: new(n, with_scales), ONES: new(n, with_ones)}
     return Variants(on_cards, caches)
+
+
+def as_stored(device: torch.device) -> str:
+    """State which numbers and arithmetic the fidelity figures are of (docs/explanation/gpu.md has the cost)."""
+    return (
+        f"KL, perplexity and top-1 are of the files' numbers, computed in {ARITHMETIC[is_accelerator(device)]}, each "
+        "against its own source. A card adds what its kernels round, such as activations to FP8; quantize eval "
+        "--as-served CARD measures that too."
+    )

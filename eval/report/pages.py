@@ -39,10 +39,13 @@ CONVERSIONS = {
     "they run",
 }
 DIGITS = 5  # significant digits of the figures in the front matter
-# The part of the card about servers, in an installation that knows no rules of theirs; see `quantizers.hooks`.
+# What page and card say of servers, in an installation that knows no rules of theirs; see `quantizers.hooks`.
 UNCHECKED: dict[str, Any] = {
-    "sglang_loads": False,
-    "transformers_loads": False,
+    "vllm": None,
+    "unserved": "This installation knows no server, so no command is given here.",
+    "sglang": None,
+    "loads": False,
+    "reasons": {},
     "rerounded": {},
     "read": None,
     "negative": None,
@@ -70,10 +73,8 @@ def html_report(report: Report, drawn: Mapping[str, bytes]) -> str:
 
 def model_card(report: Report) -> str:
     """The model card of a run or a stitch as Markdown with front matter."""
-    plan, serving, name = report.plan, report.serving, summary.repository(report)
-    findings = report.consumers.findings if report.consumers else []
-    on_card = hook("on_card")
-    engines = UNCHECKED if on_card is None else on_card(report)
+    plan = report.plan
+    name = summary.repository(report)
     text = _render(
         "card.md.jinja",
         report,
@@ -90,15 +91,10 @@ def model_card(report: Report) -> str:
         conversion=CONVERSIONS.get(plan.attention or ""),
         stored=_stored(report),
         plots=PLOTS,
-        reasons=summary.REASONS,
         repository=name,
-        sglang=summary.sglang_command(serving, name) if engines["sglang_loads"] else None,
-        loads=serving.transformers is not False and engines["transformers_loads"],
-        findings=findings,
-        rerounded=engines["rerounded"],
-        read=engines["read"],
+        findings=report.consumers.findings if report.consumers else [],
         small=SMALL,
-        **_of_command(report, engines["negative"]),
+        **_of_command(report),
     )
     return re.sub(r"\n{3,}", "\n\n", text).rstrip("\n") + "\n"
 
@@ -139,20 +135,20 @@ def _attention(plan: Plan) -> list[str]:
     return list(dict.fromkeys(weights))
 
 
-def _of_command(report: Report, negative_scales: str | None) -> dict[str, Any]:
+def _of_command(report: Report) -> dict[str, Any]:
     """Card fields that depend on the command that made the output."""
     if isinstance(report, StitchReport):
         return _of_stitch(report)
-    return _of_run(report, negative_scales) if isinstance(report, RunReport) else {}
+    return _of_run(report) if isinstance(report, RunReport) else {}
 
 
-def _of_run(report: RunReport, negative_scales: str | None) -> dict[str, Any]:
+def _of_run(report: RunReport) -> dict[str, Any]:
     source = "" if is_hub_id(report.source.model) else " --source SOURCE"
     experts, licences = report.settings.recipe["experts"], report.calibration.licences
     peaks = [layer.kv_peaks for layer in report.layers if layer.kv_peaks] if report.plan.kv_cache else []
     return {
         "experts": experts,
-        "negative": negative_scales if experts.get("scales_sign") == "both" and experts["engine"] == "gram" else None,
+        "both_signs": experts.get("scales_sign") == "both" and experts["engine"] == "gram",
         "licences": list(in_words(licences)) if licences else [],
         "made_by": f"quantize run recipe.yaml --output DIR{source}",
         "peaks": [max(of_layers) for of_layers in zip(*peaks, strict=True)],
@@ -166,7 +162,10 @@ def _of_stitch(report: StitchReport) -> dict[str, Any]:
     models = (report.source.model, report.experts.model)
     names = (model if is_hub_id(model) else base_name(model) for model in models)
     source, experts = (shlex.quote(" ".join(name.split())) for name in names)
-    return {"negative": None, "made_by": f"quantize stitch --source {source} --experts {experts} --output DIR{flags}"}
+    return {
+        "both_signs": False,
+        "made_by": f"quantize stitch --source {source} --experts {experts} --output DIR{flags}",
+    }
 
 
 # Front matter ------------------------------------------------------------------------------------------------------
@@ -271,7 +270,8 @@ def _render(template: str, report: Report, place: str, **context: Any) -> str:
     """
     run = report if isinstance(report, RunReport) else None
     measured = report if isinstance(report, Fidelity) else None
-    about = report.serving
+    on_card = hook("on_card")
+    context |= UNCHECKED if on_card is None else on_card(report, place)
     context |= {
         "r": report,
         "run": run,
@@ -283,8 +283,6 @@ def _render(template: str, report: Report, place: str, **context: Any) -> str:
         "past_the_model": past_the_model(measured.evaluated_on) if measured else [],
         "under_routed": summary.under_routed_line(report),
         "fallbacks": [f"layer {row.layer}: {line}" for row in run.layers for line in row.fallbacks] if run else [],
-        "vllm": summary.vllm_command(about, place),
-        "without_vllm": summary.without_vllm(about.servers, transformers=about.transformers is not False),
     }
     return _environment().get_template(template).render(context).encode(errors="replace").decode()
 

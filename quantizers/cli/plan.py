@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+from quantizers.hooks import hooks
 from quantizers.system.formatting import gib, size, text_table
 from quantizers.system.progress import duration
 
@@ -90,18 +91,14 @@ def dense_words(numbers: dict[str, Any]) -> str:
 
 def remarks(numbers: dict[str, Any]) -> list[str]:
     """A line about each special thing: files left behind, MTP layers, what servers do not take, what is not known."""
-    from quantizers.eval.report.summary import without_vllm
-
     lines = [numbers[key] for key in ("origin", "left_behind") if numbers.get(key)]
     if "mtp" in numbers:
         layers = numbers["mtp"]["layers"]
         which = f"layer{'s' if layers[1:] else ''} {', '.join(map(str, layers))}"
         passed = size(numbers["mtp"]["bytes"])
         lines.append(f"{which}, for multi-token prediction (MTP), passed through with their experts: {passed}")
-    if "vllm" not in numbers["servers"]:
-        from quantizers.eval.report.summary import without_vllm
-
-        lines.append(without_vllm(numbers["servers"], transformers=numbers.get("transformers", True)))
+    for remarks_on in hooks("plan_remarks"):
+        lines += remarks_on(numbers)
     lines += numbers.get("limits", [])
     if numbers.get("cards_unknown"):
         lines.append(f"of GPUs to serve it, only the weights can be counted: {numbers['cards_unknown']}")

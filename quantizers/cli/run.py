@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
+from quantizers.hooks import hooks
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import collapse_lines, short_path, size
 from quantizers.system.output_files import CALIBRATION_PICTURE, CARD, COVERAGE_PICTURE, PAGE, REPORT
@@ -143,8 +144,8 @@ def _what_next(report: RunReport, output: Path, source: str, recipe: str, stream
         if not gate.passed:
             text = _advice(gate.name, report.settings.recipe["experts"], recipe, verify)
             advice.setdefault(text, []).append(gate.name)
-    if not advice and "vllm" in report.serving.servers:
-        commands.append(f"vllm serve {folder}")
+    for next_commands in hooks("next_commands") if not advice else ():
+        commands += next_commands(report, folder)
     todo = "\n       ".join(f"{', '.join(names)}: {text}" for text, names in advice.items())
     return [*([f"to do: {todo}", ""] if advice else []), "next: " + "\n      ".join(commands)]
 

@@ -454,7 +454,8 @@ def _output_state(folder: Path, job: Job, data: CalibrationData | None, device: 
     import torch
 
     from quantizers.device.devices import use_threads
-    from quantizers.pipeline.pipeline import deciding, refuse_another
+    from quantizers.pipeline.fingerprint import deciding
+    from quantizers.pipeline.finished import refuse_another
 
     journal.refuse_second_run(folder)
     finished = journal.finished_report(folder)
@@ -483,7 +484,8 @@ def _memory_and_time(
 
     from quantizers.budget.measure import probe_bytes
     from quantizers.device.devices import device_limit, forward_dtype
-    from quantizers.pipeline.pipeline import Options, share_memory
+    from quantizers.pipeline.options import Options
+    from quantizers.pipeline.placement import share_memory
 
     needs, free, on = estimate_run(job, output), available(), "CPU" if device.type == "cpu" else "GPU"
     remedy = "" if needs.host <= free else "end other programs, or take a machine with more"

@@ -29,16 +29,16 @@ from quantizers.checkpoint.source_identity import source_stats
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device, fingerprint, forward_dtype, use_threads
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
-from quantizers.eval.fidelity.as_served import as_stored, kernels_of
 from quantizers.eval.fidelity.comparison import compare, weight_errors
 from quantizers.eval.fidelity.figures import Fidelity as FidelityFigures
 from quantizers.eval.fidelity.metrics import Measured, Text
 from quantizers.eval.fidelity.paired import paired
 from quantizers.eval.fidelity.scoring import held_out, score
-from quantizers.eval.fidelity.variants import Variants, variants_of
+from quantizers.eval.fidelity.variants import Variants, as_stored, variants_of
 from quantizers.formats.fp8 import has_kv_scales
 from quantizers.formats.tensor_names import published_names
 from quantizers.formats.unsupported import refuse_swapped_arguments
+from quantizers.hooks import required
 from quantizers.model.activation_stream import ActivationStream
 from quantizers.model.streamed_model import StreamedModel
 from quantizers.output.journal import begun_with
@@ -144,6 +144,8 @@ def evaluate(
         Interrupted: by a signal.
     """
     cards = known_cards(as_served)
+    if cards:
+        required("served_model", "--as-served")
     names = [str(source), *map(str, [candidates] if isinstance(candidates, str | Path) else candidates)]
     for name in names:
         refuse_incomplete(Path(name))
@@ -239,8 +241,7 @@ def measure(
     shutil.rmtree(work, ignore_errors=True)
     figures = []
     for number, (candidate, stream) in enumerate(zip(candidates, candidate_streams, strict=True), 1):
-        kernels = {card: kernels_of(streams[number].model, opened[number]) for card, streams in variants.cards.items()}
-        on_cards = variants.on_cards(number, reference, scores, held.texts, kernels=kernels)
+        on_cards = variants.on_cards(number, reference, scores, held.texts, opened[number])
         cache = variants.with_cache(number, reference, scores, held.texts)
         layers = [entry[number - 1] for entry in entries]
         measured = Measured(scores[reference, reference][0], *scores[reference, stream], layers, on_cards, cache)

@@ -159,7 +159,7 @@ def run(
     if output is None and dist.is_main:
         print_default(folder)
     from quantizers.device.devices import choose_device, use_threads  # which take seconds, as what refuses does not
-    from quantizers.pipeline.pipeline import Options
+    from quantizers.pipeline.options import Options
     from quantizers.pipeline.pipeline import run as run_job
 
     use_threads(job.facts, dist.broadcast_object(journal.begun_with(work).get("threads")), dist)

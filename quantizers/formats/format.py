@@ -9,7 +9,7 @@
 
 A matrix (R, C) is stored as several tensors, called by the last part of their names, the quantized numbers first. What
 experts can be quantized to is an `ExpertFormat`: a file of this room that defines one is enough, with its `name` in
-`Format` of the recipe's schema, and its kernels in eval/serving/cards.py.
+`Format` of the recipe's schema, and its kernels in quantizers/serving/kernels.py.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Format(ABC):
     @property
     @abstractmethod
     def kind(self) -> str:
-        """The key under which servers' kernels for it are listed, see eval/serving/cards.py."""
+        """The key under which servers' kernels for it are listed, see quantizers/serving/kernels.py."""
 
     @property
     @abstractmethod

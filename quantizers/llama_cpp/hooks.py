@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from typer import Typer
 
-    from quantizers.calibration.samples import CalibrationData
-    from quantizers.planning.job import Job
+    from quantizers.pipeline.observer import Observer
 
 FUNCTIONS = {"imatrix": "quantizers.llama_cpp.imatrix"}
 SEVERAL = ("imatrix",)
@@ -22,15 +20,8 @@ def commands(app: Typer, calibration: Typer) -> None:
     app.command()(imatrix)
 
 
-def refuse_imatrix(job: Job) -> None:
-    """Raise an ArchitectureError if llama.cpp has no names for the matrices of the job's model."""
-    from .imatrix_file import architecture_of
+def imatrix_of_run() -> Observer:
+    """See `during_run`."""
+    from . import during_run
 
-    architecture_of(job.facts)
-
-
-def write_imatrix(path: Path, sums: Path, job: Job, data: CalibrationData) -> str:
-    """Write the importance matrix of the sums that a run keeps in a folder; returns what is printed of it."""
-    from .imatrix_file import imatrix_table, make_imatrix
-
-    return imatrix_table(make_imatrix(path, sums, job.facts, job.config, data))
+    return during_run

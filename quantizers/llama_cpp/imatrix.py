@@ -15,12 +15,12 @@ from quantizers.commands.question import Question, opened, question_of
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
-from quantizers.importance.input_sums import InputSums, Tokens
 from quantizers.system.errors import InputError, OutputError
 from quantizers.system.extras import lacking
 from quantizers.walk.walk import all_tensors, walk
 
 from .imatrix_file import architecture_of, make_imatrix
+from .input_sums import InputSums, Tokens
 
 
 @dataclass(frozen=True)

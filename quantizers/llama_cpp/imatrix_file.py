@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.importance.input_sums import DOWN, GATE, HEAD, KV_B, Sums, read_sums
 from quantizers.system.errors import ArchitectureError, QuantizeError
 from quantizers.system.files import atomic, disk_errors
 from quantizers.system.formatting import ranges
+
+from .input_sums import DOWN, GATE, HEAD, KV_B, Sums, read_sums
 
 if TYPE_CHECKING:
     from gguf import MODEL_ARCH

@@ -17,7 +17,6 @@ from quantizers.checkpoint.loaded_tensors import LoadedTensors
 from quantizers.eval.fidelity.comparison import compare
 from quantizers.eval.fidelity.metrics import Text
 from quantizers.eval.fidelity.variants import Variants
-from quantizers.importance.input_sums import InputSums
 from quantizers.model.activation_stream import ActivationStream
 from quantizers.output import journal
 from quantizers.planning.job import Job
@@ -29,6 +28,7 @@ from quantizers.system.progress import doing, forecast, peak_memory, progress
 from quantizers.walk.walk import LayerStep, all_tensors, walk
 
 from .layer_entry import Entry, Written, layer_note, of_shard, refuse_layer
+from .observer import Observation
 from .quantizer import Calibration, Quantizer
 from .shard_writer import ShardWriter
 
@@ -40,7 +40,7 @@ class Run:
     Attributes:
         texts: the held-out texts; `source`, `output`, `variants`: their states in the source, in the output, and in
             other computations of both. Without texts nothing is compared.
-        sums: the calibration samples in the source, for an importance matrix; None without one.
+        observation: the calibration samples in the source, at which a room looks; None without one.
         data: the calibration samples, in rank 0 alone, which keeps the journal.
     """
 
@@ -51,7 +51,7 @@ class Run:
     output: ActivationStream
     variants: Variants
     writer: ShardWriter
-    sums: InputSums | None
+    observation: Observation | None
     data: CalibrationData | None
 
     @property
@@ -102,8 +102,8 @@ def quantize_from(run: Run, done: int, entries: list[Entry], stop: Stop | None) 
                 entry["peak_memory_bytes"] = peak_memory(context.device)
             finish_layers(shards)
         run.calibration.remove()
-        if run.sums is not None:
-            run.sums.end()
+        if run.observation is not None:
+            run.observation.end()
         finish_layers(run.writer.finished(pending=0))
 
 
@@ -121,13 +121,13 @@ def quantize_layer(run: Run, step: LayerStep, *, again: bool = False) -> Entry:
     context, plan = quantizer.context, quantizer.job.plan
     number, watch = step.number, step.watch
     texts = () if again else run.texts
-    sums = None if again else run.sums
+    observation = None if again else run.observation
 
     # The source: held-out texts pass through it. Then its experts' weights are freed: solving needs their memory, and
     # dequantizes one batch of them at a time.
-    with step.module(experts=bool(texts) or sums is not None) as layer:
-        if sums is not None:
-            sums.add_layer(layer)
+    with step.module(experts=bool(texts) or observation is not None) as layer:
+        if observation is not None:
+            observation.add_layer(layer)
         if texts:
             doing("held-out texts")
             run.source.advance(layer)

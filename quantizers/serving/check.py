@@ -34,18 +34,18 @@ from quantizers.architectures.matrices import MATRICES, PROJECTIONS
 from quantizers.checkpoint.reader import CONFIG, open_folder
 from quantizers.checkpoint.remote import HubFiles
 from quantizers.checkpoint.safetensors_header import FLOATING, FP8, Stored
-from quantizers.eval.serving import cards, engines
-from quantizers.eval.serving.cards import (
-    HUMMING,
-    MARLIN_GROUPS,
-    NO_E8M0,
-    UNQUANTIZED,
-    is_packed,
-    moe_kernels,
-    on_card,
-    refusal,
-)
-from quantizers.eval.serving.engines import (
+from quantizers.formats.format import PACKED, SCALE
+from quantizers.formats.fp8 import SCALE_INV
+from quantizers.formats.nvfp4 import INPUT_SCALE, Nvfp4
+from quantizers.formats.packed_integers import GROUP_INDEX, SHAPE, ZERO_POINT
+from quantizers.planning.gpus import unsaid
+from quantizers.planning.plan import KV_SCALES
+from quantizers.recipe.cards import CARDS
+from quantizers.system.errors import InputError
+from quantizers.system.formatting import places, text_table
+
+from . import engines
+from .engines import (
     EXPERTS,
     KINDS,
     MTP_EXPERTS,
@@ -57,16 +57,18 @@ from quantizers.eval.serving.engines import (
     Lookup,
     ServedScheme,
 )
-from quantizers.formats.format import PACKED, SCALE
-from quantizers.formats.fp8 import SCALE_INV
-from quantizers.formats.nvfp4 import INPUT_SCALE, Nvfp4
-from quantizers.formats.packed_integers import GROUP_INDEX, SHAPE, ZERO_POINT
-from quantizers.planning.gpus import unsaid
-from quantizers.planning.plan import KV_SCALES
-from quantizers.recipe.cards import CARDS
-from quantizers.system.errors import InputError
-from quantizers.system.formatting import places, text_table
-
+from .kernels import (
+    HUMMING,
+    MARLIN_GROUPS,
+    NO_E8M0,
+    UNQUANTIZED,
+    condition,
+    for_ktransformers,
+    is_packed,
+    moe_kernels,
+    on_card,
+    refusal,
+)
 from .memory import obstacles
 
 Severity = Literal["error", "warning"]
@@ -277,7 +279,7 @@ def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Archi
             if one_scheme or engine != TRANSFORMERS or lookup.kind != EXPERTS:
                 remarks += _of_lookup(engine, lookup, stored)
     schemes = (lookup.scheme for lookup in lookups.get(SGLANG.name, ()) if lookup.kind == EXPERTS)
-    ktransformers = cards.for_ktransformers(facts, schemes) if "sglang" in facts.servers else None
+    ktransformers = for_ktransformers(facts, schemes) if "sglang" in facts.servers else None
     answers = lookups.get(VLLM.name, [])
     kernels = {
         f"{server.name} on {card}": _by_kind(
@@ -319,7 +321,7 @@ def _of_kernels(
         for lookup in answers:
             if why := refused.get((engine, lookup.asked)):
                 said.setdefault((severity, engine, lookup.kind, f"{REFUSES}: {why}"), []).append(lookup)
-            elif needed := cards.condition(engine, lookup):
+            elif needed := condition(engine, lookup):
                 said.setdefault(("warning", engine, lookup.kind, needed), []).append(lookup)
     for (how, engine, kind, consequence), found in said.items():
         schemes = [lookup.scheme for lookup in found if lookup.scheme]

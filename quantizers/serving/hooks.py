@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import device
     from typer import Typer
 
     from quantizers.architectures.architecture import Architecture
     from quantizers.architectures.families import Own
     from quantizers.checkpoint.reader import Checkpoint
     from quantizers.checkpoint.remote import HubFiles
-    from quantizers.eval.report.schema import Report
+    from quantizers.eval.report.schema import Report, Serving
+    from quantizers.formats.format import Format
+    from quantizers.model.streamed_model import StreamedModel
     from quantizers.planning.job import Job
     from quantizers.planning.plan import Plan
+    from quantizers.recipe.cards import Card
 
     from .check import ServingCheck
     from .installed import Rows
@@ -53,11 +57,25 @@ def ask_server(folder: Path, own: Own) -> dict[str, Any]:
     return ask_vllm(folder, own)
 
 
-def fits(plan: Plan, facts: Architecture, source: Checkpoint) -> dict[str, Any]:
-    """See `vram.fits`."""
-    from . import vram
+def served_model(checkpoint: Checkpoint, facts: Architecture, device: device, card: Card) -> StreamedModel:
+    """See `as_served.ServedModel`."""
+    from .as_served import ServedModel
 
-    return vram.fits(plan, facts, source)
+    return ServedModel(checkpoint, facts, device, card)
+
+
+def kernels_of(model: StreamedModel, checkpoint: Checkpoint, experts: Format | None) -> dict[str, str]:
+    """See `as_served.kernels_of`."""
+    from . import as_served
+
+    return as_served.kernels_of(model, checkpoint, experts)
+
+
+def how_to_serve(plan: Plan, facts: Architecture, source: Checkpoint, name: str) -> Serving:
+    """See `section.how_to_serve`."""
+    from . import section
+
+    return section.how_to_serve(plan, facts, source, name)
 
 
 def fits_on(job: Job, vram: list[str], checked: ServingCheck, budget: int | None, **options: Any) -> dict[str, Any]:
@@ -67,11 +85,25 @@ def fits_on(job: Job, vram: list[str], checked: ServingCheck, budget: int | None
     return fits_on(job, vram, checked, budget, **options)
 
 
-def on_card(report: Report) -> dict[str, Any]:
+def on_card(report: Report, place: str) -> dict[str, Any]:
     """See `card.on_card`."""
     from . import card
 
-    return card.on_card(report)
+    return card.on_card(report, place)
+
+
+def plan_remarks(numbers: dict[str, Any]) -> list[str]:
+    """Why `plan` gives no command for vLLM; nothing if it does."""
+    from .commands import without_vllm
+
+    if "vllm" in numbers["servers"]:
+        return []
+    return [without_vllm(numbers["servers"], transformers=numbers.get("transformers", True))]
+
+
+def next_commands(report: Report, folder: str) -> list[str]:
+    """The command that serves a finished output, if vLLM knows the family."""
+    return [f"vllm serve {folder}"] if "vllm" in report.serving.servers else []
 
 
 def look_at_machine(rows: Rows) -> None:

@@ -11,7 +11,8 @@ from typing import Protocol
 from packaging.version import Version
 
 from quantizers.commands.doctor import shown
-from quantizers.eval.serving.engines import READ
+
+from .engines import READ
 
 SERVERS = {"vllm": ("vLLM", "vllm"), "sglang": ("SGLang", "sglang"), "kt-kernel": ("KTransformers", "kt")}
 

@@ -10,8 +10,6 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.eval.report.schema import Fit as ServedFit
 from quantizers.eval.report.schema import Serving
-from quantizers.eval.report.summary import flags, vllm_command, vllm_options
-from quantizers.eval.serving.cards import KEEPS_SCALES, TAKES_THEM
 from quantizers.formats.fp8 import block_size
 from quantizers.planning.gpus import Gpus, parse_gpus, unsaid
 from quantizers.planning.job import Job
@@ -19,7 +17,9 @@ from quantizers.planning.plan import Plan
 from quantizers.system.errors import InputError
 
 from .check import ServingCheck
+from .commands import flags, vllm_command, vllm_options
 from .host_experts import host_ways
+from .kernels import KEEPS_SCALES, TAKES_THEM
 from .memory import (
     FLASHINFER,
     Fit,

@@ -25,7 +25,9 @@ from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.eval.coverage.routing import Routed
 from quantizers.eval.fidelity.scoring import HeldOut, held_out
 from quantizers.output.journal import begun_with, refuse_changes
-from quantizers.pipeline.pipeline import Options, deciding, refuse_library
+from quantizers.pipeline.fingerprint import deciding
+from quantizers.pipeline.inputs import refuse_library
+from quantizers.pipeline.options import Options
 from quantizers.planning.job import Job, prepare
 from quantizers.recipe.read import changes_of, find_set, set_location
 from quantizers.recipe.schema import CoverageGate

@@ -33,7 +33,8 @@ from quantizers.model.activation_stream import ActivationStream
 from quantizers.model.streamed_model import StreamedModel
 from quantizers.output.journal import check_room
 from quantizers.output.layer_files import LayerFiles
-from quantizers.pipeline.pipeline import Options, place_activations
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.placement import place_activations
 from quantizers.pipeline.quantizer import Calibration, Quantizer
 from quantizers.planning.device_memory import held_out_bytes
 from quantizers.planning.job import Job

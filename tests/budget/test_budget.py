@@ -35,7 +35,8 @@ from quantizers.formats.packed_integers import CANDIDATES, Integers, dequantize
 from quantizers.model.moe_inputs import capture_moe_inputs as seen_by
 from quantizers.output import journal
 from quantizers.pipeline import pipeline
-from quantizers.pipeline.pipeline import Options, run
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
 from quantizers.planning.allocation import Allocation
 from quantizers.planning.device_memory import Placement, Residents
 from quantizers.planning.job import Job, prepare

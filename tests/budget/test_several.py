@@ -19,7 +19,8 @@ from quantizers.budget import measure
 from quantizers.calibration.load_set import load_set
 from quantizers.distributed.process_group import ProcessGroup
 from quantizers.output import journal
-from quantizers.pipeline.pipeline import Options, run
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
 from quantizers.planning.device_memory import Placement, Residents
 from quantizers.planning.job import prepare
 from quantizers.walk.context import Context

@@ -31,7 +31,7 @@ import quantizers
 from quantizers.calibration.load_set import load_set
 from quantizers.commands import doctor as module
 from quantizers.device import devices, triton_support
-from quantizers.pipeline.pipeline import deciding
+from quantizers.pipeline.fingerprint import deciding
 from quantizers.planning.job import prepare
 from quantizers.solve import kernel_check
 from quantizers.system.files import write_json
@@ -426,7 +426,7 @@ def test_little_memory_and_a_small_disk_stop_it(recipe: Path, monkeypatch: pytes
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     for place in (module, devices):
         monkeypatch.setattr(place, "available", lambda: 2**20)
-    monkeypatch.setattr("quantizers.pipeline.pipeline.available", lambda: 2**20)
+    monkeypatch.setattr("quantizers.pipeline.placement.available", lambda: 2**20)
     code, rows = doctor(recipe)
     assert code == 3
     assert state(rows, "host memory")[0] == "stops"

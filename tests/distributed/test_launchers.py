@@ -18,7 +18,8 @@ from runs import assert_same
 from tiny import write_job
 
 from quantizers.output import journal
-from quantizers.pipeline.pipeline import Options, run
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import prepare
 
 pytestmark = pytest.mark.slow

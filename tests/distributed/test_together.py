@@ -22,7 +22,8 @@ from quantizers.device import devices
 from quantizers.device.devices import choose_device
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.output import journal
-from quantizers.pipeline.pipeline import Options, run
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
 from quantizers.planning import expert_batches
 from quantizers.planning.device_memory import Residents
 from quantizers.planning.job import prepare

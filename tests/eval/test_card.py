@@ -20,8 +20,9 @@ from quantizers.eval.report.pages import front_matter, model_card
 from quantizers.eval.report.plots import calibration_figure, draw
 from quantizers.eval.report.schema import Calibration, checked
 from quantizers.hub.publish import card_points
-from quantizers.pipeline.report import server_options, source_card
+from quantizers.pipeline.report import source_card
 from quantizers.serving.check import ONE_SCHEME, REFUSES
+from quantizers.serving.section import server_options
 from quantizers.system.output_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
 
 Report = dict[str, Any]

@@ -27,7 +27,8 @@ from quantizers.eval.coverage.figures import CoverageComparison, CoverageReport,
 from quantizers.eval.coverage.routing import TIE, Routed
 from quantizers.eval.coverage.summary import check_floors, coverage_table, entropy, gates, report, summarise
 from quantizers.eval.report.plots import HIGH, LOW, comparison_figure
-from quantizers.pipeline.pipeline import Options, run
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import prepare
 from quantizers.recipe.schema import CoverageGate
 from quantizers.sets.coverage import measure_coverage

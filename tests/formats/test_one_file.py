@@ -11,19 +11,19 @@ import pytest
 
 import quantizers
 from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.eval.serving.cards import EXPERT_KERNELS
 from quantizers.formats.format import ExpertFormat, QuantizedFormat, expert_formats, format_of
 from quantizers.formats.fp8 import BLOCKS, ROWS, Fp8Blocks
 from quantizers.formats.nvfp4 import Nvfp4
 from quantizers.formats.packed_integers import CANDIDATES, Integers
 from quantizers.formats.plain import BF16
 from quantizers.recipe.schema import Experts, Format
+from quantizers.serving.kernels import EXPERT_KERNELS
 
 EXPERTS: list[ExpertFormat] = [*CANDIDATES, Integers(5, 64), Nvfp4(16), Nvfp4(4)]
 DECLARED: list[QuantizedFormat] = [*EXPERTS, ROWS, BLOCKS, Fp8Blocks(64, 32)]
 CODE = Path(quantizers.__file__).parent
 # Rooms and files that may ask for the name: the formats themselves, the recipe's literal, and the servers' rules.
-MAY_ASK = ("formats/", "recipe/schema.py", "eval/serving/", "serving/check.py")
+MAY_ASK = ("formats/", "recipe/schema.py", "serving/check.py", "serving/engines.py", "serving/kernels.py")
 
 
 def test_a_recipe_names_every_format_of_experts() -> None:

@@ -19,7 +19,8 @@ from publishing import REPO, TOKEN, Publish, break_a_byte, contents
 from runs import private_job
 
 from quantizers.output.manifest import write_record
-from quantizers.pipeline.pipeline import Options, run
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import prepare
 
 # huggingface_hub's own way of sending a file by the LFS protocol, in this process.

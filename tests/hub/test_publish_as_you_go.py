@@ -35,7 +35,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a recipe, with the output of a run that was not published in `whole`, and what it `needed`."""
     import torch
 
-    from quantizers.pipeline.pipeline import Options, run
+    from quantizers.pipeline.options import Options
+    from quantizers.pipeline.pipeline import run
     from quantizers.planning.job import prepare
 
     folder = tmp_path_factory.mktemp("job")

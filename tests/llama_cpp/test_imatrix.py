@@ -24,9 +24,9 @@ from whole_models import source_weights
 import quantizers
 from quantizers.calibration.load_set import load_set
 from quantizers.commands.question import Question
-from quantizers.importance.input_sums import Sums, no_sums
 from quantizers.llama_cpp.imatrix import write_sums
 from quantizers.llama_cpp.imatrix_file import write_imatrix
+from quantizers.llama_cpp.input_sums import Sums, no_sums
 from quantizers.pipeline import layer as layering
 from quantizers.system.errors import OutputError, QuantizeError
 

@@ -17,7 +17,8 @@ from quantizers.architectures.roles import find_handed
 from quantizers.architectures.skeleton import Skeleton
 from quantizers.checkpoint.reader import open_folder
 from quantizers.pipeline import layer as layering
-from quantizers.pipeline.pipeline import Options, run
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import prepare
 from quantizers.system.errors import ArchitectureError, Interrupted
 

@@ -17,7 +17,7 @@ from calibration_tokenizer import write_tokenizer
 from commands import Command
 from runs import JobFolder, Small, cut_in_layer
 
-from quantizers.pipeline.pipeline import Options
+from quantizers.pipeline.options import Options
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,8 @@ from quantizers.architectures.matrices import MATRICES
 from quantizers.commands import evaluate as measure
 from quantizers.model.moe_inputs import MoeInputs, capture_moe_inputs
 from quantizers.pipeline import pipeline, quantize
-from quantizers.pipeline.pipeline import Options, run
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
 from quantizers.planning.device_memory import Residents
 from quantizers.planning.job import prepare
 from quantizers.recipe.schema import Awq, Experts

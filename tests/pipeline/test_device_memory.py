@@ -18,7 +18,8 @@ from quantizers.calibration.load_set import load_set
 from quantizers.calibration.samples import token_tensors
 from quantizers.pipeline import layer as layering
 from quantizers.pipeline.layer_entry import _by_expert
-from quantizers.pipeline.pipeline import Options, run
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
 from quantizers.planning import expert_batches
 from quantizers.planning.device_memory import device_memory
 from quantizers.planning.job import prepare

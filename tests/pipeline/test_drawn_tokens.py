@@ -15,7 +15,8 @@ from runs import change, hashes
 from tiny import write_job
 
 from quantizers.calibration.load_set import load_set
-from quantizers.pipeline.pipeline import Options, run
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
 from quantizers.planning.estimate import estimate_run
 from quantizers.planning.job import prepare
 from quantizers.recipe.portable import settings_hash

@@ -28,7 +28,8 @@ from whole_models import finished_weights, run_whole, source_weights, stored
 from quantizers.architectures.families import known
 from quantizers.checkpoint.reader import open_folder
 from quantizers.model.streamed_model import StreamedModel
-from quantizers.pipeline.pipeline import Options, run
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import prepare
 from quantizers.planning.plan import file_size, index_json
 from quantizers.repair.stitch import stitch_experts

@@ -27,7 +27,8 @@ from quantizers.checkpoint.reader import Checkpoint, open_folder, torch_dtype
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.checkpoint.source_identity import source_digest
 from quantizers.formats.tensor_names import published_names, split_fused, split_fused_experts
-from quantizers.pipeline.pipeline import Options, run
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
 from quantizers.planning.assign_actions import expected_tensors
 from quantizers.planning.job import prepare
 from quantizers.stitch.audit.checkpoint import verify

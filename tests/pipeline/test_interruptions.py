@@ -23,7 +23,7 @@ from tiny import write_job
 
 from quantizers.output import journal
 from quantizers.pipeline import pipeline, quantizer
-from quantizers.pipeline.pipeline import Options
+from quantizers.pipeline.options import Options
 
 MARGIN = 2**19  # for report.json, card, pictures and journal of a small job
 

@@ -30,7 +30,8 @@ from whole_models import finished_weights, source_weights, stored
 
 from quantizers.checkpoint.reader import open_folder
 from quantizers.model.kv_cache import cached, scales_of
-from quantizers.pipeline.pipeline import Options, run
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
 from quantizers.planning.gpus import parse_gpus
 from quantizers.planning.job import Job, prepare
 from quantizers.serving.memory import fit, serving_model

@@ -28,7 +28,8 @@ from quantizers.model.activation_store import ActivationStore
 from quantizers.output import journal
 from quantizers.pipeline import layer as layering
 from quantizers.pipeline import pipeline, quantize, quantizer
-from quantizers.pipeline.pipeline import Options, run
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
 from quantizers.planning.device_memory import DeviceMemory, placement
 from quantizers.planning.job import prepare
 from quantizers.stitch.write import shard as writing

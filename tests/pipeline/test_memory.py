@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from quantizers.architectures.families import architecture_for
 from quantizers.checkpoint import loaded_tensors
 from quantizers.pipeline import pipeline, quantize
-from quantizers.pipeline.pipeline import Options
+from quantizers.pipeline.options import Options
 from quantizers.planning import expert_batches
 from quantizers.planning.device_memory import calibration_bytes
 from quantizers.planning.job import prepare
@@ -45,7 +45,7 @@ from pathlib import Path
 import torch
 from quantizers.device.devices import release_free_memory
 from quantizers.planning.job import prepare
-from quantizers.pipeline.pipeline import Options
+from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
 
 def status(key):

@@ -26,8 +26,8 @@ from torch import Tensor
 from whole_models import finished_weights, run_whole, source_weights, stored
 
 from quantizers.checkpoint.reader import open_folder
-from quantizers.eval.fidelity.as_served import rounded_activations
 from quantizers.formats.dequantization import read_weight
+from quantizers.serving.as_served import rounded_activations
 from quantizers.stitch.audit.checkpoint import verify
 
 CPU = torch.device("cpu")

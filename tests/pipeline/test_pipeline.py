@@ -21,7 +21,8 @@ from quantizers.model import activation_stream
 from quantizers.output import journal
 from quantizers.pipeline import layer as layering
 from quantizers.pipeline import pipeline, quantize, quantizer
-from quantizers.pipeline.pipeline import Options, run
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import prepare
 from quantizers.system.errors import Interrupted, OutputError, QuantizeError
 

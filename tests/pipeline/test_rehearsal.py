@@ -16,7 +16,8 @@ from quantizers.eval.coverage.figures import AllExpertPass
 from quantizers.eval.report import plots
 from quantizers.output.journal import work_folder
 from quantizers.pipeline import pipeline, report
-from quantizers.pipeline.pipeline import Options, run
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import prepare
 from quantizers.serving import planned
 from quantizers.system.errors import CheckpointError, InputError, OutputError

@@ -18,7 +18,8 @@ from quantizers.checkpoint.reader import open_folder
 from quantizers.commands.evaluate import measure
 from quantizers.eval.report.schema import checked
 from quantizers.hub.publish import local_files
-from quantizers.pipeline.pipeline import Options, run
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import prepare
 from quantizers.system.errors import CalibrationError
 

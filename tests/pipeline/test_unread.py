@@ -16,7 +16,8 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.formats.fp8 import Fp8Blocks
-from quantizers.pipeline.pipeline import Options, run
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
 from quantizers.planning.assign_actions import expected_tensors, make_plan
 from quantizers.planning.device_memory import device_memory
 from quantizers.planning.job import prepare

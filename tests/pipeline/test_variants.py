@@ -29,7 +29,8 @@ from whole_models import finished_weights, run_whole, source_weights, stored
 
 from quantizers.architectures.fused import fits_fp8
 from quantizers.checkpoint.reader import open_folder
-from quantizers.pipeline.pipeline import Options, run
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import prepare
 from quantizers.stitch.audit.checkpoint import verify
 from quantizers.stitch.write.config_files import output_config

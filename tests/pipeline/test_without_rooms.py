@@ -27,14 +27,16 @@ with contextlib.redirect_stderr(errors):
         quantizers.publish("output", "me/tiny")
     except quantizers.QuantizeError as failure:
         refused = str(failure)
-    try:
-        quantizers.run("recipe.yaml", "other", imatrix=True)
-    except quantizers.QuantizeError as failure:
-        without_imatrix = str(failure)
+    without = []
+    for asked in ({"imatrix": True}, {"settings": ["verify.as_served=[hopper]"]}):
+        try:
+            quantizers.run("recipe.yaml", "other", **asked)
+        except quantizers.QuantizeError as failure:
+            without.append(str(failure))
 print(json.dumps({
     "file": quantizers.__file__, "functions": quantizers.__all__, "passed": made.passed, "said": errors.getvalue(),
     "report": made.report, "verified": verified, "problems": dry[0].problems, "refused": refused,
-    "stops": [found.figures["stops"] for found in dry], "without_imatrix": without_imatrix,
+    "stops": [found.figures["stops"] for found in dry], "without": without,
 }))
 """
 UNCHECKED = "consumers: not checked, for this installation has no rules of serving engines"
@@ -73,6 +75,8 @@ def test_the_main_job_works_and_says_and_records_what_is_not_checked(told: dict[
     assert told["verified"] == UNCHECKED
     assert "Every engine reads it" not in told["page"]
     assert UNCHECKED in told["card"].read_text()
+    assert "This installation knows no server" in told["card"].read_text()
+    assert report["serving"]["servers"] == []
 
 
 @pytest.mark.slow
@@ -86,4 +90,6 @@ def test_nothing_unchecked_is_published_without_force(told: dict[str, Any]) -> N
 
 @pytest.mark.slow
 def test_an_option_of_an_absent_room_is_refused(told: dict[str, Any]) -> None:
-    assert told["without_imatrix"].startswith("--imatrix: the part of quantize that does this is not installed")
+    imatrix, as_served = told["without"]
+    assert imatrix.startswith("--imatrix: the part of quantize that does this is not installed")
+    assert "verify.as_served: the part of quantize that does this is not installed" in as_served

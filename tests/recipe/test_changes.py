@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from runs import change, cut_in_layer
 from tiny import write_job
 
-from quantizers.pipeline.pipeline import Options
+from quantizers.pipeline.options import Options
 from quantizers.planning.job import prepare
 from quantizers.recipe.portable import settings_hash
 from quantizers.recipe.read import changed, changes_of, read_recipe

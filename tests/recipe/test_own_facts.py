@@ -23,7 +23,8 @@ from quantizers.architectures.families import architecture_for, known
 from quantizers.checkpoint.reader import open_folder
 from quantizers.commands.verify import verify_folder
 from quantizers.model.streamed_model import StreamedModel
-from quantizers.pipeline.pipeline import Options, run
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import prepare
 from quantizers.recipe.portable import resolve_recipe, settings_hash
 from quantizers.recipe.read import read_recipe

@@ -21,7 +21,8 @@ from quantizers.calibration.load_set import load_set
 from quantizers.calibration.set import read_set
 from quantizers.commands import verify as verification
 from quantizers.pipeline import pipeline
-from quantizers.pipeline.pipeline import Options, run
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import prepare
 from quantizers.recipe.portable import resolve_recipe, source_name
 from quantizers.recipe.read import read_recipe

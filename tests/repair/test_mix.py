@@ -17,7 +17,8 @@ from huggingface_hub import ModelCard
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.commands.evaluate import measure
-from quantizers.pipeline.pipeline import Options, run
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import prepare
 from quantizers.repair.stitch import stitch_experts
 from quantizers.stitch.audit.checkpoint import verify

@@ -32,7 +32,8 @@ from whole_models import finished_weights, source_weights
 import quantizers
 from quantizers.calibration.load_set import load_set
 from quantizers.eval.fidelity.figures import ServeCheckReport
-from quantizers.pipeline.pipeline import Options, run
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import prepare
 from quantizers.serving.served import bounded_kl, verdict
 from quantizers.serving.server import kernel_lines

@@ -19,9 +19,14 @@ from planned import published
 from quantizers.architectures.families import architecture_for, published_config, published_models
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.eval.report.summary import vllm_command
-from quantizers.eval.serving.cards import HUMMING_SM, TAKES_THEM, moe_kernels
-from quantizers.eval.serving.engines import (
+from quantizers.formats.fp8 import BLOCKS, ROWS
+from quantizers.formats.packed_integers import GROUPS, Integers
+from quantizers.planning.assign_actions import expected_tensors, make_plan
+from quantizers.recipe.schema import Experts
+from quantizers.serving.ask_vllm import ask_vllm
+from quantizers.serving.check import STORED, ServingCheck, check, render
+from quantizers.serving.commands import vllm_command
+from quantizers.serving.engines import (
     ATTENTION,
     EMBEDDINGS,
     EXPERTS,
@@ -41,14 +46,9 @@ from quantizers.eval.serving.engines import (
     VLLM_BEFORE,
     ServedScheme,
 )
-from quantizers.formats.fp8 import BLOCKS, ROWS
-from quantizers.formats.packed_integers import GROUPS, Integers
-from quantizers.pipeline.report import serving
-from quantizers.planning.assign_actions import expected_tensors, make_plan
-from quantizers.recipe.schema import Experts
-from quantizers.serving.ask_vllm import ask_vllm
-from quantizers.serving.check import STORED, ServingCheck, check, render
+from quantizers.serving.kernels import HUMMING_SM, TAKES_THEM, moe_kernels
 from quantizers.serving.memory import FLASHINFER
+from quantizers.serving.section import how_to_serve
 from quantizers.stitch.write.config_files import output_config
 from quantizers.system.errors import InputError
 
@@ -612,7 +612,7 @@ def serve_commands() -> list[str]:
     for name in published_models():
         whole = published(name, layers=4, experts=16)
         source = Checkpoint(Path("here"), name, whole.config, {})
-        about = serving(whole.plan(), whole.facts, source, name)
+        about = how_to_serve(whole.plan(), whole.facts, source, name)
         fits = [row.changed(**split) for row in about.fits[:1]]
         about = about.changed(sampling={"temperature": 1.0, "top_k": 40}, fits=fits)
         commands.append(vllm_command(about, name, FLASHINFER) or "")

@@ -15,12 +15,12 @@ import pytest
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.matrices import Matrix
 from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.eval.serving.engines import SERVERS, model_modules, read_rules, server_lookups, transformers_lookups
 from quantizers.formats.fp8 import BLOCKS, ROWS, Fp8
 from quantizers.formats.packed_integers import Integers
 from quantizers.planning.assign_actions import expected_tensors, make_plan
 from quantizers.planning.plan import Action, Kind, Plan
 from quantizers.recipe.schema import Experts
+from quantizers.serving.engines import SERVERS, model_modules, read_rules, server_lookups, transformers_lookups
 from quantizers.stitch.write.config_files import output_config, quantization_config
 
 LAYERS = 62  # with layers 2 and 6, 1 and 61, 6 and 62, 16 and 61

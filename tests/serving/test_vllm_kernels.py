@@ -15,7 +15,8 @@ from runs import change
 from streamed import divergence, held_out_texts, log_probabilities
 
 import quantizers
-from quantizers.pipeline.pipeline import Options, run
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import prepare
 
 # Of each family a group size, and widths of whole FP8 blocks, since vLLM takes no experts in parts of one. Mixtral runs

@@ -24,10 +24,11 @@ from whole_models import stored
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for, known
-from quantizers.eval.serving.engines import VLLM
-from quantizers.pipeline.pipeline import Options, run
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import prepare
 from quantizers.serving.check import check_folder
+from quantizers.serving.engines import VLLM
 
 EXPERTS = "model.layers.1.block_sparse_moe.experts"
 EXPERT = f"{EXPERTS}.3"

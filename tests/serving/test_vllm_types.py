@@ -25,7 +25,8 @@ from streamed import divergence, held_out_texts, log_probabilities
 from whole_models import stored
 
 from quantizers.architectures.families import known
-from quantizers.pipeline.pipeline import Options, run
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import prepare
 
 BACKEND = "TransformersMoEForCausalLM"  # vLLM runs transformers' own modules, but for the experts

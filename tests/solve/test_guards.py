@@ -15,7 +15,8 @@ from calibration_tokenizer import write_tokenizer
 from sets import rows_set
 
 from quantizers.checkpoint.reader import open_folder
-from quantizers.pipeline.pipeline import Options, run
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import prepare
 from quantizers.system.errors import QuantizeError
 

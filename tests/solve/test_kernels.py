@@ -26,7 +26,8 @@ from sets import rows_set
 
 from quantizers.device import triton_support
 from quantizers.device.triton_support import OPTIONS
-from quantizers.pipeline.pipeline import Options, run
+from quantizers.pipeline.options import Options
+from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import prepare
 from quantizers.solve import rounding
 from quantizers.solve.kernel_check import KERNELS, differences, verify_kernels

@@ -1,6 +1,6 @@
 """A model computed as a server's kernels would compute it on a kind of card: the figures of `--as-served`.
 
-The rules are in eval/serving/cards.py. Everything runs in bfloat16, as servers do; within a decoder layer each linear
+The rules are in kernels.py. Everything runs in bfloat16, as servers do; within a decoder layer each linear
 module, and each matrix of the routed experts, multiplies the weights and activations that the kernel on that card
 would, with float32 sums, which are rounded to bfloat16. Logits are rounded too.
 
@@ -26,8 +26,6 @@ from quantizers.architectures.gates import Gate, gate_of
 from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.skeleton import replaced_forward
 from quantizers.checkpoint.reader import CONFIG, Checkpoint
-from quantizers.device.devices import is_accelerator
-from quantizers.eval.serving.cards import WHERE, Activations, Kernel, Where, kernel
 from quantizers.formats import nvfp4
 from quantizers.formats.dequantization import stored_format, stored_matrix
 from quantizers.formats.format import ForeignFormat, Format
@@ -37,10 +35,7 @@ from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 from quantizers.recipe.cards import Card
 from quantizers.system.errors import CheckpointError
 
-ARITHMETIC = {
-    False: "float32",
-    True: "bfloat16, logits in float32, which alone takes the tiny model's KL from 0.0060 to 0.0066",
-}
+from .kernels import WHERE, Activations, Kernel, Where, kernel
 
 DTYPE = torch.bfloat16
 Rounding = Activations | Tensor  # a tensor is NVFP4's global scale of the activations
@@ -229,12 +224,3 @@ def kernels_of(model: StreamedModel, checkpoint: Checkpoint, experts: Format | N
             shape = checkpoint.tensors[f"{module}.weight"].shape if f"{module}.weight" in checkpoint.tensors else (0, 0)
             found[f"{WHERE[where]} in {form.description}"] = str(kernel(card, where, form, shape))
     return found
-
-
-def as_stored(device: torch.device) -> str:
-    """State which numbers and arithmetic the fidelity figures are of (docs/explanation/gpu.md has the cost)."""
-    return (
-        f"KL, perplexity and top-1 are of the files' numbers, computed in {ARITHMETIC[is_accelerator(device)]}, each "
-        "against its own source. A card adds what its kernels round, such as activations to FP8; quantize eval "
-        "--as-served CARD measures that too."
-    )

@@ -19,12 +19,12 @@ from whole_models import compared, finished_weights, run_whole, source_weights, 
 
 import quantizers
 from quantizers.checkpoint.reader import open_folder
-from quantizers.eval.fidelity import as_served
-from quantizers.eval.fidelity.as_served import blocks_to_powers_of_two, multiplied_weight, rounded_activations
-from quantizers.eval.serving.cards import CUTLASS_BLOCKS, DEEP_GEMM, EXPERT_KERNELS, LINEAR_KERNELS, Kernel, kernel
 from quantizers.formats.fp8 import BLOCKS
 from quantizers.planning.job import prepare
 from quantizers.recipe.cards import CARDS
+from quantizers.serving import as_served
+from quantizers.serving.as_served import blocks_to_powers_of_two, multiplied_weight, rounded_activations
+from quantizers.serving.kernels import CUTLASS_BLOCKS, DEEP_GEMM, EXPERT_KERNELS, LINEAR_KERNELS, Kernel, kernel
 from quantizers.system.errors import CheckpointError
 
 CPU = torch.device("cpu")

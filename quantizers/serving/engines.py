@@ -16,7 +16,7 @@ looked up for speculative decoding only: by vLLM under their number, by SGLang u
 transformers looks up every linear layer separately, by name and then by class, and has one scheme for all experts: the
 first group with a `re:` target that contains "experts", even if that expression does not match them.
 
-cards.py says which of the schemes that an engine reads it also computes with.
+kernels.py says which of the schemes that an engine reads it also computes with.
 
 From the sources of vLLM 0.15 to 0.33 (before about 0.23 it tried the class before the parts), SGLang 0.5.23 and
 transformers 5.17; ask_vllm.py compares these rules with an installed vLLM.
@@ -106,7 +106,7 @@ class ServedScheme:
 
     @property
     def kind(self) -> str | None:
-        """That of its stored format, by which cards.py lists kernels; None if this program never writes it."""
+        """That of its stored format, by which kernels.py lists kernels; None if this program never writes it."""
         return None if self.form is None else self.form.kind
 
     @property
@@ -432,7 +432,7 @@ def _find_experts(engine: Engine, facts: Architecture, prefix: str, rules: Rules
 
 
 def _require_kernel(engine: Engine, scheme: ServedScheme, kind: str, rules: Rules) -> None:
-    """Refused if a server does not take the scheme that it matched; cards.py has those for packed integers."""
+    """Refused if a server does not take the scheme that it matched; kernels.py has those for packed integers."""
     name, whole = f"{scheme} ({scheme.origin})", f"the format of the whole checkpoint is {rules.format}"
     packed = scheme.type == "int" and scheme.strategy in ("group", "channel") and not scheme.activations
     fp8 = scheme.type == "float" and scheme.bits == 8 and scheme.strategy in ("block", "channel", "tensor")

@@ -1,0 +1,57 @@
+"""The section `serving` of report.json: servers that know the model, their options, and GPUs that the output fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quantizers.architectures.architecture import Architecture, Options, ServerName
+from quantizers.calibration.render import custom_class
+from quantizers.checkpoint.reader import Checkpoint, read_json
+from quantizers.eval.report.schema import Serving
+from quantizers.planning.gpus import unsaid
+from quantizers.planning.plan import Plan
+from quantizers.system.errors import CheckpointError
+
+from .vram import fits
+
+SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def how_to_serve(plan: Plan, facts: Architecture, source: Checkpoint, name: str) -> Serving:
+    """The section of a plan's output, which depends on bits and group sizes too.
+
+    Some models of a family have options of their own, by the source's `name` as it is published.
+    """
+    # transformers finds the class, and fuses the experts, by the model type in config.json.
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    generation = _json(source, "generation_config.json")
+    sglang = server_options(facts, "sglang", name, source) if "sglang" in facts.servers else None
+    parsers = server_options(facts, "vllm", name, source) if "vllm" in facts.servers else {}
+    problem = unsaid(facts)
+    fitting: dict[str, Any] = {"longest": facts.positions or 0, "fits": [], "assumptions": []}
+    if not problem:
+        fitting = fits(plan, facts, source)
+    return Serving(
+        servers=sorted(facts.servers),
+        parsers=parsers,
+        sglang=sglang,
+        transformers=None if facts.model_type in CONFIG_MAPPING_NAMES else False,
+        sampling={key: generation[key] for key in SAMPLING_KEYS if type(generation.get(key)) in (int, float)},
+        **fitting,
+        cards_unknown=problem,
+    )
+
+
+def server_options(facts: Architecture, server: ServerName, model: str, source: Checkpoint) -> Options:
+    """The options of a server: of the family, of this model, and for a tokenizer with code of its own."""
+    code: Options = {"trust-remote-code": True} if custom_class(_json(source, "tokenizer_config.json")) else {}
+    return facts.server_options(server, model) | code
+
+
+def _json(source: Checkpoint, name: str) -> dict[str, Any]:
+    """A side file's table; empty if there is none or it cannot be read."""
+    try:
+        return read_json(source.folder / name)
+    except CheckpointError:
+        return {}
