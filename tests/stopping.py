@@ -24,8 +24,7 @@ from quantizers.cli import main as cli
 from quantizers.device import devices
 from quantizers.distributed.torch_group import DistributedGroup
 from quantizers.eval.report import plots
-from quantizers.pipeline import layer as layering
-from quantizers.pipeline import quantizer
+from quantizers.pipeline import layer_entry, quantizer
 
 real_message, pause = DistributedGroup.first_failure, float(os.environ.get("SLOW_LAST_WORDS", "0"))
 
@@ -38,7 +37,7 @@ def slow_message(*arguments: Any) -> Any:
 DistributedGroup.first_failure = slow_message
 devices.SMALL_LAYER = 0
 plots.draw = drawn_once(plots.draw)  # as in the tests' own process
-real = layering.write_json
+real = layer_entry.write_json
 real_solve, layers = quantizer.solve_layer, iter(range(1_000_000))
 
 
@@ -61,7 +60,7 @@ def halt_in_the_second(*arguments: Any, **named: Any) -> Any:
     return real_solve(*arguments, **named)
 
 
-layering.write_json = partial(stop_after, int(os.environ.get("STOP_AFTER_LAYER", "-1")))
+layer_entry.write_json = partial(stop_after, int(os.environ.get("STOP_AFTER_LAYER", "-1")))
 measure.write_json = partial(stop_after, int(os.environ.get("STOP_AFTER_MEASURING", "-1")))
 if os.environ.get("HALTED_RANK", "nobody") == os.environ.get("RANK"):
     quantizer.solve_layer = halt_in_the_second

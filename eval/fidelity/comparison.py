@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -24,6 +23,7 @@ from quantizers.model.activation_stream import ActivationStream
 from quantizers.model.layer_forward import padded
 from quantizers.solve.folded_scales import row_scale, stored_norm_ratio
 
+from .figures import LayerFigures, WeightError
 from .metrics import Text, parts
 
 Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]  # the candidate's matrix and the source's
@@ -50,27 +50,25 @@ def compare(
     *,
     routed: bool = True,
     dist: ProcessGroup = SINGLE_PROCESS,
-) -> dict[str, Any]:
+) -> LayerFigures:
     """Figures of the layer that both streams have just passed through, `routed` if it has experts.
 
-    Returns:
-        agreement: the share of the source's expert choices that the candidate makes too, None without experts;
-        hidden_error: ‖h_candidate − h_source‖ / ‖h_source‖ of the states that leave the layer; and `long` with the same
-        of the long texts, if they are reported separately (see `metrics.parts`).
+    They have those of the long texts as well if these are reported separately, see `metrics.parts`.
     """
     found = by_text(source, candidate, routed=routed, dist=dist)
 
-    def together(part: Sequence[int]) -> dict[str, Any]:
+    def together(part: Sequence[int]) -> LayerFigures:
         difference = size = 0.0
         for i in part:  # added in their order, without the correction that sum() makes since Python 3.12
             difference += found[i].difference
             size += found[i].size
         choices = sum(source.chosen.lengths[i] for i in part) * source.chosen.width if routed else 0
         agreement = sum(found[i].same for i in part) / choices if choices else None
-        return {"agreement": agreement, "hidden_error": math.sqrt(difference / size)}
+        return LayerFigures(agreement=agreement, hidden_error=math.sqrt(difference / size))
 
     top, long = parts(texts)
-    return together(top) | ({"long": together(long)} if long else {})
+    figures = together(top)
+    return figures.changed(long=together(long)) if long else figures
 
 
 def by_text(
@@ -101,7 +99,7 @@ def _of_batch(source: ActivationStream, candidate: ActivationStream, batch: rang
 
 def weight_errors(
     source: Checkpoint, candidate: Checkpoint, facts: Architecture, layer: int, device: torch.device
-) -> dict[str, float]:
+) -> WeightError:
     """‖candidate − source‖ / ‖source‖ of one layer, over all matrices of the experts and all of attention; holds one
     expert in memory at a time.
     """
@@ -127,7 +125,7 @@ def weight_errors(
             scale = ratios.get(facts.scaled_with(name) or "")
             yield weight if scale is None else weight / scale, original
 
-    return {"experts": _relative(experts()), "attention": _relative(attention())}
+    return WeightError(experts=_relative(experts()), attention=_relative(attention()))
 
 
 def _relative(pairs: Pairs) -> float:

@@ -146,6 +146,15 @@ class WeightError(Part):
     attention: Number = key("Of attention", "relative")
 
 
+class LayerFigures(Part):
+    """A layer of a candidate compared with the source's; a journal has it, and a report's lists are made of it."""
+
+    agreement: float | None = key("Share of the source's expert choices that it makes too; None without experts")
+    hidden_error: float = key("‖h_candidate − h_source‖ / ‖h_source‖ of the states that leave it", "relative")
+    long: LayerFigures | None = maybe("The same of the long texts, where these are reported separately")
+    weight_error: WeightError | None = maybe("Distance of its weights from the source's, if it was measured")
+
+
 class Fidelity(PartFigures):
     """Fidelity of a candidate; of the short texts at this level where there are long ones as well."""
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,13 +31,13 @@ from .figures import (
     Interval,
     Kl,
     KvCache,
+    LayerFigures,
     MeanKl,
     OnCard,
     PartFigures,
     Perplexity,
     Router,
     TextFigures,
-    WeightError,
 )  # fmt: skip
 
 RESAMPLES, SEED, INTERVAL = 1000, 0, (0.025, 0.975)
@@ -71,7 +70,7 @@ class Measured:
         source_nll, candidate_nll: (N,) float64, −log p of the next token, nats.
         kl, reverse_kl: (N,) float64, KL(source || candidate) and KL(candidate || source), nats.
         same_top1: (N,) bool, whether both models find the same token most likely.
-        layers: what `comparison.compare` found in each layer, perhaps with the `weight_error` of experts and attention.
+        layers: figures of each layer, see `comparison.compare`.
         as_served, kv_cache: figures of the modules with these names.
     """
 
@@ -80,7 +79,7 @@ class Measured:
     kl: np.ndarray
     reverse_kl: np.ndarray
     same_top1: np.ndarray
-    layers: Sequence[dict[str, Any]]
+    layers: Sequence[LayerFigures]
     as_served: Mapping[str, OnCard] = field(default_factory=dict)
     kv_cache: KvCache | None = None
 
@@ -116,11 +115,11 @@ def figures(measured: Measured, texts: Sequence[Text], evaluated_on: HeldOutSet)
         raise OverflowError("a loss is not finite")
     top, long = _scored(texts, columns)
     values = [columns for _, columns in long or top]
-    weights = [WeightError(**layer["weight_error"]) for layer in measured.layers if "weight_error" in layer]
+    weights = [layer.weight_error for layer in measured.layers if layer.weight_error]
     return Fidelity(
         **_part(top, measured.layers).given(),
         evaluated_on=evaluated_on,
-        long=_part(long, [layer["long"] for layer in measured.layers]) if long else None,
+        long=_part(long, [layer.long for layer in measured.layers if layer.long]) if long else None,
         positions=by_position(np.array([part.shape[1] for part in values]), np.concatenate(values, axis=1)),
         weight_error=weights or None,
         as_served=dict(measured.as_served) or None,
@@ -140,9 +139,9 @@ def _scored(texts: Sequence[Text], columns: np.ndarray) -> tuple[list[Scored], l
     return top, long
 
 
-def _part(scored: Sequence[Scored], layers: Sequence[dict[str, Any]]) -> PartFigures:
+def _part(scored: Sequence[Scored], layers: Sequence[LayerFigures]) -> PartFigures:
     """All figures over these texts; `layers` were compared over the same texts."""
-    agreement = [layer["agreement"] for layer in layers]
+    agreement = [layer.agreement for layer in layers]
     per_text = [_of_text(text, columns[2]) for text, columns in scored]
     by_category, by_family = (
         {name: _table([scored[i] for i in members]) for name, members in group.items()}
@@ -152,7 +151,7 @@ def _part(scored: Sequence[Scored], layers: Sequence[dict[str, Any]]) -> PartFig
         **_table(scored).given(),
         longest=max(len(text.tokens) for text, _ in scored),
         router=Router(agreement=agreement, min=min(share for share in agreement if share is not None)),
-        hidden_error=[layer["hidden_error"] for layer in layers],
+        hidden_error=[layer.hidden_error for layer in layers],
         categories=by_category,
         families=by_family,
         worst=per_text[int(np.argmax([columns[2].mean() for _, columns in scored]))],

@@ -14,6 +14,7 @@ from pydantic import ConfigDict, SerializerFunctionWrapHandler, model_serializer
 from quantizers.architectures.architecture import Options
 from quantizers.eval.coverage.figures import Coverage, Drawn, Gate
 from quantizers.eval.fidelity.figures import Fidelity
+from quantizers.output.journal import ShardDigest
 from quantizers.system.keys import Number, Part, key, maybe
 
 
@@ -323,14 +324,6 @@ class StitchedLayer(Part):
     router: str = key("State of the router in the experts' checkpoint")
     error: Number = key("Largest error of the probed experts against the source's times the ratio of norms", "relative")
     error_unscaled: Number = key("The same against the source's experts without the ratio", "relative")
-
-
-class ShardDigest(Part):
-    """One written shard."""
-
-    bytes: int = key("Its size", "bytes")
-    sha256: str = key("SHA-256 of the file, hexadecimal")
-    tensors: str = key("Checksums of its tensors, 8 bytes each, in the order of the file, hexadecimal")
 
 
 class AuditFigures(Part):

@@ -31,6 +31,7 @@ from quantizers.device.devices import choose_device, fingerprint, forward_dtype,
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
 from quantizers.eval.fidelity.comparison import compare, weight_errors
 from quantizers.eval.fidelity.figures import Fidelity as FidelityFigures
+from quantizers.eval.fidelity.figures import LayerFigures
 from quantizers.eval.fidelity.metrics import Measured, Text
 from quantizers.eval.fidelity.paired import paired
 from quantizers.eval.fidelity.scoring import held_out, score
@@ -285,7 +286,7 @@ def through_layers(
     *,
     variants: Variants | None = None,
     dist: ProcessGroup = SINGLE_PROCESS,
-) -> list[list[dict[str, Any]]]:
+) -> list[list[LayerFigures]]:
     """Take texts through all layers of some checkpoints, journaled layer by layer.
 
     Args:
@@ -295,12 +296,14 @@ def through_layers(
         variants: other computations of the checkpoints.
 
     Returns:
-        By layer what `comparison.compare` found of each candidate, with its `weight_error`; in rank 0.
+        By layer the figures of each candidate, with its `weight_error`; in rank 0.
     """
     source, *candidates = streams
     model, journal, variants = source.model, LayerFiles(work), variants or Variants()
     layers, every = model.facts.num_layers, [*streams, *variants.streams]
-    entries = journal.read(layers) if dist.is_main else []
+    entries: list[list[LayerFigures]] = []
+    if dist.is_main:
+        entries = [list(map(LayerFigures.model_validate, layer)) for layer in journal.read(layers)]
     done: int = dist.broadcast_object(len(entries))
     for stream in every:
         stream.enter(done, [text.tokens for text in texts])
@@ -317,7 +320,7 @@ def through_layers(
             found = []
             for stream, checkpoint in zip(candidates, opened[1:], strict=True):
                 files = load_tensors(checkpoint, layer_names(checkpoint, model.facts, step.number))
-                errors = {}
+                errors = None
                 if dist.is_main:
                     errors = weight_errors(step.source, files, model.facts, step.number, model.device)
                 with stream.model.layer(step.number, files) as layer:
@@ -327,11 +330,11 @@ def through_layers(
                     stream.advance(layer)
                 doing("comparing")
                 routed = step.number not in model.facts.dense
-                found.append(compare(source, stream, texts, routed=routed, dist=dist) | {"weight_error": errors})
+                found.append(compare(source, stream, texts, routed=routed, dist=dist).changed(weight_error=errors))
             variants.advance(step, stored)
             if dist.is_main:
                 entries.append(found)
-                journal.write(step.number, json_finite(found))
+                journal.write(step.number, json_finite([figures.as_dict() for figures in found]))
             for stream in every:
                 stream.forget(step.number)
             shown(f"layer {step.number}")

@@ -209,7 +209,7 @@ def check_output(
     Returns the reasons not to publish, and remarks that are none, one line each.
     """
     digests = recorded_digests(report.as_dict())  # of shards, from when they were written; of the rest from the end
-    hashes = report.sha256 | {name: digest["sha256"] for name, digest in digests.items()}
+    hashes = report.sha256 | {name: digest.sha256 for name, digest in digests.items()}
     files = [file for file in files if file.name not in (REPORT, CARD)]
     if source is not None:
         from quantizers.commands.verify import verify_folder

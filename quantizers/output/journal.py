@@ -33,15 +33,16 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from quantizers.checkpoint.reader import CONFIG, INDEX
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.system.errors import OutputError, QuantizeError
 from quantizers.system.files import disk_errors, file_sha256, nearest_existing, sync_folder, write_json, write_text
+from quantizers.system.keys import Part, key
 from quantizers.system.output_files import CARD, REPORT, is_within
 from quantizers.system.thread_map import thread_map
 
@@ -54,6 +55,21 @@ LIBRARIES = ("torch", "transformers")  # of the fingerprint's part `machine`
 FRESH = "start over with --fresh"
 MISSING = object()  # in place of a value, for `differences` of what is nowhere null
 MOVED_LAST = (REPORT, CARD, INDEX, CONFIG)  # moved last, because these files mark a folder as finished
+
+
+class ShardDigest(Part):
+    """One written shard."""
+
+    bytes: int = key("Its size", "bytes")
+    sha256: str = key("SHA-256 of the file, hexadecimal")
+    tensors: str = key("Checksums of its tensors, 8 bytes each, in the order of the file, hexadecimal")
+
+
+class Shard(NamedTuple):
+    """A finished shard of a run, by its journal entry."""
+
+    name: str
+    digest: ShardDigest
 
 
 def work_folder(output: Path, node: int = 0) -> Path:
@@ -145,6 +161,11 @@ def done_layers(work: Path, layers: int) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in done]
 
 
+def shard_of(entry: Mapping[str, Any]) -> Shard:
+    """The shard of a journal entry."""
+    return Shard(entry["shard"], ShardDigest.model_validate(entry["digest"]))
+
+
 def passthrough_entries(work: Path) -> list[dict[str, Any]]:
     """The journal entries of all passthrough shards written so far."""
     return [json.loads(file.read_text()) for file in sorted(work.glob("passthrough-*.json"))]
@@ -156,41 +177,46 @@ def uploads(work: Path) -> dict[str, Any]:
     return json.loads(file.read_text()) if file.exists() else {}
 
 
-def digests(work: Path) -> dict[str, dict[str, Any]]:
+def passthrough_shards(work: Path) -> list[Shard]:
+    """The passthrough shards written so far."""
+    return list(map(shard_of, passthrough_entries(work)))
+
+
+def digests(work: Path) -> dict[str, ShardDigest]:
     """Load the digest of each finished shard of a run, by the shard's name."""
     layers = [json.loads(file.read_text()) for file in (work / "layers").glob("*.json")]
-    return {entry["shard"]: entry["digest"] for entry in (*layers, *passthrough_entries(work))}
+    return dict(map(shard_of, (*layers, *passthrough_entries(work))))
 
 
 def damaged_shards(
     work: Path,
-    entries: Sequence[dict[str, Any]],
+    shards: Sequence[Shard],
     step: Callable[[str], None] = lambda _: None,
     uploaded: Container[str] = (),
 ) -> dict[int, str]:
-    """The problem of each damaged finished shard, by its index in `entries` of the journal.
+    """The problem of each damaged one of some finished shards, by its index.
 
     Every shard is read, but for those that are not here, and `uploaded`: their hashes have been compared.
     """
 
-    def problem_of(entry: dict[str, Any]) -> str:
-        path, written = work / "output" / entry["shard"], entry["digest"]
+    def problem_of(shard: Shard) -> str:
+        path, written = work / "output" / shard.name, shard.digest
         if path.name in uploaded and not path.exists():
             return ""
         try:
             size = path.stat().st_size
-            if size != written["bytes"]:
-                return f"{path.name} has {size:,} bytes, {written['bytes']:,} were written"
-            return "" if file_sha256(path) == written["sha256"] else f"{path.name} has other bytes than were written"
+            if size != written.bytes:
+                return f"{path.name} has {size:,} bytes, {written.bytes:,} were written"
+            return "" if file_sha256(path) == written.sha256 else f"{path.name} has other bytes than were written"
         except OSError as failure:
             return f"{path.name} cannot be read ({failure.strerror})"
 
     damaged = {}
-    with contextlib.closing(thread_map(problem_of, entries)) as problems:
+    with contextlib.closing(thread_map(problem_of, shards)) as problems:
         for index, problem in enumerate(problems):
             if problem:
                 damaged[index] = problem
-            step(entries[index]["shard"])
+            step(shards[index].name)
     return damaged
 
 
@@ -262,23 +288,24 @@ def refuse_changes(
     changes = list(differences(old, json.loads(json.dumps(fingerprint))))
     # Report a changed device first, because other differences follow from it, and the digest of the calibration data
     # last, because it follows from others.
-    for key, before, now in sorted(changes, key=lambda one: (not one[0].endswith(".device"), one[0] == "calibration")):
+    changes.sort(key=lambda change: (not change[0].endswith(".device"), change[0] == "calibration"))
+    for setting, before, now in changes:
         raise OutputError(
             output,
-            f"holds an unfinished run with another {key} ({short_value(before)}, now {short_value(now)})",
-            f"{_remedy(key, before)}, or {anew}",
+            f"holds an unfinished run with another {setting} ({short_value(before)}, now {short_value(now)})",
+            f"{_remedy(setting, before)}, or {anew}",
         )
 
 
-def _remedy(key: str, before: Any) -> str:
+def _remedy(setting: str, before: Any) -> str:
     """The way to give a setting the value that it had when the run began."""
-    if key.startswith("commits"):
+    if setting.startswith("commits"):
         return "give --stream, or leave it out, as before"
     remedies = {
         "machine.threads": f"set OMP_NUM_THREADS={before}",
         "machine.device": "give --device cpu" if before == "cpu" else f"resume on the device {before}",
     } | {f"machine.{name}": f"install {name} {before}" for name in LIBRARIES}
-    return remedies.get(key, "restore it") if before is not None else "restore it"
+    return remedies.get(setting, "restore it") if before is not None else "restore it"
 
 
 def begun_with(work: Path, name: str = FINGERPRINT, part: str = "machine") -> dict[str, Any]:
@@ -293,9 +320,9 @@ def begun_with(work: Path, name: str = FINGERPRINT, part: str = "machine") -> di
 def differences(old: Any, new: Any, path: str = "", missing: Any = None) -> Iterator[tuple[str, Any, Any]]:
     """Every leaf of two JSON objects that differs: its dotted key, the old and the new value."""
     if isinstance(old, dict) and isinstance(new, dict):
-        for key in sorted(old.keys() | new.keys()):
-            before, now = old.get(key, missing), new.get(key, missing)
-            yield from differences(before, now, f"{path}.{key}" if path else key, missing)
+        for name in sorted(old.keys() | new.keys()):
+            before, now = old.get(name, missing), new.get(name, missing)
+            yield from differences(before, now, f"{path}.{name}" if path else name, missing)
     elif type(old) is not type(new) or old != new:
         yield path, old, new
 

@@ -31,6 +31,7 @@ from quantizers.system.files import disk_errors, write_json
 from quantizers.system.hub_client import AGAIN, LOGIN, is_transient, retried, upload_errors
 
 from . import journal
+from .journal import Shard
 
 CHUNK = 1 << 24  # bytes read at a time
 ATTRIBUTES = ".gitattributes"  # which the Hub adds
@@ -61,9 +62,9 @@ def hashed(folder: Path, name: str) -> LocalFile:
     return LocalFile(name, length, sha256.hexdigest(), blob.hexdigest())
 
 
-def written_shard(name: str, digest: Mapping[str, Any]) -> LocalFile:
+def written_shard(shard: Shard) -> LocalFile:
     """A shard with the digest with which it was written."""
-    return LocalFile(name, digest["bytes"], digest["sha256"], "")
+    return LocalFile(shard.name, shard.digest.bytes, shard.digest.sha256, "")
 
 
 def compare(repo: str, files: Iterable[LocalFile], on_hub: Mapping[str, HubFile], remedy: str) -> list[str]:
@@ -247,7 +248,7 @@ class Uploads:
                     raise
             self._list()
         on_hub = {name: one.sha256 for name, one in self.there.files.items()}
-        self.shards = {name for name, one in journal.digests(self._work).items() if on_hub.get(name) == one["sha256"]}
+        self.shards = {name for name, one in journal.digests(self._work).items() if on_hub.get(name) == one.sha256}
         Thread(target=self._run, daemon=True).start()
 
     @property

@@ -23,11 +23,10 @@ from quantizers.planning.job import Job
 from quantizers.recipe.schema import Stop
 from quantizers.stitch.audit.layer import LayerAudit, audit_layer, written_from
 from quantizers.stitch.write.shard import LayerTensors, kept_hashes, write_shard
-from quantizers.system.files import write_json
 from quantizers.system.progress import doing, forecast, peak_memory, progress
 from quantizers.walk.walk import LayerStep, all_tensors, walk
 
-from .layer_entry import Entry, Written, layer_note, of_shard, refuse_layer
+from .layer_entry import LayerEntry, QuantizedLayer, Written, layer_note, refuse_layer
 from .observer import Observation
 from .quantizer import Calibration, Quantizer
 from .shard_writer import ShardWriter
@@ -60,7 +59,7 @@ class Run:
         return [self.source, self.output, *self.variants.streams]
 
 
-def quantize_from(run: Run, done: int, entries: list[Entry], stop: Stop | None) -> None:
+def quantize_from(run: Run, done: int, entries: list[LayerEntry], stop: Stop | None) -> None:
     """Quantize the layers after the first `done`; rank 0 adds the journal entry of each one that is done to `entries`.
 
     Raises:
@@ -68,38 +67,39 @@ def quantize_from(run: Run, done: int, entries: list[Entry], stop: Stop | None) 
     """
     job, context, model = run.quantizer.job, run.quantizer.context, run.quantizer.model
     layers, check, dist = job.facts.num_layers, context.check, context.dist
-    context.upload(*journal.passthrough_entries(context.work), *entries)  # unless an earlier call did
+    files = [*journal.passthrough_shards(context.work), *(entry.file for entry in entries)]
+    context.upload(*files)  # unless an earlier call did
     say_forecast = forecast(layers)
-    begun: dict[int, Entry] = {}  # layers whose shards are not on disk yet
+    begun: dict[int, QuantizedLayer] = {}  # in rank 0, layers whose shards are not on disk yet
     tensors, early = all_tensors(job, job.opened, done), context.placement.prefetch
     shown = progress("quantizing", layers, done, "layer", trusted=1, kept=True, silent=not dist.is_main)
 
     def finish_layers(shards: Mapping[int, Written]) -> None:
         """Journal layers whose shards are on disk: from then on they are done."""
         for number, written in shards.items():
-            entry = begun.pop(number)
             if dist.is_main:
-                entry |= of_shard(written)
+                entry = begun.pop(number).entry(written, peak_memory(context.device))
                 for stream in run.streams:
                     stream.on_disk(number + 1)  # from there a run resumes once the layer is journaled
-                write_json(journal.layer_file(context.work, number), entry)
+                entry.write(context.work)
                 entries.append(entry)
             for stream in run.streams:
                 stream.forget(number)
             if dist.is_main:
                 show(layer_note(entry))
-                say_forecast(entry)
-                context.upload(entry)
+                if entry.routed:
+                    say_forecast(entry.layer, sum(entry.seconds.values()))
+                context.upload(entry.file)
                 refuse_layer(entry, stop)
 
     with shown as show, walk(job.opened, tensors, model, check=check, dist=dist, early=early) as steps:
         for step in steps:
-            entry = begun[step.number] = quantize_layer(run, step)
+            quantized = quantize_layer(run, step)
+            if quantized is not None:
+                begun[step.number] = quantized
             doing("audit")
             shards = run.writer.finished()
             step.watch.lap("write")
-            if dist.is_main:
-                entry["peak_memory_bytes"] = peak_memory(context.device)
             finish_layers(shards)
         run.calibration.remove()
         if run.observation is not None:
@@ -107,15 +107,15 @@ def quantize_from(run: Run, done: int, entries: list[Entry], stop: Stop | None) 
         finish_layers(run.writer.finished(pending=0))
 
 
-def quantize_layer(run: Run, step: LayerStep, *, again: bool = False) -> Entry:
+def quantize_layer(run: Run, step: LayerStep, *, again: bool = False) -> QuantizedLayer | None:
     """Take one layer from the source's bytes to the states that enter the next one.
 
     Args:
         again: a damaged shard is made once more: the texts have been through this layer.
 
     Returns:
-        The layer's journal entry, in rank 0, but for what is known only when its shard is on disk. While that is
-        written, the next layer may be begun, see `ShardWriter`.
+        What the journal gets of it once its shard is on disk; None in ranks except 0. While the shard is written, the
+        next layer may be begun, see `ShardWriter`.
     """
     quantizer, calibration = run.quantizer, run.calibration
     context, plan = quantizer.context, quantizer.job.plan
@@ -145,10 +145,7 @@ def quantize_layer(run: Run, step: LayerStep, *, again: bool = False) -> Entry:
     tensors = quantizer.pack(step, solved, written=run.writer.has_turn(number))
     output = quantizer.as_stored(step, tensors)
     _write_in_background(run, step, tensors, output)
-    entry: Entry = {}
-    if context.dist.is_main:
-        entry = {"layer": number, "shard": plan.shard_file(number), "source": step.source.digest()}
-        entry |= {"seconds": watch.seconds, "proof": step.proof, **solved.entry}
+    solution = solved.entry
     del solved, tensors  # the device's memory is now the forward pass's
     watch.lap("pack")
 
@@ -171,10 +168,18 @@ def quantize_layer(run: Run, step: LayerStep, *, again: bool = False) -> Entry:
         watch.lap("compare")
         if run.variants:
             run.variants.advance(step, [step.on_device, output])
-    if run.data is not None:
-        entry["routed"] = quantizer.routed_tokens(calibration, run.data, number)
-        entry["held_out"] = figures
-    return entry
+    if run.data is None:
+        return None
+    return QuantizedLayer(
+        number,
+        plan.shard_file(number),
+        step.source.digest(),
+        seconds=watch.seconds,
+        proof=step.proof,
+        solution=solution,
+        routed=quantizer.routed_tokens(calibration, run.data, number),
+        held_out=figures,
+    )
 
 
 def _write_in_background(run: Run, step: LayerStep, tensors: LayerTensors, output: LoadedTensors) -> None:

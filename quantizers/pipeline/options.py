@@ -43,7 +43,7 @@ class Options:
         return self.output.with_name(f"{self.output.name}.imatrix.gguf")
 
     def observer(self) -> Observer | None:
-        """What makes that file on the way, with `imatrix`. Raises an InputError if this installation cannot."""
+        """Return the maker of that file, with `imatrix`. Raises an InputError if this installation has none."""
         if not self.imatrix:
             return None
         observer: Observer = required("imatrix_of_run", "--imatrix")()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantizers.output import journal
+from quantizers.output.journal import Shard, ShardDigest
 from quantizers.output.uploads import Uploads, hashed, is_to_be_made, refuse_card, require_token, written_shard
 from quantizers.planning.plan import WAITING
 from quantizers.system.errors import OutputError
@@ -165,7 +166,8 @@ def finish(uploads: Uploads | None, work: Path, output: Path, check: Callable[[]
             file=sys.stderr,
         )
         return
-    shards = [written_shard(name, one) for name, one in report["audit"]["digests"].items()]
+    digests = report["audit"]["digests"]
+    shards = [written_shard(Shard(name, ShardDigest(**digest))) for name, digest in digests.items()]
     known = {shard.name for shard in shards}
     uploads.finish([hashed(folder, name) for name in sorted({*report["files"], REPORT} - known)], shards, check)
 

@@ -46,7 +46,7 @@ from quantizers.walk.context import Context
 from quantizers.walk.walk import LayerStep, memory_is_full, walk
 
 from .layer import Run, quantize_from, quantize_layer
-from .layer_entry import Entry, of_shard, refuse_layer
+from .layer_entry import LayerEntry, read_entries, refuse_layer
 from .observer import Observer
 from .quantizer import Quantizer
 from .shard_writer import ShardWriter
@@ -85,7 +85,7 @@ def quantize_layers(
         Stopped: a layer's figures are beyond `stop`.
     """
     dist, layers = context.dist, job.facts.num_layers
-    entries = journal.done_layers(context.work, layers) if dist.is_main else []
+    entries = read_entries(context.work, layers) if dist.is_main else []
     for entry in entries:
         refuse_layer(entry, stop)
     start: _Start = dist.broadcast_object(
@@ -211,13 +211,13 @@ def _held_out_streams(
     return source, output, variants_of(both, job.facts, context.device, model.dtype, cards, cached, new)
 
 
-def _resume(run: Run, done: int, damaged: Sequence[int], entries: Sequence[Entry]) -> None:
+def _resume(run: Run, done: int, damaged: Sequence[int], entries: Sequence[LayerEntry]) -> None:
     """Take the calibration states through the finished layers, and make damaged shards again."""
     job, context, model = run.quantizer.job, run.quantizer.context, run.quantizer.model
     check, dist = context.check, context.dist
     if damaged and context.uploads:
-        whole = [entry for number, entry in enumerate(entries) if number not in damaged]
-        context.upload(*journal.passthrough_entries(context.work), *whole)
+        whole = [entry.file for number, entry in enumerate(entries) if number not in damaged]
+        context.upload(*journal.passthrough_shards(context.work), *whole)
         context.uploads.make_room(check)
     followed = done if done < job.facts.num_layers else max(damaged, default=-1) + 1
     if followed:
@@ -259,28 +259,32 @@ def _follow(run: Run, number: int) -> None:
         quantizer.propagate(layer, states)
 
 
-def _make_again(run: Run, entries: Sequence[Entry], number: int) -> None:
+def _make_again(run: Run, entries: Sequence[LayerEntry], number: int) -> None:
     """Make a finished layer whose shard was damaged once more; it must get the bytes that the journal has for it."""
     job, context, model = run.quantizer.job, run.quantizer.context, run.quantizer.model
     source, dist = job.opened, context.dist
     loaded = load_once(source, layer_names(source, job.facts, number), dist)
     made = quantize_layer(run, LayerStep(number, loaded, loaded.to(model.device), model), again=True)
     (written,) = run.writer.finished(pending=0).values()
-    if dist.is_main:
-        made |= of_shard(written)
-        for key, what in (("source", "the source's tensors have"), ("digest", "it gets")):
-            if made[key] != entries[number][key]:
+    if made is not None:
+        digest, _ = written
+        before = entries[number]
+        for same, what in (
+            (made.source == before.source, "the source's tensors have"),
+            (digest == before.digest, "it gets"),
+        ):
+            if not same:
                 raise QuantizeError(
                     f"layer {number}",
                     f"its damaged shard was made again, but {what} other bytes than the first time",
                     "start over with --fresh",
                 )
         print(f"layer {number}: its shard was made again, with the bytes that it had", file=sys.stderr)
-        context.upload(entries[number])  # so that none pile up here before the next layer
+        context.upload(before.file)  # so that none pile up here before the next layer
     dist.barrier()
 
 
-def _measured(run: Run, entries: Sequence[Entry]) -> Measured | None:
+def _measured(run: Run, entries: Sequence[LayerEntry]) -> Measured | None:
     """Score the texts, and put all figures together; None without texts, and of no use in other processes."""
     if not run.texts:
         return None
@@ -291,7 +295,7 @@ def _measured(run: Run, entries: Sequence[Entry]) -> Measured | None:
     files, experts = _with_converted(job), job.plan.schemes[0]
     on_cards = run.variants.on_cards(1, source, scores, run.texts, files, experts=experts)
     cache = run.variants.with_cache(1, source, scores, run.texts)
-    layers = [entry["held_out"] for entry in entries]
+    layers = [entry.held_out for entry in entries if entry.held_out]
     return Measured(scores[source, source][0], *scores[source, output], layers, on_cards, cache)
 
 
@@ -326,5 +330,5 @@ def _write_passthrough(job: Job, outside: LoadedTensors, parts: Sequence[int | N
         kept, linears = kept_hashes(plan, part, stored), converted_tensors(plan, part, stored, torch.device("cpu"))
         tensors = layer_tensors(plan, part, stored, None, made=linears).host
         digest = write_shard(tensors, shard, kept, plan.unread(part))
-        write_json(file, {"shard": shard.name, "digest": digest, "audit": written_from(actions).as_dict()})
+        write_json(file, {"shard": shard.name, "digest": digest.as_dict(), "audit": written_from(actions).as_dict()})
         context.check()

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -37,7 +38,7 @@ from quantizers.system.progress import doing
 from quantizers.walk.context import Context
 from quantizers.walk.walk import LayerStep
 
-from .layer_entry import Entry, of_solution
+from .layer_entry import of_solution
 
 NOTHING: Mapping[str, torch.Tensor] = MappingProxyType({})
 
@@ -75,7 +76,7 @@ class Solved:
     kv_peaks: Sequence[float] = ()
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> dict[str, Any]:
         """Fields of the layer for the journal."""
         return of_solution(self.experts) | ({"kv_peaks": list(self.kv_peaks)} if self.kv_peaks else {})
 

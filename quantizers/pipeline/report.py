@@ -30,6 +30,7 @@ from quantizers.eval.fidelity.variants import as_stored
 from quantizers.eval.report import schema
 from quantizers.hooks import hook
 from quantizers.output import journal
+from quantizers.output.journal import ShardDigest
 from quantizers.planning.job import Job
 from quantizers.planning.plan import Plan, summary
 from quantizers.recipe.portable import Resolved, is_hub_id
@@ -37,17 +38,15 @@ from quantizers.recipe.read import set_location
 from quantizers.recipe.schema import CoverageGate
 from quantizers.stitch.audit.checkpoint import Audit, verify
 from quantizers.stitch.audit.layer import LayerAudit
-from quantizers.stitch.write.shard import ShardDigest
 from quantizers.system.errors import InputError, QuantizeError
 from quantizers.system.output_files import CARD
 from quantizers.system.progress import peak_memory, progress
 from quantizers.walk.context import Context
 
 from .consumers import Findings, NotChecked, folder_findings, unchecked_notes
+from .layer_entry import read_entries
 from .report_files import read_front_matter
 
-# Keys of the journal's entries that are elsewhere in the report, or of no use in it.
-JOURNAL_ONLY = ("routed", "peak_memory_bytes", "shard", "digest", "source", "audit", "held_out")
 LICENSE_DETAILS = ("license_name", "license_link")
 NOT_COUNTED = "the memory that servers need is not counted by this installation"
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # of a model, a data set or a licence on the Hub
@@ -153,15 +152,14 @@ class _Layers:
 
 
 def _read_journal(work: Path, layers: int) -> _Layers:
-    entries = journal.done_layers(work, layers)
-    shards = [*entries, *journal.passthrough_entries(work)]
-    shown = [{key: value for key, value in entry.items() if key not in JOURNAL_ONLY} for entry in entries]
+    entries, passthrough = read_entries(work, layers), journal.passthrough_entries(work)
+    audits = [*(entry.audit for entry in entries), *(entry["audit"] for entry in passthrough)]
     return _Layers(
-        shown=[schema.Layer.model_validate(entry) for entry in shown],
-        routed={entry["layer"]: np.array(entry["routed"], dtype=np.int64) for entry in entries if entry["routed"]},
-        written={entry["shard"]: entry["digest"] for entry in shards},
-        audits=[LayerAudit(**entry["audit"]) for entry in shards],
-        peak_memory_bytes=max(entry["peak_memory_bytes"] for entry in entries),
+        shown=[entry.shown() for entry in entries],
+        routed={entry.layer: np.array(entry.routed, dtype=np.int64) for entry in entries if entry.routed},
+        written=dict([*(entry.file for entry in entries), *map(journal.shard_of, passthrough)]),
+        audits=[LayerAudit(**audit) for audit in audits],
+        peak_memory_bytes=max(entry.peak_memory_bytes for entry in entries),
     )
 
 
@@ -210,8 +208,7 @@ def verified_parts(written: Mapping[str, ShardDigest], audit: Audit, engines: Fi
     gates.
     """
     gates = [gate("audit", len(audit.differences), 0, "differences from what the plan promises")]
-    digests = {name: schema.ShardDigest(**digest) for name, digest in written.items()}
-    audited = schema.Audit(**audit.as_dict(), digests=digests)
+    audited = schema.Audit(**audit.as_dict(), digests=dict(written))
     if engines is None:
         return Verified(audited, gates, None)
     misread = "ways in which vLLM, SGLang or transformers would misread it"

@@ -6,12 +6,12 @@ import json
 import sys
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from quantizers.checkpoint.source_identity import check_hashes
 from quantizers.output import journal
+from quantizers.output.journal import Shard
 from quantizers.planning.job import Job
 from quantizers.system.errors import OutputError
 from quantizers.system.files import sync_folder
@@ -34,10 +34,10 @@ def open_work_folder(
     output = options.output
     journal.refuse_changes(work, deciding(job, inputs.data, options.device), output)
     journal.note_command(work, options.command)
-    entries = journal.done_layers(work, job.facts.num_layers)
-    print(_opening_line(job, options, inputs, len(entries)), file=sys.stderr, flush=True)
+    shards = [journal.shard_of(entry) for entry in journal.done_layers(work, job.facts.num_layers)]
+    print(_opening_line(job, options, inputs, len(shards)), file=sys.stderr, flush=True)
     if inputs.evaluation:
-        if entries and not (work / journal.HELD_OUT).exists():
+        if shards and not (work / journal.HELD_OUT).exists():
             raise OutputError(
                 output,
                 "its finished layers were measured on no held-out set",
@@ -47,7 +47,7 @@ def open_work_folder(
         measured = {"held_out": inputs.evaluation.identity} | as_served
         journal.refuse_changes(work, measured, output, journal.HELD_OUT)
     journal.remove_cut_files(work)
-    damaged = _find_damage(work, entries, output, check, uploaded)
+    damaged = _find_damage(work, shards, output, check, uploaded)
     if options.paranoid:
         check_hashes(job.opened, work, output, check)
     for folder in ("layers", "output"):
@@ -57,16 +57,16 @@ def open_work_folder(
 
 
 def _find_damage(
-    work: Path, entries: Sequence[dict[str, Any]], output: Path, check: Callable[[], None], uploaded: Container[str]
+    work: Path, shards: Sequence[Shard], output: Path, check: Callable[[], None], uploaded: Container[str]
 ) -> list[int]:
     """The finished layers of an earlier call whose shards are no longer as they were written; each is named."""
     for passthrough in work.glob("passthrough-*.json"):
-        if journal.damaged_shards(work, [json.loads(passthrough.read_text())], uploaded=uploaded):
+        if journal.damaged_shards(work, [journal.shard_of(json.loads(passthrough.read_text()))], uploaded=uploaded):
             passthrough.unlink()  # its shard is written at the beginning, so it will be written again
-    if not entries:
+    if not shards:
         return []
-    with progress("checking", len(entries), unit="shard", check=check) as step:
-        damaged = journal.damaged_shards(work, entries, step, uploaded)
+    with progress("checking", len(shards), unit="shard", check=check) as step:
+        damaged = journal.damaged_shards(work, shards, step, uploaded)
     for layer, problem in damaged.items():
         print(f"{output}: layer {layer}: {problem}; it is made again", file=sys.stderr)
     return list(damaged)

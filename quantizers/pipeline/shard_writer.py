@@ -11,8 +11,8 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 
 from quantizers.distributed.process_group import ProcessGroup
+from quantizers.output.journal import ShardDigest
 from quantizers.stitch.audit.layer import LayerAudit
-from quantizers.stitch.write.shard import ShardDigest
 
 from .layer_entry import Written
 

@@ -23,11 +23,12 @@ from quantizers.formats.dequantization import read_weight
 from quantizers.formats.tensor_names import published_names, split_fused_experts
 from quantizers.formats.unsupported import refuse_swapped_arguments
 from quantizers.output import journal
+from quantizers.output.journal import ShardDigest
 from quantizers.planning.plan import PASSTHROUGH, Plan
 from quantizers.solve.folded_scales import close_enough, matrix_errors, norm_ratio, router_state, stored_norm_ratio
 from quantizers.stitch.audit.checkpoint import stored_plan, stored_schemes
 from quantizers.stitch.write.config_files import write_config_files
-from quantizers.stitch.write.shard import ShardDigest, kept_hashes, layer_tensors, write_shard
+from quantizers.stitch.write.shard import kept_hashes, layer_tensors, write_shard
 from quantizers.system.errors import CheckpointError
 from quantizers.system.files import write_json
 from quantizers.system.progress import progress
@@ -192,7 +193,7 @@ def write_mix(mix: Mix, work: Path, *, repair_router: bool, check: Callable[[], 
     `check` is called between steps, and may raise to interrupt.
     """
     layers, plan, folder = mix.facts.num_layers, mix.plan, work / "output"
-    for layer in journal.damaged_shards(work, journal.done_layers(work, layers)):
+    for layer in journal.damaged_shards(work, list(map(journal.shard_of, journal.done_layers(work, layers)))):
         journal.layer_file(work, layer).unlink()  # so that it is stitched again
     journal.remove_cut_files(work)
     (work / "layers").mkdir(exist_ok=True)
@@ -207,9 +208,9 @@ def write_mix(mix: Mix, work: Path, *, repair_router: bool, check: Callable[[], 
             number, shard = step.number, plan.shard_file(step.number)
             made = mixed_tensors(mix, number, step.source, repair_router=repair_router)
             digest = write_shard(made, folder / shard, kept_hashes(plan, number, step.source), plan.unread(number))
-            write_json(journal.layer_file(work, number), {"layer": number, "shard": shard, "digest": digest})
+            write_json(journal.layer_file(work, number), {"layer": number, "shard": shard, "digest": digest.as_dict()})
             shown(f"layer {number}")
-    written = {entry["shard"]: entry["digest"] for entry in journal.done_layers(work, layers)}
+    written = dict(map(journal.shard_of, journal.done_layers(work, layers)))
     for part in plan.passthrough_parts:
         shard, parts = plan.shard_file(part), layer_tensors(plan, part, mix.source, None).host
         written[shard] = write_shard(parts, folder / shard, carried=plan.unread(part))

@@ -12,10 +12,10 @@ from quantizers.checkpoint.reader import Checkpoint, left_behind
 from quantizers.checkpoint.source_identity import source_digest
 from quantizers.device.devices import versions
 from quantizers.eval.report import schema
+from quantizers.output.journal import ShardDigest
 from quantizers.pipeline.consumers import folder_findings, unchecked_notes
 from quantizers.pipeline.report import front_matter_of, hub_names, plan_figures, serving, source_figures, verified_parts
 from quantizers.stitch.audit.checkpoint import Audit
-from quantizers.stitch.write.shard import ShardDigest
 from quantizers.system.output_files import RECIPE
 
 from .mix import Mix

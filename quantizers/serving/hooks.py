@@ -93,7 +93,7 @@ def on_card(report: Report, place: str) -> dict[str, Any]:
 
 
 def plan_remarks(numbers: dict[str, Any]) -> list[str]:
-    """Why `plan` gives no command for vLLM; nothing if it does."""
+    """Say why `plan` gives no command for vLLM; nothing if it does."""
     from .commands import without_vllm
 
     if "vllm" in numbers["servers"]:

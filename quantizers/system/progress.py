@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -137,20 +137,21 @@ def _lines(title: str, total: int, done: int, unit: str, trusted: int) -> Iterat
     yield step, phase
 
 
-def forecast(layers: int) -> Callable[[dict[str, Any]], None]:
-    """A function for each layer's journal entry; at the first with experts it says how long the rest will take."""
-    said = False
+def forecast(layers: int) -> Callable[[int, float], None]:
+    """A function for number and seconds of each layer with experts; at the first it says how long the rest takes."""
+    has_spoken = False
 
-    def line(entry: dict[str, Any]) -> None:
-        nonlocal said
-        left = layers - entry["layer"] - 1
-        if entry["routed"] and not said and left:
-            said = True
-            about = duration(left * sum(entry["seconds"].values()))
+    def show(layer: int, seconds: float) -> None:
+        nonlocal has_spoken
+        left = layers - layer - 1
+        if not has_spoken and left:
+            has_spoken = True
             more = f"{left} more layer{'s' if left > 1 else ''}"
-            print(f"forecast from layer {entry['layer']}: about {about} for {more}", file=sys.stderr, flush=True)
+            print(
+                f"forecast from layer {layer}: about {duration(left * seconds)} for {more}", file=sys.stderr, flush=True
+            )
 
-    return line
+    return show
 
 
 def peak_memory(device: torch.device) -> int:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.window import Parts, streamed
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from quantizers.output.journal import Shard
 from quantizers.output.uploads import Uploads, written_shard
 from quantizers.planning.device_memory import Placement
 
@@ -43,8 +44,8 @@ class Context:
         """A source for one pass over these parts, see `window.streamed`."""
         return streamed(source, parts, self.work / "source", self.window, check=self.check, dist=self.dist)
 
-    def upload(self, *entries: Mapping[str, Any]) -> None:
-        """Let the shards of journal entries be uploaded, if the run publishes as it goes."""
-        for entry in entries:
+    def upload(self, *shards: Shard) -> None:
+        """Let finished shards be uploaded, if the run publishes as it goes."""
+        for shard in shards:
             if self.uploads:
-                self.uploads.put(written_shard(entry["shard"], entry["digest"]), self.check)
+                self.uploads.put(written_shard(shard), self.check)

@@ -26,13 +26,13 @@ from quantizers.checkpoint.safetensors_header import FP8, Spec
 from quantizers.formats.format import SCALE, ExpertFormat, format_of_experts
 from quantizers.formats.fp8 import ROWS, block_size, has_kv_scales
 from quantizers.formats.tensor_names import published_names, split_fused_experts
-from quantizers.output.journal import MISSING, differences, short_value
+from quantizers.output.journal import MISSING, ShardDigest, differences, short_value
 from quantizers.output.manifest import read_record
 from quantizers.planning.assign_actions import make_plan
 from quantizers.planning.plan import KV_SCALE, KV_SCALES, Plan
 from quantizers.recipe.schema import Attention, Experts
 from quantizers.stitch.write.config_files import output_config
-from quantizers.stitch.write.shard import ShardDigest, changes, recorded_digests
+from quantizers.stitch.write.shard import changes, recorded_digests
 from quantizers.system.errors import CheckpointError, RecipeError
 from quantizers.system.files import file_sha256
 from quantizers.system.thread_map import thread_map
@@ -111,7 +111,7 @@ def verify(
 
     def changed(name: str) -> list[str]:
         if remote and not (folder / name).is_file():
-            same = name in remote.files and remote.files[name].sha256 == recorded[name]["sha256"]
+            same = name in remote.files and remote.files[name].sha256 == recorded[name].sha256
             return [] if same else [f"{name}: on the Hub it is not as the run wrote it"]
         return changes(folder / name, recorded[name], past_the_cache=audited is not None)
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any, NamedTuple, TypedDict
+from typing import IO, Any, NamedTuple
 
 import torch
+from pydantic import ValidationError
 from safetensors.torch import save_file
 
 from quantizers.checkpoint.reader import Checkpoint, as_bytes, torch_dtype
@@ -26,6 +27,7 @@ from quantizers.formats.dequantization import is_finite
 from quantizers.formats.format import PACKED, SCALE, ExpertFormat
 from quantizers.formats.nvfp4 import GLOBAL_SCALE, INPUT_SCALE
 from quantizers.formats.packed_integers import SHAPE
+from quantizers.output.journal import ShardDigest
 from quantizers.planning.plan import METADATA, PASSTHROUGH, Action, Plan
 from quantizers.solve.result import LayerResult
 from quantizers.system.errors import CheckpointError, QuantizeError
@@ -37,14 +39,6 @@ TENSOR_BYTES = 8  # of each tensor's digest
 PACKED_AT_A_TIME = 16  # experts, on an accelerator: few launches, and temporaries that are small beside the result
 
 Key = tuple[str, str]  # a matrix and which of its arrays, or a tensor's name and nothing
-
-
-class ShardDigest(TypedDict):
-    """`bytes` and `sha256` of the file; `tensors`: the tensors' digests in the order of their names, joined."""
-
-    bytes: int
-    sha256: str
-    tensors: str
 
 
 class LayerTensors(NamedTuple):
@@ -190,7 +184,7 @@ def write_shard(
             raise QuantizeError("", f"{failure}, though it was just written", "check the disk") from None
         differing = [
             f"{name} has other bytes in the file than it was written with"
-            for name, old, new in zip(sorted(tensors), expected, split(found["tensors"]), strict=True)
+            for name, old, new in zip(sorted(tensors), expected, split(found.tensors), strict=True)
             if old != new
         ] + [f"{name} has other bytes than the source's" for name, wanted in kept.items() if hashes[name] != wanted]
         if differing:
@@ -239,26 +233,24 @@ def read_back(file: Path, wanted: Collection[str] = ()) -> tuple[ShardDigest, di
 
     with file.open("rb") as stream, closing(thread_map(hashed, pieces(stream))) as found:
         hashes = dict(zip(header, found, strict=True))
-    digest: ShardDigest = {
-        "bytes": size + sum(info.size for info in header.values()),
-        "sha256": whole.hexdigest(),
-        "tensors": "".join(hashes[name][0] for name in sorted(hashes)),
-    }
+    digest = ShardDigest(
+        bytes=size + sum(info.size for info in header.values()),
+        sha256=whole.hexdigest(),
+        tensors="".join(hashes[name][0] for name in sorted(hashes)),
+    )
     return digest, {name: full for name, (_, full) in hashes.items() if full}
 
 
 def recorded_digests(report: dict[str, Any]) -> dict[str, ShardDigest]:
     """The digests in a report, by shard in its folder, without the malformed ones of a damaged report."""
-    audit, kinds = report.get("audit"), ShardDigest.__annotations__.keys()
+    audit = report.get("audit")
     by_shard = audit.get("digests") if isinstance(audit, dict) else None
-    return {
-        name: {"bytes": digest["bytes"], "sha256": digest["sha256"], "tensors": digest["tensors"]}
-        for name, digest in (by_shard.items() if isinstance(by_shard, dict) else ())
-        if is_within(name)
-        and isinstance(digest, dict)
-        and kinds <= digest.keys()
-        and isinstance(digest["tensors"], str)
-    }
+    digests: dict[str, ShardDigest] = {}
+    for name, digest in by_shard.items() if isinstance(by_shard, dict) else ():
+        if is_within(name):
+            with suppress(ValidationError):
+                digests[name] = ShardDigest.model_validate(digest)
+    return digests
 
 
 def changes(file: Path, written: ShardDigest, *, past_the_cache: bool = False) -> list[str]:
@@ -271,14 +263,14 @@ def changes(file: Path, written: ShardDigest, *, past_the_cache: bool = False) -
         if past_the_cache:
             with file.open("rb") as stream:
                 os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        if file_sha256(file) == written["sha256"]:
+        if file_sha256(file) == written.sha256:
             return []
         found, names = read_back(file)[0], sorted(read_header(file))
     except OSError as failure:
         return [f"{file.name}: cannot be read ({failure.strerror})"]
     except CheckpointError as failure:
         return [f"{file.name}: changed since the run wrote it ({failure})"]
-    known, now = split(written["tensors"]), split(found["tensors"])
+    known, now = split(written.tensors), split(found.tensors)
     if len(known) != len(now):
         return [f"{file.name}: changed since the run wrote it: {len(known)} tensors then, {len(now)} now"]
     changed = [name for name, old, new in zip(names, known, now, strict=True) if old != new]

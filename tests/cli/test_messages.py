@@ -21,7 +21,7 @@ from quantizers.checkpoint.reader import open_folder
 from quantizers.device.devices import choose_device
 from quantizers.output import journal
 from quantizers.output.journal import refuse_changes
-from quantizers.pipeline import layer as layering
+from quantizers.pipeline import layer_entry
 from quantizers.system.errors import InputError, QuantizeError
 
 Said = Callable[..., tuple[int, str, str]]
@@ -40,7 +40,7 @@ def said(command: Command) -> Said:
 @pytest.fixture(scope="module")
 def typed(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which a run of four layers was typed that was cut off after its second; its output is `cut`."""
-    folder, real = tmp_path_factory.mktemp("typed"), layering.write_json
+    folder, real = tmp_path_factory.mktemp("typed"), layer_entry.write_json
 
     def cut(path: Path, entry: Any) -> None:
         real(path, entry)
@@ -50,7 +50,7 @@ def typed(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patched, (folder / "said").open("w") as said:
         patched.chdir(folder)
         patched.setattr("sys.stderr", said)
-        patched.setattr(layering, "write_json", cut)
+        patched.setattr(layer_entry, "write_json", cut)
         assert quantize(patched, "run", finished.recipe, "--fresh", "--yes", "cut", "--device", "cpu") == 1
     return folder
 

@@ -22,7 +22,7 @@ from quantizers.device.devices import use_threads
 from quantizers.distributed.process_group import ProcessGroup
 from quantizers.eval.fidelity import scoring
 from quantizers.output.journal import begun_with
-from quantizers.pipeline import layer as layering
+from quantizers.pipeline import layer_entry
 from quantizers.system.errors import OutputError
 
 
@@ -83,7 +83,7 @@ def test_a_run_begun_with_other_threads_goes_on_with_them(
     """In one process: begun with 2, the rule says 1; then an explicit number is refused in one line."""
     output = tmp_path / "output"
     words = ("run", small.recipe, "--output", output, "--device", "cpu")
-    real = layering.write_json
+    real = layer_entry.write_json
 
     def cut(path: Path, entry: Any) -> None:
         real(path, entry)
@@ -93,7 +93,7 @@ def test_a_run_begun_with_other_threads_goes_on_with_them(
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(devices, "SMALL_LAYER", 0)
         patched.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-        patched.setattr(layering, "write_json", cut)
+        patched.setattr(layer_entry, "write_json", cut)
         assert quantize(patched, *words) == 2
     assert torch.get_num_threads() == 2
     assert begun_with(output / ".quantize")["threads"] == 2

@@ -23,7 +23,7 @@ from quantizers.architectures.families import architecture_for
 from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.commands.evaluate import measure
-from quantizers.eval.fidelity.figures import Cut, HeldOutSet
+from quantizers.eval.fidelity.figures import Cut, HeldOutSet, LayerFigures
 from quantizers.eval.fidelity.metrics import Measured, Text, figures
 from quantizers.formats.dequantization import read_weight
 from quantizers.formats.tensor_names import published_names
@@ -184,7 +184,7 @@ def test_the_worst_text_and_the_tails_of_a_known_case() -> None:
     """One position of a thousand carries all of KL; the worst text is not the one in which that is."""
     lengths, kl = [900, 60, 40], np.zeros(1000)
     kl[500], kl[900:960] = 9.0, 0.5
-    measured = Measured(kl, kl, kl, kl[::-1], kl < 1, [{"agreement": 1.0, "hidden_error": 0.0}])
+    measured = Measured(kl, kl, kl, kl[::-1], kl < 1, [LayerFigures(agreement=1.0, hidden_error=0.0)])
     texts = [Text(torch.zeros(n + 1, dtype=torch.int64), "a", 1, place=f"a.jsonl:{n}") for n in lengths]
     found = figures(measured, texts, ABOUT).as_dict()
     row = {"place": "a.jsonl:60", "category": "a", "tokens": 60, "kl": 0.5, "max": 0.5, "position": 1}
@@ -208,7 +208,7 @@ def test_intervals_are_seeded_and_hold_the_mean() -> None:
     lengths = [50, 80, 20, 60, 90, 40]
     kl = rng.exponential(0.1, sum(lengths))
     loss = rng.normal(3, 1, sum(lengths))
-    layers = [{"agreement": 1.0, "hidden_error": 0.0}]
+    layers = [LayerFigures(agreement=1.0, hidden_error=0.0)]
     measured = Measured(loss, loss + 0.1, kl, 2 * kl, kl < 0.2, layers)
     texts = [Text(torch.zeros(n + 1, dtype=torch.int64), f"a/{i % 2}", 4 * n) for i, n in enumerate(lengths)]
     one, two = (figures(measured, texts, ABOUT).as_dict() for _ in range(2))

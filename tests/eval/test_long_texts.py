@@ -22,7 +22,7 @@ from quantizers.calibration.samples import CalibrationData
 from quantizers.checkpoint.reader import open_folder
 from quantizers.cli.run import run_table
 from quantizers.commands.evaluate import measure
-from quantizers.eval.fidelity.figures import Cut, EvalReport, EvaluatedCandidate, Fidelity, HeldOutSet
+from quantizers.eval.fidelity.figures import Cut, EvalReport, EvaluatedCandidate, Fidelity, HeldOutSet, LayerFigures
 from quantizers.eval.fidelity.metrics import Measured, Text, by_position, figures
 from quantizers.eval.fidelity.tables import eval_table
 from quantizers.eval.report.pages import html_report, model_card
@@ -91,8 +91,9 @@ def random_measured(texts: list[Text], seed: int) -> Measured:
     rng = np.random.default_rng(seed)
     count = sum(len(text.tokens) - 1 for text in texts)
     nll, kl = rng.normal(3, 1, count), rng.exponential(0.1, count)
-    long = {"agreement": 0.7, "hidden_error": 0.3}
-    layers = [{"agreement": share, "hidden_error": error, "long": long} for share, error in ((1.0, 0.1), (0.5, 0.2))]
+    long = LayerFigures(agreement=0.7, hidden_error=0.3)
+    known = ((1.0, 0.1), (0.5, 0.2))
+    layers = [LayerFigures(agreement=share, hidden_error=error, long=long) for share, error in known]
     return Measured(nll, nll + rng.normal(0.1, 0.1, count), kl, kl * rng.random(count), kl < 0.1, layers)
 
 

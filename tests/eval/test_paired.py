@@ -15,7 +15,7 @@ import torch
 from commands import Command
 from conftest import Finished
 
-from quantizers.eval.fidelity.figures import Cut, EvalReport, Fidelity, HeldOutSet, PairedCandidate
+from quantizers.eval.fidelity.figures import Cut, EvalReport, Fidelity, HeldOutSet, LayerFigures, PairedCandidate
 from quantizers.eval.fidelity.metrics import Measured, Text, figures
 from quantizers.eval.fidelity.paired import INTERVAL, RESAMPLES, SEED, difference_of, paired
 from quantizers.eval.fidelity.tables import eval_table, paired_table
@@ -25,7 +25,7 @@ def figures_of(kl: list[float], tokens: list[int], categories: list[str]) -> Fid
     """A candidate's figures, with so much KL at every position of each text."""
     texts = [Text(torch.zeros(t + 1, dtype=torch.int64), name, t) for name, t in zip(categories, tokens, strict=True)]
     losses = np.repeat(kl, tokens)
-    layers = [{"agreement": 1.0, "hidden_error": 0.0}]
+    layers = [LayerFigures(agreement=1.0, hidden_error=0.0)]
     about = HeldOutSet(name="held-out", digest="0" * 64, past_the_model=Cut(texts=0, tokens=0))
     return figures(Measured(losses, losses, losses, losses, losses < 1, layers), texts, about)
 

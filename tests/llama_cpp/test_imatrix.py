@@ -27,7 +27,7 @@ from quantizers.commands.question import Question
 from quantizers.llama_cpp.imatrix import write_sums
 from quantizers.llama_cpp.imatrix_file import write_imatrix
 from quantizers.llama_cpp.input_sums import Sums, no_sums
-from quantizers.pipeline import layer as layering
+from quantizers.pipeline import layer_entry
 from quantizers.system.errors import OutputError, QuantizeError
 
 CPU = torch.device("cpu")
@@ -272,7 +272,7 @@ def test_a_run_that_resumes_writes_the_matrix_of_the_source(
     """As the command does, bit for bit; also where it is first asked for when the run resumes."""
     wanted, output = tmp_path / "wanted.gguf", tmp_path / "output"
     quantizers.imatrix(small.recipe, wanted)
-    real = layering.write_json
+    real = layer_entry.write_json
 
     def interrupted(path: Path, entry: Any) -> None:
         real(path, entry)
@@ -280,7 +280,7 @@ def test_a_run_that_resumes_writes_the_matrix_of_the_source(
             raise QuantizeError("", "cut off")
 
     with monkeypatch.context() as patched:
-        patched.setattr(layering, "write_json", interrupted)
+        patched.setattr(layer_entry, "write_json", interrupted)
         with pytest.raises(QuantizeError, match="cut off"):
             quantizers.run(small.recipe, output, imatrix=from_the_start)
     assert len(list((output / ".quantize").glob("imatrix/0*.safetensors"))) == 2 * from_the_start

@@ -16,7 +16,7 @@ from quantizers.architectures.derive import derived_architecture
 from quantizers.architectures.roles import find_handed
 from quantizers.architectures.skeleton import Skeleton
 from quantizers.checkpoint.reader import open_folder
-from quantizers.pipeline import layer as layering
+from quantizers.pipeline import layer_entry
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import prepare
@@ -102,7 +102,10 @@ def test_a_row_keeps_it_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["glm_moe_dsa", pytest.param("qwen4_exp", marks=pytest.mark.every)])
 def test_a_run_that_was_stopped_has_it_again(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     zoo.save(name, tmp_path / "model")
-    job, write_json = prepare(str(tiny.write_recipe(tmp_path, samples=3, bits=4, group_size=32))), layering.write_json
+    job, write_json = (
+        prepare(str(tiny.write_recipe(tmp_path, samples=3, bits=4, group_size=32))),
+        layer_entry.write_json,
+    )
     run(job, Options(tmp_path / "whole", CPU))
 
     def stopped(path: Path, entry: Any) -> None:
@@ -110,7 +113,7 @@ def test_a_run_that_was_stopped_has_it_again(name: str, tmp_path: Path, monkeypa
         if entry.get("layer") == 2:  # layer 3 gets what it handed on
             raise Interrupted("", "stopped", "", 15)
 
-    monkeypatch.setattr(layering, "write_json", stopped)
+    monkeypatch.setattr(layer_entry, "write_json", stopped)
     with pytest.raises(Interrupted):
         run(job, Options(tmp_path / "stopped", CPU, states="files"))
     monkeypatch.undo()

@@ -16,7 +16,7 @@ from runs import hashes
 
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.samples import token_tensors
-from quantizers.pipeline import layer as layering
+from quantizers.pipeline import layer_entry
 from quantizers.pipeline.layer_entry import _by_expert
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
@@ -85,10 +85,10 @@ def test_the_limit_decides_no_byte(
         if entry.get("layer") == 0:
             raise Interrupted("", "stopped", "", 15)
 
-    write_json, resumed = layering.write_json, tmp_path / "resumed"
+    write_json, resumed = layer_entry.write_json, tmp_path / "resumed"
     held.clear()
     with monkeypatch.context() as patched:
-        patched.setattr(layering, "write_json", interrupted)
+        patched.setattr(layer_entry, "write_json", interrupted)
         with pytest.raises(Interrupted):
             run(prepare(str(job)), Options(resumed, CPU, of[1]))
     with monkeypatch.context() as patched:  # it is the expert batches that a resumed run must keep, not the memory

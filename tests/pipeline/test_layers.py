@@ -27,7 +27,7 @@ from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.model.activation_store import ActivationStore
 from quantizers.output import journal
 from quantizers.pipeline import layer as layering
-from quantizers.pipeline import pipeline, quantize, quantizer
+from quantizers.pipeline import layer_entry, pipeline, quantize, quantizer
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
 from quantizers.planning.device_memory import DeviceMemory, placement
@@ -70,7 +70,7 @@ def test_a_layer_is_journaled_once_what_goes_on_from_it_is_on_the_disk(
     full, nothing is journaled.
     """
     events: list[str] = []
-    flush, write = ActivationStore.flush, layering.write_json
+    flush, write = ActivationStore.flush, layer_entry.write_json
 
     def slowly(rows: ActivationStore) -> None:
         time.sleep(0.03)
@@ -83,7 +83,7 @@ def test_a_layer_is_journaled_once_what_goes_on_from_it_is_on_the_disk(
         write(path, *content)
 
     monkeypatch.setattr(ActivationStore, "flush", slowly)
-    for module in (layering, quantize):
+    for module in (layer_entry, quantize):
         monkeypatch.setattr(module, "write_json", noted)
     run(small.job, Options(tmp_path / "output", CPU))
     layers = small.job.facts.num_layers

@@ -15,7 +15,7 @@ from conftest import Finished
 
 from quantizers.cli.common import emit
 from quantizers.cli.run import run_table
-from quantizers.eval.fidelity.figures import Cut, HeldOutSet
+from quantizers.eval.fidelity.figures import Cut, HeldOutSet, LayerFigures
 from quantizers.eval.fidelity.metrics import Measured, Text, figures
 from quantizers.eval.fidelity.scoring import HeldOut
 from quantizers.eval.report.pages import html_report, model_card
@@ -40,7 +40,7 @@ def strict(text: str) -> Any:
 
 def measured(**changes: Any) -> Measured:
     rows = {name: np.full(sum(LENGTHS), 0.5) for name in ("source_nll", "candidate_nll", "kl", "reverse_kl")} | changes
-    return Measured(**rows, same_top1=rows["kl"] < 1, layers=[{"agreement": 1.0, "hidden_error": 0.0}])
+    return Measured(**rows, same_top1=rows["kl"] < 1, layers=[LayerFigures(agreement=1.0, hidden_error=0.0)])
 
 
 def texts(*sizes: int) -> list[Text]:

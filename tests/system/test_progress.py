@@ -132,9 +132,8 @@ def test_a_terminal_of_80_columns_keeps_a_line_for_each_layer_and_the_time_left(
 def test_the_first_layer_with_experts_says_how_long_the_others_take(capsys: pytest.CaptureFixture[str]) -> None:
     """Once: 60 s a layer, and 61 layers after the second one; nothing after the last layer."""
     say = shown.forecast(63)
-    say({"layer": 0, "routed": [], "seconds": {"read": 1.0}})  # without experts
-    say({"layer": 1, "routed": [[5, 3]], "seconds": {"read": 20.0, "solve": 40.0}})
-    say({"layer": 2, "routed": [[5, 3]], "seconds": {"read": 1.0}})
+    say(1, 60.0)
+    say(2, 1.0)
     assert capsys.readouterr().err == "forecast from layer 1: about 1 h 01 min for 61 more layers\n"
-    shown.forecast(2)({"layer": 1, "routed": [[5, 3]], "seconds": {"read": 1.0}})
+    shown.forecast(2)(1, 1.0)
     assert capsys.readouterr().err == ""
