@@ -55,15 +55,15 @@ def compare(
 
     They have those of the long texts as well if these are reported separately, see `metrics.parts`.
     """
-    found = by_text(source, candidate, routed=routed, dist=dist)
+    compared = by_text(source, candidate, routed=routed, dist=dist)
 
-    def together(part: Sequence[int]) -> LayerFigures:
+    def together(numbers: Sequence[int]) -> LayerFigures:
         difference = size = 0.0
-        for i in part:  # added in their order, without the correction that sum() makes since Python 3.12
-            difference += found[i].difference
-            size += found[i].size
-        choices = sum(source.chosen.lengths[i] for i in part) * source.chosen.width if routed else 0
-        agreement = sum(found[i].same for i in part) / choices if choices else None
+        for i in numbers:  # added in their order, without the correction that sum() makes since Python 3.12
+            difference += compared[i].difference
+            size += compared[i].size
+        choices = sum(source.chosen.lengths[i] for i in numbers) * source.chosen.width if routed else 0
+        agreement = sum(compared[i].same for i in numbers) / choices if choices else None
         return LayerFigures(agreement=agreement, hidden_error=math.sqrt(difference / size))
 
     top, long = parts(texts)
@@ -75,16 +75,19 @@ def by_text(
     source: ActivationStream, candidate: ActivationStream, *, routed: bool, dist: ProcessGroup = SINGLE_PROCESS
 ) -> dict[int, OfText]:
     """Compare each text after the layer that both streams have just passed through; keys are text numbers."""
-    found = to_host({str(b.start): _of_batch(source, candidate, b, routed) for b in source.left.owned_batches})
-    own = {int(first) + i: OfText(*row) for first, rows in found.items() for i, row in enumerate(rows.tolist())}
-    return {i: one for part in dist.all_gather_object(own) for i, one in part.items()}
+    batches = to_host({str(b.start): _of_batch(source, candidate, b, routed) for b in source.left.owned_batches})
+    own = {int(first) + i: OfText(*row) for first, rows in batches.items() for i, row in enumerate(rows.tolist())}
+    compared: dict[int, OfText] = {}
+    for of_process in dist.all_gather_object(own):
+        compared.update(of_process)
+    return compared
 
 
 def _of_batch(source: ActivationStream, candidate: ActivationStream, batch: range, routed: bool) -> torch.Tensor:
     """The numbers of `OfText` of each text of a batch (B, 3) float64, on the streams' device."""
     device = source.model.device
     rows, lengths = source.left.of_batch(batch)
-    a, b = (one.left.flat[rows, : one.model.hidden].to(device) for one in (source, candidate))
+    a, b = (stream.left.flat[rows, : stream.model.hidden].to(device) for stream in (source, candidate))
     same = torch.zeros(len(a), dtype=torch.float64, device=device)
     if routed:
         ours, theirs = (stream.chosen.flat[rows].to(device) for stream in (source, candidate))
@@ -121,7 +124,7 @@ def weight_errors(
     def attention() -> Pairs:
         ratios = {norm: ratio(norm) for norm in facts.smoothing if norm in here.tensors}
         for name in here.linears:
-            original, weight = (read_weight(one, facts.layer(layer, name), device) for one in (source, candidate))
+            original, weight = (read_weight(files, facts.layer(layer, name), device) for files in (source, candidate))
             scale = ratios.get(facts.scaled_with(name) or "")
             yield weight if scale is None else weight / scale, original
 

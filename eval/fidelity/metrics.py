@@ -40,7 +40,8 @@ from .figures import (
     TextFigures,
 )  # fmt: skip
 
-RESAMPLES, SEED, INTERVAL = 1000, 0, (0.025, 0.975)
+RESAMPLES, SEED = 1000, 0
+INTERVAL = (0.025, 0.975)
 # Name and first position of each band.
 BANDS = (("first 256", 0), ("256 to 1k", 256), ("1k to 4k", 1024), ("beyond 4k", 4096))
 
@@ -120,7 +121,7 @@ def figures(measured: Measured, texts: Sequence[Text], evaluated_on: HeldOutSet)
         **_part(top, measured.layers).given(),
         evaluated_on=evaluated_on,
         long=_part(long, [layer.long for layer in measured.layers if layer.long]) if long else None,
-        positions=by_position(np.array([part.shape[1] for part in values]), np.concatenate(values, axis=1)),
+        positions=by_position(np.array([columns.shape[1] for columns in values]), np.concatenate(values, axis=1)),
         weight_error=weights or None,
         as_served=dict(measured.as_served) or None,
         kv_cache=measured.kv_cache,
@@ -135,7 +136,7 @@ def _scored(texts: Sequence[Text], columns: np.ndarray) -> tuple[list[Scored], l
     """The `parts` of texts, from their columns (5, N)."""
     ends = np.cumsum([len(text.tokens) - 1 for text in texts])
     scored = list(zip(texts, np.split(columns, ends[:-1], axis=1), strict=True))
-    top, long = ([scored[i] for i in part] for part in parts(texts))
+    top, long = ([scored[i] for i in numbers] for numbers in parts(texts))
     return top, long
 
 

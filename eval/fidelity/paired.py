@@ -22,7 +22,8 @@ from .figures import Difference, Fidelity, PairedCandidate, PartDifference, Text
 from .metrics import groups
 
 FEWEST = 8  # texts below which no interval is given
-RESAMPLES, SEED, INTERVAL = 2000, 0, (0.025, 0.975)
+RESAMPLES, SEED = 2000, 0
+INTERVAL = (0.025, 0.975)
 NOTE = (
     "This compares these checkpoints on these texts; whether one calibration set is better than another needs several "
     "draws of each."
@@ -60,7 +61,7 @@ def _part(first: Sequence[TextFigures], other: Sequence[TextFigures]) -> PartDif
 
 def _row(rows: Sequence[Pair]) -> Difference:
     tokens = np.array([a.tokens for a, _ in rows], dtype=float)  # (n,)
-    kl = np.array([[one.kl for one in pair] for pair in rows])  # (n, 2), nats per token
+    kl = np.array([[text.kl for text in pair] for pair in rows])  # (n, 2), nats per token
     difference, interval = difference_of(kl[:, 1] - kl[:, 0], tokens)
     of_first, of_other = (tokens @ kl / tokens.sum()).tolist()
     return Difference(

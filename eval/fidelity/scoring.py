@@ -110,8 +110,8 @@ def score_text(
     """
     pairs = pairs or [(0, n) for n in range(len(models))]
     targets, chunks = tokens[1:].to(models[0][0].device), []
-    for part, logs in log_probabilities(models, states, CHUNK):
-        target = targets[part, None]
+    for positions, logs in log_probabilities(models, states, CHUNK):
+        target = targets[positions, None]
         best = [log.argmax(-1) for log in logs]
         rows = []
         for p, q in pairs:
@@ -128,9 +128,11 @@ def log_probabilities(
     """Log-probabilities of tokens 1 to T - 1 by each model, (size, V) float32, in chunks; arguments as `score_text`."""
     final = [model.final(rows[:-1]) for (model, _), rows in zip(models, states, strict=True)]
     for start in range(0, len(final[0]), size):
-        part = slice(start, start + size)
-        of_part = zip(final, models, strict=True)
-        yield part, [torch.log_softmax(model.logits(products(x[part], head)), dim=-1) for x, (model, head) in of_part]
+        chunk = slice(start, start + size)
+        logs = []
+        for rows, (model, head) in zip(final, models, strict=True):
+            logs.append(torch.log_softmax(model.logits(products(rows[chunk], head)), dim=-1))
+        yield chunk, logs
 
 
 def divergence(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:

@@ -62,10 +62,10 @@ def refuse_different_ranks(job: Job, options: Options) -> None:
         "imatrix": options.imatrix,
     }
     first = dist.broadcast_object(of_this_process)
-    for key, wanted, found in journal.differences(first, of_this_process):
+    for key, wanted, value in journal.differences(first, of_this_process):
         remedy = REMEDIES.get(key, "give all processes the same")
         if key == "machine.threads":
             remedy = f"set OMP_NUM_THREADS={wanted} for all"
-        ours, theirs = journal.short_value(found), journal.short_value(wanted)
+        ours, theirs = journal.short_value(value), journal.short_value(wanted)
         raise InputError("", f"{dist.name} has {key} {ours}, but rank 0 has {theirs}", remedy)
     dist.barrier()  # so that a difference is known before anything is written

@@ -69,7 +69,8 @@ def refuse_library(job: Job, dist: ProcessGroup) -> None:
 
 def read_inputs(job: Job, dist: ProcessGroup, work: Path) -> Inputs:
     """Read and tokenize all sets before anything slow, so that a fault in one is found now."""
-    recipe, facts, trusted = job.recipe, job.facts, job.recipe.source.trusts_tokenizer
+    recipe, facts = job.recipe, job.facts
+    trusted = recipe.source.trusts_tokenizer
     refuse_library(job, dist)
     pins: dict[str, list[Pin]] = {}
 

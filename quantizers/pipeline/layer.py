@@ -54,6 +54,21 @@ class Run:
     data: CalibrationData | None
 
     @property
+    def job(self) -> Job:
+        """The job, with a source whose files lie on the disk."""
+        return self.quantizer.job
+
+    @property
+    def context(self) -> Context:
+        """Its work folder, device and processes."""
+        return self.quantizer.context
+
+    @property
+    def model(self) -> StreamedModel:
+        """The source."""
+        return self.quantizer.model
+
+    @property
     def streams(self) -> list[ActivationStream]:
         """All streams of the held-out texts."""
         return [self.source, self.output, *self.variants.streams]
@@ -65,8 +80,10 @@ def quantize_from(run: Run, done: int, entries: list[LayerEntry], stop: Stop | N
     Raises:
         Stopped: a layer's figures are beyond `stop`.
     """
-    job, context, model = run.quantizer.job, run.quantizer.context, run.quantizer.model
-    layers, check, dist = job.facts.num_layers, context.check, context.dist
+    job = run.job
+    context = run.context
+    dist = context.dist
+    layers = job.facts.num_layers
     files = [*journal.passthrough_shards(context.work), *(entry.file for entry in entries)]
     context.upload(*files)  # unless an earlier call did
     say_forecast = forecast(layers)
@@ -92,7 +109,7 @@ def quantize_from(run: Run, done: int, entries: list[LayerEntry], stop: Stop | N
                 context.upload(entry.file)
                 refuse_layer(entry, stop)
 
-    with shown as show, walk(job.opened, tensors, model, check=check, dist=dist, early=early) as steps:
+    with shown as show, walk(job.opened, tensors, run.model, check=context.check, dist=dist, early=early) as steps:
         for step in steps:
             quantized = quantize_layer(run, step)
             if quantized is not None:
@@ -117,9 +134,11 @@ def quantize_layer(run: Run, step: LayerStep, *, again: bool = False) -> Quantiz
         What the journal gets of it once its shard is on disk; None in ranks except 0. While the shard is written, the
         next layer may be begun, see `ShardWriter`.
     """
-    quantizer, calibration = run.quantizer, run.calibration
-    context, plan = quantizer.context, quantizer.job.plan
-    number, watch = step.number, step.watch
+    quantizer = run.quantizer
+    calibration = run.calibration
+    plan = run.job.plan
+    number = step.number
+    watch = step.watch
     texts = () if again else run.texts
     observation = None if again else run.observation
 
@@ -150,7 +169,7 @@ def quantize_layer(run: Run, step: LayerStep, *, again: bool = False) -> Quantiz
     watch.lap("pack")
 
     # The quantized layer, from the tensors that are being written: calibration and texts pass through it.
-    with quantizer.model.layer(number, output) as layer:
+    with run.model.layer(number, output) as layer:
         if not run.variants:
             del output
         watch.lap("materialise")
@@ -163,8 +182,8 @@ def quantize_layer(run: Run, step: LayerStep, *, again: bool = False) -> Quantiz
     figures = None
     if texts:
         doing("comparing")
-        routed = number not in quantizer.job.facts.dense
-        figures = compare(run.source, run.output, texts, routed=routed, dist=context.dist)
+        routed = number not in run.job.facts.dense
+        figures = compare(run.source, run.output, texts, routed=routed, dist=run.context.dist)
         watch.lap("compare")
         if run.variants:
             run.variants.advance(step, [step.on_device, output])
@@ -184,15 +203,18 @@ def quantize_layer(run: Run, step: LayerStep, *, again: bool = False) -> Quantiz
 
 def _write_in_background(run: Run, step: LayerStep, tensors: LayerTensors, output: LoadedTensors) -> None:
     """Let the layer's shard be audited and written, if it is this process's turn."""
-    quantizer, number, writer = run.quantizer, step.number, run.writer
+    number = step.number
+    writer = run.writer
     if not writer.has_turn(number):
         writer.skip(number)
         return
-    context, plan, host = quantizer.context, quantizer.job.plan, tensors.host
+    plan = run.job.plan
+    host = tensors.host
     if writer.pending:  # the source's memory gets other bytes before the shard is on disk
         host = {name: tensor.clone() if step.source.holds(tensor) else tensor for name, tensor in host.items()}
-    path, kept = context.work / quantizer.shard(number), kept_hashes(plan, number, step.source)
-    audit = partial(_audit, quantizer.job, number, step.on_device, output, context.device)
+    path = run.context.work / run.quantizer.shard(number)
+    kept = kept_hashes(plan, number, step.source)
+    audit = partial(_audit, run.job, number, step.on_device, output, run.context.device)
     writer.begin(number, audit, partial(write_shard, host, path, kept, plan.unread(number)))
 
 

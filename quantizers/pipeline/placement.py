@@ -56,7 +56,8 @@ def place_activations(
         longest: tokens of the longest sequence of all.
         tokens, held_out: of the calibration samples, and of the held-out texts that may be kept on the device.
     """
-    dist, accelerator, facts = options.dist, is_accelerator(options.device), job.facts
+    dist, facts = options.dist, job.facts
+    accelerator = is_accelerator(options.device)
     itemsize, machines = forward_dtype(options.device).itemsize, len(set(dist.nodes))
     limit, free = shared_limits(options)
     # Only with "auto" may they be kept on the device.
@@ -99,7 +100,9 @@ def disk_needs(
     Args:
         output: bytes of the output's shards. temporary: bytes of activations in files, see `share_memory`.
     """
-    itemsize, remote, observer = forward_dtype(options.device).itemsize, job.opened.remote, options.observer()
+    itemsize = forward_dtype(options.device).itemsize
+    remote = job.opened.remote
+    observer = options.observer()
     copied = inputs.resolved.data.values() if options.with_data else ()
     needed = output + temporary + sum(file.stat().st_size for file in (*side_files(job.opened.folder), *copied))
     if uploads and options.destination:

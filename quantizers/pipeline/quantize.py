@@ -184,7 +184,9 @@ def _held_out_streams(
     quantizer: Quantizer, texts: Sequence[Text], background: Executor
 ) -> tuple[ActivationStream, ActivationStream, Variants]:
     """The held-out texts' states in the source and in the output, as stored and in other computations."""
-    job, model, context = quantizer.job, quantizer.model, quantizer.context
+    job = quantizer.job
+    model = quantizer.model
+    context = quantizer.context
     folder, lengths = context.work / "held-out", [len(text.tokens) for text in texts]
     if context.dist.is_main:
         folder.mkdir(exist_ok=True)
@@ -213,7 +215,8 @@ def _held_out_streams(
 
 def _resume(run: Run, done: int, damaged: Sequence[int], entries: Sequence[LayerEntry]) -> None:
     """Take the calibration states through the finished layers, and make damaged shards again."""
-    job, context, model = run.quantizer.job, run.quantizer.context, run.quantizer.model
+    job = run.job
+    context = run.context
     check, dist = context.check, context.dist
     if damaged and context.uploads:
         whole = [entry.file for number, entry in enumerate(entries) if number not in damaged]
@@ -236,7 +239,7 @@ def _resume(run: Run, done: int, damaged: Sequence[int], entries: Sequence[Layer
         finished = {number: layer_names(job.opened, job.facts, number) for number in range(done)}
         with (
             rank_0_progress("resuming the source", done, 0, check, dist) as shown,
-            walk(job.opened, finished, model, check=check, dist=dist) as steps,
+            walk(job.opened, finished, run.model, check=check, dist=dist) as steps,
         ):
             for step in steps:
                 with step.module() as layer:
@@ -246,25 +249,26 @@ def _resume(run: Run, done: int, damaged: Sequence[int], entries: Sequence[Layer
 
 def _follow(run: Run, number: int) -> None:
     """Take the calibration states through a finished layer; rank 0 has its shard, here or on the Hub."""
-    quantizer, states = run.quantizer, run.calibration.states
-    source, context, model = quantizer.job.opened, quantizer.context, quantizer.model
+    states = run.calibration.states
+    source = run.job.opened
+    context = run.context
     loaded = None
     if context.dist.is_main:
-        shard = context.work / quantizer.shard(number)
+        shard = context.work / run.quantizer.shard(number)
         remote = context.uploads.there if context.uploads else None
         tensors = remote.header(shard) if remote else read_header(shard)
         loaded = load_tensors(Checkpoint(shard.parent, source.name, source.config, tensors, remote=remote), tensors)
-    with model.layer(number, broadcast_tensors(loaded, context.dist)) as layer:
-        attend(model, layer, states, states, context.check)
-        quantizer.propagate(layer, states)
+    with run.model.layer(number, broadcast_tensors(loaded, context.dist)) as layer:
+        attend(run.model, layer, states, states, context.check)
+        run.quantizer.propagate(layer, states)
 
 
 def _make_again(run: Run, entries: Sequence[LayerEntry], number: int) -> None:
     """Make a finished layer whose shard was damaged once more; it must get the bytes that the journal has for it."""
-    job, context, model = run.quantizer.job, run.quantizer.context, run.quantizer.model
-    source, dist = job.opened, context.dist
-    loaded = load_once(source, layer_names(source, job.facts, number), dist)
-    made = quantize_layer(run, LayerStep(number, loaded, loaded.to(model.device), model), again=True)
+    source = run.job.opened
+    dist = run.context.dist
+    loaded = load_once(source, layer_names(source, run.job.facts, number), dist)
+    made = quantize_layer(run, LayerStep(number, loaded, loaded.to(run.model.device), run.model), again=True)
     (written,) = run.writer.finished(pending=0).values()
     if made is not None:
         digest, _ = written
@@ -280,7 +284,7 @@ def _make_again(run: Run, entries: Sequence[LayerEntry], number: int) -> None:
                     "start over with --fresh",
                 )
         print(f"layer {number}: its shard was made again, with the bytes that it had", file=sys.stderr)
-        context.upload(before.file)  # so that none pile up here before the next layer
+        run.context.upload(before.file)  # so that none pile up here before the next layer
     dist.barrier()
 
 
@@ -288,10 +292,13 @@ def _measured(run: Run, entries: Sequence[LayerEntry]) -> Measured | None:
     """Score the texts, and put all figures together; None without texts, and of no use in other processes."""
     if not run.texts:
         return None
-    job, context, source, output = run.quantizer.job, run.quantizer.context, run.source, run.output
-    stage = partial(rank_0_progress, check=context.check, dist=context.dist)
+    job = run.job
+    dist = run.context.dist
+    source = run.source
+    output = run.output
+    stage = partial(rank_0_progress, check=run.context.check, dist=dist)
     pairs = [(source, source), (source, output), *run.variants.pairs(source)]
-    scores = score(pairs, run.texts, stage, dist=context.dist)
+    scores = score(pairs, run.texts, stage, dist=dist)
     files, experts = _with_converted(job), job.plan.schemes[0]
     on_cards = run.variants.on_cards(1, source, scores, run.texts, files, experts=experts)
     cache = run.variants.with_cache(1, source, scores, run.texts)

@@ -89,7 +89,9 @@ class Quantizer:
     """
 
     def __init__(self, job: Job, model: StreamedModel, context: Context) -> None:
-        self.job, self.model, self.context = job, model, context
+        self.job = job
+        self.model = model
+        self.context = context
         self._buffers = PinnedBuffers(model.device)  # a process has two shards on their way at most
 
     def solve_from_stored(self, step: LayerStep, calibration: Calibration) -> Solved:
@@ -124,7 +126,10 @@ class Quantizer:
             stored: the layer's tensors on the device, with its experts as in the source.
             linears: those among them that were converted.
         """
-        job, model, context, number = self.job, self.model, self.context, step.number
+        job = self.job
+        model = self.model
+        context = self.context
+        number = step.number
         doing("attention")
         settings = job.plan.settings(number)
         library, states = settings.engine == "llmcompressor", calibration.states
@@ -162,7 +167,9 @@ class Quantizer:
         Returns:
             The largest magnitudes of keys and of values (2,), if the layer gets scales for an FP8 cache.
         """
-        model, states, check, peaks = self.model, calibration.states, self.context.check, Peaks()
+        model, states = self.model, calibration.states
+        check = self.context.check
+        peaks = Peaks()
         cached = bool(self.job.plan.kv_scales(layer.number))
         with keys_and_values(layer.module, peaks.see) if cached else contextlib.nullcontext():
             if layer.number not in self.job.facts.dense:

@@ -226,14 +226,14 @@ def source_figures(facts: Architecture, model: str, source: Checkpoint) -> schem
 def _calibration(job: Job, data: CalibrationData, resolved: Resolved) -> schema.Calibration:
     """The calibration set in numbers; local data files have the names under which they are published."""
     calibration = read_set(set_location(job.recipe.calibration_set, job.path))
-    found = data.summary()
-    for row in (*found["dropped"], *found["not_rendered"]):
+    figures = data.summary()
+    for row in (*figures["dropped"], *figures["not_rendered"]):
         row |= {key: resolved.published(row[key]) for key in ("source", "first") if key in row}
     used = {sample.source for sample in data.samples}
     datasets = (s.dataset for s in calibration.sources if not s.is_local and s.dataset in used)
     licences = samples.used_licences(calibration, data).items()
     return schema.Calibration.model_validate(
-        found
+        figures
         | {
             "categories": samples.by_category(data),
             "datasets": list(dict.fromkeys(datasets)),
@@ -310,7 +310,7 @@ def hub_names(value: object) -> list[str]:
 
 
 def _texts(value: object) -> list[str]:
-    return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)]
+    return [name for name in (value if isinstance(value, list) else [value]) if isinstance(name, str)]
 
 
 def front_matter_of(source: Checkpoint) -> dict[str, Any]:

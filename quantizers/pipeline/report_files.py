@@ -122,9 +122,9 @@ def read_front_matter(text: str) -> dict[str, Any]:
     Every value stays a string: PyYAML's other loaders turn the language `no` into False, and fail on a date that does
     not exist.
     """
-    found = FRONT_MATTER.match(text.replace("\r\n", "\n"))
+    head = FRONT_MATTER.match(text.replace("\r\n", "\n"))
     try:
-        front = yaml.load(found[2], Loader=yaml.BaseLoader) if found else {}
+        front = yaml.load(head[2], Loader=yaml.BaseLoader) if head else {}
     except (yaml.YAMLError, RecursionError):
         return {}
     return front if isinstance(front, dict) else {}
@@ -158,7 +158,8 @@ def check_manifest(folder: Path) -> Record:
         return Record(notes=(f"{REPORT} was not written by this program, so what its maker wrote cannot be compared",))
     if report.get("seal") != seal_of(report):
         return Record((f"{REPORT}: is not as it was sealed; it was changed since the run wrote it",))
-    hashes, names, card = report.get("sha256"), report.get("files"), report.get("card", {"front_matter": {}})
+    hashes, names = report.get("sha256"), report.get("files")
+    card = report.get("card", {"front_matter": {}})
     if not isinstance(hashes, dict) or not isinstance(names, list) or not isinstance(card, dict):
         return Record((f"{REPORT}: holds no record of the files beside it; it was changed since the run wrote it",))
     lines = [line for name, before in hashes.items() if (line := _file_change(folder, str(name), before))]

@@ -78,7 +78,8 @@ def _opening_line(job: Job, options: Options, inputs: Inputs, done: int) -> str:
     It gives no time: the rates of `plan` are not this machine's. After the first layer the progress has a measured one.
     """
     tokens, held_out = inputs.counts
-    layers, dense, threads = job.facts.num_layers, len(job.facts.dense), torch.get_num_threads()
+    layers, dense = job.facts.num_layers, len(job.facts.dense)
+    threads = torch.get_num_threads()
     place = f"cpu, {threads} thread{'s' if threads > 1 else ''}"
     if options.device.type != "cpu":
         place = f"{options.device} ({torch.cuda.get_device_name(options.device)})"

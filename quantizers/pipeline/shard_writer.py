@@ -65,8 +65,8 @@ class ShardWriter:
         own = {n: (self._own[n][0].result(), self._own[n][1].result()) for n in ready}
         for number in own:
             del self._own[number]
-        for found in self._dist.all_gather_object(own):
-            self._known.update(found)
+        for written in self._dist.all_gather_object(own):
+            self._known.update(written)
         done = {}
         while self._begun and self._begun[0] in self._known:
             number = self._begun.pop(0)

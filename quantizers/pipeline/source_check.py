@@ -73,7 +73,8 @@ def refuse_source(job: Job, perplexity: float | None, where: str) -> None:
 
 def _perplexity(job: Job, texts: Sequence[Text], context: Context) -> float:
     """The source's perplexity, layer by layer in one pass over its files."""
-    dist, check, folder = context.dist, context.check, context.work / "source-check"
+    dist, check = context.dist, context.check
+    folder = context.work / "source-check"
     if dist.local_rank == 0:
         shutil.rmtree(folder, ignore_errors=True)  # of an interrupted check
     dist.in_turn(partial(folder.mkdir, parents=True, exist_ok=True))
