@@ -18,12 +18,14 @@ from quantizers.eval.fidelity.comparison import compare
 from quantizers.eval.fidelity.metrics import Text
 from quantizers.eval.fidelity.variants import Variants
 from quantizers.model.activation_stream import ActivationStream
+from quantizers.model.streamed_model import StreamedModel
 from quantizers.output import journal
 from quantizers.planning.job import Job
 from quantizers.recipe.schema import Stop
 from quantizers.stitch.audit.layer import LayerAudit, audit_layer, written_from
 from quantizers.stitch.write.shard import LayerTensors, kept_hashes, write_shard
 from quantizers.system.progress import doing, forecast, peak_memory, progress
+from quantizers.walk.context import Context
 from quantizers.walk.walk import LayerStep, all_tensors, walk
 
 from .layer_entry import LayerEntry, QuantizedLayer, Written, layer_note, refuse_layer
@@ -164,6 +166,7 @@ def quantize_layer(run: Run, step: LayerStep, *, again: bool = False) -> Quantiz
     tensors = quantizer.pack(step, solved, written=run.writer.has_turn(number))
     output = quantizer.as_stored(step, tensors)
     _write_in_background(run, step, tensors, output)
+    source = step.source.digest() if run.data is not None else ""
     solution = solved.entry
     del solved, tensors  # the device's memory is now the forward pass's
     watch.lap("pack")
@@ -192,7 +195,7 @@ def quantize_layer(run: Run, step: LayerStep, *, again: bool = False) -> Quantiz
     return QuantizedLayer(
         number,
         plan.shard_file(number),
-        step.source.digest(),
+        source,
         seconds=watch.seconds,
         proof=step.proof,
         solution=solution,
