@@ -144,7 +144,8 @@ def damaged_table(comparison: dict[str, Any]) -> str:
     for figures in comparison["sets"]:
         low, high = figures["kl"]["interval"]
         kl = f"{figures['kl']['mean']:.5f} ({low:.5f} to {high:.5f})"
-        rows.append((figures["label"], kl, against[figures["label"]]["words"] if figures["label"] in against else ""))
+        label = figures["label"]
+        rows.append((label, kl, against[label]["words"] if label in against else ""))
     return text_table(("set", "KL", "verdict"), rows)
 
 

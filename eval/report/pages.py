@@ -70,7 +70,9 @@ def html_report(report: Report, drawn: Mapping[str, bytes]) -> str:
 
 def model_card(report: Report) -> str:
     """The model card of a run or a stitch as Markdown with front matter."""
-    plan, serving, name = report.plan, report.serving, summary.repository(report)
+    plan = report.plan
+    serving = report.serving
+    name = summary.repository(report)
     findings = report.consumers.findings if report.consumers else []
     on_card = hook("on_card")
     engines = UNCHECKED if on_card is None else on_card(report)
@@ -300,7 +302,7 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
     )
     filters = (size, gib, md, cell, code, commands, linked, is_hub_id, gate_figures)
-    environment.filters |= {"n": "{:,}".format, "f": number} | {one.__name__: one for one in filters}
+    environment.filters |= {"n": "{:,}".format, "f": number} | {function.__name__: function for function in filters}
     return environment
 
 
