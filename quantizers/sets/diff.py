@@ -59,7 +59,9 @@ def diff_texts(old: CalibrationData, new: CalibrationData, tokenizer: str) -> di
     `gained` and `lost` have place, category and tokens of each text that only one set has, in its order. Texts are
     equal if their words are, regardless of category, source and template; duplicates count separately.
     """
-    before, after, none = by_category(old), by_category(new), row_of(())
+    before = by_category(old)
+    after = by_category(new)
+    none = row_of(())
     rows = {name: (before.get(name, none), after.get(name, none)) for name in sorted({*before, *after})}
     return {
         "tokenizer": tokenizer,
