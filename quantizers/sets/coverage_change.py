@@ -121,7 +121,8 @@ def compare_counts(before: Routed, after: Routed, rule: CoverageGate, sets: Sequ
 def labels(names: Sequence[str], files: Sequence[Path]) -> list[str]:
     """Labels of sets: their names; if two are equal, their shortest distinct file paths; else numbers."""
     paths = [file.resolve() for file in files]
-    ends = (["/".join(path.parts[-n:]) for path in paths] for n in range(1, max(len(path.parts) for path in paths) + 1))
+    longest = max(len(path.parts) for path in paths)
+    ends = (["/".join(path.parts[-n:]) for path in paths] for n in range(1, longest + 1))
     numbered = [f"{path.name} ({number})" for number, path in enumerate(paths, 1)]
     return next((choice for choice in (list(names), *ends) if len(set(choice)) == len(choice)), numbered)
 

@@ -27,11 +27,10 @@ def diff_sets(before: Path, after: Path) -> dict[str, Any]:
     source in both, and of the `set` itself.
     """
     old, new = _entries(read_set(before)), _entries(read_set(after))
-    changes = {
-        name: {key: (value, new[name][key]) for key, value in keys.items() if value != new[name][key]}
-        for name, keys in old.items()
-        if name in new
-    }
+    changes = {}
+    for name, keys in old.items():
+        if name in new:
+            changes[name] = {key: (value, new[name][key]) for key, value in keys.items() if value != new[name][key]}
     return {
         "added": {name: keys for name, keys in new.items() if name not in old},
         "removed": {name: keys for name, keys in old.items() if name not in new},

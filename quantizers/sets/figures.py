@@ -84,13 +84,13 @@ class Scored:
         top, long = parts(self.texts)
         grouped = groups([self.texts[i].category for i in top])
         single = list(grouped["categories"].values())
-        named = {
-            name: (kind, [top[i] for i in members])
-            for kind, of_kind in (("family", grouped["families"]), ("category", grouped["categories"]))
-            for name, members in of_kind.items()
-            if kind == "category" or members not in single  # a family of one category is that category
-        }
-        return named | ({"long texts": ("long", long)} if long else {})
+        fields = {}
+        for name, members in grouped["families"].items():
+            if members not in single:  # a family of one category is that category
+                fields[name] = ("family", [top[i] for i in members])
+        for name, members in grouped["categories"].items():
+            fields[name] = ("category", [top[i] for i in members])
+        return fields | ({"long texts": ("long", long)} if long else {})
 
 
 def comparison(sets: Sequence[MeasuredSet], scored: Scored, rule: CoverageGate, error: float = ERROR) -> dict[str, Any]:

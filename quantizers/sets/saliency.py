@@ -39,7 +39,7 @@ def saliency(routed: Routed, blocks: Sequence[str]) -> Saliency:
     sums, counts = routed.weighted_norms, routed.counts
     scores, by_category = _means(sums.sum(1), counts.sum(1)), _means(sums, counts)  # (L, E), (L, C, E)
     ranks = scores.argsort(-1, kind="stable").argsort(-1)
-    of_mean, of_mean_there = _of_mean(scores), _of_mean(by_category)
+    of_mean, of_mean_there = _relative_to_mean(scores), _relative_to_mean(by_category)
     below = {name: ranks < int(share * scores.shape[1]) for name, share in PARTS.items()}  # as REAP prunes
 
     def lost(category: int, chosen: np.ndarray) -> float:
@@ -80,7 +80,7 @@ def _means(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return means
 
 
-def _of_mean(scores: np.ndarray) -> np.ndarray:
+def _relative_to_mean(scores: np.ndarray) -> np.ndarray:
     """Scores (…, E) divided by the mean of their experts; 0 where all are 0."""
     mean = scores.mean(-1, keepdims=True)
     return np.where(mean > 0, scores / np.where(mean > 0, mean, 1), 0)
