@@ -76,7 +76,7 @@ def bits_table(rows: Rows) -> str:
     for scheme, positive, both in _pairs(rows):
         cells = [scheme, f"{positive[0]['mean']:.5f}", f"{both[0]['mean']:.5f}"]
         for figure in ("mean", "median"):
-            ratios = [one[figure] / other[figure] - 1 for one, other in zip(both, positive, strict=True)]
+            ratios = [row[figure] / base[figure] - 1 for row, base in zip(both, positive, strict=True)]
             cells += [f"{statistics.mean(ratios):+.1%}", f"{min(ratios):+.1%} to {max(ratios):+.1%}"]
         lines.append(tuple(cells))
     heads = ("scheme", "KL positive", "KL both", "mean KL", "of each set", "median KL", "of each set")

@@ -49,18 +49,18 @@ def compare_budgets(jobs: Sequence[Job], draws: int, tokens: int, device: torch.
                 context = Context(work, device, Placement(Residents(job.facts.num_experts, 1, 0)))
                 entries = measure_schemes(job, token_tensors(data, job.facts.vocab_size), context)
                 assert entries is not None
-                found = describe_choice(job.allocation, entries)
-                layers = [Integers(row.bits, row.group_size) for row in found.layers]
-                every = next(one for one in job.allocation.candidates if str(one) == found.uniform)
-                row = {"budget": found.limit, "draw": number, "predicted": found.gain}
-                for name, schemes in (("mixture", layers), ("uniform", [every] * len(layers))):
+                choice = describe_choice(job.allocation, entries)
+                layers = [Integers(row.bits, row.group_size) for row in choice.layers]
+                uniform = next(scheme for scheme in job.allocation.candidates if str(scheme) == choice.uniform)
+                row = {"budget": choice.limit, "draw": number, "predicted": choice.gain}
+                for name, schemes in (("mixture", layers), ("uniform", [uniform] * len(layers))):
                     key = ", ".join(map(str, schemes))
                     if key not in made:
                         made[key] = len(outputs)
                         by_layer = dict(zip(job.allocation.layers, schemes, strict=True))
                         planned = [by_layer.get(layer, schemes[0]) for layer in range(job.plan.layers)]
-                        one = replace(job, plan=job.plan.with_schemes(planned))
-                        outputs.append(quantized(one, data, Path(folder) / str(len(outputs)), device))
+                        variant = replace(job, plan=job.plan.with_schemes(planned))
+                        outputs.append(quantized(variant, data, Path(folder) / str(len(outputs)), device))
                     row |= {name: key, f"{name}_output": made[key]}
                 rows.append(row)
         results = held_out(jobs[0], outputs, Path(folder) / "eval", device)

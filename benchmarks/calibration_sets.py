@@ -125,9 +125,9 @@ def write(folder: Path, name: str, rows: Rows) -> Path:
 def held_out(folder: Path) -> Path:
     """The held-out set without its long texts, which no figure here is of."""
     body = yaml.safe_load((shipped("calibration") / "held-out.yaml").read_text())
-    body["sources"] = [one for one in body["sources"] if "long" not in one["dataset"]]
-    for one in body["sources"]:
-        one["dataset"] = str(shipped("calibration") / one["dataset"])
+    body["sources"] = [source for source in body["sources"] if "long" not in source["dataset"]]
+    for source in body["sources"]:
+        source["dataset"] = str(shipped("calibration") / source["dataset"])
     (folder / "held-out.yaml").write_text(yaml.safe_dump(body))
     return folder / "held-out.yaml"
 
@@ -137,14 +137,15 @@ def ranks(values: Sequence[float]) -> np.ndarray:
     return np.argsort(np.argsort(values)).astype(float)
 
 
-def damaged_table(found: dict[str, Any]) -> str:
+def damaged_table(comparison: dict[str, Any]) -> str:
     """KL of each set, and what is said of each against the first."""
-    against = {pair["other"]: pair for pair in found["pairs"] if pair["first"] == found["sets"][0]["label"]}
+    against = {pair["other"]: pair for pair in comparison["pairs"] if pair["first"] == comparison["sets"][0]["label"]}
     rows = []
-    for one in found["sets"]:
-        low, high = one["kl"]["interval"]
-        kl = f"{one['kl']['mean']:.5f} ({low:.5f} to {high:.5f})"
-        rows.append((one["label"], kl, against[one["label"]]["words"] if one["label"] in against else ""))
+    for figures in comparison["sets"]:
+        low, high = figures["kl"]["interval"]
+        kl = f"{figures['kl']['mean']:.5f} ({low:.5f} to {high:.5f})"
+        label = figures["label"]
+        rows.append((label, kl, against[label]["words"] if label in against else ""))
     return text_table(("set", "KL", "verdict"), rows)
 
 
@@ -168,20 +169,20 @@ def main() -> None:
             print(sources_table(why(write(folder, "planted", planted(rows)), given.recipe, **common).figures))
             return
         files = [write(folder, label, make(rows)) for label, make in wanted.items()]
-        found = quantizers.compare(given.recipe, files, **common).figures
+        comparison = quantizers.compare(given.recipe, files, **common).figures
         if given.what != "proxy":
             if given.json:
-                tokens = [text["tokens"] for text in found["texts"]]
-                kl = {one["label"]: one["kl_by_text"] for one in found["sets"]}
+                tokens = [text["tokens"] for text in comparison["texts"]]
+                kl = {figures["label"]: figures["kl_by_text"] for figures in comparison["sets"]}
                 print(json.dumps({"tokens": tokens, "kl": kl}))
             else:
-                print(damaged_table(found))
+                print(damaged_table(comparison))
             return
-        columns = {"whole": [one["kl"]["mean"] for one in found["sets"]]}
+        columns = {"whole": [figures["kl"]["mean"] for figures in comparison["sets"]]}
         for first in range(1, prepare(given.recipe).facts.num_layers):
-            part = quantizers.compare(given.recipe, files, layers=f"first:{first}", **common).figures
-            columns[f"first:{first}"] = [one["kl"]["mean"] for one in part["sets"]]
-        labels = [one["label"] for one in found["sets"]]
+            first_layers = quantizers.compare(given.recipe, files, layers=f"first:{first}", **common).figures
+            columns[f"first:{first}"] = [figures["kl"]["mean"] for figures in first_layers["sets"]]
+        labels = [figures["label"] for figures in comparison["sets"]]
         shown = [(label, *(f"{column[n]:.5f}" for column in columns.values())) for n, label in enumerate(labels)]
         whole = ranks(columns["whole"])
         correlated = [f"{np.corrcoef(whole, ranks(column))[0, 1]:.3f}" for column in columns.values()]

@@ -153,7 +153,9 @@ def _warm_up(model: StreamedModel, solve: Callable[[Experts], None], states: lis
 
 def _seconds_and_memory(work: Callable[[], object], repeats: int, device: torch.device) -> dict[str, Any]:
     """Time and peak memory of some work, over several repeats."""
-    seconds, cpu_seconds, memory = [], [], []
+    seconds = []
+    cpu_seconds = []
+    memory = []
     for _ in range(repeats):
         gc.collect()
         before = _reset_peak(device)
@@ -190,9 +192,9 @@ def _peak(device: torch.device) -> int:
 
 def _status(key: str) -> int:
     """A size from /proc/self/status, in bytes."""
-    found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
+    match = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) * 1024
 
 
 def compare_route(
@@ -246,7 +248,7 @@ def compare_route(
             runs = map(route, [Path(folder) / f"{name}-{n}" for n in range(repeats)])
             results[name] = _seconds_and_memory(partial(next, runs), repeats, device)
             results[name]["steps"] = {
-                step: statistics.median(one[step] for one in steps[name]) for step in steps[name][0]
+                step: statistics.median(seconds[step] for seconds in steps[name]) for step in steps[name][0]
             }
             results[name]["bytes"] = written[name]
             results[name]["folder"] = Path(folder) / f"{name}-0" / place

@@ -97,12 +97,12 @@ def importances(job: Job, data: CalibrationData, tokens: Tokens, work: Path) -> 
         for step in steps:
             with step.module() as layer:
                 sums.add_layer(layer)
-    found: dict[Expert, tuple[torch.Tensor, ...]] = {}
+    by_expert: dict[Expert, tuple[torch.Tensor, ...]] = {}
     for layer in job.facts.moe_layers:
         stored = read_sums(work, layer)
         means = [(stored[name].squares / stored[name].counts.unsqueeze(1)).nan_to_num(1) for name in (GATE, DOWN)]
-        found |= {(layer, expert): (means[0][expert], means[1][expert]) for expert in range(job.facts.num_experts)}
-    return found
+        by_expert |= {(layer, expert): (means[0][expert], means[1][expert]) for expert in range(job.facts.num_experts)}
+    return by_expert
 
 
 def in_type(name: str, weight: torch.Tensor, importance: torch.Tensor) -> tuple[torch.Tensor, float]:
@@ -131,8 +131,8 @@ def outputs(
         yield name, bits, open_folder(written(changed, source, place / name))
     for scheme in SCHEMES:
         update = {"bits": scheme.bits, "group_size": scheme.group_size}
-        one = variant(job, Method(str(scheme), job.recipe.experts.model_copy(update=update)))
-        yield str(scheme), scheme.bits_per_weight, quantized(one, data, place / str(scheme), CPU)
+        job_of_scheme = variant(job, Method(str(scheme), job.recipe.experts.model_copy(update=update)))
+        yield str(scheme), scheme.bits_per_weight, quantized(job_of_scheme, data, place / str(scheme), CPU)
     for budget in BUDGETS:
         keys = (f"experts.bits_per_weight={budget}", "experts.bits=null", "experts.group_size=null")
         given = prepare(str(job.path), source_folder=source.folder, changes=changes_of(keys))
@@ -154,9 +154,9 @@ def compare_types(recipe: str, most_tokens: int, tokens: Tokens) -> list[dict[st
             place.mkdir()
             tensors = plain_tensors(planted, flat)
             job = prepare(recipe, source_folder=written(tensors, planted.opened, place / "source"))
-            found = list(outputs(job, tensors, spread(calibration_data(job), most_tokens), tokens, place))
-            results = held_out(job, [output for *_, output in found], place / "eval", CPU)
-            for (name, bits, _), result in zip(found, results, strict=True):
+            made = list(outputs(job, tensors, spread(calibration_data(job), most_tokens), tokens, place))
+            results = held_out(job, [output for *_, output in made], place / "eval", CPU)
+            for (name, bits, _), result in zip(made, results, strict=True):
                 rows.setdefault(name, {"name": name, "bits": bits})[key] = result["kl"]["mean"]
     return sorted(rows.values(), key=lambda row: row["bits"])
 

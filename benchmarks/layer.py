@@ -78,7 +78,9 @@ def shares(result: dict[str, Any], rates: dict[str, float]) -> dict[str, float]:
         "forced pass": 4 * experts * hidden * width,
         "Hessians": experts * width**2 + (chosen + 1) * hidden**2,
     }
-    return {phase: result["tokens"] * each / seconds[phase] / rates["matmul"] for phase, each in work.items()}
+    return {
+        phase: result["tokens"] * operations / seconds[phase] / rates["matmul"] for phase, operations in work.items()
+    }
 
 
 def rates_text(rates: dict[str, float]) -> str:

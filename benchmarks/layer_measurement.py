@@ -54,7 +54,10 @@ OUTLIERS = 8  # number of outlier channels in a norm, and the factor that enlarg
 VOCABULARY = 256  # of the random model: embeddings and logits are not measured
 PROGRAM = 1 << 30  # bytes of host memory for the program and its libraries
 WARM_UP = 16  # tokens of a first layer, which pays for imports, compilation and first calls
-TOKENS, TEXTS, EXPERTS, HESSIANS = "tokens", "evaluation tokens", "experts", "Hessians"
+TOKENS = "tokens"
+TEXTS = "evaluation tokens"
+EXPERTS = "experts"
+HESSIANS = "Hessians"
 # The phases of a layer in their order, and what their time grows with. Each token is routed to as many of few experts
 # as of many: the Hessians of routed tokens do not grow with the number of experts, as those of w2 do.
 GROWS_WITH = {
@@ -131,8 +134,8 @@ def _quantize_random(
         with file.open("rb") as stream:  # out of the page cache, as far as the system complies: the disk is to be read
             os.fsync(stream.fileno())
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    for part in ("layers", "output"):
-        (folder / part).mkdir()
+    for name in ("layers", "output"):
+        (folder / name).mkdir()
     _reset_peak(device)
     placement = Placement(
         Residents(memory.resident, memory.unit, memory.smallest),
@@ -224,7 +227,9 @@ def _largest_fitting(
     """The job of a random model with as many experts as fit, or as were asked for, and its device memory."""
     if experts and experts > job.facts.num_experts:
         raise InputError(f"--experts {experts}", f"the model has {job.facts.num_experts}", "give as many, or fewer")
-    accelerator, limit, folder = is_accelerator(device), limit or device_limit(device), Path(tempfile.gettempdir())
+    accelerator = is_accelerator(device)
+    limit = limit or device_limit(device)
+    folder = Path(tempfile.gettempdir())
     refused: InputError | None = None
     for count in [experts] if experts else halved(job.facts.num_experts):
         try:

@@ -173,8 +173,8 @@ def held_out(job: Job, outputs: Sequence[Checkpoint], work: Path, device: torch.
     assert job.recipe.verify.perplexity is not None
     texts = set_location(job.recipe.verify.perplexity.data, job.path)
     trusts = job.recipe.source.trusts_tokenizer
-    found = measure(job.source, outputs, texts, device, work, trust_remote_code=trusts, own=job.facts_file)
-    return [figures.as_dict() for figures in found]
+    measured = measure(job.source, outputs, texts, device, work, trust_remote_code=trusts, own=job.facts_file)
+    return [figures.as_dict() for figures in measured]
 
 
 def calibration_data(job: Job) -> CalibrationData:

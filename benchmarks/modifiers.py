@@ -101,15 +101,15 @@ def compare_modifiers(job: Job, form: str, tokens: int, device: torch.device, *,
             outputs[name] = row.output(job, data, work / str(number), device)
         results = held_out(job, list(outputs.values()), work / "eval", device)
     return [
-        {"method": name, "kl": found["kl"]["mean"], "median": found["kl"]["median"], "top1": found["top1"]}
-        for name, found in zip(outputs, results, strict=True)
+        {"method": name, "kl": result["kl"]["mean"], "median": result["kl"]["median"], "top1": result["top1"]}
+        for name, result in zip(outputs, results, strict=True)
     ]
 
 
-def modifiers_table(found: dict[str, Sequence[dict[str, Any]]]) -> str:
+def modifiers_table(rows_by_model: dict[str, Sequence[dict[str, Any]]]) -> str:
     """The rows of each model as text; ratios are relative to the best of the library's."""
-    columns, cells = ["experts"], [[row["method"]] for row in next(iter(found.values()))]
-    for model, rows in found.items():
+    columns, cells = ["experts"], [[row["method"]] for row in next(iter(rows_by_model.values()))]
+    for model, rows in rows_by_model.items():
         best = min(row["kl"] for row in rows if row["method"].startswith(NAME))
         columns += [f"KL{model}", "ratio", "median", "top-1"]
         for cell, row in zip(cells, rows, strict=True):
@@ -127,10 +127,10 @@ def main() -> None:
     with suppress(ValueError):  # it is there already
         logger.level("METRIC", no=38)  # GPTQ logs at this level, which the library lacks where its log is off
     models = {"": False} | ({", flat": True} if given.flat else {})
-    found = {
+    rows_by_model = {
         name: compare_modifiers(job, given.format, given.tokens, device, flat=flat) for name, flat in models.items()
     }
-    print(json.dumps(found, indent=1) if given.json else modifiers_table(found))
+    print(json.dumps(rows_by_model, indent=1) if given.json else modifiers_table(rows_by_model))
 
 
 if __name__ == "__main__":

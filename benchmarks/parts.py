@@ -92,11 +92,11 @@ def parts_table(rows: Sequence[dict[str, Any]]) -> str:
     """KL, a mean over the draws, and the change to ours of mean and median: their means, and from least to most."""
     base, cells = [row for row in rows if row["method"] == DEFAULT], []
     for name in dict.fromkeys(row["method"] for row in rows):
-        of_it, cell = [row for row in rows if row["method"] == name], [name]
+        rows_of_method, cell = [row for row in rows if row["method"] == name], [name]
         for figure in ("mean", "median"):
-            ratios = [one[figure] / other[figure] - 1 for one, other in zip(of_it, base, strict=True)]
+            ratios = [row[figure] / default[figure] - 1 for row, default in zip(rows_of_method, base, strict=True)]
             spread = f"{statistics.mean(ratios):+.1%} ({min(ratios):+.1%} to {max(ratios):+.1%})"
-            cell += [f"{statistics.mean(one[figure] for one in of_it):.5f}", "" if name == DEFAULT else spread]
+            cell += [f"{statistics.mean(row[figure] for row in rows_of_method):.5f}", "" if name == DEFAULT else spread]
         cells.append(cell)
     return text_table(("experts", "mean KL", "change", "median KL", "change"), cells)
 

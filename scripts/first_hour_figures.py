@@ -22,14 +22,14 @@ KL_RATIO = 1.1  # a GPU adds in another order, so some codes differ, and KL by s
 
 def machine(file: str, device: str) -> int:
     """The device's name and memory, and the versions that matter there."""
-    found = _read(file)
+    about = _read(file)
     name = device if ":" in device or device == "cpu" else f"{device}:0"
-    card = next((one for one in found["devices"] if one["device"] == name), None)
+    card = next((entry for entry in about["devices"] if entry["device"] == name), None)
     if card is None:
         print(f"no device {name}")
         return 1
-    versions = found["versions"]
-    built = f", CUDA {found['cuda']}" if found["cuda"] else ""
+    versions = about["versions"]
+    built = f", CUDA {about['cuda']}" if about["cuda"] else ""
     print(f"{card['name']}, {card['bytes'] / 2**30:.0f} GiB; torch {versions['torch']}{built}")
     return 0
 
@@ -62,20 +62,22 @@ def least(recipe: str, device: str) -> int:
 def gates(ours: str, cpus: str, evaluation: str) -> int:
     """Whether two runs passed the same gates, and how far both are from the source by one evaluation."""
     first, second = ({gate["name"]: gate["passed"] for gate in _read(report)["gates"]} for report in (ours, cpus))
-    kl = [one["kl"]["mean"] for one in _read(evaluation)["candidates"]]
+    kl = [candidate["kl"]["mean"] for candidate in _read(evaluation)["candidates"]]
     different = sorted(name for name in first | second if first.get(name) != second.get(name))
-    said = f"gates differ: {', '.join(different)}" if different else f"the same {len(first)} gates"
-    print(f"{said}; KL {kl[0]:.5f}, of the CPU's output {kl[1]:.5f}")
+    agreement = f"gates differ: {', '.join(different)}" if different else f"the same {len(first)} gates"
+    print(f"{agreement}; KL {kl[0]:.5f}, of the CPU's output {kl[1]:.5f}")
     return int(bool(different) or max(kl) > KL_RATIO * min(kl))
 
 
 def layer(file: str) -> int:
     """Seconds of a layer and of the whole run, and the device's rates."""
-    found = _read(file)
-    seconds, rates, run = sum(row["seconds"] for row in found["phases"]), found["rates"], found["run"] / 3600
+    measured = _read(file)
+    seconds = sum(row["seconds"] for row in measured["phases"])
+    rates = measured["rates"]
+    run = measured["run"] / 3600
     print(
-        f"{seconds:.2f} s for {found['tokens']:,} tokens and {found['sizes']['experts']} experts, {run:.1f} h for the "
-        f"run; matmul {rates['matmul'] / 1e12:.3g}, float32 {rates['matmul_float32'] / 1e12:.3g} TFLOP/s, "
+        f"{seconds:.2f} s for {measured['tokens']:,} tokens and {measured['sizes']['experts']} experts, {run:.1f} h "
+        f"for the run; matmul {rates['matmul'] / 1e12:.3g}, float32 {rates['matmul_float32'] / 1e12:.3g} TFLOP/s, "
         f"copy {rates['copy'] / 1e9:.0f} GB/s, launch {rates['launch'] * 1e6:.1f} us"
     )
     return 0
@@ -85,7 +87,9 @@ def _read(file: str) -> Any:
     return json.loads(Path(file).read_text())
 
 
-COMMANDS: dict[str, Callable[..., int]] = {each.__name__: each for each in (machine, source, least, gates, layer)}
+COMMANDS: dict[str, Callable[..., int]] = {
+    command.__name__: command for command in (machine, source, least, gates, layer)
+}
 
 if __name__ == "__main__":
     sys.exit(COMMANDS[sys.argv[1]](*sys.argv[2:]))

@@ -190,9 +190,9 @@ def pages() -> dict[Path, str]:
         text = (docs / name).read_text(encoding="utf-8")
         for section, write in sections.items():
             begin, end = BEGIN.format(section), END.format(section)
-            before, found, rest = text.partition(begin)
+            before, opened, rest = text.partition(begin)
             _, closed, after = rest.partition(end)
-            if not found or not closed:
+            if not opened or not closed:
                 raise ValueError(f"{docs / name}: has no section {section}; write its two markers")
             text = f"{before}{begin}\n{write()}\n{end}{after}"
         made[docs / name] = text

@@ -67,7 +67,7 @@ def python_reference() -> str:
         ValueError: an argument, or a field of what is returned, is not in the docstring.
     """
     public = [getattr(quantizers, name) for name in quantizers.__all__]
-    functions = [one for one in public if not isinstance(one, type)]
+    functions = [member for member in public if not isinstance(member, type)]
     returned = dict.fromkeys(kind for function in functions for kind in _dataclasses(function))
     parts = [*map(_function, functions), "\n## What they return\n", *map(_returned, returned)]
     return HEAD + _linked("".join(parts)) + ERRORS + "".join(_error_rows())
@@ -117,13 +117,13 @@ def _returned(kind: type) -> str:
 def _arguments(parameters: Iterable[Parameter]) -> Iterator[str]:
     """The lines of a signature; a default that is an object of this program is `...`."""
     keyword_only = False
-    for one in parameters:
-        if one.kind is Parameter.KEYWORD_ONLY and not keyword_only:
+    for parameter in parameters:
+        if parameter.kind is Parameter.KEYWORD_ONLY and not keyword_only:
             keyword_only = True
             yield "    *,"
-        shown = "..." if "object at" in repr(one.default) else repr(one.default)
-        default = "" if one.default is Parameter.empty else f" = {shown}"
-        yield f"    {one.name}: {one.annotation}{default},".replace("'", '"')
+        shown = "..." if "object at" in repr(parameter.default) else repr(parameter.default)
+        default = "" if parameter.default is Parameter.empty else f" = {shown}"
+        yield f"    {parameter.name}: {parameter.annotation}{default},".replace("'", '"')
 
 
 def _dataclasses(function: Callable[..., Any]) -> Iterator[type]:
@@ -132,17 +132,17 @@ def _dataclasses(function: Callable[..., Any]) -> Iterator[type]:
     yield kind
     of_its_module = vars(sys.modules[kind.__module__])
     for name in re.findall(r"\w+", " ".join(str(field.type) for field in fields(kind))):
-        one = of_its_module.get(name)
-        if isinstance(one, type) and is_dataclass(one) and one.__module__ == kind.__module__:
-            yield one
+        held = of_its_module.get(name)
+        if isinstance(held, type) and is_dataclass(held) and held.__module__ == kind.__module__:
+            yield held
     for member in vars(kind).values():
         if callable(member) and signature(member).return_annotation in OF_METHODS:
             yield OF_METHODS[signature(member).return_annotation]
 
 
-def _docstring(thing: Any) -> tuple[str, dict[str, str]]:
+def _docstring(documented: Any) -> tuple[str, dict[str, str]]:
     """What stands before the sections, with its paragraphs; and each section's text without its indentation."""
-    about, *rest = re.split(r"^(Args|Attributes|Returns|Raises):\n", getdoc(thing) or "", flags=re.MULTILINE)
+    about, *rest = re.split(r"^(Args|Attributes|Returns|Raises):\n", getdoc(documented) or "", flags=re.MULTILINE)
     paragraphs = [one_line(paragraph) for paragraph in about.strip().split("\n\n")]
     texts = [re.sub(r"^    ", "", text, flags=re.MULTILINE).strip() for text in rest[1::2]]
     return "\n\n".join(paragraphs), dict(zip(rest[::2], texts, strict=True))

@@ -91,7 +91,8 @@ def values_of(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """What a key may be, in words."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return values_of(inner[0], [part for item in inner[1:] for part in getattr(item, "metadata", [item])])
+        constraints = [constraint for note in inner[1:] for constraint in getattr(note, "metadata", [note])]
+        return values_of(inner[0], constraints)
     if origin in (Union, UnionType):
         return " or ".join(values_of(kind) for kind in inner if kind is not NoneType)
     if origin is Literal:
@@ -109,7 +110,12 @@ def values_of(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def _bounds(metadata: Sequence[Any]) -> str:
-    bounds = {name: getattr(item, name) for item in metadata for name in ("ge", "gt", "le") if hasattr(item, name)}
+    bounds = {
+        name: getattr(constraint, name)
+        for constraint in metadata
+        for name in ("ge", "gt", "le")
+        if hasattr(constraint, name)
+    }
     words = (("ge", "from"), ("gt", "above"), ("le", "to"))
     return "".join(f" {word} {format(bounds[name], ',').removesuffix('.0')}" for name, word in words if name in bounds)
 

@@ -46,22 +46,20 @@ from transformers import (
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 ROOT = Path(__file__).parent.parent
-LAYERS, EXPERTS, TOP_K, HIDDEN, WIDTH, VOCAB = 4, 16, 2, 128, 128, 2048
-HEADS, KV_HEADS, HEAD_DIM, ROTARY_DIM, ROPE_THETA = 4, 2, 64, 32, 10_000
-SEQUENCE, BATCH, PEAK_RATE, ROUTER_NOISE = 256, 16, 2e-3, 0.2
+LAYERS = 4
+EXPERTS, TOP_K = 16, 2
+HIDDEN, WIDTH = 128, 128
+VOCAB = 2048
+HEADS, KV_HEADS = 4, 2
+HEAD_DIM, ROTARY_DIM = 64, 32
+ROPE_THETA = 10_000
+SEQUENCE, BATCH = 256, 16
+PEAK_RATE = 2e-3
+ROUTER_NOISE = 0.2
 BALANCE_RATE, BALANCE_WEIGHT = 1e-3, 0.01  # of the bias, and of the term in the loss
 SPECIAL = [
-    "[end]",
-    "[turn]",
-    "<think>",
-    "</think>",
-    "<call>",
-    "</call>",
-    "<result>",
-    "</result>",
-    "<tools>",
-    "</tools>",
-]
+    "[end]", "[turn]", "<think>", "</think>", "<call>", "</call>", "<result>", "</result>", "<tools>", "</tools>",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -269,10 +267,10 @@ def to_fp8(weight: torch.Tensor, dtype: torch.dtype, block: tuple[int, int]) -> 
     codes = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
     for i in range(rows):
         for j in range(columns):
-            part = np.s_[i * height : (i + 1) * height, j * width : (j + 1) * width]
-            scale[i, j] = weight[part].abs().max() / 448.0
+            cells = np.s_[i * height : (i + 1) * height, j * width : (j + 1) * width]
+            scale[i, j] = weight[cells].abs().max() / 448.0
             # By the scale as it is stored: rounding it is then no error of the codes.
-            codes[part] = (weight[part] / scale[i, j]).to(torch.float8_e4m3fn)
+            codes[cells] = (weight[cells] / scale[i, j]).to(torch.float8_e4m3fn)
     return codes, scale
 
 
@@ -476,7 +474,7 @@ def published_glm4_moe() -> dict[str, object]:
 
 ROPE = {"rope_type": "default", "rope_theta": ROPE_THETA}
 READ_THE_MOE_NORM = ("mlp.gate.weight", "mlp.experts.gate_up_proj")
-READ_THE_ATTENTIONS_NORM = tuple(f"self_attn.{one}_proj.weight" for one in "qkv")
+READ_THE_ATTENTIONS_NORM = tuple(f"self_attn.{letter}_proj.weight" for letter in "qkv")
 FAMILIES = {
     "minimax_m2": Family(
         model=MiniMaxM2ForCausalLM,
@@ -514,7 +512,7 @@ FAMILIES = {
         planted={
             "post_attention_layernorm.weight": (
                 *READ_THE_MOE_NORM,
-                *(f"mlp.{block}{one}_proj.weight" for block in ("shared_experts.", "") for one in ("gate", "up")),
+                *(f"mlp.{block}{matrix}_proj.weight" for block in ("shared_experts.", "") for matrix in ("gate", "up")),
             ),
             "input_layernorm.weight": READ_THE_ATTENTIONS_NORM,
         },

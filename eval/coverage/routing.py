@@ -86,7 +86,8 @@ def count_routes(
     names = tuple(sorted(set(categories)))
     rows = [names.index(category) for category in categories]
     tokens = np.bincount(rows, weights=[len(sequence) for sequence in sequences]).astype(np.int64)
-    counter = _RouteCounter(model, sequences, rows, len(names), work / f"states-{dist.rank}.bin", dist, norms)
+    file = work / f"states-{dist.rank}.bin"
+    counter = _RouteCounter(model, sequences, rows, len(names), file, dist=dist, norms=norms)
     with walk(model.checkpoint, all_tensors(model, model.checkpoint), model, dist=dist) as steps:
         for step in steps:
             with step.module() as layer:
@@ -112,10 +113,13 @@ class _RouteCounter:
         categories: Sequence[int],
         count: int,
         file: Path,
+        *,
         dist: ProcessGroup,
         norms: bool,
     ) -> None:
-        self.model, self.categories, self.dist = model, categories, dist
+        self.model = model
+        self.categories = categories
+        self.dist = dist
         # Of all ranks one after another, as they gather; and this one's.
         every, ranks = range(len(sequences)), range(dist.world_size)
         self.gathered = [i for rank in ranks for i in every[rank :: dist.world_size]]
@@ -130,7 +134,9 @@ class _RouteCounter:
 
     def count(self, layer: DecoderLayer) -> None:
         """Take the sequences through a layer, and count the choices of its router if it has one."""
-        model, facts, number = self.model, self.model.facts, layer.number
+        model = self.model
+        facts = model.facts
+        number = layer.number
         experts, dense = facts.num_experts, number in facts.dense
         sums: list[torch.Tensor] = []
         with ExitStack() as stack:
@@ -145,7 +151,7 @@ class _RouteCounter:
                 if chosen is not None:
                     near, tie = ranked(scores.pop(), facts)
                     kinds = (chosen, chosen[tie.to(chosen.device)], near)
-                    counts = torch.stack([route_counts(each, experts).cpu() for each in kinds])
+                    counts = torch.stack([route_counts(choices, experts).cpu() for choices in kinds])
                     self.tables[:, facts.moe_layers.index(number), self.categories[i]] += counts
         if self.weighted_norms is not None and not dense:
             parts = self.dist.all_gather({"sums": torch.stack(sums)} if sums else {}, torch.device("cpu"))
@@ -193,11 +199,11 @@ def _router_scores(layer: DecoderLayer, model: StreamedModel, stack: ExitStack) 
         made = scores(output, experts)
         assert made is not None, "the router of the facts makes no scores"
         logits = made.float()
-        found = logits.sigmoid() if model.facts.router.scoring == "sigmoid" else logits
+        choice_scores = logits.sigmoid() if model.facts.router.scoring == "sigmoid" else logits
         for extra in (*inputs[1:], *module.buffers()):
             if isinstance(extra, torch.Tensor) and extra.shape == logits.shape[-1:]:
-                found = found + extra
-        captured.append(found.flatten(0, -2)[:, :experts])
+                choice_scores = choice_scores + extra
+        captured.append(choice_scores.flatten(0, -2)[:, :experts])
 
     stack.callback(layer.module.get_submodule(model.facts.modules.router).register_forward_hook(capture).remove)
     return captured

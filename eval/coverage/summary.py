@@ -61,7 +61,7 @@ def summarise(
         uncovered_pairs=uncovered,
         min_entropy=min(layer.entropy for layer in layers),
         per_layer=layers,
-        routed_by_category={name: int(sum(one[i].sum() for one in counts)) for i, name in enumerate(categories)},
+        routed_by_category={name: int(sum(layer[i].sum() for layer in counts)) for i, name in enumerate(categories)},
     )
 
 
@@ -130,10 +130,10 @@ def gate(name: str, value: float | None, limit: float, meaning: str) -> Gate:
     return Gate(name=name, passed=value is not None and value <= limit, value=value, limit=limit, meaning=meaning)
 
 
-def named(found: Sequence[Sequence[int]]) -> str:
+def named(listed: Sequence[Sequence[int]]) -> str:
     """Pairs as text: `layer 1 expert 3, layer 2 expert 0`, and how many are left out."""
-    text = ", ".join(f"layer {layer} expert {expert}" for layer, expert in found[:NAMED])
-    return text + (f" and {len(found) - NAMED:,} more" if len(found) > NAMED else "")
+    text = ", ".join(f"layer {layer} expert {expert}" for layer, expert in listed[:NAMED])
+    return text + (f" and {len(listed) - NAMED:,} more" if len(listed) > NAMED else "")
 
 
 def report(

@@ -298,7 +298,7 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
     )
     filters = (size, gib, md, cell, code, commands, linked, is_hub_id, gate_figures)
-    environment.filters |= {"n": "{:,}".format, "f": number} | {one.__name__: one for one in filters}
+    environment.filters |= {"n": "{:,}".format, "f": number} | {function.__name__: function for function in filters}
     return environment
 
 

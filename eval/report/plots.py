@@ -303,35 +303,35 @@ def _crossed_out(
 
 
 @own_style()
-def comparison_figure(found: RoutingChange, title: str) -> Any:
+def comparison_figure(change: RoutingChange, title: str) -> Any:
     """A heat map of how each expert's share changes between two sets, marked where it becomes covered or uncovered.
 
     The title is the model.
     """
-    sides = (found.before, found.after)
+    sides = (change.before, change.after)
     tokens = (f"{side.label} ({sum(side.tokens.values()):,} tokens)" for side in sides)
-    figure = _heat_figure(len(found.per_layer), len(found.per_layer[0].before.routed_tokens))
-    label = f"share of routed tokens,\n{found.after.label} / {found.before.label}"
-    comparison_map(figure, found, f"{title}: {' and '.join(tokens)}", label)
+    figure = _heat_figure(len(change.per_layer), len(change.per_layer[0].before.routed_tokens))
+    label = f"share of routed tokens,\n{change.after.label} / {change.before.label}"
+    comparison_map(figure, change, f"{title}: {' and '.join(tokens)}", label)
     return figure
 
 
-def comparison_map(figure: Any, found: RoutingChange, title: str, label: str) -> None:
+def comparison_map(figure: Any, change: RoutingChange, title: str, label: str) -> None:
     """The same in a figure or a part of one; `label` is that of the colour bar."""
-    layers = found.per_layer
+    layers = change.per_layer
     before = np.array([loads(row.before.routed_tokens) for row in layers])  # (L, E)
     after = np.array([loads(row.after.routed_tokens) for row in layers])
     with np.errstate(divide="ignore", invalid="ignore"):
-        change = after / before  # infinite where only the second set sends any tokens, NaN where none
-    shown = np.where(np.isinf(change), HIGH * 2, np.where(change == 0, LOW / 2, change))
+        ratio = after / before  # infinite where only the second set sends any tokens, NaN where none
+    shown = np.where(np.isinf(ratio), HIGH * 2, np.where(ratio == 0, LOW / 2, ratio))
     rows = {row.layer: i for i, row in enumerate(layers)}
     axes = _heat_map(figure, shown, list(rows), label, colours=DIVERGING, without="#bbbbbb")
-    for pairs, marker, words in ((found.won, "+", "newly covered"), (found.lost, "x", "no longer covered")):
+    for pairs, marker, words in ((change.won, "+", "newly covered"), (change.lost, "x", "no longer covered")):
         if pairs:
             cells = np.array([(rows[layer], expert) for layer, expert in pairs])
             _crosses(axes, cells, marker=marker, c="black", label=f"{words}: {len(cells):,}")
     panel_title(axes, title)
-    if found.won or found.lost:
+    if change.won or change.lost:
         figure.legend(loc="outside lower right", frameon=False, fontsize=8, ncols=2)
 
 

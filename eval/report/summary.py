@@ -89,7 +89,9 @@ def _loss(row: ChosenLayer, scheme: str) -> float:
 
 
 def _gain_line(schemes: Schemes) -> str:
-    gain, (low, high), uniform = schemes.gain, schemes.gain_interval, f"{schemes.uniform} in every layer"
+    gain = schemes.gain
+    low, high = schemes.gain_interval
+    uniform = f"{schemes.uniform} in every layer"
     if not gain:
         return f"no mixture within the budget is predicted to be closer than {uniform}"
     interval = f"{gain:.0%} less KL predicted than with {uniform} ({low:.0%} to {high:.0%})"

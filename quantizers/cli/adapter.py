@@ -59,29 +59,29 @@ def command(
         before: own options by the parameter before which the help lists them; all others come last.
     """
     parameters = _parameters(function, rest)
-    options = [each for each in parameters if opt.option_of(each.annotation)]
-    internal = frozenset(each.name for each in parameters if each not in options)
+    options = [parameter for parameter in parameters if opt.option_of(parameter.annotation)]
+    internal = frozenset(parameter.name for parameter in parameters if parameter not in options)
     places = before or {}
 
     def decorate(show: Callable[..., None]) -> Callable[..., None]:
         _, *after_call = signature(show, eval_str=True).parameters.values()
-        own = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in after_call]
+        own = [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in after_call]
 
         def called(**given: Any) -> None:
-            values = {each.name: given[each.name] for each in options}
+            values = {parameter.name: given[parameter.name] for parameter in options}
             call = Call(function, values, given["as_json"], given["_context"].obj, internal)
-            show(call, **{each.name: given[each.name] for each in own})
+            show(call, **{parameter.name: given[parameter.name] for parameter in own})
 
         listed = [_keyword("_context", typer.Context)]
         for option in options:
-            listed += [each for each in own if places.get(each.name) == option.name]
+            listed += [parameter for parameter in own if places.get(parameter.name) == option.name]
             listed.append(_typed(option))
-        listed += [each for each in own if each.name not in places]
+        listed += [parameter for parameter in own if parameter.name not in places]
         listed += [_keyword("as_json", common.Json, False), _keyword("debug", common.Debug, False)]
         called.__name__ = show.__name__
         called.__doc__ = show.__doc__
         called.__signature__ = Signature(listed)  # type: ignore[attr-defined]
-        called.__annotations__ = {each.name: each.annotation for each in listed}
+        called.__annotations__ = {parameter.name: parameter.annotation for parameter in listed}
         return called
 
     return decorate
@@ -115,9 +115,9 @@ def _parameters(function: str, rest: str) -> list[Parameter]:
     """Parameters with evaluated types; those of `rest` that are keyword-only instead of `**options`."""
     head = declaration(function)
     kinds = get_type_hints(head, include_extras=True)
-    listed = [each.replace(annotation=kinds[each.name]) for each in signature(head).parameters.values()]
+    listed = [parameter.replace(annotation=kinds[parameter.name]) for parameter in signature(head).parameters.values()]
     if listed[-1].kind is Parameter.VAR_KEYWORD:
-        listed[-1:] = [each for each in _parameters(rest, "") if each.kind is Parameter.KEYWORD_ONLY]
+        listed[-1:] = [parameter for parameter in _parameters(rest, "") if parameter.kind is Parameter.KEYWORD_ONLY]
     return listed
 
 
@@ -129,11 +129,13 @@ def declaration(function: str) -> Callable[..., Any]:
     if source is None:  # an installation without it
         return getattr(import_module(module), name)  # type: ignore[no-any-return]
     statements = ast.parse(source).body
-    head = next(each for each in statements if isinstance(each, ast.FunctionDef) and each.name == name)
+    head = next(
+        statement for statement in statements if isinstance(statement, ast.FunctionDef) and statement.name == name
+    )
     head.decorator_list = []
     head.returns = None
     head.body = [ast.Pass()]
-    aliases = [each for each in statements if _is_alias(each)]
+    aliases = [statement for statement in statements if _is_alias(statement)]
     names = vars(opt) | {"opt": opt}
     exec(compile(ast.fix_missing_locations(ast.Module([*aliases, head], [])), module, "exec"), names)
     return names[name]  # type: ignore[no-any-return]
@@ -148,9 +150,9 @@ def _is_alias(statement: ast.stmt) -> bool:
 def _typed(parameter: Parameter) -> Parameter:
     """The parameter as typer reads it: paths are Path, what may be repeated is a list, all other text is str."""
     kind, *_ = get_args(parameter.annotation)
-    kinds = [each for each in get_args(kind) if each is not type(None)]
+    members = [member for member in get_args(kind) if member is not type(None)]
     option = opt.option_of(parameter.annotation)
-    origins = {get_origin(each) for each in kinds or [kind]} | {get_origin(kind)}
+    origins = {get_origin(member) for member in members or [kind]} | {get_origin(kind)}
     value = kind
     if option and (option.is_path or option.metavar in ("DIR", "FILE")):
         value = Path
@@ -158,7 +160,7 @@ def _typed(parameter: Parameter) -> Parameter:
         value = list[str]
     elif tuple in origins:
         value = tuple[str, str]
-    elif str in kinds:
+    elif str in members:
         value = str
     default = None if parameter.default == () else parameter.default
     if default is None:

@@ -160,12 +160,12 @@ def freeze(
     from quantizers.recipe.read import find_set
 
     tokenizing = counting(tokenizer, recipe, trust_remote_code)[0]
-    found = freeze_set(find_set(set_), folder, workers=workers, **tokenizing)
-    files, restricted = found["files"], dict.fromkeys(found["non_commercial"])
-    lines = [f"wrote {files[0]}: {found['rows']:,} rows of {len(files) - 2} sources, digest {found['digest']}"]
+    frozen = freeze_set(find_set(set_), folder, workers=workers, **tokenizing)
+    files, restricted = frozen["files"], dict.fromkeys(frozen["non_commercial"])
+    lines = [f"wrote {files[0]}: {frozen['rows']:,} rows of {len(files) - 2} sources, digest {frozen['digest']}"]
     if restricted:
         lines.append(f"not for commercial use: {', '.join(restricted)}; all licences: {files[-1]}")
-    common.emit(found, as_json, "\n".join([*lines, _next(files[0])]))
+    common.emit(frozen, as_json, "\n".join([*lines, _next(files[0])]))
 
 
 @calibration.command()

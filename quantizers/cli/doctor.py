@@ -27,21 +27,21 @@ def doctor(call: Call) -> None:
 
     Example: quantize doctor minimax-m2.1-fp8-int4
     """
-    found: Diagnosis = call()
-    common.emit(found.as_dict(), call.as_json, doctor_table(found), passed=found.passed)
+    diagnosis: Diagnosis = call()
+    common.emit(diagnosis.as_dict(), call.as_json, doctor_table(diagnosis), passed=diagnosis.passed)
 
 
-def doctor_table(found: Diagnosis) -> str:
+def doctor_table(diagnosis: Diagnosis) -> str:
     """A row for each check, the remedies, and the verdict."""
     rows = list[tuple[str, str, str]]()
-    for check in found.checks:
+    for check in diagnosis.checks:
         first, *others = textwrap.wrap(check.found, FOUND, break_on_hyphens=False) or [""]
         rows += [(check.what, first, check.state), *(("", line, "") for line in others)]
     lines = [text_table(("what", "found", "state"), rows)]
     for state, title in (("stops", "what stops, and what to do:"), ("note", "notes:")):
-        remedies = {f"  {one.what}: {one.remedy}": None for one in found.checks if one.state == state}
+        remedies = {f"  {check.what}: {check.remedy}": None for check in diagnosis.checks if check.state == state}
         lines += ["", title, *remedies] if remedies else []
-    stops = sum(check.state == "stops" for check in found.checks)
-    it = "this recipe" if found.recipe else "the program"
+    stops = sum(check.state == "stops" for check in diagnosis.checks)
+    it = "this recipe" if diagnosis.recipe else "the program"
     verdict = f"{stops} thing{'s'[: stops != 1]} would stop {it} here" if stops else f"nothing would stop {it} here"
-    return "\n".join([*lines, "", verdict + ("" if found.recipe else "; with a recipe, more is looked at")])
+    return "\n".join([*lines, "", verdict + ("" if diagnosis.recipe else "; with a recipe, more is looked at")])

@@ -37,10 +37,10 @@ def evaluate(
     from quantizers.eval.fidelity.figures import EvalReport
     from quantizers.eval.fidelity.tables import eval_table
 
-    found: Evaluation = call()
+    evaluation: Evaluation = call()
     if not call.dist.is_main:
         return
-    report = EvalReport.model_validate(found.as_dict())
+    report = EvalReport.model_validate(evaluation.as_dict())
     text = eval_table(report)
     if not no_picture:
         from quantizers.eval.report.plots import fidelity_figure, saved

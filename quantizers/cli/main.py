@@ -49,23 +49,23 @@ def _show_version(asked: bool) -> None:
     if asked:
         from quantizers.device.devices import environment
 
-        found = environment()
-        emit(found, "--json" in sys.argv, version_table(found))
+        about = environment()
+        emit(about, "--json" in sys.argv, version_table(about))
         raise typer.Exit
 
 
-def version_table(found: dict[str, Any]) -> str:
+def version_table(about: dict[str, Any]) -> str:
     """The program's version first, as scripts expect it; then what it runs on."""
-    versions = dict(found["versions"])
+    versions = dict(about["versions"])
     names = ("moe-quantizers", "moe-quantizers files", "python", "torch")
     own, files, python, torch = (versions.pop(name) for name in names)
-    built = [f"{word} {found[key]}" for key, word in (("cuda", "CUDA"), ("rocm", "ROCm")) if found[key]]
+    built = [f"{word} {about[key]}" for key, word in (("cuda", "CUDA"), ("rocm", "ROCm")) if about[key]]
     lines = [
         f"quantize {own} (files {files})",
         f"python {python}, torch {torch}, {built[0] if built else 'CPU build'}",
         ", ".join(f"{name} {version}" for name, version in versions.items()),
     ]
-    for device in found["devices"]:
+    for device in about["devices"]:
         kernels = f", kernels: {device['kernels']}" if "kernels" in device else ""
         lines.append(f"{device['device']}: {device['name']}, {gib(device['bytes'])}{kernels}")
     return "\n".join(lines)
@@ -164,11 +164,11 @@ def main() -> None:
         _end(dist, failure)
     except Exception as failure:
         # typer bundles its own click under a private name, so click's errors are recognised by their method.
-        if said := getattr(failure, "format_message", None):
+        if format_message := getattr(failure, "format_message", None):
             if type(failure).__name__ == "NoArgsIsHelpError":
-                print(said(), file=sys.stderr)  # the help of a command that was given nothing
+                print(format_message(), file=sys.stderr)  # the help of a command that was given nothing
                 sys.exit(2)
-            _end(dist, InputError("", said()))
+            _end(dist, InputError("", format_message()))
         debug = "--debug" in sys.argv
         if debug:
             traceback.print_exc()
@@ -186,7 +186,7 @@ def _end(dist: ProcessGroup, failure: QuantizeError, *, traced: bool = False) ->
         for line in str(error).split("\n"):
             print(f"quantize: {printable(line)}", file=sys.stderr)
     if is_main and "--json" in sys.argv:
-        errors = [one.as_dict() for one in error.errors]
+        errors = [mistake.as_dict() for mistake in error.errors]
         try:
             print(json.dumps({"error": errors[0]} if len(errors) == 1 else {"errors": errors}, indent=1), flush=True)
         except OSError:  # standard output lies on the full disk: what is left of it must not fail again at the end

@@ -47,7 +47,10 @@ def plan_table(numbers: dict[str, Any]) -> str:
         (row["kind"], row["action"], f"{row['tensors']:,}", size(row["bytes_before"]), size(row["bytes_after"]))
         for row in numbers["kinds"]
     ]
-    needs, schemes, converted, budgeted = numbers["needs"], numbers.get("schemes", {}), "", []
+    needs = numbers["needs"]
+    schemes = numbers.get("schemes", {})
+    converted = ""
+    budgeted = []
     if numbers.get("attention"):
         matrices = f"{numbers['actions']['convert']['tensors']:,} other matrices"
         converted = f", {matrices} are converted ({numbers['attention']})"
@@ -131,11 +134,11 @@ def _needs_lines(needs: dict[str, Any]) -> list[str]:
     if needs["held_out"] != 0:
         number = "an unknown number of" if needs["held_out"] is None else f"{needs['held_out']:,}"
         tokens += f" and {number} evaluation tokens"
-    each = f" for each of {needs['processes']} processes" if needs["processes"] > 1 else ""
+    for_each = f" for each of {needs['processes']} processes" if needs["processes"] > 1 else ""
     return [
         f"a run with its {tokens} needs about",
         text_table(("on a", "disk for the output", "activations", "memory of the device"), rows),
-        f"and {size(needs['host'])} of host memory{each}. Activations are kept in host memory if they fit, else on "
+        f"and {size(needs['host'])} of host memory{for_each}. Activations are kept in host memory if they fit, else on "
         "disk.",
     ]
 
@@ -158,7 +161,7 @@ def _time_lines(needs: dict[str, Any]) -> list[str]:
     header += [f"by {needs['processes']} processes"] if several else []
     rows = []
     for name, seconds in needs["seconds"].items():
-        rows.append([name, *(_about(seconds[part]) for part in ("all", "layers", "verification"))])
+        rows.append([name, *(_about(seconds[stage]) for stage in ("all", "layers", "verification"))])
         if several:
             rows[-1].append(_about(several[name]["all"]) if name in several else "")
     lines = [text_table(header, rows)]
@@ -234,7 +237,9 @@ def _split(row: dict[str, Any]) -> str:
 def _ways_lines(row: dict[str, Any]) -> list[str]:
     """List the schemes, the same in every layer, that fit on a set of GPUs, and the largest scheme and budget."""
     header = ("experts", "weights", "split", "16-bit KV", "FP8 KV", "fits with", "tiny KL")
-    names, ways, rows = {"auto": "16 bit", "fp8": "FP8"}, row["ways"], []
+    names = {"auto": "16 bit", "fp8": "FP8"}
+    ways = row["ways"]
+    rows = []
     for way in (way for way in ways if max(way["longest"].values())):
         longest = (f"{tokens:,}" for tokens in way["longest"].values())
         cache = next((name for kv, name in names.items() if way["budget"][kv]), "-")
@@ -262,8 +267,8 @@ def _ways_lines(row: dict[str, Any]) -> list[str]:
 
 def no_scheme(row: dict[str, Any]) -> str:
     """That no scheme fits at the context asked for, and the longest context that one takes."""
-    found = [(longest, kv, way["scheme"]) for way in row["ways"] for kv, longest in way["longest"].items()]
-    longest, kv, scheme = max(found, key=lambda one: one[0], default=(0, "", ""))
+    contexts = [(longest, kv, way["scheme"]) for way in row["ways"] for kv, longest in way["longest"].items()]
+    longest, kv, scheme = max(contexts, key=lambda context: context[0], default=(0, "", ""))
     if not longest:
         return "no scheme fits, whatever the context: the weights alone are too large"
     return f"no scheme fits; {scheme} does with --context {longest}{' --kv fp8' if kv == 'fp8' else ''}"

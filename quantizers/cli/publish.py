@@ -29,9 +29,9 @@ def publish(call: Call) -> None:
 
     Example: quantize publish out/tiny --repo me/tiny-minimax-m2-FP8-INT4 --dry-run
     """
-    found: Publication = call()
-    table = published_table if found.uploaded else dry_run_table
-    common.emit(found.figures, call.as_json, table(found.figures), passed=found.passed)
+    publication: Publication = call()
+    table = published_table if publication.uploaded else dry_run_table
+    common.emit(publication.figures, call.as_json, table(publication.figures), passed=publication.passed)
 
 
 def dry_run_table(plan: dict[str, Any]) -> str:

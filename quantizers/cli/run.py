@@ -90,7 +90,9 @@ def run_table(report: RunReport, output: Path, source: str, recipe: str, *, stre
             lines += [positions_table(measured), ""]
         if is_served(measured):
             lines += [served_table([("output", measured)]), ""]
-    plan, seconds, coverage = report.plan, report.seconds, report.coverage
+    plan = report.plan
+    seconds = report.seconds
+    coverage = report.coverage
     apart = max(layer.proof for layer in report.layers)
     lines += [
         f"proof     every layer gives what transformers' own call of it gives, to {apart:.1e} of what it adds",
@@ -115,7 +117,9 @@ def run_table(report: RunReport, output: Path, source: str, recipe: str, *, stre
 
 def _where(report: RunReport, output: Path) -> list[str]:
     """The paths of the output, the report, the model card and the pictures."""
-    folder, files, published = Path(short_path(output)), report.files, report.published
+    folder = Path(short_path(output))
+    files = report.files
+    published = report.published
     rows = [("report", [PAGE, REPORT]), ("card", [CARD]), ("pictures", [CALIBRATION_PICTURE, COVERAGE_PICTURE])]
     named = [(word, [str(folder / name) for name in names if name in (*files, REPORT)]) for word, names in rows]
     there = [f"on Hub    {published.repo}"] if published else []
@@ -129,13 +133,13 @@ def _what_next(report: RunReport, output: Path, source: str, recipe: str, stream
     model = report.source.model  # by which commands find it on the Hub or among the shipped models
     kept = shipped_model(model)
     ours = kept is not None and Path(source).resolve() == kept.resolve()
-    found = ours or (is_hub_id(model) and model == source)
+    is_named = ours or (is_hub_id(model) and model == source)  # so that the report is enough
     folder, source = quote(short_path(output)), quote(model if ours else short_path(source))
     there = " --stream" if stream else ""
     published = report.published
     repo, removed = (published.repo, published.removed) if published else (folder, None)
     back = [f"hf download {repo} --local-dir {folder}"] if removed else []
-    verify = f"quantize verify {folder}" + ("" if found else f" --source {source}") + there
+    verify = f"quantize verify {folder}" + ("" if is_named else f" --source {source}") + there
     remote = bool(back) and stream and all(gate.passed for gate in report.gates)  # this needs no shards here
     evaluate = f"quantize eval {source} {repo if remote else folder} --data held-out{there}"
     commands = [evaluate, *back, verify] if remote else [*back, verify, evaluate]

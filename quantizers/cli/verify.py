@@ -29,18 +29,18 @@ def verify(call: Call) -> None:
     """
     from quantizers.eval.report.schema import AuditFigures
 
-    found: Verification = call()
-    report = found.as_dict()
-    figures = AuditFigures.model_validate(found.audit.as_dict() | {"differences": found.differences})
-    text = audit_table(figures, found.record.notes)
-    if found.consumers is not None:
-        text += "\n\n" + found.consumers.as_text()
-    if found.vllm is not None:
-        different = found.vllm["differences"]
-        text += f"\n\nvLLM {found.vllm['version']}, asked for {found.vllm['asked']:,} modules: " + (
+    verification: Verification = call()
+    report = verification.as_dict()
+    figures = AuditFigures.model_validate(verification.audit.as_dict() | {"differences": verification.differences})
+    text = audit_table(figures, verification.record.notes)
+    if verification.consumers is not None:
+        text += "\n\n" + verification.consumers.as_text()
+    if verification.vllm is not None:
+        different = verification.vllm["differences"]
+        text += f"\n\nvLLM {verification.vllm['version']}, asked for {verification.vllm['asked']:,} modules: " + (
             "\n".join([f"{len(different)} differ", *different]) if different else "every scheme is the one above"
         )
-    common.emit(report, call.as_json, text, passed=found.passed)
+    common.emit(report, call.as_json, text, passed=verification.passed)
 
 
 def audit_table(audit: AuditFigures, notes: Sequence[str]) -> str:

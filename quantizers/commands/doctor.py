@@ -108,7 +108,7 @@ class Diagnosis:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the object that `quantize doctor --json` prints."""
-        checks = [{key: value for key, value in asdict(one).items() if value} for one in self.checks]
+        checks = [{key: value for key, value in asdict(check).items() if value} for check in self.checks]
         return {"recipe": self.recipe, "output": self.output, "passed": self.passed, "checks": checks}
 
 
@@ -181,9 +181,13 @@ def doctor(
     """
     changes = changes_of(settings, calibration, without)
     destination = destination_of(publish_as_you_go, remove=remove_uploaded)
-    machine, hub, of_recipe = _Rows(), _Rows(), _Rows()
+    machine = _Rows()
+    hub = _Rows()
+    of_recipe = _Rows()
     unreachable, chosen = _ask_hub(hub), _versions(machine, device)
-    folder, given, job = Path(output or "out"), None, None
+    folder = Path(output or "out")
+    given = None
+    job = None
     read = None if recipe is None else of_recipe.tried("recipe", read_recipe, str(recipe), changes)
     if read is not None:
         of_recipe.add("recipe", shown(read[1]))
@@ -213,26 +217,28 @@ def doctor(
 
 def _versions(rows: _Rows, asked: str) -> torch.device | None:
     """Versions against the ranges that the program states; the device of a run, None if torch cannot be used."""
-    faults, shown, requires = _Rows(), dict[str, str](), list[str]()
+    faults = _Rows()
+    shown: dict[str, str] = {}
+    requires: list[str] = []
     rows.add("program", f"quantize {__version__}, Python {platform.python_version()}")
     try:
         requires = metadata.requires(PROGRAM) or []
     except metadata.PackageNotFoundError:
         faults.add("program", f"{PROGRAM} is not installed", "`pip install .` in its clone", stops=True)
     # A package of several extras is listed for each of them.
-    for needed in {one.name: one for one in map(Requirement, requires)}.values():
+    for needed in {requirement.name: requirement for requirement in map(Requirement, requires)}.values():
         optional = needed.marker is not None and not needed.marker.evaluate({"extra": ""})
         if optional and needed.name not in EXTRAS:
             continue
         remedy = f"`pip install '{needed.name}{needed.specifier}'`"
         try:
-            shown[needed.name] = found = metadata.version(needed.name)
+            shown[needed.name] = installed = metadata.version(needed.name)
         except metadata.PackageNotFoundError:
             if not optional:
                 faults.add(needed.name, "is not installed", remedy, stops=True)
             continue
-        if not needed.specifier.contains(found, prereleases=True):
-            faults.add(needed.name, f"{found}, tested with {needed.specifier}", remedy)
+        if not needed.specifier.contains(installed, prereleases=True):
+            faults.add(needed.name, f"{installed}, tested with {needed.specifier}", remedy)
     device = None
     try:
         import torch
@@ -258,21 +264,25 @@ def _devices(rows: _Rows, device: torch.device, integers: set[tuple[int, int, bo
     from quantizers.solve.kernel_check import KERNELS, problem_of
 
     rows.add("CPU", f"{len(os.sched_getaffinity(0))} cores, {torch.backends.cpu.get_cpu_capability()}")
-    found = gpus()
-    for entry in found:
+    entries = gpus()
+    for entry in entries:
         free = torch.cuda.mem_get_info(torch.device(entry["device"]))[0]
         rows.add(entry["device"], f"{entry['name']}, {gib(entry['bytes'])}, {gib(free)} of it free")
-    if not found:
+    if not entries:
         problem, remedies = device_problem("cuda") or ("none", [])
         rows.add("GPU", problem, "; ".join([*remedies[:1], "on a CPU only small models are practical"]))
-    for one in [torch.device(entry["device"]) for entry in found] or [device]:
-        if can_launch(one):
-            faults = {kernel: fault for kernel in KERNELS if (fault := problem_of(kernel, one, integers))}
-            said = "; ".join(f"{kernel} {fault}" for kernel, fault in faults.items())
+    for target in [torch.device(entry["device"]) for entry in entries] or [device]:
+        if can_launch(target):
+            faults = {kernel: fault for kernel in KERNELS if (fault := problem_of(kernel, target, integers))}
+            problems = "; ".join(f"{kernel} {fault}" for kernel, fault in faults.items())
             more = "torch's own operations do its work, more slowly; please report this" if faults else ""
-            rows.add(f"kernels {one}", said or f"{len(KERNELS)} of {len(KERNELS)} give the bits of torch's", more)
-        elif one.type == "cuda":
-            rows.add(f"kernels {one}", f"torch's own operations ({why_not(one)})", "slower, with the same results")
+            rows.add(
+                f"kernels {target}", problems or f"{len(KERNELS)} of {len(KERNELS)} give the bits of torch's", more
+            )
+        elif target.type == "cuda":
+            rows.add(
+                f"kernels {target}", f"torch's own operations ({why_not(target)})", "slower, with the same results"
+            )
 
 
 def _folder(rows: _Rows, what: str, path: str | Path, remedy: str, *, stops: bool) -> None:
@@ -321,7 +331,9 @@ def _bounded(work: Callable[[], Found]) -> Found:
 def _ask_hub(rows: _Rows) -> str:
     """Rows for the Hub and its token, by one request; why the Hub cannot be asked, empty if it can."""
     variables = (name for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if os.environ.get(name))
-    place, token, fault = next(variables, shown(constants.HF_TOKEN_PATH)), None, ""
+    place = next(variables, shown(constants.HF_TOKEN_PATH))
+    token = None
+    fault = ""
     try:
         token = get_token()
         if token is not None:
@@ -390,7 +402,9 @@ def _look_at_recipe(rows: _Rows, given: _Given, device: torch.device, unreachabl
 
 def _job(rows: _Rows, given: _Given, unreachable: str) -> Job | None:
     """The plan, from the source's headers or, if it is not here, from what is kept of its architecture."""
-    location, recipe, on_hub = given.location, given.recipe, None
+    location = given.location
+    recipe = given.recipe
+    on_hub = None
     if given.here is not None:
         rows.add("source", shown(given.here))
     elif is_hub_id(location):
@@ -420,18 +434,22 @@ def _planned(given: _Given) -> Job:
 
 def _sets(rows: _Rows, given: _Given, job: Job | None, unreachable: str) -> dict[str, CalibrationData | None]:
     """Rows for the recipe's sets, and those that can be read; with their samples if source and data are here."""
-    recipe, trusted, found = given.recipe, given.recipe.source.trusts_tokenizer, dict[str, CalibrationData | None]()
+    recipe = given.recipe
+    trusted = recipe.source.trusts_tokenizer
+    sets: dict[str, CalibrationData | None] = {}
     tokenizer = given.here and rows.tried("tokenizer", load_tokenizer, str(given.here), trust_remote_code=trusted)
     for what, (name, without) in zip(("calibration", "held-out"), sets_of(recipe).items(), strict=False):
         file = rows.tried(what, set_file, name, given.path)
         calibration = None if file is None else rows.tried(what, read_set, file)
         if file is None or calibration is None:
             continue
-        on_hub, found[what], limits = sum(not one.is_local for one in calibration.sources), None, dict[str, Any]()
+        on_hub = sum(not source.is_local for source in calibration.sources)
+        sets[what] = None
+        limits: dict[str, Any] = {}
         if what == "calibration":
             limits = {"tokens": recipe.calibration_tokens, "positions": job and job.facts.positions}
         if tokenizer and given.here and not on_hub:
-            found[what] = data = rows.tried(what, load_set, file, given.here, trusted, without=without, **limits)
+            sets[what] = data = rows.tried(what, load_set, file, given.here, trusted, without=without, **limits)
             if data is not None:
                 tokens = sum(len(sample.tokens) for sample in data.samples)
                 rows.add(what, f"{file.name}: {len(data.samples):,} texts, {tokens:,} tokens")
@@ -442,11 +460,11 @@ def _sets(rows: _Rows, given: _Given, job: Job | None, unreachable: str) -> dict
             out = f"; left out: {', '.join(left)}" if left else ""
             shown = f"{file.name}: {len(calibration.sources)} sources, {on_hub} of them on the Hub{out}"
             rows.add(what, shown, "other samples take their place" if left else "")
-    data, rule = found.get("calibration"), recipe.verify and recipe.verify.coverage
+    data, rule = sets.get("calibration"), recipe.verify and recipe.verify.coverage
     if data and rule:
         categories = [sample.category for sample in data.samples]
         rows.tried("calibration", check_floors, rule, categories, str(given.path))
-    return found
+    return sets
 
 
 def _output_state(folder: Path, job: Job, data: CalibrationData | None, device: torch.device) -> str:
@@ -487,7 +505,9 @@ def _memory_and_time(
     from quantizers.pipeline.options import Options
     from quantizers.pipeline.placement import share_memory
 
-    needs, free, on = estimate_run(job, output), available(), "CPU" if device.type == "cpu" else "GPU"
+    needs = estimate_run(job, output)
+    free = available()
+    on = "CPU" if device.type == "cpu" else "GPU"
     remedy = "" if needs.host <= free else "end other programs, or take a machine with more"
     rows.add("host memory", f"{gib(needs.host)} needed, estimated; {gib(free)} free", remedy, stops=True)
     name = on if on == "CPU" else torch.cuda.get_device_name(device)
@@ -500,7 +520,7 @@ def _memory_and_time(
     if data:
         lengths = [len(sample.tokens) for sample in data.samples]
     if held_out:
-        texts = [min(len(one.tokens), job.facts.positions or len(one.tokens)) for one in held_out.samples]
+        texts = [min(len(sample.tokens), job.facts.positions or len(sample.tokens)) for sample in held_out.samples]
     if lengths is None or texts is None:
         rows.add(f"{on} memory", "unknown before the sets are read", "`quantize calibration check` reads one")
         return 0, 0
@@ -520,7 +540,9 @@ def _room(rows: _Rows, given: _Given, job: Job, output: int, temporary: int, mos
 
     Bytes of temporary files are those that are known, and at `most`.
     """
-    cache, needed, less = Path(constants.HF_HUB_CACHE), output + temporary, list[str]()
+    cache = Path(constants.HF_HUB_CACHE)
+    needed = output + temporary
+    less: list[str] = []
     free, room = (shutil.disk_usage(nearest_existing(folder)).free for folder in (given.folder, cache))
     if given.destination and given.destination.remove:
         needed -= job.plan.removed_bytes(1)
@@ -536,14 +558,14 @@ def _room(rows: _Rows, given: _Given, job: Job, output: int, temporary: int, mos
         window = ways_of_source(job, output)[1].source
         less = [f"give --stream{f', which keeps {size(window)} of the source here' if window else ''}", *less]
         remedy = f"set HF_HOME to a folder with room, or {less[0]}" if download > room else ""
-        found = f"{size(max(download, 0))} to download into the Hub's cache; {size(room)} free"
-        rows.add("disk", found, remedy, stops=True)
+        downloads = f"{size(max(download, 0))} to download into the Hub's cache; {size(room)} free"
+        rows.add("disk", downloads, remedy, stops=True)
         if len({nearest_existing(folder).stat().st_dev for folder in (given.folder, cache)}) == 1:
             needed += max(download, 0)
     before = len(rows)
     rows.tried("disk", journal.check_room, journal.work_folder(given.folder), needed, less)
     if len(rows) == before:
         more = most - temporary if needed + most - temporary > free else 0
-        found = f"{size(needed)} needed in all{f', and at most {size(more)} of activations' * bool(more)}"
+        needs = f"{size(needed)} needed in all{f', and at most {size(more)} of activations' * bool(more)}"
         remedy = "known once the sets are read; make room, or choose another --output" if more else ""
-        rows.add("disk", f"{found}; {size(free)} free", remedy)
+        rows.add("disk", f"{needs}; {size(free)} free", remedy)

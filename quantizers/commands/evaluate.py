@@ -102,7 +102,7 @@ class Evaluation:
         """Return the object that `quantize eval --json` prints, an EvalReport."""
         return {
             "source": self.source,
-            "candidates": [{"model": one.model} | one.figures for one in self.candidates],
+            "candidates": [{"model": candidate.model} | candidate.figures for candidate in self.candidates],
             "notes": list(self.notes),
         } | ({"paired": list(self.paired)} if self.paired else {})
 
@@ -154,7 +154,7 @@ def evaluate(
     remote = [stream and not Path(name).expanduser().is_dir() for name in names]
     if stream and not any(remote):
         raise InputError("--stream", "all checkpoints are folders, which are read where they lie", "leave it out")
-    opened = dist.in_turn(lambda: [open_checkpoint(n, stream=one) for n, one in zip(names, remote, strict=True)])
+    opened = dist.in_turn(lambda: [open_checkpoint(n, stream=there) for n, there in zip(names, remote, strict=True)])
     own = Path(facts) if facts is not None else None
     if own is None:
         own = next(filter(None, (output_facts(candidate.folder) for candidate in opened[1:])), None)
@@ -184,7 +184,9 @@ def evaluate(
         paired(figures[0], other, model=name, against=names[1]).as_dict()
         for name, other in zip(names[2:], figures[1:], strict=dist.is_main)
     ]
-    results = tuple(Fidelity(name, one.as_dict()) for name, one in zip(names[1:], figures, strict=dist.is_main))
+    results = tuple(
+        Fidelity(name, fidelity.as_dict()) for name, fidelity in zip(names[1:], figures, strict=dist.is_main)
+    )
     return Evaluation(names[0], results, tuple(differences), (as_stored(on),))
 
 
@@ -266,7 +268,9 @@ def _streams(
     Args:
         outside: the tensors outside the layers of each checkpoint.
     """
-    numbers, lengths, dtype = count(), [len(text.tokens) for text in texts], forward_dtype(device)
+    numbers = count()
+    lengths = [len(text.tokens) for text in texts]
+    dtype = forward_dtype(device)
 
     def new(checkpoint: int, model: StreamedModel) -> ActivationStream:
         name, number = outside[checkpoint].name, next(numbers)
@@ -299,7 +303,9 @@ def through_layers(
         By layer the figures of each candidate, with its `weight_error`; in rank 0.
     """
     source, *candidates = streams
-    model, journal, variants = source.model, LayerFiles(work), variants or Variants()
+    model = source.model
+    journal = LayerFiles(work)
+    variants = variants or Variants()
     layers, every = model.facts.num_layers, [*streams, *variants.streams]
     entries: list[list[LayerFigures]] = []
     if dist.is_main:
@@ -317,7 +323,7 @@ def through_layers(
                 doing("held-out texts")
                 source.advance(layer)
             stored: list[Checkpoint] = [step.on_device]
-            found = []
+            compared = []
             for stream, checkpoint in zip(candidates, opened[1:], strict=True):
                 files = load_tensors(checkpoint, layer_names(checkpoint, model.facts, step.number))
                 errors = None
@@ -330,11 +336,11 @@ def through_layers(
                     stream.advance(layer)
                 doing("comparing")
                 routed = step.number not in model.facts.dense
-                found.append(compare(source, stream, texts, routed=routed, dist=dist).changed(weight_error=errors))
+                compared.append(compare(source, stream, texts, routed=routed, dist=dist).changed(weight_error=errors))
             variants.advance(step, stored)
             if dist.is_main:
-                entries.append(found)
-                journal.write(step.number, json_finite([figures.as_dict() for figures in found]))
+                entries.append(compared)
+                journal.write(step.number, json_finite([figures.as_dict() for figures in compared]))
             for stream in every:
                 stream.forget(step.number)
             shown(f"layer {step.number}")

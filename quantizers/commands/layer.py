@@ -73,8 +73,8 @@ class Layer:
 
     def _chunks(self) -> list[MoeInputs]:
         most = tokens_per_chunk(is_accelerator(self.x.device))
-        parts = (each.split(most) for each in (self.x, self.chosen, self.weight))
-        return [capture_moe_inputs(*part) for part in zip(*parts, strict=True)]
+        chunks = zip(self.x.split(most), self.chosen.split(most), self.weight.split(most), strict=True)
+        return [capture_moe_inputs(x, chosen, weight) for x, chosen, weight in chunks]
 
     def hessian(self, expert: int, of: Literal["x", "h"] = "x") -> torch.Tensor:
         """The Hessian of what an expert's matrices read, float32, blended by the recipe's `routed_weight`.
@@ -83,12 +83,14 @@ class Layer:
             of: x for that of w1's and w3's inputs, (H, H); h for that of w2's, (I, I), as this layer's own w1 and w3
                 give them. `dataclasses.replace(layer, gate_up=…)` asks about others.
         """
-        chunks, hidden, batch = self._chunks(), self.x.shape[1], (expert, expert + 1)
+        chunks = self._chunks()
+        hidden = self.x.shape[1]
+        batch = (expert, expert + 1)
         with ordered():
             routing = routing_statistics(chunks, len(self.down), self.settings.routed_weight, hidden)
             if of == "h":
-                one = self.gate_up[slice(*batch)]
-                return collect_down_hessian(chunks, routing, one, gate=self.gate, batch=batch).hessian[0]
+                gate_up = self.gate_up[slice(*batch)]
+                return collect_down_hessian(chunks, routing, gate_up, gate=self.gate, batch=batch).hessian[0]
             of_all, of_routed = sweep(chunks, routing, [batch], hidden, with_all=True)
             return blended_hessian(of_routed[batch], of_all.hessian, routing, batch)[0]
 
@@ -105,7 +107,9 @@ class Layer:
         try:
             settings = Experts.model_validate({key: value for key, value in keys.items() if value is not None})
         except ValidationError as wrong:
-            faults = [InputError(f"experts.{'.'.join(map(str, one['loc']))}", one["msg"]) for one in wrong.errors()]
+            faults = [
+                InputError(f"experts.{'.'.join(map(str, error['loc']))}", error["msg"]) for error in wrong.errors()
+            ]
             raise InputError.several(faults) from None
         if settings.engine != "gram":
             raise InputError(
@@ -140,7 +144,8 @@ class Layer:
         itself; for an error on held-out texts ask the same layer with these: `quantizers.layer(RECIPE, NUMBER,
         calibration="held-out").errors(solved)`.
         """
-        smooth, found = solved.smooth, []
+        smooth = solved.smooth
+        errors = []
         for expert in range(len(self.down)):
             tokens, place = (self.chosen == expert).nonzero(as_tuple=True)
             r, x = self.weight[tokens, place], self.x[tokens].float()
@@ -151,8 +156,8 @@ class Layer:
             )
             wanted = self.down[expert].float() @ self.gate(self.gate_up[expert].float() @ x.mT)
             output = w2 @ self.gate(torch.cat([w1, w3]) @ (x / smooth).mT)
-            found.append(((output - wanted) * r).norm() / (wanted * r).norm())
-        return torch.stack(found)
+            errors.append(((output - wanted) * r).norm() / (wanted * r).norm())
+        return torch.stack(errors)
 
 
 @opt.documented

@@ -134,7 +134,7 @@ Command = Annotated[Sequence[str], "what the user typed, named where the output 
 
 def option_of(kind: Any) -> Option | None:
     """The option that an annotated type declares; None for a parameter that only Python has."""
-    return next((each for each in get_args(kind) if isinstance(each, Option)), None)
+    return next((note for note in get_args(kind) if isinstance(note, Option)), None)
 
 
 def documented(function: Function) -> Function:
@@ -162,7 +162,7 @@ def documented(function: Function) -> Function:
 def _words(name: str, kind: Any, parameters: Iterable[str]) -> str:
     """Description of a parameter in Python's documentation, without a full stop."""
     option = option_of(kind)
-    texts = [each for each in get_args(kind)[1:] if isinstance(each, str)]
+    texts = [note for note in get_args(kind)[1:] if isinstance(note, str)]
     if texts:
         return texts[-1]
     if option is None:

@@ -111,13 +111,13 @@ def plan(
     job, schemes = apply_choice(job, Path(output) if output is not None else None)
     budget = job.allocation.most_bytes if job.allocation and not isinstance(schemes, Schemes) else None
     figures: dict[str, Any] = {"basis": job.basis, "recipe": str(job.path), "servers": sorted(job.facts.servers)}
-    figures["limits"] = [f"{one.engine}: {one.consequence}" for one in checked.findings]
+    figures["limits"] = [f"{finding.engine}: {finding.consequence}" for finding in checked.findings]
     if job.recipe.experts.signed and job.recipe.experts.engine == "gram":
         figures["limits"].append(NEGATIVE_SCALES)
     if job.source and (left := left_behind(job.source)):
         figures |= {"left_behind": left}
-    if found := job.facts.found():
-        figures |= {"architecture": found, "origin": job.facts.origin()}
+    if architecture := job.facts.found():
+        figures |= {"architecture": architecture, "origin": job.facts.origin()}
     if fits_on is not None:
         return PlannedRun(figures | fits_on(job, [*vram], checked, budget, context=context, kv=kv, tp=tp, ram=ram))
     # Actions and bytes of a run, and an estimate of its memory and time.

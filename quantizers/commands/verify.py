@@ -65,7 +65,7 @@ class Verification:
         """Return the object that `quantize verify --json` prints, a VerifyReport."""
         result = self.audit.as_dict() | {"differences": self.differences, "notes": list(self.record.notes)}
         if self.consumers is not None:
-            findings = [one.as_dict() | {"places": list(one.places)} for one in self.consumers.findings]
+            findings = [finding.as_dict() | {"places": list(finding.places)} for finding in self.consumers.findings]
             result["consumers"] = self.consumers.as_dict() | {"findings": findings}
         return result | ({"vllm": self.vllm} if self.vllm else {})
 
@@ -100,12 +100,12 @@ def verify(
         refuse_incomplete(Path(source))
     opened = source_of(folder, str(source) if source is not None else None, revision, stream=stream)
     with ordered():
-        found = verify_folder(folder, opened, choose_device(device), own)
+        verification = verify_folder(folder, opened, choose_device(device), own)
     if ask_server is None:
-        return found
+        return verification
     own = own or output_facts(folder)
     architecture = architecture_for(opened.config, str(opened.folder / CONFIG), own, opened.tensors)
-    return replace(found, vllm=ask_server(folder, architecture))
+    return replace(verification, vllm=ask_server(folder, architecture))
 
 
 def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: Own = None) -> Verification:
@@ -118,8 +118,8 @@ def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: O
     _refuse(folder, source)
     record, where = check_manifest(folder), str(source.folder / CONFIG)
     probed = read_record(folder).get("architecture")  # what probing found when the folder was written
-    found = probed if isinstance(probed, dict) else None
-    carried = output_facts(folder) if own is None and found is None else None  # what was derived is derived again
+    recorded = probed if isinstance(probed, dict) else None
+    carried = output_facts(folder) if own is None and recorded is None else None  # what was derived is derived again
     if carried is not None:
         try:
             architecture_for(source.config, where, carried)
@@ -131,10 +131,10 @@ def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: O
     facts = architecture_for(source.config, where, own, source.tensors)
     with progress("verifying", facts.num_layers) as step:
         audit = audit_of(folder, source, device, step=step, own=facts)
-    if found is not None:  # but for the probes' numbers
+    if recorded is not None:  # but for the probes' numbers
         now = json.loads(json.dumps(facts.found()))
-        keys = [key for key in now if key != "probes" and now[key] != found.get(key)]
-        lines = [f"{REPORT}: architecture.{key} is {found.get(key)}, probing now finds {now[key]}" for key in keys]
+        keys = [key for key in now if key != "probes" and now[key] != recorded.get(key)]
+        lines = [f"{REPORT}: architecture.{key} is {recorded.get(key)}, probing now finds {now[key]}" for key in keys]
         record = replace(record, differences=(*record.differences, *lines))
     return Verification(audit, record, folder_findings(folder, facts))
 

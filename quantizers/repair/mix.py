@@ -56,7 +56,7 @@ class Mix:
     experts: Checkpoint  # the experts-only one, under published names
     facts: Architecture
     plan: Plan
-    found: list[Layer]
+    layers: list[Layer]
 
 
 def belong_together(source: Checkpoint, experts: Checkpoint, device: torch.device, own: Own = None) -> Mix:
@@ -77,10 +77,10 @@ def belong_together(source: Checkpoint, experts: Checkpoint, device: torch.devic
         raise CheckpointError(where, f"is another model than {source.name}", "give one made from a copy of it")
     experts = published_names(experts, facts)
     schemes = stored_schemes(experts, facts)
-    found = [examine(layer, source, experts, facts, device, schemes[layer].bits) for layer in facts.moe_layers]
-    unfolded = [layer.layer for layer in found if not layer.folded]
+    layers = [examine(layer, source, experts, facts, device, schemes[layer].bits) for layer in facts.moe_layers]
+    unfolded = [layer.layer for layer in layers if not layer.folded]
     plan = stored_plan(source, facts, schemes).with_norms_kept(unfolded)
-    return Mix(source, experts, facts, plan, found)
+    return Mix(source, experts, facts, plan, layers)
 
 
 def examine(
@@ -114,9 +114,11 @@ def examine(
         state = "compensated"  # as it is, if it does not read this norm
         if facts.router_follows:
             router = facts.layer(layer, facts.router.tensor)
-            found = experts.tensor(experts.require(router, "the router").name)
-            state = router_state(source.tensor(router), found, ratio)
-    inner, error, unscaled = not facts.of_layer(layer).own_gate, 0.0, 0.0
+            own_router = experts.tensor(experts.require(router, "the router").name)
+            state = router_state(source.tensor(router), own_router, ratio)
+    inner = not facts.of_layer(layer).own_gate
+    error = 0.0
+    unscaled = 0.0
     smooth = ratio.to(device)
     for expert in sorted({0, facts.num_experts // 2, facts.num_experts - 1}):  # the audit reads all of them
         modules = [facts.expert(layer, expert, matrix) for matrix in MATRICES]
@@ -132,13 +134,13 @@ def examine(
     return Layer(layer, folded, state, error, unscaled)
 
 
-def describe(found: list[Layer]) -> list[str]:
+def describe(layers: list[Layer]) -> list[str]:
     """Notes for the user about the layers of a mix, one line each."""
-    smoothed = [layer for layer in found if layer.folded]
+    smoothed = [layer for layer in layers if layer.folded]
     if not smoothed:
         return ["no norm was smoothed: the source's routers fit"]
     lines = [
-        f"norms smoothed in {len(smoothed)} of {len(found)} layers; confirmed on their experts: "
+        f"norms smoothed in {len(smoothed)} of {len(layers)} layers; confirmed on their experts: "
         f"{max(layer.error for layer in smoothed):.1%} off at most with the ratio of the norms, "
         f"{min(layer.error_unscaled for layer in smoothed):.0%} and more without"
     ]
@@ -160,7 +162,9 @@ def mixed_tensors(mix: Mix, layer: int, source: Checkpoint, *, repair_router: bo
     Raises:
         CheckpointError: a tensor of the experts' checkpoint is missing or has another shape than planned.
     """
-    facts, experts, tensors = mix.facts, mix.experts, dict[str, torch.Tensor]()
+    facts = mix.facts
+    experts = mix.experts
+    tensors: dict[str, torch.Tensor] = {}
     for action in sorted(mix.plan.of_layer(layer), key=lambda action: action.kind == "compensate"):  # after the norm
         name = action.source
         if action.kind in PASSTHROUGH:
@@ -177,12 +181,12 @@ def mixed_tensors(mix: Mix, layer: int, source: Checkpoint, *, repair_router: bo
                 router = router * norm_ratio(source.tensor(norm_name), tensors[norm_name], facts.norm.offset)
             tensors[name] = router.to(torch_dtype(action.outputs[name].dtype))
         elif action.kind == "quantize":
-            for part, spec in action.outputs.items():
-                tensor = experts.tensor(experts.require(part, "a part of a packed expert").name)
+            for output, spec in action.outputs.items():
+                tensor = experts.tensor(experts.require(output, "a part of a packed expert").name)
                 if tensor.shape != spec.shape:
                     shapes = f"{list(tensor.shape)}, not {list(spec.shape)}"
-                    raise CheckpointError(experts.folder, f"{part} has shape {shapes}")
-                tensors[part] = tensor.to(torch_dtype(spec.dtype)) if part.endswith("weight_scale") else tensor
+                    raise CheckpointError(experts.folder, f"{output} has shape {shapes}")
+                tensors[output] = tensor.to(torch_dtype(spec.dtype)) if output.endswith("weight_scale") else tensor
     return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
 
 
@@ -192,7 +196,9 @@ def write_mix(mix: Mix, work: Path, *, repair_router: bool, check: Callable[[], 
     Finished and undamaged layers of an earlier call are not written again. `repair_router` is as in `mixed_tensors`;
     `check` is called between steps, and may raise to interrupt.
     """
-    layers, plan, folder = mix.facts.num_layers, mix.plan, work / "output"
+    layers = mix.facts.num_layers
+    plan = mix.plan
+    folder = work / "output"
     for layer in journal.damaged_shards(work, list(map(journal.shard_of, journal.done_layers(work, layers)))):
         journal.layer_file(work, layer).unlink()  # so that it is stitched again
     journal.remove_cut_files(work)
@@ -211,9 +217,9 @@ def write_mix(mix: Mix, work: Path, *, repair_router: bool, check: Callable[[], 
             write_json(journal.layer_file(work, number), {"layer": number, "shard": shard, "digest": digest.as_dict()})
             shown(f"layer {number}")
     written = dict(map(journal.shard_of, journal.done_layers(work, layers)))
-    for part in plan.passthrough_parts:
-        shard, parts = plan.shard_file(part), layer_tensors(plan, part, mix.source, None).host
-        written[shard] = write_shard(parts, folder / shard, carried=plan.unread(part))
+    for passing in plan.passthrough_parts:
+        shard, parts = plan.shard_file(passing), layer_tensors(plan, passing, mix.source, None).host
+        written[shard] = write_shard(parts, folder / shard, carried=plan.unread(passing))
     check()
     write_config_files(folder, mix.source, plan, mix.facts)
     return written

@@ -31,7 +31,9 @@ def stitch_report(
 
     By its `settings` a later call recognizes the output; the digests of its shards are of when they were `written`.
     """
-    source, model, examined = mix.source, settings["source"], describe_mix(mix.found)
+    source = mix.source
+    model = settings["source"]
+    examined = describe_mix(mix.layers)
     verified = verified_parts(written, audit, folder_findings(folder, mix.facts))
     return schema.StitchReport(
         source=source_figures(mix.facts, model, source),
@@ -48,7 +50,7 @@ def stitch_report(
         stitched=schema.Stitched.model_validate(settings),
         experts=_packed_experts(mix, settings["experts"]),
         examined=examined,
-        layers=[schema.StitchedLayer(**asdict(layer)) for layer in mix.found],
+        layers=[schema.StitchedLayer(**asdict(layer)) for layer in mix.layers],
     )
 
 

@@ -109,10 +109,11 @@ def check_set(
         *(f"{pair['first']} is also held out: {pair['second']} ({pair['similarity']})" for pair in shared),
         *(f"{text['place']} claims {text['claimed']}, but reads like {text['identified']}" for text in mismatches),
     ]
-    found, warned = several(len(findings), "finding"), several(len(warnings), "warning")
+    contradicted = several(len(findings), "finding")
+    warned = several(len(warnings), "warning")
     verdict = f"nothing contradicts the set, but {warned}" if warnings else "fine: nothing contradicts the set"
     if findings:
-        verdict = f"contradicts what the set claims: {found}{f' and {warned}' if warnings else ''}"
+        verdict = f"contradicts what the set claims: {contradicted}{f' and {warned}' if warnings else ''}"
     report = {
         "path": str(path),
         "tokenizer": tokenizer,
@@ -150,7 +151,9 @@ def _category_row(category: str, members: Sequence[Sample]) -> dict[str, Any]:
 
 def _duplicates(samples: Sequence[Sample], held_out: Sequence[Sample]) -> tuple[list[Pair], list[Pair]]:
     """Pairs within the set, and pairs of one sample of the set and one of the held-out set."""
-    both, within, shared = [*samples, *held_out], list[Pair](), list[Pair]()
+    both = [*samples, *held_out]
+    within: list[Pair] = []
+    shared: list[Pair] = []
     for first, second, similarity in find_duplicates([sample.text for sample in both]):
         if first < len(samples):
             pairs = within if second < len(samples) else shared

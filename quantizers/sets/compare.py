@@ -119,7 +119,7 @@ def compare(
             )
     files = [find_set(str(name)) for name in sets]
     for number, file in enumerate(files):
-        if file.resolve() in [one.resolve() for one in files[:number]]:
+        if file.resolve() in [earlier.resolve() for earlier in files[:number]]:
             raise InputError(f"--calibration {file}", "is given twice", "give each set once")
     with _asked(
         recipe,
@@ -141,11 +141,14 @@ def compare(
         for look in range(looks):
             numbers = range(look * draws, min((look + 1) * draws, most))
             now = [[asked.load(file, number) for number in numbers] for file in files]
-            found, scored = asked.measure(f"draws-{look}", now)
+            figures, scored = asked.measure(f"draws-{look}", now)
             drawn = [[*before, *more] for before, more in zip(drawn, now, strict=True)]
-            lanes = [[*before, *more] for before, more in zip(lanes, found, strict=True)]
-            called = labels([one[0].name for one in drawn], files)
-            measured = [asked.of_set(*one) for one in zip(called, files, drawn, lanes, strict=True)]
+            lanes = [[*before, *more] for before, more in zip(lanes, figures, strict=True)]
+            called = labels([data[0].name for data in drawn], files)
+            measured = [
+                asked.measured_set(label, file, data, lane_figures)
+                for label, file, data, lane_figures in zip(called, files, drawn, lanes, strict=True)
+            ]
             result = comparison(measured, scored, (verify and verify.coverage) or CoverageGate(), ERROR / looks)
             if decided(result["pairs"]):
                 break
@@ -175,25 +178,25 @@ def why(
     file = find_set(str(set_))
     with _asked(recipe, [file], **options) as asked:
         drawn = [asked.load(file, number) for number in range(draws)]
-        names = list(dict.fromkeys(sample.source for one in drawn for sample in one.samples))
+        names = list(dict.fromkeys(sample.source for data in drawn for sample in data.samples))
         if len(names) < 2:
             raise InputError(file, f"all its samples are of {names[0]}", "a set of several sources can be asked about")
 
         def without(name: str) -> list[CalibrationData]:
-            kept = [tuple(sample for sample in one.samples if sample.source != name) for one in drawn]
+            kept = [tuple(sample for sample in data.samples if sample.source != name) for data in drawn]
             if not all(kept):
                 raise InputError(file, f"a draw without {name} holds no sample", "draw more --tokens")
-            return [replace(one, samples=few, digest=digest_of(few)) for one, few in zip(drawn, kept, strict=True)]
+            return [replace(data, samples=few, digest=digest_of(few)) for data, few in zip(drawn, kept, strict=True)]
 
         cut = [without(name) for name in names]
         (of_whole, *of_cut), scored = asked.measure("draws-0", [drawn, *cut])
-        whole = asked.of_set(drawn[0].name, file, drawn, of_whole)
+        whole = asked.measured_set(drawn[0].name, file, drawn, of_whole)
         left_out = []
         for name, fewer, lanes in zip(names, cut, of_cut, strict=True):
-            one = asked.of_set(name, file, fewer, lanes)
-            samples = [a - b for a, b in zip(whole.samples, one.samples, strict=True)]
-            tokens = [a - b for a, b in zip(whole.tokens, one.tokens, strict=True)]
-            left_out.append(replace(one, samples=samples, tokens=tokens))
+            rest = asked.measured_set(name, file, fewer, lanes)
+            samples = [a - b for a, b in zip(whole.samples, rest.samples, strict=True)]
+            tokens = [a - b for a, b in zip(whole.tokens, rest.tokens, strict=True)]
+            left_out.append(replace(rest, samples=samples, tokens=tokens))
         asked.notes.append(NOTES["fewer"])
         result = {"set": set_figures(whole, scored), "sources": source_effects(whole, left_out, scored)}
         return asked.result([whole], scored, result)
@@ -220,9 +223,15 @@ class _Asked:
 
         data = None
         if self.dist.is_main:
-            tokens, positions, kept = self.tokens, self.job.facts.positions, self.work / "calibration"
-            options: dict[str, Any] = {"draw": draw, "run": kept, "positions": positions}
-            data = load_set(file, self.job.opened.folder, self.trust_remote_code, tokens, **options)
+            data = load_set(
+                file,
+                self.job.opened.folder,
+                self.trust_remote_code,
+                self.tokens,
+                draw=draw,
+                run=self.work / "calibration",
+                positions=self.job.facts.positions,
+            )
             if draw == 0:
                 said(data, str(file))
         drawn: CalibrationData = self.dist.broadcast_object(data)
@@ -236,7 +245,9 @@ class _Asked:
         """Measure each draw of each set; draws with the same texts are measured once."""
 
         lanes = {_texts_of(data): data for draws in sets for data in draws}
-        work, texts, draws = self.work / folder, self.held.texts, list(lanes.values())
+        work = self.work / folder
+        texts = self.held.texts
+        draws = list(lanes.values())
         work.mkdir(parents=True, exist_ok=True)
         if self.dist.is_main:
             settings = deciding(self.job, None, self.device) | {
@@ -245,16 +256,18 @@ class _Asked:
                 "quantized": self.quantized,
             }
             refuse_changes(work, settings, self.work, "lanes.json", anew="give another --work")
-            each = "one pass" if len(draws) == 1 else f"{len(draws)} draws in one pass"
-            print(f"{each} over {self.job.opened.name}, on {len(texts)} texts", file=sys.stderr, flush=True)
+            passes = "one pass" if len(draws) == 1 else f"{len(draws)} draws in one pass"
+            print(f"{passes} over {self.job.opened.name}, on {len(texts)} texts", file=sys.stderr, flush=True)
         self.dist.barrier()
         options = Options(work, self.device, self.limit, dist=self.dist)
         nll, measured = measure_lanes(self.job, draws, texts, self.quantized, options, self.check)
-        found, facts = dict(zip(lanes, measured, strict=True)), self.job.facts
+        by_texts = dict(zip(lanes, measured, strict=True))
+        figures = [[by_texts[_texts_of(data)] for data in draws_of_set] for draws_of_set in sets]
+        facts = self.job.facts
         choices = np.array([len(text.tokens) * facts.top_k * len(facts.moe_layers) for text in texts], dtype=float)
-        return [[found[_texts_of(data)] for data in one] for one in sets], Scored(texts, nll, choices)
+        return figures, Scored(texts, nll, choices)
 
-    def of_set(
+    def measured_set(
         self, label: str, file: Path, draws: Sequence[CalibrationData], lanes: Sequence[LaneFigures]
     ) -> MeasuredSet:
         """The draws of one set together."""
@@ -269,7 +282,7 @@ class _Asked:
             for sample in data.samples:
                 tokens[names.index(sample.category)] += len(sample.tokens)
         none = np.zeros_like(counts)
-        arrays = {key: np.stack([getattr(one, key) for one in lanes]) for key in ("kl", "top1", "nll", "same")}
+        arrays = {key: np.stack([getattr(lane, key) for lane in lanes]) for key in ("kl", "top1", "nll", "same")}
         return MeasuredSet(
             label,
             draws[0].name,
@@ -278,12 +291,12 @@ class _Asked:
             [sum(len(sample.tokens) for sample in data.samples) for data in draws],
             len({_texts_of(data) for data in draws}),
             **arrays,
-            hidden_error=np.array([one.hidden_error for one in lanes]),
+            hidden_error=np.array([lane.hidden_error for lane in lanes]),
             routed=Routed(names, tokens, layers, counts, none, none),
         )
 
     def result(
-        self, sets: Sequence[MeasuredSet], scored: Scored, found: dict[str, Any], note: str = ""
+        self, sets: Sequence[MeasuredSet], scored: Scored, figures: dict[str, Any], note: str = ""
     ) -> SetComparison:
         """Result that a command prints in rank 0; empty in other ranks."""
 
@@ -300,9 +313,9 @@ class _Asked:
             "draws": sets[0].draws,
             "tokens": self.tokens,
             "texts": scored.rows,
-            "notes": list(filter(None, [*notes, *_of_draws(sets, self.tokens), note])),
+            "notes": list(filter(None, [*notes, *_draw_warnings(sets, self.tokens), note])),
         }
-        return SetComparison(about | found if self.dist.is_main else {})
+        return SetComparison(about | figures if self.dist.is_main else {})
 
 
 @contextlib.contextmanager
@@ -398,11 +411,11 @@ def _texts_of(data: CalibrationData) -> tuple[str, ...]:
     return tuple(sorted(digest_of([sample]) for sample in data.samples))
 
 
-def _of_draws(sets: Sequence[MeasuredSet], tokens: int | None) -> list[str]:
+def _draw_warnings(sets: Sequence[MeasuredSet], tokens: int | None) -> list[str]:
     """Warnings where the result does not generalise to other draws."""
     if sets[0].draws == 1:
         return ["With one draw of each set, intervals cover the texts alone; another draw may decide otherwise."]
-    whole = [one.label for one in sets if one.different == 1]
+    whole = [measured.label for measured in sets if measured.different == 1]
     remedy = f"ask for fewer --tokens than {tokens:,}" if tokens else "give --tokens N to draw a part of it"
     return [
         f"{label}: every draw is the whole set, so its interval covers the texts alone; {remedy}" for label in whole

@@ -160,13 +160,13 @@ def measure_coverage(
         routed = count_routes(model, sequences, categories, work, step, dist, norms=scored)
     names = [data.name for data in loaded]
     if len(loaded) == 1:
-        one = routed.part("0:")
+        routed = routed.part("0:")
         saliency = None
         if scored:
-            paths = (f"{model.skeleton.path}.{number}.{model.facts.modules.experts}" for number in one.layers)
-            saliency = saliency_of(one, [path.rpartition(".")[0] for path in paths])
+            paths = (f"{model.skeleton.path}.{number}.{model.facts.modules.experts}" for number in routed.layers)
+            saliency = saliency_of(routed, [path.rpartition(".")[0] for path in paths])
         drawn = Drawn(**asdict(loaded[0].drawn)) if loaded[0].drawn else None
-        return report(one, rule, model=question.model, name=names[0], drawn=drawn, saliency=saliency)
+        return report(routed, rule, model=question.model, name=names[0], drawn=drawn, saliency=saliency)
     sets = [
         SetName(label=label, name=name, file=str(file))
         for label, name, file in zip(labels(names, question.sets), names, question.sets, strict=True)

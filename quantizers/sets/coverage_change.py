@@ -121,20 +121,24 @@ def compare_counts(before: Routed, after: Routed, rule: CoverageGate, sets: Sequ
 def labels(names: Sequence[str], files: Sequence[Path]) -> list[str]:
     """Labels of sets: their names; if two are equal, their shortest distinct file paths; else numbers."""
     paths = [file.resolve() for file in files]
-    ends = (["/".join(path.parts[-n:]) for path in paths] for n in range(1, max(len(path.parts) for path in paths) + 1))
+    longest = max(len(path.parts) for path in paths)
+    ends = (["/".join(path.parts[-n:]) for path in paths] for n in range(1, longest + 1))
     numbered = [f"{path.name} ({number})" for number, path in enumerate(paths, 1)]
-    return next((found for found in (list(names), *ends) if len(set(found)) == len(found)), numbered)
+    return next((choice for choice in (list(names), *ends) if len(set(choice)) == len(choice)), numbered)
 
 
-def compare_table(found: RoutingChange) -> str:
+def compare_table(change: RoutingChange) -> str:
     """Text output of `quantize coverage --compare`."""
-    first, second, common, minimum = found.before.label, found.after.label, found.common_tokens, found.min_routed_tokens
+    first = change.before.label
+    second = change.after.label
+    common = change.common_tokens
+    minimum = change.min_routed_tokens
     sides = [
         (
             side.label, f"{sum(side.tokens.values()):,}", f"{side.min:,}", f"{side.median:,.0f}",
             f"{side.uncovered:,}", f"{side.uncovered_at_common:,}", f"{side.min_entropy:.3f}",
         )
-        for side in (found.before, found.after)
+        for side in (change.before, change.after)
     ]  # fmt: skip
     columns = ("set", "tokens", "min", "median", f"below {minimum:,}", "at equal size", "least entropy")
     depth = [
@@ -145,17 +149,17 @@ def compare_table(found: RoutingChange) -> str:
             f"{row.entropy_change:+.3f}",
             f"{row.moved:.1%}",
         )
-        for row in sorted(found.per_layer, key=lambda row: -row.moved)[:WORST]
+        for row in sorted(change.per_layer, key=lambda row: -row.moved)[:WORST]
     ]
-    left_out = len(found.per_layer) - len(depth)
-    changed = [(row.category, row.won, row.lost) for row in found.languages if row.won or row.lost]
+    left_out = len(change.per_layer) - len(depth)
+    changed = [(row.category, row.won, row.lost) for row in change.languages if row.won or row.lost]
     lines = [
         text_table(columns, sides),
         "",
         f"Whether an expert is covered is decided by its share: at equal size, {common:,} tokens each, it would get at "
         f"least {minimum:,} routed tokens.",
-        f"newly covered by {second}:      {named(found.won) or 'none'}",
-        f"no longer covered by {second}:  {named(found.lost) or 'none'}",
+        f"newly covered by {second}:      {named(change.won) or 'none'}",
+        f"no longer covered by {second}:  {named(change.lost) or 'none'}",
         "",
         "Experts that the texts of a category alone cover, or no longer cover, at that size"
         + (f"; {len(changed) - WORST} categories more with --json" if len(changed) > WORST else ""),
@@ -166,7 +170,7 @@ def compare_table(found: RoutingChange) -> str:
         text_table(("layer", first, second, "change", "moved"), sorted(depth)),
     ]
     header = ("layer", "expert", f"of even: {first}", second, f"tokens: {first}", second)
-    for experts, word in ((found.more, "larger"), (found.fewer, "smaller")):
+    for experts, word in ((change.more, "larger"), (change.fewer, "smaller")):
         rows = [
             (
                 row.layer,

@@ -27,11 +27,10 @@ def diff_sets(before: Path, after: Path) -> dict[str, Any]:
     source in both, and of the `set` itself.
     """
     old, new = _entries(read_set(before)), _entries(read_set(after))
-    changes = {
-        name: {key: (value, new[name][key]) for key, value in keys.items() if value != new[name][key]}
-        for name, keys in old.items()
-        if name in new
-    }
+    changes = {}
+    for name, keys in old.items():
+        if name in new:
+            changes[name] = {key: (value, new[name][key]) for key, value in keys.items() if value != new[name][key]}
     return {
         "added": {name: keys for name, keys in new.items() if name not in old},
         "removed": {name: keys for name, keys in old.items() if name not in new},
@@ -59,7 +58,9 @@ def diff_texts(old: CalibrationData, new: CalibrationData, tokenizer: str) -> di
     `gained` and `lost` have place, category and tokens of each text that only one set has, in its order. Texts are
     equal if their words are, regardless of category, source and template; duplicates count separately.
     """
-    before, after, none = by_category(old), by_category(new), row_of(())
+    before = by_category(old)
+    after = by_category(new)
+    none = row_of(())
     rows = {name: (before.get(name, none), after.get(name, none)) for name in sorted({*before, *after})}
     return {
         "tokenizer": tokenizer,

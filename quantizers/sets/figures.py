@@ -82,15 +82,15 @@ class Scored:
     def fields(self) -> dict[str, tuple[str, list[int]]]:
         """The kind of each field, and the indices of its texts."""
         top, long = parts(self.texts)
-        found = groups([self.texts[i].category for i in top])
-        single = list(found["categories"].values())
-        named = {
-            name: (kind, [top[i] for i in members])
-            for kind, of_kind in (("family", found["families"]), ("category", found["categories"]))
-            for name, members in of_kind.items()
-            if kind == "category" or members not in single  # a family of one category is that category
-        }
-        return named | ({"long texts": ("long", long)} if long else {})
+        grouped = groups([self.texts[i].category for i in top])
+        single = list(grouped["categories"].values())
+        fields = {}
+        for name, members in grouped["families"].items():
+            if members not in single:  # a family of one category is that category
+                fields[name] = ("family", [top[i] for i in members])
+        for name, members in grouped["categories"].items():
+            fields[name] = ("category", [top[i] for i in members])
+        return fields | ({"long texts": ("long", long)} if long else {})
 
 
 def comparison(sets: Sequence[MeasuredSet], scored: Scored, rule: CoverageGate, error: float = ERROR) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def comparison(sets: Sequence[MeasuredSet], scored: Scored, rule: CoverageGate, 
     pairs = list(combinations(sets, 2))
     changes = _differences(pairs, scored, error)
     return {
-        "sets": [set_figures(one, scored, error) for one in sets],
+        "sets": [set_figures(measured, scored, error) for measured in sets],
         "pairs": [
             {
                 "first": a.label,
@@ -124,18 +124,18 @@ def _differences(
 ) -> list[dict[str, Any]]:
     """Compare B with A for each pair; p-values are Holm-adjusted jointly, detectable effects are at error / pairs."""
     estimates = [log_ratio(b.kl[:, scored.top], a.kl[:, scored.top]) for a, b in pairs]
-    adjusted = holm([one.p for one in estimates])
-    detectable = [one.detectable(error / len(pairs)) for one in estimates]
+    adjusted = holm([estimate.p for estimate in estimates])
+    detectable = [estimate.detectable(error / len(pairs)) for estimate in estimates]
     return [
-        _difference(one, p, error) | {"detectable": None if seen is None else math.expm1(seen)}
-        for one, p, seen in zip(estimates, adjusted, detectable, strict=True)
+        _difference(estimate, p, error) | {"detectable": None if seen is None else math.expm1(seen)}
+        for estimate, p, seen in zip(estimates, adjusted, detectable, strict=True)
     ]
 
 
-def set_figures(one: MeasuredSet, scored: Scored, error: float = ERROR) -> dict[str, Any]:
+def set_figures(measured: MeasuredSet, scored: Scored, error: float = ERROR) -> dict[str, Any]:
     """`SetFigures` of quantizers/sets/schema.py."""
-    top, tokens = scored.top, np.broadcast_to(scored.tokens, one.kl.shape)
-    source_nll, choices = (np.broadcast_to(array, one.kl.shape) for array in (scored.nll, scored.choices))
+    top, tokens = scored.top, np.broadcast_to(scored.tokens, measured.kl.shape)
+    source_nll, choices = (np.broadcast_to(array, measured.kl.shape) for array in (scored.nll, scored.choices))
 
     def mean(sums: np.ndarray, of: np.ndarray, members: Sequence[int]) -> dict[str, Any]:
         estimate = log_ratio(sums[:, members], of[:, members])
@@ -143,30 +143,31 @@ def set_figures(one: MeasuredSet, scored: Scored, error: float = ERROR) -> dict[
         return {"mean": math.exp(estimate.value), "interval": ends and [math.exp(end) for end in ends]}
 
     mean_nll = float(scored.nll[top].sum() / scored.tokens[top].sum())
-    worse = log_ratio(one.nll[:, top], source_nll[:, top])
+    worse = log_ratio(measured.nll[:, top], source_nll[:, top])
 
     def increase(log: float) -> float:
         return math.expm1(mean_nll * math.expm1(log))
 
     ends = worse.interval(error)
-    errors = one.hidden_error
+    errors = measured.hidden_error
     return {
-        "label": one.label,
-        "name": one.name,
-        "file": one.file,
-        "draws": one.different,
-        "samples": one.samples,
-        "tokens": one.tokens,
-        "kl": mean(one.kl, tokens, top) | {"per_draw": (one.kl[:, top].sum(1) / scored.tokens[top].sum()).tolist()},
-        "kl_by_text": (one.kl / scored.tokens).tolist(),
-        "top1": mean(one.top1, tokens, top),
+        "label": measured.label,
+        "name": measured.name,
+        "file": measured.file,
+        "draws": measured.different,
+        "samples": measured.samples,
+        "tokens": measured.tokens,
+        "kl": mean(measured.kl, tokens, top)
+        | {"per_draw": (measured.kl[:, top].sum(1) / scored.tokens[top].sum()).tolist()},
+        "kl_by_text": (measured.kl / scored.tokens).tolist(),
+        "top1": mean(measured.top1, tokens, top),
         "perplexity": {
             "source": math.exp(mean_nll),
             "candidate": math.exp(mean_nll) * (1 + increase(worse.value)),
             "increase": increase(worse.value),
             "interval": ends and [increase(end) for end in ends],
         },
-        "router": mean(one.same, choices, top) if scored.choices.any() else None,
+        "router": mean(measured.same, choices, top) if scored.choices.any() else None,
         "hidden_error": [
             {"mean": float(row.mean()), "low": float(row.min()), "high": float(row.max())} for row in errors.T
         ],
@@ -175,7 +176,7 @@ def set_figures(one: MeasuredSet, scored: Scored, error: float = ERROR) -> dict[
                 "kind": kind,
                 "texts": len(members),
                 "tokens": int(scored.tokens[members].sum()),
-                "kl": mean(one.kl, tokens, members),
+                "kl": mean(measured.kl, tokens, members),
             }
             for name, (kind, members) in scored.fields.items()
         },
@@ -197,7 +198,7 @@ def _field_differences(a: MeasuredSet, b: MeasuredSet, scored: Scored, error: fl
     """Compare B with A in each field; p-values are Holm-adjusted over fields with enough texts."""
     fields = scored.fields
     estimates = [log_ratio(b.kl[:, members], a.kl[:, members]) for _, members in fields.values()]
-    tested = [n for n, one in enumerate(estimates) if one.resamples is not None]
+    tested = [n for n, estimate in enumerate(estimates) if estimate.resamples is not None]
     adjusted = dict(zip(tested, holm([estimates[n].p for n in tested]), strict=True))
     return [
         {
@@ -213,20 +214,20 @@ def _field_differences(a: MeasuredSet, b: MeasuredSet, scored: Scored, error: fl
 
 
 def _routing(a: MeasuredSet, b: MeasuredSet, rule: CoverageGate) -> dict[str, Any]:
-    names = [SetName(label=one.label, name=one.name, file=one.file) for one in (a, b)]
+    names = [SetName(label=measured.label, name=measured.name, file=measured.file) for measured in (a, b)]
     return compare_counts(a.routed, b.routed, rule, names).as_dict()
 
 
-def pair_words(a: MeasuredSet, b: MeasuredSet, found: dict[str, Any], texts: int) -> str:
+def pair_words(a: MeasuredSet, b: MeasuredSet, difference: dict[str, Any], texts: int) -> str:
     """A sentence on which of two sets is better, from what `comparison` finds of them on so many texts."""
-    if found["verdict"] == "too few texts":
+    if difference["verdict"] == "too few texts":
         return f"{a.label}, {b.label}: {_too_few(texts)}"
-    if found["verdict"] == "no difference" or found["interval"] is None:
+    if difference["verdict"] == "no difference" or difference["interval"] is None:
         what = f"{b.label} and {a.label}: no difference"
-        return f"{what} that {several(a.draws, 'draw')} of {texts} texts could show{_seen(found)}"
-    low, high = sorted(map(abs, found["interval"]))
+        return f"{what} that {several(a.draws, 'draw')} of {texts} texts could show{_seen(difference)}"
+    low, high = sorted(map(abs, difference["interval"]))
     between = f"{percent(low, False)} to {percent(high, False)}"
-    return f"{b.label} is {found['verdict']} than {a.label} by {percent(abs(found['change']))} ({between})"
+    return f"{b.label} is {difference['verdict']} than {a.label} by {percent(abs(difference['change']))} ({between})"
 
 
 def source_effects(whole: MeasuredSet, without: Sequence[MeasuredSet], scored: Scored) -> list[dict[str, Any]]:
@@ -236,15 +237,16 @@ def source_effects(whole: MeasuredSet, without: Sequence[MeasuredSet], scored: S
         without: the same draws without one source, whose name is the label; `samples` and `tokens` are what it had.
     """
     rows = []
-    for one, found in zip(without, _differences([(whole, one) for one in without], scored, ERROR), strict=True):
-        effect = EFFECTS.get(found["verdict"], found["verdict"])
+    differences = _differences([(whole, rest) for rest in without], scored, ERROR)
+    for rest, difference in zip(without, differences, strict=True):
+        effect = EFFECTS.get(difference["verdict"], difference["verdict"])
         words = {
-            "helps": f"helps: without it KL is {percent(found['change'])} larger",
-            "hurts": f"hurts: without it KL is {percent(-found['change'])} smaller",
+            "helps": f"helps: without it KL is {percent(difference['change'])} larger",
+            "hurts": f"hurts: without it KL is {percent(-difference['change'])} smaller",
             "too few texts": _too_few(len(scored.top)),
-        }.get(effect, f"makes no difference that could be seen{_seen(found)}")
-        own = {"source": one.label, "texts": one.samples, "tokens": one.tokens, "verdict": effect, "words": words}
-        rows.append({key: found[key] for key in ("change", "interval", "p", "adjusted")} | own)
+        }.get(effect, f"makes no difference that could be seen{_seen(difference)}")
+        own = {"source": rest.label, "texts": rest.samples, "tokens": rest.tokens, "verdict": effect, "words": words}
+        rows.append({key: difference[key] for key in ("change", "interval", "p", "adjusted")} | own)
     return sorted(rows, key=lambda row: -row["change"])
 
 
@@ -263,8 +265,8 @@ def _too_few(texts: int) -> str:
     return f"too few texts ({texts}) for a verdict, or too few that differ; {FEWEST} are needed"
 
 
-def _seen(found: dict[str, Any]) -> str:
-    return f"; {percent(found['detectable'])} would have been seen" if found["detectable"] else ""
+def _seen(difference: dict[str, Any]) -> str:
+    return f"; {percent(difference['detectable'])} would have been seen" if difference["detectable"] else ""
 
 
 NOTES = {

@@ -107,7 +107,9 @@ def measure_lanes(
         QuantizeError: a model's hidden states are not finite, or the disk has too little room for them.
     """
     context = _context(job, draws, texts, options, check)
-    work, dist, layers = context.work, context.dist, job.facts.num_layers
+    work = context.work
+    dist = context.dist
+    layers = job.facts.num_layers
     use_one_arena()
     outside = load_tensors(job.opened, outside_names(job.opened, job.facts))
     model = StreamedModel(outside, job.facts, context.device, forward_dtype(context.device))
@@ -143,13 +145,13 @@ def measure_lanes(
                 doing("held-out texts")
                 for stream in (source, *(outputs if unchanged else [])):
                     stream.advance(layer)
-            found = []
+            by_lane = []
             for lane in lanes:
                 routed = {} if unchanged else {"routed": _quantize(quantizer, step, lane)}
-                found.append(routed | _compared(source, lane.output, step.number, dist))
+                by_lane.append(routed | _compared(source, lane.output, step.number, dist))
             if dist.is_main:
-                entries.append(found)
-                journal.write(step.number, found)
+                entries.append(by_lane)
+                journal.write(step.number, by_lane)
             for stream in (source, *(stream for lane in lanes for stream in lane.streams)):
                 stream.forget(step.number)
             shown(f"layer {step.number}")
@@ -214,7 +216,9 @@ def _scored(
     """The results of `measure_lanes`, from states that have left the last layer and the journal's entries by layer."""
     groups = range(0, len(outputs), SCORED_TOGETHER)
     starts = np.cumsum([0, *(len(text.tokens) - 1 for text in texts)])[:-1]
-    of_source, scores, measured = np.zeros(len(texts)), list[Scores](), list[LaneFigures]()
+    of_source = np.zeros(len(texts))
+    scores: list[Scores] = []
+    measured: list[LaneFigures] = []
     with rank_0_progress("scoring", len(groups), 0, context.check, context.dist) as shown:
         silent = partial(progress, check=context.check, silent=True)
         for first in groups:
@@ -223,9 +227,9 @@ def _scored(
             if kept:
                 kept.mkdir(exist_ok=True)
             pairs = [(source, stream) for stream in (source, *group)]
-            found = score(pairs, texts, silent, kept, dist=context.dist)
-            of_source = np.add.reduceat(found[source, source][0], starts)
-            scores += [found[source, stream] for stream in group]
+            scored = score(pairs, texts, silent, kept, dist=context.dist)
+            of_source = np.add.reduceat(scored[source, source][0], starts)
+            scores += [scored[source, stream] for stream in group]
             shown(f"{len(scores)} of {len(outputs)} draws")
     for number, (nll, kl, _, top1) in enumerate(scores):
         sums = {

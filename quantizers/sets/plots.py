@@ -35,17 +35,17 @@ KEPT = ("family", "long")  # fields that are shown even if their interval is unk
 
 
 @own_style()
-def sets_figure(found: dict[str, Any]) -> Any:
+def sets_figure(comparison: dict[str, Any]) -> Any:
     """KL of each set, its change by field, hidden error by layer, and the experts' shares of two sets.
 
     Args:
-        found: see `SetComparison` in quantizers/sets/schema.py.
+        comparison: see `SetComparison` in quantizers/sets/schema.py.
     """
     from matplotlib.figure import Figure
 
-    sets, pairs = found["sets"], against_first(found)
+    sets, pairs = comparison["sets"], against_first(comparison)
     fields = _fields(pairs)
-    routing = found["pairs"][0]["routing"]
+    routing = comparison["pairs"][0]["routing"]
     upper = max(5.0, 1.6 + len(fields) * (0.17 + 0.09 * len(pairs)))  # inches
     lower = min(HIGHEST, max(3.4, heat_size(len(routing["per_layer"]), 1)[1]))
     figure = Figure(figsize=(14, upper + lower + 0.4), layout="constrained", dpi=120)
@@ -65,17 +65,17 @@ def sets_figure(found: dict[str, Any]) -> Any:
         f"experts' shares: {other} / {first}",
         "share of routed tokens,\nratio",
     )
-    figure.suptitle(f"{short(Path(found['model']).name)}: {measured(found)}", fontsize=11)
+    figure.suptitle(f"{short(Path(comparison['model']).name)}: {measured(comparison)}", fontsize=11)
     return figure
 
 
 def _kl(axes: Any, sets: Sequence[dict[str, Any]]) -> None:
-    for i, one in enumerate(sets):
-        _whiskers(axes, i + 0.1, one["kl"]["mean"], one["kl"]["interval"], colour(i), filled=True)
-        if len(one["kl"]["per_draw"]) > 1:
-            drawn = finite(one["kl"]["per_draw"])
+    for i, row in enumerate(sets):
+        _whiskers(axes, i + 0.1, row["kl"]["mean"], row["kl"]["interval"], colour(i), filled=True)
+        if len(row["kl"]["per_draw"]) > 1:
+            drawn = finite(row["kl"]["per_draw"])
             axes.plot(drawn, [i + 0.35] * len(drawn), ".", color=colour(i), markersize=4, alpha=0.7)
-        axes.text(0.01, i - 0.2, short(one["label"], LETTERS), fontsize=8, transform=axes.get_yaxis_transform())
+        axes.text(0.01, i - 0.2, short(row["label"], LETTERS), fontsize=8, transform=axes.get_yaxis_transform())
     axes.set_xlabel("mean KL(source || output), nats per token; dots: draws")
     axes.margins(x=0.08)
     axes.tick_params(axis="y", length=0)
@@ -106,8 +106,8 @@ def _changes(axes: Any, pairs: Sequence[dict[str, Any]], fields: Sequence[str]) 
 
 
 def _errors(axes: Any, sets: Sequence[dict[str, Any]]) -> None:
-    for i, one in enumerate(sets):
-        mean, low, high = (finite([layer[key] for layer in one["hidden_error"]]) for key in ("mean", "low", "high"))
+    for i, row in enumerate(sets):
+        mean, low, high = (finite([layer[key] for layer in row["hidden_error"]]) for key in ("mean", "low", "high"))
         axes.plot(mean, color=colour(i), marker="o" if len(mean) <= TICKS else "", markersize=3, linewidth=1.2)
         axes.fill_between(range(len(mean)), low, high, color=colour(i), alpha=0.2, linewidth=0)
     axes.set_xticks(ticks(len(sets[0]["hidden_error"])))
@@ -118,34 +118,34 @@ def _errors(axes: Any, sets: Sequence[dict[str, Any]]) -> None:
 
 
 @own_style()
-def sources_figure(found: dict[str, Any]) -> Any:
+def sources_figure(effects: dict[str, Any]) -> Any:
     """Plot the effect of each source on a set: the change of KL without it, with intervals.
 
     Args:
-        found: see `SourceEffects` in quantizers/sets/schema.py.
+        effects: see `SourceEffects` in quantizers/sets/schema.py.
     """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    kept = {row["source"] for row in telling(found["sources"])[:SOURCES]}
-    rows = [row for row in found["sources"] if row["source"] in kept]
+    kept = {row["source"] for row in telling(effects["sources"])[:SOURCES]}
+    rows = [row for row in effects["sources"] if row["source"] in kept]
     figure = Figure(figsize=(12, 1.8 + 0.22 * len(rows)), layout="constrained", dpi=120)
     axes = figure.add_subplot()
     bare(axes)
     for y, row in enumerate(rows):
         _whiskers(axes, y, *_percent(row), EFFECTS[row["verdict"]], filled=EFFECTS[row["verdict"]] != UNTOLD)
     _around_zero(axes, "change of mean KL without the source, %; to the right: the source helps", rows)
-    left_out = len(found["sources"]) - len(rows)
+    left_out = len(effects["sources"]) - len(rows)
     more = f"; {left_out} with smaller changes are left out" if left_out else ""
     names = [short(row["source"], LETTERS) for row in rows]
-    _rows(axes, names, f"sources of {short(found['set']['label'], LETTERS)}, verdicts by Holm{more}")
+    _rows(axes, names, f"sources of {short(effects['set']['label'], LETTERS)}, verdicts by Holm{more}")
     marks = [
         Line2D([], [], linestyle="", label=verdict, **_mark(hue, hue != UNTOLD, verdict != "too few texts"))
         for verdict, hue in EFFECTS.items()
         if any(row["verdict"] == verdict for row in rows)
     ]
     figure.legend(handles=marks, fontsize=8, frameon=False, loc="outside lower center", ncols=len(marks))
-    figure.suptitle(f"{short(Path(found['model']).name)}: {measured(found)}", fontsize=11)
+    figure.suptitle(f"{short(Path(effects['model']).name)}: {measured(effects)}", fontsize=11)
     return figure
 
 

@@ -39,15 +39,15 @@ def saliency(routed: Routed, blocks: Sequence[str]) -> Saliency:
     sums, counts = routed.weighted_norms, routed.counts
     scores, by_category = _means(sums.sum(1), counts.sum(1)), _means(sums, counts)  # (L, E), (L, C, E)
     ranks = scores.argsort(-1, kind="stable").argsort(-1)
-    of_mean, of_mean_there = _of_mean(scores), _of_mean(by_category)
+    of_mean, of_mean_there = _relative_to_mean(scores), _relative_to_mean(by_category)
     below = {name: ranks < int(share * scores.shape[1]) for name, share in PARTS.items()}  # as REAP prunes
 
-    def lost(category: int, part: np.ndarray) -> float:
-        """The share of a category's weighted norms that comes from the experts of a part."""
+    def lost(category: int, chosen: np.ndarray) -> float:
+        """The share of a category's weighted norms that comes from the chosen experts, (L, E) bool."""
         whole = sums[:, category].sum()
-        return float(sums[:, category][part].sum() / whole) if whole else 0.0
+        return float(sums[:, category][chosen].sum() / whole) if whole else 0.0
 
-    def of_category(category: int) -> CategorySaliency:
+    def category_saliency(category: int) -> CategorySaliency:
         return CategorySaliency(
             without_tokens=int((counts[:, category] == 0).sum()),
             in_least=LeastShares(quarter=lost(category, below["quarter"]), half=lost(category, below["half"])),
@@ -71,7 +71,7 @@ def saliency(routed: Routed, blocks: Sequence[str]) -> Saliency:
             LayerSaliency(layer=number, block=block, scores=row.tolist())
             for number, block, row in zip(routed.layers, blocks, scores, strict=True)
         ],
-        by_category={name: of_category(number) for number, name in enumerate(routed.categories)},
+        by_category={name: category_saliency(number) for number, name in enumerate(routed.categories)},
     )
 
 
@@ -80,28 +80,28 @@ def _means(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return means
 
 
-def _of_mean(scores: np.ndarray) -> np.ndarray:
+def _relative_to_mean(scores: np.ndarray) -> np.ndarray:
     """Scores (…, E) divided by the mean of their experts; 0 where all are 0."""
     mean = scores.mean(-1, keepdims=True)
     return np.where(mean > 0, scores / np.where(mean > 0, mean, 1), 0)
 
 
-def saliency_table(found: Saliency) -> str:
+def saliency_table(figures: Saliency) -> str:
     """Text that `quantize coverage --saliency` adds to the tables of coverage."""
     experts = [
         (
             row.layer, row.expert, f"{row.score:.4g}", f"{row.of_mean:.1%}", f"{row.tokens:,}",
             ", ".join(f"{name} {there:.0%}" for name, there in row.most_in.items()),
         )
-        for row in found.least
+        for row in figures.least
     ]  # fmt: skip
-    rows = sorted(found.by_category.items(), key=lambda item: -item[1].in_least.quarter)
+    rows = sorted(figures.by_category.items(), key=lambda named_row: -named_row[1].in_least.quarter)
     categories = [
         (name, f"{row.without_tokens:,}", f"{row.in_least.quarter:.1%}", f"{row.in_least.half:.1%}")
         for name, row in rows[:WORST]
     ]
     more = f"; {len(rows) - WORST} more with --json" if len(rows) > WORST else ""
-    silent = found.without_tokens
+    silent = figures.without_tokens
     return "\n\n".join(
         [
             "Saliency (REAP): routing weight times norm of the output, mean over an expert's tokens. The experts with "

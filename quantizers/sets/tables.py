@@ -11,7 +11,9 @@ from quantizers.system.formatting import number, several, text_table
 
 from .estimate import ERROR
 
-ROWS, LAYERS, LANGUAGES = 15, 5, 5  # of a table of fields, of layers, and categories that are named, at most
+ROWS = 15  # of a table of fields, at most
+LAYERS = 5  # of a table of layers, at most
+LANGUAGES = 5  # categories that are named, at most
 UNTOLD = ("no difference", "too few texts")
 SETS_WORDS = (
     "KL: mean KL(source || output), nats per token; perplexity: its increase; router: the source's choices of experts "
@@ -19,56 +21,56 @@ SETS_WORDS = (
 )
 
 
-def sets_table(found: dict[str, Any]) -> str:
+def sets_table(comparison: dict[str, Any]) -> str:
     """Verdicts, sets, and what each other set changes against the first: fields, hidden states, experts.
 
     Args:
-        found: see `SetComparison` in quantizers/sets/schema.py.
+        comparison: see `SetComparison` in quantizers/sets/schema.py.
     """
-    pairs = against_first(found)
-    parts = ["\n".join(pair["words"] for pair in found["pairs"]), *_sets(found["sets"], found)]
+    pairs = against_first(comparison)
+    parts = ["\n".join(pair["words"] for pair in comparison["pairs"]), *_sets(comparison["sets"], comparison)]
     for pair in pairs:
-        parts += [*_fields(pair, found), _routing(pair)]
-    more = len(found["pairs"]) - len(pairs)
+        parts += [*_fields(pair, comparison), _routing(pair)]
+    more = len(comparison["pairs"]) - len(pairs)
     if more:
         parts.append(f"pairs without the first set, field by field and expert by expert with --json: {more}")
     return "\n\n".join(
         [
             *parts,
-            *_layers(found["sets"]),
-            *past_the_model(HeldOutSet.model_validate(found["evaluated_on"])),
-            *found["notes"],
+            *_layers(comparison["sets"]),
+            *past_the_model(HeldOutSet.model_validate(comparison["evaluated_on"])),
+            *comparison["notes"],
         ]
     )
 
 
-def sources_table(found: dict[str, Any]) -> str:
+def sources_table(effects: dict[str, Any]) -> str:
     """Verdicts, the whole set, and the effect of each source.
 
     Args:
-        found: see `SourceEffects` in quantizers/sets/schema.py.
+        effects: see `SourceEffects` in quantizers/sets/schema.py.
     """
-    sources, label = found["sources"], found["set"]["label"]
-    said = [f"{row['source']} {row['words']}" for row in sources if row["verdict"] not in UNTOLD]
+    sources, label = effects["sources"], effects["set"]["label"]
+    verdicts = [f"{row['source']} {row['words']}" for row in sources if row["verdict"] not in UNTOLD]
     rows = [
         (row["source"], span(row["texts"]), span(row["tokens"]), *_change(row), row["verdict"]) for row in sources
     ]  # fmt: skip
-    columns = ("source", "samples", "tokens", "KL without it", *_change_columns(found), "verdict")
+    columns = ("source", "samples", "tokens", "KL without it", *_change_columns(effects), "verdict")
     return "\n\n".join(
         [
-            "\n".join(said) or f"The effect of no source of {label} can be told from chance.",
+            "\n".join(verdicts) or f"The effect of no source of {label} can be told from chance.",
             text_table(columns, rows),
             "KL without it: mean KL of outputs without the source, against those with it; more means that it helps",
-            *_sets([found["set"]], found),
-            *past_the_model(HeldOutSet.model_validate(found["evaluated_on"])),
-            *found["notes"],
+            *_sets([effects["set"]], effects),
+            *past_the_model(HeldOutSet.model_validate(effects["evaluated_on"])),
+            *effects["notes"],
         ]
     )
 
 
-def against_first(found: dict[str, Any]) -> list[dict[str, Any]]:
+def against_first(comparison: dict[str, Any]) -> list[dict[str, Any]]:
     """The pairs of the first set with each other one."""
-    return [pair for pair in found["pairs"] if pair["first"] == found["sets"][0]["label"]]
+    return [pair for pair in comparison["pairs"] if pair["first"] == comparison["sets"][0]["label"]]
 
 
 def telling(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -82,42 +84,42 @@ def span(numbers: Sequence[int]) -> str:
     return f"{low:,}" if low == high else f"{low:,}–{high:,}"
 
 
-def measured(found: dict[str, Any]) -> str:
+def measured(figures: dict[str, Any]) -> str:
     """Summary of the measurement: draws, layers and held-out texts."""
-    layers = f"{found['solved_layers']} of {found['layers']} layers quantized"
-    tokens = "all tokens" if found["tokens"] is None else f"{found['tokens']:,} tokens each"
-    return f"{several(found['draws'], 'draw')}, {tokens}; {layers}; measured on {found['evaluated_on']['name']}"
+    layers = f"{figures['solved_layers']} of {figures['layers']} layers quantized"
+    tokens = "all tokens" if figures["tokens"] is None else f"{figures['tokens']:,} tokens each"
+    return f"{several(figures['draws'], 'draw')}, {tokens}; {layers}; measured on {figures['evaluated_on']['name']}"
 
 
-def level(found: dict[str, Any]) -> str:
+def level(figures: dict[str, Any]) -> str:
     """Confidence level of the intervals, such as `95 %`."""
-    return f"{100 * (1 - found.get('error', ERROR)):.3g} %"
+    return f"{100 * (1 - figures.get('error', ERROR)):.3g} %"
 
 
-def _sets(sets: Sequence[dict[str, Any]], found: dict[str, Any]) -> list[str]:
+def _sets(sets: Sequence[dict[str, Any]], figures: dict[str, Any]) -> list[str]:
     rows = [
         (
-            one["label"], one["draws"], span(one["samples"]), span(one["tokens"]), *_estimate(one["kl"], ".5f"),
-            *_estimate(one["top1"], ".2%"),
-            *_estimate({**one["perplexity"], "mean": one["perplexity"]["increase"]}, "+.2%"),
-            *(_estimate(one["router"], ".2%") if one["router"] else ("unknown", "")),
+            row["label"], row["draws"], span(row["samples"]), span(row["tokens"]), *_estimate(row["kl"], ".5f"),
+            *_estimate(row["top1"], ".2%"),
+            *_estimate({**row["perplexity"], "mean": row["perplexity"]["increase"]}, "+.2%"),
+            *(_estimate(row["router"], ".2%") if row["router"] else ("unknown", "")),
         )
-        for one in sets
+        for row in sets
     ]  # fmt: skip
     columns = ("set", "draws", "samples", "tokens", "KL", "", "top-1", "", "perplexity", "", "router", "")
-    return [text_table(columns, rows), SETS_WORDS.format(level(found)), f"{found['model']}: {measured(found)}"]
+    return [text_table(columns, rows), SETS_WORDS.format(level(figures)), f"{figures['model']}: {measured(figures)}"]
 
 
-def _estimate(one: dict[str, Any], form: str) -> tuple[str, str]:
-    return number(one["mean"], form), _interval(one, form)
+def _estimate(row: dict[str, Any], form: str) -> tuple[str, str]:
+    return number(row["mean"], form), _interval(row, form)
 
 
-def _interval(one: dict[str, Any], form: str) -> str:
-    return f"[{', '.join(number(end, form) for end in one['interval'])}]" if one["interval"] else "too few texts"
+def _interval(row: dict[str, Any], form: str) -> str:
+    return f"[{', '.join(number(end, form) for end in row['interval'])}]" if row["interval"] else "too few texts"
 
 
-def _change_columns(found: dict[str, Any]) -> tuple[str, str]:
-    return f"{level(found)} interval (unadjusted)", "p (Holm)"
+def _change_columns(figures: dict[str, Any]) -> tuple[str, str]:
+    return f"{level(figures)} interval (unadjusted)", "p (Holm)"
 
 
 def _change(row: dict[str, Any]) -> tuple[str, str, str]:
@@ -126,12 +128,12 @@ def _change(row: dict[str, Any]) -> tuple[str, str, str]:
     return number(row["change"], "+.2%"), _interval(row, "+.2%"), p
 
 
-def _fields(pair: dict[str, Any], found: dict[str, Any]) -> list[str]:
+def _fields(pair: dict[str, Any], comparison: dict[str, Any]) -> list[str]:
     known = [row for row in pair["fields"] if row["verdict"] != "too few texts"]
     shown, few = telling(known)[:ROWS], len(pair["fields"]) - len(known)
     counts = [f"{len(known) - len(shown)} more with --json"] if len(known) > len(shown) else []
     counts += [f"{few} with too few texts"] if few else []
-    means = {one["label"]: one["kl"]["mean"] for one in found["sets"]}
+    means = {row["label"]: row["kl"]["mean"] for row in comparison["sets"]}
     whole = pair | {"name": "all texts", "texts": "", "first": means[pair["first"]], "other": means[pair["other"]]}
     rows = [
         (
@@ -141,7 +143,7 @@ def _fields(pair: dict[str, Any], found: dict[str, Any]) -> list[str]:
         for row in (whole, *shown)
     ]  # fmt: skip
     title = f"{pair['other']} against {pair['first']}, by field{' (' + ', '.join(counts) + ')' if counts else ''}"
-    columns = ("field", "texts", "KL first", "KL other", "change", *_change_columns(found), "verdict")
+    columns = ("field", "texts", "KL first", "KL other", "change", *_change_columns(comparison), "verdict")
     return [title, text_table(columns, rows)]
 
 
@@ -161,13 +163,13 @@ def _layers(sets: Sequence[dict[str, Any]]) -> list[str]:
     """The layers where the sets' hidden errors differ most, relative to the least."""
 
     def apart(layer: int) -> float:
-        means = [one["hidden_error"][layer]["mean"] or 0.0 for one in sets]
+        means = [row["hidden_error"][layer]["mean"] or 0.0 for row in sets]
         return max(means) / min(means) if min(means) else 0.0
 
     layers = sorted(sorted(range(len(sets[0]["hidden_error"])), key=apart)[-LAYERS:])
-    rows = [(n, *(_error(one["hidden_error"][n]) for one in sets)) for n in layers]
+    rows = [(n, *(_error(row["hidden_error"][n]) for row in sets)) for n in layers]
     title = "Error of the hidden states, in the layers where the sets differ most; (least–largest draw)"
-    return [title, text_table(("layer", *(one["label"] for one in sets)), rows)]
+    return [title, text_table(("layer", *(row["label"] for row in sets)), rows)]
 
 
 def _error(row: dict[str, Any]) -> str:

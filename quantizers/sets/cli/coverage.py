@@ -41,14 +41,14 @@ def coverage(
 
     compare, saliency = call.options["compare"], call.options["saliency"]
     output = call.options["output"] or (Path("saliency") if saliency else None)
-    found: Coverage = call(output=output)
+    counted: Coverage = call(output=output)
     if not call.dist.is_main:
         return
     if compare:
-        change = CoverageComparison.model_validate(found.figures)
+        change = CoverageComparison.model_validate(counted.figures)
         text, figure = compare_table(change), partial(comparison_figure, change, Path(change.model).name)
     else:
-        report = CoverageReport.model_validate(found.figures)
+        report = CoverageReport.model_validate(counted.figures)
         title = f"{Path(report.model).name} on {report.set}"
         text = coverage_table(report)
         figure = partial(coverage_figure, report.per_layer, report.min_routed_tokens, title)
@@ -61,4 +61,4 @@ def coverage(
             saved(partial(saliency_figure, *scored, title), output / "saliency.png")
     if output:
         text += f"\n\nscores and lists of experts: {output}"
-    common.emit(found.figures, call.as_json, text, passed=found.passed)
+    common.emit(counted.figures, call.as_json, text, passed=counted.passed)
