@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from quantizers.eval.coverage.figures import CoverageReport, Drawn
-from quantizers.eval.fidelity.figures import EvalReport, ServeCheckReport
+from quantizers.eval.fidelity.figures import EvalReport
 from quantizers.eval.report.schema import AuditFigures, Engines, MeasuredRunReport, RunReport, StitchReport
+from quantizers.serving.schema import ServeCheckReport
 from quantizers.sets.schema import SetComparison, SourceEffects
 from quantizers.system.keys import Part, key, maybe
 

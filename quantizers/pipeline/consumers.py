@@ -42,6 +42,10 @@ class Findings(Protocol):
     """Results of a check, `consumers` in report.json; `errors` are those findings that make it fail."""
 
     @property
+    def counted(self) -> str:
+        """Meaning of the number of errors, for the gate `consumers`."""
+
+    @property
     def findings(self) -> Sequence[Finding]:
         """All of them, errors first."""
 
@@ -62,6 +66,7 @@ class NotChecked:
 
     findings: Sequence[Finding] = ()
     errors: Sequence[Finding] = ()
+    counted: str = "nothing"
 
     def as_dict(self) -> dict[str, Any]:
         """For report.json."""

@@ -211,9 +211,8 @@ def verified_parts(written: Mapping[str, ShardDigest], audit: Audit, engines: Fi
     audited = schema.Audit(**audit.as_dict(), digests=dict(written))
     if engines is None:
         return Verified(audited, gates, None)
-    misread = "ways in which vLLM, SGLang or transformers would misread it"
     if not isinstance(engines, NotChecked):
-        gates.append(gate("consumers", len(engines.errors), 0, misread))
+        gates.append(gate("consumers", len(engines.errors), 0, engines.counted))
     return Verified(audited, gates, schema.Engines.model_validate(engines.as_dict()))
 
 

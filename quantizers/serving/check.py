@@ -186,6 +186,11 @@ class ServingCheck:
     kernels: dict[str, dict[str, str]] = field(default_factory=dict)
 
     @property
+    def counted(self) -> str:
+        """Meaning of the number of errors, for the gate `consumers`."""
+        return "ways in which vLLM, SGLang or transformers would misread it"
+
+    @property
     def errors(self) -> list[Finding]:
         """The findings that make `quantize verify` fail."""
         return [finding for finding in self.findings if finding.severity == "error"]

@@ -29,7 +29,6 @@ from quantizers.commands.evaluate import through_layers
 from quantizers.commands.verify import source_of
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import use_threads, versions
-from quantizers.eval.fidelity.figures import ServeCheckReport
 from quantizers.eval.fidelity.kv_cache import CachedModel
 from quantizers.eval.fidelity.metrics import Text
 from quantizers.eval.fidelity.scoring import held_out
@@ -48,6 +47,7 @@ from quantizers.system.output_files import REPORT, SERVE_CHECK
 from quantizers.system.progress import progress
 from quantizers.system.strict_yaml import Refused, parse_value
 
+from .schema import ServeCheckReport
 from .served import UNLIKE, compare_text, figures, verdict
 from .server import Returned, Server, kernel_lines, over_http, score
 from .server import offline as engine_of

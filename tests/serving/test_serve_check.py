@@ -31,10 +31,10 @@ from whole_models import finished_weights, source_weights
 
 import quantizers
 from quantizers.calibration.load_set import load_set
-from quantizers.eval.fidelity.figures import ServeCheckReport
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import prepare
+from quantizers.serving.schema import ServeCheckReport
 from quantizers.serving.served import bounded_kl, verdict
 from quantizers.serving.server import kernel_lines
 
