@@ -225,7 +225,7 @@ class Known(Facts):
     def _expressions(self) -> Self:
         own = self.targets
         targets = [*own.fp8, own.experts, *own.ignore, *own.unquantized] if own else []
-        for key, pattern in (*(("targets", one) for one in targets), *(("unread", one) for one in self.unread)):
+        for key, pattern in (*(("targets", regex) for regex in targets), *(("unread", regex) for regex in self.unread)):
             try:
                 re.compile(pattern.removeprefix("re:"))
             except re.error as failure:
@@ -367,7 +367,7 @@ class Architecture(Known):
 
     def server_options(self, server: ServerName, model: str) -> Options:
         """The options to start a server with that knows the family: the family's, and those of the model `model`."""
-        published = (one.options.get(server, {}) for one in self.published if model in one.models)
+        published = (size.options.get(server, {}) for size in self.published if model in size.models)
         return self.servers[server].options | next(published, {})
 
     @property

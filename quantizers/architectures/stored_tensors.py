@@ -44,13 +44,13 @@ class StoredTensors:
     @cached_property
     def _published(self) -> dict[str, tuple[str, int]]:
         """For each parameter within a layer: the name of its tensor, and the first layer that has it."""
-        found: dict[str, tuple[str, int]] = {}
+        published: dict[str, tuple[str, int]] = {}
         for number, names in enumerate(self.layers):
             for name, place in names.items():
-                found.setdefault(place.parameter, (name, number))
-        for parameter, (part, *_) in self.converted.items():
-            found.setdefault(parameter, (part, next(n for n, here in enumerate(self.layers) if part in here)))
-        return found
+                published.setdefault(place.parameter, (name, number))
+        for parameter, (first, *_) in self.converted.items():
+            published.setdefault(parameter, (first, next(n for n, here in enumerate(self.layers) if first in here)))
+        return published
 
     def published(self, path: str) -> str:
         """The stored name of a parameter, or of a module with a weight, within a layer; other words as they are."""
@@ -160,7 +160,7 @@ def _converted(
                 made = skeleton.convert({name: torch.empty(headers[name].shape, device="meta") for name in full})
             except FAILURES as failure:
                 reason = " ".join(str(failure).split())
-            wrong = [name for name, one in made.items() if one.shape != skeleton.parameters[name].shape]
+            wrong = [name for name, tensor in made.items() if tensor.shape != skeleton.parameters[name].shape]
             if wrong or not made:
                 shapes = ", ".join(f"{name} {list(headers[name].shape)}" for name in full)
                 raise ArchitectureError(
@@ -212,7 +212,7 @@ def needed_outside(skeleton: Skeleton) -> set[str]:
 
 def parameter_of(skeleton: Skeleton, module: torch.nn.Module) -> str:
     """The name of a module's weight in the whole model."""
-    return next(f"{path}.weight" for path, one in skeleton.model.named_modules() if one is module)
+    return next(f"{path}.weight" for path, other in skeleton.model.named_modules() if other is module)
 
 
 def require_complete(skeleton: Skeleton, stored: StoredTensors, idle: Collection[str]) -> None:
