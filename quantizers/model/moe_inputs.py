@@ -78,8 +78,8 @@ class MoeInputStore(NamedTuple):
     def complete(self, states: ActivationStore) -> None:
         """Get the rows that the other processes have captured: each those of `states` that it computes."""
         for src in range(states.dist.world_size):
-            for part in self.at(slice(*states.rows_of(src))):
-                states.dist.broadcast(part, src)
+            for rows in self.at(slice(*states.rows_of(src))):
+                states.dist.broadcast(rows, src)
 
     def at(self, rows: slice) -> tuple[torch.Tensor, ...]:
         """Views of these rows, of each of the four."""

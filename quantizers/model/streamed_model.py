@@ -56,7 +56,9 @@ class StreamedModel:
 
     def __init__(self, checkpoint: Checkpoint, facts: Architecture, device: torch.device, dtype: torch.dtype) -> None:
         self.checkpoint, self.facts = checkpoint, facts
-        self.device, self.dtype, self.hidden = device, dtype, facts.hidden_size * facts.streams
+        self.device = device
+        self.dtype = dtype
+        self.hidden = facts.hidden_size * facts.streams
         whole = model_class(facts.model_class, f"the facts of {facts.model_type}: model_class")
         self.skeleton = Skeleton(whole, config_of(whole, checkpoint.config), device, dtype)
         self._keeps_products: bool | None = None

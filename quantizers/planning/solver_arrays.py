@@ -25,7 +25,7 @@ class Arrays(NamedTuple):
     panels: int  # (R, PANEL)
 
     def bytes(self, rows: int, columns: int) -> int:
-        """Their bytes."""
+        """Bytes of the arrays for a matrix of `rows` and `columns`."""
         panel = min(PANEL, columns)
         return FLOAT * (self.squares * columns**2 + self.matrices * rows * columns + self.panels * rows * panel)
 
@@ -38,7 +38,9 @@ ROUNDING = Arrays(squares=3, matrices=4, panels=5)
 
 def expert_bytes(facts: Architecture, rows: int, itemsize: int) -> int:
     """Bytes of one expert while its batch is solved in chunks of `rows` tokens, without its routed Hessian."""
-    hidden, width, chosen = facts.hidden_size, facts.expert_width, facts.top_k
+    hidden = facts.hidden_size
+    width = facts.expert_width
+    chosen = facts.top_k
     square, narrow = FLOAT * hidden**2, FLOAT * width**2  # the Hessians of x and of h
     gate_up, down = FLOAT * 2 * width * hidden, FLOAT * width * hidden
     stored = itemsize * 3 * width * hidden  # the weights as they are served

@@ -80,10 +80,12 @@ def mse_scales(
             G=group, COUNT=MSE_COUNT, FIRST=MSE_FIRST, LESS=MSE_LESS, SIGNED=signed,
         )  # fmt: skip
         return chosen.mT.contiguous()
-    for some, part in column_parts(weight.mT, group):
-        by_group = in_groups(weight.mT[some, part].contiguous(), group)
-        column = grouped(importance[some, part], group).unsqueeze(-1)  # (e, n, g, 1)
-        chosen[some, part.start // group : part.stop // group] = mse_steps(by_group, column, grid, signed)
+    for some_experts, some_columns in column_parts(weight.mT, group):
+        by_group = in_groups(weight.mT[some_experts, some_columns].contiguous(), group)
+        column = grouped(importance[some_experts, some_columns], group).unsqueeze(-1)  # (e, n, g, 1)
+        chosen[some_experts, some_columns.start // group : some_columns.stop // group] = mse_steps(
+            by_group, column, grid, signed
+        )
     return chosen.mT.contiguous()
 
 
@@ -230,12 +232,12 @@ def refine(
         image = blocks[:, groups.start : groups.stop] @ in_groups(change, group)
         for at in groups:
             whole = slice(at * group, (at + 1) * group)
-            part = slice(whole.start - first, whole.stop - first)
-            if part.start:
-                near[:, part].baddbmm_(hessian[:, whole, first : whole.start], change[:, : part.start])
+            in_panel = slice(whole.start - first, whole.stop - first)
+            if in_panel.start:
+                near[:, in_panel].baddbmm_(hessian[:, whole, first : whole.start], change[:, : in_panel.start])
             refine_group(
-                blocks[:, at], scale[:, at], near[:, part], image[:, at - groups.start], codes[:, whole],
-                change[:, part], grid, signed, by_kernel,
+                blocks[:, at], scale[:, at], near[:, in_panel], image[:, at - groups.start], codes[:, whole],
+                change[:, in_panel], grid, signed, by_kernel,
             )  # fmt: skip
         difference[:, chosen].add_(change)
     return codes.mT.contiguous(), scale.mT.contiguous()

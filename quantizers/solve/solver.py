@@ -97,17 +97,19 @@ def solve(
         routing = routing_statistics(chunks, experts, settings.routed_weight, hidden, batch_size=batch_size)
     cache = HessianCache(chunks, routing, hidden, residents, batches)
     searched: dict[str, Tensor] = {}
-    folded, smooth, router_weight = norm, torch.ones(hidden, device=routing.share.device), None
+    folded = norm
+    smooth = torch.ones(hidden, device=routing.share.device)
+    router_weight = None
     if norm is not None and settings.awq:
         with phase("search"):
             scale, searched = norm_scale(weights, cache, settings, batches, dist)
             folded, smooth = fold_norm(norm, scale, offset)
         router_weight = router.float() * smooth if router is not None else None
     within = settings if inner else settings.model_copy(update={"awq": False})
-    one = partial(solve_batch, cache, weights, smooth, gate, within)
-    parts = [cache.within_memory(partial(one, batches[first:])) for first in range(len(batches))]
+    solve_first = partial(solve_batch, cache, weights, smooth, gate, within)
+    results = [cache.within_memory(partial(solve_first, batches[first:])) for first in range(len(batches))]
     # Emptied on the way, so that nothing is in memory twice.
-    rows = {name: torch.cat([part.pop(name) for part in parts]) for name in list(parts[0] if parts else ())}
+    rows = {name: torch.cat([result.pop(name) for result in results]) for name in list(results[0] if results else ())}
     order = routing.numbers.argsort()  # of each expert, its place among those that were solved
     rows = dist.all_gather(rows, order.device)
     solved = {name: rows.pop(name).index_select(0, order) for name in list(rows)}
@@ -194,13 +196,13 @@ def solve_batch(
         fold_hessian(inputs.hessian, s)
     with phase("rounding"):
         down_codes, down_scales, down_divisor = _round(down, inputs.hessian, settings, "down", numbers)
-    found = {"codes": (gate_codes, up_codes, down_codes), "scales": (gate_scales, up_scales, down_scales)}
+    by_kind = {"codes": (gate_codes, up_codes, down_codes), "scales": (gate_scales, up_scales, down_scales)}
     if divisor is not None and down_divisor is not None:
-        found["global"] = (divisor, divisor, down_divisor)
+        by_kind["global"] = (divisor, divisor, down_divisor)
     if inputs.largest is not None:
         of_x = global_scale((cache.of_all.largest / smooth).amax()).expand(len(s))
-        found["input"] = (of_x, of_x, global_scale((inputs.largest / s).amax(1)))
-    for kind, tensors in found.items():
+        by_kind["input"] = (of_x, of_x, global_scale((inputs.largest / s).amax(1)))
+    for kind, tensors in by_kind.items():
         numbers |= {f"{kind}.{matrix}": tensor for matrix, tensor in zip(MATRICES, tensors, strict=True)}
     return numbers | {"seen": inputs.seen, "dropped": inputs.dropped}
 
@@ -219,7 +221,9 @@ def _round(
     divided by `rows` (c, R, 1). The weight is worthless afterwards.
     """
     weight = weight.mT.contiguous().mT  # columns are contiguous from here on
-    group, grid, signed = settings.group_size, settings.scheme.grid, settings.signed
+    group = settings.group_size
+    grid = settings.scheme.grid
+    signed = settings.signed
     divisor = unit(weight, grid)
     if divisor is not None:
         weight.mul_(divisor[:, None, None])

@@ -22,7 +22,9 @@ _phases: list[Step] = []  # functions that show a phase, of the innermost progre
 def duration(seconds: float) -> str:
     """`2 h 05 min`, `3 min 20 s` or `12 s`."""
     whole = round(seconds)
-    hours, minutes, left = whole // 3600, whole % 3600 // 60, whole % 60
+    hours = whole // 3600
+    minutes = whole % 3600 // 60
+    left = whole % 60
     if hours:
         return f"{hours} h {minutes:02d} min"
     return f"{minutes} min {left:02d} s" if minutes else f"{left} s"
@@ -139,13 +141,13 @@ def _lines(title: str, total: int, done: int, unit: str, trusted: int) -> Iterat
 
 def forecast(layers: int) -> Callable[[dict[str, Any]], None]:
     """A function for each layer's journal entry; at the first with experts it says how long the rest will take."""
-    said = False
+    printed = False
 
     def line(entry: dict[str, Any]) -> None:
-        nonlocal said
+        nonlocal printed
         left = layers - entry["layer"] - 1
-        if entry["routed"] and not said and left:
-            said = True
+        if entry["routed"] and not printed and left:
+            printed = True
             about = duration(left * sum(entry["seconds"].values()))
             more = f"{left} more layer{'s' if left > 1 else ''}"
             print(f"forecast from layer {entry['layer']}: about {about} for {more}", file=sys.stderr, flush=True)
