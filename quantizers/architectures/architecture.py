@@ -357,13 +357,13 @@ class Architecture(Known):
         return self.sizes["groups"].value, self.sizes["chosen_groups"].value
 
     @property
-    def beside(self) -> int:
+    def extra_columns(self) -> int:
         """32-bit numbers that are kept of a token besides its state: what a layer hands on, and the token's id."""
         return (1 + self.handed.width if self.handed else 0) + self.tokens
 
     def row_bytes(self, itemsize: int) -> int:
         """Bytes of what is kept of a token between two layers: its state in `itemsize` each, and what is beside it."""
-        return self.hidden_size * self.streams * itemsize + self.beside * 4
+        return self.hidden_size * self.streams * itemsize + self.extra_columns * 4
 
     def server_options(self, server: ServerName, model: str) -> Options:
         """The options to start a server with that knows the family: the family's, and those of the model `model`."""

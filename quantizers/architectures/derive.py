@@ -111,7 +111,7 @@ def _described(
         **_outside(skeleton, stored),
         "unread": _patterns(stored),
         "layer_prefix": stored.prefix + "{layer}.",
-        "kinds": _kinds(skeleton, stored, kinds, roles, beside=handed is not None or bool(call.tokens)),
+        "kinds": _kinds(skeleton, stored, kinds, roles, keeps_more=handed is not None or bool(call.tokens)),
         "handed": handed and handed.model_dump(),
         "tokens": bool(call.tokens),
         "streams": call.states[0, 0].numel() // sizes["hidden"]["value"],
@@ -135,7 +135,7 @@ def _described(
     }
 
 
-def of_family(family: Family, config: dict[str, Any]) -> Architecture:
+def family_architecture(family: Family, config: dict[str, Any]) -> Architecture:
     """The facts about a model of a family, from its config.json alone.
 
     Raises:
@@ -434,20 +434,20 @@ def _norm(stored: StoredTensors, roles: Roles) -> dict[str, Any] | None:
 
 
 def _kinds(
-    skeleton: Skeleton, stored: StoredTensors, kinds: Sequence[Kind], roles: Roles, *, beside: bool
+    skeleton: Skeleton, stored: StoredTensors, kinds: Sequence[Kind], roles: Roles, *, keeps_more: bool
 ) -> list[dict[str, Any]]:
     """The facts about each kind of layer; layers of one structure whose tensors differ are of different kinds.
 
     Args:
-        beside: whether more than a token's state is kept of it between layers; then none runs in halves.
+        keeps_more: whether more than a token's state is kept of it between layers; then none runs in halves.
     """
     result: dict[str, dict[str, Any]] = {}
     for numbers, of_experts, batch, attention in kinds:
         for number in numbers:
-            own = _of_layer(skeleton, stored, number, roles)
+            own = _layer_tensors(skeleton, stored, number, roles)
             facts = own | {
                 "dense": of_experts is None,
-                "halves": of_experts is not None and of_experts.probes["halves"] < EXACT and not beside,
+                "halves": of_experts is not None and of_experts.probes["halves"] < EXACT and not keeps_more,
                 "alone": not batch < EXACT,
                 "own_gate": of_experts is not None and of_experts.own_gate,
                 "cached": _cached(own["linears"], stored.layers[number], attention),
@@ -463,7 +463,7 @@ def _cached(linears: Collection[str], places: Mapping[str, Place], attention: st
     return heads[0].rpartition(".")[0] if len(heads) == 1 else None
 
 
-def _of_layer(skeleton: Skeleton, stored: StoredTensors, number: int, roles: Roles) -> dict[str, Any]:
+def _layer_tensors(skeleton: Skeleton, stored: StoredTensors, number: int, roles: Roles) -> dict[str, Any]:
     """Return the tensors and linear modules of a layer besides its routed experts."""
     layer = skeleton.layers[number]
     modules, parameters = dict(layer.named_modules()), layer.state_dict()

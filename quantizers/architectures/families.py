@@ -62,7 +62,7 @@ def architecture_for(
         if isinstance(given, Family):
             return _laid_over(given, config)
         if model_type in known():
-            return _of_family(model_type, json.dumps(config))
+            return _family_architecture(model_type, json.dumps(config))
         if tensors is not None:
             from .derive import derived_architecture
 
@@ -79,14 +79,14 @@ def architecture_for(
 
 
 @cache  # a command asks four times or more, and making the model takes longer than all else that it does with it
-def _of_family(model_type: str, config: str) -> Architecture:
+def _family_architecture(model_type: str, config: str) -> Architecture:
     return _laid_over(family(model_type), json.loads(config))
 
 
 def _laid_over(family: Family, config: dict[str, Any]) -> Architecture:
-    from .derive import of_family  # takes seconds: transformers is imported with it
+    from .derive import family_architecture  # takes seconds: transformers is imported with it
 
-    return of_family(family, config)
+    return family_architecture(family, config)
 
 
 @cache

@@ -221,10 +221,10 @@ def _called_experts(layer: torch.nn.Module) -> dict[str, int]:
 # Probes -------------------------------------------------------------------------------------------------------------
 
 
-def _apart(actual: torch.Tensor, expected: torch.Tensor) -> float:
+def _relative_distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest difference, as a part of the largest value of the second; infinite if a value is not finite."""
-    apart = float((actual - expected).abs().max() / (expected.abs().max() + 1e-30))
-    return math.inf if math.isnan(apart) else apart
+    distance = float((actual - expected).abs().max() / (expected.abs().max() + 1e-30))
+    return math.inf if math.isnan(distance) else distance
 
 
 def _batch(skeleton: Skeleton, number: int, layer: torch.nn.Module, experts: str | None) -> float:
@@ -245,7 +245,7 @@ def _batch(skeleton: Skeleton, number: int, layer: torch.nn.Module, experts: str
             first(layer(**skeleton.calls(n)[number].of(states[i : i + 1, :n], None, tokens[i : i + 1, :n])))
             for i, n in enumerate(lengths)
         ]
-    return max(_apart(together[i, : output.shape[1]], output[0]) for i, output in enumerate(alone))
+    return max(_relative_distance(together[i, : output.shape[1]], output[0]) for i, output in enumerate(alone))
 
 
 def weighted(states: torch.Tensor, _: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -385,7 +385,7 @@ class _Layer:
         self.inputs[name], self.outputs[name] = (*args, *kwargs.values()), output
 
     def roles(self) -> Roles:
-        probes = self._of_the_experts() | {"fold": 1.0, "halves": 1.0}
+        probes = self._expert_probes() | {"fold": 1.0, "halves": 1.0}
         norm, router = self._norm(), self._router()
         follows = self._reads_the_same(router)
         offset = None
@@ -455,7 +455,11 @@ class _Layer:
         logits = torch.nn.functional.linear(read.reshape(-1, weight.shape[1]), weight)
         ratios = self.weight / self.weight[:, :1]
         scores = logits.sigmoid().gather(1, self.index.long())
-        return "sigmoid" if self.index.shape[1] > 1 and _apart(scores / scores[:, :1], ratios) < EXACT else "softmax"
+        return (
+            "sigmoid"
+            if self.index.shape[1] > 1 and _relative_distance(scores / scores[:, :1], ratios) < EXACT
+            else "softmax"
+        )
 
     def _readers(self, router: str) -> list[str]:
         """The matrices that read what the experts read, besides the router's."""
@@ -483,7 +487,7 @@ class _Layer:
         weight.add_(1)
         normed = module(states) - before
         weight.sub_(1)
-        return min((0, 1), key=lambda offset: _apart(normed * (weight + offset), before))
+        return min((0, 1), key=lambda offset: _relative_distance(normed * (weight + offset), before))
 
     def _fold(self, norm: str, offset: int, readers: Sequence[str]) -> float:
         """The norm divided by a scale, the experts' input and these readers multiplied by it."""
@@ -492,7 +496,7 @@ class _Layer:
         (name, weight), *_ = self.layer.get_submodule(norm).named_parameters(prefix=norm)
         changed[name] = (weight + offset) / scale - offset
         self.undone = scale
-        folded = _apart(self.run(changed), self.output)
+        folded = _relative_distance(self.run(changed), self.output)
         self.undone = 1.0
         return folded
 
@@ -509,11 +513,11 @@ class _Layer:
                 added = block(self.layer.get_submodule(norm)(residual.unsqueeze(0)))
             if not torch.is_tensor(added):
                 return 1.0
-            return _apart(residual + added[0], self.output.reshape(-1, self.hidden))
+            return _relative_distance(residual + added[0], self.output.reshape(-1, self.hidden))
         except (TypeError, ValueError, RuntimeError, AttributeError):
             return 1.0  # the layer asks more of its block than to add its output
 
-    def _of_the_experts(self) -> dict[str, float]:
+    def _expert_probes(self) -> dict[str, float]:
         """The probes of the experts' module by itself, with the matrices of one expert for all."""
         width, hidden = int(self.experts.down_proj.shape[2]), self.hidden
         gate_up = torch.randn(2 * width, hidden, generator=self.generator) * hidden**-0.5
@@ -532,11 +536,11 @@ class _Layer:
         def moved(rows: torch.Tensor) -> float:
             gate, up = gate_up.chunk(2)
             scaled = run(torch.cat([gate, up / scale]), down * scale.T, rows, weight)
-            return _apart(scaled, run(gate_up, down, rows, weight))
+            return _relative_distance(scaled, run(gate_up, down, rows, weight))
 
         def product(rows: torch.Tensor, gate: Gate) -> float:
             h = gate(gate_up @ rows.mT)
-            return _apart((down @ h).mT * weight, run(gate_up, down, rows, weight))
+            return _relative_distance((down @ h).mT * weight, run(gate_up, down, rows, weight))
 
         plain = gate_of(self.experts, own=False)
         own = gate_of(self.experts, own=True) if hasattr(self.experts, "_apply_gate") else None
@@ -545,7 +549,7 @@ class _Layer:
         backwards = run(gate_up, down, x.flip(0), weight.flip(0)).flip(0)
         unweighted = run(gate_up, down, x, torch.ones_like(weight))
         return {
-            "tokens": max(_apart(backwards, output), _apart(unweighted * weight, output)),
+            "tokens": max(_relative_distance(backwards, output), _relative_distance(unweighted * weight, output)),
             "product": product(x, plain),
             "up_down": moved(x),
             "large": max(product(LARGE * x, plain), moved(LARGE * x)),

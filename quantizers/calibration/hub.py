@@ -279,7 +279,7 @@ def _converted(listing: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 def _configuration(configs: Sequence[Any], subset: str | None) -> _Configuration:
     try:
-        configurations = [_Configuration.model_validate(item) for item in configs]
+        configurations = [_Configuration.model_validate(config) for config in configs]
     except ValidationError as failure:
         problem = failure.errors()[0]
         place = ".".join(map(str, problem["loc"]))
@@ -304,8 +304,8 @@ def _configuration(configs: Sequence[Any], subset: str | None) -> _Configuration
 def _by_card(files: str | Sequence[str | _Files]) -> dict[str, list[str]]:
     """The patterns of each split that a card names."""
     splits = dict[str, list[str]]()
-    for item in [files] if isinstance(files, str) else files:
-        split, path = ("train", item) if isinstance(item, str) else (item.split, item.path)
+    for entry in [files] if isinstance(files, str) else files:
+        split, path = ("train", entry) if isinstance(entry, str) else (entry.split, entry.path)
         splits.setdefault(split, []).extend([normpath(path)] if isinstance(path, str) else map(normpath, path))
     return splits
 

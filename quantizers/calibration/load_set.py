@@ -241,7 +241,7 @@ class _Loading:
         notes += renderer.notes
         if unreached := sum(source.origin.unreached for source in sources):
             notes.append(f"from rows that were kept; {unreached} sources could not be reached")
-        notes += self._of_files()
+        notes += self._file_notes()
         notes += [drawn.shortage for drawn in sampled if drawn.shortage]
         more, replaced = self._substitutes(samples, renderer)
         samples, notes = samples + more, notes + replaced
@@ -270,7 +270,7 @@ class _Loading:
         source.tried = sampled.rows
         return sampled
 
-    def _of_files(self) -> Iterator[str]:
+    def _file_notes(self) -> Iterator[str]:
         """Notes about files that are not read, and about rows of the Hub that are not kept."""
         read = [source for source in self.sources if not source.left_out]
         for source in read:
@@ -369,12 +369,12 @@ def _sample_source(
     shortage = ""
     if len(samples) < (usable if wanted == "all" else wanted):
         asked = f"all {usable}" if wanted == "all" else f"the {source.samples}"
-        reasons = ", ".join(f"{item.reason} ({item.count}, first at {item.first})" for item in dropped)
+        reasons = ", ".join(f"{rejected.reason} ({rejected.count}, first at {rejected.first})" for rejected in dropped)
         reason = f"{len(samples)} of {asked} samples; {reasons or f'it has only {len(tried)} rows'}"
         reason += f"; given up after {len(tried):,} rows" if read == most_rows else ""
         if wanted == "all" or not samples:
             remedy = "correct the rows" if samples else "correct the rows, columns or shape"
-            unlisted_too = any(item.left_out for item in dropped)
+            unlisted_too = any(rejected.left_out for rejected in dropped)
             raise SourceError(source.dataset, reason, f"list these languages, {remedy}" if unlisted_too else remedy)
         shortage = f"{source.dataset}: {reason}"
     return _Sampled(tuple(samples), dropped, {} if source.is_local else tried, shortage)

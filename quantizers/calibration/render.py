@@ -201,11 +201,11 @@ _PROBES: tuple[tuple[Sequence[Turn], Sequence[dict[str, Any]]], ...] = (
 )
 
 
-def handed(turns: Sequence[Turn], habits: Habits) -> list[Turn]:
+def prepared_turns(turns: Sequence[Turn], habits: Habits) -> list[Turn]:
     """The turns of a conversation in the form that a template takes."""
     ready = list(_with_ids(turns, habits.ids))
     if habits.tells:
-        ready = [_told(turn) for turn in ready]
+        ready = [_with_calls_in_words(turn) for turn in ready]
     if habits.folds:
         ready = _folded(ready)
     return [_formed(turn, habits) for turn in ready]
@@ -233,7 +233,7 @@ def _with_ids(turns: Iterable[Turn], kind: str) -> Iterator[Turn]:
         yield turn | added
 
 
-def _told(turn: Turn) -> Turn:
+def _with_calls_in_words(turn: Turn) -> Turn:
     """A turn with its calls, or its result, told in its words."""
     if turn["role"] == "tool":
         return turn_of("user", f"<tool_response>\n{turn['content']}\n</tool_response>")
@@ -429,7 +429,7 @@ class Renderer:
             names = ["tool_use", "default", *templates] if calls else ["default", *templates]
             templates = next(templates[name] for name in names if name in templates)
         text: str = self.tokenizer.apply_chat_template(
-            handed(turns, habits),
+            prepared_turns(turns, habits),
             tools=list(tools) or None,
             chat_template=templates,
             tokenize=False,

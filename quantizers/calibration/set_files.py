@@ -84,9 +84,9 @@ def copy_set(name: str, folder: Path) -> list[Path]:
     if Path(name).name != name or not path.is_file():
         raise CalibrationError(name, "no such set", "`quantize calibration list` lists them")
     wanted = list[Path]()
-    for each in filter(Path.is_file, (path, path.parent / HELD_OUT)):
-        data = (source.dataset for source in read_set(each).sources if source.is_local)
-        wanted += [each, *filter(Path.is_file, [lock_path(each)])]
+    for set_file in filter(Path.is_file, (path, path.parent / HELD_OUT)):
+        data = (source.dataset for source in read_set(set_file).sources if source.is_local)
+        wanted += [set_file, *filter(Path.is_file, [lock_path(set_file)])]
         wanted += [Path(os.path.normpath(path.parent / name)) for name in data]
     contents = {folder / file.relative_to(path.parent): file.read_bytes() for file in wanted}
     write_new(contents)

@@ -223,11 +223,11 @@ class Window(HubFiles):
     ) -> Iterator[TensorInfo]:
         """As `reader.read_into`, once the shards are there; what is not fetched comes from the Hub."""
         fetched = self.planned.sizes.keys()
-        for file, some in groupby(wanted, lambda pair: pair[0].file.name if pair[0].file.name in fetched else None):
+        for file, pairs in groupby(wanted, lambda pair: pair[0].file.name if pair[0].file.name in fetched else None):
             if file is None:
-                yield from super().read_into(some, stop)
+                yield from super().read_into(pairs, stop)
             elif self._wait_for(file, stop):
-                yield from read_into((replace(info, file=self.folder / file), view) for info, view in some)
+                yield from read_into((replace(info, file=self.folder / file), view) for info, view in pairs)
 
     def _wait_for(self, file: str, stop: Event | None) -> bool:
         """Whether a shard is there at last; False if `stop` was set before. Raises what ended the fetching."""

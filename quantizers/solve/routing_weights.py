@@ -124,7 +124,7 @@ def routing_statistics(
     total = [sum(column) for column in zip(*known, strict=True)]
     order = list(range(experts)) if batch_size is None else by_load(total[experts : 2 * experts], batch_size)
     index = torch.tensor(order).to(counts.device)
-    starts, listed, counts, mass = (each.index_select(-1, index) for each in (starts, listed, counts, mass))
+    starts, listed, counts, mass = (tensor.index_select(-1, index) for tensor in (starts, listed, counts, mass))
     share = shares(counts, mass, routed_weight, full_share_at)
     known = [[row[expert] for expert in order] for row in known]
     tables = [Table(*of_chunk) for of_chunk in zip(rows, weights, starts, listed, known, strict=True)]

@@ -254,7 +254,7 @@ def _config_differences(actual: Mapping[str, Any], expected: Mapping[str, Any], 
     """
     for place, before, now in differences(expected, actual, missing=MISSING):
         if ours or place.partition(".")[0] != "quantization_config":
-            is_now, should_be = ("missing" if it is MISSING else short_value(it, 80) for it in (now, before))
+            is_now, should_be = ("missing" if value is MISSING else short_value(value, 80) for value in (now, before))
             yield f"{CONFIG}: {place} is {is_now}, should be {should_be}"
 
 
