@@ -225,7 +225,7 @@ class Known(Facts):
     def _expressions(self) -> Self:
         own = self.targets
         targets = [*own.fp8, own.experts, *own.ignore, *own.unquantized] if own else []
-        for key, pattern in (*(("targets", one) for one in targets), *(("unread", one) for one in self.unread)):
+        for key, pattern in (*(("targets", regex) for regex in targets), *(("unread", regex) for regex in self.unread)):
             try:
                 re.compile(pattern.removeprefix("re:"))
             except re.error as failure:
@@ -357,17 +357,17 @@ class Architecture(Known):
         return self.sizes["groups"].value, self.sizes["chosen_groups"].value
 
     @property
-    def beside(self) -> int:
+    def extra_columns(self) -> int:
         """32-bit numbers that are kept of a token besides its state: what a layer hands on, and the token's id."""
         return (1 + self.handed.width if self.handed else 0) + self.tokens
 
     def row_bytes(self, itemsize: int) -> int:
         """Bytes of what is kept of a token between two layers: its state in `itemsize` each, and what is beside it."""
-        return self.hidden_size * self.streams * itemsize + self.beside * 4
+        return self.hidden_size * self.streams * itemsize + self.extra_columns * 4
 
     def server_options(self, server: ServerName, model: str) -> Options:
         """The options to start a server with that knows the family: the family's, and those of the model `model`."""
-        published = (one.options.get(server, {}) for one in self.published if model in one.models)
+        published = (size.options.get(server, {}) for size in self.published if model in size.models)
         return self.servers[server].options | next(published, {})
 
     @property

@@ -34,8 +34,8 @@ def _function(module: torch.nn.Module, implementation: str) -> Callable[..., Any
         return own
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[implementation]
-    return found
+    registered: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[implementation]
+    return registered
 
 
 @cache
@@ -52,16 +52,18 @@ def keys_and_values(layer: torch.nn.Module, through: Through) -> Iterator[None]:
     The implementation is another only while the layer runs: by its name, masks are made before.
     """
     _register()
-    found: dict[int, Any] = {id(one.config): one.config for one in layer.modules() if hasattr(one, "config")}
-    own: dict[int, str] = {number: config._attn_implementation for number, config in found.items()}
+    configs: dict[int, Any] = {
+        id(module.config): module.config for module in layer.modules() if hasattr(module, "config")
+    }
+    own: dict[int, str] = {number: config._attn_implementation for number, config in configs.items()}
 
     def begin(*_: Any) -> None:
         _current.set((through, next(iter(own.values()), EAGER)))
-        for config in found.values():
+        for config in configs.values():
             config._attn_implementation = NAME
 
     def end(*_: Any) -> None:
-        for number, config in found.items():
+        for number, config in configs.items():
             config._attn_implementation = own[number]
 
     hooks = layer.register_forward_pre_hook(begin), layer.register_forward_hook(end, always_call=True)

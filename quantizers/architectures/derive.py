@@ -111,7 +111,7 @@ def _described(
         **_outside(skeleton, stored),
         "unread": _patterns(stored),
         "layer_prefix": stored.prefix + "{layer}.",
-        "kinds": _kinds(skeleton, stored, kinds, roles, beside=handed is not None or bool(call.tokens)),
+        "kinds": _kinds(skeleton, stored, kinds, roles, keeps_more=handed is not None or bool(call.tokens)),
         "handed": handed and handed.model_dump(),
         "tokens": bool(call.tokens),
         "streams": call.states[0, 0].numel() // sizes["hidden"]["value"],
@@ -135,7 +135,7 @@ def _described(
     }
 
 
-def of_family(family: Family, config: dict[str, Any]) -> Architecture:
+def family_architecture(family: Family, config: dict[str, Any]) -> Architecture:
     """The facts about a model of a family, from its config.json alone.
 
     Raises:
@@ -282,14 +282,14 @@ def skeleton_of(config: dict[str, Any]) -> Skeleton:
         raise ArchitectureError("", "architectures does not name the model's class", "give a published config.json")
     import transformers
 
-    found = model_class(names[0], "architectures")
+    cls = model_class(names[0], "architectures")
     try:
-        skeleton = Skeleton(found, config_of(found, config))
+        skeleton = Skeleton(cls, config_of(cls, config))
     except FAILURES as failure:
         reason = " ".join(str(failure).split())
         version = f"transformers {transformers.__version__}"
         problem = f"{version} cannot make {names[0]} of it ({type(failure).__name__}: {reason})"
-        if can_be_made(found):
+        if can_be_made(cls):
             raise ArchitectureError("", problem, "correct this file") from None
         raise ArchitectureError(
             "",
@@ -308,14 +308,14 @@ def skeleton_of(config: dict[str, Any]) -> Skeleton:
         )
     text = skeleton.config.get_text_config()
     given = [c.arguments.get("position_embeddings") for c in skeleton.calls(TOKENS)]
-    rotary, said = getattr(text, "rotary_dim", None), rotated_channels(text)
-    for rotated in {one[0].shape[-1] for one in given if isinstance(one, tuple)}:
-        if (rotary and rotated != rotary) or (said and rotated > said + said % 2):  # in pairs
+    rotary, by_config = getattr(text, "rotary_dim", None), rotated_channels(text)
+    for rotated in {embeddings[0].shape[-1] for embeddings in given if isinstance(embeddings, tuple)}:
+        if (rotary and rotated != rotary) or (by_config and rotated > by_config + by_config % 2):  # in pairs
             raise ArchitectureError(
                 "",
-                f"{f'rotary_dim is {rotary}' if rotary else f'{FACTOR} means {said}'}, but {names[0]} of transformers "
-                f"{transformers.__version__} rotates {rotated} channels of each head; such a model would be computed "
-                "wrongly and is refused",
+                f"{f'rotary_dim is {rotary}' if rotary else f'{FACTOR} means {by_config}'}, but {names[0]} of "
+                f"transformers {transformers.__version__} rotates {rotated} channels of each head; such a model would "
+                "be computed wrongly and is refused",
                 "give another model",
             )
     return skeleton
@@ -333,21 +333,21 @@ class Kind(NamedTuple):
 # The parts of the facts -----------------------------------------------------------------------------------------------
 
 
-def _common(found: Sequence[Roles]) -> Roles:
+def _common(layers: Sequence[Roles]) -> Roles:
     """The roles of all layers with experts, with the largest number of each probe; refuses those that differ."""
-    if not found:
+    if not layers:
         raise ArchitectureError("", "no layer has routed experts", "give a mixture-of-experts model")
-    for one in found[1:]:
+    for layer in layers[1:]:
         for name in ("experts", "router_weight", "router_follows", "norm", "norm_offset", "chosen", "scoring", "idle"):
-            if getattr(one, name) != getattr(found[0], name):
+            if getattr(layer, name) != getattr(layers[0], name):
                 raise ArchitectureError(
                     "",
-                    f"in some layers {name} is {getattr(found[0], name)}, in others {getattr(one, name)}",
+                    f"in some layers {name} is {getattr(layers[0], name)}, in others {getattr(layer, name)}",
                     NOT_QUANTIZED,
                 )
-    readers = tuple(dict.fromkeys(reader for one in found for reader in one.readers))
-    probes = {name: max(one.probes[name] for one in found) for name in found[0].probes}
-    return replace(found[0], readers=readers, probes=probes)
+    readers = tuple(dict.fromkeys(reader for layer in layers for reader in layer.readers))
+    probes = {name: max(layer.probes[name] for layer in layers) for name in layers[0].probes}
+    return replace(layers[0], readers=readers, probes=probes)
 
 
 def _sizes(skeleton: Skeleton, chosen: int, down: Sequence[int], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -370,7 +370,7 @@ def _sizes(skeleton: Skeleton, chosen: int, down: Sequence[int], given: Mapping[
 
     def key(name: str) -> str:
         """Return the key of this size in config.json, or the class's own name for it."""
-        return next((one for one in KEYS[name] if given.get(one) == sizes[name]), KEYS[name][0])
+        return next((spelling for spelling in KEYS[name] if given.get(spelling) == sizes[name]), KEYS[name][0])
 
     return {name: {"key": key(name), "value": size} for name, size in sizes.items()}
 
@@ -392,7 +392,7 @@ def _tensor(shape: Sequence[int], header: Header, place: Place, stored: StoredTe
 
     A tensor that is converted has its stored shape.
     """
-    all_float32 = all(one.dtype in ("F32", *INTEGERS) for one in stored.headers.values())
+    all_float32 = all(stored_header.dtype in ("F32", *INTEGERS) for stored_header in stored.headers.values())
     kept = ("F16", *INTEGERS) if all_float32 else ("F32", "F16", *INTEGERS)
     dtype = header.dtype if header.dtype in kept else "BF16"
     return {"shape": list(shape if place.part is None else header.shape), "dtype": dtype}
@@ -423,7 +423,7 @@ def _norm(stored: StoredTensors, roles: Roles) -> dict[str, Any] | None:
     if roles.norm_offset is None:
         return None
     rearranged = [
-        stored.published(one) for one in (f"{roles.norm}.weight", roles.router_weight) if one in stored.converted
+        stored.published(name) for name in (f"{roles.norm}.weight", roles.router_weight) if name in stored.converted
     ]
     follow = [ROUTER, EXPERTS] if roles.router_follows and not rearranged else [EXPERTS, *rearranged]
     return {
@@ -434,22 +434,22 @@ def _norm(stored: StoredTensors, roles: Roles) -> dict[str, Any] | None:
 
 
 def _kinds(
-    skeleton: Skeleton, stored: StoredTensors, kinds: Sequence[Kind], roles: Roles, *, beside: bool
+    skeleton: Skeleton, stored: StoredTensors, kinds: Sequence[Kind], roles: Roles, *, keeps_more: bool
 ) -> list[dict[str, Any]]:
     """The facts about each kind of layer; layers of one structure whose tensors differ are of different kinds.
 
     Args:
-        beside: whether more than a token's state is kept of it between layers; then none runs in halves.
+        keeps_more: whether more than a token's state is kept of it between layers; then none runs in halves.
     """
     result: dict[str, dict[str, Any]] = {}
-    for numbers, one, batch, attention in kinds:
+    for numbers, of_experts, batch, attention in kinds:
         for number in numbers:
-            own = _of_layer(skeleton, stored, number, roles)
+            own = _layer_tensors(skeleton, stored, number, roles)
             facts = own | {
-                "dense": one is None,
-                "halves": one is not None and one.probes["halves"] < EXACT and not beside,
+                "dense": of_experts is None,
+                "halves": of_experts is not None and of_experts.probes["halves"] < EXACT and not keeps_more,
                 "alone": not batch < EXACT,
-                "own_gate": one is not None and one.own_gate,
+                "own_gate": of_experts is not None and of_experts.own_gate,
                 "cached": _cached(own["linears"], stored.layers[number], attention),
             }
             result.setdefault(json.dumps(facts), facts | {"layers": []})["layers"].append(number)
@@ -463,7 +463,7 @@ def _cached(linears: Collection[str], places: Mapping[str, Place], attention: st
     return heads[0].rpartition(".")[0] if len(heads) == 1 else None
 
 
-def _of_layer(skeleton: Skeleton, stored: StoredTensors, number: int, roles: Roles) -> dict[str, Any]:
+def _layer_tensors(skeleton: Skeleton, stored: StoredTensors, number: int, roles: Roles) -> dict[str, Any]:
     """Return the tensors and linear modules of a layer besides its routed experts."""
     layer = skeleton.layers[number]
     modules, parameters = dict(layer.named_modules()), layer.state_dict()

@@ -62,7 +62,7 @@ def architecture_for(
         if isinstance(given, Family):
             return _laid_over(given, config)
         if model_type in known():
-            return _of_family(model_type, json.dumps(config))
+            return _family_architecture(model_type, json.dumps(config))
         if tensors is not None:
             from .derive import derived_architecture
 
@@ -79,14 +79,14 @@ def architecture_for(
 
 
 @cache  # a command asks four times or more, and making the model takes longer than all else that it does with it
-def _of_family(model_type: str, config: str) -> Architecture:
+def _family_architecture(model_type: str, config: str) -> Architecture:
     return _laid_over(family(model_type), json.loads(config))
 
 
 def _laid_over(family: Family, config: dict[str, Any]) -> Architecture:
-    from .derive import of_family  # takes seconds: transformers is imported with it
+    from .derive import family_architecture  # takes seconds: transformers is imported with it
 
-    return of_family(family, config)
+    return family_architecture(family, config)
 
 
 @cache
@@ -106,9 +106,9 @@ def _merged(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
 
 def all_published() -> Iterator[tuple[Family, Published]]:
     """Every size of every family of which models are on the Hub, with its whole config.json."""
-    for one in map(family, known()):
-        for size in one.published:
-            yield one, size.model_copy(update={"config": _merged(one.config, size.config)})
+    for published_family in map(family, known()):
+        for size in published_family.published:
+            yield published_family, size.model_copy(update={"config": _merged(published_family.config, size.config)})
 
 
 def published_config(model: str) -> dict[str, Any] | None:

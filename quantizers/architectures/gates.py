@@ -35,8 +35,8 @@ def gate_of(experts: Any, own: bool) -> Gate:
     def gate(products: torch.Tensor) -> torch.Tensor:
         *batch, double, tokens = products.shape
         h = products.new_empty(*batch, double // 2, tokens)
-        for part, some in zip(h.split(TOKENS, -1), products.split(TOKENS, -1), strict=True):
-            part.copy_(experts._apply_gate(some.mT).mT)
+        for h_chunk, products_chunk in zip(h.split(TOKENS, -1), products.split(TOKENS, -1), strict=True):
+            h_chunk.copy_(experts._apply_gate(products_chunk.mT).mT)
         return h
 
     return gate

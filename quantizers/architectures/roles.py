@@ -110,7 +110,7 @@ def probe(skeleton: Skeleton, number: int, handed: HandedFacts | None = None) ->
     """
     path, model = _experts_path(skeleton, number), skeleton.name
     sizes = _called_experts(skeleton.layers[number]) if path else {}
-    others = [one for one, size in sizes.items() if one != path and size and "shared" not in one.lower()]
+    others = [name for name, size in sizes.items() if name != path and size and "shared" not in name.lower()]
     layer = _with_random_weights(skeleton, number, [path, *others] if path else [])
     value = example_of(handed, TOKENS) if handed else None
 
@@ -129,7 +129,7 @@ def probe(skeleton: Skeleton, number: int, handed: HandedFacts | None = None) ->
         for other in others:
             stack.enter_context(replaced_forward(layer.get_submodule(other), refuse))
         try:
-            found = _Layer(skeleton.calls(TOKENS)[number], value, layer, path, model) if path else None
+            probed = _Layer(skeleton.calls(TOKENS)[number], value, layer, path, model) if path else None
             with keys_and_values(layer, see):
                 batch = math.inf if handed else _batch(skeleton, number, layer, path)
         except KeyError as failure:
@@ -141,7 +141,7 @@ def probe(skeleton: Skeleton, number: int, handed: HandedFacts | None = None) ->
         idle = [f"{other}.{name}" for other in others for name in layer.get_submodule(other).state_dict()]
         paths = {name for name, module in layer.named_modules() if module in called}
         attention = next(iter(paths)) if len(paths) == 1 else None
-        return replace(found.roles(), idle=tuple(idle)) if found else None, batch, attention
+        return replace(probed.roles(), idle=tuple(idle)) if probed else None, batch, attention
 
 
 def require_usable(roles: Roles, model_type: str) -> None:
@@ -204,7 +204,7 @@ def _random(name: str, like: torch.Tensor, generator: torch.Generator) -> torch.
 def _experts_path(skeleton: Skeleton, number: int) -> str | None:
     """The module of a layer's routed experts: of those called so, the one with most three-dimensional parameters."""
     sizes = _called_experts(skeleton.layers[number])
-    path = max(sizes, key=lambda one: sizes[one], default=None)
+    path = max(sizes, key=lambda name: sizes[name], default=None)
     if path is None or sizes[path]:
         return path
     if all("shared" in path for path in sizes):
@@ -221,10 +221,10 @@ def _called_experts(layer: torch.nn.Module) -> dict[str, int]:
 # Probes -------------------------------------------------------------------------------------------------------------
 
 
-def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
+def _relative_distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest difference, as a part of the largest value of the second; infinite if a value is not finite."""
-    apart = float((one - other).abs().max() / (other.abs().max() + 1e-30))
-    return math.inf if math.isnan(apart) else apart
+    distance = float((actual - expected).abs().max() / (expected.abs().max() + 1e-30))
+    return math.inf if math.isnan(distance) else distance
 
 
 def _batch(skeleton: Skeleton, number: int, layer: torch.nn.Module, experts: str | None) -> float:
@@ -245,7 +245,7 @@ def _batch(skeleton: Skeleton, number: int, layer: torch.nn.Module, experts: str
             first(layer(**skeleton.calls(n)[number].of(states[i : i + 1, :n], None, tokens[i : i + 1, :n])))
             for i, n in enumerate(lengths)
         ]
-    return max(_apart(together[i, : one.shape[1]], one[0]) for i, one in enumerate(alone))
+    return max(_relative_distance(together[i, : output.shape[1]], output[0]) for i, output in enumerate(alone))
 
 
 def weighted(states: torch.Tensor, _: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -280,7 +280,9 @@ def find_handed(skeleton: Skeleton) -> HandedFacts | None:
     seen: list[torch.Tensor] = []
     for number, call in enumerate(skeleton.calls_with(torch.zeros(1, min(LONG, positions), dtype=torch.int64))):
         layer, path = skeleton.layer(number).to("meta"), _experts_path(skeleton, number)
-        arguments = tree_map(lambda one: one.to("meta") if torch.is_tensor(one) else one, call.of(call.states, value))
+        arguments = tree_map(
+            lambda leaf: leaf.to("meta") if torch.is_tensor(leaf) else leaf, call.of(call.states, value)
+        )
         with contextlib.ExitStack() as stack:
             if path:
                 stack.enter_context(replaced_forward(layer.get_submodule(path), weighted))
@@ -293,8 +295,8 @@ def find_handed(skeleton: Skeleton) -> HandedFacts | None:
         seen += [] if value is None else [value]
     if not seen:
         return None
-    shapes = {tuple(one.shape[:-1]) for one in seen}
-    dtypes = {"float" if one.is_floating_point() else str(one.dtype).removeprefix("torch.") for one in seen}
+    shapes = {tuple(tensor.shape[:-1]) for tensor in seen}
+    dtypes = {"float" if tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch.") for tensor in seen}
     if others or len(shapes | {tuple(call.states.shape[:2])}) != 1 or len(dtypes) != 1:
         names = ", ".join(sorted({name for name, _ in places}))
         raise ArchitectureError(
@@ -304,7 +306,7 @@ def find_handed(skeleton: Skeleton) -> HandedFacts | None:
         )
     ((argument, entry),) = places
     return HandedFacts.model_validate(
-        {"argument": argument, "entry": entry, "width": max(one.shape[-1] for one in seen), "dtype": dtypes.pop()}
+        {"argument": argument, "entry": entry, "width": max(tensor.shape[-1] for tensor in seen), "dtype": dtypes.pop()}
     )
 
 
@@ -315,13 +317,17 @@ class _Layer:
     """
 
     def __init__(self, call: Call, handed: torch.Tensor | None, layer: torch.nn.Module, path: str, model: str) -> None:
-        self.layer, self.path, self.model = layer, path, model
+        self.layer = layer
+        self.path = path
+        self.model = model
         self.experts: Any = layer.get_submodule(path)
         self._require_plain()
         self.count, self.hidden = layer.get_parameter(f"{path}.down_proj").shape[:2]
         self.generator = torch.Generator().manual_seed(0)
         self.states = torch.randn(call.states.shape, generator=self.generator)
-        self.call, self.handed, self.tokens = call, handed, torch.arange(TOKENS).unsqueeze(0)
+        self.call = call
+        self.handed = handed
+        self.tokens = torch.arange(TOKENS).unsqueeze(0)
         # Σ_k weight_k · (x ∘ mix[index_k]): linear in x, another for each expert, and no matrix.
         self.mix = torch.randn(self.count, self.hidden, generator=self.generator)
         self.undone: torch.Tensor | float = 1.0  # by which the experts' input is multiplied
@@ -379,9 +385,11 @@ class _Layer:
         self.inputs[name], self.outputs[name] = (*args, *kwargs.values()), output
 
     def roles(self) -> Roles:
-        probes = self._of_the_experts() | {"fold": 1.0, "halves": 1.0}
+        probes = self._expert_probes() | {"fold": 1.0, "halves": 1.0}
         norm, router = self._norm(), self._router()
-        follows, offset, readers = self._reads_the_same(router), None, list[str]()
+        follows = self._reads_the_same(router)
+        offset = None
+        readers = list[str]()
         if norm is not None:
             probes["halves"] = self._halves(norm)
             if [tuple(p.shape) for p in self.layer.get_submodule(norm).parameters()] == [(self.hidden,)]:
@@ -429,7 +437,7 @@ class _Layer:
         def same(rows: torch.Tensor) -> bool:
             return bool((rows == rows[0]).all())
 
-        for name in sorted(columns, key=lambda one: columns[one]):
+        for name in sorted(columns, key=lambda matrix: columns[matrix]):
             self.run({name: torch.zeros_like(self.layer.get_parameter(name))})
             _, index, weight = self.arguments
             if same(index) or (torch.equal(index, self.index) and same(weight)):
@@ -447,7 +455,11 @@ class _Layer:
         logits = torch.nn.functional.linear(read.reshape(-1, weight.shape[1]), weight)
         ratios = self.weight / self.weight[:, :1]
         scores = logits.sigmoid().gather(1, self.index.long())
-        return "sigmoid" if self.index.shape[1] > 1 and _apart(scores / scores[:, :1], ratios) < EXACT else "softmax"
+        return (
+            "sigmoid"
+            if self.index.shape[1] > 1 and _relative_distance(scores / scores[:, :1], ratios) < EXACT
+            else "softmax"
+        )
 
     def _readers(self, router: str) -> list[str]:
         """The matrices that read what the experts read, besides the router's."""
@@ -475,7 +487,7 @@ class _Layer:
         weight.add_(1)
         normed = module(states) - before
         weight.sub_(1)
-        return min((0, 1), key=lambda offset: _apart(normed * (weight + offset), before))
+        return min((0, 1), key=lambda offset: _relative_distance(normed * (weight + offset), before))
 
     def _fold(self, norm: str, offset: int, readers: Sequence[str]) -> float:
         """The norm divided by a scale, the experts' input and these readers multiplied by it."""
@@ -484,7 +496,7 @@ class _Layer:
         (name, weight), *_ = self.layer.get_submodule(norm).named_parameters(prefix=norm)
         changed[name] = (weight + offset) / scale - offset
         self.undone = scale
-        folded = _apart(self.run(changed), self.output)
+        folded = _relative_distance(self.run(changed), self.output)
         self.undone = 1.0
         return folded
 
@@ -501,11 +513,11 @@ class _Layer:
                 added = block(self.layer.get_submodule(norm)(residual.unsqueeze(0)))
             if not torch.is_tensor(added):
                 return 1.0
-            return _apart(residual + added[0], self.output.reshape(-1, self.hidden))
+            return _relative_distance(residual + added[0], self.output.reshape(-1, self.hidden))
         except (TypeError, ValueError, RuntimeError, AttributeError):
             return 1.0  # the layer asks more of its block than to add its output
 
-    def _of_the_experts(self) -> dict[str, float]:
+    def _expert_probes(self) -> dict[str, float]:
         """The probes of the experts' module by itself, with the matrices of one expert for all."""
         width, hidden = int(self.experts.down_proj.shape[2]), self.hidden
         gate_up = torch.randn(2 * width, hidden, generator=self.generator) * hidden**-0.5
@@ -524,11 +536,11 @@ class _Layer:
         def moved(rows: torch.Tensor) -> float:
             gate, up = gate_up.chunk(2)
             scaled = run(torch.cat([gate, up / scale]), down * scale.T, rows, weight)
-            return _apart(scaled, run(gate_up, down, rows, weight))
+            return _relative_distance(scaled, run(gate_up, down, rows, weight))
 
         def product(rows: torch.Tensor, gate: Gate) -> float:
             h = gate(gate_up @ rows.mT)
-            return _apart((down @ h).mT * weight, run(gate_up, down, rows, weight))
+            return _relative_distance((down @ h).mT * weight, run(gate_up, down, rows, weight))
 
         plain = gate_of(self.experts, own=False)
         own = gate_of(self.experts, own=True) if hasattr(self.experts, "_apply_gate") else None
@@ -537,7 +549,7 @@ class _Layer:
         backwards = run(gate_up, down, x.flip(0), weight.flip(0)).flip(0)
         unweighted = run(gate_up, down, x, torch.ones_like(weight))
         return {
-            "tokens": max(_apart(backwards, output), _apart(unweighted * weight, output)),
+            "tokens": max(_relative_distance(backwards, output), _relative_distance(unweighted * weight, output)),
             "product": product(x, plain),
             "up_down": moved(x),
             "large": max(product(LARGE * x, plain), moved(LARGE * x)),

@@ -80,7 +80,7 @@ class Place:
 
 # Names of an expert's matrices, the parameters that hold those of all experts, and which part of them they are: FP8
 # releases have them for models whose fused experts transformers saves as they are.
-_PARTS = {PROJECTIONS[matrix]: (name, part) for name, parts in FUSED.items() for part, matrix in enumerate(parts)}
+_PARTS = {PROJECTIONS[matrix]: (name, index) for name, parts in FUSED.items() for index, matrix in enumerate(parts)}
 
 
 class Skeleton:
@@ -98,7 +98,9 @@ class Skeleton:
     def __init__(
         self, model_class: Any, config: Any, device: torch.device = CPU, dtype: torch.dtype = torch.float32
     ) -> None:
-        self.device, self.dtype, self.config = device, dtype, config
+        self.device = device
+        self.dtype = dtype
+        self.config = config
         # On a CPU the plain loop is faster. Else the default: a grouped matmul, where the class can.
         config._experts_implementation = "eager" if device.type == "cpu" else None
         self.model: Any = _built(model_class, config, device)  # in evaluation mode
@@ -245,10 +247,12 @@ class Skeleton:
             if _keeps_shape(converter):
                 made[parameter] = tensors[name]
             else:
-                one = conversions.setdefault(parameter, copy.deepcopy(converter))
-                one.add_tensor(parameter, name, pattern, tensors[name])
-        for parameter, one in conversions.items():
-            made |= {n: first(tensor) for n, tensor in one.convert(parameter, self.model, self.model.config).items()}
+                conversion = conversions.setdefault(parameter, copy.deepcopy(converter))
+                conversion.add_tensor(parameter, name, pattern, tensors[name])
+        for parameter, conversion in conversions.items():
+            made |= {
+                n: first(tensor) for n, tensor in conversion.convert(parameter, self.model, self.model.config).items()
+            }
         return {name: tensor for name, tensor in made.items() if name in self.parameters}
 
     @cached_property
@@ -257,8 +261,8 @@ class Skeleton:
         from transformers.core_model_loading import WeightConverter, WeightRenaming
 
         mapping = get_model_conversion_mapping(self.model)
-        renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
-        return renamings, [one for one in mapping if isinstance(one, WeightConverter)]
+        renamings = [transform for transform in mapping if isinstance(transform, WeightRenaming)]
+        return renamings, [transform for transform in mapping if isinstance(transform, WeightConverter)]
 
     @cached_property
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -277,7 +281,8 @@ class Skeleton:
         parameter, pattern = rename_source_key(name, *self._transforms, prefix, self.parameters)
         if parameter not in self.parameters and name in self.parameters:
             return name, None, None
-        return parameter, pattern, next((one for one in self._transforms[1] if pattern in one.source_patterns), None)
+        converters = (converter for converter in self._transforms[1] if pattern in converter.source_patterns)
+        return parameter, pattern, next(converters, None)
 
     def place(self, name: str) -> Place | None:
         """Find where transformers' own rules load a stored tensor to; None if the model does without it."""
@@ -307,14 +312,14 @@ def model_class(name: str, source: str) -> Any:
     """
     import transformers
 
-    found = getattr(transformers, name, None)
-    if not hasattr(found, "config_class"):
+    cls = getattr(transformers, name, None)
+    if not hasattr(cls, "config_class"):
         raise ArchitectureError(
             source,
             f"transformers {transformers.__version__} has no {name}",
             "give a model that it has, or facts with `source.facts` that name another class",
         )
-    return found
+    return cls
 
 
 def can_be_made(model_class: Any) -> bool:
@@ -363,14 +368,14 @@ def config_of(model_class: Any, config: Mapping[str, Any]) -> Any:
 
 def _refuse_two_meanings(config: Mapping[str, Any]) -> None:
     """Refuse two spellings of one number about rotary embeddings that differ: programs differ in which they read."""
-    said: dict[str, tuple[str, Any]] = {}
+    spellings: dict[str, tuple[str, Any]] = {}
     for place in ("", "rope_parameters", "rope_scaling"):
         values: Any = config.get(place) if place else {key: config.get(key) for key in ("rope_theta", FACTOR)}
         for key, value in values.items() if isinstance(values, Mapping) else ():
             if value is None or (key == "type" and "rope_type" in values):
                 continue
             name = f"{place}.{key}".lstrip(".")
-            first, before = said.setdefault("rope_type" if key == "type" else key, (name, value))
+            first, before = spellings.setdefault("rope_type" if key == "type" else key, (name, value))
             if before != value:
                 raise ArchitectureError(
                     "",
@@ -409,7 +414,7 @@ def _beginnings(calls: Sequence[Call], length: int) -> list[Call]:
     return [replace(call, arguments=tree_map(cut, call.arguments), states=call.states[:, :length]) for call in calls]
 
 
-def differing_arguments(one: Sequence[Call], other: Sequence[Call]) -> Iterator[str]:
+def differing_arguments(calls: Sequence[Call], others: Sequence[Call]) -> Iterator[str]:
     """The layers' numbers and names of the arguments that are not equal, tensor by tensor; but of no token ids."""
     equal_tensors = cache(torch.equal)  # by identity: the layers share most of their arguments
 
@@ -417,7 +422,7 @@ def differing_arguments(one: Sequence[Call], other: Sequence[Call]) -> Iterator[
         both = torch.is_tensor(a) and torch.is_tensor(b)
         return equal_tensors(a, b) if both else a is b or bool(a == b)
 
-    for number, (first, second) in enumerate(zip(one, other, strict=True)):
+    for number, (first, second) in enumerate(zip(calls, others, strict=True)):
         for name, value in first.arguments.items():
             leaves = tree_leaves(value), tree_leaves(second.arguments.get(name))
             if name not in first.tokens and (len(leaves[0]) != len(leaves[1]) or not all(map(equal, *leaves))):
@@ -542,12 +547,12 @@ def _decoder_layers(model: torch.nn.Module) -> tuple[str, torch.nn.ModuleList]:
         name: module
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.ModuleList)
-        and any("expert" in part.lower() for layer in module for part, _ in layer.named_modules())
+        and any("expert" in path.lower() for layer in module for path, _ in layer.named_modules())
     }
     if not decoders:
         raise ArchitectureError(
             "", f"{type(model).__name__} has no layers with a module called experts", "give a mixture-of-experts model"
         )
     # The experts themselves may be a list within such a layer: the outermost has the most.
-    name = max(decoders, key=lambda one: (sum(p.numel() for p in decoders[one].parameters()), -one.count(".")))
+    name = max(decoders, key=lambda path: (sum(p.numel() for p in decoders[path].parameters()), -path.count(".")))
     return name, decoders[name]

@@ -44,13 +44,13 @@ class StoredTensors:
     @cached_property
     def _published(self) -> dict[str, tuple[str, int]]:
         """For each parameter within a layer: the name of its tensor, and the first layer that has it."""
-        found: dict[str, tuple[str, int]] = {}
+        published: dict[str, tuple[str, int]] = {}
         for number, names in enumerate(self.layers):
             for name, place in names.items():
-                found.setdefault(place.parameter, (name, number))
-        for parameter, (part, *_) in self.converted.items():
-            found.setdefault(parameter, (part, next(n for n, here in enumerate(self.layers) if part in here)))
-        return found
+                published.setdefault(place.parameter, (name, number))
+        for parameter, (first, *_) in self.converted.items():
+            published.setdefault(parameter, (first, next(n for n, here in enumerate(self.layers) if first in here)))
+        return published
 
     def published(self, path: str) -> str:
         """The stored name of a parameter, or of a module with a weight, within a layer; other words as they are."""
@@ -160,7 +160,7 @@ def _converted(
                 made = skeleton.convert({name: torch.empty(headers[name].shape, device="meta") for name in full})
             except FAILURES as failure:
                 reason = " ".join(str(failure).split())
-            wrong = [name for name, one in made.items() if one.shape != skeleton.parameters[name].shape]
+            wrong = [name for name, tensor in made.items() if tensor.shape != skeleton.parameters[name].shape]
             if wrong or not made:
                 shapes = ", ".join(f"{name} {list(headers[name].shape)}" for name in full)
                 raise ArchitectureError(
@@ -177,14 +177,14 @@ def _other_experts(skeleton: Skeleton, headers: Mapping[str, Header]) -> set[int
 
     A tensor with its number stands for each of an expert's: transformers' conversion says where it goes.
     """
-    some = next((name for name in headers if EXPERT.search(name)), None)
-    if some is None:  # all of a layer in one tensor, another for the other experts
+    expert_tensor = next((name for name in headers if EXPERT.search(name)), None)
+    if expert_tensor is None:  # all of a layer in one tensor, another for the other experts
         return set()
-    layer = some[: some.index(".experts.")]
+    layer = expert_tensor[: expert_tensor.index(".experts.")]
     numbers = {name: int(expert[2]) for name in headers if name.startswith(layer) and (expert := EXPERT.search(name))}
     marks = {name: torch.full((1, 1), float(number)) for name, number in numbers.items()}
     made = skeleton.convert({name: mark for name, mark in marks.items() if _weight_of(name, headers) == name})
-    place = skeleton.place(EXPERT.sub(r"\g<1>0\3", some))
+    place = skeleton.place(EXPERT.sub(r"\g<1>0\3", expert_tensor))
     assert place is not None
     first = made[f"{skeleton.path}.{place.layer}.{place.parameter}"]
     if not torch.equal(first, torch.arange(len(first)).view(-1, 1, 1).expand_as(first).float()):
@@ -204,15 +204,15 @@ def _weight_of(name: str, headers: Collection[str]) -> str:
 
 def needed_outside(skeleton: Skeleton) -> set[str]:
     """The parameters outside the layers that a text goes through: those beside the layers, and the head."""
-    beside = skeleton.path.rpartition(".")[0] + "."
+    siblings = skeleton.path.rpartition(".")[0] + "."
     head = parameter_of(skeleton, skeleton.model.get_output_embeddings()).removesuffix("weight")
     layers = skeleton.path + "."
-    return {name for name in skeleton.parameters if name.startswith((beside, head)) and not name.startswith(layers)}
+    return {name for name in skeleton.parameters if name.startswith((siblings, head)) and not name.startswith(layers)}
 
 
 def parameter_of(skeleton: Skeleton, module: torch.nn.Module) -> str:
     """The name of a module's weight in the whole model."""
-    return next(f"{path}.weight" for path, one in skeleton.model.named_modules() if one is module)
+    return next(f"{path}.weight" for path, other in skeleton.model.named_modules() if other is module)
 
 
 def require_complete(skeleton: Skeleton, stored: StoredTensors, idle: Collection[str]) -> None:

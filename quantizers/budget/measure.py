@@ -77,7 +77,9 @@ def measure_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Co
     Raises:
         QuantizeError: states or logits are not finite, or there is no room for them.
     """
-    work, dist, check = context.work, context.dist, context.check
+    work = context.work
+    dist = context.dist
+    check = context.check
     finished = read_measurements(work, job.facts.moe_layers) if dist.is_main else None
     if dist.broadcast_object(finished is not None):
         return finished
@@ -130,7 +132,9 @@ class SchemeMeasurement:
     """
 
     def __init__(self, job: Job, model: StreamedModel, context: Context, texts: Sequence[Text]) -> None:
-        self.job, self.model, self.context = job, model, context
+        self.job = job
+        self.model = model
+        self.context = context
         new = partial(ActivationStream, durable=False, check=context.check, dist=context.dist)
         folder, lengths = context.work / FOLDER / "probe", [len(text.tokens) for text in texts]
         self.source = new(job.opened.name, model, 0, lengths, folder)
@@ -141,7 +145,9 @@ class SchemeMeasurement:
 
     def measure(self, layer: DecoderLayer) -> dict[str, Any]:
         """Measure a layer, and take the texts through it; an entry of `read_measurements` without `seconds`."""
-        number, source, probe = layer.number, self.source, self.probe
+        number = layer.number
+        source = self.source
+        probe = self.probe
         disturbed = any(self.disturbance)
         source.attend(layer)
         if disturbed:
@@ -160,7 +166,10 @@ class SchemeMeasurement:
 
     def _errors(self, layer: DecoderLayer, disturbed: bool) -> dict[str, Any]:
         """The errors of every candidate scheme in a layer with experts, through which the texts then pass."""
-        source, probe, model, dist = self.source, self.probe, self.model, self.context.dist
+        source = self.source
+        probe = self.probe
+        model = self.model
+        dist = self.context.dist
         assert self.job.allocation is not None
         experts: Any = layer.module.get_submodule(self.job.facts.modules.experts)
         weights = (experts.gate_up_proj.data, experts.down_proj.data)
@@ -175,7 +184,8 @@ class SchemeMeasurement:
         for expert in dist.partition(count):
             measured.append(of_expert(moe_inputs, weights, expert, schemes))
             self.context.check()
-        lost = [one for part in dist.all_gather_object([one for one, _ in measured]) for one in part]  # by expert
+        gathered = dist.all_gather_object([losses for losses, _ in measured])
+        lost = [losses for of_rank in gathered for losses in of_rank]  # by expert
         stored = {str(n): torch.stack([both[n] for _, both in measured]) for n in range(2)} if measured else {}
         coarsest = dist.all_gather(stored, model.device)
         source.finish(layer)
@@ -185,18 +195,20 @@ class SchemeMeasurement:
                 weight[:count] = weight[:count].lerp(coarsest[str(n)].to(weight.dtype), factor)
         probe.finish(layer)
         compared = by_text(source, probe, routed=False, dist=dist)
-        moved, size = (math.fsum(getattr(one, key) for one in compared.values()) for key in ("difference", "size"))
+        moved, size = (
+            math.fsum(getattr(distance, key) for distance in compared.values()) for key in ("difference", "size")
+        )
         self.disturbance.append(moved / size)
         share = size * count / len(weights[0])
         errors = {
-            str(s): {name: math.fsum(one[s][name] for one in lost) / share for name in (ALL_THREE, *MATRICES)}
+            str(s): {name: math.fsum(losses[s][name] for losses in lost) / share for name in (ALL_THREE, *MATRICES)}
             for s in schemes
         }
         return {
             "experts": count,
             "error": {scheme: row[ALL_THREE] for scheme, row in errors.items()},
             "by_matrix": {scheme: {m: row[m] for m in MATRICES} for scheme, row in errors.items()},
-            "by_expert": {str(s): [one[s][ALL_THREE] / share for one in lost] for s in schemes},
+            "by_expert": {str(s): [losses[s][ALL_THREE] / share for losses in lost] for s in schemes},
         }
 
     def _moe_inputs(self, layer: DecoderLayer) -> MoeInputs:

@@ -84,9 +84,9 @@ class Hub:
         from huggingface_hub import HfApi
 
         api = HfApi()
-        found = self._ask(dataset, revision, lambda: api.dataset_info(dataset, revision=revision, timeout=TIMEOUT))
-        card = found.card_data.to_dict() if found.card_data else {}
-        return Repository(dataset, str(found.sha), tuple(file.rfilename for file in found.siblings or ()), card)
+        info = self._ask(dataset, revision, lambda: api.dataset_info(dataset, revision=revision, timeout=TIMEOUT))
+        card = info.card_data.to_dict() if info.card_data else {}
+        return Repository(dataset, str(info.sha), tuple(file.rfilename for file in info.siblings or ()), card)
 
     def read_range(self, repository: Repository, path: str, first: int, size: int) -> tuple[bytes, int]:
         """At most `size` bytes of a file from byte `first` on, and the file's size. Raises what `look_up` raises."""
@@ -139,7 +139,9 @@ class RemoteFile(io.RawIOBase):
     """A file of a repository: readable and seekable, without a buffer; each read is one request, see `read_range`."""
 
     def __init__(self, hub: Hub, repository: Repository, path: str) -> None:
-        self._hub, self._repository, self._path = hub, repository, path
+        self._hub = hub
+        self._repository = repository
+        self._path = path
         self._position, self._size = 0, -1  # -1: not known yet
 
     def readable(self) -> bool:
@@ -241,17 +243,17 @@ def data_files(
         splits = _by_name(paths)
     if split not in splits:
         raise ValueError(f"no split {split!r}; it has {', '.join(splits)}")
-    found = dict[str, None]()
+    matched = dict[str, None]()
     for pattern in splits[split]:
         matching = _matching(paths, pattern)
-        found |= dict.fromkeys(matching)
+        matched |= dict.fromkeys(matching)
         if not matching and not set(pattern) & set("*?["):
             raise ValueError(f"no file {prefix}{pattern}, which its card names for the split {split}")
-    if not found:
+    if not matched:
         raise ValueError(f"no file {prefix}{f' or {prefix}'.join(splits[split])}, as its card has the split {split}")
-    formats = {path: FORMATS[suffix] for path in found if (suffix := data_suffix(path))}
+    formats = {path: FORMATS[suffix] for path in matched if (suffix := data_suffix(path))}
     if not formats:
-        raise _unreadable(found)
+        raise _unreadable(matched)
     counts = Counter(map(data_suffix, formats))
     form = FORMATS[max(FORMATS, key=lambda suffix: counts[suffix])]
     read = [prefix + path for path, other in formats.items() if other == form]
@@ -269,24 +271,30 @@ def _converted(listing: Sequence[str]) -> dict[str, dict[str, Any]]:
     """The configurations of the Hub's own conversion by name, as a card would have them."""
     configs = dict[str, dict[str, Any]]()
     for path in listing:
-        if found := _CONVERTED.fullmatch(path):
-            one = configs.setdefault(found[1], {"config_name": found[1], "data_files": []})
-            one["data_files"].append({"split": found[2], "path": path})
+        if match := _CONVERTED.fullmatch(path):
+            config = configs.setdefault(match[1], {"config_name": match[1], "data_files": []})
+            config["data_files"].append({"split": match[2], "path": path})
     return configs
 
 
 def _configuration(configs: Sequence[Any], subset: str | None) -> _Configuration:
     try:
-        configurations = [_Configuration.model_validate(item) for item in configs]
+        configurations = [_Configuration.model_validate(config) for config in configs]
     except ValidationError as failure:
         problem = failure.errors()[0]
         place = ".".join(map(str, problem["loc"]))
         raise ValueError(f"a configuration of its card is wrong ({place}: {problem['msg']})") from None
     configurations = configurations or [_Configuration()]
-    names = ", ".join(one.config_name for one in configurations)
-    chosen = [one for one in configurations if (one.default if subset is None else one.config_name == subset)]
+    names = ", ".join(configuration.config_name for configuration in configurations)
+    chosen = [
+        configuration
+        for configuration in configurations
+        if (configuration.default if subset is None else configuration.config_name == subset)
+    ]
     if subset is None and not chosen:
-        chosen = [one for one in configurations if one.config_name == "default"] or configurations
+        chosen = [
+            configuration for configuration in configurations if configuration.config_name == "default"
+        ] or configurations
     if len(chosen) != 1:
         several = f"several configurations and no default; give one as the subset: {names}"
         raise ValueError(several if subset is None else f"no configuration {subset!r}; it has {names}")
@@ -296,8 +304,8 @@ def _configuration(configs: Sequence[Any], subset: str | None) -> _Configuration
 def _by_card(files: str | Sequence[str | _Files]) -> dict[str, list[str]]:
     """The patterns of each split that a card names."""
     splits = dict[str, list[str]]()
-    for item in [files] if isinstance(files, str) else files:
-        split, path = ("train", item) if isinstance(item, str) else (item.split, item.path)
+    for entry in [files] if isinstance(files, str) else files:
+        split, path = ("train", entry) if isinstance(entry, str) else (entry.split, entry.path)
         splits.setdefault(split, []).extend([normpath(path)] if isinstance(path, str) else map(normpath, path))
     return splits
 
@@ -309,8 +317,8 @@ def _by_name(data: Sequence[str]) -> dict[str, list[str]]:
         return {name: [f"data/{name}{_NUMBERED}"] for name in names}
     for forms in _FOLDERS, _NAMES:
         patterns = {name: [form.format(word) for word in words for form in forms] for name, words in SPLITS.items()}
-        if found := {name: each for name, each in patterns.items() if any(_matching(data, one) for one in each)}:
-            return found
+        if present := {name: split for name, split in patterns.items() if any(_matching(data, form) for form in split)}:
+            return present
     return {"train": ["**"]}
 
 
@@ -326,8 +334,8 @@ def _matching(paths: Iterable[str], pattern: str) -> list[str]:
 
 def _hidden(path: str) -> tuple[int, int]:
     *folders, name = path.split("/")
-    hidden = sum(part.startswith(".") and part.strip(".") != "" for part in [*folders, name])
-    return hidden, sum(part.startswith("__") for part in folders)
+    hidden = sum(step.startswith(".") and step.strip(".") != "" for step in [*folders, name])
+    return hidden, sum(folder.startswith("__") for folder in folders)
 
 
 def _unreadable(paths: Iterable[str]) -> ValueError:

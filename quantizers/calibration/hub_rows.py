@@ -71,7 +71,9 @@ class HubRows:
 
     def rows(self, version: str) -> Iterator[Row]:
         """As `RowSource.rows`: those that were kept, then fresh ones, which are kept as they are read."""
-        file, kept, writable = self._kept_file(version), 0, True
+        file = self._kept_file(version)
+        kept = 0
+        writable = True
         for block in _kept_blocks(file):
             if not block:
                 return  # the end of the dataset
@@ -150,18 +152,18 @@ def _hub_rows(
         files, _ = _files_of(source, repository)
     except ValueError as failure:
         raise SourceError(source.dataset, str(failure), WRONG_PART) from None
-    part = source.streaming and source.samples != "all"
-    if part:
+    partly = source.streaming and source.samples != "all"
+    if partly:
         seeded(f"{seed}:files").shuffle(files)
     columns = needed_columns(source)
     read = (row for file in files for row in _remote_rows(source, repository, hub, file, columns))
-    rows = read if part else iter(shuffled(list(read), source, seed))
+    rows = read if partly else iter(shuffled(list(read), source, seed))
     size, number = None if source.samples == "all" else BLOCK_ROWS * source.samples, 0
     while block := list(islice(rows, size)):
         number += 1
         if number == 1:  # a column may be missing from a few rows
             check_columns(source, block, columns[:checked], lambda: _remote_rows(source, repository, hub, files[0]))
-        yield shuffled(block, source, f"{seed}:{number}") if part else block
+        yield shuffled(block, source, f"{seed}:{number}") if partly else block
     if not number:
         raise SourceError(source.dataset, "no rows", WRONG_PART)
 

@@ -112,11 +112,11 @@ def look_at_sources(path: Path, hub: Hub, without: Sequence[str] = ()) -> list[s
     """
     looking = _Loading(read_without(path, without), path, WORKERS, hub, without)
     looking.each(looking.look)
-    return [f"{one.asked.dataset}: {one.left_out}" for one in looking.sources if one.left_out]
+    return [f"{source.asked.dataset}: {source.left_out}" for source in looking.sources if source.left_out]
 
 
-def said(data: CalibrationData, what: str = "calibration") -> CalibrationData:
-    """A set whose notes are now printed on standard error; `what` it is begins each line."""
+def print_notes(data: CalibrationData, what: str = "calibration") -> CalibrationData:
+    """Print a set's notes on standard error, each after `what` the set is; returns the set."""
     for note in data.notes:
         print(f"{what}: {note}", file=sys.stderr)
     return data
@@ -143,7 +143,7 @@ def _key(calibration: CalibrationSet, path: Path, without: Sequence[str], render
     for source in calibration.sources:
         with contextlib.suppress(SourceError):  # which is said when the set is loaded anew
             files += [file_hash(local_file(source, path.parent))] if source.is_local else []
-    lock = [one.model_dump() for one in read_lock(path, calibration) or ()]
+    lock = [pin.model_dump() for pin in read_lock(path, calibration) or ()]
     key = [FORMAT, calibration.model_dump(mode="json"), list(without), renderer.fingerprint(), files, lock]
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()
 
@@ -183,11 +183,14 @@ class _Loading:
         without: Sequence[str],
         any_rows: bool = False,
     ) -> None:
-        self.calibration, self.path, self.workers, self.hub = calibration, path, workers, hub
+        self.calibration = calibration
+        self.path = path
+        self.workers = workers
+        self.hub = hub
         pins = read_lock(path, calibration)
         self.locked = pins is not None
         if pins and any_rows:
-            pins = [one.model_copy(update={"rows": {}}) for one in pins]
+            pins = [pin.model_copy(update={"rows": {}}) for pin in pins]
         self.sources = list[_Source]()
         for index, asked in enumerate(calibration.sources):
             left_out, pinned = "--without" if asked.dataset in without else "", pins[index] if pins else None
@@ -198,26 +201,28 @@ class _Loading:
         """`work(source)` for every source that is not left out; one that is not required is left out if it fails."""
 
         def attempt(index: int, asked: DataSource) -> Result | None:
-            one = self.sources[index]
-            if one.left_out:
+            source = self.sources[index]
+            if source.left_out:
                 return None
             try:
-                return work(one)
+                return work(source)
             except SourceError as failure:
-                if asked.required or (one.pin and one.pin.version):
+                if asked.required or (source.pin and source.pin.version):
                     raise
-                one.left_out, one.version, one.licence = failure.reason, "", ""
+                source.left_out = failure.reason
+                source.version = ""
+                source.licence = ""
                 return None
 
         return for_each_source(self.calibration, self.path, attempt, self.workers)
 
-    def look(self, one: _Source) -> None:
+    def look(self, source: _Source) -> None:
         """Find version and licence of a source, after a look at its rows."""
-        if one.pin and not one.pin.version:
-            remedy = f"lock it again, or leave it out with --without {one.asked.dataset}"
-            raise SourceError(one.asked.dataset, "left out when the set was locked", remedy)
-        one.version, licence = one.origin.look(one.pin.version if one.pin else "")
-        one.licence = one.asked.licence or (one.pin.licence if one.pin else licence)
+        if source.pin and not source.pin.version:
+            remedy = f"lock it again, or leave it out with --without {source.asked.dataset}"
+            raise SourceError(source.asked.dataset, "left out when the set was locked", remedy)
+        source.version, licence = source.origin.look(source.pin.version if source.pin else "")
+        source.licence = source.asked.licence or (source.pin.licence if source.pin else licence)
 
     def load(self, renderer: Renderer) -> CalibrationData:
         """Look at every source, then read all of them.
@@ -229,15 +234,15 @@ class _Loading:
         """
         calibration, sources = self.calibration, self.sources
         self.each(self.look)
-        sampled = [one for one in self.each(lambda one: self._sample(one, renderer)) if one]
-        samples = [sample for one in sampled for sample in one.samples]
-        dropped = tuple(rows for one in sampled for rows in one.dropped)
+        sampled = [drawn for drawn in self.each(lambda source: self._sample(source, renderer)) if drawn]
+        samples = [sample for drawn in sampled for sample in drawn.samples]
+        dropped = tuple(rows for drawn in sampled for rows in drawn.dropped)
         notes = ["versions are those of the set's lock"] if self.locked else []
         notes += renderer.notes
-        if unreached := sum(one.origin.unreached for one in sources):
+        if unreached := sum(source.origin.unreached for source in sources):
             notes.append(f"from rows that were kept; {unreached} sources could not be reached")
-        notes += self._of_files()
-        notes += [one.shortage for one in sampled if one.shortage]
+        notes += self._file_notes()
+        notes += [drawn.shortage for drawn in sampled if drawn.shortage]
         more, replaced = self._substitutes(samples, renderer)
         samples, notes = samples + more, notes + replaced
         if not samples:  # a source with nothing but unusable rows is an error already
@@ -252,26 +257,26 @@ class _Loading:
             tuple(samples),
             digest_of(samples),
             dropped,
-            versions=tuple(one.version for one in sources),
-            licences=tuple(one.licence for one in sources),
-            rows=tuple(dict(one.tried) for one in sources),
+            versions=tuple(source.version for source in sources),
+            licences=tuple(source.licence for source in sources),
+            rows=tuple(dict(source.tried) for source in sources),
             lock=self.locked,
             notes=tuple(notes),
         )
 
-    def _sample(self, one: _Source, renderer: Renderer, more: int = 0) -> _Sampled:
-        rows = as_locked(one.origin.rows(one.version), one.pin)
-        sampled = _sample_source(self.calibration, one.index, rows, renderer, more)
-        one.tried = sampled.rows
+    def _sample(self, source: _Source, renderer: Renderer, more: int = 0) -> _Sampled:
+        rows = as_locked(source.origin.rows(source.version), source.pin)
+        sampled = _sample_source(self.calibration, source.index, rows, renderer, more)
+        source.tried = sampled.rows
         return sampled
 
-    def _of_files(self) -> Iterator[str]:
+    def _file_notes(self) -> Iterator[str]:
         """Notes about files that are not read, and about rows of the Hub that are not kept."""
-        read = [one for one in self.sources if not one.left_out]
-        for one in read:
-            if unread := one.origin.unread_files():
-                yield f"{one.asked.dataset}: not read are {len(unread)} files in another format, such as {unread[0]}"
-        if not all(one.origin.is_kept(one.version) for one in read):
+        read = [source for source in self.sources if not source.left_out]
+        for source in read:
+            if unread := source.origin.unread_files():
+                yield f"{source.asked.dataset}: not read are {len(unread)} files in another format, such as {unread[0]}"
+        if not all(source.origin.is_kept(source.version) for source in read):
             yield (
                 "rows of the Hub cannot be kept, and will be asked for again; "
                 "set XDG_CACHE_HOME to a writable folder with room"
@@ -282,9 +287,11 @@ class _Loading:
 
         They are of the other sources of its category that have a number of samples, else of the set `embedded`.
         """
-        found, notes, texts = list[Sample](), list[str](), {sample.text for sample in taken}
+        substitutes = list[Sample]()
+        notes = list[str]()
+        texts = {sample.text for sample in taken}
         lent = Counter[int]()  # samples that a source gave in place of others'
-        for lost in (one for one in self.sources if one.left_out):
+        for lost in (source for source in self.sources if source.left_out):
             missing = 0 if lost.asked.samples == "all" else lost.asked.samples
             own, others = list[Sample](), list[Sample]()
             for donor in self.sources:
@@ -298,11 +305,11 @@ class _Loading:
             if len(own) < missing:
                 others = _embedded(self.calibration, missing - len(own), texts, renderer)
             texts |= {sample.text for sample in own + others}
-            found += own + others
+            substitutes += own + others
             what = [f"{len(own)} of the same category"] * bool(own) + [f"{len(others)} of {EMBEDDED}"] * bool(others)
             instead = f"{missing} samples are replaced by {' and '.join(what)}" if what else "its samples are missing"
             notes.append(f"without {lost.asked.dataset} ({lost.left_out}): {instead}")
-        return found, notes
+        return substitutes, notes
 
 
 def _embedded(calibration: CalibrationSet, count: int, texts: Collection[str], renderer: Renderer) -> list[Sample]:
@@ -362,12 +369,12 @@ def _sample_source(
     shortage = ""
     if len(samples) < (usable if wanted == "all" else wanted):
         asked = f"all {usable}" if wanted == "all" else f"the {source.samples}"
-        reasons = ", ".join(f"{item.reason} ({item.count}, first at {item.first})" for item in dropped)
+        reasons = ", ".join(f"{rejected.reason} ({rejected.count}, first at {rejected.first})" for rejected in dropped)
         reason = f"{len(samples)} of {asked} samples; {reasons or f'it has only {len(tried)} rows'}"
         reason += f"; given up after {len(tried):,} rows" if read == most_rows else ""
         if wanted == "all" or not samples:
             remedy = "correct the rows" if samples else "correct the rows, columns or shape"
-            unlisted_too = any(item.left_out for item in dropped)
+            unlisted_too = any(rejected.left_out for rejected in dropped)
             raise SourceError(source.dataset, reason, f"list these languages, {remedy}" if unlisted_too else remedy)
         shortage = f"{source.dataset}: {reason}"
     return _Sampled(tuple(samples), dropped, {} if source.is_local else tried, shortage)
@@ -416,6 +423,6 @@ def _assigned(calibration: CalibrationSet, index: int) -> dict[Kind, list[str]]:
     for kind in source.assigns:
         names = list(calibration.languages.of(kind))
         seeded(f"{calibration.seed}:{kind}").shuffle(names)
-        start = sum(one.samples for one in before if kind in one.assigns and one.samples != "all") % len(names)
+        start = sum(other.samples for other in before if kind in other.assigns and other.samples != "all") % len(names)
         orders[kind] = names[start:] + names[:start]
     return orders

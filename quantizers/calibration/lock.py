@@ -73,7 +73,7 @@ def lock_text(pins: Sequence[Pin]) -> str:
 
 
 def _digest(pins: Sequence[Pin]) -> str:
-    return hashlib.sha256(json.dumps([one.model_dump() for one in pins], sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([pin.model_dump() for pin in pins], sort_keys=True).encode()).hexdigest()
 
 
 def lock_set(path: Path, workers: int = 8, without: Sequence[str] = ()) -> tuple[Path, dict[str, str]]:
@@ -134,7 +134,8 @@ def read_lock(path: Path, calibration: CalibrationSet) -> list[Pin] | None:
         raise CalibrationError(locked, f"not a readable lock ({type(failure).__name__})", again) from None
     if lock.digest != _digest(lock.sources):
         raise CalibrationError(locked, "was changed by hand, and is not what its digest says", again)
-    pinned, named = ([one.model_dump(include=NAMED) for one in each.sources] for each in (lock, calibration))
+    pinned = [pin.model_dump(include=NAMED) for pin in lock.sources]
+    named = [source.model_dump(include=NAMED) for source in calibration.sources]
     for pin, source in zip_longest(pinned, named):
         if pin != source:
             raise CalibrationError(locked, f"was made for {pin or 'no source'}, the set now has {source}", again)

@@ -201,11 +201,11 @@ _PROBES: tuple[tuple[Sequence[Turn], Sequence[dict[str, Any]]], ...] = (
 )
 
 
-def handed(turns: Sequence[Turn], habits: Habits) -> list[Turn]:
+def prepared_turns(turns: Sequence[Turn], habits: Habits) -> list[Turn]:
     """The turns of a conversation in the form that a template takes."""
     ready = list(_with_ids(turns, habits.ids))
     if habits.tells:
-        ready = [_told(turn) for turn in ready]
+        ready = [_with_calls_in_words(turn) for turn in ready]
     if habits.folds:
         ready = _folded(ready)
     return [_formed(turn, habits) for turn in ready]
@@ -213,7 +213,9 @@ def handed(turns: Sequence[Turn], habits: Habits) -> list[Turn]:
 
 def _with_ids(turns: Iterable[Turn], kind: str) -> Iterator[Turn]:
     """Give each call and its result an id: results without one belong to the calls before them, in their order."""
-    number, waiting, renamed = 0, list[str](), dict[str, str]()
+    number = 0
+    waiting = list[str]()
+    renamed = dict[str, str]()
     for turn in turns:
         added: Turn = {}
         if "tool_calls" in turn:
@@ -231,7 +233,7 @@ def _with_ids(turns: Iterable[Turn], kind: str) -> Iterator[Turn]:
         yield turn | added
 
 
-def _told(turn: Turn) -> Turn:
+def _with_calls_in_words(turn: Turn) -> Turn:
     """A turn with its calls, or its result, told in its words."""
     if turn["role"] == "tool":
         return turn_of("user", f"<tool_response>\n{turn['content']}\n</tool_response>")
@@ -247,8 +249,10 @@ def _folded(turns: Iterable[Turn]) -> list[Turn]:
         role = "user" if turn["role"] in ("system", "developer") else turn["role"]
         before = folded[-1] if folded else {}
         if role == before.get("role") != "tool" and "tool_calls" not in before:
-            both = {key: [one[key] for one in (before, turn) if one.get(key)] for key in ("content", THOUGHTS[0])}
-            words = {key: "\n\n".join(said) for key, said in both.items() if said}
+            both = {
+                key: [either[key] for either in (before, turn) if either.get(key)] for key in ("content", THOUGHTS[0])
+            }
+            words = {key: "\n\n".join(texts) for key, texts in both.items() if texts}
             folded[-1] = before | turn | words | {"role": role}
         else:
             folded.append(turn | {"role": role})
@@ -278,7 +282,7 @@ def left_out(turns: Iterable[Turn], tools: Iterable[Any], text: str) -> list[str
     parts: Counter[tuple[str, str]] = Counter()
     for turn in turns:
         words = {f"{turn['role']} turn": turn["content"], "thoughts": turn.get(THOUGHTS[0], "")}
-        parts.update((what, said.strip()) for what, said in words.items() if said.strip())
+        parts.update((what, written.strip()) for what, written in words.items() if written.strip())
         parts.update(("call", call["function"]["name"]) for call in turn.get("tool_calls", ()))
     for tool in tools:
         match tool:
@@ -425,7 +429,7 @@ class Renderer:
             names = ["tool_use", "default", *templates] if calls else ["default", *templates]
             templates = next(templates[name] for name in names if name in templates)
         text: str = self.tokenizer.apply_chat_template(
-            handed(turns, habits),
+            prepared_turns(turns, habits),
             tools=list(tools) or None,
             chat_template=templates,
             tokenize=False,
@@ -454,5 +458,5 @@ class Renderer:
 
 def scored_bytes(tokenizer: Any, tokens: Sequence[int]) -> int:
     """UTF-8 bytes of all tokens except the first, which is not scored. Losses per byte compare across tokenizers."""
-    whole, first = (len(tokenizer.decode(part).encode()) for part in (list(tokens), list(tokens[:1])))
+    whole, first = (len(tokenizer.decode(ids).encode()) for ids in (list(tokens), list(tokens[:1])))
     return max(1, whole - first)

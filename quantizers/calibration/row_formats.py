@@ -99,7 +99,7 @@ def _conversation(turns: list[Turn], tools: Any) -> Content:
     tools = _parsed(tools) or []
     if not isinstance(tools, list):
         raise Rejected("tools is not a list of tools")
-    words = [part for turn in turns for part in (turn.get("reasoning_content"), turn["content"]) if part]
+    words = [text for turn in turns for text in (turn.get("reasoning_content"), turn["content"]) if text]
     return Content(tuple(turns), tuple(map(_tool, tools)), "\n\n".join(words))
 
 

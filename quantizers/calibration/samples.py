@@ -85,7 +85,7 @@ class CalibrationData:
     def summary(self) -> dict[str, Any]:
         """Everything except the samples themselves, for report.json."""
         whole, long = row_of(self.samples), row_of(sample for sample in self.samples if sample.long)
-        hidden = Counter((sample.source, part) for sample in self.samples for part in sample.left_out)
+        hidden = Counter((sample.source, kind) for sample in self.samples for kind in sample.left_out)
         return {
             "name": self.name,
             "digest": self.digest,
@@ -100,7 +100,7 @@ class CalibrationData:
             "categories": dict(sorted(Counter(sample.category for sample in self.samples).items())),
             "dropped": [asdict(dropped) for dropped in self.dropped],
             "not_rendered": [
-                {"source": source, "part": part, "count": count} for (source, part), count in sorted(hidden.items())
+                {"source": source, "part": kind, "count": count} for (source, kind), count in sorted(hidden.items())
             ],
             "versions": list(self.versions),
             "licences": list(self.licences),
@@ -179,7 +179,9 @@ def by_language(calibration: CalibrationSet, data: CalibrationData) -> dict[Kind
     """The counts of the texts in each language of the set's lists, in the lists' order."""
     texts = data.samples
     return {
-        kind: {name: row_of(one for one in texts if name in one.languages) for name in calibration.languages.of(kind)}
+        kind: {
+            name: row_of(text for text in texts if name in text.languages) for name in calibration.languages.of(kind)
+        }
         for kind in KINDS
     }
 

@@ -84,9 +84,9 @@ def copy_set(name: str, folder: Path) -> list[Path]:
     if Path(name).name != name or not path.is_file():
         raise CalibrationError(name, "no such set", "`quantize calibration list` lists them")
     wanted = list[Path]()
-    for each in filter(Path.is_file, (path, path.parent / HELD_OUT)):
-        data = (source.dataset for source in read_set(each).sources if source.is_local)
-        wanted += [each, *filter(Path.is_file, [lock_path(each)])]
+    for set_file in filter(Path.is_file, (path, path.parent / HELD_OUT)):
+        data = (source.dataset for source in read_set(set_file).sources if source.is_local)
+        wanted += [set_file, *filter(Path.is_file, [lock_path(set_file)])]
         wanted += [Path(os.path.normpath(path.parent / name)) for name in data]
     contents = {folder / file.relative_to(path.parent): file.read_bytes() for file in wanted}
     write_new(contents)
@@ -123,7 +123,7 @@ def _readable(rows: Sequence[Row], data: Path) -> tuple[DataSource, list[str]]:
     """The shape and columns that read most rows, the first of equal ones; place and reason of each row left over."""
     present = list(dict.fromkeys(column for row in rows for column in row.values))
     tried = [(source, _unusable(rows, source)) for source in _candidates(present, rows[0].values)]
-    best = min(tried, key=lambda one: len(one[1]), default=None)
+    best = min(tried, key=lambda attempt: len(attempt[1]), default=None)
     if best is None or len(best[1]) == len(rows):
         raise CalibrationError(
             data,
@@ -209,12 +209,19 @@ def freeze_set(path: Path, folder: Path, *, workers: int = 8, **tokenizer: Any) 
     for source, version in zip(calibration.sources, data.versions, strict=True):
         if not version:
             raise CalibrationError(path, f"{source.dataset} could not be read", "remove it to freeze the others")
-    texts, sources, origins, restricted = dict[str, str](), list[DataSource](), "", list[str]()
+    texts = dict[str, str]()
+    sources = list[DataSource]()
+    origins = ""
+    restricted = list[str]()
     for index, chosen in enumerate(_chosen_rows(calibration, path, data, workers)):
-        source, version, licence = calibration.sources[index], data.versions[index], data.licences[index]
+        source = calibration.sources[index]
+        version = data.versions[index]
+        licence = data.licences[index]
         if not chosen:
             continue
-        name, seed, where = PurePosixPath(source.dataset), calibration.order_of(index), f"`{source.dataset}`"
+        name = PurePosixPath(source.dataset)
+        seed = calibration.order_of(index)
+        where = f"`{source.dataset}`"
         file = f"data/{index + 1:02}-{name.stem if source.is_local else name.name}.jsonl"
         # In the order of which the seed makes that of the samples.
         places = shuffled(list(range(len(chosen))), source, seed)

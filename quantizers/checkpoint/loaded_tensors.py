@@ -136,8 +136,8 @@ def load_tensors(
     asked = ((info, as_bytes(raw)) for info, raw in places if not (stop and stop.is_set()))
     reading = checkpoint.read_into(asked, stop)
     arriving = (as_bytes(raw) for _, (_, raw) in zip(reading, places, strict=False))
-    with closing(thread_map(hashlib.sha256, arriving)) as found:  # while the next tensors are read
-        hashes = {info.name: digest.hexdigest() for digest, info in zip(found, wanted, strict=False)}
+    with closing(thread_map(hashlib.sha256, arriving)) as digests:  # while the next tensors are read
+        hashes = {info.name: digest.hexdigest() for digest, info in zip(digests, wanted, strict=False)}
     stored = {info.name: as_tensor(info, raw) for info, raw in places}
     own = (checkpoint.folder, checkpoint.name, checkpoint.config, infos, checkpoint.revision)
     return LoadedTensors(*own, stored, hashes, buffer[:size])
@@ -224,10 +224,12 @@ def broadcast_tensors(loaded: LoadedTensors | None, dist: ProcessGroup) -> Loade
     """Rank 0's part in every process; the others, which call this with None, get it in memory of their own."""
     import torch
 
-    part: LoadedTensors = dist.broadcast_object(loaded and replace(loaded, stored={}, buffer=None))
+    received: LoadedTensors = dist.broadcast_object(loaded and replace(loaded, stored={}, buffer=None))
     if loaded is None:
-        empty = {name: torch.empty(info.shape, dtype=torch_dtype(info.dtype)) for name, info in part.tensors.items()}
-        loaded = replace(part, stored=empty)
-    for name in part.tensors:
+        empty = {
+            name: torch.empty(info.shape, dtype=torch_dtype(info.dtype)) for name, info in received.tensors.items()
+        }
+        loaded = replace(received, stored=empty)
+    for name in received.tensors:
         dist.broadcast(loaded.stored[name])
     return loaded

@@ -192,7 +192,7 @@ def _indexed_tensors(index: Path, strays: bool, remote: HubFiles | None) -> dict
             if remote:
                 raise CheckpointError(index, f"names {file}, which the Hub lacks", "give another revision")
             raise CheckpointError(index, f"names {file}, which is not in the folder", "download it")
-    for file, infos in zip(shards, thread_map(lambda one: _header(folder / one, remote), shards), strict=True):
+    for file, infos in zip(shards, thread_map(lambda shard: _header(folder / shard, remote), shards), strict=True):
         for tensor, info in infos.items():
             if tensor in tensors:
                 raise CheckpointError(folder / file, f"{tensor} is also in {tensors[tensor].file.name}", "keep one")
@@ -260,12 +260,12 @@ def side_files(folder: Path) -> list[Path]:
 
 def left_behind(checkpoint: Checkpoint) -> str:
     """Entries of a checkpoint's folder that are neither read nor copied along, as a sentence; empty if none."""
-    read, found = {info.file.name for info in checkpoint.tensors.values()}, dict[str, list[str]]()
+    read, by_reason = {info.file.name for info in checkpoint.tensors.values()}, dict[str, list[str]]()
     for name, reason in _others(checkpoint.folder):
         if reason and name not in read:
-            found.setdefault(reason, []).append(name)
-    said = "; ".join(f"{places(names)} ({reason})" for reason, names in found.items())
-    return f"left behind in the source: {said}" if said else ""
+            by_reason.setdefault(reason, []).append(name)
+    listed = "; ".join(f"{places(names)} ({reason})" for reason, names in by_reason.items())
+    return f"left behind in the source: {listed}" if listed else ""
 
 
 def _others(folder: Path, within: str = "") -> Iterator[tuple[str, str]]:
@@ -340,7 +340,7 @@ def locate(
     ignored += ["*.safetensors"] if stream else []
     allowed = list(patterns) or None
     try:
-        found = snapshot_download(
+        snapshot = snapshot_download(
             model, revision=revision, ignore_patterns=ignored, allow_patterns=allowed, cache_dir=cache
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as failure:
@@ -355,7 +355,7 @@ def locate(
         raise CheckpointError(
             model, f"not a folder, and the Hub did not give it ({reason})", "download it and name the folder"
         ) from None
-    return Path(found), remote
+    return Path(snapshot), remote
 
 
 def open_checkpoint(model: str, revision: str = "main", *, stream: bool = False) -> Checkpoint:

@@ -125,14 +125,14 @@ def _requests(wanted: Iterable[tuple[TensorInfo, memoryview]]) -> Iterator[_Requ
     most = hub_client.PIECE
     for info, view in wanted:
         for at in range(0, max(info.size, 1), most):
-            part = view[at : at + most]
-            start, end = info.start + at, info.start + at + len(part)
+            piece = view[at : at + most]
+            start, end = info.start + at, info.start + at + len(piece)
             if request and ((request.file, request.end) != (info.file, start) or end - request.start > most):
                 yield request
                 request = None
             request = request or _Request(info.file, start, start)
             request.end = end
-            request.views.append(part)
+            request.views.append(piece)
             if end == info.end:
                 request.complete.append(info)
     if request:
@@ -153,4 +153,6 @@ def by_name(entries: Iterable[RepoFile | RepoFolder]) -> dict[str, HubFile]:
     from huggingface_hub.hf_api import RepoFile
 
     files = (entry for entry in entries if isinstance(entry, RepoFile))
-    return {one.path: HubFile(one.path, one.size, one.lfs.sha256 if one.lfs else None, one.blob_id) for one in files}
+    return {
+        file.path: HubFile(file.path, file.size, file.lfs.sha256 if file.lfs else None, file.blob_id) for file in files
+    }

@@ -116,7 +116,9 @@ def _entry(file: Path, name: str, entry: object, base: int, length: int) -> Tens
         raise _corrupt(where, "a name with control characters")
     if not isinstance(entry, dict):
         raise _corrupt(where, "its header entry is no table")
-    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    dtype = entry.get("dtype")
+    shape = entry.get("shape")
+    offsets = entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise _corrupt(where, f"unknown dtype {reprlib.repr(dtype)}")
     if not _is_list_of_sizes(shape):

@@ -77,7 +77,9 @@ def check_hashes(source: Checkpoint, work: Path, output: Path, check: Callable[[
     """Hash every shard. A new run stores the hashes; a resumed run raises an OutputError if one has changed."""
     if source.remote:  # they are compared with the Hub's hashes as they arrive
         return
-    hash_file, hashes, files = work / "source.json", dict[str, str](), shard_files(source)
+    hash_file = work / "source.json"
+    hashes = dict[str, str]()
+    files = shard_files(source)
     with progress("hashing", len(files), unit="shard") as step:
         for file in files:
             check()

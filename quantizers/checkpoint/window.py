@@ -78,7 +78,9 @@ def schedule(source: Checkpoint, parts: Parts) -> Schedule:
     """The schedule of a pass over a checkpoint, wherever its shards are."""
     read = {(info.file.name, info.start, info.end) for part in parts for info in map(source.tensors.__getitem__, part)}
     stored = {(info.file.name, info.start, info.end) for info in source.tensors.values()}
-    needed, held, ends = Counter[str](), Counter[str](), dict[str, int]()
+    needed = Counter[str]()
+    held = Counter[str]()
+    ends = dict[str, int]()
     for file, start, end in stored:
         held[file] += end - start
         ends[file] = max(end, ends.get(file, 0))
@@ -111,7 +113,9 @@ class Window(HubFiles):
         check: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(remote.model, remote.commit, remote.files, remote.begun)
-        self.folder, self.limit, self.planned = folder, limit, planned
+        self.folder = folder
+        self.limit = limit
+        self.planned = planned
         self.fetches, self._check = fetches, check
         self.waited = 0.0  # seconds that reading waited for shards
         self._uses = Counter(name for part in planned.reads for name in part)
@@ -172,31 +176,31 @@ class Window(HubFiles):
         return None
 
     def _fetch(self, file: HubFile) -> None:
-        part = self.folder / f"{file.name}{UNFINISHED}"
-        with disk_errors(part):
-            begun = part.stat().st_size if part.exists() else 0
-            found = self._receive(file, part)
-            if begun and found not in ("", file.digest):  # as after a power cut
-                part.unlink()
-                found = self._receive(file, part)
-            if not found:
+        unfinished = self.folder / f"{file.name}{UNFINISHED}"
+        with disk_errors(unfinished):
+            begun = unfinished.stat().st_size if unfinished.exists() else 0
+            digest = self._receive(file, unfinished)
+            if begun and digest not in ("", file.digest):  # as after a power cut
+                unfinished.unlink()
+                digest = self._receive(file, unfinished)
+            if not digest:
                 return
-            if found != file.digest:
-                part.unlink()
+            if digest != file.digest:
+                unfinished.unlink()
                 raise QuantizeError(
                     f"{self.model}: {file.name}",
-                    f"what came from the Hub is not what it has (hash {found[:16]}…, on the Hub {file.digest[:16]}…)",
+                    f"what came from the Hub is not what it has (hash {digest[:16]}…, on the Hub {file.digest[:16]}…)",
                     hub_client.AGAIN,
                 )
-            os.replace(part, self.folder / file.name)
+            os.replace(unfinished, self.folder / file.name)
         with self._changed:
             self._arrived += 1
             self._changed.notify_all()
 
-    def _receive(self, file: HubFile, part: Path) -> str:
+    def _receive(self, file: HubFile, unfinished: Path) -> str:
         """Fetch what a file lacks; the hash of all its bytes, or nothing if it was stopped."""
         hasher = file.hasher()
-        with part.open("a+b") as stream:
+        with unfinished.open("a+b") as stream:
             stream.seek(0)
             while block := stream.read(hub_client.PIECE):
                 hasher.update(block)
@@ -219,23 +223,23 @@ class Window(HubFiles):
     ) -> Iterator[TensorInfo]:
         """As `reader.read_into`, once the shards are there; what is not fetched comes from the Hub."""
         fetched = self.planned.sizes.keys()
-        for file, some in groupby(wanted, lambda one: one[0].file.name if one[0].file.name in fetched else None):
+        for file, pairs in groupby(wanted, lambda pair: pair[0].file.name if pair[0].file.name in fetched else None):
             if file is None:
-                yield from super().read_into(some, stop)
+                yield from super().read_into(pairs, stop)
             elif self._wait_for(file, stop):
-                yield from read_into((replace(info, file=self.folder / file), view) for info, view in some)
+                yield from read_into((replace(info, file=self.folder / file), view) for info, view in pairs)
 
     def _wait_for(self, file: str, stop: Event | None) -> bool:
         """Whether a shard is there at last; False if `stop` was set before. Raises what ended the fetching."""
-        began = said = time.monotonic()
+        began = printed = time.monotonic()
         while not (self.folder / file).exists():
             self._check()
             if stop and stop.is_set():
                 return False
             if self._failure is not None:
                 raise self._failure
-            if self.fetches and time.monotonic() - said > LINES:
-                said = time.monotonic()
+            if self.fetches and time.monotonic() - printed > LINES:
+                printed = time.monotonic()
                 print(f"waiting for {self._received(file)}", file=sys.stderr, flush=True)
             with self._changed:
                 self._changed.wait(POLL)
@@ -244,8 +248,8 @@ class Window(HubFiles):
 
     def _received(self, file: str) -> str:
         """Describe the progress of a shard's download, and of the whole download, for the user."""
-        part, whole = self.folder / f"{file}{UNFINISHED}", sum(self.planned.sizes.values())
-        there, needed = part.stat().st_size if part.exists() else 0, self.planned.sizes[file]
+        unfinished, whole = self.folder / f"{file}{UNFINISHED}", sum(self.planned.sizes.values())
+        there, needed = unfinished.stat().st_size if unfinished.exists() else 0, self.planned.sizes[file]
         return f"{file}: {size(there)} of {size(needed)} ({size(self.fetched)} of {size(whole)} so far)"
 
     def release(self, infos: Iterable[TensorInfo]) -> None:
@@ -258,7 +262,7 @@ class Window(HubFiles):
                     del self._here[file]
                     self._changed.notify_all()
 
-    def said(self) -> str:
+    def fetched_line(self) -> str:
         """Summarize what was fetched, in a sentence."""
         ranges = f", and {size(self.planned.ranges)} in ranges" if self.planned.ranges else ""
         shards = f"{self._arrived} shard{'s' if self._arrived != 1 else ''}"
@@ -301,5 +305,5 @@ def streamed(
     finally:
         window.stop()
     if window.fetches:
-        print(window.said(), file=sys.stderr, flush=True)
+        print(window.fetched_line(), file=sys.stderr, flush=True)
         shutil.rmtree(folder, ignore_errors=True)

@@ -21,7 +21,7 @@ import torch
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import Own, architecture_for
-from quantizers.calibration.load_set import load_set, said
+from quantizers.calibration.load_set import load_set, print_notes
 from quantizers.calibration.samples import CalibrationData, identity
 from quantizers.checkpoint.loaded_tensors import LoadedTensors, layer_names, load_tensors, outside_names
 from quantizers.checkpoint.reader import Checkpoint, open_checkpoint
@@ -224,7 +224,7 @@ def measure(
         config_path = str(candidate.folder / "config.json")
         if candidate.config.get("model_type") != facts.model_type or not facts.is_of(candidate.config):
             raise CheckpointError(config_path, f"is another model than {source.name}", "give checkpoints of one model")
-    read = said(load_set(data_set, source.folder, trust_remote_code), "held out") if dist.is_main else None
+    read = print_notes(load_set(data_set, source.folder, trust_remote_code), "held out") if dist.is_main else None
     data: CalibrationData = dist.broadcast_object(read)
     held = held_out(data, source, facts, trust_remote_code)
     outside = [load_tensors(checkpoint, outside_names(checkpoint, facts)) for checkpoint in opened]

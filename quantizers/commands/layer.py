@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from quantizers.architectures.gates import Gate, gate_of
-from quantizers.calibration.load_set import load_set, said
+from quantizers.calibration.load_set import load_set, print_notes
 from quantizers.calibration.samples import token_tensors
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device, forward_dtype, is_accelerator, use_threads
@@ -204,7 +204,7 @@ def _captured(job: Job, number: int, device: torch.device) -> Layer:
         without=chosen.calibration_without,
         positions=facts.positions,
     )
-    sequences = token_tensors(said(data), facts.vocab_size)
+    sequences = token_tensors(print_notes(data), facts.vocab_size)
     lengths = [len(sequence) for sequence in sequences]
     rows = partial(ActivationStore, None, lengths, device=device, chunk=tokens_per_chunk(is_accelerator(device)))
     states = rows(model.row_width, model.dtype)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from quantizers.architectures.families import architecture_for
-from quantizers.calibration.load_set import load_set, said
+from quantizers.calibration.load_set import load_set, print_notes
 from quantizers.calibration.samples import CalibrationData
 from quantizers.checkpoint.reader import open_checkpoint
 from quantizers.device.devices import forward_dtype, use_threads
@@ -112,7 +112,7 @@ def opened(question: Question, device: torch.device, dist: ProcessGroup) -> tupl
         without=question.without,
         positions=facts.positions,
     )
-    read = [said(load(file)) for file in question.sets] if dist.is_main else None
+    read = [print_notes(load(file)) for file in question.sets] if dist.is_main else None
     loaded: list[CalibrationData] = dist.broadcast_object(read)
     use_threads(facts)
     return StreamedModel(named, facts, device, forward_dtype(device)), loaded

@@ -65,14 +65,14 @@ def device_problem(name: str) -> tuple[str, list[str]] | None:
         return "only the CPU and GPUs of NVIDIA and AMD are supported", ["give cpu, cuda, cuda:N or auto"]
     if torch.version.cuda is None and torch.version.hip is None:
         return f"torch {torch.__version__} is a build for the CPU alone", ["install one for GPUs", "give cpu"]
-    found = torch.cuda.device_count()
-    if not found:
+    count = torch.cuda.device_count()
+    if not count:
         look = "see whether nvidia-smi lists one and what CUDA_VISIBLE_DEVICES says"
         return "torch finds no GPU", [look, "give cpu"]
-    if int(form[1] or 0) >= found:
-        if found == 1:
+    if int(form[1] or 0) >= count:
+        if count == 1:
             return "torch finds one GPU", ["give cuda:0"]
-        return f"torch finds {found} GPUs", [f"give one of cuda:0 to cuda:{found - 1}"]
+        return f"torch finds {count} GPUs", [f"give one of cuda:0 to cuda:{count - 1}"]
     return None
 
 
@@ -202,9 +202,9 @@ def environment() -> dict[str, Any]:
 
 def gpus() -> list[dict[str, Any]]:
     """List all GPUs with their names, their memory in bytes, and `triton_support.kernels`."""
-    found = []
+    listed = []
     for number in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(number)
         entry = {"device": f"cuda:{number}", "name": gpu.name, "bytes": gpu.total_memory}
-        found.append(entry | {"kernels": kernels(torch.device("cuda", number))})
-    return found
+        listed.append(entry | {"kernels": kernels(torch.device("cuda", number))})
+    return listed

@@ -186,7 +186,7 @@ def to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {}
     flat = tensor_to_host(torch.cat([tensor.flatten().double() for tensor in tensors.values()]))
     parts = torch.split(flat, [math.prod(tensor.shape) for tensor in tensors.values()])
-    return {name: part.view(tensors[name].shape) for name, part in zip(tensors, parts, strict=True)}
+    return {name: numbers.view(tensors[name].shape) for name, numbers in zip(tensors, parts, strict=True)}
 
 
 def tensor_to_host(tensor: torch.Tensor) -> torch.Tensor:

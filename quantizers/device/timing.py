@@ -20,10 +20,10 @@ def timed_items(name: str, items: Iterable[Item]) -> Iterator[Item]:
     iterator = iter(items)
     while True:
         with phase(name):
-            found = list(itertools.islice(iterator, 1))
-        if not found:
+            following = list(itertools.islice(iterator, 1))
+        if not following:
             return
-        yield found.pop()
+        yield following.pop()
 
 
 @contextlib.contextmanager

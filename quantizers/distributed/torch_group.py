@@ -84,9 +84,13 @@ class DistributedGroup(ProcessGroup):
     def __init__(
         self, group: torch.distributed.ProcessGroup, store: Store, rank: int, places: Sequence[tuple[str, int]]
     ) -> None:
-        self.rank, self.world_size, self.local_rank = rank, len(places), places[rank][1]
+        self.rank = rank
+        self.world_size = len(places)
+        self.local_rank = places[rank][1]
         self.nodes = node_numbers([local_rank for _, local_rank in places])
-        self._group, self._store, self._host = group, store, places[rank][0]
+        self._group = group
+        self._store = store
+        self._host = places[rank][0]
         self._device, self._timeout = CPU, TIMEOUT
         self._interrupt: Callable[[], None] = lambda: None
 
@@ -136,14 +140,14 @@ class DistributedGroup(ProcessGroup):
         assert tensor.is_contiguous(), "the received bytes would be written to a copy"
         if not tensor.numel():
             return
-        for part in torch.split(tensor.detach().flatten().view(torch.uint8), CHUNK):
-            sent = part.to(self._device)
+        for chunk in torch.split(tensor.detach().flatten().view(torch.uint8), CHUNK):
+            sent = chunk.to(self._device)
             self._broadcast(sent, src)
-            if self.rank != src and sent is not part:
-                part.copy_(sent)
+            if self.rank != src and sent is not chunk:
+                chunk.copy_(sent)
 
     def all_gather(self, parts: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-        shapes = self.all_gather_object({name: (tuple(part.shape), part.dtype) for name, part in parts.items()})
+        shapes = self.all_gather_object({name: (tuple(rows.shape), rows.dtype) for name, rows in parts.items()})
         whole: dict[str, torch.Tensor] = {}
         for name in dict.fromkeys(name for shape in shapes for name in shape):
             counts = [shape[name][0][0] if name in shape else 0 for shape in shapes]
@@ -197,7 +201,7 @@ class DistributedGroup(ProcessGroup):
         if error.exit_code == SIGTERM_CODE:
             why = "stopped by SIGTERM, which a launcher sends when another process has failed (its report says which)"
             error = Interrupted(self.name, why, RESUME, signal.SIGTERM)
-        own = json.dumps({"rank": self.rank, "errors": [one.as_dict() for one in error.errors]})
+        own = json.dumps({"rank": self.rank, "errors": [fault.as_dict() for fault in error.errors]})
         try:
             first = json.loads(self._store.compare_set("failure", "", own))
         except RuntimeError:  # the store is lost with the launcher of rank 0

@@ -169,20 +169,20 @@ class Fp8Blocks(Fp8):
         expected = blocks_of(shape, block)
         if scale is not None and scale.shape != expected:
             return None
-        found, info = inverse or scale, checkpoint.tensors[f"{module}.weight"]
-        if found is None:
+        stored_scale, info = inverse or scale, checkpoint.tensors[f"{module}.weight"]
+        if stored_scale is None:
             raise CheckpointError(
                 info.file,
                 f"{info.name} is FP8 but has no {SCALE_INV}",
                 "the checkpoint is incomplete, download it again",
             )
-        if found.shape != expected:
+        if stored_scale.shape != expected:
             raise CheckpointError(
-                found.file,
-                f"{found.name} has shape {list(found.shape)}, but {list(shape)} in blocks of {list(block)} needs "
-                f"{list(expected)}",
+                stored_scale.file,
+                f"{stored_scale.name} has shape {list(stored_scale.shape)}, but {list(shape)} in blocks of "
+                f"{list(block)} needs {list(expected)}",
             )
-        return StoredMatrix(cls(*block), ("weight", found.name.rpartition(".")[2]), shape)
+        return StoredMatrix(cls(*block), ("weight", stored_scale.name.rpartition(".")[2]), shape)
 
 
 FORMAT = "float-quantized"
@@ -305,10 +305,10 @@ def declared_form(config: Mapping[str, Any], where: str) -> Fp8:
     strategies = {str(weights.get("strategy")) for weights in schemes}
     wanted = {"num_bits": 8, "type": "float"}
     if strategies not in ({"channel"}, {"block"}) or not all(wanted.items() <= weights.items() for weights in schemes):
-        found = [f"{weights.get('type')}{weights.get('num_bits')} {weights.get('strategy')}" for weights in schemes]
+        declared = [f"{weights.get('type')}{weights.get('num_bits')} {weights.get('strategy')}" for weights in schemes]
         raise CheckpointError(
             f"{where}: quantization_config.config_groups",
-            f"weights are {', '.join(dict.fromkeys(found)) or 'not said'}; of compressed-tensors only FP8 with a "
+            f"weights are {', '.join(dict.fromkeys(declared)) or 'not said'}; of compressed-tensors only FP8 with a "
             "scale per row or per block can be quantized (num_bits 8, type float, strategy channel or block, one in "
             "all groups)",
             "give the model's FP8 or BF16 release",

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 GROUP = 16
 GLOBAL_SCALE, INPUT_SCALE = "weight_global_scale", "input_global_scale"
 E2M1: Literal["e2m1"] = "e2m1"
-LARGEST_E2M1, LARGEST_E4M3, SMALLEST_E4M3 = 6.0, 448.0, 2.0**-9
+LARGEST_E2M1 = 6.0
+LARGEST_E4M3 = 448.0
+SMALLEST_E4M3 = 2.0**-9
 
 
 @dataclass(frozen=True)
@@ -141,8 +143,8 @@ class Nvfp4(ExpertFormat):
     @classmethod
     def stored(cls, checkpoint: Checkpoint, module: str) -> StoredMatrix | None:
         """A matrix of E2M1 codes with E4M3 scales."""
-        found = checkpoint.tensors.get(f"{module}.{PACKED}")
-        if found is None or found.dtype != "U8":
+        codes = checkpoint.tensors.get(f"{module}.{PACKED}")
+        if codes is None or codes.dtype != "U8":
             return None
         names = (PACKED, SCALE, GLOBAL_SCALE)
         packed, scale, whole = (checkpoint.require(f"{module}.{name}", "part of an NVFP4 weight") for name in names)
@@ -160,7 +162,8 @@ class Nvfp4(ExpertFormat):
     @classmethod
     def of_experts(cls, checkpoint: Checkpoint, modules: Sequence[str]) -> Self | None:
         """The format of the first matrix that is stored in it."""
-        matrix = next((one for module in modules if (one := cls.stored(checkpoint, module))), None)
+        matrices = (cls.stored(checkpoint, module) for module in modules)
+        matrix = next(filter(None, matrices), None)
         return matrix.form if matrix is not None and isinstance(matrix.form, cls) else None
 
 

@@ -36,7 +36,9 @@ from .format import (
 if TYPE_CHECKING:
     import torch
 
-SHAPE, ZERO_POINT, GROUP_INDEX = "weight_shape", "weight_zero_point", "weight_g_idx"
+SHAPE = "weight_shape"
+ZERO_POINT = "weight_zero_point"
+GROUP_INDEX = "weight_g_idx"
 SIZES, GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # vLLM's Humming takes all of them, Marlin 4 and 8 bits
 WHOLE = (PACKED, SCALE, SHAPE)  # the parts of a matrix of symmetric integers
 
@@ -219,8 +221,8 @@ def pack(integers: torch.Tensor, bits: int) -> torch.Tensor:
     raw = raw.view(*raw.shape[:-1], raw.shape[-1] // few, few)
     packed = raw.new_zeros(*raw.shape[:-1], few * bits // 8)
     for i, byte, shift in _places(bits):
-        part = packed[..., byte]
-        part |= raw[..., i] << shift if shift >= 0 else raw[..., i] >> -shift  # what exceeds 8 bits falls off
+        packed_byte = packed[..., byte]
+        packed_byte |= raw[..., i] << shift if shift >= 0 else raw[..., i] >> -shift  # what exceeds 8 bits falls off
     return packed.flatten(-2).view(torch.int32)
 
 
@@ -233,8 +235,8 @@ def unpack(packed: torch.Tensor, bits: int, shape: tuple[int, ...]) -> torch.Ten
     raw = raw.view(*raw.shape[:-1], shape[-1] // few, few * bits // 8)
     integers = raw.new_zeros(*raw.shape[:-1], few)
     for i, byte, shift in _places(bits):
-        part = integers[..., i]
-        part |= raw[..., byte] >> shift if shift >= 0 else raw[..., byte] << -shift
+        integer = integers[..., i]
+        integer |= raw[..., byte] >> shift if shift >= 0 else raw[..., byte] << -shift
     return integers.bitwise_and_(2 * half - 1).sub_(half).view(torch.int8).view(shape)
 
 

@@ -104,7 +104,7 @@ def published_names(checkpoint: Checkpoint, facts: Architecture) -> Checkpoint:
             "copy their quantization_config from quant_config.json or quantize_config.json, and add its quant_method",
         )
     tensors: dict[str, TensorInfo] = {}
-    known = {name for kind in facts.kinds for part in (kind.tensors, kind.linears) for name in part}
+    known = {name for kind in facts.kinds for name in (*kind.tensors, *kind.linears)}
     for name, info in checkpoint.tensors.items():
         published = _published(name, facts, known)
         if published in tensors:

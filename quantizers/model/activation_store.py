@@ -51,7 +51,10 @@ class ActivationStore:
         dist: ProcessGroup = SINGLE_PROCESS,
         chunk: int | None = None,
     ) -> None:
-        self.path, self.lengths, self.width, self.dist = path, list(lengths), width, dist
+        self.path = path
+        self.lengths = list(lengths)
+        self.width = width
+        self.dist = dist
         self._chunk = chunk or max(1, sum(lengths))
         self.offsets = [0, *accumulate(lengths)]
         self.batches = batches(lengths, self._chunk)
@@ -178,5 +181,7 @@ def batches(lengths: Sequence[int], most: int) -> list[range]:
         rows = longest * (number + 1 - first)
         if number > first and (rows > most or rows - tokens > MOST_PADDING * rows):
             result.append(range(first, number))
-            first, tokens, longest = number, length, length
+            first = number
+            tokens = length
+            longest = length
     return [*result, range(first, len(lengths))] if lengths else []

@@ -39,7 +39,7 @@ class MoeInputs(NamedTuple):
     def of_sequences(self, lengths: Sequence[int]) -> MoeInputs:
         """Select the rows that belong to the sequences of a padded batch, of its rows (B · T, …)."""
         kept = torch.cat([torch.arange(length) + i * max(lengths) for i, length in enumerate(lengths)])
-        return MoeInputs._make(each[kept.to(self.x.device)] for each in self)
+        return MoeInputs._make(rows[kept.to(self.x.device)] for rows in self)
 
 
 def capture_moe_inputs(x: torch.Tensor, chosen: torch.Tensor, weight: torch.Tensor) -> MoeInputs:
@@ -72,14 +72,14 @@ class MoeInputStore(NamedTuple):
 
     def put(self, rows: slice, captured: MoeInputs) -> None:
         """Store the inputs of these rows, counted through all sequences."""
-        for stored, each in zip(self.at(rows), captured, strict=True):
-            stored.copy_(each.view_as(stored))
+        for stored, tensor in zip(self.at(rows), captured, strict=True):
+            stored.copy_(tensor.view_as(stored))
 
     def complete(self, states: ActivationStore) -> None:
         """Get the rows that the other processes have captured: each those of `states` that it computes."""
         for src in range(states.dist.world_size):
-            for part in self.at(slice(*states.rows_of(src))):
-                states.dist.broadcast(part, src)
+            for rows in self.at(slice(*states.rows_of(src))):
+                states.dist.broadcast(rows, src)
 
     def at(self, rows: slice) -> tuple[torch.Tensor, ...]:
         """Views of these rows, of each of the four."""
@@ -137,5 +137,7 @@ class _Chunks(Sequence[MoeInputs]):
 
 def route_counts(chosen: torch.Tensor, experts: int) -> torch.Tensor:
     """(E,) int64: number of tokens routed to each expert, from the chosen experts (T, K) int64."""
-    each = chosen.flatten()
-    return torch.zeros(experts, dtype=torch.int64, device=chosen.device).scatter_add_(0, each, torch.ones_like(each))
+    experts_chosen = chosen.flatten()
+    return torch.zeros(experts, dtype=torch.int64, device=chosen.device).scatter_add_(
+        0, experts_chosen, torch.ones_like(experts_chosen)
+    )

@@ -56,7 +56,9 @@ class StreamedModel:
 
     def __init__(self, checkpoint: Checkpoint, facts: Architecture, device: torch.device, dtype: torch.dtype) -> None:
         self.checkpoint, self.facts = checkpoint, facts
-        self.device, self.dtype, self.hidden = device, dtype, facts.hidden_size * facts.streams
+        self.device = device
+        self.dtype = dtype
+        self.hidden = facts.hidden_size * facts.streams
         whole = model_class(facts.model_class, f"the facts of {facts.model_type}: model_class")
         self.skeleton = Skeleton(whole, config_of(whole, checkpoint.config), device, dtype)
         self._keeps_products: bool | None = None
@@ -98,9 +100,9 @@ class StreamedModel:
             tokens: ids (…); None for 0.
         """
         facts, states = self.facts.handed, states.to(self.dtype)
-        if not self.facts.beside:
+        if not self.facts.extra_columns:
             return states
-        columns = torch.zeros(*states.shape[:-1], self.facts.beside, dtype=torch.int32, device=states.device)
+        columns = torch.zeros(*states.shape[:-1], self.facts.extra_columns, dtype=torch.int32, device=states.device)
         if self.facts.tokens and tokens is not None:
             columns[..., -1] = tokens
         if facts is not None and handed is not None:
@@ -121,7 +123,7 @@ class StreamedModel:
         facts = self.facts.handed
         if facts is None:
             return None
-        columns = self._beside(rows)
+        columns = self._extra_columns(rows)
         if not (count := int(columns[0, 0, 0])):
             return None
         values = columns[..., 1 : 1 + count]
@@ -131,9 +133,9 @@ class StreamedModel:
 
     def tokens(self, rows: torch.Tensor) -> torch.Tensor | None:
         """The token ids (…) int64 of rows (…, W), if the model's layers get them."""
-        return self._beside(rows)[..., -1].long() if self.facts.tokens else None
+        return self._extra_columns(rows)[..., -1].long() if self.facts.tokens else None
 
-    def _beside(self, rows: torch.Tensor) -> torch.Tensor:
+    def _extra_columns(self, rows: torch.Tensor) -> torch.Tensor:
         return rows[..., self.hidden :].contiguous().view(torch.int32)
 
     def final(self, rows: torch.Tensor) -> torch.Tensor:

@@ -311,10 +311,10 @@ def _remedy(setting: str, before: Any) -> str:
 def begun_with(work: Path, name: str = FINGERPRINT, part: str = "machine") -> dict[str, Any]:
     """A part of the fingerprint of the run to resume; empty if there is none."""
     try:
-        found = json.loads((work / name).read_text())[part]
+        value = json.loads((work / name).read_text())[part]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def differences(old: Any, new: Any, path: str = "", missing: Any = None) -> Iterator[tuple[str, Any, Any]]:
@@ -367,7 +367,7 @@ def check_room(work: Path, needed: int, remedies: Sequence[str] = ()) -> None:
         raise QuantizeError(
             work.parent,
             f"what the run keeps on the disk needs {needed / 1e9:.3g} GB more, {free / 1e9:.3g} GB are free",
-            f"make room, choose another --output{''.join(f', or {one}' for one in remedies)}",
+            f"make room, choose another --output{''.join(f', or {remedy}' for remedy in remedies)}",
         )
 
 

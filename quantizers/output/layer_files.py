@@ -24,6 +24,6 @@ class LayerFiles:
         done = next((number for number in range(layers) if not self._path(number).exists()), layers)
         return [json.loads(self._path(number).read_text()) for number in range(done)]
 
-    def write(self, number: int, found: Any) -> None:
-        """Keep what was found in a layer: from here on it is done."""
-        write_json(self._path(number), found)
+    def write(self, number: int, result: Any) -> None:
+        """Keep the result of a layer: from here on it is done."""
+        write_json(self._path(number), result)

@@ -138,7 +138,7 @@ def is_to_be_made(repo: str, *, ours: bool) -> bool:
             "is public, and nothing of a run is to be public before its proof",
             f"make it private{' again' if ours else ', or name a new repository'}",
         )
-    others = sorted({one.rfilename for one in info.siblings or ()} - {ATTRIBUTES})
+    others = sorted({sibling.rfilename for sibling in info.siblings or ()} - {ATTRIBUTES})
     if others and not ours:
         raise InputError(
             repo,
@@ -162,7 +162,7 @@ def refuse_card(repo: str, text: str) -> None:
         if answer.status_code != 400:
             hf_raise_for_status(answer)
             return
-        errors = [one["message"] for one in answer.json()["errors"]]
+        errors = [error["message"] for error in answer.json()["errors"]]
     if errors:
         raise InputError(
             repo,
@@ -182,7 +182,7 @@ class HereOrHub(HubFiles):
         self, wanted: Iterable[tuple[TensorInfo, memoryview]], stop: Event | None = None
     ) -> Iterator[TensorInfo]:
         """As `HubFiles.read_into`."""
-        for file, of_file in groupby(wanted, lambda one: one[0].file):
+        for file, of_file in groupby(wanted, lambda pair: pair[0].file):
             read = read_into if file.is_file() else super().read_into
             yield from read(of_file)
 
@@ -205,7 +205,9 @@ class Uploads:
     """
 
     def __init__(self, work: Path, repo: str, *, most: int | None, is_new: bool) -> None:
-        self.repo, self._most, self._is_new = repo, most, is_new
+        self.repo = repo
+        self._most = most
+        self._is_new = is_new
         self.there, self.shards = HereOrHub(repo, "main", {}), set[str]()
         self._work, self._state = work, journal.uploads(work)
         self._waiting: dict[str, LocalFile] = {}
@@ -247,8 +249,10 @@ class Uploads:
                         self._note(before)
                     raise
             self._list()
-        on_hub = {name: one.sha256 for name, one in self.there.files.items()}
-        self.shards = {name for name, one in journal.digests(self._work).items() if on_hub.get(name) == one.sha256}
+        on_hub = {name: file.sha256 for name, file in self.there.files.items()}
+        self.shards = {
+            name for name, digest in journal.digests(self._work).items() if on_hub.get(name) == digest.sha256
+        }
         Thread(target=self._run, daemon=True).start()
 
     @property
@@ -273,7 +277,7 @@ class Uploads:
 
     def wait(self, check: Callable[[], None], most: int = 0) -> None:
         """Wait until at most so many files are not on the Hub yet."""
-        said = time.monotonic()
+        printed = time.monotonic()
         while True:
             check()
             with self._turn:
@@ -284,8 +288,8 @@ class Uploads:
                     self._turn.wait(POLL)
             if waiting <= most:
                 return
-            if time.monotonic() - said > LINES:
-                said = time.monotonic()
+            if time.monotonic() - printed > LINES:
+                printed = time.monotonic()
                 print(f"waiting for {waiting} files to be uploaded to {self.repo}", file=sys.stderr, flush=True)
 
     def make_room(self, check: Callable[[], None]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from quantizers.calibration.load_set import load_set, pins_of, said
+from quantizers.calibration.load_set import load_set, pins_of, print_notes
 from quantizers.calibration.lock import Pin
 from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.calibration.set import read_set
@@ -77,7 +77,7 @@ def read_inputs(job: Job, dist: ProcessGroup, work: Path) -> Inputs:
     def read(name: str, target: str, title: str = "calibration", **chosen: Any) -> CalibrationData:
         """The samples of a set, chosen by arguments of `load_set`; the run keeps the set."""
         file = set_location(name, job.path)
-        data = said(load_set(file, job.opened.folder, trusted, run=work / "calibration", **chosen), title)
+        data = print_notes(load_set(file, job.opened.folder, trusted, run=work / "calibration", **chosen), title)
         pins[target] = pins_of(read_set(file), data)
         return data
 

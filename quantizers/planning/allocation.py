@@ -165,9 +165,13 @@ def allocation(plan: Plan, facts: Architecture, experts: Experts, where: str) ->
     least = result.cost(result.uniform(0))
     if least <= limit:
         return result
-    given, smallest, give = f"{experts.bits_per_weight}", "", f"{possible[0].bits_per_weight:g}"
+    given = f"{experts.bits_per_weight}"
+    smallest = ""
+    give = f"{possible[0].bits_per_weight:g}"
     if unit == "bytes":
-        given, smallest, give = size(limit), f", {size(least)}", size_from(least)
+        given = size(limit)
+        smallest = f", {size(least)}"
+        give = size_from(least)
     raise RecipeError(
         where,
         f"{given} is less than the smallest possible{smallest} ({possible[0]} in every layer)",
@@ -196,9 +200,9 @@ def cheapest_loss(costs: Sequence[Sequence[int]], losses: Sequence[Sequence[floa
 
     while True:
         options = [(layer, option) for layer, row in enumerate(costs) for option in range(chosen[layer] + 1, len(row))]
-        upgrades = [one for one in options if cost(*one) <= left and gain(*one) > 0]
+        upgrades = [upgrade for upgrade in options if cost(*upgrade) <= left and gain(*upgrade) > 0]
         if not upgrades:
             return chosen
-        layer, option = max(upgrades, key=lambda one: gain(*one) / max(cost(*one), 1))
+        layer, option = max(upgrades, key=lambda upgrade: gain(*upgrade) / max(cost(*upgrade), 1))
         left -= cost(layer, option)
         chosen[layer] = option

@@ -50,15 +50,15 @@ def _modules(facts: Architecture, mtp: Iterable[int]) -> Iterator[_Module]:
     shapes = {matrix: facts.expert_linears[matrix].shape for matrix in MATRICES}
     for layer in (*range(facts.num_layers), *mtp):
         here = facts.of_layer(layer)
-        for name, one in here.tensors.items():
-            yield _Module(facts.layer(layer, name), one.shape, layer, one)
+        for name, tensor in here.tensors.items():
+            yield _Module(facts.layer(layer, name), tensor.shape, layer, tensor)
         for name, shape in here.linears.items():
             yield _Module(facts.layer(layer, name), shape, layer)
         for expert in range(0 if here.dense else facts.num_experts):
             for matrix in MATRICES:
                 yield _Module(facts.expert(layer, expert, matrix), shapes[matrix], layer, None, expert, matrix)
-    for name, one in facts.outside.items():
-        yield _Module(name, one.shape, None, one)
+    for name, tensor in facts.outside.items():
+        yield _Module(name, tensor.shape, None, tensor)
 
 
 def expected_tensors(facts: Architecture, config: Mapping[str, Any], where: str) -> dict[str, Spec]:
@@ -221,14 +221,14 @@ def _cached(facts: Architecture, where: str) -> dict[int, str]:
             f"{latent[0]} is of latent attention (MLA), of whose cache servers read no scales",
             "remove the key",
         )
-    found = {n: name for n in range(facts.num_layers) if (name := facts.of_layer(n).cached) is not None}
-    other = next((name for name in found.values() if not name.endswith(SERVED_NAME)), None)
-    if not found or other:
+    cached = {n: name for n in range(facts.num_layers) if (name := facts.of_layer(n).cached) is not None}
+    other = next((name for name in cached.values() if not name.endswith(SERVED_NAME)), None)
+    if not cached or other:
         why = (
             f"servers look for scales in {SERVED_NAME}, not in {other}" if other else "no layer caches keys and values"
         )
         raise RecipeError(f"{where}: kv_cache: fp8", why, "remove the key")
-    return {n: facts.layer(n, name) for n, name in found.items()}
+    return {n: facts.layer(n, name) for n, name in cached.items()}
 
 
 def _require_converted(attention: Attention, actions: Sequence[Action], where: str) -> None:
@@ -237,8 +237,8 @@ def _require_converted(attention: Attention, actions: Sequence[Action], where: s
     if made is None:
         return
     matrices, key = [action for action in actions if action.is_other_matrix], f"{where}: attention: {attention}"
-    found = [action for action in matrices if action.kind == "convert"]
-    if not found:
+    converted = [action for action in matrices if action.kind == "convert"]
+    if not converted:
         is_fp8 = "of attention, shared experts or dense layers is FP8"
         raise RecipeError(key, f"no matrix {'fits' if isinstance(made, Fp8) else is_fp8}", "remove the key")
     if not isinstance(made, Fp8):
@@ -246,8 +246,8 @@ def _require_converted(attention: Attention, actions: Sequence[Action], where: s
     for action in matrices:
         if action.spec.dtype == FP8:
             raise RecipeError(key, f"{action.source} is FP8 already", "remove the key, or give bf16")
-    merged = {part for parts in FUSED_IN_SOME.values() for part in parts[:-1]}
-    for action in found:
+    merged = {module for modules in FUSED_IN_SOME.values() for module in modules[:-1]}
+    for action in converted:
         rows, columns = action.spec.shape
         last = action.source.removesuffix(".weight").rpartition(".")[2]
         for what, size, edge in (("rows", rows if last in merged else 0, 0), ("columns", columns, 1)):
@@ -275,14 +275,14 @@ def _unread_actions(
     taken = {name: take(remaining, name, shape, tuple(TORCH_DTYPES), where) for name, shape in unread.items()}
     in_fp8 = {name for name, spec in taken.items() if spec.dtype == FP8}
     layer_of = {facts.layer(layer, ""): layer for layer in range(layers)}
-    found = []
+    unread_actions = []
     for name, spec in taken.items():
         module, _, suffix = name.rpartition(".")
         renamed = suffix == SCALE_INV and f"{module}.weight" in in_fp8
         layer = next((number for prefix, number in layer_of.items() if name.startswith(prefix)), None)
         outputs = {f"{module}.{SCALE}" if renamed else name: spec}
-        found.append(Action(name, spec, "rename" if renamed else "carry", outputs, layer))
-    return found
+        unread_actions.append(Action(name, spec, "rename" if renamed else "carry", outputs, layer))
+    return unread_actions
 
 
 def take(remaining: Remaining, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...], where: str) -> Spec:

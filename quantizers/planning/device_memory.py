@@ -13,7 +13,7 @@ The largest of a layer step's four phases is the peak. On an accelerator the sou
 
 Free memory is given, in order of the time it saves, to the captured MoE inputs, the activations between layers, the
 held-out activations, the Hessians of x of as many expert batches as fit, and the prefetched next layer. The bytes of
-an expert batch follow from the arrays alive at each peak in solve/; tests/planning/test_memory_plan.py measures them.
+an expert batch follow from the arrays alive at each peak in solve/, which solver_arrays.py counts.
 """
 
 from __future__ import annotations
@@ -27,17 +27,13 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.system.errors import InputError, QuantizeError
 from quantizers.system.formatting import gib
 
-from .expert_batches import FLOAT, ROUTED_ROWS, expert_batches, experts_per_batch, tokens_per_chunk
+from .expert_batches import FLOAT, expert_batches, experts_per_batch, tokens_per_chunk
 from .plan import Plan
+from .solver_arrays import expert_bytes
 
 Place = Literal["device", "memory", "files"]
 
 SHARE_FOR_STATES = 0.5  # of the free host memory: calibration activations that need more are kept in files
-# Arrays alive while a matrix is rounded, as numbers of (C, C), (R, C) and (R, panel). While factorizing: the Hessian
-# ordered, damped and factorized, and the transposed matrix. While rounding: these, the residual, the codes, and panels.
-FACTORIZED = 6, 2, 0
-ROUNDED = 3, 4, 5
-PANEL = 256
 CONVERTING = 24  # bytes for each number of a matrix that becomes FP8: its codes, and what they lose
 
 
@@ -154,7 +150,7 @@ class _Phases:
         # The Hessian of all rows and a temporary, one token chunk and one being copied, and the routing.
         self._inputs = 2 * FLOAT * hidden**2 + 2 * rows * hidden * itemsize + 8 * chosen * tokens
         self.routed = self.size * FLOAT * hidden**2
-        self.one_batch = self.size * _expert_bytes(facts, rows, itemsize)
+        self.one_batch = self.size * expert_bytes(facts, rows, itemsize)
 
     def solve(self, resident: int) -> int:
         own = self.layer + self._linears + self._rest + self._codes
@@ -169,29 +165,6 @@ class _Phases:
 def _layer_bytes(plan: Plan, number: int, itemsize: int) -> int:
     weights = (action for action in plan.of_layer(number) if action.is_weight)
     return sum(math.prod(a.spec.shape) * (FLOAT if a.kind == "compensate" else itemsize) for a in weights)
-
-
-def _expert_bytes(facts: Architecture, rows: int, itemsize: int) -> int:
-    """Bytes of one expert while its batch is solved in chunks of `rows` tokens, without its routed Hessian."""
-    hidden, width, chosen = facts.hidden_size, facts.expert_width, facts.top_k
-    square, narrow = FLOAT * hidden**2, FLOAT * width**2  # the Hessians of x and of h
-    gate_up, down = FLOAT * 2 * width * hidden, FLOAT * width * hidden
-    stored = itemsize * 3 * width * hidden  # the weights as they are served
-    small = rows * (9 * chosen + 40)  # routing weights and row indices
-    # Routed rows: all that are gathered at a time may be one expert's.
-    routed = min(rows, ROUTED_ROWS)
-    inputs = routed * itemsize * 2 * hidden + square // 4 + small
-    # The weights in float32, rounded and as served; gate, up and h of a token chunk, and of its routed rows.
-    batch = itemsize * max(4 * width * rows, 3 * width * rows + (2 * hidden + 3 * width) * routed) + small
-    serving = stored + 3 * gate_up + down + 2 * narrow + batch
-    # The weights in float32 and as served, and one matrix being rounded.
-    weights = stored + 2 * (gate_up + down) + narrow
-    rounding = max(
-        squares * hessian + matrices * weight + panels * min(PANEL, columns) * weight // columns
-        for squares, matrices, panels in (FACTORIZED, ROUNDED)
-        for hessian, weight, columns in ((square, gate_up, hidden), (narrow, down, width))
-    )
-    return max(inputs, serving, weights + rounding)
 
 
 def placement(

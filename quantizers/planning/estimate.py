@@ -100,7 +100,7 @@ def estimate_run(job: Job, output_bytes: int, processes: int = 1, disk: float = 
         gpus = [rates for rates in rates_of_gpus() if memory["GPU"].smallest <= USABLE * rates.memory]
 
         def of(rates: Rates, count: int) -> dict[str, float]:
-            in_layers = sum(one.seconds(rates, count, disk) for one in layers)
+            in_layers = sum(work.seconds(rates, count, disk) for work in layers)
             verification = logits.seconds(rates, count, disk)
             return {"layers": in_layers, "verification": verification, "all": in_layers + verification}
 
@@ -156,7 +156,9 @@ def layer_work(job: Job, number: int, lengths: Sequence[int], texts: Sequence[in
     Args:
         lengths, texts: tokens of each calibration sequence, and of each evaluation text.
     """
-    facts, settings, layer = job.facts, job.plan.experts, job.plan.of_layer(number)
+    facts = job.facts
+    settings = job.plan.experts
+    layer = job.plan.of_layer(number)
     hidden, width = float(facts.hidden_size), float(facts.expert_width)
     experts, chosen = float(facts.num_experts), float(facts.top_k)
     models = _models(job)

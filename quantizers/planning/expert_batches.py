@@ -18,7 +18,9 @@ from typing import TypeVar
 from quantizers.architectures.architecture import Architecture
 
 Item = TypeVar("Item")
-LARGEST_BATCH, BATCH_BYTES, SQUARES = 16, 6 * 2**30, 6
+LARGEST_BATCH = 16
+BATCH_BYTES = 6 * 2**30
+SQUARES = 6
 CPU_EXPERTS, CPU_CACHE_BYTES = 8, 6 * 2**20
 FLOAT = 4
 GPU_TOKENS, CPU_TOKENS = 16384, 4096  # of a chunk; a GPU would wait for the launches of smaller kernels

@@ -24,7 +24,9 @@ _COUNT = re.compile(r"^\d+\s*[xX×]\s*")
 GPU_SHARES = {"bandwidth": 0.8, "products": 0.6, "float32": 0.4, "factorization": 0.1}
 CPU_SHARES = {"bandwidth": 1.0, "products": 0.75, "float32": 0.75, "factorization": 0.3}
 # Of one core, on which a layer was measured: operations and bytes a second.
-CORE_RATE, CORE_BANDWIDTH, MOST_BANDWIDTH = 0.095e12, 7.5e9, 200e9
+CORE_RATE = 0.095e12
+CORE_BANDWIDTH = 7.5e9
+MOST_BANDWIDTH = 200e9
 
 
 @cache
@@ -58,8 +60,15 @@ def rates_of_gpus() -> list[Rates]:
     """The GPUs whose rates are known, in the order of gpus.yaml."""
     entries = {name.replace("-", " "): entry for name, entry in known_gpus().items() if "bandwidth" in entry}
     return [
-        Rates(name, _memory(one), TERA * one["bandwidth"], TERA * one["bfloat16"], TERA * one["float32"], GPU_SHARES)
-        for name, one in entries.items()
+        Rates(
+            name,
+            _memory(entry),
+            TERA * entry["bandwidth"],
+            TERA * entry["bfloat16"],
+            TERA * entry["float32"],
+            GPU_SHARES,
+        )
+        for name, entry in entries.items()
     ]
 
 
@@ -87,7 +96,7 @@ class Gpus:
 
 def most_unseen() -> float:
     """The largest share of its nominal memory that torch does not see of a GPU where that is known."""
-    return max(1 - float(one["seen"]) / float(one["memory"]) for one in known_gpus().values() if "seen" in one)
+    return max(1 - float(gpu["seen"]) / float(gpu["memory"]) for gpu in known_gpus().values() if "seen" in gpu)
 
 
 def parse_gpus(text: str) -> Gpus:

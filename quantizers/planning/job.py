@@ -72,7 +72,7 @@ class Job:
     def integers(self) -> set[tuple[int, int, bool]]:
         """Bits, group size, and whether scales may be negative, of all integers that a run may write."""
         schemes = self.allocation.candidates if self.allocation else self.plan.schemes
-        return {(one.bits, one.group_size, self.recipe.experts.signed) for one in schemes if one.by_kernel}
+        return {(scheme.bits, scheme.group_size, self.recipe.experts.signed) for scheme in schemes if scheme.by_kernel}
 
 
 def prepare(
@@ -130,7 +130,9 @@ def prepare(
         revision = commits.get(f"{location}@{recipe.source.revision}", recipe.source.revision)
         headers = offline == HEADERS
         source = _open_source(location, recipe, revision, stream=stream or headers, headers=headers, cache=cache)
-        config, where, config_name = source.config, str(source.folder), str(source.folder / CONFIG)
+        config = source.config
+        where = str(source.folder)
+        config_name = str(source.folder / CONFIG)
         basis = f"the headers of {where}"
         if headers:
             basis = f"the headers of {location} on the Hub, commit {source.revision}"

@@ -19,7 +19,9 @@ def rows() -> list[dict[str, str]]:
     table = []
     for path in sorted(shipped("recipes").glob("*.yaml")):
         recipe, _ = read_recipe(str(path))
-        name, tokens, experts = Path(recipe.calibration_set).stem, recipe.calibration_tokens, recipe.experts
+        name = Path(recipe.calibration_set).stem
+        tokens = recipe.calibration_tokens
+        experts = recipe.experts
         table.append(
             {
                 "name": path.stem,

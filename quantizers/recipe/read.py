@@ -71,8 +71,8 @@ def given_at(place: Place, path: Path, changes: Sequence[Change] = ()) -> str:
 
 def _value_at(place: Place, data: Any) -> Any:
     """The value at a place; None if there is none."""
-    for part in place:
-        data = data.get(part) if isinstance(data, dict) else None
+    for key in place:
+        data = data.get(key) if isinstance(data, dict) else None
     return data
 
 
@@ -239,17 +239,17 @@ def changed(
             del inner[key]
         else:
             inner = result
-            for depth, part in enumerate(place[:-1], 1):
-                if inner.get(part) is None:
-                    inner[part] = {}
+            for depth, above in enumerate(place[:-1], 1):
+                if inner.get(above) is None:
+                    inner[above] = {}
                     new_origins[place[:depth]] = change.origin
-                if not isinstance(inner[part], dict):
+                if not isinstance(inner[above], dict):
                     raise RecipeError(
                         change.shown,
-                        f"the recipe has `{part}: {json.dumps(inner[part])}`, which holds no keys",
+                        f"the recipe has `{above}: {json.dumps(inner[above])}`, which holds no keys",
                         f"give all of them as --set {dotted(place[:depth])}='{{...}}'",
                     )
-                inner = inner[part]
+                inner = inner[above]
             inner[key] = change.value
         new_origins = {old: origin for old, origin in new_origins.items() if old[: len(place)] != place}
         if change.value is not None:
@@ -260,4 +260,4 @@ def changed(
 def _places(value: Any, place: Place) -> list[Place]:
     """The place of a value, and of everything in it."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [place, *(deeper for key, one in inner for deeper in _places(one, (*place, key)))]
+    return [place, *(deeper for key, member in inner for deeper in _places(member, (*place, key)))]

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for
-from quantizers.calibration.load_set import load_set, said
+from quantizers.calibration.load_set import load_set, print_notes
 from quantizers.calibration.samples import identity
 from quantizers.checkpoint.loaded_tensors import load_tensors, outside_names
 from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_checkpoint, read_json
@@ -151,7 +151,7 @@ def serve_check(
         raise CheckpointError(opened.folder / CONFIG, f"is another model than {first.name}", "give its own source")
     names = [{"model": _name(one), "digest": source_digest(one)} for one in checkpoints]
     before = _record(Path(source_check), names, top_k) if source_check is not None else None
-    samples = said(load_set(data_set, first.folder, trust_remote_code), "held out")
+    samples = print_notes(load_set(data_set, first.folder, trust_remote_code), "held out")
     asking = (
         over_http(str(server), timeout, Path(server_log) if server_log is not None else None)
         if offline is None

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 
-from quantizers.calibration.load_set import load_set, said
+from quantizers.calibration.load_set import load_set, print_notes
 from quantizers.calibration.samples import CalibrationData, category_names, digest_of, identity
 from quantizers.calibration.set import read_set
 from quantizers.commands import options as opt
@@ -233,7 +233,7 @@ class _Asked:
                 positions=self.job.facts.positions,
             )
             if draw == 0:
-                said(data, str(file))
+                print_notes(data, str(file))
         drawn: CalibrationData = self.dist.broadcast_object(data)
         held = {text.tokens.numpy().tobytes() for text in self.held.texts}
         shared = sum(sample.tokens.astype("int64").tobytes() in held for sample in drawn.samples)
@@ -355,7 +355,7 @@ def _asked(
 
     refuse_library(job, dist)
     trusted = trust_remote_code or job.recipe.source.trusts_tokenizer
-    read = said(load_set(held_out_file, job.opened.folder, trusted), "held out") if dist.is_main else None
+    read = print_notes(load_set(held_out_file, job.opened.folder, trusted), "held out") if dist.is_main else None
     held = held_out(dist.broadcast_object(read), job.opened, job.facts, trusted)
     quantized = _first(layers, job.facts.num_layers, min(job.facts.moe_layers))
     begun = begun_with(Path(work) / "draws-0", "lanes.json") if work else {}

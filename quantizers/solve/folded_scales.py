@@ -42,15 +42,15 @@ def stored_norm_ratio(source: Checkpoint, candidate: Checkpoint, name: str, offs
     return norm_ratio(before, after, offset)
 
 
-def row_scale(found: Tensor, wanted: Tensor) -> Tensor:
-    """(…, R) the scale s that minimizes ‖found − s · wanted‖ for each row of (…, R, C); 1 where 0 or undefined."""
+def row_scale(actual: Tensor, wanted: Tensor) -> Tensor:
+    """(…, R) the scale s that minimizes ‖actual − s · wanted‖ for each row of (…, R, C); 1 where 0 or undefined."""
     power = wanted.square().sum(-1)
-    scale = (found * wanted).sum(-1) / power.clamp(min=torch.finfo(torch.float32).tiny)
+    scale = (actual * wanted).sum(-1) / power.clamp(min=torch.finfo(torch.float32).tiny)
     return torch.where((power > 0) & (scale.abs() > 1e-12), scale, 1)
 
 
 def matrix_errors(old: Sequence[Tensor], new: Sequence[Tensor], smooth: Tensor, *, inner: bool) -> Tensor:
-    """Relative errors ‖found − expected‖ / ‖expected‖ of gate, up and down, given the norm's ratio.
+    """Relative errors ‖actual − expected‖ / ‖expected‖ of gate, up and down, given the norm's ratio.
 
     The scale between up's rows and down's columns is not stored. It is estimated from up's rows by least
     squares, and down's columns must then have been divided by it. Experts with a gate of their own have none.
@@ -63,13 +63,15 @@ def matrix_errors(old: Sequence[Tensor], new: Sequence[Tensor], smooth: Tensor, 
     Returns:
         (…, 3) on the matrices' device, which nothing here waits for.
     """
-    gate, up, down = old[0] * smooth, old[1] * smooth, old[2]
+    gate = old[0] * smooth
+    up = old[1] * smooth
+    down = old[2]
     rows = row_scale(new[1], up) if inner else torch.ones_like(up[..., 0])
     expected = (gate, up.mul_(rows.unsqueeze(-1)), down / rows.unsqueeze(-2))
     errors = []
-    for found, wanted in zip(new, expected, strict=True):
+    for actual, wanted in zip(new, expected, strict=True):
         size = matrix_norm(wanted)
-        errors.append(torch.where(size > 0, matrix_norm(wanted.sub_(found)) / size, matrix_norm(found)))
+        errors.append(torch.where(size > 0, matrix_norm(wanted.sub_(actual)) / size, matrix_norm(actual)))
     return torch.stack(errors, -1)
 
 

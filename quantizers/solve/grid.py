@@ -19,7 +19,9 @@ from quantizers.formats.packed_integers import code_range
 LARGEST = 12.0  # of E2M1's codes
 # Multiples of the min-max scale that are tried for integers; for E2M1 so many E4M3 numbers below and above it: with
 # half as much again, the largest weight is 4 instead of 6.
-MSE_COUNT, MSE_FIRST, MSE_LESS = 20, 1.05, 0.02  # so many, the first, the steps down
+MSE_COUNT = 20
+MSE_FIRST = 1.05
+MSE_LESS = 0.02  # from each to the next
 MSE_FACTORS = tuple(MSE_FIRST - MSE_LESS * k for k in range(MSE_COUNT))
 BELOW, ABOVE = 6, 5
 

@@ -57,7 +57,9 @@ def sweep(
     Of each expert batch Σ r² x xᵀ (c, H, H) over its routed rows; the Hessian of all rows is zero without `with_all`.
     """
     zeros = partial(torch.zeros, device=routing.share.device)
-    total, size, largest = zeros(hidden, hidden), zeros(hidden), zeros(hidden)
+    total = zeros(hidden, hidden)
+    size = zeros(hidden)
+    largest = zeros(hidden)
     hessians = {(first, last): zeros(last - first, hidden, hidden) for first, last in batches}
     for chunk, table in zip(chunks, routing.tables, strict=True):
         if with_all:
@@ -92,7 +94,10 @@ class HessianCache:
         residents: Residents,
         batches: Sequence[ExpertBatch],
     ) -> None:
-        self.chunks, self.routing, self._hidden, self._residents = chunks, routing, hidden, residents
+        self.chunks = chunks
+        self.routing = routing
+        self._hidden = hidden
+        self._residents = residents
         self._cached: dict[ExpertBatch, Tensor] = {}
         self.of_all = self._sweep(batches, with_all=True)
 
@@ -166,7 +171,9 @@ def collect_down_hessian(
         every: read every n-th token chunk only.
         with_largest: whether `largest` is asked for.
     """
-    count, width, zeros = len(gate_up), gate_up.shape[1] // 2, partial(torch.zeros, device=gate_up.device)
+    count = len(gate_up)
+    width = gate_up.shape[1] // 2
+    zeros = partial(torch.zeros, device=gate_up.device)
     # Sums over token chunks, which are divided by the mass of all rows at the end.
     total, changes = zeros(count, width, width), None if source is None else zeros(count, width, width)
     by_kernel = gate_up.dtype == torch.bfloat16 and use_kernel("weigh_rows", gate_up.device)
@@ -196,9 +203,9 @@ def collect_down_hessian(
                 largest = torch.maximum(largest, peaks.float())
         if source is not None and changes is not None:
             with phase("changes"):
-                for part in routing.tables[number].routed(*batch) if number % step == 0 else ():
-                    wanted = gate(torch.bmm(source, rows_of(chunk.x, part[0]).mT))  # (c, I, m)
-                    routed_mass += _add_changes(changes, h, good, wanted, part)
+                for gathered in routing.tables[number].routed(*batch) if number % step == 0 else ():
+                    wanted = gate(torch.bmm(source, rows_of(chunk.x, gathered[0]).mT))  # (c, I, m)
+                    routed_mass += _add_changes(changes, h, good, wanted, gathered)
                     del wanted
         with phase("Hessians"):
             if by_kernel:

@@ -40,9 +40,9 @@ def verify_kernels(
     All processes call this, with bits, group size and `signed` of each scheme of the run, and disable the kernels of
     all; rank 0 prints them.
     """
-    found = {kernel: problem_of(kernel, device, schemes) for kernel in KERNELS} if can_launch(device) else {}
+    own_problems = {kernel: problem_of(kernel, device, schemes) for kernel in KERNELS} if can_launch(device) else {}
     problems: dict[str, str] = {}
-    for of_process in dist.all_gather_object(found):
+    for of_process in dist.all_gather_object(own_problems):
         problems = {kernel: problem for kernel, problem in of_process.items() if problem} | problems
     for kernel, problem in problems.items():
         disable_kernel(kernel)

@@ -222,8 +222,8 @@ def _report(
     without = [expert for expert, entry in enumerate(entries) if entry is None]
     fallbacks += [f"expert {expert}: no scale for w2, its output is not finite" for expert in without]
     if down := [entry for entry in entries if entry is not None]:
-        for key, found in (("search_down_before", "initial_error"), ("search_down_after", "best_error")):
-            error[key] = sum(entry[found] for entry in down) / len(down)
+        for key, library_key in (("search_down_before", "initial_error"), ("search_down_after", "best_error")):
+            error[key] = sum(entry[library_key] for entry in down) / len(down)
     return error, fallbacks
 
 

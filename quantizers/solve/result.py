@@ -31,7 +31,7 @@ class LayerResult:
         error: numbers about the search and the rounding, of a GramErrors or LlmcompressorErrors, on calibration
             tokens.
         fallbacks: one line for each expert that did not get the method asked for, and why.
-        under_routed: the experts that depend on tokens which the router did not send them, see routing_weights.py:
+        under_routed: the experts that depend on tokens which the router did not send them, see under_routed.py:
             `full_share_at` is n0, `experts` the number of those with fewer routed tokens, `smallest_share` the least
             share of all. None where all tokens count alike.
         global_scales: (E,) float32 of each matrix, with NVFP4; gate and up have the same.

@@ -18,20 +18,18 @@ import torch
 from torch import Tensor
 
 from quantizers.device.devices import is_accelerator
-from quantizers.device.prefetch import tensor_to_host
 from quantizers.device.triton_support import use_kernel
 from quantizers.formats.format import Grid
 from quantizers.formats.nvfp4 import E2M1
 from quantizers.formats.packed_integers import dequantize, grouped
+from quantizers.planning.solver_arrays import PANEL
 
 from . import kernels
+from .damping import damped_cholesky
 from .grid import MSE_COUNT, MSE_FIRST, MSE_LESS, nearest_code_, reach, scale_candidates, stored_scale
 from .symmetric import LANES, ordered_sum
 
-DAMPING = 0.01  # of Hessians, as a share of their mean diagonal
-BLOCK = 32  # GPTQ columns of one kernel; one matmul adds the errors of their panel before it
-PANEL = 256  # columns that get the errors of all panels before them, or their part of P, by one matmul
-ATTEMPTS = 4  # dampings tried, each ten times the one before
+BLOCK = 32  # GPTQ columns of one kernel; one matmul adds the errors of their panel (PANEL columns) before it
 PART = 2**19  # numbers of a part that stays in a CPU's cache: 2 MiB of float32
 
 
@@ -82,10 +80,12 @@ def mse_scales(
             G=group, COUNT=MSE_COUNT, FIRST=MSE_FIRST, LESS=MSE_LESS, SIGNED=signed,
         )  # fmt: skip
         return chosen.mT.contiguous()
-    for some, part in column_parts(weight.mT, group):
-        by_group = in_groups(weight.mT[some, part].contiguous(), group)
-        column = grouped(importance[some, part], group).unsqueeze(-1)  # (e, n, g, 1)
-        chosen[some, part.start // group : part.stop // group] = mse_steps(by_group, column, grid, signed)
+    for some_experts, some_columns in column_parts(weight.mT, group):
+        by_group = in_groups(weight.mT[some_experts, some_columns].contiguous(), group)
+        column = grouped(importance[some_experts, some_columns], group).unsqueeze(-1)  # (e, n, g, 1)
+        chosen[some_experts, some_columns.start // group : some_columns.stop // group] = mse_steps(
+            by_group, column, grid, signed
+        )
     return chosen.mT.contiguous()
 
 
@@ -106,15 +106,6 @@ def mse_steps(by_group: Tensor, column: Tensor, grid: Grid, signed: bool) -> Ten
         best = torch.where(better, loss, best)
         chosen = torch.where(better, scale, chosen)
     return chosen
-
-
-def damped(hessian: Tensor, damping: Tensor) -> Tensor:
-    """hessian (E, C, C) + damping (E,) times its mean diagonal on the diagonal; 1 where that is not finite or zero."""
-    added = damping * hessian.diagonal(dim1=-2, dim2=-1).mean(-1)
-    added = torch.where(torch.isfinite(added) & (added > 0), added, 1)
-    result = hessian.clone()
-    result.diagonal(dim1=-2, dim2=-1).add_(added.unsqueeze(-1))
-    return result
 
 
 def gptq(weight: Tensor, hessian: Tensor, scale: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
@@ -200,32 +191,18 @@ def cholesky_inverse(hessian: Tensor) -> tuple[Tensor, Tensor]:
 
     With A upper triangular and H = A Aᵀ, U is A's inverse; A comes from the Cholesky factor of H with rows and columns
     reversed. One factorization and one triangular solve, where inverting H first and factoring the inverse would need
-    three. The damping is ten times as much, again and again, for an expert whose H is not positive definite; infinity
-    where nothing helped, and U is the identity.
+    three. Where no damping helped, see damping.py, it is infinite, and U is the identity.
     """
     work = hessian.flip(-1, -2)
-    diagonal = work.diagonal(dim1=-2, dim2=-1)
-    before = diagonal.clone()  # (E, C)
-    mean = hessian.diagonal(dim1=-2, dim2=-1).mean(-1)  # (E,)
-    used = torch.full_like(mean, DAMPING)
-    for _ in range(ATTEMPTS):
-        torch.add(before, (used * mean).unsqueeze(-1), out=diagonal)
-        lower, info = torch.linalg.cholesky_ex(work)
-        # cuSOLVER finds no fault in NaN off the diagonal, which reaches the factor's.
-        found = torch.isfinite(lower.diagonal(dim1=-2, dim2=-1)).all(-1)
-        failed = (info != 0) | ~found | ~torch.isfinite(mean) | (mean <= 0)
-        if not bool(tensor_to_host(failed.any())):
-            break
-        used = torch.where(failed, used * 10, used)
-    used.masked_fill_(failed, torch.inf)
+    lower, failed, damping = damped_cholesky(work, hessian.diagonal(dim1=-2, dim2=-1).mean(-1))
     # U is the identity there; and A is inverted by solving for the identity, in the memory of H.
     lower.masked_fill_(failed[:, None, None], 0)
     lower.diagonal(dim1=-2, dim2=-1).masked_fill_(failed.unsqueeze(-1), 1)
     work.zero_()
-    diagonal.fill_(1)
+    work.diagonal(dim1=-2, dim2=-1).fill_(1)
     # The solver takes contiguous columns, and gets them: as it overwrites the identity, nothing is copied.
     torch.linalg.solve_triangular(lower, work.mT, upper=False, out=work.mT)
-    return work.mT.flip(-1, -2), used
+    return work.mT.flip(-1, -2), damping
 
 
 def refine(
@@ -255,12 +232,12 @@ def refine(
         image = blocks[:, groups.start : groups.stop] @ in_groups(change, group)
         for at in groups:
             whole = slice(at * group, (at + 1) * group)
-            part = slice(whole.start - first, whole.stop - first)
-            if part.start:
-                near[:, part].baddbmm_(hessian[:, whole, first : whole.start], change[:, : part.start])
+            in_panel = slice(whole.start - first, whole.stop - first)
+            if in_panel.start:
+                near[:, in_panel].baddbmm_(hessian[:, whole, first : whole.start], change[:, : in_panel.start])
             refine_group(
-                blocks[:, at], scale[:, at], near[:, part], image[:, at - groups.start], codes[:, whole],
-                change[:, part], grid, signed, by_kernel,
+                blocks[:, at], scale[:, at], near[:, in_panel], image[:, at - groups.start], codes[:, whole],
+                change[:, in_panel], grid, signed, by_kernel,
             )  # fmt: skip
         difference[:, chosen].add_(change)
     return codes.mT.contiguous(), scale.mT.contiguous()

@@ -4,6 +4,8 @@ Every expert sees every token, and routed tokens count more: the blend of docs/e
 
     G_e = a_e Σ_routed r² h hᵀ / Σ_routed r²  +  (1 − a_e) Σ_all h hᵀ / n_all
 
+The share a_e of an expert that got too few tokens, or none, is smaller, see under_routed.py.
+
 One product takes as many routed rows of each expert of a batch as the busiest of them has; the others are padded. So
 the experts of a batch are chosen by their number of routed tokens, see `expert_batches.by_load`.
 
@@ -22,6 +24,8 @@ from torch import Tensor
 from quantizers.device.prefetch import tensor_to_host
 from quantizers.model.moe_inputs import MoeInputs, route_counts
 from quantizers.planning.expert_batches import ALIGNED, ROUTED_ROWS, by_load
+
+from .under_routed import shares
 
 ExpertBatch = tuple[int, int]  # first and last (exclusive) of its experts, in the order in which they are solved
 Routed = tuple[Tensor, Tensor]  # rows of a chunk (c, m) int32, and their routing weights (c, m) float32
@@ -107,7 +111,7 @@ def routing_statistics(
 
     Args:
         routed_weight: the recipe's a, 0 to 1.
-        full_share_at: n0. The hidden size is used: with fewer tokens than columns the routed Hessian is singular.
+        full_share_at: n0, the hidden size, see under_routed.py.
         batch_size: experts of a batch, for the order of `expert_batches.by_load`; None for that of their numbers.
     """
     parts = [(*_of_chunk(chunk, experts), len(chunk.x)) for chunk in chunks]
@@ -120,9 +124,8 @@ def routing_statistics(
     total = [sum(column) for column in zip(*known, strict=True)]
     order = list(range(experts)) if batch_size is None else by_load(total[experts : 2 * experts], batch_size)
     index = torch.tensor(order).to(counts.device)
-    starts, listed, counts, mass = (each.index_select(-1, index) for each in (starts, listed, counts, mass))
-    share = routed_weight * torch.clamp(counts / full_share_at, max=1.0)
-    share = torch.where(mass > torch.finfo(torch.float32).tiny, share, torch.zeros_like(share)).float()
+    starts, listed, counts, mass = (tensor.index_select(-1, index) for tensor in (starts, listed, counts, mass))
+    share = shares(counts, mass, routed_weight, full_share_at)
     known = [[row[expert] for expert in order] for row in known]
     tables = [Table(*of_chunk) for of_chunk in zip(rows, weights, starts, listed, known, strict=True)]
     of_routed = (share / mass.clamp(min=torch.finfo(torch.float64).tiny)).float()

@@ -39,12 +39,14 @@ from quantizers.planning.expert_batches import expert_batches, experts_per_batch
 from quantizers.recipe.schema import Experts
 
 from .awq import Weights, divided, fold_hessian, fold_norm, norm_scale, row_step, width_scale
+from .damping import damped, damping_lines, least_damping
 from .grid import unit
 from .hessians import HessianCache, blended_hessian, collect_down_hessian
 from .result import LayerResult
-from .rounding import DAMPING, damped, gptq, minmax_scales, mse_scales, nearest, refine
+from .rounding import gptq, minmax_scales, mse_scales, nearest, refine
 from .routing_weights import ExpertBatch, RoutingStatistics, routing_statistics
 from .symmetric import row_losses
+from .under_routed import under_routed_figures, unrouted_line
 
 SEARCH_TOKENS = 16  # with 8 bits, tokens for each column of w2: with more, s is searched over every n-th chunk only
 REPORTED_ROWS = 512  # of a matrix read for the report, see `row_step`
@@ -95,17 +97,19 @@ def solve(
         routing = routing_statistics(chunks, experts, settings.routed_weight, hidden, batch_size=batch_size)
     cache = HessianCache(chunks, routing, hidden, residents, batches)
     searched: dict[str, Tensor] = {}
-    folded, smooth, router_weight = norm, torch.ones(hidden, device=routing.share.device), None
+    folded = norm
+    smooth = torch.ones(hidden, device=routing.share.device)
+    router_weight = None
     if norm is not None and settings.awq:
         with phase("search"):
             scale, searched = norm_scale(weights, cache, settings, batches, dist)
             folded, smooth = fold_norm(norm, scale, offset)
         router_weight = router.float() * smooth if router is not None else None
     within = settings if inner else settings.model_copy(update={"awq": False})
-    one = partial(solve_batch, cache, weights, smooth, gate, within)
-    parts = [cache.within_memory(partial(one, batches[first:])) for first in range(len(batches))]
+    solve_first = partial(solve_batch, cache, weights, smooth, gate, within)
+    results = [cache.within_memory(partial(solve_first, batches[first:])) for first in range(len(batches))]
     # Emptied on the way, so that nothing is in memory twice.
-    rows = {name: torch.cat([part.pop(name) for part in parts]) for name in list(parts[0] if parts else ())}
+    rows = {name: torch.cat([result.pop(name) for result in results]) for name in list(results[0] if results else ())}
     order = routing.numbers.argsort()  # of each expert, its place among those that were solved
     rows = dist.all_gather(rows, order.device)
     solved = {name: rows.pop(name).index_select(0, order) for name in list(rows)}
@@ -115,11 +119,7 @@ def solve(
     )
     solved |= {"routed_tokens": routing.routed_tokens[order], "share": routing.share[order]}
     numbers = to_host(solved | searched)  # only now, when all batches are under way
-    under_routed = {
-        "full_share_at": hidden,
-        "experts": int((numbers["routed_tokens"] < hidden).sum()),
-        "smallest_share": float(numbers["share"].min()),
-    }
+    under_routed = under_routed_figures(numbers["routed_tokens"], numbers["share"], hidden)
     return LayerResult(
         folded,
         smooth,
@@ -141,7 +141,7 @@ def solve_batch(
 
     Returns:
         For each matrix `codes.…` and `scales.…` as in `LayerResult`. For each expert (c,): `damping.gate_up` and
-        `damping.down`, see `rounding.gptq`; losses `…_lost`, and the squares that they are relative to `…_whole`; the
+        `damping.down`, see damping.py; losses `…_lost`, and the squares that they are relative to `…_whole`; the
         w2 search's objective `down_search_before` and `…_after`; with NVFP4 the matrices' `global.…`, and
         `input.…` where activations are quantized; rows `seen` and `dropped`, see `DownHessian`; and `…_zero` of each
         matrix, see `_zero_groups`.
@@ -196,13 +196,13 @@ def solve_batch(
         fold_hessian(inputs.hessian, s)
     with phase("rounding"):
         down_codes, down_scales, down_divisor = _round(down, inputs.hessian, settings, "down", numbers)
-    found = {"codes": (gate_codes, up_codes, down_codes), "scales": (gate_scales, up_scales, down_scales)}
+    by_kind = {"codes": (gate_codes, up_codes, down_codes), "scales": (gate_scales, up_scales, down_scales)}
     if divisor is not None and down_divisor is not None:
-        found["global"] = (divisor, divisor, down_divisor)
+        by_kind["global"] = (divisor, divisor, down_divisor)
     if inputs.largest is not None:
         of_x = global_scale((cache.of_all.largest / smooth).amax()).expand(len(s))
-        found["input"] = (of_x, of_x, global_scale((inputs.largest / s).amax(1)))
-    for kind, tensors in found.items():
+        by_kind["input"] = (of_x, of_x, global_scale((inputs.largest / s).amax(1)))
+    for kind, tensors in by_kind.items():
         numbers |= {f"{kind}.{matrix}": tensor for matrix, tensor in zip(MATRICES, tensors, strict=True)}
     return numbers | {"seen": inputs.seen, "dropped": inputs.dropped}
 
@@ -221,7 +221,9 @@ def _round(
     divided by `rows` (c, R, 1). The weight is worthless afterwards.
     """
     weight = weight.mT.contiguous().mT  # columns are contiguous from here on
-    group, grid, signed = settings.group_size, settings.scheme.grid, settings.signed
+    group = settings.group_size
+    grid = settings.scheme.grid
+    signed = settings.signed
     divisor = unit(weight, grid)
     if divisor is not None:
         weight.mul_(divisor[:, None, None])
@@ -254,11 +256,11 @@ def corrected(down: Tensor, hessian: Tensor, changes: Tensor) -> Tensor:
 
     Rounding w1 and w3 changes w2's input from h + d to h. What comes closest to w2 (h + d) is a ridge regression,
 
-        w2* = w2 + w2 (Σ d hᵀ) (Σ h hᵀ + λ I)⁻¹,   λ = DAMPING times the Hessian's mean diagonal.
+        w2* = w2 + w2 (Σ d hᵀ) (Σ h hᵀ + λ I)⁻¹,   λ = 1 % of the Hessian's mean diagonal, see damping.py.
 
     Both sums are (c, I, I) float32, see `DownHessian`.
     """
-    lower, info = torch.linalg.cholesky_ex(damped(hessian, torch.full_like(hessian[:, 0, 0], DAMPING)))
+    lower, info = torch.linalg.cholesky_ex(damped(hessian, least_damping(hessian)))
     step = torch.cholesky_solve((down @ changes).mT, lower).mT
     solved = (info == 0) & torch.isfinite(torch.linalg.vector_norm(step, torch.inf, dim=(-2, -1)))
     return step.masked_fill_(~solved[:, None, None], 0).add_(down)
@@ -312,13 +314,9 @@ def _fallbacks(
             of_all = f"{left_out:.0f} of {seen + left_out:.0f} rows"
             lines.append(f"expert {expert}: {of_all} not finite or too large, left out of the Hessian")
         if settings.routed_weight and not share:
-            lines.append(f"expert {expert}: {count:.0f} routed tokens, so all tokens count alike for it")
+            lines.append(unrouted_line(expert, count))
     for matrix in ("gate_up", "down"):
-        for expert, used in enumerate(numbers.get(f"damping.{matrix}", torch.empty(0)).tolist()):
-            if math.isinf(used):
-                lines.append(f"expert {expert}: {matrix}: rounded to nearest, because its Hessian is not usable")
-            elif used > 1.5 * DAMPING:
-                lines.append(f"expert {expert}: {matrix}: damping raised to {used:g}")
+        lines += damping_lines(matrix, numbers.get(f"damping.{matrix}", torch.empty(0)).tolist())
     return lines + _zero_lines(numbers, scales)
 
 

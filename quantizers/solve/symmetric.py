@@ -73,7 +73,9 @@ def row_losses(delta: Tensor, hessian: Tensor) -> Tensor:
     product = torch.empty_like(columns)
     for start, end in blocks(columns.shape[1]):
         # The block with itself counts once, each of those after it twice.
-        own, after, made = columns[:, start:end], columns[:, end:], product[:, start:end]
+        own = columns[:, start:end]
+        after = columns[:, end:]
+        made = product[:, start:end]
         torch.bmm(hessian[:, start:end, start:end], own, out=made)
         if end < columns.shape[1]:
             made.baddbmm_(hessian[:, start:end, end:], after, alpha=2)

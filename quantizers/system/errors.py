@@ -26,7 +26,9 @@ class QuantizeError(Exception):
 
     def __init__(self, place: object, problem: str, remedy: str = "") -> None:
         super().__init__(place, problem, remedy)
-        self.place, self.problem, self.remedy = str(place), problem, remedy
+        self.place = str(place)
+        self.problem = problem
+        self.remedy = remedy
 
     @classmethod
     def several(cls, errors: Sequence[Self]) -> Self:
@@ -136,7 +138,7 @@ BEGUN = 3  # letters of a beginning, at least
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """` (did you mean group_size?)`: up to MOST known names that begin with this one, or else the most similar."""
-    names = {one.lower(): one for one in known}
-    begun = [one for one in sorted(names) if len(name) >= BEGUN and one.startswith(name.lower())]
-    near = sorted(begun, key=len)[:MOST] or difflib.get_close_matches(name.lower(), names, n=1)
-    return f" (did you mean {' or '.join(names[one] for one in near)}?)" if near else ""
+    names = {word.lower(): word for word in known}
+    begun = [word for word in sorted(names) if len(name) >= BEGUN and word.startswith(name.lower())]
+    similar = sorted(begun, key=len)[:MOST] or difflib.get_close_matches(name.lower(), names, n=1)
+    return f" (did you mean {' or '.join(names[word] for word in similar)}?)" if similar else ""

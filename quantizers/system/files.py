@@ -70,7 +70,7 @@ def atomic(path: Path) -> Iterator[IO[bytes]]:
 
 def nearest_existing(path: Path) -> Path:
     """The path, or the nearest folder above it that exists."""
-    return next(one for one in (path.absolute(), *path.absolute().parents) if os.path.exists(one))
+    return next(existing for existing in (path.absolute(), *path.absolute().parents) if os.path.exists(existing))
 
 
 def sync_folder(folder: Path) -> None:

@@ -17,7 +17,7 @@ _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u
 
 def printable(text: str) -> str:
     """Text in one line for a terminal: what would not be printed is written as an escape."""
-    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -49,7 +49,9 @@ def size_between(least: int, most: int) -> str:
 
     For a recipe or an option: `parse_bytes` reads it.
     """
-    unit, factor = next((one for one in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)) if most >= one[1]), ("B", 1))
+    unit, factor = next(
+        (known_unit for known_unit in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)) if most >= known_unit[1]), ("B", 1)
+    )
     steps = (factor // 10**digits for digits in range(1, 10) if factor >= 10**digits)
     step = next((step for step in steps if most // step * step >= least), 1)
     return f"{Decimal(most // step * step) / factor:f}{unit}"
@@ -57,7 +59,7 @@ def size_between(least: int, most: int) -> str:
 
 def size_from(least: int) -> str:
     """The smallest size of at least `least` bytes with one decimal, such as `65.1GB`."""
-    factor = next((one for one in (10**9, 10**6, 10**3) if least >= one), 10)
+    factor = next((power for power in (10**9, 10**6, 10**3) if least >= power), 10)
     return size_between(least, -(-least * 10 // factor) * factor // 10)
 
 
@@ -172,9 +174,9 @@ def _where(texts: Iterable[str]) -> str:
     layers: set[int] = set()
     experts: set[int] = set()
     for text in texts:
-        found = list(_PLACE.finditer(text))
-        layers.update(int(match[2]) for match in found[:1] if match[1])
-        experts.update(int(match[4]) for match in found[:2] if match[3])
+        matches = list(_PLACE.finditer(text))
+        layers.update(int(match[2]) for match in matches[:1] if match[1])
+        experts.update(int(match[4]) for match in matches[:2] if match[3])
     named = (("layer", layers), ("expert", experts))
     parts = [f"{word}{'s' if len(numbers) > 1 else ''} {ranges(numbers)}" for word, numbers in named if numbers]
     return f"{', '.join(parts)}: " if parts else ""

@@ -5,9 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path, PurePosixPath
 
-REPORT, CARD, PAGE = "report.json", "README.md", "report.html"
+REPORT = "report.json"
+CARD = "README.md"
+PAGE = "report.html"
 SERVE_CHECK = "serve-check.json"  # of `quantize serve-check`; not of the run, so not in report.json's list
-RECIPE, CALIBRATION, HELD_OUT, LOCK = "recipe.yaml", "calibration.yaml", "held-out.yaml", ".lock.json"
+RECIPE = "recipe.yaml"
+CALIBRATION = "calibration.yaml"
+HELD_OUT = "held-out.yaml"
+LOCK = ".lock.json"
 FACTS = "facts.yaml"  # the user's own architecture spec, or a derived one
 CALIBRATION_PICTURE, COVERAGE_PICTURE = "calibration.png", "coverage.png"
 DATA = re.compile(r"data-([0-9a-f]{16})\.\w+")  # a set's local data file, named by the first 16 digits of its SHA-256

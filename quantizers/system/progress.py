@@ -22,7 +22,9 @@ _phases: list[Step] = []  # functions that show a phase, of the innermost progre
 def duration(seconds: float) -> str:
     """`2 h 05 min`, `3 min 20 s` or `12 s`."""
     whole = round(seconds)
-    hours, minutes, left = whole // 3600, whole % 3600 // 60, whole % 60
+    hours = whole // 3600
+    minutes = whole % 3600 // 60
+    left = whole % 60
     if hours:
         return f"{hours} h {minutes:02d} min"
     return f"{minutes} min {left:02d} s" if minutes else f"{left} s"
@@ -139,13 +141,13 @@ def _lines(title: str, total: int, done: int, unit: str, trusted: int) -> Iterat
 
 def forecast(layers: int) -> Callable[[int, float], None]:
     """A function for number and seconds of each layer with experts; at the first it says how long the rest takes."""
-    has_spoken = False
+    printed = False
 
     def show(layer: int, seconds: float) -> None:
-        nonlocal has_spoken
+        nonlocal printed
         left = layers - layer - 1
-        if not has_spoken and left:
-            has_spoken = True
+        if not printed and left:
+            printed = True
             more = f"{left} more layer{'s' if left > 1 else ''}"
             print(
                 f"forecast from layer {layer}: about {duration(left * seconds)} for {more}", file=sys.stderr, flush=True

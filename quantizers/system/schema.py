@@ -69,21 +69,21 @@ def fit(data: Mapping[str, Any], origins: Mapping[Place, Origin], model: type[Mo
         return model.model_validate(data)
     except ValidationError as failure:
         # Union members' complaints about one value are one fault: "should be a string or must be a mapping".
-        found: dict[Place, list[ErrorDetails]] = {}
+        by_place: dict[Place, list[ErrorDetails]] = {}
         for detail in failure.errors():
-            found.setdefault(_place(detail, origins), []).append(detail)
+            by_place.setdefault(_place(detail, origins), []).append(detail)
         # Only the deepest: not "must be false" next to a fault in `awq.grid`.
-        inner = {place[:length] for place in found for length in range(len(place))}
-        faults = [_fault(place, found[place], origins, model) for place in found if place not in inner]
+        inner = {place[:length] for place in by_place for length in range(len(place))}
+        faults = [_fault(place, by_place[place], origins, model) for place in by_place if place not in inner]
     raise error.several([error(*told) for _, *told in sorted(faults, key=lambda fault: fault[0])])
 
 
 def _place(detail: ErrorDetails, origins: Mapping[Place, Origin]) -> Place:
     # pydantic adds the name of a union's member to the place; drop parts that are not in the file.
     known: Place = ()
-    for part in detail["loc"]:
-        if (*known, part) in origins:
-            known = (*known, part)
+    for key in detail["loc"]:
+        if (*known, key) in origins:
+            known = (*known, key)
     return (*known, detail["loc"][-1]) if detail["type"] == "missing" else known
 
 
@@ -124,7 +124,9 @@ def _message(detail: ErrorDetails) -> str:
 def _all_keys(model: type[BaseModel]) -> list[str]:
     """Every key of the schema at any depth: a wrong key is often the right word at the wrong depth."""
     schema = model.model_json_schema()
-    return [key for part in (schema, *schema.get("$defs", {}).values()) for key in part.get("properties", ())]
+    return [
+        key for definition in (schema, *schema.get("$defs", {}).values()) for key in definition.get("properties", ())
+    ]
 
 
 def json_schema(model: type[BaseModel] | TypeAdapter[Any], title: str) -> str:
@@ -143,8 +145,8 @@ class _Untitled(GenerateJsonSchema):
         return False
 
 
-def _plain_description(part: dict[str, Any]) -> dict[str, Any]:
+def _plain_description(schema: dict[str, Any]) -> dict[str, Any]:
     """A part of a schema with its description in one line, links reduced to their text."""
-    if isinstance(text := part.get("description"), str):
-        part["description"] = _LINK.sub(r"\1", " ".join(text.split()))
-    return part
+    if isinstance(text := schema.get("description"), str):
+        schema["description"] = _LINK.sub(r"\1", " ".join(text.split()))
+    return schema

@@ -110,11 +110,11 @@ def parse_value(text: str) -> Any:
 def dotted(place: Iterable[str | int]) -> str:
     """`("sources", 3, "samples")` as `sources[3].samples`."""
     text = ""
-    for part in place:
-        if isinstance(part, int):
-            text += f"[{part}]"
+    for step in place:
+        if isinstance(step, int):
+            text += f"[{step}]"
         else:
-            key = part if part.isprintable() else repr(part)  # an error stays one line even if a key has a line break
+            key = step if step.isprintable() else repr(step)  # an error stays one line even if a key has a line break
             text += f".{key}" if text else key
     return text
 

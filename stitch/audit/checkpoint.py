@@ -56,14 +56,14 @@ class Audit:
     digests_checked: bool = False  # whether there were digests from when the shards were written
     changed: list[str] = field(default_factory=list)  # the differences from those digests
 
-    def add(self, part: LayerAudit) -> None:
+    def add(self, layer: LayerAudit) -> None:
         """Add the audit of a layer, or of the tensors outside the layers."""
-        self.tensors += part.tensors
-        self.kept += part.kept
-        self.converted += part.converted
-        self.differences += part.differences
-        if part.weight_error is not None:
-            self.weight_error.append(part.weight_error)
+        self.tensors += layer.tensors
+        self.kept += layer.kept
+        self.converted += layer.converted
+        self.differences += layer.differences
+        if layer.weight_error is not None:
+            self.weight_error.append(layer.weight_error)
 
     def as_dict(self) -> dict[str, Any]:
         """For report.json."""
@@ -115,8 +115,8 @@ def verify(
             return [] if same else [f"{name}: on the Hub it is not as the run wrote it"]
         return changes(folder / name, recorded[name], past_the_cache=audited is not None)
 
-    with closing(thread_map(changed, recorded)) as found:  # first: behind a damaged header nothing can be read
-        for name, lines in zip(recorded, found, strict=True):
+    with closing(thread_map(changed, recorded)) as changed_lines:  # first: behind a damaged header nothing can be read
+        for name, lines in zip(recorded, changed_lines, strict=True):
             audit.changed += lines
             if audited is not None:
                 step(name)
@@ -144,18 +144,18 @@ def verify(
         for of_layer in audited:
             audit.add(of_layer)
         return _ordered(audit, folder)
-    parts: Iterable[Checkpoint] = repeat(source, len(plan.parts))
+    sources: Iterable[Checkpoint] = repeat(source, len(plan.parts))
     if source.remote is not None:  # each part in memory
-        parts = prefetched_tensors(source, [[a.source for a in plan.of_layer(part)] for part in plan.parts])
-    for layer, part in zip(plan.parts, parts, strict=True):
-        of_layer = audit_kept(plan, layer, part, candidate, device)
+        sources = prefetched_tensors(source, [[a.source for a in plan.of_layer(part)] for part in plan.parts])
+    for layer, layer_source in zip(plan.parts, sources, strict=True):
+        of_layer = audit_kept(plan, layer, layer_source, candidate, device)
         for name in plan.kv_scales(layer):
             values = candidate.tensor(name).float().flatten().tolist() if name in candidate.tensors else []
             if not all(0 < value < math.inf for value in values):
                 of_layer.differences.append(f"{name}: is {values}, and a positive number is needed")
         if layer is not None and layer not in plan.mtp:
             bits = schemes[layer].bits
-            audit_layer(layer, facts, part, renamed, bits=bits, device=device, audit=of_layer)
+            audit_layer(layer, facts, layer_source, renamed, bits=bits, device=device, audit=of_layer)
             step(f"layer {layer}")
         audit.add(of_layer)
     return _ordered(audit, folder)
@@ -183,7 +183,7 @@ def stored_attention(source: Checkpoint, candidate: Checkpoint, facts: Architect
     """Conversion of linear modules other than experts, from the first one whose dtype differs from the source's."""
     for layer in range(facts.num_layers):
         for module in (facts.layer(layer, name) for name in facts.of_layer(layer).linears):
-            before, now = (one.tensors.get(f"{module}.weight") for one in (source, candidate))
+            before, now = (checkpoint.tensors.get(f"{module}.weight") for checkpoint in (source, candidate))
             if before is None or now is None or (before.dtype == FP8) == (now.dtype == FP8):
                 continue
             if now.dtype != FP8:
@@ -247,14 +247,14 @@ def _header_differences(plan: Plan, facts: Architecture, candidate: Checkpoint) 
 # Config and side files ----------------------------------------------------------------------------------------------
 
 
-def _config_differences(found: Mapping[str, Any], expected: Mapping[str, Any], ours: bool) -> Iterator[str]:
+def _config_differences(actual: Mapping[str, Any], expected: Mapping[str, Any], ours: bool) -> Iterator[str]:
     """Keys of config.json with another value than this program would write, one line each.
 
     Other tools may write an equivalent quantization_config differently: servers' rules check one that is not `ours`.
     """
-    for place, before, now in differences(expected, found, missing=MISSING):
+    for place, before, now in differences(expected, actual, missing=MISSING):
         if ours or place.partition(".")[0] != "quantization_config":
-            is_now, should_be = ("missing" if it is MISSING else short_value(it, 80) for it in (now, before))
+            is_now, should_be = ("missing" if value is MISSING else short_value(value, 80) for value in (now, before))
             yield f"{CONFIG}: {place} is {is_now}, should be {should_be}"
 
 

@@ -119,11 +119,11 @@ def audit_layer(
         audit.by_expert.append(max(filter(math.isfinite, errors), default=None))
         for matrix, error in zip(MATRICES, errors, strict=True):
             if not error < close_enough(bits):
-                found = f"{error:.0%} away from the source's matrix times the norm's ratio"
+                problem = f"{error:.0%} away from the source's matrix times the norm's ratio"
                 if math.isinf(error):
-                    found = "closer to the source's matrix without the norm's ratio than with it"
+                    problem = "closer to the source's matrix without the norm's ratio than with it"
                 audit.differences.append(
-                    f"{facts.expert(layer, expert, matrix)}.weight_packed: {found}; "
+                    f"{facts.expert(layer, expert, matrix)}.weight_packed: {problem}; "
                     "it was not scaled as its norm was, or is another matrix"
                 )
     audit.weight_error = max((error for error in audit.by_expert if error is not None), default=0.0)
@@ -176,7 +176,7 @@ class _Pair:
 
 def _errors(pair: _Pair) -> Sequence[list[float] | str]:
     """The three errors of each expert, in batches; one by one, with why it cannot be read, if any of them cannot."""
-    found, device = list[torch.Tensor](), pair.smooth.device
+    by_batch, device = list[torch.Tensor](), pair.smooth.device
     of_layer = (pair.facts, pair.layer, device, torch.float32)
     with _reading_the_source():
         old = ExpertWeights(pair.source, *of_layer)
@@ -188,7 +188,7 @@ def _errors(pair: _Pair) -> Sequence[list[float] | str]:
             with _reading_the_source():
                 source = _matrices(*old.batch(range(first, last)))
             candidate = _matrices(*new.batch(range(first, last)))
-            found.append(pair.errors(source, candidate))
+            by_batch.append(pair.errors(source, candidate))
         with _reading_the_source():
             old.require_finite()
         new.require_finite()
@@ -196,7 +196,7 @@ def _errors(pair: _Pair) -> Sequence[list[float] | str]:
         raise
     except CheckpointError:
         return list(_one_by_one(pair))
-    errors: list[list[float]] = torch.cat(found).tolist()
+    errors: list[list[float]] = torch.cat(by_batch).tolist()
     return errors
 
 
@@ -267,13 +267,13 @@ def _global_scales(pair: _Pair) -> Iterator[str]:
     for part in (GLOBAL_SCALE, INPUT_SCALE):
         for expert in range(pair.facts.num_experts):
             names = [f"{pair.facts.expert(pair.layer, expert, matrix)}.{part}" for matrix in MATRICES]
-            found = [pair.candidate.tensor(name).item() for name in names if name in pair.candidate.tensors]
+            scales = [pair.candidate.tensor(name).item() for name in names if name in pair.candidate.tensors]
             yield from (
                 f"{name}: {value} is no positive number: what it scales is lost"
-                for name, value in zip(names, found, strict=False)
+                for name, value in zip(names, scales, strict=False)
                 if not 0 < value < math.inf
             )
-            if found[1:] and found[0] != found[1]:
+            if scales[1:] and scales[0] != scales[1]:
                 yield f"{names[1]}: is not that of {names[0]}, which servers take for both"
 
 

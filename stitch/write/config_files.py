@@ -183,7 +183,7 @@ def _beside_carried(plan: Plan, facts: Architecture) -> str:
 
 def _spellings(facts: Architecture) -> list[str]:
     """The names of an expert's matrices, as published and as every server knows them."""
-    return list(dict.fromkeys([*(one.name for one in facts.expert_linears.values()), *PROJECTIONS.values()]))
+    return list(dict.fromkeys([*(linear.name for linear in facts.expert_linears.values()), *PROJECTIONS.values()]))
 
 
 def _end_of_experts(facts: Architecture) -> str:
@@ -220,7 +220,7 @@ def _fused(schemes: Mapping[str, Group]) -> dict[str, Group]:
     made: dict[str, Group] = {}
     for parent in dict.fromkeys(name.rpartition(".")[0] for name in schemes):
         for whole, parts in FUSED_IN_SOME.items():
-            first, *others = {schemes.get(f"{parent}.{part}") for part in parts}
+            first, *others = {schemes.get(f"{parent}.{module}") for module in parts}
             if first is not None and not others:
                 made[f"{parent}.{whole}"] = first
     return made
@@ -231,19 +231,19 @@ def _place(module: str, plan: Plan, facts: Architecture) -> tuple[str, str]:
     layer = _layer(module, facts)
     if layer in plan.parts and layer is not None:
         return "", _any_number(module.removeprefix(facts.layer(layer, "")))
-    parts, above = module.split("."), {"model", *facts.layer_prefix.partition(".{layer}")[0].split(".")}
-    first = next((index for index, part in enumerate(parts) if part not in above), len(parts) - 1)
-    start = first - 1 if first and parts[first].isdecimal() else first  # of a list, one of its members
-    return r"\.".join(map(re.escape, parts[start : first + 1])), _any_number(".".join(parts[first + 1 :]))
+    names, above = module.split("."), {"model", *facts.layer_prefix.partition(".{layer}")[0].split(".")}
+    first = next((index for index, name in enumerate(names) if name not in above), len(names) - 1)
+    start = first - 1 if first and names[first].isdecimal() else first  # of a list, one of its members
+    return r"\.".join(map(re.escape, names[start : first + 1])), _any_number(".".join(names[first + 1 :]))
 
 
 def _layer(module: str, facts: Architecture) -> int | None:
-    numbers = (int(part) for part in module.split(".") if part.isdecimal())
+    numbers = (int(name) for name in module.split(".") if name.isdecimal())
     return next((number for number in numbers if module.startswith(facts.layer(number, ""))), None)
 
 
 def _any_number(name: str) -> str:
-    return r"\.".join(r"\d+" if part.isdecimal() else re.escape(part) for part in name.split("."))
+    return r"\.".join(r"\d+" if word.isdecimal() else re.escape(word) for word in name.split("."))
 
 
 def _expressions(schemes: Mapping[str, Group], plan: Plan, facts: Architecture) -> dict[Group, list[str]]:

@@ -86,20 +86,20 @@ def layer_tensors(
     if written:
         copied = buffers.copied(arrays) if buffers else {key: tensor.cpu() for key, tensor in arrays.items()}
         places.append((host, copied))
-    for found, values in places:
+    for tensors, values in places:
         for action in computed:
             if action.kind == "quantize":
                 assert action.matrix is not None
                 assert action.expert is not None
                 for name in action.outputs:
                     part = name.rpartition(".")[2]
-                    found[name] = (
+                    tensors[name] = (
                         torch.tensor(action.spec.shape, dtype=torch.int64)
                         if part == SHAPE
                         else values[action.matrix, part][action.expert]
                     )
             else:
-                found[action.source] = values[action.source, ""]
+                tensors[action.source] = values[action.source, ""]
     return LayerTensors(host, device)
 
 
@@ -179,12 +179,12 @@ def write_shard(
         with temporary.open("rb+") as stream:
             os.fsync(stream.fileno())
         try:
-            found, hashes = read_back(temporary, kept)
+            digest, hashes = read_back(temporary, kept)
         except CheckpointError as failure:
             raise QuantizeError("", f"{failure}, though it was just written", "check the disk") from None
         differing = [
             f"{name} has other bytes in the file than it was written with"
-            for name, old, new in zip(sorted(tensors), expected, split(found.tensors), strict=True)
+            for name, old, new in zip(sorted(tensors), expected, split(digest.tensors), strict=True)
             if old != new
         ] + [f"{name} has other bytes than the source's" for name, wanted in kept.items() if hashes[name] != wanted]
         if differing:
@@ -196,7 +196,7 @@ def write_shard(
             )
         os.replace(temporary, path)
         sync_folder(path.parent)
-    return found
+    return digest
 
 
 def kept_hashes(plan: Plan, layer: int | None, source: Checkpoint) -> dict[str, str]:
@@ -231,8 +231,8 @@ def read_back(file: Path, wanted: Collection[str] = ()) -> tuple[ShardDigest, di
         name, raw = piece
         return _short(raw), hashlib.sha256(raw).hexdigest() if name in wanted else ""
 
-    with file.open("rb") as stream, closing(thread_map(hashed, pieces(stream))) as found:
-        hashes = dict(zip(header, found, strict=True))
+    with file.open("rb") as stream, closing(thread_map(hashed, pieces(stream))) as digests:
+        hashes = dict(zip(header, digests, strict=True))
     digest = ShardDigest(
         bytes=size + sum(info.size for info in header.values()),
         sha256=whole.hexdigest(),
@@ -265,12 +265,12 @@ def changes(file: Path, written: ShardDigest, *, past_the_cache: bool = False) -
                 os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         if file_sha256(file) == written.sha256:
             return []
-        found, names = read_back(file)[0], sorted(read_header(file))
+        digest, names = read_back(file)[0], sorted(read_header(file))
     except OSError as failure:
         return [f"{file.name}: cannot be read ({failure.strerror})"]
     except CheckpointError as failure:
         return [f"{file.name}: changed since the run wrote it ({failure})"]
-    known, now = split(written.tensors), split(found.tensors)
+    known, now = split(written.tensors), split(digest.tensors)
     if len(known) != len(now):
         return [f"{file.name}: changed since the run wrote it: {len(known)} tensors then, {len(now)} now"]
     changed = [name for name, old, new in zip(names, known, now, strict=True) if old != new]

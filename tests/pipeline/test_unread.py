@@ -113,7 +113,7 @@ def test_a_dtype_that_cannot_be_copied_is_refused_before_the_run() -> None:
 
 @pytest.mark.slow
 def test_a_run_carries_them_along_and_verify_compares_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(families, "_of_family", lambda *_: with_unread(*PATTERNS))
+    monkeypatch.setattr(families, "_family_architecture", lambda *_: with_unread(*PATTERNS))
     recipe = tiny.write_job(tmp_path, layers=2, words=12, samples=2)
     tensors = tiny.tensors(CONFIG)
     run(prepare(str(recipe)), Options(tmp_path / "plain", CPU))

@@ -14,7 +14,7 @@ from quantizers.device import prefetch
 from quantizers.model.moe_inputs import MoeInputs
 from quantizers.planning.device_memory import Residents
 from quantizers.recipe.schema import Awq, Experts
-from quantizers.solve import rounding, routing_weights
+from quantizers.solve import damping, routing_weights
 from quantizers.solve.solver import solve
 
 META = torch.device("meta")
@@ -70,7 +70,7 @@ def test_a_gpu_is_waited_for_as_seldom_as_can_be(
             return torch.zeros(tensor.shape, dtype=tensor.dtype)
         return torch.tensor([[count * CHOSEN // EXPERTS] * (2 * EXPERTS) + [count] for count in ROWS]).to(tensor.dtype)
 
-    for module in (prefetch, rounding, routing_weights):
+    for module in (prefetch, damping, routing_weights):
         monkeypatch.setattr(module, "tensor_to_host", even)
     with WithoutNumbers():
         solved = solve(

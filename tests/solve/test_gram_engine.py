@@ -15,8 +15,9 @@ from quantizers.planning.device_memory import Residents
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve import solver
 from quantizers.solve.awq import grid_scales, weight_means
+from quantizers.solve.damping import damped
 from quantizers.solve.result import LayerResult
-from quantizers.solve.rounding import damped, gptq, mse_scales, refine
+from quantizers.solve.rounding import gptq, mse_scales, refine
 from quantizers.solve.solver import corrected, solve
 
 BATCH = 8

@@ -11,8 +11,9 @@ from quantizers.formats import nvfp4
 from quantizers.formats.nvfp4 import E2M1
 from quantizers.formats.packed_integers import dequantize
 from quantizers.solve.awq import scale_losses
+from quantizers.solve.damping import damped
 from quantizers.solve.grid import ABOVE, BELOW, stored_scale, unit
-from quantizers.solve.rounding import damped, gptq, minmax_scales, mse_scales, nearest, refine
+from quantizers.solve.rounding import gptq, minmax_scales, mse_scales, nearest, refine
 
 VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 CODES = torch.cat([VALUES, -VALUES]) * 2

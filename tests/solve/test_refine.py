@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantizers.formats.packed_integers import code_range, dequantize
-from quantizers.solve.rounding import damped, gptq, mse_scales, nearest, refine
+from quantizers.solve.damping import damped
+from quantizers.solve.rounding import gptq, mse_scales, nearest, refine
 
 
 def case(experts: int, rows: int, groups: int, bits: int, seed: int, signed: bool = True) -> tuple[torch.Tensor, ...]:
