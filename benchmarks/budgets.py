@@ -47,9 +47,9 @@ def compare_budgets(jobs: Sequence[Job], draws: int, tokens: int, device: torch.
                 work = Path(folder) / f"measured-{len(rows)}"
                 work.mkdir()
                 context = Context(work, device, Placement(Residents(job.facts.num_experts, 1, 0)))
-                entries = measure_schemes(job, token_tensors(data, job.facts.vocab_size), context)
-                assert entries is not None
-                choice = describe_choice(job.allocation, entries)
+                measurements = measure_schemes(job, token_tensors(data, job.facts.vocab_size), context)
+                assert measurements is not None
+                choice = describe_choice(job.allocation, measurements)
                 layers = [Integers(row.bits, row.group_size) for row in choice.layers]
                 uniform = next(scheme for scheme in job.allocation.candidates if str(scheme) == choice.uniform)
                 row = {"budget": choice.limit, "draw": number, "predicted": choice.gain}

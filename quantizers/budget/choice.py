@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
     from quantizers.planning.job import Job
 
+    from .measure import LayerMeasurement
+
 CHOICE = "choice.json"
 RESAMPLED = 1000  # times, for the interval of a gain
-Entries = Sequence[Mapping[str, Any]]
 
 
 def choose_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Context, output: Path) -> Job:
@@ -35,9 +36,9 @@ def choose_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Con
     from .measure import measure_schemes
 
     assert job.allocation is not None
-    schemes, entries = None, measure_schemes(job, tokens, context)
-    if entries is not None:
-        schemes = job.allocation.schemes(choose(job.allocation, entries).picked)
+    schemes, measurements = None, measure_schemes(job, tokens, context)
+    if measurements is not None:
+        schemes = job.allocation.schemes(choose(job.allocation, measurements).picked)
         refuse_changes(context.work, {"schemes": [str(scheme) for scheme in schemes]}, output, CHOICE)
     return replace(job, plan=job.plan.with_schemes(context.dist.broadcast_object(schemes)))
 
@@ -52,69 +53,70 @@ class Choice:
     interval: tuple[float, float]  # 95 % of it, over samples of the measured experts
 
 
-def choose(allocation: Allocation, entries: Entries) -> Choice:
+def choose(allocation: Allocation, measurements: Sequence[LayerMeasurement]) -> Choice:
     """The choice by the measurements of all layers."""
-    table = np.array([[entry["loss"][str(scheme)] for scheme in allocation.candidates] for entry in entries])
-    mixture = allocation.choose([entry["loss"] for entry in entries])
+    table = np.array([[layer.loss[str(scheme)] for scheme in allocation.candidates] for layer in measurements])
+    mixture = allocation.choose([layer.loss for layer in measurements])
     uniform = min(allocation.uniforms, key=lambda number: (table[:, number].sum(), number))
     whole = float(table[:, uniform].sum())
     if whole <= 0 or mixture == allocation.uniform(uniform):
         return Choice(allocation.uniform(uniform), uniform, 0.0, (0.0, 0.0))
     sums, generator = np.zeros((2, RESAMPLED)), np.random.default_rng(0)
-    for entry, number in zip(entries, mixture, strict=True):
+    for measured, number in zip(measurements, mixture, strict=True):
         names = [str(allocation.candidates[n]) for n in (number, uniform)]
-        errors = np.array([entry["by_expert"][name] for name in names])
+        errors = np.array([measured.by_expert[name] for name in names])
         drawn = generator.integers(errors.shape[1], size=(RESAMPLED, errors.shape[1]))
-        grown = entry["loss"][names[1]] / entry["error"][names[1]] if entry["error"][names[1]] else 0.0
+        error = measured.error[names[1]]
+        grown = measured.loss[names[1]] / error if error else 0.0
         sums += errors[:, drawn].sum(-1) * grown
     gain = 1 - sum(table[layer, number] for layer, number in enumerate(mixture)) / whole
     low, high = (float(limit) for limit in np.quantile(1 - sums[0] / np.maximum(sums[1], 1e-300), (0.025, 0.975)))
     return Choice(mixture if low > 0 else allocation.uniform(uniform), uniform, float(gain), (low, high))
 
 
-def describe_choice(allocation: Allocation, entries: Entries) -> Schemes:
+def describe_choice(allocation: Allocation, measurements: Sequence[LayerMeasurement]) -> Schemes:
     """For report.json and `quantize plan`: candidates, bounds, and each layer's scheme with its measurements."""
-    choice = choose(allocation, entries)
+    choice = choose(allocation, measurements)
     picked = choice.picked
     schemes, coarsest = [allocation.candidates[index] for index in picked], str(allocation.candidates[0])
     layers = [
         ChosenLayer(
-            layer=entry["layer"],
+            layer=measured.layer,
             scheme=str(scheme),
             bits=scheme.bits,
             group_size=scheme.group_size,
             bytes=row[index],
-            kl=entry["kl"],
-            disturbance=entry["disturbance"],
-            loss=entry["loss"],
-            error=entry["error"],
-            by_matrix=entry["by_matrix"],
-            experts=entry["experts"],
+            kl=measured.kl,
+            disturbance=measured.disturbance,
+            loss={**measured.loss},
+            error={**measured.error},
+            by_matrix={scheme: {**shares} for scheme, shares in measured.by_matrix.items()},
+            experts=measured.experts,
         )
-        for scheme, index, entry, row in zip(schemes, picked, entries, allocation.shard_bytes, strict=True)
+        for scheme, index, measured, row in zip(schemes, picked, measurements, allocation.shard_bytes, strict=True)
     ]
     return Schemes(
         **allocation.as_dict(),
         chosen=counted(schemes),
         output_bytes=allocation.output_bytes(picked),
         bits_per_weight=allocation.bits_per_weight(picked),
-        predicted_kl=sum(entry["loss"][str(scheme)] for entry, scheme in zip(entries, schemes, strict=True)),
+        predicted_kl=sum(layer.loss[str(scheme)] for layer, scheme in zip(measurements, schemes, strict=True)),
         uniform=str(allocation.candidates[choice.uniform]),
         gain=choice.gain,
         gain_interval=list(choice.interval),
         coarsest=coarsest,
-        by_matrix=dict(matrix_shares(entries, coarsest)),
+        by_matrix=dict(matrix_shares(measurements, coarsest)),
         layers=layers,
     )
 
 
-def matrix_shares(entries: Entries, scheme: str) -> dict[str, float]:
+def matrix_shares(measurements: Sequence[LayerMeasurement], scheme: str) -> dict[str, float]:
     """Each matrix's share of the loss under one scheme when it alone is rounded, in all layers."""
     totals = dict.fromkeys(MATRICES, 0.0)
-    for entry in entries:
-        error = entry["error"][scheme]
+    for layer in measurements:
+        error = layer.error[scheme]
         for matrix in MATRICES:
-            totals[matrix] += entry["loss"][scheme] * entry["by_matrix"][scheme][matrix] / error if error > 0 else 0.0
+            totals[matrix] += layer.loss[scheme] * layer.by_matrix[scheme][matrix] / error if error > 0 else 0.0
     whole = sum(totals.values())
     return {matrix: value / whole if whole > 0 else 0.0 for matrix, value in totals.items()}
 
@@ -151,9 +153,9 @@ def read_choice(job: Job, output: Path) -> Schemes | None:
         schemes = report.get("schemes") if is_made_by(report, job.recipe, job.path) else None
         return schemes and Schemes.model_validate(schemes)
     work = journal.work_folder(output)
-    entries = read_measurements(work, job.facts.moe_layers)
+    measurements = read_measurements(work, job.facts.moe_layers)
     try:
         same = json.loads((work / "run.json").read_text())["experts"] == job.recipe.settings()["experts"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return describe_choice(job.allocation, entries) if entries and same else None
+    return describe_choice(job.allocation, measurements) if measurements and same else None

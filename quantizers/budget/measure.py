@@ -34,6 +34,7 @@ import math
 import shutil
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,46 @@ BFLOAT16_FACTOR = 2  # errors are enlarged by this in a probe that is computed i
 ALL_THREE = "all"
 
 
-def measure_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Context) -> list[dict[str, Any]] | None:
+@dataclass(frozen=True)
+class LayerErrors:
+    """The errors of every candidate scheme in a layer with experts, by the schemes' names.
+
+    All are squares, relative to the states that leave the layer.
+
+    Attributes:
+        experts: how many were measured; the errors are those of all.
+        error: with all three matrices rounded. by_matrix: with one of them. by_expert: the first by measured expert.
+    """
+
+    experts: int
+    error: dict[str, float]
+    by_matrix: dict[str, dict[str, float]]
+    by_expert: dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class LayerMeasurement(LayerErrors):
+    """What each candidate scheme would cost a layer.
+
+    Attributes:
+        kl: of the probe, nats per token. disturbance: of the probe after this layer.
+    """
+
+    layer: int
+    kl: float
+    disturbance: float
+
+    @property
+    def loss(self) -> dict[str, float]:
+        """KL that each scheme is predicted to cost, nats per token, by its name."""
+        # A layer that rounding does not change, for example one of zeros, loses nothing under any scheme.
+        return {
+            scheme: self.kl * error / self.disturbance if self.disturbance else 0.0
+            for scheme, error in self.error.items()
+        }
+
+
+def measure_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Context) -> list[LayerMeasurement] | None:
     """The measurements of all layers, made unless that has been done. All processes of a run call this.
 
     They share the probe's tokens. The calibration samples (T,) int64 and the result are None in all ranks except 0.
@@ -104,10 +144,11 @@ def measure_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Co
         ):
             for step in steps:
                 with step.module() as layer:
-                    entry = measurement.measure(layer)
+                    errors = measurement.measure(layer)
                 seconds, started = time.monotonic() - started, time.monotonic()
                 if dist.is_main:
-                    write_json(_entry_file(work, step.number), entry | {"seconds": seconds})
+                    entry = {"layer": step.number, **(asdict(errors) if errors else {}), "seconds": seconds}
+                    write_json(_entry_file(work, step.number), entry)
                 shown(f"{seconds:.1f} s")
         pair = measurement.source, measurement.probe
         _, kl, *_ = score([pair], texts, partial(rank_0_progress, check=check, dist=dist), dist=dist)[pair]
@@ -143,8 +184,8 @@ class SchemeMeasurement:
             stream.enter(0, [text.tokens for text in texts])
         self.disturbance: list[float] = []
 
-    def measure(self, layer: DecoderLayer) -> dict[str, Any]:
-        """Measure a layer, and take the texts through it; an entry of `read_measurements` without `seconds`."""
+    def measure(self, layer: DecoderLayer) -> LayerErrors | None:
+        """Measure a layer, and take the texts through it; None without experts."""
         number = layer.number
         source = self.source
         probe = self.probe
@@ -154,18 +195,18 @@ class SchemeMeasurement:
             probe.attend(layer)
         else:  # so far it is the source
             probe.begin(number).flat.copy_(source.left.flat)
-        entry: dict[str, Any] = {"layer": number}
+        errors = None
         if number in self.job.facts.dense:
             source.finish(layer)
             probe.finish(layer)
         else:
-            entry |= self._errors(layer, disturbed)
+            errors = self._errors(layer, disturbed)
         for stream in (source, probe):
             stream.forget(number)
-        return entry
+        return errors
 
-    def _errors(self, layer: DecoderLayer, disturbed: bool) -> dict[str, Any]:
-        """The errors of every candidate scheme in a layer with experts, through which the texts then pass."""
+    def _errors(self, layer: DecoderLayer, disturbed: bool) -> LayerErrors:
+        """Measure a layer with experts, through which the texts then pass."""
         source = self.source
         probe = self.probe
         model = self.model
@@ -195,21 +236,20 @@ class SchemeMeasurement:
                 weight[:count] = weight[:count].lerp(coarsest[str(n)].to(weight.dtype), factor)
         probe.finish(layer)
         compared = by_text(source, probe, routed=False, dist=dist)
-        moved, size = (
-            math.fsum(getattr(distance, key) for distance in compared.values()) for key in ("difference", "size")
-        )
+        moved = math.fsum(text.difference for text in compared.values())
+        size = math.fsum(text.size for text in compared.values())
         self.disturbance.append(moved / size)
         share = size * count / len(weights[0])
         errors = {
             str(s): {name: math.fsum(losses[s][name] for losses in lost) / share for name in (ALL_THREE, *MATRICES)}
             for s in schemes
         }
-        return {
-            "experts": count,
-            "error": {scheme: row[ALL_THREE] for scheme, row in errors.items()},
-            "by_matrix": {scheme: {m: row[m] for m in MATRICES} for scheme, row in errors.items()},
-            "by_expert": {str(s): [losses[s][ALL_THREE] / share for losses in lost] for s in schemes},
-        }
+        return LayerErrors(
+            experts=count,
+            error={scheme: row[ALL_THREE] for scheme, row in errors.items()},
+            by_matrix={scheme: {matrix: row[matrix] for matrix in MATRICES} for scheme, row in errors.items()},
+            by_expert={str(s): [losses[s][ALL_THREE] / share for losses in lost] for s in schemes},
+        )
 
     def _moe_inputs(self, layer: DecoderLayer) -> MoeInputs:
         """The inputs of the layer's experts, of all processes."""
@@ -301,23 +341,17 @@ def probe_bytes(facts: Architecture, lengths: Sequence[int], itemsize: int) -> i
     return 4 * sum(probes_of(lengths).values()) * (facts.row_bytes(itemsize) + facts.top_k * 4)
 
 
-def read_measurements(work: Path, layers: Sequence[int]) -> list[dict[str, Any]] | None:
-    """The finished measurements, one entry for each of the layers with experts; None while they are not complete.
-
-    Each has `layer`, `seconds`, `experts`, `kl` of the probe and its `disturbance` after this layer, and by a scheme's
-    name `error`, `by_matrix`, `by_expert` (all four are squares, relative to the states) and `loss`.
-    """
+def read_measurements(work: Path, layers: Sequence[int]) -> list[LayerMeasurement] | None:
+    """The finished measurements of the layers with experts; None while they are not complete."""
     try:
         probe = json.loads((work / FOLDER / "kl.json").read_text())
         kl = max(float(probe["kl"]), 0.0)
-        entries = []
+        measurements = []
         for number, disturbance in zip(layers, probe["disturbance"], strict=True):
             entry = json.loads(_entry_file(work, number).read_text())
-            # A layer that rounding does not change, for example one of zeros, loses nothing under any scheme.
-            loss = {s: kl * error / disturbance if disturbance else 0.0 for s, error in entry["error"].items()}
-            known = {"by_expert": entry["by_expert"], "kl": kl, "disturbance": disturbance, "loss": loss}
-            entries.append(entry | known)
-        return entries
+            errors = {field.name: entry[field.name] for field in fields(LayerErrors)}
+            measurements.append(LayerMeasurement(**errors, layer=number, kl=kl, disturbance=disturbance))
+        return measurements
     except (OSError, ValueError, TypeError, KeyError):  # nothing there, or written by an older version
         return None
 

@@ -109,9 +109,9 @@ def run_report(
     coverage, coverage_checks = _coverage(layers, data, rule)
     schemes, measuring = None, None
     if job.allocation:
-        entries = read_measurements(context.work, job.facts.moe_layers)
-        assert entries is not None
-        schemes = describe_choice(job.allocation, entries)
+        measurements = read_measurements(context.work, job.facts.moe_layers)
+        assert measurements is not None
+        schemes = describe_choice(job.allocation, measurements)
         measuring = measuring_seconds(context.work, job.facts.num_layers)
     report = schema.RunReport(
         **planned.given(),

@@ -196,10 +196,10 @@ def test_the_probe_is_the_whole_model_with_the_first_layer_rounded(
             moved[layer] += float((a - b).square().sum())
             size[layer] += float(a.square().sum())
     for layer, entry in enumerate(entries):
-        assert entry["kl"] == pytest.approx(float(torch.cat(kl).mean()), rel=1e-3)
-        assert entry["disturbance"] == pytest.approx(moved[layer] / size[layer], rel=1e-3)
-        for scheme, error in entry["error"].items():
-            assert entry["loss"][scheme] == pytest.approx(entry["kl"] * error / entry["disturbance"])
+        assert entry.kl == pytest.approx(float(torch.cat(kl).mean()), rel=1e-3)
+        assert entry.disturbance == pytest.approx(moved[layer] / size[layer], rel=1e-3)
+        for scheme, error in entry.error.items():
+            assert entry.loss[scheme] == pytest.approx(entry.kl * error / entry.disturbance)
     assert sorted(path.name for path in (tmp_path / "schemes").iterdir()) == [
         *(f"{n:05d}.json" for n in range(4)),
         "kl.json",
@@ -216,10 +216,10 @@ def test_a_mixture_is_chosen_only_if_its_gain_is_certain() -> None:
         ([[0.0] * 4] * 3, [0, 2], 1.0),
     ):
         entries = []
-        for values in (first, [[0.3] * 4, [0.29] * 4, [0.0] * 4]):
+        for layer, values in enumerate((first, [[0.3] * 4, [0.29] * 4, [0.0] * 4])):
             by_expert = dict(zip(map(str, schemes), values, strict=True))
             error = {name: sum(lost) for name, lost in by_expert.items()}
-            entries.append({"by_expert": by_expert, "error": error, "loss": error})
+            entries.append(measure.LayerMeasurement(4, error, {}, by_expert, layer, kl=1.0, disturbance=1.0))
         found = choice.choose(allocation, entries)
         assert (found.picked, found.uniform) == (picked, 1)
         assert found.gain == pytest.approx(gain)
