@@ -8,7 +8,7 @@ States are in files, two for each lane. A layer is done once its entry is in the
 removed, and from there a call resumes:
 
     lanes.json          the settings that figures depend on
-    layer-00003.json    what was found of each lane at layer 3
+    layer-00003.json    a LaneLayer of each lane at layer 3
     states-*            the states that enter the next layer
     scores-*            what was scored of each text, by lane
 """
@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -38,6 +37,7 @@ from quantizers.pipeline.placement import place_activations
 from quantizers.pipeline.quantizer import Calibration, Quantizer
 from quantizers.planning.device_memory import held_out_bytes
 from quantizers.planning.job import Job
+from quantizers.system.keys import Part, key, maybe
 from quantizers.system.progress import doing, progress
 from quantizers.walk.context import Context
 from quantizers.walk.walk import LayerStep, all_tensors, walk
@@ -63,6 +63,15 @@ class LaneFigures:
     same: np.ndarray
     hidden_error: list[float]
     routed: list[np.ndarray]
+
+
+class LaneLayer(Part):
+    """A layer of one lane, as the journal has it: `comparison.OfText` of each text, in the order of the texts."""
+
+    same: list[float] = key("By text")
+    difference: list[float] = key("By text")
+    size: list[float] = key("By text")
+    routed: list[list[int]] | None = maybe("Calibration tokens routed to each expert; absent if it is not quantized")
 
 
 @dataclass(frozen=True)
@@ -126,7 +135,9 @@ def measure_lanes(
         for n, data in enumerate(draws)
     ]
     journal = LayerFiles(work)
-    entries = journal.read(layers) if dist.is_main else []
+    entries: list[list[LaneLayer]] = []
+    if dist.is_main:
+        entries = [list(map(LaneLayer.model_validate, layer)) for layer in journal.read(layers)]
     done: int = dist.broadcast_object(len(entries))
     outputs = [lane.output for lane in lanes]
     for stream in (source, *outputs):
@@ -147,11 +158,11 @@ def measure_lanes(
                     stream.advance(layer)
             by_lane = []
             for lane in lanes:
-                routed = {} if unchanged else {"routed": _quantize(quantizer, step, lane)}
-                by_lane.append(routed | _compared(source, lane.output, step.number, dist))
+                routed = None if unchanged else _quantize(quantizer, step, lane)
+                by_lane.append(_compared(source, lane.output, step.number, dist).changed(routed=routed))
             if dist.is_main:
                 entries.append(by_lane)
-                journal.write(step.number, by_lane)
+                journal.write(step.number, [layer.as_dict() for layer in by_lane])
             for stream in (source, *(stream for lane in lanes for stream in lane.streams)):
                 stream.forget(step.number)
             shown(f"layer {step.number}")
@@ -181,13 +192,15 @@ def _quantize(quantizer: Quantizer, step: LayerStep, lane: Lane) -> list[list[in
     return routed
 
 
-def _compared(
-    source: ActivationStream, output: ActivationStream, number: int, dist: ProcessGroup
-) -> dict[str, list[float]]:
-    """Compare each text's states after a layer, in the order of the texts, for the journal: see `comparison.OfText`."""
+def _compared(source: ActivationStream, output: ActivationStream, number: int, dist: ProcessGroup) -> LaneLayer:
+    """Compare each text's states after a layer, in the order of the texts."""
     texts = by_text(source, output, routed=number not in source.model.facts.dense, dist=dist)
     ordered = [texts[i] for i in sorted(texts)]
-    return {key: [getattr(text, key) for text in ordered] for key in ("same", "difference", "size")}
+    return LaneLayer(
+        same=[text.same for text in ordered],
+        difference=[text.difference for text in ordered],
+        size=[text.size for text in ordered],
+    )
 
 
 def _context(
@@ -211,7 +224,7 @@ def _scored(
     outputs: Sequence[ActivationStream],
     texts: Sequence[Text],
     context: Context,
-    entries: Sequence[Sequence[dict[str, Any]]],
+    entries: Sequence[Sequence[LaneLayer]],
 ) -> tuple[np.ndarray, list[LaneFigures]]:
     """The results of `measure_lanes`, from states that have left the last layer and the journal's entries by layer."""
     groups = range(0, len(outputs), SCORED_TOGETHER)
@@ -237,8 +250,8 @@ def _scored(
             for name, column in (("nll", nll), ("kl", kl), ("top1", top1))
         }
         of_lane = [entry[number] for entry in entries]
-        errors = [float(np.sqrt(np.sum(layer["difference"]) / np.sum(layer["size"]))) for layer in of_lane]
-        routed = [np.array(layer["routed"], dtype=np.int64) for layer in of_lane if layer.get("routed")]
-        same = np.sum([layer["same"] for layer in of_lane], axis=0)
+        errors = [float(np.sqrt(np.sum(layer.difference) / np.sum(layer.size))) for layer in of_lane]
+        routed = [np.array(layer.routed, dtype=np.int64) for layer in of_lane if layer.routed]
+        same = np.sum([layer.same for layer in of_lane], axis=0)
         measured.append(LaneFigures(**sums, same=same, hidden_error=errors, routed=routed))
     return of_source, measured
