@@ -89,7 +89,7 @@ class LayerErrors:
 
 @dataclass(frozen=True)
 class LayerMeasurement(LayerErrors):
-    """What each candidate scheme would cost a layer.
+    """Cost of each candidate scheme in a layer.
 
     Attributes:
         kl: of the probe, nats per token. disturbance: of the probe after this layer.
