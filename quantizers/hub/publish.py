@@ -214,8 +214,8 @@ def check_output(
     if source is not None:
         from quantizers.commands.verify import verify_folder
 
-        found = verify_folder(folder, source, device)
-        record, problems = found.record, [*found.differences, *found.misread]
+        verified = verify_folder(folder, source, device)
+        record, problems = verified.record, [*verified.differences, *verified.misread]
         rechecked: tuple[str, ...] = ("audit", "consumers")  # the gates of every output of this program
     else:
         record, audit = check_manifest(folder), report.audit.differences
@@ -258,13 +258,15 @@ class Point:
 
 def card_points(report: Report) -> list[Point]:
     """Whether the card names a licence, and the model on the Hub that was quantized."""
-    front, gaps, points = front_matter(report), card_gaps(report), []
+    front = front_matter(report)
+    gaps = card_gaps(report)
+    points = []
     for key, option in (("license", "--license NAME"), ("base_model", "--base-model OWNER/NAME")):
         if key in gaps:
             points.append(Point(key, "missing", f"{gaps[key]}; give {option}"))
         else:
-            said = front.get(f"{key}_name", front[key])
-            points.append(Point(key, "done", ", ".join(said) if isinstance(said, list) else str(said)))
+            value = front.get(f"{key}_name", front[key])
+            points.append(Point(key, "done", ", ".join(value) if isinstance(value, list) else str(value)))
     return points
 
 
@@ -326,7 +328,9 @@ def rewrite(folder: Path, before: Report, after: Report) -> list[str]:
 
 def _keep_edited(folder: Path, text: str, before: Report, after: Report) -> None:
     """Change only commands and front matter of a model card that was edited."""
-    old, new, written = repository(before), repository(after), before.card.front_matter
+    old = repository(before)
+    new = repository(after)
+    written = before.card.front_matter
     front = {key: value for key, value in front_matter(after).items() if key in written or key in PUBLICATION_KEYS}
     for words in ("vllm serve {}", "--model-path {}", 'from_pretrained("{}"'):
         text = text.replace(words.format(old), words.format(new))
@@ -341,10 +345,10 @@ def _keep_edited(folder: Path, text: str, before: Report, after: Report) -> None
 
 def _with_key(text: str, key: str, value: Any) -> str:
     """A card with a key of its front matter set, or removed if the value is None."""
-    found = FRONT_MATTER.match(text)
-    assert found is not None
-    front = re.sub(rf"(?m)^{key}:.*\n(?:[ -].*\n)*", "", found[2])
-    return f"{found[1]}{front}{'' if value is None else dump({key: value})}{text[found.end() :]}"
+    match = FRONT_MATTER.match(text)
+    assert match is not None
+    front = re.sub(rf"(?m)^{key}:.*\n(?:[ -].*\n)*", "", match[2])
+    return f"{match[1]}{front}{'' if value is None else dump({key: value})}{text[match.end() :]}"
 
 
 # The upload ----------------------------------------------------------------------------------------------------
