@@ -44,7 +44,9 @@ from quantizers.system.errors import InputError
 from . import engines
 from .engines import EXPERTS, MTP_EXPERTS, REFUSED, SGLANG, TRANSFORMERS, VLLM, VLLM_BEFORE, Lookup, ServedScheme
 
-MARLIN, TRITON, HUMMING = "Marlin", "Triton", "Humming"
+MARLIN = "Marlin"
+TRITON = "Triton"
+HUMMING = "Humming"
 MARLIN_GROUPS = (32, 64, 128)  # besides whole rows; vLLM's check_moe_marlin_supports_config
 HUMMING_SM = 75  # the least compute capability of an NVIDIA GPU
 SGLANG_BITS = (4, 8)
@@ -210,22 +212,23 @@ SGLANG_LINEARS: dict[Card, dict[str, str]] = {
 
 def kernel(card: Card, where: Where, form: Format, shape: tuple[int, ...]) -> Kernel:
     """The kernel for a matrix (R, C) in this format; an InputError if nothing is known of it."""
-    found = _kernel(card, where, form.kind, shape)
-    if found is None:
+    chosen = _kernel(card, where, form.kind, shape)
+    if chosen is None:
         raise InputError(
             f"as served on {card}", f"{form.description} is not known for {WHERE[where]}", "leave this card out"
         )
-    return found
+    return chosen
 
 
 def _kernel(card: Card, where: Where, kind: str, shape: tuple[int, ...]) -> Kernel | None:
+    """The kernel for a matrix (R, C) of this kind of format; None if nothing is known of it."""
     if kind == "plain":
         return PLAIN
-    found = (LINEAR_KERNELS if where == "linear" else EXPERT_KERNELS)[card].get(kind)
-    if found is None:
+    listed = (LINEAR_KERNELS if where == "linear" else EXPERT_KERNELS)[card].get(kind)
+    if listed is None:
         return None
     # vLLM's should_use_deepgemm_for_fp8_linear
-    return CUTLASS_BLOCKS if found.name == DEEP_GEMM.name and (shape[0] % 64 or shape[1] % 128) else found
+    return CUTLASS_BLOCKS if listed.name == DEEP_GEMM.name and (shape[0] % 64 or shape[1] % 128) else listed
 
 
 def on_card(engine: engines.Engine, card: Card, lookup: Lookup, facts: Architecture) -> str:
@@ -238,8 +241,8 @@ def on_card(engine: engines.Engine, card: Card, lookup: Lookup, facts: Architect
     where: Where = "experts" if routed else "linear"
 
     def named(kind: str) -> str:
-        found = _kernel(card, where, kind, lookup.members[0].shape)
-        return found.name if found else NOT_KNOWN
+        chosen = _kernel(card, where, kind, lookup.members[0].shape)
+        return chosen.name if chosen else NOT_KNOWN
 
     if scheme.kind in KNOWN:
         return named(str(scheme.kind))
