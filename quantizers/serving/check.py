@@ -76,6 +76,7 @@ Remark = tuple[Severity, Sequence[str], str, str, str]  # with engines, place, p
 Mistake = Literal[
     "no weight", "scale not renamed", "no scale", "not quantized", "not plain", "another scheme", "extra", "scale dtype"
 ]  # fmt: skip
+Lookups = Mapping[str, Sequence[Lookup]]  # by engine
 Parts = Mapping[str, Stored]  # a module's tensors, by the last part of their names
 SECTION = "quantization_config"
 KV_SCHEME = "kv_cache_scheme"
@@ -285,9 +286,7 @@ def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Archi
     return ServingCheck(table, _findings(remarks), parallel, ktransformers, _kernels_by_card(servers, lookups, facts))
 
 
-def _without_kernel(
-    servers: Iterable[engines.Engine], lookups: Mapping[str, Sequence[Lookup]]
-) -> dict[tuple[str, str], str]:
+def _without_kernel(servers: Iterable[engines.Engine], lookups: Lookups) -> dict[tuple[str, str], str]:
     """Reasons why servers refuse packed integers, by the server's name and the name that it looks up."""
     refused = {}
     for server in servers:
@@ -298,7 +297,7 @@ def _without_kernel(
 
 
 def _kernels_by_card(
-    servers: Iterable[engines.Engine], lookups: Mapping[str, Sequence[Lookup]], facts: Architecture
+    servers: Iterable[engines.Engine], lookups: Lookups, facts: Architecture
 ) -> dict[str, dict[str, str]]:
     """The field `kernels` of a ServingCheck."""
     kernels = {}
@@ -329,9 +328,7 @@ def _by_kind(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
     }
 
 
-def _kernel_remarks(
-    lookups: Mapping[str, Sequence[Lookup]], refused: Mapping[tuple[str, str], str], severity: Severity
-) -> Iterator[Remark]:
+def _kernel_remarks(lookups: Lookups, refused: Mapping[tuple[str, str], str], severity: Severity) -> Iterator[Remark]:
     """Packed integers for which an engine has no kernel, of this severity, or has one on a condition."""
     groups: dict[tuple[Severity, str, str, str], list[Lookup]] = {}  # lookups about which the same is to be said
     for engine, answers in lookups.items():

@@ -127,6 +127,17 @@ def scheme_of(weights: QuantizationArgs) -> ServedScheme:
     return ServedScheme(kind, bits, strategy, group, tuple(block) if block else None, symmetric, bool(dynamic))
 
 
+def declared_scheme(group: Mapping[str, Any]) -> ServedScheme:
+    """The scheme of a config group's `weights` and `input_activations`."""
+    from compressed_tensors.quantization import QuantizationArgs
+
+    activations = group.get("input_activations")
+    return replace(
+        scheme_of(QuantizationArgs.model_validate(group["weights"])),
+        activations=json.dumps(activations, sort_keys=True) if activations else None,
+    )
+
+
 @dataclass(frozen=True)
 class Rules:
     """A parsed quantization_config.
@@ -146,19 +157,11 @@ class Rules:
 
 def read_rules(section: Mapping[str, Any]) -> Rules:
     """Parse a quantization_config, as tolerantly as the servers do; Refused without the structure that they need."""
-    from compressed_tensors.quantization import QuantizationArgs
-
     default_format = str(section.get("format"))
     pairs: list[tuple[str, ServedScheme]] = []
     try:
         for name, group in section["config_groups"].items():
-            activations = group.get("input_activations")
-            scheme = replace(
-                scheme_of(QuantizationArgs.model_validate(group["weights"])),
-                activations=json.dumps(activations, sort_keys=True) if activations else None,
-                format=group.get("format") or default_format,
-                group=name,
-            )
+            scheme = replace(declared_scheme(group), format=group.get("format") or default_format, group=name)
             pairs += [(target, replace(scheme, target=target)) for target in group["targets"]]
         targets, ignore = dict(pairs), tuple(section.get("ignore") or ())
         for pattern in (*targets, *ignore):

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from quantizers.planning.gpus import GIB, Gpus
 
+from .kernels import SGLANG_BITS, SGLANG_TAKES
 from .memory import EXPERTS, FLASHINFER, FP8_CACHE_SM, UTILISATION, Fit, Model, needs_flashinfer
 
 SYSTEM = 6 * 10**9  # bytes of host memory for everything else
@@ -62,7 +63,7 @@ def host_ways(
     blocks = "SGLang refuses FP8 in blocks before Ada: attention: bf16" if model.blocks and before_ada else ""
     from_ada = "from Ada on" if model.blocks and gpus.sm is None else ""
     one_gpu = "" if gpus.count == 1 else "it takes one GPU"
-    few_bits = "it takes 4 and 8 bits" if model.padded else ""
+    few_bits = "" if model.bits <= set(SGLANG_BITS) else f"it takes {SGLANG_TAKES}"
     no_room = "" if resident >= least else f"no room on the GPU for {least} experts"
     parallel = "".join(
         f" --{name}-parallel-size {count}"

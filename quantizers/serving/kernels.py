@@ -50,6 +50,7 @@ HUMMING = "Humming"
 MARLIN_GROUPS = (32, 64, 128)  # besides whole rows; vLLM's check_moe_marlin_supports_config
 HUMMING_SM = 75  # the least compute capability of an NVIDIA GPU
 SGLANG_BITS = (4, 8)
+SGLANG_TAKES = f"{', '.join(map(str, SGLANG_BITS[:-1]))} and {SGLANG_BITS[-1]} bits"
 HUMMING_ALONE = (
     f"from 0.29 on {HUMMING} takes these bits, on an NVIDIA GPU from SM{HUMMING_SM}, in bfloat16 from SM80; older ones "
     "have no kernel for them, nor have ROCm, XPU and CPU"
@@ -99,13 +100,18 @@ def moe_kernels(scheme: ServedScheme) -> tuple[str, ...]:
     return tuple(name for name, does in takes.items() if does)
 
 
+def only_humming_takes(scheme: ServedScheme) -> bool:
+    """Whether routed experts with this scheme are in packed integers for which Humming is vLLM's only kernel."""
+    return is_packed(scheme) and moe_kernels(scheme) == (HUMMING,)
+
+
 def refusal(engine: engines.Engine, lookup: Lookup) -> str | None:
     """Reason why a server has no kernel for a module in packed integers; None if it has one, or for other formats."""
     scheme = lookup.scheme
     if not is_packed(scheme):
         return None
     if engine.is_sglang:
-        return None if scheme.bits in SGLANG_BITS else "it has kernels for 4 and 8 bits only"
+        return None if scheme.bits in SGLANG_BITS else f"it has kernels for {SGLANG_TAKES} only"
     no_kernel = lookup.kind in (EXPERTS, MTP_EXPERTS) and not moe_kernels(scheme)
     return "it has no kernel for this scheme" if no_kernel else None
 
@@ -119,7 +125,7 @@ def condition(engine: str, lookup: Lookup) -> str | None:
         return None
     if engine == TRANSFORMERS:
         return PACKED_DENSELY if 32 % scheme.bits else None
-    return HUMMING_ALONE if lookup.kind in (EXPERTS, MTP_EXPERTS) and moe_kernels(scheme) == (HUMMING,) else None
+    return HUMMING_ALONE if lookup.kind in (EXPERTS, MTP_EXPERTS) and only_humming_takes(scheme) else None
 
 
 def for_ktransformers(facts: Architecture, schemes: Iterable[ServedScheme | None]) -> str:

@@ -38,6 +38,9 @@ from quantizers.planning.plan import Plan, file_size
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import size_between
 
+from .engines import declared_scheme
+from .kernels import only_humming_takes
+
 MIB = 2**20
 UTILISATION = 0.93  # vLLM's --gpu-memory-utilization; the rest is for the driver
 RUNTIME = 2 * GIB  # per GPU: CUDA context, graphs (since vLLM 0.21 in its share), kernels, NCCL, fragmentation
@@ -47,7 +50,6 @@ KV_BLOCK = 16  # tokens per block of the KV cache
 KvType = Literal["auto", "fp8"]
 KV_BYTES: dict[KvType, int] = {"auto": 2, "fp8": 1}
 COMMON = "1x24 2x24 1x48 4x24 2x48 1x96 8x24 4x48 2x96 4x80 8x80 8x141"  # GPUs, and GiB of each
-MARLIN_BITS = (4, 8)  # other experts run on Humming
 HUMMING_ROWS, HUMMING_COLUMNS = 256, 128  # of which a GPU's part is filled up to multiples (utils/humming/moe.py, 411)
 MARLIN_TILE = 64  # of an expert's width on a GPU; up to vLLM 0.32 it had to be whole, later ones fill it up with zeros
 FP8_CACHE_SM = 89  # below it FlashInfer alone has an FP8 cache, and SGLang refuses FP8 weights in blocks
@@ -74,6 +76,7 @@ class Model:
     facts: Architecture  # with `kv_cache` and `tensor_parallel`
     layers: tuple[Mapping[str, int], ...]  # weights of a layer: its EXPERTS, each passthrough linear module, all OTHERS
     outside: int  # embedding, head and final norm
+    bits: frozenset[int]  # of the experts
     groups: frozenset[int]  # the group sizes of the experts
     padded: frozenset[int]  # the layers whose experts vLLM's Humming has, which fills their shapes up
     blocks: Blocks  # of the passthrough linear modules that are FP8 in blocks
@@ -127,13 +130,19 @@ def serving_model(plan: Plan, facts: Architecture, config: dict[str, Any], fp8: 
         facts=facts,
         layers=tuple(layers),
         outside=outside,
+        bits=frozenset(plan.schemes[layer].bits for layer in plan.quantized_layers),
         groups=frozenset(plan.schemes[layer].group_size for layer in plan.quantized_layers),
-        padded=frozenset(layer for layer in plan.quantized_layers if plan.schemes[layer].bits not in MARLIN_BITS),
+        padded=frozenset(layer for layer in plan.quantized_layers if is_padded(plan.schemes[layer])),
         blocks=blocks,
         longest=facts.positions or 0,
         fp8_cache=bool(plan.cached),
         beside=sum(file_size(plan.shard(layer)) for layer in plan.parts) - held,
     )
+
+
+def is_padded(scheme: ExpertFormat) -> bool:
+    """Whether vLLM's Humming has experts with this scheme, which fills their shapes up."""
+    return only_humming_takes(declared_scheme(scheme.config_group()))
 
 
 def tensor_parallel_problem(model: Model, parallel: int) -> str | None:
@@ -469,9 +478,14 @@ def with_scheme(model: Model, scheme: ExpertFormat) -> Model:
     stored = sum(spec.bytes for shape in shapes for spec in scheme.specs("", shape).values())
     experts = {EXPERTS: model.facts.num_experts * stored}
     layers = tuple({**layer, **experts} if EXPERTS in layer else layer for layer in model.layers)
-    padded = frozenset(number for number, layer in enumerate(layers) if EXPERTS in layer)
-    few = scheme.bits not in MARLIN_BITS
-    return replace(model, layers=layers, groups=frozenset({scheme.group_size}), padded=padded if few else frozenset())
+    padded = [number for number, layer in enumerate(layers) if EXPERTS in layer and is_padded(scheme)]
+    return replace(
+        model,
+        layers=layers,
+        bits=frozenset({scheme.bits}),
+        groups=frozenset({scheme.group_size}),
+        padded=frozenset(padded),
+    )
 
 
 @dataclass(frozen=True)
