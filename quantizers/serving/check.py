@@ -59,12 +59,12 @@ from .engines import (
 )
 from .kernels import (
     HUMMING,
-    MARLIN_GROUPS,
     NO_E8M0,
     UNQUANTIZED,
     condition,
     for_ktransformers,
     is_packed,
+    marlin_obstacles,
     moe_kernels,
     on_card,
     refusal,
@@ -88,7 +88,6 @@ ENGINES = (*SERVER_NAMES, TRANSFORMERS)
 VLLM_NAMES = tuple(engine.name for engine in SERVERS if not engine.is_sglang)
 SGLANG_LOADS = ("minimax_m2", "llama", "qwen3_5_moe")  # model types whose scales for a cache it loads
 PARALLEL = (1, 2, 4, 8)
-MARLIN_HIDDEN = 128  # the hidden size is a multiple of it; vLLM's check_moe_marlin_supports_config
 KEYS = {
     "quant_method", "quantization_status", "format", "config_groups", "ignore", KV_SCHEME, "global_compression_ratio",
     "sparsity_config", "transform_config", "version",
@@ -588,10 +587,7 @@ def _expert_obstacles(ranks: int, facts: Architecture, schemes: Iterable[ServedS
         if group and hidden % group:
             yield f"hidden size {hidden} is not a multiple of the group, {group}"
         if group and moe_kernels(scheme) != (HUMMING,):
-            if group not in MARLIN_GROUPS:
-                yield f"Marlin supports groups of {', '.join(map(str, MARLIN_GROUPS))}, not {group}"
-            if hidden % MARLIN_HIDDEN:
-                yield f"hidden size {hidden} is not a multiple of {MARLIN_HIDDEN}, which Marlin needs"
+            yield from marlin_obstacles(scheme, hidden)
         if scheme.type == "int" and share * scheme.bits % 32:
             yield f"the experts' {share} columns per rank in {scheme.bits} bits do not fill words of 32 bits"
         if scheme.type != "int" and scheme.block and share % scheme.block[0]:

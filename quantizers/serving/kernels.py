@@ -31,7 +31,7 @@ parallelism, and the sum of the widths of fused matrices, on which DeepGEMM deci
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeGuard
 
@@ -48,6 +48,7 @@ MARLIN = "Marlin"
 TRITON = "Triton"
 HUMMING = "Humming"
 MARLIN_GROUPS = (32, 64, 128)  # besides whole rows; vLLM's check_moe_marlin_supports_config
+MARLIN_HIDDEN = 128  # the hidden size is a multiple of it, by the same function
 HUMMING_SM = 75  # the least compute capability of an NVIDIA GPU
 SGLANG_BITS = (4, 8)
 SGLANG_TAKES = f"{', '.join(map(str, SGLANG_BITS[:-1]))} and {SGLANG_BITS[-1]} bits"
@@ -98,6 +99,14 @@ def moe_kernels(scheme: ServedScheme) -> tuple[str, ...]:
         and (scheme.symmetric or scheme.bits not in (4, 8) or (scheme.bits, scheme.group_size) == (4, 32)),
     }
     return tuple(name for name, does in takes.items() if does)
+
+
+def marlin_obstacles(scheme: ServedScheme, hidden: int) -> Iterator[str]:
+    """Every reason why Marlin does not take experts with this group size and the model's hidden size."""
+    if scheme.group_size not in MARLIN_GROUPS:
+        yield f"Marlin supports groups of {', '.join(map(str, MARLIN_GROUPS))}, not {scheme.group_size}"
+    if hidden % MARLIN_HIDDEN:
+        yield f"hidden size {hidden} is not a multiple of {MARLIN_HIDDEN}, which Marlin needs"
 
 
 def only_humming_takes(scheme: ServedScheme) -> bool:
