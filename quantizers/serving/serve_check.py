@@ -152,27 +152,29 @@ def serve_check(
     names = [{"model": _name(checkpoint), "digest": source_digest(checkpoint)} for checkpoint in checkpoints]
     before = _record(Path(source_check), names, top_k) if source_check is not None else None
     samples = said(load_set(data_set, first.folder, trust_remote_code), "held out")
-    asking = (
+    connection = (
         over_http(str(server), timeout, Path(server_log) if server_log is not None else None)
         if offline is None
         else engine_of(str(offline), opened.folder, arguments, top_k, timeout)
     )
-    with asking as asked:
-        if before and (asked.kind, asked.version) != (before.server.kind, before.server.version):
+    with connection as answering:
+        if before and (answering.kind, answering.version) != (before.server.kind, before.server.version):
             raise InputError(
                 source_check,
-                f"is of {before.server.kind} {before.server.version}, and this server is {asked.kind} {asked.version}",
+                f"is of {before.server.kind} {before.server.version}, and this server is "
+                f"{answering.kind} {answering.version}",
                 "serve the source on this one, and check it again",
             )
-        held = _texts(samples, first, architecture, asked.max_model_len, trust_remote_code)
+        held = _texts(samples, first, architecture, answering.max_model_len, trust_remote_code)
         pairs = zip(samples.samples, held.texts, strict=True)
         sent = identity([replace(sample, tokens=text.tokens.numpy()) for sample, text in pairs])
         if before and before.data.identity != sent:
             raise InputError(source_check, "was made with other texts", "give the same --data and --max-model-len")
-        returned = _ask(asked, held.texts, top_k, architecture.vocab_size)
+        returned = _ask(answering, held.texts, top_k, architecture.vocab_size)
         about = {
-            "kind": asked.kind, "version": asked.version, "model": asked.model, "max_model_len": asked.max_model_len,
-            "offline": offline is not None, "kernels": kernel_lines(asked.log()),
+            "kind": answering.kind, "version": answering.version, "model": answering.model,
+            "max_model_len": answering.max_model_len, "offline": offline is not None,
+            "kernels": kernel_lines(answering.log()),
         }  # fmt: skip
     with interruptible("give the same command again") as check, ordered():
         tables = _compare(checkpoints, architecture, held.texts, returned, check)
