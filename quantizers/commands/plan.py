@@ -13,7 +13,7 @@ from quantizers.eval.report.schema import Schemes
 from quantizers.hooks import required
 from quantizers.pipeline.consumers import plan_findings
 from quantizers.planning.estimate import DISK, estimate_run, memory_on_gpu, ways_of_source
-from quantizers.planning.gpus import unsaid
+from quantizers.planning.gpus import lacking_facts
 from quantizers.planning.job import prepare
 from quantizers.planning.plan import listing, summary
 from quantizers.recipe.read import changes_of
@@ -121,7 +121,7 @@ def plan(
     if fits_on is not None:
         return PlannedRun(figures | fits_on(job, [*vram], checked, budget, context=context, kv=kv, tp=tp, ram=ram))
     # Actions and bytes of a run, and an estimate of its memory and time.
-    figures |= summary(job.plan, job.facts) | {"cards_unknown": unsaid(job.facts)}
+    figures |= summary(job.plan, job.facts) | {"cards_unknown": lacking_facts(job.facts)}
     needs = estimate_run(job, budget or int(figures["output_bytes"]), nodes * gpus, disk or DISK)
     figures |= {"needs": asdict(needs), "asked": {"machines": nodes, "gpus": gpus}}
     figures |= {"source_ways": [asdict(way) for way in ways_of_source(job, needs.output, nodes * gpus)]}

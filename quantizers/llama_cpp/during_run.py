@@ -41,7 +41,7 @@ def begin(
     dist: ProcessGroup,
 ) -> InputSums:
     """Sums of the squares of what the source's matrices read of the sequences."""
-    return InputSums(model, sequences, folder, "both", check, dist)
+    return InputSums(model, sequences, folder, "both", check=check, dist=dist)
 
 
 def write(path: Path, folder: Path, job: Job, data: CalibrationData) -> str:

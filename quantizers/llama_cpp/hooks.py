@@ -14,14 +14,14 @@ SEVERAL = ("imatrix",)
 
 
 def commands(app: Typer, calibration: Typer) -> None:
-    """Add `imatrix`."""
-    from .cli import imatrix
+    """Add `imatrix`: cli.py, and imatrix.py."""
+    from . import cli
 
-    app.command()(imatrix)
+    app.command()(cli.imatrix)
 
 
 def imatrix_of_run() -> Observer:
-    """See `during_run`."""
+    """The importance matrix that `run --imatrix` makes at each layer of the source: during_run.py."""
     from . import during_run
 
     return during_run

@@ -40,7 +40,7 @@ OTHERS = {
     "mimo_v2_flash": "mimo2", "minimax_m3_vl": "minimax-m3", "mixtral": "llama", "solar_open": "glm4moe",
     "step3p7": "step35",
 }  # fmt: skip
-OF_EXPERTS = {GATE: ("FFN_GATE_EXP", "FFN_UP_EXP", "FFN_GATE_UP_EXP"), DOWN: ("FFN_DOWN_EXP",)}
+EXPERT_TENSORS = {GATE: ("FFN_GATE_EXP", "FFN_UP_EXP", "FFN_GATE_UP_EXP"), DOWN: ("FFN_DOWN_EXP",)}
 MOST = 5  # matrices that are named of each kind; --json has all
 V_B = ".v_b_proj"  # as convert_hf_to_gguf.py calls the half of kv_b_proj that makes values
 # What else it makes of a linear module: of Qwen3-Next's older releases wrote the whole.
@@ -83,29 +83,29 @@ def by_llama_cpp_names(
     """
     from gguf import MODEL_TENSORS, TENSOR_NAMES, get_tensor_name_map
 
-    names = get_tensor_name_map(architecture, facts.num_layers)
+    name_map = get_tensor_name_map(architecture, facts.num_layers)
     known = {tensor.name: tensor for tensor in MODEL_TENSORS[architecture]}
     named, unnamed = dict[str, Sums](), list[str]()
 
-    def of_published(name: str) -> str | None:
-        return names.get_name(re.sub(r"^(model\.)?language_model\.(model\.)?", "model.", name), (".weight",))
+    def llama_cpp_name(published: str) -> str | None:
+        return name_map.get_name(re.sub(r"^(model\.)?language_model\.(model\.)?", "model.", published), (".weight",))
 
     for number in range(facts.num_layers):
-        for name, one in read_sums(folder, number).items():
-            full = None if name in OF_EXPERTS else of_published(facts.layer(number, f"{name}.weight"))
-            tensors = [known[tensor] for tensor in (OF_EXPERTS | ALSO).get(name, ()) if tensor in known]
-            found = [full] if full else []
-            found += [f"{TENSOR_NAMES[tensor].format(bid=number)}.weight" for tensor in tensors]
-            if not found or not int(one.counts.sum()):
+        for name, sums in read_sums(folder, number).items():
+            mapped = None if name in EXPERT_TENSORS else llama_cpp_name(facts.layer(number, f"{name}.weight"))
+            names = [mapped] if mapped else []
+            tensors = [known[tensor] for tensor in (EXPERT_TENSORS | ALSO).get(name, ()) if tensor in known]
+            names += [f"{TENSOR_NAMES[tensor].format(bid=number)}.weight" for tensor in tensors]
+            if not names or not int(sums.counts.sum()):
                 unnamed.append(facts.layer(number, name))
                 continue
             tiled = facts.model_type.startswith(TILED) and name.endswith("linear_attn.out_proj")
-            named |= dict.fromkeys(found, _tiled(one, config.get("text_config", config)) if tiled else one)
-            values = of_published(facts.layer(number, f"{name.removesuffix(KV_B)}{V_B}.weight"))
+            named |= dict.fromkeys(names, _tiled(sums, config.get("text_config", config)) if tiled else sums)
+            values = llama_cpp_name(facts.layer(number, f"{name.removesuffix(KV_B)}{V_B}.weight"))
             if name.endswith(KV_B) and values:  # each head's part of it reads all of the input
-                named[values] = replace(one, squares=one.squares.repeat(1, facts.num_heads))
-    if full := of_published(facts.head):
-        named[full] = read_sums(folder, None)[HEAD]
+                named[values] = replace(sums, squares=sums.squares.repeat(1, facts.num_heads))
+    if head := llama_cpp_name(facts.head):
+        named[head] = read_sums(folder, None)[HEAD]
     else:
         unnamed.append(facts.head)
     return named, unnamed

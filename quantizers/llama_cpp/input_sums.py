@@ -84,6 +84,7 @@ class InputSums:
         folder: for the sums of each layer, which rank 0 writes, and for the states of each process's texts. Sums that
             are there already are kept.
         tokens: of each expert's matrices, see above.
+        check: called between batches; may raise to interrupt.
     """
 
     def __init__(
@@ -92,10 +93,15 @@ class InputSums:
         sequences: Sequence[torch.Tensor],
         folder: Path,
         tokens: Tokens,
+        *,
         check: Callable[[], None] = lambda: None,
         dist: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
-        self.model, self.folder, self.tokens, self._check, self._dist = model, folder, tokens, check, dist
+        self.model = model
+        self.folder = folder
+        self.tokens = tokens
+        self._check = check
+        self._dist = dist
         folder.mkdir(parents=True, exist_ok=True)
         own = [sequences[i] for i in range(dist.rank, len(sequences), dist.world_size)]
         chunk = tokens_per_chunk(is_accelerator(model.device))
@@ -123,16 +129,19 @@ class InputSums:
 
     def _follow(self, layer: DecoderLayer) -> None:
         """Take the texts through a layer. Raises a QuantizeError if an output is not finite."""
-        alone = replace(layer, alone=True)
-        attend(self.model, alone, self.states, self.states, self._check)
+        unpadded = replace(layer, alone=True)
+        attend(self.model, unpadded, self.states, self.states, self._check)
         where = f"{self.model.checkpoint.name}: layer {layer.number}"
-        finish(self.model, alone, self.states, where, self._check)
+        finish(self.model, unpadded, self.states, where, self._check)
 
     def _keep(self, file: Path, sums: LayerSums) -> None:
         """Write the sums of all processes together, atomically."""
-        parts = {f"{name}:{part}": rows.unsqueeze(0) for name, one in sums.items() for part, rows in vars(one).items()}
-        gathered = self._dist.all_gather(parts, torch.device("cpu"))
-        whole = {name: part.sum(0) for name, part in gathered.items()}
+        tensors = {}
+        for name, matrix_sums in sums.items():
+            for field, values in vars(matrix_sums).items():
+                tensors[f"{name}:{field}"] = values.unsqueeze(0)
+        gathered = self._dist.all_gather(tensors, torch.device("cpu"))
+        whole = {name: by_process.sum(0) for name, by_process in gathered.items()}
         if self._dist.is_main:
             with disk_errors(file), atomic(file) as stream:
                 stream.write(save({n: t.float() if t.is_floating_point() else t for n, t in whole.items()}))
@@ -140,23 +149,25 @@ class InputSums:
     @contextmanager
     def _watched(self, layer: DecoderLayer) -> Iterator[LayerSums]:
         """Sums of a layer's matrices, to which all that goes through them in the block is added."""
-        facts, device, sums, hooks = self.model.facts, self.model.device, LayerSums(), ExitStack()
+        facts, device = self.model.facts, self.model.device
+        sums = LayerSums()
+        hooks = ExitStack()
         for name, (_, columns) in facts.of_layer(layer.number).linears.items():
             module = layer.module.get_submodule(module_of(self.model, name))
             sums[name] = no_sums(1, columns, device)
             hooks.callback(module.register_forward_pre_hook(partial(_add_input, sums[name])).remove)
             if name.endswith(KV_B):
                 hooks.callback(self._watch_keys(layer, name.removesuffix(KV_B), sums).remove)
-        if layer.number not in self.model.facts.dense:
+        if layer.number not in facts.dense:
             experts: Any = layer.module.get_submodule(facts.modules.experts)
             count, double, hidden = experts.gate_up_proj.shape
             sums |= {GATE: no_sums(count, hidden, device), DOWN: no_sums(count, double // 2, device)}
             own_gate = facts.of_layer(layer.number).own_gate
 
-            def called(module: Any, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
+            def add_inputs(module: Any, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
                 add_experts(sums, module, capture_moe_inputs(*args, *kwargs.values()), self.tokens, own_gate)
 
-            hooks.callback(experts.register_forward_pre_hook(called, with_kwargs=True).remove)
+            hooks.callback(experts.register_forward_pre_hook(add_inputs, with_kwargs=True).remove)
         with hooks:
             yield sums
 
@@ -217,7 +228,9 @@ def add_experts(sums: LayerSums, experts: Any, inputs: MoeInputs, tokens: Tokens
         experts: transformers' module with its weights, gate_up_proj (E, 2I, H).
         own_gate: whether it has a gate of its own, see architectures/gates.py.
     """
-    gate_up, gate, chosen = experts.gate_up_proj, gate_of(experts, own_gate), inputs.chosen.long()
+    gate_up = experts.gate_up_proj
+    gate = gate_of(experts, own_gate)
+    chosen = inputs.chosen.long()
     if tokens != "routed":
         sums[GATE].add(inputs.x, slice(None), inputs.usable)
         for expert, weight in enumerate(gate_up):

@@ -122,7 +122,7 @@ def parse_gpus(text: str) -> Gpus:
     return Gpus(text.strip(), count, parse_bytes(match[2], "--vram"))
 
 
-def unsaid(facts: Architecture) -> str | None:
+def lacking_facts(facts: Architecture) -> str | None:
     """Name the facts about servers without which nothing can be said about GPUs; None if they are all known."""
     words = {"tensor_parallel": "how servers divide it among GPUs", "kv_cache": "what they cache of a token"}
     lacking = [text for key, text in words.items() if getattr(facts, key) is None]

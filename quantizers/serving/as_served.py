@@ -91,19 +91,19 @@ def blocks_to_powers_of_two(weight: Tensor) -> Tensor:
     return to_fp8(blocks, scale).flatten(2, 3).flatten(0, 1)[:rows, :columns]
 
 
-def multiplied_weight(stored: Checkpoint, module: str, of: Kernel, device: torch.device) -> Tensor:
+def multiplied_weight(stored: Checkpoint, module: str, rules: Kernel, device: torch.device) -> Tensor:
     """The weight (R, C) that a kernel multiplies, float32 on the device."""
-    found = stored_matrix(stored, module)
-    if isinstance(found, ForeignFormat):
-        weight = found.read(stored, module, device)
+    matrix = stored_matrix(stored, module)
+    if isinstance(matrix, ForeignFormat):
+        weight = matrix.read(stored, module, device)
     else:
-        parts = [stored.tensor(f"{module}.{part}").to(device) for part in found.parts]
-        if of.scales == "bfloat16":
+        parts = [stored.tensor(f"{module}.{part}").to(device) for part in matrix.parts]
+        if rules.scales == "bfloat16":
             parts[1:] = [scale.to(DTYPE).float() for scale in parts[1:]]
-        weight = found.numbers(parts).float()
-    if of.scales == "power of two":
+        weight = matrix.numbers(parts).float()
+    if rules.scales == "power of two":
         weight = blocks_to_powers_of_two(weight)
-    return weight.to(DTYPE).float() if of.weights == "bfloat16" else weight
+    return weight.to(DTYPE).float() if rules.weights == "bfloat16" else weight
 
 
 # Modules -------------------------------------------------------------------------------------------------------------
@@ -194,8 +194,9 @@ class ServedModel(StreamedModel):
         gate = gate_of(self._experts(layer), facts.of_layer(number).own_gate)
 
         def weight(expert: int, matrix: int) -> tuple[Tensor, Rounding]:
-            of = MATRICES[matrix]
-            return self._multiplied(files, "experts", facts.expert(number, expert, of), facts.expert_linears[of].shape)
+            name = MATRICES[matrix]
+            shape = facts.expert_linears[name].shape
+            return self._multiplied(files, "experts", facts.expert(number, expert, name), shape)
 
         return lambda *args, **kwargs: routed_experts(weight, gate, *args, *kwargs.values())
 
@@ -214,7 +215,7 @@ def kernels_of(model: StreamedModel, checkpoint: Checkpoint, experts: Format | N
     """
     assert isinstance(model, ServedModel), "the model is computed on a card"
     facts, card = model.facts, model.card
-    found = dict.fromkeys(sorted(model.exact), "bfloat16 alone is simulated")
+    kernels = dict.fromkeys(sorted(model.exact), "bfloat16 alone is simulated")
     for number in range(facts.num_layers):
         modules = [facts.layer(number, name) for name in facts.of_layer(number).linears]
         routed = [facts.expert(number, 0, matrix) for matrix in MATRICES if number not in facts.dense]
@@ -222,5 +223,5 @@ def kernels_of(model: StreamedModel, checkpoint: Checkpoint, experts: Format | N
             where: Where = "experts" if module in routed else "linear"
             form = experts if where == "experts" and experts else stored_format(checkpoint, module)
             shape = checkpoint.tensors[f"{module}.weight"].shape if f"{module}.weight" in checkpoint.tensors else (0, 0)
-            found[f"{WHERE[where]} in {form.description}"] = str(kernel(card, where, form, shape))
-    return found
+            kernels[f"{WHERE[where]} in {form.description}"] = str(kernel(card, where, form, shape))
+    return kernels

@@ -70,7 +70,7 @@ def ask_vllm(folder: Path, own: Own = None) -> dict[str, Any]:
     except Refused as refusal:  # a difference, which fails the command
         result["differences"].append(f"quantization_config: refused ({refusal})")
         return result
-    engine = VLLM if queries.expert_names() == VLLM.expert_parts(facts) else engines.VLLM_BEFORE
+    engine = VLLM if queries.expert_names() == VLLM.expert_names(facts) else engines.VLLM_BEFORE
     result["rules"] = engine.name
     counts: dict[str, Counter[str]] = {}
     for lookup in engines.server_lookups(engine, facts, rules, engines.model_modules(facts)):
@@ -101,13 +101,13 @@ class _Queries:
         self._config.packed_modules_mapping = (
             self._config.packed_modules_mapping | engines.server_facts(VLLM, facts).fused
         )
-        self._lookups: list[tuple[str, Any]] = []  # name and answer, of the last query
+        self._lookups: list[tuple[str, Any]] = []  # each name that the last query looked up, and its group's arguments
         look_up = self._config.get_scheme_dict
 
         def recorded(layer: Any, layer_name: str | None = None) -> Any:
-            found = look_up(layer, layer_name)
-            self._lookups.append((str(layer_name), found))
-            return found
+            arguments = look_up(layer, layer_name)
+            self._lookups.append((str(layer_name), arguments))
+            return arguments
 
         self._config.get_scheme_dict = recorded
 
@@ -146,9 +146,9 @@ class _Queries:
                 return "refused", type(failure).__name__
             built = [frame.f_locals["self"] for frame, _ in frames if frame.f_code.co_name == "__init__"]
             kernel = type(built[0]).__name__ if built else type(failure).__name__
-        found = self._lookups[-1][1] if self._lookups else None
-        if not found:
+        arguments = self._lookups[-1][1] if self._lookups else None
+        if not arguments:
             return "plain", kernel
-        inputs = found.get("input_activations")
+        inputs = arguments.get("input_activations")
         declared = json.dumps(inputs.model_dump(mode="json"), sort_keys=True) if inputs else None
-        return str(replace(engines.scheme_of(found["weights"]), activations=declared)), kernel
+        return str(replace(engines.scheme_of(arguments["weights"]), activations=declared)), kernel

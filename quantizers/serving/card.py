@@ -1,4 +1,4 @@
-"""Serving engines on the model card, by the findings and kernels in report.json."""
+"""Values about serving engines on the model card and the HTML report, by the findings and kernels in report.json."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 from quantizers.eval.report.schema import Report
 
 from .check import ONE_SCHEME, REFUSES
-from .commands import REASONS, sglang_command, vllm_command, without_vllm
 from .engines import READ, SGLANG, TRANSFORMERS
 from .kernels import DEEP_GEMM, KEEPS_SCALES, NEGATIVE_SCALES, UNSCALED
+from .server_commands import REASONS, sglang_command, vllm_command, why_not_vllm
 
 
 def on_card(report: Report, place: str) -> dict[str, Any]:
-    """Values of the templates of page and card: which engines load it, what to know of them, and their commands.
+    """Values for the templates of HTML report and card: commands, engines that load it, and what to know of them.
 
     Args:
         place: the checkpoint's folder or Hub id.
@@ -24,7 +24,7 @@ def on_card(report: Report, place: str) -> dict[str, Any]:
     failing = {engine for finding in fails for engine in finding.engine.split(", ")}
     return {
         "vllm": vllm_command(about, place),
-        "unserved": without_vllm(about.servers, transformers=about.transformers is not False),
+        "unserved": why_not_vllm(about.servers, transformers=about.transformers is not False),
         "sglang": None if SGLANG.name in failing else sglang_command(about, place),
         "loads": about.transformers is not False and TRANSFORMERS not in failing,
         "reasons": REASONS,

@@ -38,7 +38,7 @@ from quantizers.formats.format import PACKED, SCALE
 from quantizers.formats.fp8 import SCALE_INV
 from quantizers.formats.nvfp4 import INPUT_SCALE, Nvfp4
 from quantizers.formats.packed_integers import GROUP_INDEX, SHAPE, ZERO_POINT
-from quantizers.planning.gpus import unsaid
+from quantizers.planning.gpus import lacking_facts
 from quantizers.planning.plan import KV_SCALES
 from quantizers.recipe.cards import CARDS
 from quantizers.system.errors import InputError
@@ -59,12 +59,12 @@ from .engines import (
 )
 from .kernels import (
     HUMMING,
-    MARLIN_GROUPS,
     NO_E8M0,
     UNQUANTIZED,
     condition,
     for_ktransformers,
     is_packed,
+    marlin_obstacles,
     moe_kernels,
     on_card,
     refusal,
@@ -76,6 +76,7 @@ Remark = tuple[Severity, Sequence[str], str, str, str]  # with engines, place, p
 Mistake = Literal[
     "no weight", "scale not renamed", "no scale", "not quantized", "not plain", "another scheme", "extra", "scale dtype"
 ]  # fmt: skip
+Lookups = Mapping[str, Sequence[Lookup]]  # by engine
 Parts = Mapping[str, Stored]  # a module's tensors, by the last part of their names
 SECTION = "quantization_config"
 KV_SCHEME = "kv_cache_scheme"
@@ -87,7 +88,6 @@ ENGINES = (*SERVER_NAMES, TRANSFORMERS)
 VLLM_NAMES = tuple(engine.name for engine in SERVERS if not engine.is_sglang)
 SGLANG_LOADS = ("minimax_m2", "llama", "qwen3_5_moe")  # model types whose scales for a cache it loads
 PARALLEL = (1, 2, 4, 8)
-MARLIN_HIDDEN = 128  # the hidden size is a multiple of it; vLLM's check_moe_marlin_supports_config
 KEYS = {
     "quant_method", "quantization_status", "format", "config_groups", "ignore", KV_SCHEME, "global_compression_ratio",
     "sparsity_config", "transform_config", "version",
@@ -150,8 +150,8 @@ class Finding:
 
     def as_dict(self) -> dict[str, Any]:
         """For report.json: without the places, which may be as many as the model's tensors."""
-        said = {key: value for key, value in vars(self).items() if key != "places"}
-        return said | {"where": self.where, "count": len(self.places)}
+        values = {key: value for key, value in vars(self).items() if key != "places"}
+        return values | {"where": self.where, "count": len(self.places)}
 
 
 def _findings(remarks: Iterable[Remark]) -> list[Finding]:
@@ -161,8 +161,8 @@ def _findings(remarks: Iterable[Remark]) -> list[Finding]:
         for engine in names:
             seen.setdefault((severity, engine, problem, consequence), []).append(where)
     joined: dict[tuple[Severity, str, str, tuple[str, ...]], list[str]] = {}
-    for (severity, engine, problem, consequence), found in seen.items():
-        joined.setdefault((severity, problem, consequence, tuple(found)), []).append(engine)
+    for (severity, engine, problem, consequence), affected in seen.items():
+        joined.setdefault((severity, problem, consequence, tuple(affected)), []).append(engine)
     findings = [Finding(key[0], ", ".join(names), *key[1:]) for key, names in joined.items()]
     return sorted(findings, key=lambda finding: finding.severity != "error")
 
@@ -257,13 +257,13 @@ def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Archi
     if not config.get("architectures"):
         problem = "missing; servers look the model's class up by it"
         remarks.append(("error", SERVER_NAMES, f"{CONFIG}: architectures", problem, "loading fails"))
-    remarks += _of_names(tensors, stored, modules, facts)
+    remarks += _name_remarks(tensors, stored, modules, facts)
     table = {STORED: _by_kind((m.kind, describe(stored[m.name], m.shape)) for m in modules if m.name in stored)}
     packed = any(PACKED in parts for parts in stored.values())
     rules = _read_section(section, packed, facts.section_keys, remarks)
     if rules is None:
         return ServingCheck(table, _findings(remarks))
-    remarks += _of_cache(section, tensors.keys(), facts)
+    remarks += _cache_remarks(section, tensors.keys(), facts)
     servers = [server for server in SERVERS if server.key in facts.servers] or [engines.UNKNOWN_SERVER]
     lookups = {server.name: list(engines.server_lookups(server, facts, rules, modules)) for server in servers}
     if engines.UNKNOWN_SERVER in servers:
@@ -273,37 +273,52 @@ def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Archi
     if not one_scheme:
         problem = "the experts' schemes differ between layers"
         remarks.append(("warning", [TRANSFORMERS], f"{SECTION}.config_groups", problem, ONE_SCHEME))
-    refused = {(one.name, at.asked): why for one in servers for at in lookups[one.name] if (why := refusal(one, at))}
+    refused = _without_kernel(servers, lookups)
     by_all = {engine for engine, _ in refused} == {server.name for server in servers}
-    remarks += _of_kernels(lookups, refused, "error" if by_all else "warning")
+    remarks += _kernel_remarks(lookups, refused, "error" if by_all else "warning")
     for engine, answers in lookups.items():
         table[engine] = _by_kind(
-            (one.kind, REFUSED if (engine, one.asked) in refused else one.answer) for one in answers
+            (lookup.kind, REFUSED if (engine, lookup.asked) in refused else lookup.answer) for lookup in answers
         )
         for lookup in answers:
             if one_scheme or engine != TRANSFORMERS or lookup.kind != EXPERTS:
-                remarks += _of_lookup(engine, lookup, stored)
+                remarks += _lookup_remarks(engine, lookup, stored)
     schemes = (lookup.scheme for lookup in lookups.get(SGLANG.name, ()) if lookup.kind == EXPERTS)
     ktransformers = for_ktransformers(facts, schemes) if "sglang" in facts.servers else None
     answers = lookups.get(VLLM.name, [])
-    kernels = {
-        f"{server.name} on {card}": _by_kind(
-            (one.kind, on_card(server, card, one, facts)) for one in lookups[server.name]
-        )
-        for server in servers
-        if server in (VLLM, SGLANG)
-        for card in CARDS
-        if card != NO_E8M0 and not (server.is_sglang and card == "vllm-cpu")
-    }
     parallel = {ranks: tensor_parallel(ranks, facts, answers) for ranks in PARALLEL if answers}
-    return ServingCheck(table, _findings(remarks), parallel, ktransformers, kernels)
+    return ServingCheck(table, _findings(remarks), parallel, ktransformers, _kernels_by_card(servers, lookups, facts))
+
+
+def _without_kernel(servers: Iterable[engines.Engine], lookups: Lookups) -> dict[tuple[str, str], str]:
+    """Reasons why servers refuse packed integers, by the server's name and the name that it looks up."""
+    refused = {}
+    for server in servers:
+        for lookup in lookups[server.name]:
+            if reason := refusal(server, lookup):
+                refused[server.name, lookup.asked] = reason
+    return refused
+
+
+def _kernels_by_card(
+    servers: Iterable[engines.Engine], lookups: Lookups, facts: Architecture
+) -> dict[str, dict[str, str]]:
+    """The field `kernels` of a ServingCheck."""
+    kernels = {}
+    for server in servers:
+        for card in CARDS if server in (VLLM, SGLANG) else ():
+            if card != NO_E8M0 and not (server.is_sglang and card == "vllm-cpu"):
+                answers = lookups[server.name]
+                row = _by_kind((lookup.kind, on_card(server, card, lookup, facts)) for lookup in answers)
+                kernels[f"{server.name} on {card}"] = row
+    return kernels
 
 
 def _without_absent_mtp(tensors: Mapping[str, Stored], facts: Architecture) -> Architecture:
     """The facts without MTP layers, if config.json declares some but no file has any: most tools leave them out."""
     prefixes = tuple(facts.layer(layer, "") for layer in facts.mtp_layers)
-    found = any(name.startswith(prefixes) for name in tensors)
-    return facts if found else facts.model_copy(update={"mtp": None})
+    has_any = any(name.startswith(prefixes) for name in tensors)
+    return facts if has_any else facts.model_copy(update={"mtp": None})
 
 
 def _by_kind(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
@@ -317,38 +332,36 @@ def _by_kind(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
     }
 
 
-def _of_kernels(
-    lookups: Mapping[str, Sequence[Lookup]], refused: Mapping[tuple[str, str], str], severity: Severity
-) -> Iterator[Remark]:
+def _kernel_remarks(lookups: Lookups, refused: Mapping[tuple[str, str], str], severity: Severity) -> Iterator[Remark]:
     """Packed integers for which an engine has no kernel, of this severity, or has one on a condition."""
-    said: dict[tuple[Severity, str, str, str], list[Lookup]] = {}
+    groups: dict[tuple[Severity, str, str, str], list[Lookup]] = {}  # lookups about which the same is to be said
     for engine, answers in lookups.items():
         for lookup in answers:
-            if why := refused.get((engine, lookup.asked)):
-                said.setdefault((severity, engine, lookup.kind, f"{REFUSES}: {why}"), []).append(lookup)
+            if reason := refused.get((engine, lookup.asked)):
+                groups.setdefault((severity, engine, lookup.kind, f"{REFUSES}: {reason}"), []).append(lookup)
             elif needed := condition(engine, lookup):
-                said.setdefault(("warning", engine, lookup.kind, needed), []).append(lookup)
-    for (how, engine, kind, consequence), found in said.items():
-        schemes = [lookup.scheme for lookup in found if lookup.scheme]
-        names = sorted({f"INT{s.bits}" if is_packed(s) else str(s) for s in schemes})
-        for lookup in found:
-            yield how, [engine], lookup.asked, f"{kind}: {', '.join(names)}", consequence
+                groups.setdefault(("warning", engine, lookup.kind, needed), []).append(lookup)
+    for (level, engine, kind, consequence), alike in groups.items():
+        schemes = [lookup.scheme for lookup in alike if lookup.scheme]
+        names = sorted({f"INT{scheme.bits}" if is_packed(scheme) else str(scheme) for scheme in schemes})
+        for lookup in alike:
+            yield level, [engine], lookup.asked, f"{kind}: {', '.join(names)}", consequence
 
 
-def _of_lookup(engine: str, lookup: Lookup, stored: Mapping[str, Parts]) -> Iterator[Remark]:
+def _lookup_remarks(engine: str, lookup: Lookup, stored: Mapping[str, Parts]) -> Iterator[Remark]:
     """An engine's scheme for a module against the tensors that it will load into it."""
     if lookup.refused is not None:
         yield "error", [engine], lookup.asked, f"{lookup.kind}: {lookup.refused}", REFUSES
         return
     for member in lookup.members:
         if member.name not in stored:
-            continue  # said by `_of_names`
+            continue  # see `_name_remarks`
         for mistake, problem in mistakes(lookup.scheme, stored[member.name], member.shape):
             severity: Severity = "warning" if mistake == "scale dtype" else "error"
             yield severity, [engine], member.name, f"{lookup.kind}: {problem}", CONSEQUENCES[mistake]
 
 
-def _of_names(
+def _name_remarks(
     tensors: Mapping[str, Stored],
     stored: Mapping[str, Parts],
     modules: Sequence[engines.Module],
@@ -374,7 +387,9 @@ def _of_names(
     named = dict(facts.outside)
     for layer in (*range(facts.num_layers), *facts.mtp_layers):
         named |= {facts.layer(layer, name): tensor for name, tensor in facts.of_layer(layer).tensors.items()}
-    missing += [n for n, one in named.items() if len(one.shape) == 1 and not one.optional and n not in tensors]
+    for name, tensor in named.items():
+        if len(tensor.shape) == 1 and not tensor.optional and name not in tensors:
+            missing.append(name)
     for name in missing:
         problem = f"{engines.module_of(name).rpartition('.')[2]} is missing"
         yield "error", ENGINES, name, problem, UNINITIALIZED
@@ -422,14 +437,19 @@ def _validation_errors(section: Mapping[str, Any]) -> list[tuple[str, str]]:
     except ValidationError as failure:
         # pydantic also tries a group as a list of targets, for a preset; that branch's message would mislead.
         errors = [(e["loc"], e["msg"]) for e in failure.errors() if "list[str]" not in e["loc"]]
-        paths = ([str(part) for part in place if not str(part).startswith("function-")] for place, _ in errors)
-        return [(".".join([SECTION, *path]), message) for path, (_, message) in zip(paths, errors, strict=True)]
+        return [(_key_path(place), message) for place, message in errors]
     except (KeyError, TypeError, ValueError) as failure:
         return [(SECTION, str(failure).strip("'\""))]
     return []
 
 
-def _of_cache(section: Mapping[str, Any], tensors: Collection[str], facts: Architecture) -> Iterator[Remark]:
+def _key_path(place: Sequence[str | int]) -> str:
+    """The path of a key in config.json, of pydantic's place of an error, in which its validators stand too."""
+    keys = [str(key) for key in place if not str(key).startswith("function-")]
+    return ".".join([SECTION, *keys])
+
+
+def _cache_remarks(section: Mapping[str, Any], tensors: Collection[str], facts: Architecture) -> Iterator[Remark]:
     """Check the scales of an FP8 KV cache, if `section` declares them or `tensors` holds any."""
     attention = {n: name for n in range(facts.num_layers) if (name := facts.of_layer(n).cached) is not None}
     names = [facts.layer(n, f"{module}.{scale}") for n, module in attention.items() for scale in KV_SCALES]
@@ -547,7 +567,7 @@ def tensor_parallel(ranks: int, facts: Architecture, lookups: Sequence[Lookup]) 
     The rules for outputs of this program are in memory.py. Other checkpoints may also break those of
     the Marlin kernel, or have experts in FP8 blocks. The lookups are vLLM's.
     """
-    if problem := unsaid(facts):
+    if problem := lacking_facts(facts):
         return problem
     experts = {lookup.scheme for lookup in lookups if lookup.kind == EXPERTS and lookup.scheme}
     groups = {s.group_size for s in experts if (s.type == "int" or isinstance(s.form, Nvfp4)) and s.group_size}
@@ -572,10 +592,7 @@ def _expert_obstacles(ranks: int, facts: Architecture, schemes: Iterable[ServedS
         if group and hidden % group:
             yield f"hidden size {hidden} is not a multiple of the group, {group}"
         if group and moe_kernels(scheme) != (HUMMING,):
-            if group not in MARLIN_GROUPS:
-                yield f"Marlin supports groups of {', '.join(map(str, MARLIN_GROUPS))}, not {group}"
-            if hidden % MARLIN_HIDDEN:
-                yield f"hidden size {hidden} is not a multiple of {MARLIN_HIDDEN}, which Marlin needs"
+            yield from marlin_obstacles(scheme, hidden)
         if scheme.type == "int" and share * scheme.bits % 32:
             yield f"the experts' {share} columns per rank in {scheme.bits} bits do not fill words of 32 bits"
         if scheme.type != "int" and scheme.block and share % scheme.block[0]:

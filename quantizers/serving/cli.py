@@ -29,27 +29,29 @@ def serve_check(call: Call) -> None:
 
     Example: quantize serve-check out/tiny --server http://127.0.0.1:8000 --data held-out
     """
-    found: ServeCheck = call()
-    report = found.as_dict()
-    common.emit(report, call.as_json, f"{served_table(report)}\n\nwritten: {found.path}", passed=found.passed)
+    result: ServeCheck = call()
+    report = result.as_dict()
+    common.emit(report, call.as_json, f"{served_table(report)}\n\nwritten: {result.path}", passed=result.passed)
 
 
 def served_table(report: dict[str, Any]) -> str:
     """Server, a row for each category (or family, if there are many) and one for all texts, and the verdict."""
     from quantizers.eval.fidelity.tables import CATEGORY_ROWS
 
-    server, figures, verdict = report["server"], report["figures"], report["verdict"]
+    server = report["server"]
+    figures = report["figures"]
+    verdict = report["verdict"]
     longest = f", max_model_len {server['max_model_len']:,}" if server["max_model_len"] else ""
     names = {
         "candidate_server": "KL(ours || server)", "source_server": "KL(source || server)",
         "source_candidate": "KL(source || candidate)",
     }  # fmt: skip
-    losses = [f"ppl {one}" for one in figures["perplexity"]]
+    losses = [f"ppl {model}" for model in figures["perplexity"]]
     header = ("", "tokens", *(names[kind] for kind in figures["kl"]), "top-1", *losses)
     shown, rows = figures["categories" if len(figures["categories"]) <= CATEGORY_ROWS else "families"], []
     for name, row in [*shown.items(), ("all", figures)]:
         kl = (f"{row['kl'][kind]['mean']:.3g}" for kind in figures["kl"])
-        perplexity = (f"{row['perplexity'][one]:.4f}" for one in figures["perplexity"])
+        perplexity = (f"{row['perplexity'][model]:.4f}" for model in figures["perplexity"])
         rows.append((name, f"{row['tokens']:,}", *kl, f"{row['top1']:.2%}", *perplexity))
     mine = figures["kl"]["candidate_server"]
     lines = [

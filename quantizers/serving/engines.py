@@ -4,8 +4,8 @@ A target of a config group is `re:` and a regular expression (matched from the s
 such as "Linear". Servers fuse q, k and v into one module, gate and up of a dense MLP into another, and all experts of a
 layer into a third. They differ in the names that they look up, and in the order in which they try targets:
 
-    vLLM     name, then the parts of a fused layer, then the class; no match: not quantized
-    SGLang   name, class, parts; no match: an error. Head and embedding are never looked up; an entry of `ignore` also
+    vLLM     name, then the members of a fused layer, then the class; no match: not quantized
+    SGLang   name, class, members; no match: an error. Head and embedding are never looked up; an entry of `ignore` also
              covers names that end with it; integer experts need `pack-quantized` as the whole checkpoint's format
 
 Both look up expert 0 only, and its three matrices must get the same scheme. vLLM uses the family's published names for
@@ -18,7 +18,7 @@ first group with a `re:` target that contains "experts", even if that expression
 
 kernels.py says which of the schemes that an engine reads it also computes with.
 
-From the sources of vLLM 0.15 to 0.33 (before about 0.23 it tried the class before the parts), SGLang 0.5.23 and
+From the sources of vLLM 0.15 to 0.33 (before about 0.23 it tried the class before the members), SGLang 0.5.23 and
 transformers 5.17; ask_vllm.py compares these rules with an installed vLLM.
 """
 
@@ -40,19 +40,20 @@ from quantizers.formats.fp8 import Fp8Blocks, Fp8Rows
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
 
-ATTENTION, OUTPUT, MLP, SHARED, EXPERTS, ROUTER, HEAD, EMBEDDINGS, MTP_LINEAR, MTP_EXPERTS, MTP_OTHER = KINDS = (
-    "attention q,k,v",
-    "attention o",
-    "dense MLP",
-    "shared experts",
-    "experts",
-    "router",
-    "lm_head",
-    "embeddings",
-    "MTP linear",
-    "MTP experts",
-    "MTP other",
-)  # the last: a router of MTP, and the modules that only such a layer has
+ATTENTION = "attention q,k,v"
+OUTPUT = "attention o"
+MLP = "dense MLP"
+SHARED = "shared experts"
+EXPERTS = "experts"
+ROUTER = "router"
+HEAD = "lm_head"
+EMBEDDINGS = "embeddings"
+MTP_LINEAR = "MTP linear"
+MTP_EXPERTS = "MTP experts"
+MTP_OTHER = "MTP other"  # a router of MTP, and the modules that only such a layer has
+KINDS = (
+    ATTENTION, OUTPUT, MLP, SHARED, EXPERTS, ROUTER, HEAD, EMBEDDINGS, MTP_LINEAR, MTP_EXPERTS, MTP_OTHER,
+)  # fmt: skip
 # Formats under which servers assume that a scheme also quantizes activations, FP8 among them.
 ACTIVATION_FORMATS = ("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized")
 PACKED = "pack-quantized"
@@ -101,8 +102,11 @@ class ServedScheme:
         weights = {"type": self.type, "num_bits": self.bits, "strategy": self.strategy, "group_size": self.group_size}
         weights |= {"block_structure": self.block}
         inputs = json.loads(self.activations) if self.activations else None
-        known: tuple[type[QuantizedFormat], ...] = (*expert_formats().values(), Fp8Blocks, Fp8Rows)
-        return next((form for one in known if (form := one.of_config_group(weights, inputs))), None)
+        formats: tuple[type[QuantizedFormat], ...] = (*expert_formats().values(), Fp8Blocks, Fp8Rows)
+        for known in formats:
+            if form := known.of_config_group(weights, inputs):
+                return form
+        return None
 
     @property
     def kind(self) -> str | None:
@@ -121,6 +125,17 @@ def scheme_of(weights: QuantizationArgs) -> ServedScheme:
     fields = weights.model_dump(mode="json")
     kind, bits, strategy, group, block, symmetric, dynamic = (fields[key] for key in keys)
     return ServedScheme(kind, bits, strategy, group, tuple(block) if block else None, symmetric, bool(dynamic))
+
+
+def declared_scheme(group: Mapping[str, Any]) -> ServedScheme:
+    """The scheme of a config group's `weights` and `input_activations`."""
+    from compressed_tensors.quantization import QuantizationArgs
+
+    activations = group.get("input_activations")
+    return replace(
+        scheme_of(QuantizationArgs.model_validate(group["weights"])),
+        activations=json.dumps(activations, sort_keys=True) if activations else None,
+    )
 
 
 @dataclass(frozen=True)
@@ -142,19 +157,11 @@ class Rules:
 
 def read_rules(section: Mapping[str, Any]) -> Rules:
     """Parse a quantization_config, as tolerantly as the servers do; Refused without the structure that they need."""
-    from compressed_tensors.quantization import QuantizationArgs
-
     default_format = str(section.get("format"))
     pairs: list[tuple[str, ServedScheme]] = []
     try:
         for name, group in section["config_groups"].items():
-            activations = group.get("input_activations")
-            scheme = replace(
-                scheme_of(QuantizationArgs.model_validate(group["weights"])),
-                activations=json.dumps(activations, sort_keys=True) if activations else None,
-                format=group.get("format") or default_format,
-                group=name,
-            )
+            scheme = replace(declared_scheme(group), format=group.get("format") or default_format, group=name)
             pairs += [(target, replace(scheme, target=target)) for target in group["targets"]]
         targets, ignore = dict(pairs), tuple(section.get("ignore") or ())
         for pattern in (*targets, *ignore):
@@ -178,7 +185,7 @@ class Engine:
         key: of the server in a family's facts; `name`: with the versions it stands for.
         own_names: it looks up experts' matrices by the family's names (w1/w3/w2), otherwise by PROJECTIONS; and it also
             tries an expression in `ignore` on a fused layer's own name. As vLLM does since 0.32.
-        fused: the parts of each linear module that it builds as one, by the last part of their names.
+        fused: the members of each linear module that it builds as one, by the last words of both their names.
     """
 
     key: ServerName
@@ -191,7 +198,7 @@ class Engine:
         """Whether the rules of SGLang hold, otherwise those of vLLM."""
         return self.key == "sglang"
 
-    def expert_parts(self, facts: Architecture) -> tuple[str, ...]:
+    def expert_names(self, facts: Architecture) -> tuple[str, ...]:
         """The names under which it looks up gate, up and down."""
         return tuple(facts.expert_linears[m].name if self.own_names else PROJECTIONS[m] for m in MATRICES)
 
@@ -292,9 +299,9 @@ def _built(engine: Engine, facts: Architecture, modules: Iterable[Module]) -> di
             if module.kind in (EXPERTS, MTP_EXPERTS):
                 name = server.experts
             elif module.kind not in (ROUTER, MTP_OTHER):
-                for whole, parts in engine.fused.items():
-                    if last in parts and names.issuperset(f"{prefix}{parent}.{part}" for part in parts):
-                        name = f"{parent}.{whole}"
+                for fused, members in engine.fused.items():
+                    if last in members and names.issuperset(f"{prefix}{parent}.{member}" for member in members):
+                        name = f"{parent}.{fused}"
                         break
             in_mtp = module.layer in facts.mtp_layers and server.mtp_prefix is not None
             name = f"{server.mtp_prefix if in_mtp else prefix}{name}"
@@ -323,7 +330,9 @@ def server_lookups(engine: Engine, facts: Architecture, rules: Rules, modules: I
     """Every module that a server builds of those from `model_modules`, with the scheme it gets."""
     engine = replace(engine, fused={**FUSED, **server_facts(engine, facts).fused})
     for name, members in _built(engine, facts, modules).items():
-        kind, scheme, refused = members[0].kind, None, None
+        kind = members[0].kind
+        scheme: ServedScheme | None = None
+        refused: str | None = None
         try:
             if kind in (EXPERTS, MTP_EXPERTS):
                 scheme = _find_experts(engine, facts, name, rules)
@@ -372,26 +381,27 @@ def _first(name: str, targets: Iterable[str]) -> str | None:
     return next((target for target in targets if match_name(name, target)), None)
 
 
-def _parts(engine: Engine, name: str) -> tuple[str, ...]:
+def _members(engine: Engine, name: str) -> tuple[str, ...]:
+    """The names of the modules that a server fuses into the one of this name; none if it is no fused one."""
     parent, _, last = name.rpartition(".")
-    return tuple(f"{parent}.{part}" for part in engine.fused.get(last, ()))
+    return tuple(f"{parent}.{member}" for member in engine.fused.get(last, ()))
 
 
 def _is_ignored(engine: Engine, name: str, ignore: Sequence[str]) -> bool:
-    """Whether `ignore` covers a module; Refused if it covers only some parts of a fused layer."""
+    """Whether `ignore` covers a module; Refused if it covers only some members of a fused layer."""
 
     def covers(module: str) -> bool:
         by_suffix = engine.is_sglang and any(module.endswith(f".{entry}") for entry in ignore)
         return by_suffix or _first(module, ignore) is not None
 
-    parts = _parts(engine, name)
-    if not parts:
+    members = _members(engine, name)
+    if not members:
         return covers(name)
     if name in ignore or (engine.own_names and covers(name)):
         return True
-    covered = [covers(part) for part in parts]
+    covered = [covers(member) for member in members]
     if any(covered) and not all(covered):
-        names = ", ".join(part.rpartition(".")[2] for part in parts)
+        names = ", ".join(member.rpartition(".")[2] for member in members)
         raise Refused(f"`ignore` covers only some of {names}, which are fused into one layer")
     return all(covered)
 
@@ -406,9 +416,9 @@ def _find(
     # A target may occur anywhere in the class name, ignoring case: "Linear" in QKVParallelLinear.
     within = [target for target in targets if not target.startswith("re:") and target.lower() in class_name.lower()]
     by_class = next((target for target in targets if target in within or _first(class_name, [target])), None)
-    matched = [_first(part, targets) for part in _parts(engine, name)]
-    by_parts = matched[0] if matched and all(matched) else None
-    order = (by_name, by_class, by_parts) if engine.is_sglang else (by_name, by_parts, by_class)
+    matched = [_first(member, targets) for member in _members(engine, name)]
+    by_members = matched[0] if matched and all(matched) else None
+    order = (by_name, by_class, by_members) if engine.is_sglang else (by_name, by_members, by_class)
     chosen = next((target for target in order if target), None)
     if chosen is None and engine.is_sglang:
         raise Refused(f"no group matches {name.rpartition('.')[2]}")
@@ -423,10 +433,10 @@ def _find_experts(engine: Engine, facts: Architecture, prefix: str, rules: Rules
     targets, class_name = dict(rules.targets), "FusedMoE" if engine.is_sglang else "RoutedExperts"
     if "Linear" in targets:  # experts consist of linear layers, so this target covers them too
         targets.setdefault(class_name, targets["Linear"])
-    parts = engine.expert_parts(facts)
-    schemes = [_find(engine, f"{prefix}.0.{part}", class_name, rules.ignore, targets) for part in parts]
+    names = engine.expert_names(facts)
+    schemes = [_find(engine, f"{prefix}.0.{name}", class_name, rules.ignore, targets) for name in names]
     if any(scheme != schemes[0] for scheme in schemes):
-        answers = ", ".join(f"{part} {s or 'not quantized'}" for part, s in zip(parts, schemes, strict=True))
+        answers = ", ".join(f"{name} {s or 'not quantized'}" for name, s in zip(names, schemes, strict=True))
         raise Refused(f"multiple schemes for the matrices of an expert: {answers}")
     return schemes[0]
 

@@ -1,6 +1,8 @@
-"""Engines that read an output: checks of a plan and of a folder, the GPUs that it fits, `serve-check`.
+"""Engines that read an output: what this room adds to the program, and which file does it; see `quantizers.hooks`.
 
-See `quantizers.hooks`.
+Rules that the files share: engines.py says which scheme an engine gives each module, kernels.py which kernel computes
+with it, memory.py what fits on a GPU and host_experts.py what in host memory, server_commands.py how a server is
+started.
 """
 
 from __future__ import annotations
@@ -30,84 +32,93 @@ FUNCTIONS = {"serve_check": "quantizers.serving.serve_check"}
 
 
 def commands(app: Typer, calibration: Typer) -> None:
-    """Add `serve-check`."""
-    from .cli import serve_check
+    """Add `serve-check`, which compares a running server with our evaluation: cli.py, and serve_check.py."""
+    from . import cli
 
-    app.command()(serve_check)
+    app.command()(cli.serve_check)
+
+
+# Would servers read the output? --------------------------------------------------------------------------------------
 
 
 def check_plan(job: Job, one_expert: bool) -> ServingCheck:
-    """See `planned.planned_check`."""
-    from .planned import planned_check
+    """Findings on a planned output, before anything long begins: planned.py."""
+    from . import planned
 
-    return planned_check(job, one_expert)
+    return planned.planned_check(job, one_expert)
 
 
 def check_folder(folder: Path, own: Own, remote: HubFiles | None) -> ServingCheck | None:
-    """See `check.check_folder`."""
+    """Findings on a checkpoint folder, from config.json and headers: check.py."""
     from . import check
 
     return check.check_folder(folder, own, remote)
 
 
 def ask_server(folder: Path, own: Own) -> dict[str, Any]:
-    """See `ask_vllm.ask_vllm`."""
-    from .ask_vllm import ask_vllm
+    """Compare our rules with those of the vLLM that is installed here: ask_vllm.py."""
+    from . import ask_vllm
 
-    return ask_vllm(folder, own)
-
-
-def served_model(checkpoint: Checkpoint, facts: Architecture, device: device, card: Card) -> StreamedModel:
-    """See `as_served.ServedModel`."""
-    from .as_served import ServedModel
-
-    return ServedModel(checkpoint, facts, device, card)
+    return ask_vllm.ask_vllm(folder, own)
 
 
-def kernels_of(model: StreamedModel, checkpoint: Checkpoint, experts: Format | None) -> dict[str, str]:
-    """See `as_served.kernels_of`."""
-    from . import as_served
+def look_at_machine(rows: Rows) -> None:
+    """Add rows to `doctor` on servers that are installed here: installed.py."""
+    from . import installed
 
-    return as_served.kernels_of(model, checkpoint, experts)
+    installed.look_for_servers(rows)
+
+
+# On which GPUs does it fit, and with which command? -----------------------------------------------------------------
+
+
+def fits_on(job: Job, gpus: list[str], checked: ServingCheck, budget: int | None, **options: Any) -> dict[str, Any]:
+    """Estimate for `plan --vram` the memory on each of the GPUs, and changes that make the output fit: vram.py."""
+    from . import vram
+
+    return vram.fits_on(job, gpus, checked, budget, **options)
 
 
 def how_to_serve(plan: Plan, facts: Architecture, source: Checkpoint, name: str) -> Serving:
-    """See `section.how_to_serve`."""
-    from . import section
+    """The section `serving` of report.json, with common GPUs that the output fits: report_section.py."""
+    from . import report_section
 
-    return section.how_to_serve(plan, facts, source, name)
-
-
-def fits_on(job: Job, vram: list[str], checked: ServingCheck, budget: int | None, **options: Any) -> dict[str, Any]:
-    """See `vram.fits_on`."""
-    from .vram import fits_on
-
-    return fits_on(job, vram, checked, budget, **options)
+    return report_section.how_to_serve(plan, facts, source, name)
 
 
 def on_card(report: Report, place: str) -> dict[str, Any]:
-    """See `card.on_card`."""
+    """Values about servers for model card and HTML report: card.py."""
     from . import card
 
     return card.on_card(report, place)
 
 
 def plan_remarks(numbers: dict[str, Any]) -> list[str]:
-    """Say why `plan` gives no command for vLLM; nothing if it does."""
-    from .commands import without_vllm
+    """The reason why `plan` gives no command for vLLM: server_commands.py."""
+    from . import server_commands
 
-    if "vllm" in numbers["servers"]:
-        return []
-    return [without_vllm(numbers["servers"], transformers=numbers.get("transformers", True))]
+    return server_commands.plan_remarks(numbers)
 
 
 def next_commands(report: Report, folder: str) -> list[str]:
-    """The command that serves a finished output, if vLLM knows the family."""
-    return [f"vllm serve {folder}"] if "vllm" in report.serving.servers else []
+    """The command in the last lines of `run` that serves the output: server_commands.py."""
+    from . import server_commands
+
+    return server_commands.next_commands(report, folder)
 
 
-def look_at_machine(rows: Rows) -> None:
-    """See `installed.look_for_servers`."""
-    from .installed import look_for_servers
+# What does a card compute? ------------------------------------------------------------------------------------------
 
-    look_for_servers(rows)
+
+def served_model(checkpoint: Checkpoint, facts: Architecture, device: device, card: Card) -> StreamedModel:
+    """The model as it is computed by vLLM's kernels on a kind of card, for `--as-served`: as_served.py."""
+    from . import as_served
+
+    return as_served.ServedModel(checkpoint, facts, device, card)
+
+
+def kernels_of(model: StreamedModel, checkpoint: Checkpoint, experts: Format | None) -> dict[str, str]:
+    """The kernel for each kind of matrix there, in words: as_served.py."""
+    from . import as_served
+
+    return as_served.kernels_of(model, checkpoint, experts)

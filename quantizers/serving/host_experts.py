@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from quantizers.planning.gpus import GIB, Gpus
 
+from .kernels import SGLANG_BITS, SGLANG_TAKES
 from .memory import EXPERTS, FLASHINFER, FP8_CACHE_SM, UTILISATION, Fit, Model, needs_flashinfer
 
 SYSTEM = 6 * 10**9  # bytes of host memory for everything else
@@ -47,10 +48,10 @@ def host_ways(
     if fit.fits:
         return []
     experts = sum(layer.get(EXPERTS, 0) for layer in model.layers)
-    of_gpu = experts / fit.tensor_parallel / fit.pipeline_parallel
+    per_gpu = experts / fit.tensor_parallel / fit.pipeline_parallel
     # What the fullest GPU has left for experts, and how many of each layer that is.
-    free = max(0, fit.left + math.ceil(of_gpu))
-    resident = min(model.facts.num_experts, int(free / of_gpu * model.facts.num_experts))
+    free = max(0, fit.left + math.ceil(per_gpu))
+    resident = min(model.facts.num_experts, int(free / per_gpu * model.facts.num_experts))
     least = model.facts.top_k
 
     def way(name: str, needed: int, on_gpu: float, problem: str, command: str, needs: str = "") -> HostWay:
@@ -62,7 +63,7 @@ def host_ways(
     blocks = "SGLang refuses FP8 in blocks before Ada: attention: bf16" if model.blocks and before_ada else ""
     from_ada = "from Ada on" if model.blocks and gpus.sm is None else ""
     one_gpu = "" if gpus.count == 1 else "it takes one GPU"
-    few_bits = "it takes 4 and 8 bits" if model.padded else ""
+    few_bits = "" if model.bits <= set(SGLANG_BITS) else f"it takes {SGLANG_TAKES}"
     no_room = "" if resident >= least else f"no room on the GPU for {least} experts"
     parallel = "".join(
         f" --{name}-parallel-size {count}"
@@ -80,16 +81,16 @@ def host_ways(
         f"vllm serve OUT{parallel}{wanted.get('vllm', '')}{cache} --max-model-len {fit.context} "
         f"--gpu-memory-utilization {UTILISATION}"
     )
-    offloaded = math.ceil((of_gpu - free) / GIB)
+    offloaded = math.ceil((per_gpu - free) / GIB)
     share = resident / model.facts.num_experts
-    no_others = "" if fit.left + of_gpu > 0 else "what must be on the GPU does not fit"
+    no_others = "" if fit.left + per_gpu > 0 else "what must be on the GPU does not fit"
     return [
         way(
             "SGLang, paged experts", experts, share, one_gpu or few_bits or blocks or no_room,
             f"{sglang} --enable-paged-experts --paged-experts-num-resident {resident} {tokens}", from_ada,
         ),
         way(
-            "vLLM, UVA offloading", offloaded * GIB * gpus.count, max(0, 1 - offloaded * GIB / of_gpu), no_others,
+            "vLLM, UVA offloading", offloaded * GIB * gpus.count, max(0, 1 - offloaded * GIB / per_gpu), no_others,
             f"{vllm} --offload-backend uva --cpu-offload-gb {offloaded} --cpu-offload-params experts",
         ),
         way(

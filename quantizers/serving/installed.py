@@ -23,8 +23,8 @@ class Rows(Protocol):
     def __len__(self) -> int:
         """Number of checks."""
 
-    def add(self, what: str, found: str, remedy: str = "") -> None:
-        """Add one; it is ok if it needs no remedy."""
+    def add(self, what: str, state: str, remedy: str = "", /) -> None:
+        """Add a check of `what`, and the state in which that is; it is ok if it needs no remedy."""
 
 
 def look_for_servers(rows: Rows) -> None:
@@ -50,6 +50,6 @@ def _installed(distribution: str, command: str) -> tuple[str, str]:
     folders = Path(command).resolve().parent.parent.glob("lib/python3*/*-packages") if command else ()
     for place, path in (("in this environment", sys.path), (shown(command), [*map(str, folders)])):
         for name in (distribution, f"{distribution}-cpu"):  # which a build for CPUs may be called
-            for found in metadata.distributions(name=name, path=path):
-                return found.version, place
+            for installed in metadata.distributions(name=name, path=path):
+                return installed.version, place
     return "", command and shown(command)

@@ -31,7 +31,7 @@ parallelism, and the sum of the widths of fused matrices, on which DeepGEMM deci
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeGuard
 
@@ -44,10 +44,14 @@ from quantizers.system.errors import InputError
 from . import engines
 from .engines import EXPERTS, MTP_EXPERTS, REFUSED, SGLANG, TRANSFORMERS, VLLM, VLLM_BEFORE, Lookup, ServedScheme
 
-MARLIN, TRITON, HUMMING = "Marlin", "Triton", "Humming"
+MARLIN = "Marlin"
+TRITON = "Triton"
+HUMMING = "Humming"
 MARLIN_GROUPS = (32, 64, 128)  # besides whole rows; vLLM's check_moe_marlin_supports_config
+MARLIN_HIDDEN = 128  # the hidden size is a multiple of it, by the same function
 HUMMING_SM = 75  # the least compute capability of an NVIDIA GPU
 SGLANG_BITS = (4, 8)
+SGLANG_TAKES = f"{', '.join(map(str, SGLANG_BITS[:-1]))} and {SGLANG_BITS[-1]} bits"
 HUMMING_ALONE = (
     f"from 0.29 on {HUMMING} takes these bits, on an NVIDIA GPU from SM{HUMMING_SM}, in bfloat16 from SM80; older ones "
     "have no kernel for them, nor have ROCm, XPU and CPU"
@@ -97,13 +101,26 @@ def moe_kernels(scheme: ServedScheme) -> tuple[str, ...]:
     return tuple(name for name, does in takes.items() if does)
 
 
+def marlin_obstacles(scheme: ServedScheme, hidden: int) -> Iterator[str]:
+    """Every reason why Marlin does not take experts with this group size and the model's hidden size."""
+    if scheme.group_size not in MARLIN_GROUPS:
+        yield f"Marlin supports groups of {', '.join(map(str, MARLIN_GROUPS))}, not {scheme.group_size}"
+    if hidden % MARLIN_HIDDEN:
+        yield f"hidden size {hidden} is not a multiple of {MARLIN_HIDDEN}, which Marlin needs"
+
+
+def only_humming_takes(scheme: ServedScheme) -> bool:
+    """Whether routed experts with this scheme are in packed integers for which Humming is vLLM's only kernel."""
+    return is_packed(scheme) and moe_kernels(scheme) == (HUMMING,)
+
+
 def refusal(engine: engines.Engine, lookup: Lookup) -> str | None:
     """Reason why a server has no kernel for a module in packed integers; None if it has one, or for other formats."""
     scheme = lookup.scheme
     if not is_packed(scheme):
         return None
     if engine.is_sglang:
-        return None if scheme.bits in SGLANG_BITS else "it has kernels for 4 and 8 bits only"
+        return None if scheme.bits in SGLANG_BITS else f"it has kernels for {SGLANG_TAKES} only"
     no_kernel = lookup.kind in (EXPERTS, MTP_EXPERTS) and not moe_kernels(scheme)
     return "it has no kernel for this scheme" if no_kernel else None
 
@@ -117,7 +134,7 @@ def condition(engine: str, lookup: Lookup) -> str | None:
         return None
     if engine == TRANSFORMERS:
         return PACKED_DENSELY if 32 % scheme.bits else None
-    return HUMMING_ALONE if lookup.kind in (EXPERTS, MTP_EXPERTS) and moe_kernels(scheme) == (HUMMING,) else None
+    return HUMMING_ALONE if lookup.kind in (EXPERTS, MTP_EXPERTS) and only_humming_takes(scheme) else None
 
 
 def for_ktransformers(facts: Architecture, schemes: Iterable[ServedScheme | None]) -> str:
@@ -210,22 +227,23 @@ SGLANG_LINEARS: dict[Card, dict[str, str]] = {
 
 def kernel(card: Card, where: Where, form: Format, shape: tuple[int, ...]) -> Kernel:
     """The kernel for a matrix (R, C) in this format; an InputError if nothing is known of it."""
-    found = _kernel(card, where, form.kind, shape)
-    if found is None:
+    chosen = _kernel(card, where, form.kind, shape)
+    if chosen is None:
         raise InputError(
             f"as served on {card}", f"{form.description} is not known for {WHERE[where]}", "leave this card out"
         )
-    return found
+    return chosen
 
 
 def _kernel(card: Card, where: Where, kind: str, shape: tuple[int, ...]) -> Kernel | None:
+    """The kernel for a matrix (R, C) of this kind of format; None if nothing is known of it."""
     if kind == "plain":
         return PLAIN
-    found = (LINEAR_KERNELS if where == "linear" else EXPERT_KERNELS)[card].get(kind)
-    if found is None:
+    listed = (LINEAR_KERNELS if where == "linear" else EXPERT_KERNELS)[card].get(kind)
+    if listed is None:
         return None
     # vLLM's should_use_deepgemm_for_fp8_linear
-    return CUTLASS_BLOCKS if found.name == DEEP_GEMM.name and (shape[0] % 64 or shape[1] % 128) else found
+    return CUTLASS_BLOCKS if listed.name == DEEP_GEMM.name and (shape[0] % 64 or shape[1] % 128) else listed
 
 
 def on_card(engine: engines.Engine, card: Card, lookup: Lookup, facts: Architecture) -> str:
@@ -238,8 +256,8 @@ def on_card(engine: engines.Engine, card: Card, lookup: Lookup, facts: Architect
     where: Where = "experts" if routed else "linear"
 
     def named(kind: str) -> str:
-        found = _kernel(card, where, kind, lookup.members[0].shape)
-        return found.name if found else NOT_KNOWN
+        chosen = _kernel(card, where, kind, lookup.members[0].shape)
+        return chosen.name if chosen else NOT_KNOWN
 
     if scheme.kind in KNOWN:
         return named(str(scheme.kind))

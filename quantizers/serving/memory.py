@@ -32,11 +32,14 @@ from quantizers.formats.format import INTEGERS, NAME, ExpertFormat
 from quantizers.formats.fp8 import Fp8, Fp8Blocks
 from quantizers.formats.packed_integers import Integers
 from quantizers.planning.allocation import candidates
-from quantizers.planning.gpus import GIB, Gpus, most_unseen, parse_gpus, unsaid
+from quantizers.planning.gpus import GIB, Gpus, lacking_facts, most_unseen, parse_gpus
 from quantizers.planning.job import Job
 from quantizers.planning.plan import Plan, file_size
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import size_between
+
+from .engines import declared_scheme
+from .kernels import only_humming_takes
 
 MIB = 2**20
 UTILISATION = 0.93  # vLLM's --gpu-memory-utilization; the rest is for the driver
@@ -47,7 +50,6 @@ KV_BLOCK = 16  # tokens per block of the KV cache
 KvType = Literal["auto", "fp8"]
 KV_BYTES: dict[KvType, int] = {"auto": 2, "fp8": 1}
 COMMON = "1x24 2x24 1x48 4x24 2x48 1x96 8x24 4x48 2x96 4x80 8x80 8x141"  # GPUs, and GiB of each
-MARLIN_BITS = (4, 8)  # other experts run on Humming
 HUMMING_ROWS, HUMMING_COLUMNS = 256, 128  # of which a GPU's part is filled up to multiples (utils/humming/moe.py, 411)
 MARLIN_TILE = 64  # of an expert's width on a GPU; up to vLLM 0.32 it had to be whole, later ones fill it up with zeros
 FP8_CACHE_SM = 89  # below it FlashInfer alone has an FP8 cache, and SGLang refuses FP8 weights in blocks
@@ -74,6 +76,7 @@ class Model:
     facts: Architecture  # with `kv_cache` and `tensor_parallel`
     layers: tuple[Mapping[str, int], ...]  # weights of a layer: its EXPERTS, each passthrough linear module, all OTHERS
     outside: int  # embedding, head and final norm
+    bits: frozenset[int]  # of the experts
     groups: frozenset[int]  # the group sizes of the experts
     padded: frozenset[int]  # the layers whose experts vLLM's Humming has, which fills their shapes up
     blocks: Blocks  # of the passthrough linear modules that are FP8 in blocks
@@ -109,7 +112,7 @@ class Fit:
 
 def serving_model(plan: Plan, facts: Architecture, config: dict[str, Any], fp8: Fp8 | None) -> Model:
     """The facts about a plan's output; InputError where the architecture spec does not say how servers divide it."""
-    if problem := unsaid(facts):
+    if problem := lacking_facts(facts):
         raise InputError("", problem)
     linears = facts.every_linear()
     layers: list[Counter[str]] = [Counter() for _ in range(plan.layers)]  # MTP's serve speculative decoding alone
@@ -117,9 +120,9 @@ def serving_model(plan: Plan, facts: Architecture, config: dict[str, Any], fp8: 
     for number, layer in enumerate(layers):
         for action in plan.of_layer(number):
             module = action.source.removeprefix(facts.layer(number, "")).rpartition(".")[0]
-            part = EXPERTS if action.expert is not None else module if module in linears else OTHERS
-            layer[part] += sum(spec.bytes for spec in action.outputs.values())
-            if part == module and action.in_fp8 and isinstance(fp8, Fp8Blocks):
+            holder = EXPERTS if action.expert is not None else module if module in linears else OTHERS
+            layer[holder] += sum(spec.bytes for spec in action.outputs.values())
+            if holder == module and action.in_fp8 and isinstance(fp8, Fp8Blocks):
                 blocks[module] = fp8.edges
     outside = sum(spec.bytes for spec in plan.shard(None).values())
     held = outside + sum(size for layer in layers for size in layer.values())
@@ -127,13 +130,19 @@ def serving_model(plan: Plan, facts: Architecture, config: dict[str, Any], fp8: 
         facts=facts,
         layers=tuple(layers),
         outside=outside,
+        bits=frozenset(plan.schemes[layer].bits for layer in plan.quantized_layers),
         groups=frozenset(plan.schemes[layer].group_size for layer in plan.quantized_layers),
-        padded=frozenset(layer for layer in plan.quantized_layers if plan.schemes[layer].bits not in MARLIN_BITS),
+        padded=frozenset(layer for layer in plan.quantized_layers if is_padded(plan.schemes[layer])),
         blocks=blocks,
         longest=facts.positions or 0,
         fp8_cache=bool(plan.cached),
-        beside=sum(file_size(plan.shard(part)) for part in plan.parts) - held,
+        beside=sum(file_size(plan.shard(layer)) for layer in plan.parts) - held,
     )
+
+
+def is_padded(scheme: ExpertFormat) -> bool:
+    """Whether vLLM's Humming has experts with this scheme, which fills their shapes up."""
+    return only_humming_takes(declared_scheme(scheme.config_group()))
 
 
 def tensor_parallel_problem(model: Model, parallel: int) -> str | None:
@@ -196,8 +205,8 @@ def fit(
 
 def _weights(model: Model, tensor: int, pipeline: int) -> int:
     """Weight bytes on the fullest GPU: equal runs of layers, the embedding in the first, the head in the last."""
-    parts = {name for layer in model.layers for name in layer}
-    gpus = {name: module_gpus(name, tensor, model.facts) for name in parts} | {EXPERTS: tensor}
+    names = {name for layer in model.layers for name in layer}
+    gpus = {name: module_gpus(name, tensor, model.facts) for name in names} | {EXPERTS: tensor}
     filled = dict.fromkeys(model.padded, _filled_up(model.facts, tensor))
     layers = [
         sum(size / gpus[name] * (filled.get(number, 1) if name == EXPERTS else 1) for name, size in layer.items())
@@ -235,7 +244,7 @@ def _attention_rows(model: Model, tensor: int) -> int:
     rows = {
         name: shape[0]
         for name, shape in facts.every_linear().items()
-        if _parts(facts).get(name) != "own" and name not in facts.tensor_parallel.columns
+        if _units(facts).get(name) != "own" and name not in facts.tensor_parallel.columns
     }
     divided = sum(count for name, count in rows.items() if name in facts.tensor_parallel.rows)
     return divided // tensor + sum(rows.values()) - divided
@@ -248,8 +257,8 @@ def step_tokens(gpus: Gpus) -> int:
 
 def assumptions(gpus: Sequence[Gpus]) -> list[str]:
     """The assumptions behind an estimate, one line each."""
-    steps = " or ".join(f"{n:,}" for n in sorted({step_tokens(c) for c in gpus}))
-    nominal = ", ".join(dict.fromkeys(one.name for one in gpus if one.nominal))
+    steps = " or ".join(f"{tokens:,}" for tokens in sorted({step_tokens(cards) for cards in gpus}))
+    nominal = ", ".join(dict.fromkeys(cards.name for cards in gpus if cards.nominal))
     lines = [
         f"vLLM may use {UTILISATION:.0%} of a GPU (--gpu-memory-utilization {UTILISATION})",
         f"{RUNTIME / GIB:.0f} GiB a GPU for CUDA context and graphs, kernels, NCCL and fragmentation, a guess; "
@@ -257,7 +266,7 @@ def assumptions(gpus: Sequence[Gpus]) -> list[str]:
         f"activations: {steps} tokens in a prefill step, logits of {SEQUENCES} sequences",
         "KV cache for one sequence of that context, or several that share it; no speculative decoding",
     ]
-    if any(one.sm is None or one.sm < FP8_CACHE_SM for one in gpus):
+    if any(cards.sm is None or cards.sm < FP8_CACHE_SM for cards in gpus):
         lines.append(f"an FP8 KV cache below SM{FP8_CACHE_SM} (RTX 3090, A100): {FLASHINFER}; others refuse it")
     if nominal:
         lines.append(f"{nominal}: the nominal memory; torch and vLLM see up to {most_unseen():.0%} less")
@@ -315,34 +324,36 @@ def common_fits(model: Model) -> list[Fit]:
 
 
 def weights_alone(plan: Plan, gpus: Sequence[Gpus]) -> list[dict[str, str | int]]:
-    """Bytes that vLLM may use on each set of GPUs, of the weights, and of the rest; where `unsaid` gives a reason."""
-    parts = (*range(plan.layers), None)  # without layers for speculative decoding
-    weights = sum(spec.bytes for part in parts for spec in plan.shard(part).values())
-    usable = [one.count * int(one.bytes * UTILISATION) for one in gpus]
-    return [
-        {"cards": one.name, "usable": most, "weights": weights, "left": most - weights}
-        for one, most in zip(gpus, usable, strict=True)
-    ]
+    """Bytes that vLLM may use on each set of GPUs, of the weights, and of the rest; where `lacking_facts` gives a reason."""
+    layers = (*range(plan.layers), None)  # without those for speculative decoding; None is all else
+    weights = sum(spec.bytes for layer in layers for spec in plan.shard(layer).values())
+    rows: list[dict[str, str | int]] = []
+    for cards in gpus:
+        usable = cards.count * int(cards.bytes * UTILISATION)
+        rows.append({"cards": cards.name, "usable": usable, "weights": weights, "left": usable - weights})
+    return rows
 
 
 def module_gpus(module: str, ranks: int, facts: Architecture) -> int:
     """The number of GPUs among which a passthrough linear module is divided: 1 if each has all of it."""
-    parts = _parts(facts).get(module)
-    return min(ranks, facts.num_kv_heads) if parts == "kv_heads" else ranks if parts else 1
+    units = _units(facts).get(module)
+    return min(ranks, facts.num_kv_heads) if units == "kv_heads" else ranks if units else 1
 
 
 def obstacles(ranks: int, facts: Architecture, groups: Iterable[int], blocks: Blocks) -> Iterator[str]:
     """Every reason why a model cannot be divided among `ranks` GPUs.
 
     Args:
-        facts: with `kv_cache` and `tensor_parallel`, see `unsaid`.
+        facts: with `kv_cache` and `tensor_parallel`, see `lacking_facts`.
         groups: group sizes of the experts' integers.
         blocks: of the passthrough linear modules that are FP8 with a scale per block.
     """
     assert facts.kv_cache is not None
     assert facts.tensor_parallel is not None
-    heads, width, split = facts.num_heads, facts.expert_width, facts.num_kv_heads if facts.kv_cache.divided else 0
-    shapes, divided = facts.every_linear(), _parts(facts)
+    heads = facts.num_heads
+    width = facts.expert_width
+    split = facts.num_kv_heads if facts.kv_cache.divided else 0
+    shapes, divided = facts.every_linear(), _units(facts)
     edges = {module: int(module not in facts.tensor_parallel.rows) for module in divided}  # rows, 0, or columns, 1
     if heads % ranks:
         yield f"{heads} attention heads are not a multiple of {ranks}"
@@ -356,8 +367,8 @@ def obstacles(ranks: int, facts: Architecture, groups: Iterable[int], blocks: Bl
                 f"the experts' width per rank, {width // ranks}, is not a multiple of the group, {group}: groups would "
                 "be split between ranks"
             )
-    for module, parts in divided.items():
-        if module in shapes and parts == "own" and (own := shapes[module][edges[module]]) % ranks:
+    for module, units in divided.items():
+        if module in shapes and units == "own" and (own := shapes[module][edges[module]]) % ranks:
             yield f"{module} has {own} parts, which are not a multiple of {ranks}"
     # What vLLM makes one module of: all but the last must end with a block.
     merged = FUSED | (facts.servers["vllm"].fused if "vllm" in facts.servers else {})
@@ -369,11 +380,11 @@ def obstacles(ranks: int, facts: Architecture, groups: Iterable[int], blocks: Bl
             if share % block[edge]:
                 side = ("rows", "columns")[edge]
                 yield f"{module}'s {side} per rank, {share}, are not a multiple of the FP8 block, {block[edge]}"
-        elif rows % block[0] and any(module.rpartition(".")[2] in parts[:-1] for parts in merged.values()):
+        elif rows % block[0] and any(module.rpartition(".")[2] in members[:-1] for members in merged.values()):
             yield f"{module}'s rows, {rows}, are merged with others and not a multiple of the FP8 block, {block[0]}"
 
 
-def _parts(facts: Architecture) -> dict[str, Parts]:
+def _units(facts: Architecture) -> dict[str, Parts]:
     """Units by which tensor parallelism can divide each module, along rows or columns."""
     assert facts.tensor_parallel is not None
     return facts.tensor_parallel.rows | facts.tensor_parallel.columns
@@ -405,15 +416,16 @@ def remedies(job: Job, model: Model, gpus: Gpus, asked: Fit, tensor_parallel: in
         if longest >= USEFUL:
             shorter = fit(model, gpus, longest, kv, tensor_parallel)
             yield Remedy(f"{'' if kv == asked.kv else f'--kv {kv} '}--context {longest}", shorter)
-    tried = [
-        (scheme, one, fit(one, gpus, asked.context, asked.kv))
-        for scheme in reversed(candidates(job.facts, 1))
-        if (one := with_scheme(model, scheme)).stored < model.stored
-    ]
-    fitting = [one for one in tried if one[2].fits and tensor_parallel in (None, one[2].tensor_parallel)]
-    roomy = [one for one in fitting if one[2].left >= LITTLE] if job.recipe.experts.by_budget else []
-    for scheme, one, with_fewer_bits in (roomy or fitting)[:1]:
-        yield Remedy(f"experts.{_asking_for(scheme, job, one, with_fewer_bits)} in the recipe", with_fewer_bits)
+    fitting: list[tuple[ExpertFormat, Model, Fit]] = []
+    for scheme in reversed(candidates(job.facts, 1)):
+        smaller = with_scheme(model, scheme)
+        if smaller.stored < model.stored:
+            estimate = fit(smaller, gpus, asked.context, asked.kv)
+            if estimate.fits and tensor_parallel in (None, estimate.tensor_parallel):
+                fitting.append((scheme, smaller, estimate))
+    roomy = [choice for choice in fitting if choice[2].left >= LITTLE] if job.recipe.experts.by_budget else []
+    for scheme, smaller, estimate in (roomy or fitting)[:1]:
+        yield Remedy(f"experts.{_asking_for(scheme, job, smaller, estimate)} in the recipe", estimate)
     step, most = tensor_parallel or 1, MOST_GPUS
     for kv in kvs:  # the smallest number of such GPUs; a still smaller one with keys and values in FP8
         counts = range(gpus.count + step, most + 1, step)
@@ -431,7 +443,7 @@ def _asking_for(scheme: ExpertFormat, job: Job, model: Model, fitting: Fit) -> s
         return f"bits_per_weight: {scheme.bits_per_weight:g}"
     if job.recipe.experts.budget is not None:
         plan = job.plan.with_schemes([scheme] * job.plan.layers)
-        least = sum(file_size(plan.shard(part)) for part in plan.parts)
+        least = sum(file_size(plan.shard(layer)) for layer in plan.parts)
         return f"budget: {size_between(least, max(least, largest_budget(model, fitting)))}"
     integers = f"{NAME}: {INTEGERS}, " if "bits" not in job.recipe.experts.scheme.keys else ""
     return f"{integers}bits: {scheme.bits} with group_size: {scheme.group_size}"
@@ -443,7 +455,8 @@ def largest_budget(model: Model, fitting: Fit) -> int:
     What is left on the fullest GPU, but for LITTLE, holds in each layer of its stage a part of that layer. Where less
     is left, the budget is smaller than that output.
     """
-    tensor, pipeline, layers = fitting.tensor_parallel, fitting.pipeline_parallel, len(model.layers)
+    tensor, pipeline = fitting.tensor_parallel, fitting.pipeline_parallel
+    layers = len(model.layers)
     grown = tensor * layers / math.ceil(layers / pipeline) / (_filled_up(model.facts, tensor) if model.padded else 1)
     return int(model.stored + model.beside + (fitting.left - LITTLE) * grown)
 
@@ -452,8 +465,11 @@ def with_budget(model: Model, size: int) -> Model:
     """The same output with experts that grow evenly in all layers, until its files take `size` bytes."""
     experts = sum(layer.get(EXPERTS, 0) for layer in model.layers)
     factor = 1 + (size - model.stored - model.beside) / experts
-    grown = ({part: math.ceil(n * factor) if part == EXPERTS else n for part, n in one.items()} for one in model.layers)
-    return replace(model, layers=tuple(grown))
+    layers: list[Mapping[str, int]] = []
+    for layer in model.layers:
+        grown = {EXPERTS: math.ceil(layer[EXPERTS] * factor)} if EXPERTS in layer else {}
+        layers.append({**layer, **grown})
+    return replace(model, layers=tuple(layers))
 
 
 def with_scheme(model: Model, scheme: ExpertFormat) -> Model:
@@ -462,9 +478,14 @@ def with_scheme(model: Model, scheme: ExpertFormat) -> Model:
     stored = sum(spec.bytes for shape in shapes for spec in scheme.specs("", shape).values())
     experts = {EXPERTS: model.facts.num_experts * stored}
     layers = tuple({**layer, **experts} if EXPERTS in layer else layer for layer in model.layers)
-    padded = frozenset(number for number, layer in enumerate(layers) if EXPERTS in layer)
-    few = scheme.bits not in MARLIN_BITS
-    return replace(model, layers=layers, groups=frozenset({scheme.group_size}), padded=padded if few else frozenset())
+    padded = [number for number, layer in enumerate(layers) if EXPERTS in layer and is_padded(scheme)]
+    return replace(
+        model,
+        layers=layers,
+        bits=frozenset({scheme.bits}),
+        groups=frozenset({scheme.group_size}),
+        padded=frozenset(padded),
+    )
 
 
 @dataclass(frozen=True)
@@ -491,18 +512,18 @@ class Way:
 
 def ways(model: Model, gpus: Gpus, context: int, tensor_parallel: int | None = None) -> list[Way]:
     """Estimates for a set of GPUs: each scheme, from small to large, that vLLM can split over them."""
-    found = []
+    rows = []
     for scheme in candidates(model.facts, tensor_parallel or 1):
-        one = with_scheme(model, scheme)
-        fits = {kv: fit(one, gpus, context, kv, tensor_parallel) for kv in KV_BYTES}
+        variant = with_scheme(model, scheme)
+        fits = {kv: fit(variant, gpus, context, kv, tensor_parallel) for kv in KV_BYTES}
         tensor, pipeline = fits["auto"].tensor_parallel, fits["auto"].pipeline_parallel
-        output = one.stored + one.beside
-        budget = {kv: largest_budget(one, row) if row.fits else 0 for kv, row in fits.items()}
+        output = variant.stored + variant.beside
+        budget = {kv: largest_budget(variant, row) if row.fits else 0 for kv, row in fits.items()}
         mixture = {kv: _mixture(output, most) for kv, most in budget.items()}
         longest = {kv: row.longest for kv, row in fits.items()}
         kl = TINY_KL.get(scheme)
-        found.append(Way(str(scheme), one.stored, output, tensor, pipeline, longest, budget, mixture, kl))
-    return found
+        rows.append(Way(str(scheme), variant.stored, output, tensor, pipeline, longest, budget, mixture, kl))
+    return rows
 
 
 def _mixture(output: int, most: int) -> str:

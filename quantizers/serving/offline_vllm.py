@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import Any
 
 
 def main() -> None:
@@ -26,8 +27,13 @@ def main() -> None:
         asked = json.loads(line)
         how = vllm.SamplingParams(max_tokens=1, temperature=0, detokenize=False, prompt_logprobs=asked["top_k"])
         (made,) = engine.generate([{"prompt_token_ids": asked["tokens"]}], how, use_tqdm=False)
-        rows = [row and {i: {"logprob": one.logprob} for i, one in row.items()} for row in made.prompt_logprobs]
+        rows = [row and as_plain(row) for row in made.prompt_logprobs]  # that of the first token is None
         print(json.dumps(rows), file=answers, flush=True)
+
+
+def as_plain(row: dict[int, Any]) -> dict[int, dict[str, float]]:
+    """A position's log-probabilities by token, as vLLM's HTTP server writes them."""
+    return {token: {"logprob": entry.logprob} for token, entry in row.items()}
 
 
 if __name__ == "__main__":

@@ -24,14 +24,14 @@ def planned_check(job: Job, one_expert: bool = False) -> ServingCheck:
     written |= {name: KV_SCALE for layer in job.plan.cached for name in job.plan.kv_scales(layer)}
     facts = job.facts
     if one_expert:
-        one = facts.sizes["experts"].model_copy(update={"value": 1})
-        facts = facts.model_copy(update={"sizes": facts.sizes | {"experts": one}})
-    found = check(output_config(job.config, job.facts, job.plan, job.fp8), written, facts)
-    for error in found.errors:
+        single = facts.sizes["experts"].model_copy(update={"value": 1})
+        facts = facts.model_copy(update={"sizes": facts.sizes | {"experts": single}})
+    checked = check(output_config(job.config, job.facts, job.plan, job.fp8), written, facts)
+    for error in checked.errors:
         where = job.source.folder if job.source and not job.source.remote else job.location
         raise CheckpointError(
             where,
             f"of this source no output can be made that servers read: {error.sentence}",
             "give a source in which what servers fuse is stored alike",
         )
-    return found
+    return checked

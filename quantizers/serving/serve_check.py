@@ -142,48 +142,51 @@ def serve_check(
     opened = open_checkpoint(str(candidate))
     origin = _source(opened, str(source) if source is not None else None)
     checkpoints = [opened, *([origin] if origin else [])]
-    for one in checkpoints[1:]:
-        refuse_swapped_arguments(one, opened, f"give {one.name} as CANDIDATE and {opened.name} as --source")
+    if origin:
+        refuse_swapped_arguments(origin, opened, f"give {origin.name} as CANDIDATE and {opened.name} as --source")
     first = checkpoints[-1]  # the source, if there is one: its tokenizer made the texts of every candidate
     own = Path(facts) if facts is not None else output_facts(opened.folder)
     architecture = architecture_for(first.config, str(first.folder / CONFIG), own, first.tensors)
     if opened.config.get("model_type") != architecture.model_type or not architecture.is_of(opened.config):
         raise CheckpointError(opened.folder / CONFIG, f"is another model than {first.name}", "give its own source")
-    names = [{"model": _name(one), "digest": source_digest(one)} for one in checkpoints]
+    names = [{"model": _name(checkpoint), "digest": source_digest(checkpoint)} for checkpoint in checkpoints]
     before = _record(Path(source_check), names, top_k) if source_check is not None else None
     samples = print_notes(load_set(data_set, first.folder, trust_remote_code), "held out")
-    asking = (
+    connection = (
         over_http(str(server), timeout, Path(server_log) if server_log is not None else None)
         if offline is None
         else engine_of(str(offline), opened.folder, arguments, top_k, timeout)
     )
-    with asking as asked:
-        if before and (asked.kind, asked.version) != (before.server.kind, before.server.version):
+    with connection as answering:
+        if before and (answering.kind, answering.version) != (before.server.kind, before.server.version):
             raise InputError(
                 source_check,
-                f"is of {before.server.kind} {before.server.version}, and this server is {asked.kind} {asked.version}",
+                f"is of {before.server.kind} {before.server.version}, and this server is "
+                f"{answering.kind} {answering.version}",
                 "serve the source on this one, and check it again",
             )
-        held = _texts(samples, first, architecture, asked.max_model_len, trust_remote_code)
+        held = _texts(samples, first, architecture, answering.max_model_len, trust_remote_code)
         pairs = zip(samples.samples, held.texts, strict=True)
-        sent = identity([replace(one, tokens=text.tokens.numpy()) for one, text in pairs])
+        sent = identity([replace(sample, tokens=text.tokens.numpy()) for sample, text in pairs])
         if before and before.data.identity != sent:
             raise InputError(source_check, "was made with other texts", "give the same --data and --max-model-len")
-        returned = _ask(asked, held.texts, top_k, architecture.vocab_size)
+        returned = _ask(answering, held.texts, top_k, architecture.vocab_size)
         about = {
-            "kind": asked.kind, "version": asked.version, "model": asked.model, "max_model_len": asked.max_model_len,
-            "offline": offline is not None, "kernels": kernel_lines(asked.log()),
+            "kind": answering.kind, "version": answering.version, "model": answering.model,
+            "max_model_len": answering.max_model_len, "offline": offline is not None,
+            "kernels": kernel_lines(answering.log()),
         }  # fmt: skip
     with interruptible("give the same command again") as check, ordered():
         tables = _compare(checkpoints, architecture, held.texts, returned, check)
-    found = figures(tables, [text.category for text in held.texts])
+    measured = figures(tables, [text.category for text in held.texts])
     lost = held.about.past_the_model
     data_sent = {"name": held.about.name, "identity": sent, "cut": lost.texts, "cut_tokens": lost.tokens}
-    of_source = before.figures.as_dict() if before else None
+    source_figures = before.figures.as_dict() if before else None
     report = ServeCheckReport.model_validate(
         {
-            "candidate": names[0], "server": about, "data": data_sent, "top_k": top_k, "figures": found,
-            "verdict": verdict(found, exact=exact, of_source=of_source), "version": versions()["moe-quantizers"],
+            "candidate": names[0], "server": about, "data": data_sent, "top_k": top_k, "figures": measured,
+            "verdict": verdict(measured, exact=exact, source_figures=source_figures),
+            "version": versions()["moe-quantizers"],
         }
         | ({"source": names[1]} if origin else {})
         | ({"source_check": before.verdict.as_dict()} if before else {})
@@ -297,7 +300,7 @@ def _compare(
 ) -> list[np.ndarray]:
     """`served.compare_text` of every text, with the candidate and, if there is one, its source."""
     use_threads(facts)
-    named = [published_names(one, facts) for one in reversed(checkpoints)]  # the source first
+    named = [published_names(checkpoint, facts) for checkpoint in reversed(checkpoints)]  # the source first
     lengths, streams = [len(text.tokens) for text in texts], []
     with tempfile.TemporaryDirectory() as folder:
         for number, checkpoint in enumerate(named):
@@ -314,7 +317,7 @@ def _compare(
         with progress("comparing", len(texts), unit="text") as step:
             for number, (text, answer) in enumerate(zip(texts, returned, strict=True)):
                 check()
-                rows = [of_model[number] for of_model in states]
+                rows = [model_states[number] for model_states in states]
                 tables.append(compare_text(heads, text.tokens, rows, answer))
                 step(f"{len(text.tokens):,} tokens")
     return tables

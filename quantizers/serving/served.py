@@ -25,7 +25,9 @@ from quantizers.eval.fidelity.scoring import Models, divergence, log_probabiliti
 
 ROWS = 32  # positions whose float64 probabilities are in memory at a time: 50 MB with a vocabulary of 200,064
 ROUNDING = 4 * float(np.finfo(np.float32).eps)  # by so much a sum of float32 probabilities, and thus q_rest, is off
-EXACT, WITH_TIES, TIES_MEDIAN = 1e-6, 1e-4, 1e-9  # mean KL of an exact server, the same with near ties; nats
+EXACT = 1e-6  # mean KL of an exact server, in nats
+WITH_TIES = 1e-4  # the same with near ties, in which case the median is below the next
+TIES_MEDIAN = 1e-9
 TIMES, SHARE = 2.0, 0.1  # the limit: of the source's distance, and of KL(source || candidate)
 LEAST = 1e-300  # in place of 0 in a divisor
 UNLIKE = 0.2  # below this share of equal most likely tokens the server computes something else
@@ -71,19 +73,19 @@ def compare_text(
         returned: by the server: ids (T - 1, N) int64, their log-probabilities float64, and those of the next token.
     """
     ids, logs, following = map(torch.from_numpy, returned)
-    found = []
-    for part, ours in log_probabilities(models, states, ROWS):
+    tables = []
+    for rows, ours in log_probabilities(models, states, ROWS):
         candidate = ours[0]
-        nll = [-one.gather(1, tokens[1:][part, None])[:, 0].double() for one in ours]
-        kl, outside = bounded_kl(candidate, ids[part], logs[part])
-        likeliest = ids[part].gather(1, logs[part].argmax(-1, keepdim=True))[:, 0]
+        nll = [-log_p.gather(1, tokens[1:][rows, None])[:, 0].double() for log_p in ours]
+        kl, outside = bounded_kl(candidate, ids[rows], logs[rows])
+        likeliest = ids[rows].gather(1, logs[rows].argmax(-1, keepdim=True))[:, 0]
         from_source = [torch.full_like(kl, math.nan)] * 3
         if len(ours) > 1:
             stored = divergence(ours[1], candidate)
-            from_source = [bounded_kl(ours[1], ids[part], logs[part])[0], stored, nll[1]]
+            from_source = [bounded_kl(ours[1], ids[rows], logs[rows])[0], stored, nll[1]]
         same = (candidate.argmax(-1) == likeliest).double()
-        found.append(torch.stack([kl, *from_source[:2], same, outside, from_source[2], nll[0], -following[part]]))
-    return torch.cat(found, dim=1).numpy()
+        tables.append(torch.stack([kl, *from_source[:2], same, outside, from_source[2], nll[0], -following[rows]]))
+    return torch.cat(tables, dim=1).numpy()
 
 
 def figures(tables: Sequence[np.ndarray], categories: Sequence[str]) -> dict[str, Any]:
@@ -109,40 +111,43 @@ def _row(tables: Sequence[np.ndarray]) -> dict[str, Any]:
     }
 
 
-def verdict(found: Mapping[str, Any], *, exact: bool, of_source: Mapping[str, Any] | None) -> dict[str, Any]:
+def verdict(measured: Mapping[str, Any], *, exact: bool, source_figures: Mapping[str, Any] | None) -> dict[str, Any]:
     """Whether a server's distance is within its limit: `Verdict` of eval/fidelity/figures.py.
 
     Args:
+        measured: its `figures`.
         exact: whether the server computes in float32 with weights as stored.
-        of_source: the figures of the source on the same server, over the same tokens; None if it was not served.
+        source_figures: those of the source on the same server, over the same tokens; None if it was not served.
     """
-    mine = found["kl"]["candidate_server"]
-    distance, limit, said = mine["mean"], None, []
+    mine = measured["kl"]["candidate_server"]
+    distance = mine["mean"]
+    limit = None
+    remarks = []
     if exact:
         ties = EXACT < distance <= WITH_TIES and mine["median"] < TIES_MEDIAN
         limit = WITH_TIES if ties else EXACT
         if ties:
-            said.append(
+            remarks.append(
                 f"above {EXACT:g}, but the median is {mine['median']:.1e}: a near tie in the router flips single tokens"
             )
-    elif of_source is not None:
-        stored = found["kl"]["source_candidate"]["mean"]
-        limit = TIMES * of_source["kl"]["candidate_server"]["mean"] + SHARE * stored
+    elif source_figures is not None:
+        stored = measured["kl"]["source_candidate"]["mean"]
+        limit = TIMES * source_figures["kl"]["candidate_server"]["mean"] + SHARE * stored
     passed = limit is None or distance <= limit
-    if not passed or found["top1"] < UNLIKE:
-        said += reasons(found)
+    if not passed or measured["top1"] < UNLIKE:
+        remarks += reasons(measured)
     kind = "exact" if exact else "none" if limit is None else "as served"
-    return {"kind": kind, "distance": distance, "limit": limit, "passed": passed, "said": said}
+    return {"kind": kind, "distance": distance, "limit": limit, "passed": passed, "said": remarks}
 
 
-def reasons(found: Mapping[str, Any]) -> Iterator[str]:
+def reasons(measured: Mapping[str, Any]) -> Iterator[str]:
     """Likely reasons for a server's distance from our evaluation, from the figures; the usual reasons come last."""
-    kl, perplexity = found["kl"], found["perplexity"]
+    kl, perplexity = measured["kl"], measured["perplexity"]
     mine = kl["candidate_server"]
-    if found["top1"] < UNLIKE:
+    if measured["top1"] < UNLIKE:
         yield (
-            f"its most likely token is ours at {found['top1']:.1%} of the positions, near chance: another tokenizer or "
-            "order of the vocabulary, or another model"
+            f"its most likely token is ours at {measured['top1']:.1%} of the positions, near chance: another tokenizer "
+            "or order of the vocabulary, or another model"
         )
     elif kl.get("source_server", mine)["mean"] < mine["mean"] / 2:
         yield "it is closer to the source than to this checkpoint: it serves the source, or another output of it"
@@ -158,8 +163,9 @@ def reasons(found: Mapping[str, Any]) -> Iterator[str]:
         )
     if perplexity["server"] > 1.5 * perplexity["candidate"]:
         yield f"its perplexity is {perplexity['server']:.4g}, ours {perplexity['candidate']:.4g}"
-    if found["outside"] > SHARE:
-        yield f"{found['outside']:.0%} of the probability lies outside the returned ids: --top-k is small for this text"
+    outside = measured["outside"]
+    if outside > SHARE:
+        yield f"{outside:.0%} of the probability lies outside the returned ids: --top-k is small for this text"
     yield (
         "the usual reasons: a wrong router, other scales, a wrong template, tokenizer or vocabulary, capped "
         "log-probabilities, another model"

@@ -107,7 +107,7 @@ def score(server: Server, tokens: Sequence[int], top_k: int, vocabulary: int, wh
 
 def kernel_lines(lines: Sequence[str]) -> list[str]:
     """The kernels and backends that lines of a server's log name, each once, as `Using …`."""
-    return list(dict.fromkeys(found[0].strip() for line in lines if (found := _KERNEL.search(line))))
+    return list(dict.fromkeys(match[0].strip() for line in lines if (match := _KERNEL.search(line))))
 
 
 # Over HTTP ---------------------------------------------------------------------------------------------------------
@@ -183,31 +183,41 @@ def over_http(url: str, timeout: float, log: Path | None = None) -> Iterator[Ser
         except (LookupError, TypeError, AttributeError):
             raise InputError(f"{shown}/v1/models", "names no model", "give the address of a server with one") from None
 
-        def of_vllm(tokens: Sequence[int], top_k: int, which: str) -> list[dict[int, float]]:
+        def ask_vllm(tokens: Sequence[int], top_k: int, which: str) -> list[dict[int, float]]:
             body = {"model": model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0, "prompt_logprobs": top_k}
             answer = json_of("/v1/completions", body, which)
             with _as_described("prompt_logprobs", which):
-                return _of_vllm(answer["choices"][0]["prompt_logprobs"])
+                return _vllm_rows(answer["choices"][0]["prompt_logprobs"])
 
-        def of_sglang(tokens: Sequence[int], top_k: int, which: str) -> list[dict[int, float]]:
+        def ask_sglang(tokens: Sequence[int], top_k: int, which: str) -> list[dict[int, float]]:
             body = {
                 "input_ids": list(tokens), "sampling_params": {"max_new_tokens": 1, "temperature": 0},
                 "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": top_k,
             }  # fmt: skip
             answer = json_of("/generate", body, which)
             with _as_described("input_top_logprobs", which):
-                found = answer["meta_info"]
-                most, given = found["input_top_logprobs"][1:], found["input_token_logprobs"][1:]
-                return [{_id(i): _log(x) for x, i, *_ in [*top, one]} for top, one in zip(most, given, strict=True)]
+                about_text = answer["meta_info"]
+                return _sglang_rows(about_text["input_top_logprobs"], about_text["input_token_logprobs"])
 
-        ask = of_vllm if kind == VLLM else of_sglang
+        ask = ask_vllm if kind == VLLM else ask_sglang
         longest = min((length for length in lengths if length), default=None)
         yield Server(kind, str(about["version"]), model, longest, ask, lambda: logged)
 
 
-def _of_vllm(rows: Any) -> list[dict[int, float]]:
-    """vLLM's `prompt_logprobs`, of which the first is null, without it."""
-    return [{_id(i): _log(one["logprob"]) for i, one in row.items()} for row in rows[1:]]
+def _vllm_rows(positions: Any) -> list[dict[int, float]]:
+    """Log-probabilities by id, of vLLM's `prompt_logprobs`, of which the first is null."""
+    rows = []
+    for position in positions[1:]:
+        rows.append({_id(token): _log(entry["logprob"]) for token, entry in position.items()})
+    return rows
+
+
+def _sglang_rows(most_likely: Any, given: Any) -> list[dict[int, float]]:
+    """Log-probabilities by id, of SGLang's most likely tokens and the text's own; of the first token there are none."""
+    rows = []
+    for likely, own in zip(most_likely[1:], given[1:], strict=True):
+        rows.append({_id(token): _log(value) for value, token, *_ in [*likely, own]})
+    return rows
 
 
 def _id(value: Any) -> int:
@@ -237,7 +247,7 @@ def _as_described(key: str, which: str) -> Iterator[None]:
 
 def _refusal(status: int, text: str, key: str, body: Mapping[str, Any]) -> tuple[str, str]:
     """Problem and remedy for a status other than 200: the server's own words, shortened, and what to do."""
-    said = _short(text, key)
+    words = _short(text, key)
     asked = body.get("prompt_logprobs", body.get("top_logprobs_num"))
     if status in (401, 403):
         which = f"the one in {KEY} is not taken" if key else f"{KEY} is not set"
@@ -248,7 +258,7 @@ def _refusal(status: int, text: str, key: str, body: Mapping[str, Any]) -> tuple
         remedy = "it serves a model with another vocabulary; see /v1/models, and serve this checkpoint"
     else:
         remedy = "see the server's log"
-    return f"HTTP {status}: {said}", remedy
+    return f"HTTP {status}: {words}", remedy
 
 
 def _short(text: str, key: str) -> str:
@@ -312,7 +322,7 @@ def offline(python: str, model: Path, engine: Mapping[str, Any], top_k: int, tim
         def ask(tokens: Sequence[int], top_k: int, which: str) -> list[dict[int, float]]:
             with contextlib.suppress(BrokenPipeError):  # which `read` then says
                 print(json.dumps({"tokens": list(tokens), "top_k": top_k}), file=questions, flush=True)
-            return _of_vllm(read(which, timeout))
+            return _vllm_rows(read(which, timeout))
 
         try:
             print("starting vLLM", file=sys.stderr, flush=True)

@@ -6,18 +6,17 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.architecture import Architecture, Options, ServerName
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.eval.report.schema import Fit as ServedFit
 from quantizers.eval.report.schema import Serving
 from quantizers.formats.fp8 import block_size
-from quantizers.planning.gpus import Gpus, parse_gpus, unsaid
+from quantizers.planning.gpus import Gpus, lacking_facts, parse_gpus
 from quantizers.planning.job import Job
 from quantizers.planning.plan import Plan
 from quantizers.system.errors import InputError
 
 from .check import ServingCheck
-from .commands import flags, vllm_command, vllm_options
 from .host_experts import host_ways
 from .kernels import KEEPS_SCALES, TAKES_THEM
 from .memory import (
@@ -36,11 +35,13 @@ from .memory import (
     weights_alone,
     with_budget,
 )
+from .server_commands import flags, vllm_command, vllm_options
 
+SERVERS: tuple[ServerName, ...] = ("vllm", "sglang")
 HOPPER = 90  # its compute capability, in tenths
 
 
-def fits(plan: Plan, facts: Architecture, source: Checkpoint) -> dict[str, Any]:
+def fits_on_common(plan: Plan, facts: Architecture, source: Checkpoint) -> dict[str, Any]:
     """Common GPUs on which a plan's output fits: `longest`, `fits` and `assumptions` of `Serving` in report.json."""
     model = serving_model(plan, facts, source.config, plan.fp8_form(block_size(source)))
     common = common_fits(model)
@@ -75,7 +76,7 @@ def fits_on(
     """
     refusal = None if checked.ktransformers == TAKES_THEM else checked.ktransformers or "SGLang lacks the model"
     gpus = [parse_gpus(text) for text in vram]
-    if problem := unsaid(job.facts):
+    if problem := lacking_facts(job.facts):
         if (context, kv, tp) != (None, "auto", None):
             raise InputError("--context, --kv and --tp", problem, "leave them out")
         if ram is not None:
@@ -86,15 +87,17 @@ def fits_on(
     if budget is not None:
         about["counted"] = budget
         model = with_budget(model, budget)
-    fits = [fit(model, one, context, kv, tp) for one in gpus]
+    fits = [fit(model, cards, context, kv, tp) for cards in gpus]
     servers, name = job.facts.servers, job.recipe.source.model
-    wanted = {one: job.facts.server_options(one, name) if one in servers else {} for one in ("vllm", "sglang")}
+    wanted: dict[str, Options] = {}
+    for server in SERVERS:
+        wanted[server] = job.facts.server_options(server, name) if server in servers else {}
     if ram is not None:
         options = {"vllm": " ".join(vllm_options(wanted["vllm"])), "sglang": " ".join(flags(wanted["sglang"]))}
-        found = [host_ways(model, cards, one, ram, refusal, options) for cards, one in zip(gpus, fits, strict=True)]
-        about["host"] = [
-            {"cards": cards.name, "ways": list(map(asdict, way))} for cards, way in zip(gpus, found, strict=True)
-        ]
+        about["host"] = []
+        for cards, row in zip(gpus, fits, strict=True):
+            in_ram = host_ways(model, cards, row, ram, refusal, options)
+            about["host"].append({"cards": cards.name, "ways": list(map(asdict, in_ram))})
 
     def command(cards: Gpus, row: Fit) -> str | None:
         attention = FLASHINFER if needs_flashinfer(cards, row.kv) else ""
@@ -113,11 +116,11 @@ def fits_on(
 
     return about | {
         "fits": [
-            asdict(one)
-            | {"nominal": cards.nominal, "command": command(cards, one)}
-            | {"to_fit": [asdict(remedy) for remedy in remedies(job, model, cards, one, tp)]}
-            | {"ways": [asdict(way) for way in ways(model, cards, one.context, tp)]}
-            for cards, one in zip(gpus, fits, strict=True)
+            asdict(row)
+            | {"nominal": cards.nominal, "command": command(cards, row)}
+            | {"to_fit": [asdict(remedy) for remedy in remedies(job, model, cards, row, tp)]}
+            | {"ways": [asdict(way) for way in ways(model, cards, row.context, tp)]}
+            for cards, row in zip(gpus, fits, strict=True)
         ],
         "longest": model.longest,
         "kv_bytes_per_token": kv_bytes_per_token(model, kv),

@@ -22,7 +22,7 @@ from quantizers.eval.report.schema import Calibration, checked
 from quantizers.hub.publish import card_points
 from quantizers.pipeline.report import source_card
 from quantizers.serving.check import ONE_SCHEME, REFUSES
-from quantizers.serving.section import server_options
+from quantizers.serving.report_section import server_options
 from quantizers.system.output_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
 
 Report = dict[str, Any]

@@ -23,7 +23,7 @@ from quantizers.eval.report.pages import html_report, model_card
 from quantizers.eval.report.plots import HIGH, LOW, coverage_figure
 from quantizers.eval.report.schema import checked
 from quantizers.eval.report.summary import summary
-from quantizers.serving.commands import vllm_command
+from quantizers.serving.server_commands import vllm_command
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 

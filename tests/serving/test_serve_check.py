@@ -124,7 +124,7 @@ def test_the_verdict_of_an_exact_server() -> None:
     def of(mean: float, median: float) -> dict[str, Any]:
         kl = {"candidate_server": {"mean": mean, "median": median}}
         found = {"kl": kl, "top1": 0.99, "outside": 0.0, "perplexity": {"candidate": 2.0, "server": 2.0}}
-        return verdict(found, exact=True, of_source=None)
+        return verdict(found, exact=True, source_figures=None)
 
     assert of(9e-7, 1e-8)["passed"]
     tied = of(3e-5, 1e-12)

@@ -25,7 +25,6 @@ from quantizers.planning.assign_actions import expected_tensors, make_plan
 from quantizers.recipe.schema import Experts
 from quantizers.serving.ask_vllm import ask_vllm
 from quantizers.serving.check import STORED, ServingCheck, check, render
-from quantizers.serving.commands import vllm_command
 from quantizers.serving.engines import (
     ATTENTION,
     EMBEDDINGS,
@@ -48,7 +47,8 @@ from quantizers.serving.engines import (
 )
 from quantizers.serving.kernels import HUMMING_SM, TAKES_THEM, moe_kernels
 from quantizers.serving.memory import FLASHINFER
-from quantizers.serving.section import how_to_serve
+from quantizers.serving.report_section import how_to_serve
+from quantizers.serving.server_commands import vllm_command
 from quantizers.stitch.write.config_files import output_config
 from quantizers.system.errors import InputError
 

@@ -1,13 +1,14 @@
-"""Commands that serve an output, from the section `serving` of report.json."""
+"""Commands that start vLLM or SGLang on an output, from the section `serving` of report.json."""
 
 from __future__ import annotations
 
 import json
 import shlex
 from collections.abc import Sequence
+from typing import Any
 
 from quantizers.architectures.architecture import Options
-from quantizers.eval.report.schema import Fit, Serving
+from quantizers.eval.report.schema import Fit, Report, Serving
 
 # Options of a server whose need is not plain from their names.
 REASONS = {
@@ -16,11 +17,12 @@ REASONS = {
 }
 
 
-def without_vllm(servers: Sequence[str], *, transformers: bool = True) -> str:
-    """A sentence on why there is no command for vLLM: it has no model of the family, or none is known here.
+def why_not_vllm(servers: Sequence[str], *, transformers: bool = True) -> str:
+    """The sentence in place of a command for vLLM: it has no model of the family, or nothing is known of servers.
 
     Args:
-        servers: those that know the family; `transformers`: whether it knows the type of model.
+        servers: those that know the family.
+        transformers: whether transformers knows the model type.
     """
     if servers:
         return "No release of vLLM that was known when this was made has a model of this family."
@@ -31,9 +33,12 @@ def without_vllm(servers: Sequence[str], *, transformers: bool = True) -> str:
 
 
 def vllm_command(about: Serving, place: str, attention: str = "") -> str | None:
-    """The command for vLLM, over several lines; None if no known release has a model of the family.
+    """The command that starts vLLM, over several lines; None if no known release has a model of the family.
+
+    It divides the model among the fewest GPUs of `about.fits`.
 
     Args:
+        about: the section `serving`.
         place: the checkpoint's folder or Hub id.
         attention: an option that the GPUs need for their attention backend, if they need one.
     """
@@ -52,7 +57,7 @@ def vllm_command(about: Serving, place: str, attention: str = "") -> str | None:
 
 
 def sglang_command(about: Serving, place: str) -> str | None:
-    """The command for SGLang; None if it does not know the family."""
+    """The command that starts SGLang, over several lines; None if it does not know the family. See `vllm_command`."""
     if about.sglang is None:
         return None
     best = _best(about)
@@ -62,19 +67,31 @@ def sglang_command(about: Serving, place: str) -> str | None:
 
 
 def vllm_options(parsers: Options) -> list[str]:
-    """The options of vLLM that the model's family wants, parsers of tool calls and reasoning among them."""
+    """Arguments of `vllm serve` that the model's family wants, such as parsers of tool calls and of reasoning."""
     tools = ["--enable-auto-tool-choice"] if "tool-call-parser" in parsers else []
     return tools + flags(parsers)
 
 
 def flags(options: Options) -> list[str]:
-    """Options as they are typed; `true` stands for one without a value."""
+    """Arguments of a command for these options, by name without dashes; the value `True` is that of a bare flag."""
     return [
         f"--{option}" if value is True else f"--{option} {shlex.quote(str(value))}" for option, value in options.items()
     ]
 
 
+def next_commands(report: Report, folder: str) -> list[str]:
+    """The command that serves a finished output, for the last lines of `run`; none if vLLM does not know the family."""
+    return [f"vllm serve {folder}"] if "vllm" in report.serving.servers else []
+
+
+def plan_remarks(figures: dict[str, Any]) -> list[str]:
+    """The reason why `plan` gives no command for vLLM; none if it does."""
+    if "vllm" in figures["servers"]:
+        return []
+    return [why_not_vllm(figures["servers"], transformers=figures.get("transformers", True))]
+
+
 def _best(about: Serving) -> Fit | None:
-    """The division of the model that fits on the fewest GPUs."""
+    """The row that fits on the fewest GPUs; None if none fits."""
     fitting = [row for row in about.fits if row.fits]
     return min(fitting, key=lambda row: row.tensor_parallel * row.pipeline_parallel, default=None)
