@@ -324,7 +324,7 @@ def common_fits(model: Model) -> list[Fit]:
 
 
 def weights_alone(plan: Plan, gpus: Sequence[Gpus]) -> list[dict[str, str | int]]:
-    """Bytes that vLLM may use on each set of GPUs, of the weights, and of the rest; where `lacking_facts` gives a reason."""
+    """Bytes that vLLM may use on each set of GPUs, of the weights, and of the rest, where facts are lacking."""
     layers = (*range(plan.layers), None)  # without those for speculative decoding; None is all else
     weights = sum(spec.bytes for layer in layers for spec in plan.shard(layer).values())
     rows: list[dict[str, str | int]] = []
