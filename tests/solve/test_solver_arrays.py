@@ -8,7 +8,7 @@ from live_bytes import Alive
 
 from quantizers.planning.solver_arrays import FACTORIZING, PANEL, ROUNDING, Arrays
 from quantizers.recipe.schema import Experts
-from quantizers.solve import rounding, solver
+from quantizers.solve import solver
 
 COLUMNS = 2 * PANEL
 
@@ -24,7 +24,3 @@ def test_a_matrix_is_rounded_in_the_arrays_that_are_planned(rows: int, peak: Arr
     planned = max(arrays.bytes(rows, COLUMNS) for arrays in (FACTORIZING, ROUNDING))
     assert planned == peak.bytes(rows, COLUMNS)
     assert alive.most <= planned <= 1.2 * alive.most
-
-
-def test_the_solver_s_panel_is_the_planner_s() -> None:
-    assert rounding.PANEL is PANEL
