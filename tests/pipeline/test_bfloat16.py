@@ -15,7 +15,7 @@ from quantizers.architectures.gates import plain_gate
 from quantizers.architectures.matrices import MATRICES
 from quantizers.commands import evaluate as measure
 from quantizers.model.moe_inputs import MoeInputs, capture_moe_inputs
-from quantizers.pipeline import pipeline, quantize
+from quantizers.pipeline import placement, quantize
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
 from quantizers.planning.device_memory import Residents
@@ -83,7 +83,7 @@ def test_the_whole_run_in_bfloat16_has_the_same_kl(
     tmp_path: Path, finished: Finished, write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Calibrated and propagated in bfloat16, measured in float32. With so few tokens KL varies by tens of percent."""
-    for module in (quantize, pipeline):
+    for module in (quantize, placement):
         monkeypatch.setattr(module, "forward_dtype", lambda _device: BFLOAT16)
     assert measure.forward_dtype(torch.device("cpu")) == torch.float32
     report = run(prepare(str(write_recipe(tmp_path))), Options(tmp_path / "output", torch.device("cpu")))
