@@ -45,7 +45,7 @@ def _method(kernel: str, bits: int, group: int | None, symmetric: bool, hidden: 
         experts = oracle.backend_to_kernel_cls(backend)[0]
         problem = oracle._backend_incompatibility_reason(backend, config, quant_config, **asked)
         if problem or not experts._supports_quant_scheme(weight_key, None):
-            raise NotImplementedError
+            raise NotImplementedError  # as vLLM's own selection, where no kernel is left
         return backend, experts
 
     config = SimpleNamespace(
@@ -54,7 +54,7 @@ def _method(kernel: str, bits: int, group: int | None, symmetric: bool, hidden: 
     try:
         with patch.object(module, "select_wna16_moe_backend", select):
             return module.CompressedTensorsWNA16MoEMethod(weights, None, config)
-    except (NotImplementedError, AssertionError):
+    except (NotImplementedError, AssertionError):  # the kernel's answer, or the method's asserts on groups: refused
         return None
 
 

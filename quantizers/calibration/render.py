@@ -393,7 +393,9 @@ class Renderer:
         """Count the parts of a conversation that are not shown; arguments printed as a Python dict count as one."""
         try:
             text = self._apply(turns, (), habits)
-        except Exception:  # a template is a program and can fail in any way; of a text that is rendered it is then said
+        # A template is a program and can fail in any way. These habits are then not chosen; if none works,
+        # `_conversation` rejects the sample with the reason.
+        except Exception:
             return float("inf")
         return len(left_out(turns, (), text)) + (str(_ARGUMENTS) in text)
 

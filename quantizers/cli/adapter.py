@@ -80,7 +80,7 @@ def command(
         listed += [_keyword("as_json", common.Json, False), _keyword("debug", common.Debug, False)]
         called.__name__ = show.__name__
         called.__doc__ = show.__doc__
-        called.__signature__ = Signature(listed)  # type: ignore[attr-defined]
+        vars(called)["__signature__"] = Signature(listed)  # which typer reads by `inspect.signature`
         called.__annotations__ = {parameter.name: parameter.annotation for parameter in listed}
         return called
 
@@ -127,7 +127,8 @@ def declaration(function: str) -> Callable[..., Any]:
     spec = find_spec(module)
     source = spec.loader.get_source(module) if spec and isinstance(spec.loader, InspectLoader) else None
     if source is None:  # an installation without it
-        return getattr(import_module(module), name)  # type: ignore[no-any-return]
+        whole: Callable[..., Any] = getattr(import_module(module), name)
+        return whole
     statements = ast.parse(source).body
     head = next(
         statement for statement in statements if isinstance(statement, ast.FunctionDef) and statement.name == name
@@ -138,7 +139,8 @@ def declaration(function: str) -> Callable[..., Any]:
     aliases = [statement for statement in statements if _is_alias(statement)]
     names = vars(opt) | {"opt": opt}
     exec(compile(ast.fix_missing_locations(ast.Module([*aliases, head], [])), module, "exec"), names)
-    return names[name]  # type: ignore[no-any-return]
+    declared: Callable[..., Any] = names[name]
+    return declared
 
 
 def _is_alias(statement: ast.stmt) -> bool:

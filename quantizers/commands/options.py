@@ -151,7 +151,7 @@ def documented(function: Function) -> Function:
         words = _words(name, kinds[name], given.parameters)
         entries.append(textwrap.fill(f"{name}: {words}.", 112, subsequent_indent="    "))
         plain.append(parameter.replace(annotation=_type_name(get_args(kinds[name])[0])))
-    function.__signature__ = given.replace(parameters=plain)  # type: ignore[attr-defined]
+    vars(function)["__signature__"] = given.replace(parameters=plain)  # which `inspect.signature` and help() read
     about, raises, errors = cleandoc(function.__doc__ or "").partition("\n\nRaises:")
     about, returns, result = about.partition("\n\nReturns:")
     arguments = textwrap.indent("\n".join(entries), "    ")

@@ -93,7 +93,8 @@ class _Queries:
         config = import_module(f"{QUANTIZATION}.compressed_tensors").CompressedTensorsConfig
         try:
             self._config = config.from_config(copy.deepcopy(dict(section)))
-        except (ValueError, TypeError, KeyError, NotImplementedError) as failure:  # of its checks: vLLM would end
+        # What its checks of a section raise, at which a server would end: a finding, with vLLM's words.
+        except (ValueError, TypeError, KeyError, NotImplementedError) as failure:
             raise Refused(" ".join(str(failure).split())) from failure
         model = import_module("vllm.model_executor.models").ModelRegistry.models[facts.model_class].load_model_cls()
         import_module("vllm.model_executor.model_loader.utils").configure_quant_config(self._config, model)

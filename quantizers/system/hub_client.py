@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from threading import Event
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -163,7 +163,7 @@ def seconds_asked_for(failure: Exception) -> float:
     """The seconds that the Hub asks to wait, where its answer has the status 429."""
     from huggingface_hub.utils import parse_ratelimit_headers
 
-    headers = failure.response.headers  # type: ignore[attr-defined]
+    headers: Mapping[str, str] = getattr(getattr(failure, "response", None), "headers", {})
     limit, after = parse_ratelimit_headers(headers), headers.get("Retry-After", "")
     if limit is not None and not limit.remaining:
         return limit.reset_in_seconds + 1.0

@@ -50,6 +50,7 @@ def test_kernels_have_the_bits_of_torch_s_operations() -> None:
 @pytest.mark.on_device
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_gpu_s_kernels_have_the_bits_of_its_eager_operations(kernel: str, device: torch.device) -> None:
+    # scripts/first_hour_gpu.sh runs this where there is one; in CI the test above does, in Triton's interpreter.
     if not triton_support.can_launch(device):
         pytest.skip("no GPU that kernels are launched on")
     for bits, group in product((2, 3, 4, 8), (32, 64, 128)):
