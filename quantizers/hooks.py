@@ -8,8 +8,8 @@ that without the folder the program does all but what the room adds. The file im
 - `commands(app, calibration)`: adds commands to `quantize` and to `quantize calibration`.
 - `check_plan(job, one_expert)`, `check_folder(folder, own, remote)`: findings on who will read an output, before a run
   and of a folder; see `pipeline/consumers.py`. `ask_server(folder, own)`: the same asked of an installed server.
-- `how_to_serve(plan, facts, source, name)`: the section `serving` of report.json. `fits_on(job, vram, ...)`: GPUs that
-  an output fits, for `plan --vram`.
+- `how_to_serve(plan, facts, source, name)`: the section `serving` of report.json.
+- `fits_on(job, gpus, checked, budget, **options)`: GPUs that an output fits, for `plan --vram`.
 - `on_card(report, place)`, `next_commands(report, folder)`, `plan_remarks(numbers)`: what page and model card say of
   servers, and the last lines of `run` and of `plan`.
 - `served_model(checkpoint, facts, device, card)`, `kernels_of(model, checkpoint, experts)`: a model as it is computed

@@ -1,6 +1,4 @@
-"""The figures of fidelity: how close a candidate is to its source, in report.json and in what `quantize eval` prints;
-and how close a server, in serve-check.json, which `quantize serve-check` writes, and reads as the record of the source.
-"""
+"""The figures of fidelity: how close a candidate is to its source, in report.json and the output of `quantize eval`."""
 
 from __future__ import annotations
 

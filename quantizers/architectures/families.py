@@ -106,9 +106,9 @@ def _merged(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
 
 def all_published() -> Iterator[tuple[Family, Published]]:
     """Every size of every family of which models are on the Hub, with its whole config.json."""
-    for published_family in map(family, known()):
-        for size in published_family.published:
-            yield published_family, size.model_copy(update={"config": _merged(published_family.config, size.config)})
+    for entry in map(family, known()):
+        for size in entry.published:
+            yield entry, size.model_copy(update={"config": _merged(entry.config, size.config)})
 
 
 def published_config(model: str) -> dict[str, Any] | None:

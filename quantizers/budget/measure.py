@@ -77,8 +77,10 @@ class LayerErrors:
     All are squares, relative to the states that leave the layer.
 
     Attributes:
-        experts: how many were measured; the errors are those of all.
-        error: with all three matrices rounded. by_matrix: with one of them. by_expert: the first by measured expert.
+        experts: number of measured experts; `error` and `by_matrix` are scaled up to all experts of the layer.
+        error: with all three matrices rounded.
+        by_matrix: with only one matrix rounded, by matrix.
+        by_expert: each measured expert's part of `error`.
     """
 
     experts: int

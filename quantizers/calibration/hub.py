@@ -316,8 +316,9 @@ def _by_name(data: Sequence[str]) -> dict[str, list[str]]:
         names = dict.fromkeys(re.split(r"-\d{5}-of-\d{5}", path.removeprefix("data/"))[0] for path in numbered)
         return {name: [f"data/{name}{_NUMBERED}"] for name in names}
     for forms in _FOLDERS, _NAMES:
-        patterns = {name: [form.format(word) for word in words for form in forms] for name, words in SPLITS.items()}
-        if present := {name: split for name, split in patterns.items() if any(_matching(data, form) for form in split)}:
+        patterns = {split: [form.format(word) for word in words for form in forms] for split, words in SPLITS.items()}
+        present = {split: globs for split, globs in patterns.items() if any(_matching(data, glob) for glob in globs)}
+        if present:
             return present
     return {"train": ["**"]}
 

@@ -250,7 +250,8 @@ def _folded(turns: Iterable[Turn]) -> list[Turn]:
         before = folded[-1] if folded else {}
         if role == before.get("role") != "tool" and "tool_calls" not in before:
             both = {
-                key: [either[key] for either in (before, turn) if either.get(key)] for key in ("content", THOUGHTS[0])
+                key: [neighbour[key] for neighbour in (before, turn) if neighbour.get(key)]
+                for key in ("content", THOUGHTS[0])
             }
             words = {key: "\n\n".join(texts) for key, texts in both.items() if texts}
             folded[-1] = before | turn | words | {"role": role}

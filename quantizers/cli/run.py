@@ -148,8 +148,9 @@ def _what_next(report: RunReport, output: Path, source: str, recipe: str, stream
         if not gate.passed:
             text = _advice(gate.name, report.settings.recipe["experts"], recipe, verify)
             advice.setdefault(text, []).append(gate.name)
-    for next_commands in hooks("next_commands") if not advice else ():
-        commands += next_commands(report, folder)
+    if not advice:
+        for next_commands in hooks("next_commands"):
+            commands += next_commands(report, folder)
     todo = "\n       ".join(f"{', '.join(names)}: {text}" for text, names in advice.items())
     return [*([f"to do: {todo}", ""] if advice else []), "next: " + "\n      ".join(commands)]
 

@@ -124,7 +124,7 @@ class Layer:
         with ordered():
             return solve(
                 self._chunks(),
-                lambda some: (self.gate_up[list(some)], self.down[list(some)]),
+                lambda experts: (self.gate_up[list(experts)], self.down[list(experts)]),
                 norm=None if fold is False else self.norm,
                 offset=self.offset,
                 router=self.router,

@@ -13,9 +13,8 @@ from quantizers.distributed.process_group import ProcessGroup
 from quantizers.model.streamed_model import StreamedModel
 from quantizers.planning.job import Job
 
-from . import input_sums
 from .imatrix_file import architecture_of, imatrix_table, make_imatrix
-from .input_sums import InputSums, sums_file
+from .input_sums import InputSums, bytes_of_sums, sums_file
 
 
 def refuse(job: Job) -> None:
@@ -25,7 +24,7 @@ def refuse(job: Job) -> None:
 
 def disk_bytes(facts: Architecture, tokens: int, itemsize: int) -> int:
     """Bytes of the sums of so many calibration tokens, and of the file made of them."""
-    return input_sums.bytes_of_sums(facts, tokens, itemsize)
+    return bytes_of_sums(facts, tokens, itemsize)
 
 
 def is_done(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""The command and the function `imatrix`, and the file of `run --imatrix`; see `quantizers.hooks`."""
+"""The command and the function `imatrix`, and what `run --imatrix` does at each layer; see `quantizers.hooks`."""
 
 from __future__ import annotations
 

@@ -137,7 +137,6 @@ class _Chunks(Sequence[MoeInputs]):
 
 def route_counts(chosen: torch.Tensor, experts: int) -> torch.Tensor:
     """(E,) int64: number of tokens routed to each expert, from the chosen experts (T, K) int64."""
-    experts_chosen = chosen.flatten()
-    return torch.zeros(experts, dtype=torch.int64, device=chosen.device).scatter_add_(
-        0, experts_chosen, torch.ones_like(experts_chosen)
-    )
+    flat = chosen.flatten()
+    counts = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
+    return counts.scatter_add_(0, flat, torch.ones_like(flat))

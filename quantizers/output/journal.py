@@ -171,21 +171,26 @@ def passthrough_entries(work: Path) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in sorted(work.glob("passthrough-*.json"))]
 
 
+def done_shards(work: Path, layers: int) -> list[Shard]:
+    """The shards of all layers done so far, in order."""
+    return [shard_of(entry) for entry in done_layers(work, layers)]
+
+
+def passthrough_shards(work: Path) -> list[Shard]:
+    """The passthrough shards written so far."""
+    return [shard_of(entry) for entry in passthrough_entries(work)]
+
+
 def uploads(work: Path) -> dict[str, Any]:
     """Load the state of a run that publishes as it goes, see output/uploads.py; empty if it does not."""
     file = work / UPLOADED
     return json.loads(file.read_text()) if file.exists() else {}
 
 
-def passthrough_shards(work: Path) -> list[Shard]:
-    """The passthrough shards written so far."""
-    return list(map(shard_of, passthrough_entries(work)))
-
-
 def digests(work: Path) -> dict[str, ShardDigest]:
     """Load the digest of each finished shard of a run, by the shard's name."""
     layers = [json.loads(file.read_text()) for file in (work / "layers").glob("*.json")]
-    return dict(map(shard_of, (*layers, *passthrough_entries(work))))
+    return {shard.name: shard.digest for shard in map(shard_of, (*layers, *passthrough_entries(work)))}
 
 
 def damaged_shards(

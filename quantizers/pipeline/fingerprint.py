@@ -49,7 +49,11 @@ def deciding(job: Job, data: CalibrationData | None, device: torch.device) -> di
 
 
 def refuse_different_ranks(job: Job, options: Options) -> None:
-    """Compare settings, machine and source with rank 0's; a layer's bytes are compared when they are read."""
+    """Compare settings, machine and source with rank 0's; a layer's bytes are compared when they are read.
+
+    Raises:
+        InputError: this process has another value than rank 0.
+    """
     dist = options.dist
     if not dist.is_distributed:
         return

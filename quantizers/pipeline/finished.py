@@ -25,7 +25,11 @@ SHOWN = 3  # changed settings that a refusal names
 
 
 def already_done(job: Job, options: Options, finished: dict[str, Any]) -> dict[str, Any]:
-    """The report of an output that this recipe and source made; with `with_data`, data files are added first."""
+    """The report of an output that this recipe and source made; with `with_data`, data files are added first.
+
+    Raises:
+        OutputError: it is of another recipe or source, incomplete, or its report was changed.
+    """
     output = options.output
     refuse_another(job, output, finished)
     removed = finished.get("published", {}).get("removed", ())

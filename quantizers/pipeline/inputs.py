@@ -68,7 +68,11 @@ def refuse_library(job: Job, dist: ProcessGroup) -> None:
 
 
 def read_inputs(job: Job, dist: ProcessGroup, work: Path) -> Inputs:
-    """Read and tokenize all sets before anything slow, so that a fault in one is found now."""
+    """Read and tokenize all sets before anything slow, so that a fault in one is found now.
+
+    Raises:
+        InputError: a set cannot be read, or the engine works in one process only.
+    """
     recipe, facts = job.recipe, job.facts
     trusted = recipe.source.trusts_tokenizer
     refuse_library(job, dist)

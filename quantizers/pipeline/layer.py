@@ -41,7 +41,7 @@ class Run:
     Attributes:
         texts: the held-out texts; `source`, `output`, `variants`: their states in the source, in the output, and in
             other computations of both. Without texts nothing is compared.
-        observation: the calibration samples in the source, at which a room looks; None without one.
+        observation: the calibration samples in the source, see observer.py; None without an observer.
         data: the calibration samples, in rank 0 alone, which keeps the journal.
     """
 
@@ -86,8 +86,8 @@ def quantize_from(run: Run, done: int, entries: list[LayerEntry], stop: Stop | N
     context = run.context
     dist = context.dist
     layers = job.facts.num_layers
-    files = [*journal.passthrough_shards(context.work), *(entry.file for entry in entries)]
-    context.upload(*files)  # unless an earlier call did
+    finished = [*journal.passthrough_shards(context.work), *(entry.file for entry in entries)]
+    context.upload(*finished)  # unless an earlier call did
     say_forecast = forecast(layers)
     begun: dict[int, QuantizedLayer] = {}  # in rank 0, layers whose shards are not on disk yet
     tensors, early = all_tensors(job, job.opened, done), context.placement.prefetch
@@ -106,8 +106,7 @@ def quantize_from(run: Run, done: int, entries: list[LayerEntry], stop: Stop | N
                 stream.forget(number)
             if dist.is_main:
                 show(layer_note(entry))
-                if entry.routed:
-                    say_forecast(entry.layer, sum(entry.seconds.values()))
+                say_forecast(entry.layer, sum(entry.seconds.values()), bool(entry.routed))
                 context.upload(entry.file)
                 refuse_layer(entry, stop)
 

@@ -19,7 +19,7 @@ from quantizers.planning.job import Job
 
 
 class Observation(Protocol):
-    """The calibration samples on their way through the source's layers, which a room looks at."""
+    """An observer's pass over the source's layers with the calibration samples."""
 
     def add_layer(self, layer: DecoderLayer) -> None:
         """Take the samples through the layer, with its experts' weights, and keep what is asked for."""
@@ -48,7 +48,14 @@ class Observer(Protocol):
         check: Callable[[], None],
         dist: ProcessGroup,
     ) -> Observation:
-        """Begin or resume with the token ids (T,) int64 of all samples, of which each process takes its share."""
+        """Begin or resume.
+
+        Args:
+            model: the source.
+            sequences: token ids (T,) int64 of all samples, of which each process takes its share.
+            folder: for its files.
+            check: called between batches; may raise to interrupt.
+        """
 
     def write(self, path: Path, folder: Path, job: Job, data: CalibrationData) -> str:
         """Write the result; returns what is printed of it."""

@@ -43,7 +43,11 @@ class Options:
         return self.output.with_name(f"{self.output.name}.imatrix.gguf")
 
     def observer(self) -> Observer | None:
-        """Return the maker of that file, with `imatrix`. Raises an InputError if this installation has none."""
+        """The observer that makes `imatrix_file`; None without `imatrix`.
+
+        Raises:
+            InputError: this installation has no such observer.
+        """
         if not self.imatrix:
             return None
         observer: Observer = required("imatrix_of_run", "--imatrix")()

@@ -302,7 +302,10 @@ def _measured(run: Run, entries: Sequence[LayerEntry]) -> Measured | None:
     files, experts = _with_converted(job), job.plan.schemes[0]
     on_cards = run.variants.on_cards(1, source, scores, run.texts, files, experts=experts)
     cache = run.variants.with_cache(1, source, scores, run.texts)
-    layers = [entry.held_out for entry in entries if entry.held_out]
+    layers = []
+    for entry in entries:
+        assert entry.held_out is not None, "the texts went through every layer"
+        layers.append(entry.held_out)
     return Measured(scores[source, source][0], *scores[source, output], layers, on_cards, cache)
 
 

@@ -30,11 +30,14 @@ def open_work_folder(
 
     What the run was begun with must be the same, and the texts that its finished layers were measured on; but it may
     resume without any.
+
+    Raises:
+        OutputError: the run was begun with other settings, or without a held-out set.
     """
     output = options.output
     journal.refuse_changes(work, deciding(job, inputs.data, options.device), output)
     journal.note_command(work, options.command)
-    shards = [journal.shard_of(entry) for entry in journal.done_layers(work, job.facts.num_layers)]
+    shards = journal.done_shards(work, job.facts.num_layers)
     print(_opening_line(job, options, inputs, len(shards)), file=sys.stderr, flush=True)
     if inputs.evaluation:
         if shards and not (work / journal.HELD_OUT).exists():

@@ -1,9 +1,9 @@
 """Arrays alive at each peak of solve/: what one expert takes while its batch is solved.
 
-The room solve imports its panels from here, and changes these numbers when it makes another array. Two tests measure
-them: tests/solve/test_solver_arrays.py matrix by matrix, tests/planning/test_memory_plan.py a whole layer.
+solve/ takes PANEL from here. Another array there means another number here; two tests measure them:
+tests/solve/test_solver_arrays.py matrix by matrix, tests/planning/test_memory_plan.py a whole layer.
 
-Legend: R rows and C columns of a matrix, H hidden, I expert width.
+Legend: R rows and C columns of a matrix W (rounded: Ŵ), H its Hessian in P = (W − Ŵ) H, I expert width.
 """
 
 from __future__ import annotations

@@ -321,11 +321,15 @@ class Recipe(Strict):
 
     @property
     def as_served(self) -> tuple[Card, ...]:
-        """The cards on which source and output are measured; those that the experts' format asks for by itself."""
+        """The cards on which source and output are measured; those that the experts' format asks for by itself.
+
+        Of the latter there are none in an installation that cannot compute them.
+        """
         verify = self.verify
         if verify is not None and verify.perplexity and verify.as_served is None:
-            known = hook("served_model") is not None
-            return tuple(card for card in CARDS if known and card in self.experts.scheme.measured_on)
+            if hook("served_model") is None:  # nobody asked for them, so nothing is refused
+                return ()
+            return tuple(card for card in CARDS if card in self.experts.scheme.measured_on)
         return (verify and verify.as_served) or ()
 
     def settings(self) -> dict[str, Any]:

@@ -199,7 +199,7 @@ def write_mix(mix: Mix, work: Path, *, repair_router: bool, check: Callable[[], 
     layers = mix.facts.num_layers
     plan = mix.plan
     folder = work / "output"
-    for layer in journal.damaged_shards(work, list(map(journal.shard_of, journal.done_layers(work, layers)))):
+    for layer in journal.damaged_shards(work, journal.done_shards(work, layers)):
         journal.layer_file(work, layer).unlink()  # so that it is stitched again
     journal.remove_cut_files(work)
     (work / "layers").mkdir(exist_ok=True)
@@ -216,7 +216,7 @@ def write_mix(mix: Mix, work: Path, *, repair_router: bool, check: Callable[[], 
             digest = write_shard(made, folder / shard, kept_hashes(plan, number, step.source), plan.unread(number))
             write_json(journal.layer_file(work, number), {"layer": number, "shard": shard, "digest": digest.as_dict()})
             shown(f"layer {number}")
-    written = dict(map(journal.shard_of, journal.done_layers(work, layers)))
+    written = dict(journal.done_shards(work, layers))
     for passing in plan.passthrough_parts:
         shard, parts = plan.shard_file(passing), layer_tensors(plan, passing, mix.source, None).host
         written[shard] = write_shard(parts, folder / shard, carried=plan.unread(passing))

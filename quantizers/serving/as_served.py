@@ -1,8 +1,8 @@
 """A model computed as a server's kernels would compute it on a kind of card: the figures of `--as-served`.
 
-The rules are in kernels.py. Everything runs in bfloat16, as servers do; within a decoder layer each linear
-module, and each matrix of the routed experts, multiplies the weights and activations that the kernel on that card
-would, with float32 sums, which are rounded to bfloat16. Logits are rounded too.
+The rules are in kernels.py. Everything runs in bfloat16, as servers do; within a decoder layer each linear module, and
+each matrix of the routed experts, multiplies the weights and activations that the kernel on that card would, with
+float32 sums, which are rounded to bfloat16. Logits are rounded too.
 
 Source and candidate are both computed so. That predicts how large KL(source || candidate) will be there, and what the
 card alone does to the source, but no single log-probability of a server: where an activation lies between two FP8

@@ -306,11 +306,14 @@ def _kernels_by_card(
     """The field `kernels` of a ServingCheck."""
     kernels = {}
     for server in servers:
-        for card in CARDS if server in (VLLM, SGLANG) else ():
-            if card != NO_E8M0 and not (server.is_sglang and card == "vllm-cpu"):
-                answers = lookups[server.name]
-                row = _by_kind((lookup.kind, on_card(server, card, lookup, facts)) for lookup in answers)
-                kernels[f"{server.name} on {card}"] = row
+        if server not in (VLLM, SGLANG):
+            continue
+        answers = lookups[server.name]
+        for card in CARDS:
+            if card == NO_E8M0 or (server.is_sglang and card == "vllm-cpu"):
+                continue
+            row = _by_kind((lookup.kind, on_card(server, card, lookup, facts)) for lookup in answers)
+            kernels[f"{server.name} on {card}"] = row
     return kernels
 
 

@@ -51,7 +51,7 @@ MARLIN_GROUPS = (32, 64, 128)  # besides whole rows; vLLM's check_moe_marlin_sup
 MARLIN_HIDDEN = 128  # the hidden size is a multiple of it, by the same function
 HUMMING_SM = 75  # the least compute capability of an NVIDIA GPU
 SGLANG_BITS = (4, 8)
-SGLANG_TAKES = f"{', '.join(map(str, SGLANG_BITS[:-1]))} and {SGLANG_BITS[-1]} bits"
+SGLANG_TAKES = f"{' and '.join(map(str, SGLANG_BITS))} bits"
 HUMMING_ALONE = (
     f"from 0.29 on {HUMMING} takes these bits, on an NVIDIA GPU from SM{HUMMING_SM}, in bfloat16 from SM80; older ones "
     "have no kernel for them, nor have ROCm, XPU and CPU"

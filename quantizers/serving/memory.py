@@ -478,7 +478,7 @@ def with_scheme(model: Model, scheme: ExpertFormat) -> Model:
     stored = sum(spec.bytes for shape in shapes for spec in scheme.specs("", shape).values())
     experts = {EXPERTS: model.facts.num_experts * stored}
     layers = tuple({**layer, **experts} if EXPERTS in layer else layer for layer in model.layers)
-    padded = [number for number, layer in enumerate(layers) if EXPERTS in layer and is_padded(scheme)]
+    padded = [number for number, layer in enumerate(layers) if EXPERTS in layer] if is_padded(scheme) else []
     return replace(
         model,
         layers=layers,

@@ -89,9 +89,7 @@ def compare_text(
 
 
 def figures(tables: Sequence[np.ndarray], categories: Sequence[str]) -> dict[str, Any]:
-    """Figures over all texts and by their categories, from `compare_text` of each: `Served` of
-    eval/fidelity/figures.py.
-    """
+    """Figures over all texts and by their categories, from `compare_text` of each: `ServedFigures` of schema.py."""
     return _row(tables) | {
         kind: {name: _row([tables[i] for i in members]) for name, members in group.items()}
         for kind, group in groups(categories).items()
@@ -112,7 +110,7 @@ def _row(tables: Sequence[np.ndarray]) -> dict[str, Any]:
 
 
 def verdict(measured: Mapping[str, Any], *, exact: bool, source_figures: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Whether a server's distance is within its limit: `Verdict` of eval/fidelity/figures.py.
+    """Whether a server's distance is within its limit: `Verdict` of schema.py.
 
     Args:
         measured: its `figures`.

@@ -84,11 +84,9 @@ def next_commands(report: Report, folder: str) -> list[str]:
     return [f"vllm serve {folder}"] if "vllm" in report.serving.servers else []
 
 
-def plan_remarks(figures: dict[str, Any]) -> list[str]:
+def plan_remarks(numbers: dict[str, Any]) -> list[str]:
     """The reason why `plan` gives no command for vLLM; none if it does."""
-    if "vllm" in figures["servers"]:
-        return []
-    return [why_not_vllm(figures["servers"], transformers=figures.get("transformers", True))]
+    return [] if "vllm" in numbers["servers"] else [why_not_vllm(numbers["servers"])]
 
 
 def _best(about: Serving) -> Fit | None:

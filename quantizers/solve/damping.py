@@ -1,9 +1,9 @@
 """Damping: what is added to a Hessian's diagonal so that it can be factorized, and ten times as much where it cannot.
 
-A Hessian of fewer rows than columns is singular, and rounding in float32 makes another one so. GPTQ (Frantar et al.,
-https://arxiv.org/abs/2210.17323, its Step 3) therefore adds λ I with λ = 1 % of the mean diagonal. An expert whose
-Hessian is not positive definite even then gets ten times as much, again and again; what no damping helps is rounded to
-nearest. The ridge correction of w2 and the sweeps after GPTQ damp their Hessians likewise.
+A Hessian Σ x xᵀ over fewer tokens than columns is singular, and summing in float32 can leave another one indefinite.
+GPTQ (Frantar et al., https://arxiv.org/abs/2210.17323, its Step 3) therefore adds λ I with λ = 1 % of the mean
+diagonal. An expert whose Hessian is not positive definite even then gets ten times as much, again and again; what no
+damping helps is rounded to nearest. The ridge correction of w2 and the sweeps after GPTQ damp their Hessians likewise.
 
 Legend: E experts, C columns. `damping` (E,) is λ as a share of the mean diagonal; infinite where nothing helped.
 """
@@ -41,8 +41,8 @@ def damped_cholesky(hessian: Tensor, mean: Tensor) -> tuple[Tensor, Tensor, Tens
     """Lower Cholesky factor (E, C, C) of each damped Hessian, whether none was found (E,) bool, and the damping (E,).
 
     Args:
-        hessian: (E, C, C), symmetric. Its diagonal is overwritten.
-        mean: (E,), of the diagonal.
+        hessian: (E, C, C) float32, symmetric. Its diagonal is overwritten.
+        mean: (E,), of the diagonal, summed in the order of the columns: in another order it may round otherwise.
     """
     diagonal = hessian.diagonal(dim1=-2, dim2=-1)
     before = diagonal.clone()  # (E, C)
@@ -62,9 +62,9 @@ def damped_cholesky(hessian: Tensor, mean: Tensor) -> tuple[Tensor, Tensor, Tens
 def damping_lines(matrix: str, damping: Iterable[float]) -> list[str]:
     """A line of the report for every expert whose damping was raised, or was in vain."""
     lines = []
-    for expert, used in enumerate(damping):
-        if math.isinf(used):
+    for expert, share in enumerate(damping):
+        if math.isinf(share):
             lines.append(f"expert {expert}: {matrix}: rounded to nearest, because its Hessian is not usable")
-        elif used > 1.5 * DAMPING:
-            lines.append(f"expert {expert}: {matrix}: damping raised to {used:g}")
+        elif share > 1.5 * DAMPING:
+            lines.append(f"expert {expert}: {matrix}: damping raised to {share:g}")
     return lines

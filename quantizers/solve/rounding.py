@@ -118,7 +118,7 @@ def gptq(weight: Tensor, hessian: Tensor, scale: Tensor, grid: Grid) -> tuple[Te
     """
     experts, rows, columns = weight.shape
     order = hessian.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)  # (E, C)
-    factor, used = cholesky_inverse(_in_order(_in_order(hessian, order).mT, order))
+    factor, damping = cholesky_inverse(_in_order(_in_order(hessian, order).mT, order))
     # An error's share in each later column.
     factor.div_(factor.diagonal(dim1=-2, dim2=-1).unsqueeze(-1).clone())
     # Transposed, (E, C, R): a column is contiguous, and so are all later ones.
@@ -143,7 +143,7 @@ def gptq(weight: Tensor, hessian: Tensor, scale: Tensor, grid: Grid) -> tuple[Te
         # These columns are finished: their errors, which later ones need, replace them.
         work[:, first:last] = errors[:, : last - first]
     # Gathered by the inverse order: a deterministic scatter on a GPU sorts all elements, with several int64 for each.
-    return _in_order(codes, order.argsort(dim=-1)).mT, used
+    return _in_order(codes, order.argsort(dim=-1)).mT, damping
 
 
 def round_block(
@@ -187,7 +187,7 @@ def _in_order(matrices: Tensor, order: Tensor) -> Tensor:
 
 
 def cholesky_inverse(hessian: Tensor) -> tuple[Tensor, Tensor]:
-    """U (E, C, C), upper triangular, with inverse(H) = Uᵀ U for H = hessian (E, C, C) + d I; and the damping (E,).
+    """U (E, C, C), upper triangular, with inverse(H) = Uᵀ U for H = hessian (E, C, C) + λ I; and the damping (E,).
 
     With A upper triangular and H = A Aᵀ, U is A's inverse; A comes from the Cholesky factor of H with rows and columns
     reversed. One factorization and one triangular solve, where inverting H first and factoring the inverse would need

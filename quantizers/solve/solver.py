@@ -106,8 +106,8 @@ def solve(
             folded, smooth = fold_norm(norm, scale, offset)
         router_weight = router.float() * smooth if router is not None else None
     within = settings if inner else settings.model_copy(update={"awq": False})
-    solve_first = partial(solve_batch, cache, weights, smooth, gate, within)
-    results = [cache.within_memory(partial(solve_first, batches[first:])) for first in range(len(batches))]
+    solve_next = partial(solve_batch, cache, weights, smooth, gate, within)
+    results = [cache.within_memory(partial(solve_next, batches[first:])) for first in range(len(batches))]
     # Emptied on the way, so that nothing is in memory twice.
     rows = {name: torch.cat([result.pop(name) for result in results]) for name in list(results[0] if results else ())}
     order = routing.numbers.argsort()  # of each expert, its place among those that were solved
@@ -232,10 +232,10 @@ def _round(
     else:
         scale = minmax_scales(weight, group, grid, signed=signed)
     if settings.rounding == "gptq":
-        codes, used = gptq(weight, hessian, scale, grid)
-        numbers[f"damping.{name}"] = used
-        solvable = torch.isfinite(used)[:, None, None]  # the others were rounded to nearest, and stay so
-        refined = refine(weight, damped(hessian, used), codes, scale, grid, signed=signed, sweeps=SWEEPS)
+        codes, damping = gptq(weight, hessian, scale, grid)
+        numbers[f"damping.{name}"] = damping
+        solvable = torch.isfinite(damping)[:, None, None]  # the others were rounded to nearest, and stay so
+        refined = refine(weight, damped(hessian, damping), codes, scale, grid, signed=signed, sweeps=SWEEPS)
         codes, scale = torch.where(solvable, refined[0], codes), torch.where(solvable, refined[1], scale)
     else:
         codes = nearest(weight, scale, grid)

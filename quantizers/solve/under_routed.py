@@ -6,8 +6,8 @@ which every expert sees (docs/explanation/method.md):
     a_e = a · min(1, n_e / n0)
 
 With n_e routed tokens, fewer than n0, the expert is under-routed, and relies on all tokens the more. With none, or
-where all its routing weights are zero, the share is 0: all tokens count alike for it. The first is part of the method,
-and counted in the report; the second is a fallback, with a line of its own.
+where all its routing weights are zero, the share is 0: all tokens count alike for it. A smaller share is part of the
+method, and counted in the report; a share of 0 is a fallback, with a line of its own.
 
 n0, `full_share_at`, is the hidden size: with fewer tokens than columns the routed Hessian is singular. It holds for w2
 as well, although that has as many columns as the expert is wide.
@@ -34,7 +34,10 @@ def shares(routed_tokens: Tensor, mass: Tensor, routed_weight: float, full_share
 
 
 def under_routed_figures(routed_tokens: Tensor, share: Tensor, full_share_at: int) -> dict[str, float]:
-    """The report's figures of a layer: n0, the number of under-routed experts, and the smallest share."""
+    """The report's figures of a layer: n0, the number of under-routed experts, and the smallest share.
+
+    Both tensors (E,) are on the host.
+    """
     return {
         "full_share_at": full_share_at,
         "experts": int((routed_tokens < full_share_at).sum()),

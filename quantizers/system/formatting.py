@@ -49,9 +49,8 @@ def size_between(least: int, most: int) -> str:
 
     For a recipe or an option: `parse_bytes` reads it.
     """
-    unit, factor = next(
-        (known_unit for known_unit in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)) if most >= known_unit[1]), ("B", 1)
-    )
+    units = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
+    unit, factor = next((pair for pair in units if most >= pair[1]), ("B", 1))
     steps = (factor // 10**digits for digits in range(1, 10) if factor >= 10**digits)
     step = next((step for step in steps if most // step * step >= least), 1)
     return f"{Decimal(most // step * step) / factor:f}{unit}"

@@ -139,14 +139,17 @@ def _lines(title: str, total: int, done: int, unit: str, trusted: int) -> Iterat
     yield step, phase
 
 
-def forecast(layers: int) -> Callable[[int, float], None]:
-    """A function for number and seconds of each layer with experts; at the first it says how long the rest takes."""
+def forecast(layers: int) -> Callable[[int, float, bool], None]:
+    """A function of a layer's number, its seconds and whether it has experts.
+
+    At the first that has, it prints how long the rest takes.
+    """
     printed = False
 
-    def show(layer: int, seconds: float) -> None:
+    def show(layer: int, seconds: float, experts: bool) -> None:
         nonlocal printed
         left = layers - layer - 1
-        if not printed and left:
+        if experts and not printed and left:
             printed = True
             more = f"{left} more layer{'s' if left > 1 else ''}"
             print(

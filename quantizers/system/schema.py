@@ -75,7 +75,7 @@ def fit(data: Mapping[str, Any], origins: Mapping[Place, Origin], model: type[Mo
         # Only the deepest: not "must be false" next to a fault in `awq.grid`.
         inner = {place[:length] for place in by_place for length in range(len(place))}
         faults = [_fault(place, by_place[place], origins, model) for place in by_place if place not in inner]
-    raise error.several([error(*told) for _, *told in sorted(faults, key=lambda fault: fault[0])])
+    raise error.several([error(*fault) for _, *fault in sorted(faults, key=lambda fault: fault[0])])
 
 
 def _place(detail: ErrorDetails, origins: Mapping[Place, Origin]) -> Place:

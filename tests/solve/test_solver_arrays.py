@@ -15,7 +15,7 @@ COLUMNS = 2 * PANEL
 
 @pytest.mark.parametrize(("rows", "peak"), [(32, FACTORIZING), (2048, ROUNDING)])
 def test_a_matrix_is_rounded_in_the_arrays_that_are_planned(rows: int, peak: Arrays) -> None:
-    """Few rows show the squares, many the matrices and panels; one array more is not planned, one less is noticed."""
+    """Few rows show the squares, many the matrices and panels; the plan suffices, and is a fifth too much at most."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(1, size, COLUMNS, generator=generator) for size in (64, rows))
     with Alive() as alive:

@@ -132,8 +132,9 @@ def test_a_terminal_of_80_columns_keeps_a_line_for_each_layer_and_the_time_left(
 def test_the_first_layer_with_experts_says_how_long_the_others_take(capsys: pytest.CaptureFixture[str]) -> None:
     """Once: 60 s a layer, and 61 layers after the second one; nothing after the last layer."""
     say = shown.forecast(63)
-    say(1, 60.0)
-    say(2, 1.0)
+    say(0, 1.0, False)
+    say(1, 60.0, True)
+    say(2, 1.0, True)
     assert capsys.readouterr().err == "forecast from layer 1: about 1 h 01 min for 61 more layers\n"
-    shown.forecast(2)(1, 1.0)
+    shown.forecast(2)(1, 1.0, True)
     assert capsys.readouterr().err == ""
