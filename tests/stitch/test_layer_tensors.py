@@ -25,7 +25,14 @@ from quantizers.solve.result import LayerResult
 from quantizers.solve.rounding import minmax_scales, nearest
 from quantizers.stitch.audit import layer as auditing
 from quantizers.stitch.audit.layer import LayerAudit, audit_layer
-from quantizers.stitch.write.shard import LayerTensors, check_finite, layer_tensors, write_shard
+from quantizers.stitch.write.shard import (
+    LayerTensors,
+    changes,
+    check_finite,
+    layer_tensors,
+    recorded_digests,
+    write_shard,
+)
 from quantizers.system.errors import QuantizeError
 
 BLOCK = (128, 128)
@@ -165,3 +172,13 @@ def test_a_nan_anywhere_is_refused_except_in_what_is_carried(dtype: torch.dtype)
         with pytest.raises(QuantizeError, match="y: x is not finite"):
             check_finite({"x": values.to(dtype)}, "y")
         check_finite({"x": values.to(dtype)}, "y", carried=["x"])
+
+
+def test_a_damaged_digest_in_a_report_is_compared_all_the_same(tmp_path: Path) -> None:
+    """Left out, its shard would pass for one of which nothing is known."""
+    file = tmp_path / "x.safetensors"
+    written = write_shard({"a": torch.ones(3)}, file)
+    for damage in ({"sha256": 3}, {"sha256": "0" * 64, "more": 1}):
+        read = recorded_digests({"audit": {"digests": {file.name: written.as_dict() | damage}}})
+        assert changes(file, read[file.name]) == [f"{file.name}: changed since the run wrote it, only in its header"]
+    assert changes(file, recorded_digests({"audit": {"digests": {file.name: written.as_dict()}}})[file.name]) == []
