@@ -28,7 +28,7 @@ from quantizers.planning.job import prepare
 from quantizers.sets.compare import why
 from quantizers.sets.tables import sources_table
 from quantizers.system.formatting import text_table
-from quantizers.system.package_data import shipped
+from quantizers.system.shipped import shipped
 
 Rows = Mapping[str, Sequence[dict[str, Any]]]  # by file of the embedded set
 SHAPES = {

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from quantizers.system.errors import CalibrationError
 from quantizers.system.files import atomic
-from quantizers.system.package_data import shipped
+from quantizers.system.shipped import shipped
 
 from .hub import Hub
 from .local_rows import LocalRows, file_hash, local_file

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from quantizers.system.files import file_sha256
 from quantizers.system.output_files import DATA
-from quantizers.system.package_data import shipped
+from quantizers.system.shipped import shipped
 
 from .rows import Row, check_columns, file_rows, needed_columns, shuffled
 from .set import DataSource

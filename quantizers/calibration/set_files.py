@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from quantizers.system.errors import CalibrationError, InputError
 from quantizers.system.files import write_new
 from quantizers.system.output_files import HELD_OUT
-from quantizers.system.package_data import shipped
+from quantizers.system.shipped import shipped
 from quantizers.system.strict_yaml import dump
 
 from .hub import Hub

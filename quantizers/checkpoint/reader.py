@@ -24,7 +24,7 @@ from quantizers.system.errors import CheckpointError, first_line
 from quantizers.system.formatting import places
 from quantizers.system.hub_client import hub_errors
 from quantizers.system.output_files import CARD, is_own
-from quantizers.system.package_data import shipped_model
+from quantizers.system.shipped import shipped_model
 from quantizers.system.thread_map import thread_map
 
 from .remote import HubFiles, files_of

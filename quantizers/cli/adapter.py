@@ -20,7 +20,7 @@ import typer
 from quantizers.commands import options as opt
 from quantizers.distributed.process_group import ProcessGroup
 from quantizers.system.formatting import parse_bytes
-from quantizers.system.package_data import shipped_names
+from quantizers.system.shipped import shipped_names
 
 from . import common
 

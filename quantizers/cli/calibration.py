@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 from quantizers.commands import options as opt
 from quantizers.system.files import write_new
 from quantizers.system.formatting import text_table
-from quantizers.system.package_data import shipped
+from quantizers.system.shipped import shipped
 
 from . import common
 from .adapter import typer_option

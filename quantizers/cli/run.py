@@ -12,8 +12,8 @@ from quantizers.hooks import hooks
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import collapse_lines, short_path, size
 from quantizers.system.output_files import CALIBRATION_PICTURE, CARD, COVERAGE_PICTURE, PAGE, REPORT
-from quantizers.system.package_data import shipped_model
 from quantizers.system.progress import duration
+from quantizers.system.shipped import shipped_model
 
 from . import common
 from .adapter import Call, command

@@ -24,8 +24,8 @@ from quantizers.stitch.audit.checkpoint import Audit
 from quantizers.stitch.audit.checkpoint import verify as audit_of
 from quantizers.system.errors import ArchitectureError, CheckpointError, DamagedRecord, InputError
 from quantizers.system.output_files import FACTS, REPORT
-from quantizers.system.package_data import shipped_model
 from quantizers.system.progress import progress
+from quantizers.system.shipped import shipped_model
 
 from . import options as opt
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quantizers.architectures.families import published_models
 from quantizers.system.errors import InputError, did_you_mean
-from quantizers.system.package_data import shipped
+from quantizers.system.shipped import shipped
 
 from .portable import is_hub_id
 from .read import read_recipe, shipped_recipe

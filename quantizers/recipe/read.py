@@ -16,8 +16,8 @@ from typing import Any
 
 from quantizers.architectures.families import published_models
 from quantizers.system.errors import RecipeError, did_you_mean
-from quantizers.system.package_data import find, shipped, shipped_names
 from quantizers.system.schema import Origin, fit, origins_in
+from quantizers.system.shipped import find, shipped, shipped_names
 from quantizers.system.strict_yaml import Place, Refused, dotted, parse, parse_value
 
 from .schema import Recipe

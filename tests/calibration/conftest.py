@@ -13,7 +13,7 @@ from made_once import made_once
 from quantizers.calibration import hub as hub_module
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.samples import CalibrationData
-from quantizers.system.package_data import shipped
+from quantizers.system.shipped import shipped
 
 
 @pytest.fixture(scope="session")

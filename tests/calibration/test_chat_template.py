@@ -22,7 +22,7 @@ from quantizers.calibration.load_set import load_set
 from quantizers.calibration.render import DATE, Rendered, Renderer
 from quantizers.calibration.row_formats import Content, read_row
 from quantizers.calibration.set import DataSource
-from quantizers.system.package_data import shipped
+from quantizers.system.shipped import shipped
 
 Row = dict[str, Any]
 

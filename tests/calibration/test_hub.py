@@ -24,7 +24,7 @@ from quantizers.calibration.render import quiet
 from quantizers.calibration.samples import CalibrationData, language_counts
 from quantizers.calibration.set import CalibrationSet, DataSource, read_set
 from quantizers.system.errors import CalibrationError
-from quantizers.system.package_data import shipped
+from quantizers.system.shipped import shipped
 
 SOFTWARE = shipped("calibration") / "software-engineer.yaml"
 LARGE = "HuggingFaceH4/ultrachat_200k"

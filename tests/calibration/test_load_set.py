@@ -20,7 +20,7 @@ from quantizers.calibration.lock import lock_path, lock_set, lock_text, pin
 from quantizers.calibration.samples import CalibrationData, digest_of
 from quantizers.calibration.set import read_set
 from quantizers.system.errors import CalibrationError
-from quantizers.system.package_data import shipped
+from quantizers.system.shipped import shipped
 
 SETS = shipped("calibration")
 

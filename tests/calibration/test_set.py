@@ -11,7 +11,7 @@ import pytest
 
 from quantizers.calibration.set import fill, placeholders, read_set, slug
 from quantizers.system.errors import CalibrationError
-from quantizers.system.package_data import shipped
+from quantizers.system.shipped import shipped
 
 SETS = shipped("calibration")
 SOURCE = "  - {dataset: a.jsonl, columns: [text], shape: text, samples: 1, category: math}\n"

@@ -17,7 +17,7 @@ from quantizers.calibration.set_files import copy_set, new_set, rows
 from quantizers.sets.check import check_set
 from quantizers.system.errors import CalibrationError, InputError, OutputError
 from quantizers.system.files import write_new
-from quantizers.system.package_data import shipped
+from quantizers.system.shipped import shipped
 
 SETS = shipped("calibration")
 

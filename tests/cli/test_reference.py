@@ -15,7 +15,7 @@ from quantizers.cli import main as cli
 from quantizers.recipe.catalogue import copied, new_recipe, rows
 from quantizers.recipe.read import changes_of, read_recipe, set_location, shipped_recipe, source_location
 from quantizers.system.errors import InputError, OutputError, RecipeError
-from quantizers.system.package_data import shipped
+from quantizers.system.shipped import shipped
 
 COMMANDS, PAGES = list(_commands(cli.app)), pages()
 

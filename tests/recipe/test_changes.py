@@ -20,8 +20,8 @@ from quantizers.planning.job import prepare
 from quantizers.recipe.portable import settings_hash
 from quantizers.recipe.read import changed, changes_of, read_recipe
 from quantizers.recipe.schema import Recipe
-from quantizers.system.package_data import shipped
 from quantizers.system.schema import Origin
+from quantizers.system.shipped import shipped
 
 TINY = "tiny-minimax-m2-fp8-int4"
 

@@ -27,7 +27,7 @@ from quantizers.planning.job import prepare
 from quantizers.recipe.portable import resolve_recipe, source_name
 from quantizers.recipe.read import read_recipe
 from quantizers.system.errors import CalibrationError, InputError, OutputError
-from quantizers.system.package_data import shipped
+from quantizers.system.shipped import shipped
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from quantizers.calibration.set import read_set
 from quantizers.calibration.set_files import rows
 from quantizers.recipe.read import find_recipe, read_recipe, set_location, shipped_recipe
 from quantizers.system.errors import RecipeError
-from quantizers.system.package_data import shipped, shipped_names
+from quantizers.system.shipped import shipped, shipped_names
 
 LISTED = "give a file, or a name that `quantize recipes` lists"
 

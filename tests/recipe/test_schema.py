@@ -10,7 +10,7 @@ import pytest
 from quantizers.recipe.read import read_recipe, set_location, source_location
 from quantizers.recipe.schema import Recipe
 from quantizers.system.errors import RecipeError
-from quantizers.system.package_data import find, shipped
+from quantizers.system.shipped import find, shipped
 
 LEAST = {"source": {"model": "a/b"}, "calibration": "c.yaml"}
 

@@ -20,8 +20,8 @@ from quantizers.planning.job import prepare
 from quantizers.serving import memory as serving_memory
 from quantizers.serving.check import tensor_parallel
 from quantizers.system.errors import ArchitectureError, CheckpointError, InputError
-from quantizers.system.package_data import shipped
 from quantizers.system.schema import load
+from quantizers.system.shipped import shipped
 
 # Experts' matrices, and gigabytes of experts in INT4 with groups of 32, of one model of each size.
 SIZES = {

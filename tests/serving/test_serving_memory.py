@@ -39,7 +39,7 @@ from quantizers.serving.memory import (
 )
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import parse_bytes
-from quantizers.system.package_data import shipped
+from quantizers.system.shipped import shipped
 
 MIB, GIB = 2**20, 2**30
 EVERY = (pytest.mark.slow, pytest.mark.every)  # too long for CI

@@ -23,7 +23,7 @@ from quantizers.sets.check import (
     truncation_warnings,
 )
 from quantizers.system.errors import CalibrationError
-from quantizers.system.package_data import shipped
+from quantizers.system.shipped import shipped
 
 SETS = shipped("calibration")
 RECIPE = "tiny-minimax-m2-fp8-int4"

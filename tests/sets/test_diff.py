@@ -11,7 +11,7 @@ from sets import rows_set
 
 from quantizers.calibration.load_set import load_set
 from quantizers.sets.diff import diff_sets, diff_texts, render_diff
-from quantizers.system.package_data import shipped
+from quantizers.system.shipped import shipped
 
 OLD = [("x", "first"), ("x", "second"), ("y", "third, which is long"), ("y", "twice"), ("y", "twice")]
 NEW = [("x", "first"), ("z", "second"), ("y", "third, which is long"), ("y", "twice"), ("y", "fourth"), ("y", "5th")]

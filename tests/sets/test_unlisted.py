@@ -13,7 +13,7 @@ from quantizers.calibration.samples import CalibrationData
 from quantizers.calibration.set import Languages, read_set
 from quantizers.sets.check import check_set, render
 from quantizers.system.errors import CalibrationError
-from quantizers.system.package_data import shipped
+from quantizers.system.shipped import shipped
 
 LISTS = Languages(programming=("C++", "Rust", "Bash/Shell"), spoken=("Hindi",))
 
