@@ -20,10 +20,10 @@ from pydantic import ValidationError
 from quantizers.system.errors import ArchitectureError
 
 from .architecture import EXPERTS, ROUTER, Architecture, Family, HandedFacts, Stored
+from .contradictions import FACTOR, refuse_another_type
 from .matrices import MATRICES, PROJECTIONS, Matrix
 from .roles import EXACT, TOKENS, Roles, find_handed, kinds_of_layers, probe, require_usable
 from .skeleton import (
-    FACTOR,
     FAILURES,
     NOT_BY_LAYER,
     NOT_QUANTIZED,
@@ -35,7 +35,7 @@ from .skeleton import (
     model_class,
     rotated_channels,
 )
-from .stored_tensors import Header, StoredTensors, parameter_of, require_complete, sort_out
+from .stored_tensors import Header, StoredTensors, parameter_of, refuse_more_layers, require_complete, sort_out
 
 INTEGERS = ("I32", "I64")  # numbers of something, such as of a table's rows
 BESIDES = {"float32", "mtp_layer", "roles", "aliases", "config"}  # keys of a family that no architecture has
@@ -60,6 +60,16 @@ LARGEST_SIZE = 1 << 20
 OF_SIZES = ("_size", "_dim", "_rank", "_heads", "_layers", "_experts")  # ends of the keys of all others
 MOST_EXPERTS = 200_000  # over all layers
 MOST_MTP_LAYERS = 16
+ONE_FOR_ALL = {  # the roles that must be the same in all layers with experts
+    "experts": "the experts' module",
+    "router_weight": "the router's matrix",
+    "router_follows": "whether the router reads the experts' norm",
+    "norm": "the norm that the experts read",
+    "norm_offset": "what that norm adds to its weight",
+    "chosen": "the number of experts per token",
+    "scoring": "the router's scoring",
+    "idle": "the list of experts that no text goes through",
+}
 
 
 def derived_architecture(config: dict[str, Any], tensors: Mapping[str, Stored]) -> Architecture:
@@ -76,6 +86,7 @@ def derived_architecture(config: dict[str, Any], tensors: Mapping[str, Stored]) 
 @cache  # a command asks several times, and building and probing the model takes seconds
 def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...]) -> Architecture:
     parsed: dict[str, Any] = json.loads(config)
+    refuse_another_type(parsed)
     skeleton = skeleton_of(parsed)
     handed = find_handed(skeleton)
     tokens = torch.arange(TOKENS).unsqueeze(0)
@@ -84,10 +95,11 @@ def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...])
             skeleton.name, f"{argument} depends on the tokens, not on their number alone", NOT_BY_LAYER
         )
     kinds = [Kind(numbers, *probe(skeleton, numbers[0], handed)) for numbers in kinds_of_layers(skeleton)]
-    roles = _common([kind.roles for kind in kinds if kind.roles])
+    roles = _common(kinds)
     require_usable(roles, parsed["model_type"])
     stored = sort_out(skeleton, {name: Header(dtype, shape) for name, dtype, shape in headers}, roles.idle)
     require_complete(skeleton, stored, roles.idle)
+    refuse_more_layers(skeleton, stored)
     return Architecture.model_validate(_described(parsed, skeleton, stored, kinds, roles, handed))
 
 
@@ -142,6 +154,7 @@ def family_architecture(family: Family, config: dict[str, Any]) -> Architecture:
         ArchitectureError: config.json contradicts itself or the data, or its class cannot be made of it.
     """
     _require_sane(config)
+    refuse_another_type(config)
     for key, expected in family.asserts.items():
         if key in config and config[key] != expected:
             raise ArchitectureError(
@@ -333,17 +346,18 @@ class Kind(NamedTuple):
 # The parts of the facts -----------------------------------------------------------------------------------------------
 
 
-def _common(layers: Sequence[Roles]) -> Roles:
+def _common(kinds: Sequence[Kind]) -> Roles:
     """The roles of all layers with experts, with the largest number of each probe; refuses those that differ."""
+    numbers = [kind.layers[0] for kind in kinds if kind.roles]
+    layers = [kind.roles for kind in kinds if kind.roles]
     if not layers:
         raise ArchitectureError("", "no layer has routed experts", "give a mixture-of-experts model")
-    for layer in layers[1:]:
-        for name in ("experts", "router_weight", "router_follows", "norm", "norm_offset", "chosen", "scoring", "idle"):
-            if getattr(layer, name) != getattr(layers[0], name):
+    for number, layer in zip(numbers, layers, strict=True):
+        for name, meaning in ONE_FOR_ALL.items():
+            first, other = getattr(layers[0], name), getattr(layer, name)
+            if first != other:
                 raise ArchitectureError(
-                    "",
-                    f"in some layers {name} is {getattr(layers[0], name)}, in others {getattr(layer, name)}",
-                    NOT_QUANTIZED,
+                    "", f"{meaning} is {first} in layer {numbers[0]}, and {other} in layer {number}", NOT_QUANTIZED
                 )
     readers = tuple(dict.fromkeys(reader for layer in layers for reader in layer.readers))
     probes = {name: max(layer.probes[name] for layer in layers) for name in layers[0].probes}

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
@@ -68,21 +69,39 @@ class Roles:
 
 
 def kinds_of_layers(skeleton: Skeleton) -> list[list[int]]:
-    """The numbers of the layers of each kind: of the same classes, parameters, arguments and numbers of the experts."""
+    """The numbers of the layers of each kind: of the same classes, parameters, arguments and settings.
+
+    Settings are whatever a layer's forward may read besides tensors: those of its modules, such as a router's number of
+    experts per token or a clamp, and its entries in lists of the config that have one for each layer.
+    """
 
     def shapes_of(value: Any) -> str:
         return str([tuple(leaf.shape) if torch.is_tensor(leaf) else leaf for leaf in tree_leaves(value)])
 
+    config = skeleton.config.get_text_config().to_dict().items()
+    by_layer = {key: value for key, value in config if isinstance(value, list) and len(value) == len(skeleton.layers)}
     kinds: dict[Any, list[int]] = {}
     for number, (layer, call) in enumerate(zip(skeleton.layers, skeleton.calls(TOKENS), strict=True)):
         shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.state_dict().items())
         given = tuple(sorted((name, shapes_of(value)) for name, value in call.arguments.items()))
         classes = tuple(map(type, layer.modules()))
-        path = _experts_path(skeleton, number)
-        experts = vars(layer.get_submodule(path)) if path else {}
-        numbers = tuple((name, value) for name, value in experts.items() if isinstance(value, (int, float)))
-        kinds.setdefault((classes, shapes, given, numbers), []).append(number)
+        own = tuple((key, str(values[number])) for key, values in by_layer.items())
+        kinds.setdefault((classes, shapes, given, _settings(layer), own), []).append(number)
     return list(kinds.values())
+
+
+def _settings(layer: torch.nn.Module) -> tuple[tuple[str, str, str], ...]:
+    """The settings of a layer's modules: path, name and value of each attribute that is no tensor, module or config.
+
+    Not the layer's own number, which all of transformers' classes call `layer_idx`.
+    """
+    plain = (int, float, str, tuple, list, FunctionType, torch.dtype, type(None))
+    return tuple(
+        (path, name, value.__qualname__ if isinstance(value, FunctionType) else str(value))
+        for path, module in layer.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, plain) and name != "layer_idx"
+    )
 
 
 @torch.no_grad()

@@ -24,10 +24,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from quantizers.system.errors import ArchitectureError
 
+from .contradictions import CORRECT, FACTOR, refuse_two_spellings
 from .matrices import FUSED, PROJECTIONS
 
 CPU = torch.device("cpu")
-FACTOR = "partial_rotary_factor"  # the part of each head's channels that is rotated
 MOST_ENTRIES = 3  # in the tuples that layers return
 ATTENTION = ("sdpa", "eager")  # in this order: some classes have eager attention alone
 # Ends of messages.
@@ -339,15 +339,15 @@ def config_of(model_class: Any, config: Mapping[str, Any]) -> Any:
 
     Raises:
         FAILURES: the class takes no such values.
-        ArchitectureError: `rotary_dim` is out of range, or two keys contradict each other about rotary embeddings.
+        ArchitectureError: `rotary_dim` is out of range, or two keys contradict each other.
     """
+    refuse_two_spellings(config, model_class.config_class)
     plain = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
 
     def number(entry: dict[str, Any]) -> Any:
         return float(entry["__float__"]) if entry.keys() == {"__float__"} else entry
 
     made = model_class.config_class(**json.loads(json.dumps(plain), object_hook=number))
-    _refuse_two_meanings(config.get("text_config") or config)
     text = made.get_text_config()
     rotary = getattr(text, "rotary_dim", None)
     if rotary is not None:
@@ -361,27 +361,9 @@ def config_of(model_class: Any, config: Mapping[str, Any]) -> Any:
             raise ArchitectureError(
                 "",
                 f"rope_parameters.{FACTOR} is {reprlib.repr(stated)}, but rotary_dim means {rotary / head}",
-                "correct one of the two",
+                CORRECT,
             )
     return made
-
-
-def _refuse_two_meanings(config: Mapping[str, Any]) -> None:
-    """Refuse two spellings of one number about rotary embeddings that differ: programs differ in which they read."""
-    spellings: dict[str, tuple[str, Any]] = {}
-    for place in ("", "rope_parameters", "rope_scaling"):
-        values: Any = config.get(place) if place else {key: config.get(key) for key in ("rope_theta", FACTOR)}
-        for key, value in values.items() if isinstance(values, Mapping) else ():
-            if value is None or (key == "type" and "rope_type" in values):
-                continue
-            name = f"{place}.{key}".lstrip(".")
-            first, before = spellings.setdefault("rope_type" if key == "type" else key, (name, value))
-            if before != value:
-                raise ArchitectureError(
-                    "",
-                    f"{first} is {reprlib.repr(before)}, but {name} is {reprlib.repr(value)}",
-                    "correct one of the two",
-                )
 
 
 def rotated_channels(config: Any) -> int | None:

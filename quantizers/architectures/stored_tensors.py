@@ -97,12 +97,14 @@ def sort_out(skeleton: Skeleton, headers: Mapping[str, Header], idle: Collection
     """Every stored tensor with its place; `idle` are the parameters of other experts, which no text goes through.
 
     Raises:
-        ArchitectureError: the names of a layer's tensors do not begin alike, or transformers cannot convert them.
+        ArchitectureError: the names of a layer's tensors do not begin alike, two tensors are the same parameter, or
+            transformers cannot convert them.
     """
     layers: list[dict[str, Place]] = [{} for _ in skeleton.layers]
     outside: dict[str, Place] = {}
     carried: list[str] = []
     prefixes: set[str] = set()
+    whole: dict[Place, str] = {}  # the tensor that alone is a parameter
     needed = needed_outside(skeleton)
     place_of = cache(skeleton.place)  # of the first expert: all others lie beside it
     other_experts = _other_experts(skeleton, headers) if idle else set()
@@ -117,9 +119,14 @@ def sort_out(skeleton: Skeleton, headers: Mapping[str, Header], idle: Collection
             or (expert is not None and int(expert[2]) in other_experts)
         ):
             carried.append(name)
-        elif weight != name:
             continue
-        elif place.layer is None:
+        if weight != name:
+            continue
+        if place.part is None and expert is None and whole.setdefault(place, name) != name:
+            raise ArchitectureError(
+                "", f"the files hold {whole[place]} and {name}, which transformers loads as one parameter", "keep one"
+            )
+        if place.layer is None:
             outside[name] = place
         else:
             start, _, within = name.partition(f".{place.layer}.")
@@ -231,3 +238,24 @@ def require_complete(skeleton: Skeleton, stored: StoredTensors, idle: Collection
             f"{skeleton.name} computes with {missing[0]}{more}, but no tensor in the files is that",
             "the files are incomplete, or of another model than config.json says",
         )
+
+
+def refuse_more_layers(skeleton: Skeleton, stored: StoredTensors) -> None:
+    """Refuse files with a further layer that has all that a decoder layer has, and nothing else.
+
+    Layers that predict further tokens have tensors besides, and pass through unread.
+    """
+    within = re.compile(re.escape(stored.prefix) + r"(\d+)\.(.+)")
+    further: dict[int, set[str]] = {}
+    for name in stored.carried:
+        if (match := within.fullmatch(name)) and int(match[1]) >= len(stored.layers):
+            further.setdefault(int(match[1]), set()).add(match[2])
+    for number, names in further.items():
+        weights = {name for name in names if _weight_of(name, names) == name}
+        if any(weights == layer.keys() for layer in stored.layers):
+            raise ArchitectureError(
+                "",
+                f"num_hidden_layers means {len(stored.layers)} layers, but the files hold layer {number} "
+                f"({stored.prefix}{number}), complete as the others",
+                "correct the key, or remove what is not meant",
+            )

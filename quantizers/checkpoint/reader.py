@@ -15,6 +15,7 @@ import re
 import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
@@ -94,16 +95,26 @@ class Checkpoint:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; a CheckpointError if it cannot be read, is not JSON, or contains no object."""
+    """The JSON object in a file; a CheckpointError if it cannot be read, is not JSON, or contradicts itself."""
     try:
         with read_errors(path):
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=partial(_object, path))
     except (ValueError, RecursionError) as failure:
         line = getattr(failure, "lineno", 1)
         raise CheckpointError(f"{path}:{line}", "not valid JSON", "download this file again") from None
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}:1", "must be a JSON object", "download this file again")
     return data
+
+
+def _object(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; a CheckpointError if two of its values have one key, of which programs take the first or last."""
+    made: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in made and made[key] != value:
+            raise CheckpointError(path, f"{printed(key)} is given twice, with different values", "keep one")
+        made[key] = value
+    return made
 
 
 def read_config(folder: Path) -> dict[str, Any]:

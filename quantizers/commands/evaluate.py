@@ -47,6 +47,7 @@ from quantizers.output.layer_files import LayerFiles
 from quantizers.output.manifest import output_facts, refuse_incomplete
 from quantizers.recipe.cards import Card, known_cards
 from quantizers.recipe.read import find_set
+from quantizers.stitch.write.config_files import remarks_on_config
 from quantizers.system.errors import CheckpointError, InputError, OutputError
 from quantizers.system.files import json_finite, write_json
 from quantizers.system.interrupts import interruptible
@@ -187,7 +188,8 @@ def evaluate(
     results = tuple(
         Fidelity(name, fidelity.as_dict()) for name, fidelity in zip(names[1:], figures, strict=dist.is_main)
     )
-    return Evaluation(names[0], results, tuple(differences), (as_stored(on),))
+    remarks = (as_stored(on), *remarks_on_config(opened[0], architecture))
+    return Evaluation(names[0], results, tuple(differences), remarks)
 
 
 def measure(

@@ -17,6 +17,7 @@ from quantizers.planning.gpus import lacking_facts
 from quantizers.planning.job import prepare
 from quantizers.planning.plan import listing, summary
 from quantizers.recipe.read import changes_of
+from quantizers.stitch.write.config_files import remarks_on_config
 from quantizers.system.errors import InputError
 
 from . import options as opt
@@ -114,8 +115,10 @@ def plan(
     figures["limits"] = [f"{finding.engine}: {finding.consequence}" for finding in checked.findings]
     if job.recipe.experts.signed and job.recipe.experts.engine == "gram":
         figures["limits"].append(NEGATIVE_SCALES)
-    if job.source and (left := left_behind(job.source)):
-        figures |= {"left_behind": left}
+    if job.source:
+        figures["limits"] += remarks_on_config(job.source, job.facts)
+        if left := left_behind(job.source):
+            figures |= {"left_behind": left}
     if architecture := job.facts.found():
         figures |= {"architecture": architecture, "origin": job.facts.origin()}
     if fits_on is not None:

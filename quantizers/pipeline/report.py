@@ -38,6 +38,7 @@ from quantizers.recipe.read import set_location
 from quantizers.recipe.schema import CoverageGate
 from quantizers.stitch.audit.checkpoint import Audit, verify
 from quantizers.stitch.audit.layer import LayerAudit
+from quantizers.stitch.write.config_files import remarks_on_config
 from quantizers.system.errors import InputError, QuantizeError
 from quantizers.system.output_files import CARD
 from quantizers.system.progress import peak_memory, progress
@@ -59,11 +60,12 @@ def planned_report(job: Job, resolved: Resolved, data: CalibrationData, device: 
     with the output.
     """
     source, model = job.opened, resolved.recipe.source.model
+    remarks = [job.facts.origin(), *remarks_on_config(source, job.facts), left_behind(source)]
     return schema.PlannedRun(
         source=source_figures(job.facts, model, source),
         plan=plan_figures(job.plan, job.facts),
         versions=versions(),
-        notes=[*filter(None, [job.facts.origin(), left_behind(source)]), as_stored(device), *unchecked_notes()],
+        notes=[*filter(None, remarks), as_stored(device), *unchecked_notes()],
         architecture=job.facts.found() or None,
         serving=serving(job.plan, job.facts, source, model),
         settings=schema.Settings(

@@ -16,6 +16,7 @@ from quantizers.output.journal import ShardDigest
 from quantizers.pipeline.consumers import folder_findings, unchecked_notes
 from quantizers.pipeline.report import front_matter_of, hub_names, plan_figures, serving, source_figures, verified_parts
 from quantizers.stitch.audit.checkpoint import Audit
+from quantizers.stitch.write.config_files import remarks_on_config
 from quantizers.system.output_files import RECIPE
 
 from .mix import Mix
@@ -34,12 +35,13 @@ def stitch_report(
     source = mix.source
     model = settings["source"]
     examined = describe_mix(mix.layers)
+    remarks = [*remarks_on_config(source, mix.facts), left_behind(source)]
     verified = verified_parts(written, audit, folder_findings(folder, mix.facts))
     return schema.StitchReport(
         source=source_figures(mix.facts, model, source),
         plan=plan_figures(mix.plan, mix.facts),
         versions=versions(),
-        notes=[*examined, *filter(None, [left_behind(source)]), *unchecked_notes()],
+        notes=[*examined, *filter(None, remarks), *unchecked_notes()],
         serving=serving(mix.plan, mix.facts, source, model),
         audit=verified.audit,
         gates=verified.gates,

@@ -29,9 +29,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quantizers.architectures.architecture import Architecture, Targets
+from quantizers.architectures.contradictions import TIED, dtype_of, untied
 from quantizers.architectures.fused import FUSED_IN_SOME
 from quantizers.architectures.matrices import PROJECTIONS
+from quantizers.architectures.skeleton import model_class
 from quantizers.checkpoint.reader import CONFIG, INDEX, Checkpoint, side_files
+from quantizers.checkpoint.safetensors_header import TORCH_DTYPES
 from quantizers.formats.format import QuantizedFormat, arguments
 from quantizers.formats.fp8 import Fp8, block_size
 from quantizers.planning.plan import Plan, index_json
@@ -62,14 +65,40 @@ def write_config_files(folder: Path, source: Checkpoint, plan: Plan, facts: Arch
 def output_config(source: dict[str, Any], facts: Architecture, plan: Plan, fp8: Fp8 | None) -> dict[str, Any]:
     """config.json of the output: the source's, with a new quantization_config, and the class that servers look up.
 
-    Of the source's section only the keys survive that servers read for any method.
+    Of the source's section only the keys survive that servers read for any method. A head that is stored is the head.
     """
     passthrough = {key: value for key, value in source.items() if key != "quantization_config"}
     if not passthrough.get("architectures"):
         passthrough["architectures"] = [facts.model_class]
+    passthrough |= untied_keys(source, facts)
     section = source.get("quantization_config")
     own = {key: section[key] for key in facts.section_keys if key in section} if isinstance(section, dict) else {}
     return passthrough | {"quantization_config": quantization_config(facts, plan, fp8) | own}
+
+
+def untied_keys(config: Mapping[str, Any], facts: Architecture) -> dict[str, Any]:
+    """The keys about tied embeddings that an output has otherwise than its source's config.json, see `untied`."""
+    if facts.head == facts.embedding:
+        return {}
+    return untied(config, model_class(facts.model_class, f"the facts of {facts.model_type}: model_class"))
+
+
+def remarks_on_config(source: Checkpoint, facts: Architecture) -> list[str]:
+    """Sentences about keys of a source's config.json that its files contradict: tied embeddings, and the dtype."""
+    remarks, config = list[str](), source.config
+    if untied_keys(config, facts):
+        remarks.append(
+            f"config.json says or means {TIED}: true, but the files hold {facts.head}: the model is computed with that "
+            f"head, and an output says {TIED}: false, so that every server does the same"
+        )
+    meant = dtype_of(config)
+    stored = TORCH_DTYPES[source.tensors[facts.embedding].dtype]
+    if meant != stored and "float16" in (meant, stored):  # another range of numbers than bfloat16 and float32 have
+        remarks.append(
+            f"config.json says dtype: {meant}, but {facts.embedding} is stored in {stored}: servers compute in {meant} "
+            f"unless they are told --dtype {stored}, and what was measured here is another dtype"
+        )
+    return remarks
 
 
 def quantization_config(facts: Architecture, plan: Plan, fp8: Fp8 | None) -> dict[str, Any]:

@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.derive import derived_architecture
+from quantizers.architectures.derive import derived_architecture, skeleton_of
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.matrices import MATRICES
-from quantizers.architectures.roles import EXACT
+from quantizers.architectures.roles import EXACT, kinds_of_layers
 from quantizers.architectures.stored_tensors import Header
 from quantizers.checkpoint.reader import open_folder
 from quantizers.planning.assign_actions import expected_tensors, folds
@@ -219,7 +219,8 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[dict[str, Tensor]], object] |
         {"architectures": ["OlmoeModel"]}, None, "config.json: architectures: OlmoeModel has no head that predicts tok"
     ),
     "a class without experts": (
-        {"architectures": ["LlamaForCausalLM"]}, None, "config.json: LlamaForCausalLM has no layers with a module "
+        {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, None,
+        "config.json: LlamaForCausalLM has no layers with a module "
     ),
     "rotated channels that the class ignores": (
         {"rotary_dim": 16}, None, "config.json: rotary_dim is 16, but OlmoeForCausalLM of transformers 5.17.0 rotates"
@@ -272,3 +273,31 @@ def test_layers_of_one_structure_may_have_other_gates(tmp_path: Path) -> None:
     assert [kind["own_gate"] for kind in facts.found()["kinds"]] == [False, False, True]
     with pytest.raises(RecipeError, match=r"^x: experts.engine: llm-compressor does not know the gate .*; take gram$"):
         folds(facts, Experts(group_size=32, engine="llmcompressor"), "x")
+
+
+# Kinds of layers -----------------------------------------------------------------------------------------------------
+
+
+def test_layers_that_differ_in_any_setting_are_of_different_kinds() -> None:
+    """In any number, word or list of a module of one layer, or in a list of the config with an entry for each."""
+    skeleton = skeleton_of(zoo.config_of("hunyuan_v1_moe").to_dict() | {"architectures": ["HunYuanMoEV1ForCausalLM"]})
+    assert kinds_of_layers(skeleton) == [[0, 1, 2, 3]]
+    others: dict[type, Any] = {bool: None, int: 77, float: 0.77, str: "other", type(None): 77, list: [77], tuple: (77,)}
+    changed = set()
+    for path, module in skeleton.layers[2].named_modules():
+        for name, value in list(vars(module).items()):
+            if type(value) in others and name != "layer_idx":
+                changed.add(f"{path}.{name}")
+                vars(module)[name] = others[type(value)]
+                assert kinds_of_layers(skeleton) == [[0, 1, 3], [2]], (path, name)
+                vars(module)[name] = value
+    assert {"mlp.gate.top_k", "input_layernorm.variance_epsilon", "self_attn.scaling"} <= changed, changed
+    skeleton.config.something = [1, 1, 2, 1]
+    assert kinds_of_layers(skeleton) == [[0, 1, 3], [2]]
+
+
+def test_another_number_of_experts_per_token_in_each_layer_is_refused_by_the_plan(tmp_path: Path) -> None:
+    config, headers = saved(tmp_path / "model", "hunyuan_v1_moe")
+    assert derived_architecture(config | {"moe_topk": [2, 2, 2, 2]}, headers).top_k == 2
+    with pytest.raises(ArchitectureError, match="experts per token is 2 in layer 0, and 1 in layer 1; such a model"):
+        derived_architecture(config | {"moe_topk": [2, 1, 2, 1]}, headers)
