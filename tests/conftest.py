@@ -53,6 +53,19 @@ class Finished:
     held_out: Path
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share", metavar="K/N", help="of the chosen tests every Nth, the first of them number K from 0")
+
+
+@pytest.hookimpl(trylast=True)  # after -m has chosen
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --share, leave out all tests but one of N: CI runs another share of those marked `every` at each commit."""
+    if share := config.option.share:
+        first, parts = map(int, share.split("/"))
+        config.hook.pytest_deselected(items=[item for n, item in enumerate(items) if n % parts != first])
+        items[:] = items[first::parts]
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """With -s what tests print is wanted, which the processes that run two at a time do not pass on."""

@@ -34,7 +34,7 @@ from quantizers.architectures.fused import FUSED_IN_SOME
 from quantizers.architectures.matrices import PROJECTIONS
 from quantizers.architectures.skeleton import model_class
 from quantizers.checkpoint.reader import CONFIG, INDEX, Checkpoint, side_files
-from quantizers.checkpoint.safetensors_header import TORCH_DTYPES
+from quantizers.checkpoint.safetensors_header import FP8, TORCH_DTYPES
 from quantizers.formats.format import QuantizedFormat, arguments
 from quantizers.formats.fp8 import Fp8, block_size
 from quantizers.planning.plan import Plan, index_json
@@ -84,20 +84,26 @@ def untied_keys(config: Mapping[str, Any], facts: Architecture) -> dict[str, Any
 
 
 def remarks_on_config(source: Checkpoint, facts: Architecture) -> list[str]:
-    """Sentences about keys of a source's config.json that its files contradict: tied embeddings, and the dtype."""
+    """Sentences about keys of a source's config.json that its files contradict: tied embeddings, dtype, FP8."""
     remarks, config = list[str](), source.config
     if untied_keys(config, facts):
         remarks.append(
             f"config.json says or means {TIED}: true, but the files hold {facts.head}: the model is computed with that "
             f"head, and an output says {TIED}: false, so that every server does the same"
         )
-    meant = dtype_of(config)
-    stored = TORCH_DTYPES[source.tensors[facts.embedding].dtype]
-    if meant != stored and "float16" in (meant, stored):  # another range of numbers than bfloat16 and float32 have
+    meant, stored = dtype_of(config), TORCH_DTYPES.get(source.tensors[facts.embedding].dtype)
+    if (
+        meant and stored and meant != stored and "float16" in (meant, stored)
+    ):  # another range of numbers than bfloat16 and float32 have
         remarks.append(
             f"config.json says dtype: {meant}, but {facts.embedding} is stored in {stored}: servers compute in {meant} "
             f"unless they are told --dtype {stored}, and what was measured here is another dtype"
         )
+    section = config.get("quantization_config") or {}
+    stated = "fp8" in str(section.get("quant_method"))
+    if stated != any(info.dtype == FP8 for info in source.tensors.values()) and (stated or not section):
+        what = "says fp8, but no tensor is" if stated else "is missing, but tensors are FP8"
+        remarks.append(f"config.json's quantization_config {what}: each tensor is read as its header says")
     return remarks
 
 

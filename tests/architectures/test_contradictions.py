@@ -151,6 +151,13 @@ def test_embeddings_that_are_the_head_stay_tied(saved: dict[str, Path], tmp_path
     assert (facts.head, untied_keys(opened.config, facts), remarks_on_config(opened, facts)) == (EMBEDDING, {}, [])
 
 
+def test_a_section_about_fp8_that_no_tensor_is_in_is_told(saved: dict[str, Path], tmp_path: Path) -> None:
+    section = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    opened = open_folder(changed(saved["olmoe"], tmp_path / "model", keys(quantization_config=section)))
+    told = remarks_on_config(opened, architecture_for(opened.config, "x", None, opened.tensors))
+    assert [line.partition(":")[0] for line in told] == ["config.json's quantization_config says fp8, but no tensor is"]
+
+
 @pytest.mark.parametrize(("stated", "lines"), [("float16", 1), ("bfloat16", 0), ("float32", 0)])
 def test_a_dtype_of_another_range_than_the_files_have_is_told(
     stated: str, lines: int, saved: dict[str, Path], tmp_path: Path
