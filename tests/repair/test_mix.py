@@ -150,5 +150,5 @@ def test_the_repair_wins_the_divergence_back(finished: Finished, copy: Path, tmp
         assert len(report["audit"]["differences"]) == (0 if repair else 4)
         made.append(open_folder(folder))
     left_out, repaired = measure(source, made, finished.held_out, CPU, tmp_path / "work")
-    print(f"KL {left_out['kl']['mean']:.4f} with the router left out, {repaired['kl']['mean']:.4f} repaired")
-    assert repaired["kl"]["mean"] <= left_out["kl"]["mean"] / 4
+    print(f"KL {left_out.kl.mean:.4f} with the router left out, {repaired.kl.mean:.4f} repaired")
+    assert repaired.kl.mean <= left_out.kl.mean / 4
