@@ -30,7 +30,7 @@ from .row_source import RowSource, row_source
 from .rows import Row
 from .samples import CalibrationData, Dropped, Sample, digest_of, missing_languages, subsample, within
 from .set import CalibrationSet, DataSource, FromColumn, Kind, fill, placeholders, read_set, seeded, slug
-from .source_faults import SourceError, for_each_source
+from .source_faults import NAMED, SourceError, for_each_source
 
 WORKERS = 8  # sources loaded at the same time
 FORMAT = 7  # of the sets that a run keeps: increase it when the same set gives other tokens or fields
@@ -369,7 +369,9 @@ def _sample_source(
     shortage = ""
     if len(samples) < (usable if wanted == "all" else wanted):
         asked = f"all {usable}" if wanted == "all" else f"the {source.samples}"
-        reasons = ", ".join(f"{rejected.reason} ({rejected.count}, first at {rejected.first})" for rejected in dropped)
+        most = sorted(dropped, key=lambda rejected: -rejected.count)[:NAMED]
+        reasons = ", ".join(f"{rejected.reason} ({rejected.count}, first at {rejected.first})" for rejected in most)
+        reasons += f" and {len(dropped) - NAMED:,} more reasons" if len(dropped) > NAMED else ""
         reason = f"{len(samples)} of {asked} samples; {reasons or f'it has only {len(tried)} rows'}"
         reason += f"; given up after {len(tried):,} rows" if read == most_rows else ""
         if wanted == "all" or not samples:
