@@ -33,7 +33,7 @@ from .set import CalibrationSet, DataSource, FromColumn, Kind, fill, placeholder
 from .source_faults import NAMED, SourceError, for_each_source
 
 WORKERS = 8  # sources loaded at the same time
-FORMAT = 7  # of the sets that a run keeps: increase it when the same set gives other tokens or fields
+FORMAT = 8  # of the sets that a run keeps: increase it when the same set gives other tokens or fields
 LOADED = TypeAdapter(CalibrationData)
 EMBEDDED = "embedded"
 # Stop reading a source after this many rows per sample, so that a chat template that refuses every row
