@@ -19,6 +19,7 @@ from pydantic import TypeAdapter
 
 from quantizers.system.errors import CalibrationError
 from quantizers.system.files import atomic
+from quantizers.system.formatting import several
 from quantizers.system.shipped import shipped
 
 from .hub import Hub
@@ -371,7 +372,7 @@ def _sample_source(
         asked = f"all {usable}" if wanted == "all" else f"the {source.samples}"
         most = sorted(dropped, key=lambda rejected: -rejected.count)[:NAMED]
         reasons = ", ".join(f"{rejected.reason} ({rejected.count}, first at {rejected.first})" for rejected in most)
-        reasons += f" and {len(dropped) - NAMED:,} more reasons" if len(dropped) > NAMED else ""
+        reasons += f" and {several(len(dropped) - NAMED, 'more reason')}" if len(dropped) > NAMED else ""
         reason = f"{len(samples)} of {asked} samples; {reasons or f'it has only {len(tried)} rows'}"
         reason += f"; given up after {len(tried):,} rows" if read == most_rows else ""
         if wanted == "all" or not samples:

@@ -20,7 +20,7 @@ from quantizers.calibration.row_formats import DEEPEST, THOUGHTS, Rejected, inst
 from quantizers.calibration.rows import needed_columns
 from quantizers.calibration.set import DataSource
 
-COUNT = settings(max_examples=150, deadline=None, derandomize=True)
+COUNT = settings(max_examples=100, deadline=None, derandomize=True)
 WORD = re.compile("word-[a-z]+")  # what must not vanish from a row that is read
 CALLS = [{"id": "call_1", "type": "function", "function": {"name": "word-call", "arguments": {"river": "word-elbe"}}}]
 TOOLS = [{"type": "function", "function": {"name": "word-tool", "parameters": {"type": "object"}}}]
@@ -128,7 +128,7 @@ def outcome(renderer: Renderer, shape: str, columns: tuple[str, ...], row: dict[
     return json.dumps([content.text, content.turns, content.tools], ensure_ascii=False)
 
 
-@settings(COUNT, max_examples=600)
+@settings(COUNT, max_examples=400)
 @given(spoilt_rows())
 def test_a_spoilt_row_keeps_its_words_or_is_rejected_by_field(
     renderer: Renderer, case: tuple[str, tuple[str, ...], dict[str, Any]]
