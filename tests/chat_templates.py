@@ -82,6 +82,50 @@ DEEPSEEK = """\
 {%- elif m.role == 'tool' %}<output>{{ m.content }}{% endif %}
 {%- endfor %}"""
 
+# The first DeepSeek-V3 and R1: calls only where the content is null, and then nothing else; arguments as text.
+DEEPSEEK_FIRST = """\
+{%- for m in messages %}
+{%- if m.role == 'user' %}<|User|>{{ m.content }}
+{%- elif m.role == 'assistant' and m['content'] is none %}
+{%- for call in m.tool_calls %}<|Assistant|><call>{{ call.type + '<sep>' + call.function.name }}
+{{ call.function.arguments + '<call end>' }}{% endfor %}
+{%- elif m.role == 'assistant' %}<|Assistant|>{{ m.content.split('</think>')[-1] + '<|end|>' }}
+{%- elif m.role == 'tool' %}<output>{{ m.content }}<output end>{% endif %}
+{%- endfor %}"""
+
+# Hermes 3: words or calls, by whether there is a list of calls.
+HERMES = """\
+{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{%- if m.tool_calls is not defined %} {{ m.content }}
+{%- else %}{% for call in m.tool_calls %}<tool_call>
+{{- {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>{% endfor %}
+{%- endif %}<|im_end|>
+{%- endfor %}"""
+
+# Mistral: ids of nine characters; turns without calls and results alternate; words beside calls are lost.
+MISTRAL = """\
+{%- set ns = namespace(at=0) -%}
+{%- for m in messages if m.role != 'tool' and m.tool_calls is not defined %}
+{%- if (m.role == 'user') != (ns.at % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
+{%- set ns.at = ns.at + 1 %}
+{%- endfor %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}[INST] {{ m.content }}[/INST]
+{%- elif m.tool_calls is defined %}[TOOL_CALLS]
+{%- for call in m.tool_calls %}{{ call.function | tojson }}{{ call.id }}
+{%- if call.id | length != 9 %}{{ raise_exception('ids have 9 characters') }}{% endif %}{% endfor %}</s>
+{%- elif m.role == 'assistant' %} {{ m.content }}</s>
+{%- else %}[TOOL_RESULTS] {{ m.content }} {{ m.tool_call_id }}[/TOOL_RESULTS]{% endif %}
+{%- endfor %}"""
+
+# As gpt-oss with several calls at once: the first is written, and nothing said of the others.
+FIRST_CALL = """\
+{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{%- for m in messages %}<|{{ m.role }}|>{{ m.content }}
+{%- if m.tool_calls %}<|call|>{{ m.tool_calls[0].function | tojson }}{% endif %}
+{%- endfor %}"""
+
 # Kimi-K2: writes a call's id and not its name; the id names the function.
 KIMI = """\
 {%- for m in messages %}<|im_{{ m.role }}|>
@@ -136,6 +180,10 @@ TEMPLATES: dict[str, str | None] = {
     "qwen3": QWEN3,
     "qwen-coder": QWEN_CODER,
     "deepseek": DEEPSEEK,
+    "deepseek-first": DEEPSEEK_FIRST,
+    "hermes": HERMES,
+    "mistral": MISTRAL,
+    "first-call": FIRST_CALL,
     "kimi": KIMI,
     "mixtral": MIXTRAL,
     "llama": LLAMA,

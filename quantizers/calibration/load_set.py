@@ -19,6 +19,7 @@ from pydantic import TypeAdapter
 
 from quantizers.system.errors import CalibrationError
 from quantizers.system.files import atomic
+from quantizers.system.formatting import several
 from quantizers.system.shipped import shipped
 
 from .hub import Hub
@@ -30,10 +31,10 @@ from .row_source import RowSource, row_source
 from .rows import Row
 from .samples import CalibrationData, Dropped, Sample, digest_of, missing_languages, subsample, within
 from .set import CalibrationSet, DataSource, FromColumn, Kind, fill, placeholders, read_set, seeded, slug
-from .source_faults import SourceError, for_each_source
+from .source_faults import NAMED, SourceError, for_each_source
 
 WORKERS = 8  # sources loaded at the same time
-FORMAT = 7  # of the sets that a run keeps: increase it when the same set gives other tokens or fields
+FORMAT = 8  # of the sets that a run keeps: increase it when the same set gives other tokens or fields
 LOADED = TypeAdapter(CalibrationData)
 EMBEDDED = "embedded"
 # Stop reading a source after this many rows per sample, so that a chat template that refuses every row
@@ -369,7 +370,9 @@ def _sample_source(
     shortage = ""
     if len(samples) < (usable if wanted == "all" else wanted):
         asked = f"all {usable}" if wanted == "all" else f"the {source.samples}"
-        reasons = ", ".join(f"{rejected.reason} ({rejected.count}, first at {rejected.first})" for rejected in dropped)
+        most = sorted(dropped, key=lambda rejected: -rejected.count)[:NAMED]
+        reasons = ", ".join(f"{rejected.reason} ({rejected.count}, first at {rejected.first})" for rejected in most)
+        reasons += f" and {several(len(dropped) - NAMED, 'more reason')}" if len(dropped) > NAMED else ""
         reason = f"{len(samples)} of {asked} samples; {reasons or f'it has only {len(tried)} rows'}"
         reason += f"; given up after {len(tried):,} rows" if read == most_rows else ""
         if wanted == "all" or not samples:

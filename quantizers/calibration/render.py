@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from importlib.metadata import version
+from itertools import count, product
 from pathlib import Path
 from threading import Lock
 from typing import Any, Literal
@@ -176,6 +177,9 @@ class Habits:
     thoughts: str | None = THOUGHTS[0]  # the key under which it reads an answer's thoughts; None to leave them out
     arguments: Literal["mapping", "text"] = "mapping"  # of a call; text is JSON
     ids: Literal["own", "named", "short"] = "own"  # of calls; named: `functions.NAME:NUMBER`; short: nine characters
+    # The content of a turn of calls alone: the first DeepSeek-V3 and R1 write calls only where it is null.
+    no_text: Literal["empty", "null", "missing"] = "empty"
+    apart: bool = False  # it leaves out words beside calls: they become a turn of their own before them
     # It knows user and assistant alone, in turn: words of the system are the user's, and neighbouring turns of one role
     # are joined.
     folds: bool = False
@@ -185,6 +189,7 @@ class Habits:
 
 _ARGUMENTS = {"fruit": "quince"}
 _ASKED, _ANSWERED = turn_of("user", "apricot"), turn_of("assistant", "cherry")
+_RESULT = turn_of("tool", "damson")
 _CALL = {"id": "call_1", "type": "function", "function": {"name": "pick_one", "arguments": _ARGUMENTS}}
 # Conversations, and the ways to hand them over, the usual one first.
 _PROBES: tuple[tuple[Sequence[Turn], Sequence[dict[str, Any]]], ...] = (
@@ -192,12 +197,18 @@ _PROBES: tuple[tuple[Sequence[Turn], Sequence[dict[str, Any]]], ...] = (
     ((turn_of("system", "bilberry"), _ASKED, _ANSWERED), ({}, {"folds": True})),
     ((_ASKED, _ANSWERED | {"reasoning_content": "sloe"}), [{"thoughts": key} for key in THOUGHTS]),
     (
-        (_ASKED, turn_of("assistant", "", tool_calls=[_CALL]), turn_of("tool", "damson"), _ANSWERED),
+        (_ASKED, turn_of("assistant", "", tool_calls=[_CALL]), _RESULT, _ANSWERED),
         [
-            *({"arguments": kind, "ids": ids} for kind in ("mapping", "text") for ids in ("own", "named", "short")),
+            *(
+                {"no_text": no_text, "arguments": arguments, "ids": ids}
+                for no_text, arguments, ids in product(
+                    ("empty", "null", "missing"), ("mapping", "text"), ("own", "named", "short")
+                )
+            ),
             {"tells": True},
         ],
     ),
+    ((_ASKED, turn_of("assistant", "fig", tool_calls=[_CALL]), _RESULT, _ANSWERED), ({}, {"apart": True})),
 )
 
 
@@ -208,6 +219,8 @@ def prepared_turns(turns: Sequence[Turn], habits: Habits) -> list[Turn]:
         ready = [_with_calls_in_words(turn) for turn in ready]
     if habits.folds:
         ready = _folded(ready)
+    if habits.apart:
+        ready = [half for turn in ready for half in _halves(turn)]
     return [_formed(turn, habits) for turn in ready]
 
 
@@ -260,12 +273,24 @@ def _folded(turns: Iterable[Turn]) -> list[Turn]:
     return folded
 
 
+def _halves(turn: Turn) -> list[Turn]:
+    """A turn's thoughts and words, and its calls, as two turns; the turn itself if it has not both."""
+    if not ("tool_calls" in turn and turn["content"].strip()):
+        return [turn]
+    calls = {key: value for key, value in turn.items() if key != THOUGHTS[0]} | {"content": ""}
+    return [{key: value for key, value in turn.items() if key != "tool_calls"}, calls]
+
+
 def _formed(turn: Turn, habits: Habits) -> Turn:
     formed = {key: value for key, value in turn.items() if key != THOUGHTS[0]}
     if THOUGHTS[0] in turn and habits.thoughts:
         formed[habits.thoughts] = turn[THOUGHTS[0]]
     if habits.parts:
         formed["content"] = [{"type": "text", "text": turn["content"]}]
+    if "tool_calls" in turn and habits.no_text != "empty" and not turn["content"].strip():
+        formed["content"] = None
+        if habits.no_text == "missing":
+            del formed["content"]
     if habits.arguments == "text" and "tool_calls" in turn:
         formed["tool_calls"] = []
         for call in turn["tool_calls"]:
@@ -274,26 +299,73 @@ def _formed(turn: Turn, habits: Habits) -> Turn:
     return formed
 
 
-def left_out(turns: Iterable[Turn], tools: Iterable[Any], text: str) -> list[str]:
-    """List the parts of a conversation that a template has left out of the rendered text.
-
-    There is an entry such as `system turn`, `thoughts` or `call` for each part whose words are not in the text, as
-    they are or as JSON.
+def _parts(turns: Iterable[Turn], tools: Iterable[Any]) -> Iterator[tuple[str, list[str]]]:
+    """Each part of a conversation that a template should show, such as `system turn`, `thoughts` or `call`, and its
+    words.
     """
-    parts: Counter[tuple[str, str]] = Counter()
     for turn in turns:
         words = {f"{turn['role']} turn": turn["content"], "thoughts": turn.get(THOUGHTS[0], "")}
-        parts.update((what, written.strip()) for what, written in words.items() if written.strip())
-        parts.update(("call", call["function"]["name"]) for call in turn.get("tool_calls", ()))
+        yield from ((what, [written.strip()]) for what, written in words.items() if written.strip())
+        for call in turn.get("tool_calls", ()):
+            yield "call", [call["function"]["name"]]
+            yield "arguments", _leaves(call["function"]["arguments"])
     for tool in tools:
         match tool:
             case {"function": {"name": str(name)}}:
-                parts["tool", name] += 1
+                yield "tool", [name]
+
+
+def _leaves(value: Any) -> list[str]:
+    """The texts and numbers within a value, as text."""
+    if isinstance(value, (dict, list)):
+        return [leaf for inner in (value.values() if isinstance(value, dict) else value) for leaf in _leaves(inner)]
+    return [] if value is None or isinstance(value, bool) else [str(value)]
+
+
+def left_out(turns: Iterable[Turn], tools: Iterable[Any], text: str) -> Counter[str]:
+    """Count the parts of a conversation whose words are not in the rendered text, as they are or as JSON.
+
+    Arguments of calls are not among them, which templates write in too many ways; see `unseen`.
+    """
+    parts = Counter((what, words[0]) for what, words in _parts(turns, tools) if what != "arguments")
 
     def shown(words: str) -> int:
         return max(text.count(words), text.count(json.dumps(words, ensure_ascii=False)[1:-1]))
 
-    return [what for (what, words), count in parts.items() for _ in range(count - shown(words))]
+    return Counter(what for (what, words), number in parts.items() for _ in range(number - shown(words)))
+
+
+def unseen(turns: Iterable[Turn], tools: Iterable[Any], text: str) -> Counter[str]:
+    """Count the parts of a conversation, each with words of its own, that are not whole in the rendered text."""
+    return Counter(what for what, words in _parts(turns, tools) if not all(word in text for word in words))
+
+
+def marked(content: Content) -> Content:
+    """A conversation of the same form, in which every text, name and value is a word of its own."""
+    numbers = count()
+
+    def mark(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: mark(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [mark(inner) for inner in value]
+        written = isinstance(value, str) and value.strip()
+        return f"mark{next(numbers)}x" if written or type(value) in (int, float) else value
+
+    turns = []
+    for turn in content.turns:
+        words = {key: mark(turn[key]) for key in ("content", THOUGHTS[0]) if key in turn}
+        if "tool_calls" in turn:
+            words["tool_calls"] = [call | {"function": mark(call["function"])} for call in turn["tool_calls"]]
+        turns.append(turn | words)
+    tools = []
+    for tool in content.tools:
+        match tool:
+            case {"function": {"name": str()} as function}:
+                tools.append(tool | {"function": function | {"name": mark("name")}})
+            case _:
+                tools.append(tool)
+    return Content(tuple(turns), tuple(tools), "")
 
 
 @dataclass(frozen=True)
@@ -302,7 +374,7 @@ class Rendered:
 
     tokens: NDArray[np.int32]  # (T,), 2 <= T <= the length that was asked for
     truncated: int  # how many tokens were cut off
-    left_out: tuple[str, ...] = ()  # what the chat template does not show, see the function `left_out`
+    left_out: tuple[str, ...] = ()  # what the chat template does not show, see `left_out` and `unseen`
 
 
 class Renderer:
@@ -338,12 +410,22 @@ class Renderer:
         return rendered
 
     def _rendered(self, content: Content, length: int) -> Rendered:
-        text, plain = content.text, True
+        text, plain, lost = content.text, True, Counter[str]()
         if content.turns:
-            text, plain = self._conversation(content), not self.tokenizer.chat_template
+            text, habits = self._conversation(content)
+            plain = not self.tokenizer.chat_template
+            lost = left_out(content.turns, content.tools, text) | self._unseen(content, habits)
         ids, total = self._ids(text, length, plain)
-        lost = left_out(content.turns, content.tools, text)
-        return Rendered(np.asarray(ids[:length], np.int32), max(0, total - length), tuple(lost))
+        return Rendered(np.asarray(ids[:length], np.int32), max(0, total - length), tuple(lost.elements()))
+
+    def _unseen(self, content: Content, habits: Habits) -> Counter[str]:
+        """Count the parts that the template leaves out whatever their words are, which may stand elsewhere as well."""
+        same = marked(content)
+        try:
+            return unseen(same.turns, same.tools, self._apply(same.turns, same.tools, habits))
+        # A template is a program and can fail in any way, here at words that are not those of the conversation.
+        except Exception:
+            return Counter()
 
     def _at_a_turn(self, content: Content, length: int, cut: Rendered) -> Rendered:
         """The first turns that fit, if they have half of the length or more, else `cut`."""
@@ -398,13 +480,14 @@ class Renderer:
         # `_conversation` rejects the sample with the reason.
         except Exception:
             return float("inf")
-        return len(left_out(turns, (), text)) + (str(_ARGUMENTS) in text)
+        return unseen(turns, (), text).total() + (str(_ARGUMENTS) in text)
 
-    def _conversation(self, content: Content) -> str:
+    def _conversation(self, content: Content) -> tuple[str, Habits]:
         """A conversation as text, in the form that the template shows best, or else in another that it accepts."""
         usual, problem = self._habits, ""
         other = replace(usual, arguments="text" if usual.arguments == "mapping" else "mapping")
-        for habits in dict.fromkeys((usual, replace(usual, folds=True), other, replace(usual, thoughts=None))):
+        together, thoughtless = replace(usual, apart=False), replace(usual, thoughts=None)
+        for habits in dict.fromkeys((usual, together, replace(usual, folds=True), other, thoughtless)):
             try:
                 text = self._apply(content.turns, content.tools, habits)
             except TemplateSyntaxError as failure:
@@ -414,7 +497,7 @@ class Renderer:
                 problem = problem or first_line(failure)
             else:
                 self._note(content.turns, habits)
-                return text
+                return text, habits
         raise Rejected(f"the chat template refuses it: {problem}")
 
     def _note(self, turns: Sequence[Turn], habits: Habits) -> None:
@@ -422,6 +505,8 @@ class Renderer:
             self._notes.add("the tokenizer has no chat template: each turn begins with its role's name")
         elif habits.tells and any(turn["role"] == "tool" or "tool_calls" in turn for turn in turns):
             self._notes.add("the chat template knows no tool calls: they and their results are told in words")
+        elif habits.apart and any("tool_calls" in turn and turn["content"].strip() for turn in turns):
+            self._notes.add("the chat template leaves out words beside calls: they are a turn of their own before them")
         if habits.folds and any(turn["role"] in ("system", "developer") for turn in turns):
             self._notes.add("the chat template refuses system turns: their words stand in the user's turns")
 

@@ -21,11 +21,13 @@ from typing import Any, TypeVar
 from quantizers.system.errors import first_line
 
 from .hub import COMPRESSED
+from .row_formats import too_deep
 from .set import DataSource, FromColumn, seeded
 from .source_faults import SourceError
 
 BATCH = 64  # rows of a Parquet file that become Python values at a time
 WINDOW = 1 << 20  # bytes of a Parquet column, or of a list in JSON, that are read at a time
+TOO_DEEP = "nested too deeply"
 _BETWEEN = re.compile(r"[\s,]*")  # the items of a list
 Item = TypeVar("Item")
 
@@ -58,7 +60,7 @@ def check_columns(
     for column in columns:
         if column not in present:
             names = {name for row in islice(every(), len(rows)) for name in row.values}
-            reason = f"no column {column!r} (it has {', '.join(sorted(names))})"
+            reason = f"no column {column!r} (it has {', '.join(sorted(names)) or 'none'})"
             raise SourceError(source.dataset, reason, "correct the source's columns or category")
 
 
@@ -108,6 +110,8 @@ def file_rows(
             if not isinstance(values, dict):
                 raise SourceError(f"{place}{where}", "not a JSON object", remedy)
             kept = values if columns is None else {name: values[name] for name in columns if name in values}
+            if too_deep(kept):  # so that whoever reads the row can write it as JSON again
+                raise SourceError(f"{place}{where}", TOO_DEEP, remedy)
             yield Row(f"{place}{where}", kept)
     except _Damaged as fault:
         raise SourceError(f"{file}{fault.line}", fault.reason, remedy) from None
@@ -167,8 +171,10 @@ def _faults_named(line: int) -> Iterator[None]:
     except json.JSONDecodeError as failure:
         reason = f"not valid JSON ({failure.msg}, column {failure.colno})"
         raise _Damaged(f":{line + failure.lineno - 1}", reason) from None
+    except ValueError:  # Python's limit
+        raise _Damaged(f":{line}", "a number with too many digits") from None
     except RecursionError:
-        raise _Damaged(f":{line}", "nested too deeply") from None
+        raise _Damaged(f":{line}", TOO_DEEP) from None
 
 
 def _parquet_rows(stream: Any, file: str, columns: Collection[str] | None) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -209,6 +215,8 @@ def _csv_rows(stream: Any, delimiter: str) -> Iterator[tuple[str, dict[str, Any]
         # Line by line: io.TextIOWrapper would pass the buffer by, with a request to the Hub for every 8 KiB.
         reader = csv.DictReader(iterdecode(stream, "utf-8-sig"), delimiter=delimiter, strict=True)
         for number, values in enumerate(reader, 1):
-            yield f" row {number}", {name: value for name, value in values.items() if isinstance(name, str)}
+            if any(values.pop(None, ())):  # such as a text with commas that is not quoted
+                raise _Damaged(f" row {number}", "more fields than the first line has columns")
+            yield f" row {number}", values
     except (csv.Error, UnicodeDecodeError) as failure:
         raise _Damaged("", f"cannot be read as CSV ({failure})") from None

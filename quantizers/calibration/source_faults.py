@@ -14,7 +14,7 @@ from quantizers.system.strict_yaml import parse
 
 from .set import CalibrationSet, DataSource
 
-NAMED = 5  # sources that a message names at most
+NAMED = 5  # sources, or reasons, that a message names at most
 EVERY = 30.0  # seconds between two lines about the sources that are still being read
 
 Result = TypeVar("Result")

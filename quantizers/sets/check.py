@@ -263,7 +263,7 @@ def render(report: Mapping[str, Any], about_tokens: str = "") -> RenderableType:
     parts += [Text(""), _categories(report), Text(_totals(total)), *map(Text, in_words(report["licences"]))]
     parts.append(Text(f"tokens are counted with the tokenizer of {report['tokenizer']}{about_tokens}"))
     parts += [_languages(kind, report) for kind in KINDS if report["languages"][kind]]
-    parts += [Text(_dropped(row), style="yellow") for row in total["dropped"]]
+    parts += [Text(line, style="yellow") for line in first_lines(map(_dropped, total["dropped"]))]
     for row in total["not_rendered"]:
         missing = f"{row['count']:,} × {row['part']} of {row['source']}"
         parts.append(Text(f"not shown by the chat template: {missing}", style="yellow"))

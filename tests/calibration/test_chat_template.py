@@ -59,6 +59,14 @@ CALLED = (USER, {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "t
     ("template", "shown"),
     [
         ("deepseek", '<call>level<sep>{"river": "Elbe"}'),
+        ("deepseek-first", '<|Assistant|><call>function<sep>level\n{"river": "Elbe"}<call end><output>2<output end>'),
+        ("hermes", '<tool_call>{"name": "level", "arguments": {"river": "Elbe"}}</tool_call>'),
+        ("mistral", '[TOOL_CALLS]{"name": "level", "arguments": {"river": "Elbe"}}'),
+        ("{% for m in messages %}{% if m.content is defined %}{{ m.content }}{% else %}{% for c in m.tool_calls %}"
+         "<{{ c.function.name }} {{ c.function.arguments.values() | first }}>{% endfor %}{% endif %}{% endfor %}",
+         "Elbe?<level Elbe>2"),
+        ("{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}<{{ c.function.name }}>"
+         "{% endfor %}{% endfor %}", '<tool_call>\n{"name": "level", "arguments": {"river": "Elbe"}}\n</tool_call>'),
         ("kimi", '<begin>functions.level:0<argument>{"river": "Elbe"}<|im_tool|>## Return of functions.level:0\n2'),
         ("mixtral", '<tool_call>\n{"name": "level", "arguments": {"river": "Elbe"}}\n</tool_call></s>[INST] <tool'),
         ("{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.id }}{{ c.function }}"
@@ -66,7 +74,8 @@ CALLED = (USER, {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "t
         ("{% for m in messages %}{{ m.role }}{% for c in m.tool_calls or [] %}{{ c.function.name }} "
          "{{ c.function.arguments }}{% endfor %}{{ m.content }}{% endfor %}", 'level {"river": "Elbe"}'),
         ("{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% for c in m.tool_calls or [] %}"
-         "<{{ c.function.name }}>{% endfor %}{% endfor %}", "Elbe?<level>2"),
+         "<{{ c.function.name }}>{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}",
+         'Elbe?<level>{"river": "Elbe"}2'),
         ("none", 'user: Elbe?\n\nassistant: <tool_call>\n{"name": "level", "arguments": {"river": "Elbe"}}\n'),
     ],
 )  # fmt: skip
@@ -74,6 +83,49 @@ def test_a_call_is_shown_in_the_templates_way(renderer: Callable[..., Renderer],
     text, rendered = said(renderer(template), talk(*CALLED))
     assert shown in text
     assert rendered.left_out == ()
+
+
+NOW = {"content": "A moment."}
+LATER = CALL | {"id": "call_8", "function": {"name": "level", "arguments": '{"river": "Oder"}'}}
+TOOL = {"type": "function", "function": {"name": "level", "description": "A moment: the level of a river"}}
+
+
+@pytest.mark.parametrize(
+    ("template", "beside", "lost"),
+    [
+        ("deepseek-first", "<|Assistant|>A moment.<|end|><|Assistant|><call>function<sep>level", ["tool"]),
+        ("hermes", "<|im_start|>assistant A moment.<|im_end|><|im_start|>assistant<tool_call>", []),
+        ("mistral", "[TOOL_CALLS]", ["assistant turn", "tool"]),  # which takes no turn more
+        ("qwen3", "<|im_start|>assistantA moment.<tool_call>", ["tool"]),
+        ("minimax", "]aiA moment.<invoke level>", []),
+        ("first-call", "<|assistant|>A moment.<|call|>", []),
+    ],
+)
+def test_words_beside_a_call_are_shown_where_they_can_be_and_counted_else(
+    renderer: Callable[..., Renderer], template: str, beside: str, lost: list[str]
+) -> None:
+    """Also where the same words stand in a tool's description."""
+    written = renderer(template)
+    text, rendered = said(written, talk(USER, CALLED[1] | NOW, CALLED[2], ANSWER, tools=[TOOL]))
+    assert beside in text
+    assert sorted(rendered.left_out) == lost
+    note = "the chat template leaves out words beside calls: they are a turn of their own before them"
+    assert (note in written.notes) == (template in ("deepseek-first", "hermes"))
+
+
+@pytest.mark.parametrize(
+    ("template", "lost"),
+    [("first-call", ["arguments", "call"]), ("hermes", []), ("kimi", ["tool"]), ("mistral", ["tool"])],
+)
+def test_a_call_that_is_lost_is_counted_though_its_name_stands_elsewhere(
+    renderer: Callable[..., Renderer], template: str, lost: list[str]
+) -> None:
+    """In the tool's declaration, in its description, and in another call."""
+    results = (CALLED[2], {"role": "tool", "tool_call_id": "call_8", "content": "3"})
+    both = talk(USER, {"role": "assistant", "tool_calls": [CALL, LATER]}, *results, ANSWER, tools=[TOOL])
+    text, rendered = said(renderer(template), both)
+    assert ("Oder" in text) == ("call" not in lost)
+    assert sorted(rendered.left_out) == lost
 
 
 def test_a_template_for_tools_is_taken_where_there_are_calls(renderer: Callable[..., Renderer]) -> None:
@@ -271,6 +323,7 @@ def _tool_rows(source: Row, name: str, count: int) -> Iterator[Row]:
         ("qwen3", {"developer turn"}),
         ("qwen-coder", {"thoughts"}),
         ("deepseek", {"developer turn", "thoughts"}),
+        ("deepseek-first", {"thoughts"}),
         ("kimi", set()),
         ("mixtral", {"thoughts"}),
         ("llama", {"thoughts"}),

@@ -206,11 +206,20 @@ CHAT = {"columns": ["m"], "shape": "chat"}
         (GOOD + '{"text": broken}\n', {}, "a.jsonl:2: not valid JSON (Expecting value, column 10)"),
         (GOOD.encode() + b'{"text": "\xff"}\n', {}, "a.jsonl:2: not UTF-8"),
         (GOOD + '["text"]\n', {}, "a.jsonl:2: not a JSON object"),
-        (GOOD + '{"text": ""}\n', {}, "1 of all 2 samples; an empty text (1, first at a.jsonl:2)"),
+        ("\ufeff\r\n" + GOOD + "\r\nnull\r\n", {}, "a.jsonl:4: not a JSON object"),
+        (GOOD + '{"text": ' + "9" * 5000 + "}\n", {}, "a.jsonl:2: a number with too many digits"),
+        (GOOD + '{"text": ' + "[" * 101 + "]" * 101 + "}\n", {}, "a.jsonl:2: nested too deeply"),
+        (GOOD + '{"text": ' + "[" * 99999, {}, "a.jsonl:2: nested too deeply"),
+        (b"\x1f\x8b" + GOOD.encode(), {}, "a.jsonl:1: not UTF-8"),
+        (GOOD + '{"text": ""}\n', {}, "1 of all 2 samples; an empty text in text (1, first at a.jsonl:2)"),
         (GOOD + '{"text": "x"}\n', {}, "fewer than 2 tokens (1, first at a.jsonl:2)"),
         ('{"text": "\\ud800 half"}\n', {}, "half of a surrogate pair"),
         ("", {}, "a.jsonl: no rows"),
-        ('{"m": [{"role": "narrator", "content": "x"}]}\n', CHAT, "unknown role narrator (1, first at a.jsonl:1)"),
+        (
+            '{"m": [{"role": "narrator", "content": "x"}]}\n',
+            CHAT,
+            "unknown role narrator in role (1, first at a.jsonl:1)",
+        ),
         ('{"m": [{"role": "tool", "content": "x"}]}\n', CHAT, "0 of all 1 samples; the chat template refuses it"),
     ],
 )
@@ -225,6 +234,23 @@ def test_wrong_data_is_refused_in_one_line(
     assert str(failure.value).startswith(f"{path}:4: ")
     assert message in str(failure.value)
     assert "\n" not in str(failure.value)
+
+
+def test_rows_of_which_none_can_be_used_are_one_short_line(tmp_path: Path, tokenizer: str) -> None:
+    """The most frequent reasons come first, however many there are, and what they quote of a row is printable."""
+    roles = [*(f"role\n{number}\x1b" for number in range(30)), "narrator", "narrator"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"m": [{"role": role}]}) + "\n" for role in roles))
+    path = write_set(tmp_path, source("a.jsonl", **CHAT))
+    with pytest.raises(CalibrationError) as failure:
+        load_set(path, tokenizer)
+    assert failure.value.exit_code == 2
+    said = str(failure.value)
+    assert said.startswith(
+        f"{path}:4: a.jsonl: 0 of all 32 samples; unknown role narrator in role (2, first at a.jsonl:31), "
+    )
+    assert "\\n" in said
+    assert "\n" not in said
+    assert said.endswith(" and 26 more reasons; correct the rows, columns or shape")
 
 
 def test_a_template_that_refuses_everything_and_a_tokenizer_without_one(tmp_path: Path) -> None:

@@ -168,6 +168,25 @@ def test_contests_take_one_solution_by_the_seed() -> None:
     assert answers["0"] == read_row(row, source("code-contests", "name"), "0").turns[1]["content"]
 
 
+@pytest.mark.parametrize(
+    ("solutions", "answer"),
+    [
+        ({"solution": ["a = 1"]}, "```\na = 1\n```"),
+        ({"solution": ["a = 1"], "language": []}, "```\na = 1\n```"),
+        ({"solution": ["a = 1"], "language": None}, "```\na = 1\n```"),
+        ({"solution": ["a = 1"], "language": ["PYTHON3"]}, "```\na = 1\n```"),
+        ({"solution": ["a = 1"], "language": [[3]]}, "```\na = 1\n```"),
+        ({"solution": [None, "a = 1", "", 5], "language": [2, 3, 4, 2]}, "```python\na = 1\n```"),
+        (json.dumps({"solution": ["a = 1"], "language": [3]}), "```python\na = 1\n```"),
+    ],
+)
+def test_contests_with_less_than_all_fields(solutions: Any, answer: str) -> None:
+    """A solution of no known language has a block without one, and one that is null is never taken."""
+    row = {"name": "1_A", "description": "Add.", "solutions": solutions}
+    for seed in map(str, range(9)):
+        assert read_row(row, source("code-contests", "name"), seed).turns[1]["content"] == answer
+
+
 def test_an_instruction_goes_into_the_users_turn() -> None:
     assert instruct(Content((), (), "fn main() {}"), "Explain.").turns == (
         {"role": "user", "content": "Explain.\n\nfn main() {}"},
@@ -188,16 +207,16 @@ def test_an_instruction_goes_into_the_users_turn() -> None:
         ("prompt-answer", ("q", "a"), {"q": "x", "a": None}, "a is not text"),
         ("chat", ("m",), {"m": []}, "m is not a list of turns"),
         ("chat", ("m",), {"m": "hello"}, "m is not a list of turns"),
-        ("chat", ("m",), {"m": ["hello"]}, "unknown role None"),
+        ("chat", ("m",), {"m": ["hello"]}, "m has a turn that is not a mapping"),
         ("chat", ("m",), {"m": [{"role": "narrator", "content": "x"}]}, "unknown role narrator"),
         ("chat", ("m",), {"m": [{"role": "user", "content": " "}]}, "an empty turn"),
-        ("chat", ("m",), {"m": [{"role": "user", "content": [{"type": "image"}]}]}, "a turn that is not text"),
-        ("chat", ("m",), {"m": [{"role": "user", "content": 5}]}, "a turn that is not text"),
+        ("chat", ("m",), {"m": [{"role": "user", "content": [{"type": "image"}]}]}, "content of a turn has a part"),
+        ("chat", ("m",), {"m": [{"role": "user", "content": 5}]}, "content of a turn is not text"),
         ("chat", ("m", "t"), {"m": [{"role": "user", "content": "x"}], "t": "none"}, "not a list of tools"),
         (
             "chat",
             ("m",),
-            {"m": [{"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}]},
+            {"m": [{"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": {"x": 1}}}]}]},
             "a tool call without a name",
         ),
         (
@@ -211,6 +230,15 @@ def test_an_instruction_goes_into_the_users_turn() -> None:
         ("sharegpt", ("c",), {"c": [{"from": "gpt", "value": "<tool_call>x</tool_call>"}]}, "without a name"),
         ("code-contests", ("n",), {"n": "1_A", "description": "d", "solutions": {"solution": []}}, "no solution"),
         ("code-contests", ("n",), {"n": "1_A", "description": "d"}, "no solution"),
+        ("code-contests", ("n",), {"n": "1_A", "description": "d", "solutions": {"solution": [None]}}, "no solution"),
+        ("code-contests", ("n",), {"n": "1_A", "description": "d", "solutions": {"solution": "x"}}, "is not a list"),
+        (
+            "code-contests",
+            ("n",),
+            {"n": "1_A", "description": "d", "solutions": {"solution": ["a", "b"], "language": [3]}},
+            "solutions has 2 of solution and 1 of language",
+        ),
+        ("chat", ("m",), {"m": [{"role": "user", "content": "x", "thinking": ["y"]}]}, "thinking is not text"),
     ],
 )
 def test_a_row_that_cannot_be_used_says_why(
@@ -218,6 +246,15 @@ def test_a_row_that_cannot_be_used_says_why(
 ) -> None:
     with pytest.raises(Rejected, match=reason):
         read(shape, columns, row)
+
+
+def test_a_text_that_is_not_quoted_is_not_cut_at_its_comma() -> None:
+    with pytest.raises(SourceError) as failure:
+        list(rows.file_rows(io.BytesIO(b"text,n\r\na,1\r\nHello, world,2\r\n"), "a.csv", "a.csv"))
+    assert (failure.value.subject, failure.value.reason) == (
+        "a.csv row 2",
+        "more fields than the first line has columns",
+    )
 
 
 @pytest.mark.parametrize("indent", [None, 1])

@@ -135,7 +135,7 @@ def test_rows_that_cannot_be_used_are_said_and_the_set_loads_without_them(tmp_pa
     pyarrow.parquet.write_table(pyarrow.table({"prose": prose, "id": range(9), "when": after_9999}), data)
     path = tmp_path / "new.yaml"
     contents, notes = new_set(path, data)
-    assert notes == [f"3 of 9 rows cannot be used as text; the first: {data} row 1: an empty text"]
+    assert notes == [f"3 of 9 rows cannot be used as text; the first: {data} row 1: an empty text in prose"]
     write_new(contents)
     assert len(load_set(path, tokenizer).samples) == 6
 

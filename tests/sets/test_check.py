@@ -286,7 +286,7 @@ def test_dropped_rows_are_shown(tmp_path: Path, tokenizer: str) -> None:
     path = checked_set(tmp_path, [("code/c", "some text"), *[("x", "")] * 9])
     path.write_text(path.read_text().replace('"samples": "all"', '"samples": 1'))
     text = printed(render(check_set(path, tokenizer)))
-    assert re.search(r"dropped \d of set\.jsonl: an empty text \(first set\.jsonl:\d+\)", text)
+    assert re.search(r"dropped \d of set\.jsonl: an empty text in text \(first set\.jsonl:\d+\)", text)
 
 
 def test_what_is_left_out_is_not_shown(tmp_path: Path, tokenizer: str, command: Command) -> None:

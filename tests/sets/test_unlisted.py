@@ -88,7 +88,11 @@ def test_the_next_row_is_taken_in_place_of_one_left_out(tmp_path: Path, tokenize
     ("rows", "samples", "message"),
     [
         ([("code/cobol", "")] * 4 + [("code/rust", "")], 2, "list these languages, correct the rows, columns or shape"),
-        ([("code/cobol", "two"), ("code/rust", "")], "all", r"0 of all 1 samples; an empty text \(1, first at a"),
+        (
+            [("code/cobol", "two"), ("code/rust", "")],
+            "all",
+            r"0 of all 1 samples; an empty text in text \(1, first at a",
+        ),
         ([("code/cobol", "two")], "all", r"no row is left \(a.jsonl:1: code/cobol is not in languages"),
     ],
 )
