@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass, replace
 from functools import cache
@@ -12,6 +11,7 @@ from typing import Any
 import yaml
 
 from quantizers.architectures.architecture import Architecture
+from quantizers.system.cores import cores
 from quantizers.system.errors import InputError, did_you_mean
 from quantizers.system.formatting import parse_bytes
 
@@ -74,8 +74,8 @@ def rates_of_gpus() -> list[Rates]:
 
 def rates_of_cpu() -> Rates:
     """The cores of this machine that the program may use."""
-    cores = len(os.sched_getaffinity(0))
-    bandwidth, rate = min(CORE_BANDWIDTH * cores, MOST_BANDWIDTH), CORE_RATE * cores
+    count = cores()
+    bandwidth, rate = min(CORE_BANDWIDTH * count, MOST_BANDWIDTH), CORE_RATE * count
     return Rates("CPU", 0, bandwidth, rate, rate, CPU_SHARES)
 
 
