@@ -39,6 +39,7 @@ from quantizers.pipeline.publication import Destination, refuse_early
 from quantizers.planning.estimate import calibration_lengths, estimate_run, evaluation_lengths, ways_of_source
 from quantizers.planning.job import Job, cached_folder, given_folder, parts_of_run, prepare, sets_of
 from quantizers.planning.plan import summary
+from quantizers.recipe.gpu_names import gpus_named
 from quantizers.recipe.portable import is_hub_id
 from quantizers.recipe.read import Change, changes_of, read_recipe, set_file, source_location
 from quantizers.recipe.schema import Recipe
@@ -526,8 +527,8 @@ def _memory_and_time(
     on = "CPU" if device.type == "cpu" else "GPU"
     remedy = "" if needs.host <= free else "end other programs, or take a machine with more"
     rows.add("host memory", f"{gib(needs.host)} needed, estimated; {gib(free)} free", remedy, stops=True)
-    name = on if on == "CPU" else torch.cuda.get_device_name(device)
-    for seconds in [seconds["all"] for rates, seconds in (needs.seconds or {}).items() if rates in name]:
+    names = [on] if on == "CPU" else [name.replace("-", " ") for name in gpus_named(torch.cuda.get_device_name(device))]
+    for seconds in [seconds["all"] for rates, seconds in (needs.seconds or {}).items() if rates in names]:
         time = f"{seconds / DAY:,.0f} days" if seconds > 2 * DAY else duration(seconds)
         remedy = "`quantize plan` has the times on GPUs" if seconds > DAY else ""
         rows.add("time", f"about {time} on this {on}, estimated", remedy)

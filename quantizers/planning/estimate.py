@@ -213,7 +213,7 @@ def _assumptions(drawn: bool, processes: int, disk: float, scheme: ExpertFormat)
         "time: an estimate in closed form, with evaluation and one last reading of the shards, without the check of "
         "the source, which reads it once; with room for all Hessians: a smaller device sweeps over a layer's inputs "
         "more often (--device-memory says how often), which is not counted; a run forecasts from its first layer",
-        "rates: nominal ones (quantizers/planning/gpus.yaml), of which bandwidth, matrix products, float32 and "
+        "rates: nominal ones (quantizers/recipe/gpus.yaml), of which bandwidth, matrix products, float32 and "
         f"factorizations reach {on_gpu} on a GPU and {on_cpu} on a CPU",
         f"files: {disk / 1e9:g} GB/s read or written, beside the computing",
         "memory: with the Hessians of one expert batch at a time, and with those of all and the activations as well",

@@ -1,18 +1,15 @@
-"""GPUs by name (gpus.yaml): their memory for `plan --vram`, and the nominal rates of some for estimated times."""
+"""GPUs that a user names: their memory for `plan --vram`, and the nominal rates of some for estimated times."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-import yaml
-
 from quantizers.architectures.architecture import Architecture
+from quantizers.recipe.gpu_names import SLICE, find_gpu, known_gpus
 from quantizers.system.cores import cores
-from quantizers.system.errors import InputError, did_you_mean
+from quantizers.system.errors import InputError
 from quantizers.system.formatting import parse_bytes
 
 GIB, TERA = 2**30, 1e12
@@ -27,13 +24,6 @@ CPU_SHARES = {"bandwidth": 1.0, "products": 0.75, "float32": 0.75, "factorizatio
 CORE_RATE = 0.095e12
 CORE_BANDWIDTH = 7.5e9
 MOST_BANDWIDTH = 200e9
-
-
-@cache
-def known_gpus() -> dict[str, dict[str, Any]]:
-    """The entries of gpus.yaml, by name."""
-    entries: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("gpus.yaml").read_text())
-    return entries
 
 
 def _memory(entry: dict[str, Any]) -> int:
@@ -105,20 +95,9 @@ def parse_gpus(text: str) -> Gpus:
     if match is None or (match[1] is not None and not int(match[1])):
         raise InputError(f"--vram {text!r}", "write the number of GPUs and the memory of each, as 2x96GiB, or 2xH100")
     count = int(match[1] or 1)
-    name = re.sub(r"[\s_-]+", "-", match[2].strip().upper().removeprefix("NVIDIA ").removeprefix("AMD "))
-    by_name = {
-        other.replace("-", ""): entry
-        for known, entry in known_gpus().items()
-        for other in (known, *entry.get("also", ()))
-    }
-    if entry := by_name.get(name.replace("-", "")) or by_name.get(f"RTX{name}".replace("-", "")):
+    if re.match(r"[A-Za-z]|\d{4}(?!.*[bB]$)", match[2]) or SLICE.search(match[2]):
+        entry = known_gpus()[find_gpu(match[2], f"--vram {text!r}", count)]
         return Gpus(text.strip(), count, _memory(entry), entry.get("sm"), "seen" not in entry)
-    if re.match(r"[A-Z]|\d{4}(?!.*B$)", name):
-        raise InputError(
-            f"--vram {text!r}",
-            f"no GPU {match[2]} is known{did_you_mean(name, known_gpus())}",
-            f"give the memory of each, as {count}x96GiB, or one of {', '.join(sorted(known_gpus()))}",
-        )
     return Gpus(text.strip(), count, parse_bytes(match[2], "--vram"))
 
 

@@ -53,6 +53,7 @@ COMMON = "1x24 2x24 1x48 4x24 2x48 1x96 8x24 4x48 2x96 4x80 8x80 8x141"  # GPUs,
 HUMMING_ROWS, HUMMING_COLUMNS = 256, 128  # of which a GPU's part is filled up to multiples (utils/humming/moe.py, 411)
 MARLIN_TILE = 64  # of an expert's width on a GPU; up to vLLM 0.32 it had to be whole, later ones fill it up with zeros
 FP8_CACHE_SM = 89  # below it FlashInfer alone has an FP8 cache, and SGLang refuses FP8 weights in blocks
+KNOWN_SM = 80  # below it nothing is known of kernels, see quantizers/recipe/cards.py
 FLASHINFER = "--attention-backend FLASHINFER"
 LITTLE = GIB // 2  # bytes that budgets leave on each GPU, and below which `notes` warns: RUNTIME is a guess
 MOST_GPUS = 64  # more of the same are not suggested
@@ -268,6 +269,8 @@ def assumptions(gpus: Sequence[Gpus]) -> list[str]:
     ]
     if any(cards.sm is None or cards.sm < FP8_CACHE_SM for cards in gpus):
         lines.append(f"an FP8 KV cache below SM{FP8_CACHE_SM} (RTX 3090, A100): {FLASHINFER}; others refuse it")
+    if old := ", ".join(dict.fromkeys(cards.name for cards in gpus if cards.sm is not None and cards.sm < KNOWN_SM)):
+        lines.append(f"{old}: memory alone; below SM{KNOWN_SM} there is no bfloat16, and no kernel is known here")
     if nominal:
         lines.append(f"{nominal}: the nominal memory; torch and vLLM see up to {most_unseen():.0%} less")
     return lines
