@@ -10,9 +10,10 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.recipe.gpu_names import SLICE, find_gpu, known_gpus
 from quantizers.system.cores import cores
 from quantizers.system.errors import InputError
-from quantizers.system.formatting import parse_bytes
+from quantizers.system.formatting import gib, parse_bytes
 
 GIB, TERA = 2**30, 1e12
+LEAST, MOST, MOST_COUNT = GIB, 4096 * GIB, 10_000  # bytes of a GPU, and their number: others are a slip
 _COUNT = re.compile(r"^\d+\s*[xX×]\s*")
 
 # The shares of nominal rates that are reached. On GPUs as a layer of MiniMax-M2.1 took them on one H200
@@ -95,10 +96,16 @@ def parse_gpus(text: str) -> Gpus:
     if match is None or (match[1] is not None and not int(match[1])):
         raise InputError(f"--vram {text!r}", "write the number of GPUs and the memory of each, as 2x96GiB, or 2xH100")
     count = int(match[1] or 1)
+    if count > MOST_COUNT:
+        raise InputError(f"--vram {text!r}", f"{MOST_COUNT:,} GPUs at most are planned for", "write it as 2x96GiB")
     if re.match(r"[A-Za-z]|\d{4}(?!.*[bB]$)", match[2]) or SLICE.search(match[2]):
         entry = known_gpus()[find_gpu(match[2], f"--vram {text!r}", count)]
         return Gpus(text.strip(), count, _memory(entry), entry.get("sm"), "seen" not in entry)
-    return Gpus(text.strip(), count, parse_bytes(match[2], "--vram"))
+    memory = parse_bytes(match[2], f"--vram {text!r}")
+    if not LEAST <= memory <= MOST:
+        bounds = f"of {gib(LEAST)} to {gib(MOST)}"
+        raise InputError(f"--vram {text!r}", f"GPUs {bounds} are planned for", f"write it as {count}x96GiB")
+    return Gpus(text.strip(), count, memory)
 
 
 def lacking_facts(facts: Architecture) -> str | None:
