@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.recipe.gpu_names import SLICE, find_gpu, known_gpus
+from quantizers.recipe.gpu_names import SLICE, find_gpu, gpus_named, known_gpus
 from quantizers.system.cores import cores
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import gib, parse_bytes
 
 GIB, TERA = 2**30, 1e12
 LEAST, MOST, MOST_COUNT = GIB, 4096 * GIB, 10_000  # bytes of a GPU, and their number: others are a slip
+_ROW = re.compile(r"(.+),\s*(\d+ ?MiB)", re.IGNORECASE)  # nvidia-smi --query-gpu=name,memory.total --format=csv
 _COUNT = re.compile(r"^\d+\s*[xX×]\s*")
 
 # The shares of nominal rates that are reached. On GPUs as a layer of MiniMax-M2.1 took them on one H200
@@ -92,20 +93,24 @@ def most_unseen() -> float:
 
 def parse_gpus(text: str) -> Gpus:
     """Parse `2x96GiB`, `2xH100`, or either for one GPU; InputError for any other form, and an unknown name."""
-    match = re.fullmatch(r"(?:(\d+)\s*[xX×]\s*)?(.+)", text.strip())
+    match = re.fullmatch(r"(?:(\d{1,30})\s*[xX×]\s*)?(.+)", text.strip())
     if match is None or (match[1] is not None and not int(match[1])):
         raise InputError(f"--vram {text!r}", "write the number of GPUs and the memory of each, as 2x96GiB, or 2xH100")
     count = int(match[1] or 1)
     if count > MOST_COUNT:
         raise InputError(f"--vram {text!r}", f"{MOST_COUNT:,} GPUs at most are planned for", "write it as 2x96GiB")
-    if re.match(r"[A-Za-z]|\d{4}(?!.*[bB]$)", match[2]) or SLICE.search(match[2]):
+    given = match[2]
+    names: list[str] = []
+    if (row := _ROW.fullmatch(given)) and not SLICE.search(given):
+        names, given = gpus_named(row[1]), row[2]
+    elif re.match(r"[A-Za-z]|\d{4}(?!.*[bB]$)", match[2]) or SLICE.search(match[2]):
         entry = known_gpus()[find_gpu(match[2], f"--vram {text!r}", count)]
         return Gpus(text.strip(), count, _memory(entry), entry.get("sm"), "seen" not in entry)
-    memory = parse_bytes(match[2], f"--vram {text!r}")
+    memory = parse_bytes(given, f"--vram {text!r}")
     if not LEAST <= memory <= MOST:
         bounds = f"of {gib(LEAST)} to {gib(MOST)}"
         raise InputError(f"--vram {text!r}", f"GPUs {bounds} are planned for", f"write it as {count}x96GiB")
-    return Gpus(text.strip(), count, memory)
+    return Gpus(text.strip(), count, memory, known_gpus()[names[0]].get("sm") if names else None)
 
 
 def lacking_facts(facts: Architecture) -> str | None:

@@ -66,7 +66,8 @@ PRINTED = {
 
 @pytest.mark.parametrize("name", PRINTED)
 def test_a_printed_name_has_the_memory_that_is_printed(name: str) -> None:
-    """In any case, with a number, hyphens for spaces (as Kubernetes labels nodes), or as `nvidia-smi -L` has it.
+    """In any case, with a number, hyphens for spaces (as Kubernetes labels nodes), or as `nvidia-smi -L` has it;
+    with the memory beside it, that counts.
 
     The vendor's nominal memory is up to 8 % more where ECC takes some.
     """
@@ -75,6 +76,8 @@ def test_a_printed_name_has_the_memory_that_is_printed(name: str) -> None:
     for other in (name.upper(), name.lower(), name.replace(" ", "-"), f"GPU 7: {name} (UUID: GPU-0a1b-2c)"):
         gpus = parse_gpus(f"8x{other}")
         assert (gpus.count, gpus.bytes, gpus.sm) == (8, parse_gpus(name).bytes, parse_gpus(name).sm)
+    row = parse_gpus(f"2x{name}, {PRINTED[name]} MiB")
+    assert (row.count, row.bytes, row.sm) == (2, PRINTED[name] * 2**20, parse_gpus(name).sm)
 
 
 @pytest.mark.parametrize("name", known_gpus())
