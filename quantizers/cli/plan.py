@@ -134,7 +134,7 @@ def _needs_lines(needs: dict[str, Any]) -> list[str]:
     if needs["held_out"] != 0:
         number = "an unknown number of" if needs["held_out"] is None else f"{needs['held_out']:,}"
         tokens += f" and {number} evaluation tokens"
-    for_each = f" for each of {needs['processes']} processes" if needs["processes"] > 1 else ""
+    for_each = f" for each of {needs['processes']:,} processes" if needs["processes"] > 1 else ""
     return [
         f"a run with its {tokens} needs about",
         text_table(("on a", "disk for the output", "activations", "memory of the device"), rows),
@@ -158,7 +158,7 @@ def _time_lines(needs: dict[str, Any]) -> list[str]:
     if needs["seconds"] is None:
         return ["time: unknown before the sets are read, and for experts.engine: llmcompressor"]
     several, header = needs["several"], ["on", "time, estimated", "layers", "verification"]
-    header += [f"by {needs['processes']} processes"] if several else []
+    header += [f"by {needs['processes']:,} processes"] if several else []
     rows = []
     for name, seconds in needs["seconds"].items():
         rows.append([name, *(_about(seconds[stage]) for stage in ("all", "layers", "verification"))])

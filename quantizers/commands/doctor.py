@@ -39,15 +39,19 @@ from quantizers.pipeline.publication import Destination, refuse_early
 from quantizers.planning.estimate import calibration_lengths, estimate_run, evaluation_lengths, ways_of_source
 from quantizers.planning.job import Job, cached_folder, given_folder, parts_of_run, prepare, sets_of
 from quantizers.planning.plan import summary
+from quantizers.recipe.gpu_names import gpus_named
 from quantizers.recipe.portable import is_hub_id
 from quantizers.recipe.read import Change, changes_of, read_recipe, set_file, source_location
 from quantizers.recipe.schema import Recipe
 from quantizers.system.caches import downloads_are_lost
+from quantizers.system.cores import limits as core_limits
+from quantizers.system.cores import threads_asked
 from quantizers.system.errors import Interrupted, QuantizeError, first_line
 from quantizers.system.extras import EXTRAS
 from quantizers.system.files import nearest_existing
 from quantizers.system.formatting import gib, short_path, size
-from quantizers.system.host_memory import available, total
+from quantizers.system.host_memory import available
+from quantizers.system.host_memory import limits as memory_limits
 from quantizers.system.hub_client import LOGIN, hub_errors, reason_of
 from quantizers.system.progress import duration
 from quantizers.system.version import __version__
@@ -197,7 +201,7 @@ def doctor(
         job = _look_at_recipe(of_recipe, given, chosen, unreachable) if chosen else None
     if chosen is not None:
         machine.tried("devices", _devices, machine, chosen, job.integers if job else USUAL)
-    machine.add("memory", f"{gib(total())}, {gib(available())} of it free")
+    _memory(machine)
     _folder(machine, "output", folder, "give --output in a folder that can be written", stops=True)
     fetched = given is not None and not (given.here or given.stream) and is_hub_id(given.location)
     remedy = "set HF_HOME to a folder with room that can be written"
@@ -263,7 +267,11 @@ def _devices(rows: _Rows, device: torch.device, integers: set[tuple[int, int, bo
     from quantizers.device.triton_support import can_launch, why_not
     from quantizers.solve.kernel_check import KERNELS, problem_of
 
-    rows.add("CPU", f"{len(os.sched_getaffinity(0))} cores, {torch.backends.cpu.get_cpu_capability()}")
+    counts = core_limits()
+    least = min(counts, key=lambda limit: limit.most)
+    by = f" of {counts[0].most} ({least.place})" if least.place else ""
+    rows.add("CPU", f"{least.most} cores{by}, {torch.backends.cpu.get_cpu_capability()}")
+    rows.tried("threads", threads_asked)
     entries = gpus()
     for entry in entries:
         free = torch.cuda.mem_get_info(torch.device(entry["device"]))[0]
@@ -283,6 +291,15 @@ def _devices(rows: _Rows, device: torch.device, integers: set[tuple[int, int, bo
             rows.add(
                 f"kernels {target}", f"torch's own operations ({why_not(target)})", "slower, with the same results"
             )
+
+
+def _memory(rows: _Rows) -> None:
+    """The memory that a run may use, and the file of each limit that makes it less than the machine's."""
+    limits = memory_limits()
+    most, left = min(limits, key=lambda limit: limit.most), min(limits, key=lambda limit: limit.left)
+    by = f" of the machine's {gib(limits[0].most)} ({most.place})" if most.place else ""
+    free_by = f" ({left.place})" if left.place not in ("", most.place) else ""
+    rows.add("memory", f"{gib(most.most)}{by}, {gib(max(0, left.left))} of it free{free_by}")
 
 
 def _folder(rows: _Rows, what: str, path: str | Path, remedy: str, *, stops: bool) -> None:
@@ -510,8 +527,8 @@ def _memory_and_time(
     on = "CPU" if device.type == "cpu" else "GPU"
     remedy = "" if needs.host <= free else "end other programs, or take a machine with more"
     rows.add("host memory", f"{gib(needs.host)} needed, estimated; {gib(free)} free", remedy, stops=True)
-    name = on if on == "CPU" else torch.cuda.get_device_name(device)
-    for seconds in [seconds["all"] for rates, seconds in (needs.seconds or {}).items() if rates in name]:
+    names = [on] if on == "CPU" else [name.replace("-", " ") for name in gpus_named(torch.cuda.get_device_name(device))]
+    for seconds in [seconds["all"] for rates, seconds in (needs.seconds or {}).items() if rates in names]:
         time = f"{seconds / DAY:,.0f} days" if seconds > 2 * DAY else duration(seconds)
         remedy = "`quantize plan` has the times on GPUs" if seconds > DAY else ""
         rows.add("time", f"about {time} on this {on}, estimated", remedy)

@@ -122,7 +122,7 @@ def evaluate(
         Sequence[str],
         opt.Option(
             "measure also as vLLM's kernels on this kind of card compute; may be repeated: "
-            "ampere, ada, hopper, hopper-no-e8m0, blackwell, vllm-cpu",
+            "ampere, ada, hopper, hopper-no-e8m0, blackwell, vllm-cpu, or a GPU's name",
             "CARD",
         ),
     ] = (),

@@ -99,6 +99,10 @@ def plan(
         raise InputError("", "--context, --kv, --tp and --ram go with --vram", "say which GPUs, as --vram 2x96GiB")
     if vram and (nodes, gpus, disk) != (1, 1, None):
         raise InputError("", "--nodes, --gpus and --disk plan a run, --vram plans serving", "give one or the other")
+    numbers = {"context": context, "tp": tp, "ram": ram, "nodes": nodes, "gpus": gpus, "disk": disk}
+    for name, number in (numbers | {"device-memory": device_memory}).items():
+        if number is not None and number < 1:
+            raise InputError(f"--{name}", f"{number} is less than 1", "give more, or leave it out")
     fits_on = required("fits_on", "--vram") if vram else None
     job = prepare(
         str(recipe),

@@ -13,9 +13,10 @@ import torch
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from quantizers.system.cores import THREADS, cores, threads_asked
 from quantizers.system.errors import InputError, OutputError, first_line
 from quantizers.system.extras import lacking
-from quantizers.system.host_memory import available
+from quantizers.system.host_memory import available, total
 from quantizers.system.version import __version__, files_digest
 
 from .determinism import LT_WORKSPACE, WORKSPACE, settings_in_force, settle_gpu
@@ -90,21 +91,21 @@ def use_threads(facts: Architecture, begun_with: int | None = None, dist: Proces
     begun with. torchrun sets OMP_NUM_THREADS=1 if it is unset: resumed with several processes, that 1 is ignored.
 
     Raises:
-        OutputError: OMP_NUM_THREADS asks for another number than `begun_with`.
+        InputError: OMP_NUM_THREADS is no number of threads.
+        OutputError: it asks for another number than `begun_with`.
     """
-    given = os.environ.get("OMP_NUM_THREADS")
+    asked = threads_asked()
     if begun_with is None:
-        if given is None:
-            small = 3 * facts.num_experts * facts.hidden_size * facts.expert_width < SMALL_LAYER
-            torch.set_num_threads(1 if small else len(os.sched_getaffinity(0)))
+        small = 3 * facts.num_experts * facts.hidden_size * facts.expert_width < SMALL_LAYER
+        torch.set_num_threads(asked or (1 if small else cores()))
         return
-    chosen = given is not None and not (dist.is_distributed and given == "1")
-    if chosen and given != str(begun_with):
+    chosen = asked is not None and not (dist.is_distributed and asked == 1)
+    if chosen and asked != begun_with:
         raise OutputError(
             "",
-            f"OMP_NUM_THREADS is {given}, but the unfinished work here was begun with {begun_with} threads, and their "
+            f"{THREADS} is {asked}, but the unfinished work here was begun with {begun_with} threads, and their "
             "number decides bits",
-            f"unset it, or set OMP_NUM_THREADS={begun_with}",
+            f"unset it, or set {THREADS}={begun_with}",
         )
     torch.set_num_threads(begun_with)
 
@@ -195,8 +196,7 @@ def versions() -> dict[str, str]:
 
 def environment() -> dict[str, Any]:
     """Versions, torch's CUDA or ROCm, and every device: its memory in bytes and, of a GPU, `triton_support.kernels`."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    cpu = {"device": "cpu", "name": f"{len(os.sched_getaffinity(0))} cores", "bytes": memory}
+    cpu = {"device": "cpu", "name": f"{cores()} cores", "bytes": total()}
     return {"versions": versions(), "cuda": torch.version.cuda, "rocm": torch.version.hip, "devices": [*gpus(), cpu]}
 
 

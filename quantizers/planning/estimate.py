@@ -81,7 +81,8 @@ def estimate_run(job: Job, output_bytes: int, processes: int = 1, disk: float = 
 
     Args:
         output_bytes: size of the finished checkpoint.
-        processes: with a GPU each, whose run is estimated besides that of one.
+        processes: with a GPU each, whose run is estimated besides that of one. More than a layer has expert batches
+            save no time.
         disk: bytes a second that each machine reads from or writes to files.
     """
     (lengths, drawn), texts = calibration_lengths(job), evaluation_lengths(job)
@@ -89,6 +90,7 @@ def estimate_run(job: Job, output_bytes: int, processes: int = 1, disk: float = 
     layer_source = max(sum(action.spec.bytes for action in plan.of_layer(n)) for n in range(plan.layers))
     layer_output = max(sum(spec.bytes for spec in plan.shard(n).values()) for n in range(plan.layers))
     memory = {name: _device_memory(job, None, name == "GPU", lengths, texts) for name in ITEMSIZES}
+    busy = min(processes, memory["GPU"].units)
     seconds = several = None
     if lengths is not None and texts is not None and plan.experts.engine == "gram":
         kinds = [(number in job.facts.dense, plan.schemes[number]) for number in range(plan.layers)]
@@ -105,7 +107,7 @@ def estimate_run(job: Job, output_bytes: int, processes: int = 1, disk: float = 
             return {"layers": in_layers, "verification": verification, "all": in_layers + verification}
 
         seconds = {rates.name: of(rates, 1) for rates in (rates_of_cpu(), *gpus)}
-        several = {rates.name: of(rates, processes) for rates in gpus} if processes > 1 else None
+        several = {rates.name: of(rates, busy) for rates in gpus} if processes > 1 else None
     source = sum(action.spec.bytes for action in plan.actions)
     return Estimate(
         tokens,
@@ -119,7 +121,7 @@ def estimate_run(job: Job, output_bytes: int, processes: int = 1, disk: float = 
         processes,
         several,
         source / disk if job.allocation else None,
-        _assumptions(drawn, processes, disk, job.recipe.experts.scheme),
+        _assumptions(drawn, (processes, busy), disk, job.recipe.experts.scheme),
     )
 
 
@@ -203,7 +205,8 @@ def memory_on_gpu(job: Job, limit: int) -> DeviceMemory:
     return _device_memory(job, limit, True, calibration_lengths(job)[0], evaluation_lengths(job))
 
 
-def _assumptions(drawn: bool, processes: int, disk: float, scheme: ExpertFormat) -> list[str]:
+def _assumptions(drawn: bool, processes: tuple[int, int], disk: float, scheme: ExpertFormat) -> list[str]:
+    """One line each. `processes` are those asked for, and those that have an expert batch to solve."""
     on_gpu, on_cpu = (", ".join(f"{share:.0%}" for share in shares.values()) for shares in (GPU_SHARES, CPU_SHARES))
     allowed = "as long as its sequence_length and the model's max_position_embeddings allow"
     lines = [
@@ -213,7 +216,7 @@ def _assumptions(drawn: bool, processes: int, disk: float, scheme: ExpertFormat)
         "time: an estimate in closed form, with evaluation and one last reading of the shards, without the check of "
         "the source, which reads it once; with room for all Hessians: a smaller device sweeps over a layer's inputs "
         "more often (--device-memory says how often), which is not counted; a run forecasts from its first layer",
-        "rates: nominal ones (quantizers/planning/gpus.yaml), of which bandwidth, matrix products, float32 and "
+        "rates: nominal ones (quantizers/recipe/gpus.yaml), of which bandwidth, matrix products, float32 and "
         f"factorizations reach {on_gpu} on a GPU and {on_cpu} on a CPU",
         f"files: {disk / 1e9:g} GB/s read or written, beside the computing",
         "memory: with the Hessians of one expert batch at a time, and with those of all and the activations as well",
@@ -221,8 +224,10 @@ def _assumptions(drawn: bool, processes: int, disk: float, scheme: ExpertFormat)
     if not scheme.by_kernel:
         without = "as for integers, though it is rounded without our kernels, which takes longer on a GPU"
         lines.append(f"{scheme.short}: {without}")
-    if processes > 1:
-        lines.append(f"{processes} processes: computing divided by {processes}; not what they send to each other")
+    asked, busy = processes
+    if asked > 1:
+        idle = "" if busy == asked else f", as a layer has so many expert batches: {asked - busy:,} would be idle"
+        lines.append(f"{asked:,} processes: computing divided by {busy}{idle}; not what they send to each other")
     return lines
 
 

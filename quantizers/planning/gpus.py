@@ -1,21 +1,20 @@
-"""GPUs by name (gpus.yaml): their memory for `plan --vram`, and the nominal rates of some for estimated times."""
+"""GPUs that a user names: their memory for `plan --vram`, and the nominal rates of some for estimated times."""
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-import yaml
-
 from quantizers.architectures.architecture import Architecture
-from quantizers.system.errors import InputError, did_you_mean
-from quantizers.system.formatting import parse_bytes
+from quantizers.recipe.gpu_names import SLICE, find_gpu, gpus_named, known_gpus
+from quantizers.system.cores import cores
+from quantizers.system.errors import InputError
+from quantizers.system.formatting import gib, parse_bytes
 
 GIB, TERA = 2**30, 1e12
+LEAST, MOST, MOST_COUNT = GIB, 4096 * GIB, 10_000  # bytes of a GPU, and their number: others are a slip
+_ROW = re.compile(r"(.+),\s*(\d+ ?MiB)", re.IGNORECASE)  # nvidia-smi --query-gpu=name,memory.total --format=csv
 _COUNT = re.compile(r"^\d+\s*[xX×]\s*")
 
 # The shares of nominal rates that are reached. On GPUs as a layer of MiniMax-M2.1 took them on one H200
@@ -27,13 +26,6 @@ CPU_SHARES = {"bandwidth": 1.0, "products": 0.75, "float32": 0.75, "factorizatio
 CORE_RATE = 0.095e12
 CORE_BANDWIDTH = 7.5e9
 MOST_BANDWIDTH = 200e9
-
-
-@cache
-def known_gpus() -> dict[str, dict[str, Any]]:
-    """The entries of gpus.yaml, by name."""
-    entries: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("gpus.yaml").read_text())
-    return entries
 
 
 def _memory(entry: dict[str, Any]) -> int:
@@ -74,8 +66,8 @@ def rates_of_gpus() -> list[Rates]:
 
 def rates_of_cpu() -> Rates:
     """The cores of this machine that the program may use."""
-    cores = len(os.sched_getaffinity(0))
-    bandwidth, rate = min(CORE_BANDWIDTH * cores, MOST_BANDWIDTH), CORE_RATE * cores
+    count = cores()
+    bandwidth, rate = min(CORE_BANDWIDTH * count, MOST_BANDWIDTH), CORE_RATE * count
     return Rates("CPU", 0, bandwidth, rate, rate, CPU_SHARES)
 
 
@@ -101,25 +93,24 @@ def most_unseen() -> float:
 
 def parse_gpus(text: str) -> Gpus:
     """Parse `2x96GiB`, `2xH100`, or either for one GPU; InputError for any other form, and an unknown name."""
-    match = re.fullmatch(r"(?:(\d+)\s*[xX×]\s*)?(.+)", text.strip())
+    match = re.fullmatch(r"(?:(\d{1,30})\s*[xX×]\s*)?(.+)", text.strip())
     if match is None or (match[1] is not None and not int(match[1])):
         raise InputError(f"--vram {text!r}", "write the number of GPUs and the memory of each, as 2x96GiB, or 2xH100")
     count = int(match[1] or 1)
-    name = re.sub(r"[\s_-]+", "-", match[2].strip().upper().removeprefix("NVIDIA ").removeprefix("AMD "))
-    by_name = {
-        other.replace("-", ""): entry
-        for known, entry in known_gpus().items()
-        for other in (known, *entry.get("also", ()))
-    }
-    if entry := by_name.get(name.replace("-", "")) or by_name.get(f"RTX{name}".replace("-", "")):
+    if count > MOST_COUNT:
+        raise InputError(f"--vram {text!r}", f"{MOST_COUNT:,} GPUs at most are planned for", "write it as 2x96GiB")
+    given = match[2]
+    names: list[str] = []
+    if (row := _ROW.fullmatch(given)) and not SLICE.search(given):
+        names, given = gpus_named(row[1]), row[2]
+    elif re.match(r"[A-Za-z]|\d{4}(?!.*[bB]$)", match[2]) or SLICE.search(match[2]):
+        entry = known_gpus()[find_gpu(match[2], f"--vram {text!r}", count)]
         return Gpus(text.strip(), count, _memory(entry), entry.get("sm"), "seen" not in entry)
-    if re.match(r"[A-Z]|\d{4}(?!.*B$)", name):
-        raise InputError(
-            f"--vram {text!r}",
-            f"no GPU {match[2]} is known{did_you_mean(name, known_gpus())}",
-            f"give the memory of each, as {count}x96GiB, or one of {', '.join(sorted(known_gpus()))}",
-        )
-    return Gpus(text.strip(), count, parse_bytes(match[2], "--vram"))
+    memory = parse_bytes(given, f"--vram {text!r}")
+    if not LEAST <= memory <= MOST:
+        bounds = f"of {gib(LEAST)} to {gib(MOST)}"
+        raise InputError(f"--vram {text!r}", f"GPUs {bounds} are planned for", f"write it as {count}x96GiB")
+    return Gpus(text.strip(), count, memory, known_gpus()[names[0]].get("sm") if names else None)
 
 
 def lacking_facts(facts: Architecture) -> str | None:

@@ -10,13 +10,28 @@ from typing import Literal, get_args
 
 from quantizers.system.errors import InputError
 
+from .gpu_names import gpus_named, known_gpus
+
 Card = Literal["ampere", "ada", "hopper", "hopper-no-e8m0", "blackwell", "vllm-cpu"]
 CARDS: tuple[Card, ...] = get_args(Card)
+FROM_SM: dict[Card, int] = {"blackwell": 100, "hopper": 90, "ada": 89, "ampere": 80}
+
+
+def card_of(name: str, place: str) -> Card:
+    """The card of this name, or that of a GPU; an InputError for another name, and for GPUs of which none is known."""
+    for card in CARDS:
+        if name.strip().lower() == card:
+            return card
+    gpus = gpus_named(name)
+    sm = known_gpus()[gpus[0]].get("sm", 0) if gpus else 0
+    for card, least in FROM_SM.items():
+        if sm >= least:
+            return card
+    problem = f"nothing is known of kernels on {gpus[0]}" if gpus else "no such card is known here"
+    raise InputError(place, problem, f"give one of {', '.join(CARDS)}")
 
 
 def known_cards(names: Iterable[str]) -> tuple[Card, ...]:
-    """The cards of these names, each once; an InputError for another name."""
-    for name in names:
-        if name not in CARDS:
-            raise InputError(f"--as-served {name}", "no such card is known here", f"give one of {', '.join(CARDS)}")
-    return tuple(card for card in CARDS if card in names)
+    """The cards of these names, each once; see `card_of`."""
+    cards = {card_of(name, f"--as-served {name}") for name in names}
+    return tuple(card for card in CARDS if card in cards)

@@ -20,7 +20,7 @@ from quantizers.system.errors import InputError
 from quantizers.system.formatting import parse_bytes
 from quantizers.system.schema import Strict, Wrong
 
-from .cards import CARDS, Card
+from .cards import CARDS, Card, card_of
 
 Format = Literal["int", "nvfp4"]  # the names of formats that experts can be quantized to, see formats/format.py
 
@@ -258,11 +258,23 @@ class Verify(Strict):
     perplexity: PerplexityGate | None = None
     """How close the output must be to the source on a held-out set."""
     as_served: Annotated[tuple[Card, ...] | None, Field(strict=False), ONLY_IF_GIVEN] = None
-    """Cards on which source and output are measured as well, as vLLM's kernels there would compute them; needs
-    `perplexity`. Each takes two more passes of the held-out texts. Default: none; `[blackwell]` with
-    `experts.activations: 4`."""
+    """Cards on which source and output are measured as well, as vLLM's kernels there would compute them, or GPUs by
+    name, such as `NVIDIA L40S`; needs `perplexity`. Each takes two more passes of the held-out texts. Default: none;
+    `[blackwell]` with `experts.activations: 4`."""
     stop: Annotated[Stop | None, ONLY_IF_GIVEN] = None
     """When to stop after a layer instead of finishing the output; needs `perplexity`."""
+
+    @field_validator("as_served", mode="before")
+    @classmethod
+    def _by_name(cls, value: Any) -> Any:
+        """GPUs by their names are cards too."""
+        if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
+            return value
+        try:
+            cards = [card_of(name, "as_served") for name in value]
+        except InputError:
+            return value  # what pydantic says of it lists the cards
+        return list(dict.fromkeys(cards))
 
     @field_validator("stop", "as_served")
     @classmethod

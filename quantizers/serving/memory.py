@@ -53,6 +53,7 @@ COMMON = "1x24 2x24 1x48 4x24 2x48 1x96 8x24 4x48 2x96 4x80 8x80 8x141"  # GPUs,
 HUMMING_ROWS, HUMMING_COLUMNS = 256, 128  # of which a GPU's part is filled up to multiples (utils/humming/moe.py, 411)
 MARLIN_TILE = 64  # of an expert's width on a GPU; up to vLLM 0.32 it had to be whole, later ones fill it up with zeros
 FP8_CACHE_SM = 89  # below it FlashInfer alone has an FP8 cache, and SGLang refuses FP8 weights in blocks
+KNOWN_SM = 80  # below it nothing is known of kernels, see quantizers/recipe/cards.py
 FLASHINFER = "--attention-backend FLASHINFER"
 LITTLE = GIB // 2  # bytes that budgets leave on each GPU, and below which `notes` warns: RUNTIME is a guess
 MOST_GPUS = 64  # more of the same are not suggested
@@ -150,8 +151,12 @@ def tensor_parallel_problem(model: Model, parallel: int) -> str | None:
     return next(obstacles(parallel, model.facts, model.groups, model.blocks), None)
 
 
-def split_over(model: Model, gpus: Gpus, tensor_parallel: int | None) -> tuple[int, int]:
-    """Tensor and pipeline parallelism that use all GPUs: as much of the former as was asked for, or as vLLM allows."""
+def split_over(model: Model, gpus: Gpus, tensor_parallel: int | None = None) -> tuple[int, int]:
+    """Tensor and pipeline parallelism that use all GPUs: as much of the former as was asked for, or as vLLM allows.
+
+    Raises:
+        InputError: the former does not divide GPUs or model, or there are more pipeline stages than layers.
+    """
     if tensor_parallel is not None:
         if tensor_parallel < 1 or gpus.count % tensor_parallel:
             factors = " or ".join(str(n) for n in range(1, gpus.count + 1) if gpus.count % n == 0)
@@ -160,10 +165,30 @@ def split_over(model: Model, gpus: Gpus, tensor_parallel: int | None) -> tuple[i
             )
         if problem := tensor_parallel_problem(model, tensor_parallel):
             raise InputError(f"--tp {tensor_parallel}", problem, "choose another")
-        return tensor_parallel, gpus.count // tensor_parallel
-    divisors = [n for n in range(gpus.count, 0, -1) if gpus.count % n == 0]
-    best = next((n for n in divisors if tensor_parallel_problem(model, n) is None), 1)
-    return best, gpus.count // best
+    ranks = tensor_parallel or _most_ranks(model, gpus.count)
+    stages, layers = gpus.count // ranks, len(model.layers)
+    if stages > layers:
+        fewer = range(min(gpus.count, model.facts.num_heads * layers), 0, -1)
+        most = next(count for count in fewer if can_split(model, gpus.of(count), tensor_parallel))
+        raise InputError(
+            f"--vram {gpus.name}",
+            f"by tensor parallelism of {ranks} these are {stages:,} pipeline stages, and the model has {layers} layers",
+            f"give {gpus.of(most).name}",
+        )
+    return ranks, stages
+
+
+def can_split(model: Model, gpus: Gpus, tensor_parallel: int | None = None) -> bool:
+    """Whether `split_over` would not refuse these GPUs."""
+    if tensor_parallel and (gpus.count % tensor_parallel or tensor_parallel_problem(model, tensor_parallel)):
+        return False
+    return gpus.count // (tensor_parallel or _most_ranks(model, gpus.count)) <= len(model.layers)
+
+
+def _most_ranks(model: Model, count: int) -> int:
+    """The largest tensor parallelism that vLLM allows and that divides a number of GPUs."""
+    divisors = (n for n in range(min(count, model.facts.num_heads), 0, -1) if count % n == 0)
+    return next((n for n in divisors if tensor_parallel_problem(model, n) is None), 1)
 
 
 def kv_bytes_per_token(model: Model, kv: KvType, tensor_parallel: int = 1, pipeline_parallel: int = 1) -> int:
@@ -189,9 +214,13 @@ def fit(
     """
     split = tensor, pipeline = split_over(model, gpus, tensor_parallel)
     kv = "fp8" if model.fp8_cache else kv
+    if context is None and not model.longest:
+        raise InputError("--context", "config.json does not say how long a text this model takes", "give the tokens")
     context = model.longest if context is None else context
     if context < 1 or (model.longest and context > model.longest):
-        raise InputError(f"--context {context}", f"this model takes 1 to {model.longest:,} tokens")
+        raise InputError(
+            f"--context {context}", f"this model takes 1 to {model.longest:,} tokens", "leave it out for all of them"
+        )
     weights, activations = _weights(model, *split), _activations(model, gpus, tensor)
     budget = int(gpus.bytes * UTILISATION)
     per_token = kv_bytes_per_token(model, kv, *split)
@@ -268,6 +297,8 @@ def assumptions(gpus: Sequence[Gpus]) -> list[str]:
     ]
     if any(cards.sm is None or cards.sm < FP8_CACHE_SM for cards in gpus):
         lines.append(f"an FP8 KV cache below SM{FP8_CACHE_SM} (RTX 3090, A100): {FLASHINFER}; others refuse it")
+    if old := ", ".join(dict.fromkeys(cards.name for cards in gpus if cards.sm is not None and cards.sm < KNOWN_SM)):
+        lines.append(f"{old}: memory alone; below SM{KNOWN_SM} there is no bfloat16, and no kernel is known here")
     if nominal:
         lines.append(f"{nominal}: the nominal memory; torch and vLLM see up to {most_unseen():.0%} less")
     return lines
@@ -312,8 +343,9 @@ def common_fits(model: Model) -> list[Fit]:
     rows: list[Fit] = []
     kvs = tuple(KV_BYTES)[model.fp8_cache :]
     for text in COMMON.split() if model.longest else ():
-        for kv in kvs:
-            row = fit(model, parse_gpus(f"{text}GiB"), kv=kv)
+        gpus = parse_gpus(f"{text}GiB")
+        for kv in kvs if can_split(model, gpus) else ():
+            row = fit(model, gpus, kv=kv)
             if row.longest >= min(8192, model.longest):
                 rows.append(row)
             if row.fits:
@@ -419,7 +451,7 @@ def remedies(job: Job, model: Model, gpus: Gpus, asked: Fit, tensor_parallel: in
     fitting: list[tuple[ExpertFormat, Model, Fit]] = []
     for scheme in reversed(candidates(job.facts, 1)):
         smaller = with_scheme(model, scheme)
-        if smaller.stored < model.stored:
+        if smaller.stored < model.stored and can_split(smaller, gpus):
             estimate = fit(smaller, gpus, asked.context, asked.kv)
             if estimate.fits and tensor_parallel in (None, estimate.tensor_parallel):
                 fitting.append((scheme, smaller, estimate))
@@ -428,7 +460,8 @@ def remedies(job: Job, model: Model, gpus: Gpus, asked: Fit, tensor_parallel: in
         yield Remedy(f"experts.{_asking_for(scheme, job, smaller, estimate)} in the recipe", estimate)
     step, most = tensor_parallel or 1, MOST_GPUS
     for kv in kvs:  # the smallest number of such GPUs; a still smaller one with keys and values in FP8
-        counts = range(gpus.count + step, most + 1, step)
+        larger = range(gpus.count + step, most + 1, step)
+        counts = [count for count in larger if can_split(model, gpus.of(count), tensor_parallel)]
         fits = (fit(model, gpus.of(count), asked.context, kv, tensor_parallel) for count in counts)
         for count, more in zip(counts, fits, strict=True):
             if more.fits:
@@ -515,6 +548,8 @@ def ways(model: Model, gpus: Gpus, context: int, tensor_parallel: int | None = N
     rows = []
     for scheme in candidates(model.facts, tensor_parallel or 1):
         variant = with_scheme(model, scheme)
+        if not can_split(variant, gpus, tensor_parallel):
+            continue
         fits = {kv: fit(variant, gpus, context, kv, tensor_parallel) for kv in KV_BYTES}
         tensor, pipeline = fits["auto"].tensor_parallel, fits["auto"].pipeline_parallel
         output = variant.stored + variant.beside

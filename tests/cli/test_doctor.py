@@ -34,6 +34,7 @@ from quantizers.device import devices, triton_support
 from quantizers.pipeline.fingerprint import deciding
 from quantizers.planning.job import prepare
 from quantizers.solve import kernel_check
+from quantizers.system.cgroups import Limit
 from quantizers.system.files import write_json
 from quantizers.system.formatting import parse_bytes
 
@@ -434,6 +435,21 @@ def test_little_memory_and_a_small_disk_stop_it(recipe: Path, monkeypatch: pytes
     assert rows["CPU memory"]["found"].startswith("0.5 MiB of device memory is too little")
     assert "what the run keeps on the disk needs" in rows["disk"]["found"]
     assert "choose another --output" in rows["disk"]["remedy"]
+
+
+def test_a_limit_that_counts_is_named(monkeypatch: pytest.MonkeyPatch, doctor: Doctor) -> None:
+    """Of memory in all, of what is free, and of cores; a number of threads that is none stops every run."""
+    gib, file = 2**30, "/sys/fs/cgroup/job/memory.max"
+    memory = [Limit(64 * gib, 60 * gib, ""), Limit(16 * gib, 15 * gib, file), Limit(20 * gib, 9 * gib, "ulimit -v")]
+    monkeypatch.setattr(module, "memory_limits", lambda: memory)
+    monkeypatch.setattr(module, "core_limits", lambda: [Limit(64, 64, ""), Limit(3, 3, "/sys/fs/cgroup/cpu.max")])
+    code, rows = doctor()
+    assert code == 0
+    assert rows["memory"]["found"] == f"16.0 GiB of the machine's 64.0 GiB ({file}), 9.0 GiB of it free (ulimit -v)"
+    assert rows["CPU"]["found"].startswith("3 cores of 64 (/sys/fs/cgroup/cpu.max), ")
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    code, rows = doctor()
+    assert (code, state(rows, "threads")[0]) == (3, "stops")
 
 
 def test_what_nobody_thought_of_is_a_row_too(recipe: Path, monkeypatch: pytest.MonkeyPatch, doctor: Doctor) -> None:

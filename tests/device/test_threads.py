@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,9 @@ from quantizers.distributed.process_group import ProcessGroup
 from quantizers.eval.fidelity import scoring
 from quantizers.output.journal import begun_with
 from quantizers.pipeline import layer_entry
-from quantizers.system.errors import OutputError
+from quantizers.system.errors import InputError, OutputError
+
+NO_NUMBER = "OMP_NUM_THREADS: '{}' is no number of threads, 1 to 1,024; unset it, or set OMP_NUM_THREADS="
 
 
 @pytest.fixture
@@ -51,10 +52,17 @@ def facts(finished: Finished) -> Architecture:
         (1, "1", 2, 1),
         (3, "1", 1, "OMP_NUM_THREADS is 1, .* begun with 3 threads, .* unset it, or set OMP_NUM_THREADS=3"),
         (3, "2", 2, "OMP_NUM_THREADS is 2, .* begun with 3 threads, .* unset it, or set OMP_NUM_THREADS=3"),
+        (3, "3,2", 1, 3),  # of nested threads the outermost
+        (3, "", 1, 3),
+        (None, "3", 1, 3),
+        (None, " 2, 1", 1, 2),
+        (None, None, 1, 1),  # a small layer
+        *((None, text, 1, NO_NUMBER.format(text)) for text in ("many", "0", "-1", "4,", "1e2", "9999", "2 2")),
+        (3, "many", 2, NO_NUMBER.format("many")),
     ],
 )
 def test_another_number_of_processes_keeps_the_threads(
-    begun_with: int,
+    begun_with: int | None,
     given: str | None,
     processes: int,
     wanted: int | str,
@@ -64,11 +72,11 @@ def test_another_number_of_processes_keeps_the_threads(
     """Before, the run was refused for another machine.threads at default settings."""
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
-    torch.set_num_threads(int(given or 2))
+    torch.set_num_threads(4)
     dist = ProcessGroup()
     dist.world_size = processes
     if isinstance(wanted, str):
-        with pytest.raises(OutputError, match=wanted):
+        with pytest.raises(InputError, match=wanted):
             use_threads(facts, begun_with, dist)
         return
     use_threads(facts, begun_with, dist)
@@ -92,7 +100,7 @@ def test_a_run_begun_with_other_threads_goes_on_with_them(
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(devices, "SMALL_LAYER", 0)
-        patched.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+        patched.setattr(devices, "cores", lambda: 2)
         patched.setattr(layer_entry, "write_json", cut)
         assert quantize(patched, *words) == 2
     assert torch.get_num_threads() == 2
@@ -129,6 +137,6 @@ def test_an_evaluation_goes_on_with_its_threads(
     monkeypatch.setattr(scoring, "score_text", real)
     capsys.readouterr()
     monkeypatch.setattr(devices, "SMALL_LAYER", 0)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(devices, "cores", lambda: 2)
     assert quantize(monkeypatch, *words) == 0
     assert json.loads(capsys.readouterr().out) == wanted

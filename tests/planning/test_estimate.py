@@ -65,6 +65,15 @@ def test_needs_of_the_published_model(needs: Estimate) -> None:
     assert len(needs.assumptions) >= 4
 
 
+def test_more_processes_than_expert_batches_save_no_time(
+    published_job: Job, numbers: dict[str, Any], needs: Estimate
+) -> None:
+    """MiniMax-M2.1 has 16 batches of 16 experts in a layer."""
+    many = estimate_run(published_job, numbers["output_bytes"], processes=10**9)
+    assert many.several == needs.several
+    assert "1,000,000,000 processes: computing divided by 16, as a layer has so many" in many.assumptions[-1]
+
+
 @pytest.mark.parametrize("cards", [(), ("hopper", "ampere")])
 def test_the_closed_form_by_hand(published_job: Job, cards: tuple[Card, ...]) -> None:
     """One layer of MiniMax-M2.1: 3072 x 1536, 256 experts of which 8 are chosen, attention of 48 heads of 128."""

@@ -59,6 +59,15 @@ def test_equal_meaning_has_one_digest(write: Any, text: str) -> None:
     assert recipe.settings() == Recipe.model_validate(LEAST).settings()
 
 
+def test_a_gpu_stands_for_its_kind_of_card(write: Any) -> None:
+    served = "verify:\n  perplexity: {data: held-out}\n  as_served: "
+    settings = []
+    for cards in ("[hopper, ada]", "[NVIDIA H100 80GB HBM3, H200, nvidia l40s]"):
+        recipe, _ = read_recipe(str(write(f"source: {{model: a/b}}\ncalibration: c.yaml\n{served}{cards}\n")))
+        settings.append(recipe.settings())
+    assert settings[0] == settings[1]
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

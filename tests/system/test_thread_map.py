@@ -17,7 +17,7 @@ from quantizers.system.thread_map import thread_map
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_results_come_in_order(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the first of each pair waits for the second, where there are threads for both."""
-    monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: range(threads))
+    monkeypatch.setattr(module, "cores", lambda: threads)
     second = [threading.Event() for _ in range(10)]
 
     def make(item: int) -> int:
@@ -40,7 +40,7 @@ def test_what_has_not_begun_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None
             go_on.set()
             super().shutdown(*arguments, **named)
 
-    monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: range(2))
+    monkeypatch.setattr(module, "cores", lambda: 2)
     monkeypatch.setattr(module, "ThreadPoolExecutor", Pool)
 
     def make(item: int) -> int:
@@ -59,7 +59,7 @@ def test_what_has_not_begun_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_few_items_are_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow their work is, next to asking for them."""
-    monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: range(2))
+    monkeypatch.setattr(module, "cores", lambda: 2)
     asked, done = list[int](), list[int]()
 
     def items() -> Iterator[int]:
