@@ -215,6 +215,7 @@ def randomized(config: dict[str, Any], seed: int) -> Any:
     model_class, made = in_transformers(config)
     with no_init_weights():  # all its weights are written below
         model = model_class(made).eval().requires_grad_(False)
+    model.tie_weights()
     generator = torch.Generator().manual_seed(seed)
 
     def normal(like: Tensor) -> Tensor:
@@ -235,13 +236,12 @@ def randomized(config: dict[str, Any], seed: int) -> Any:
     for layer in model.model.layers:
         attention, block = layer.self_attn, layer.mlp
         dense = not hasattr(block, "experts")
-        first = (
-            ("q_a_proj", "kv_a_proj_with_mqa") if hasattr(attention, "kv_b_proj") else ("q_proj", "k_proj", "v_proj")
-        )
+        possible = (getattr(attention, f"{n}_proj", None) for n in ("q_a", "q", "k", "v"))
+        first = [linear for linear in (*possible, getattr(attention, "kv_a_proj_with_mqa", None)) if linear is not None]
         shared = block if dense else getattr(block, "shared_experts", None)
         read = (shared.gate_proj, shared.up_proj) if shared is not None else ()
         pairs = (
-            (layer.input_layernorm, tuple(getattr(attention, name) for name in first)),
+            (layer.input_layernorm, first),
             (layer.post_attention_layernorm, read if dense else (block.gate, *read)),
         )
         for norm, readers in pairs:
@@ -301,8 +301,9 @@ def mtp_layers(own: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Ten
         made |= {prefix + n.removeprefix(before): t.flip(0) for n, t in tensors.items() if n.startswith(before)}
         made |= {f"{prefix}{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
         made[f"{prefix}eh_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=generator) * (2 * hidden) ** -0.5
-        made[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-        made[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+        if not own["tie_word_embeddings"]:
+            made[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+            made[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     return made
 
 

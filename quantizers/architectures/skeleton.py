@@ -24,12 +24,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from quantizers.system.errors import ArchitectureError
 
+from .config_keys import require_known_layers
 from .matrices import FUSED, PROJECTIONS
 
 CPU = torch.device("cpu")
 FACTOR = "partial_rotary_factor"  # the part of each head's channels that is rotated
 MOST_ENTRIES = 3  # in the tuples that layers return
 ATTENTION = ("sdpa", "eager")  # in this order: some classes have eager attention alone
+RETURNED = ("output_attentions", "output_hidden_states", "output_router_logits")  # keys for what a forward returns
 # Ends of messages.
 NOT_QUANTIZED = "such a model cannot be quantized with this program"
 NOT_BY_LAYER = "such a model cannot be computed layer by layer here; give another model"
@@ -103,6 +105,11 @@ class Skeleton:
         self.config = config
         # On a CPU the plain loop is faster. Else the default: a grouped matmul, where the class can.
         config._experts_implementation = "eager" if device.type == "cpu" else None
+        for part in (config, config.get_text_config()):
+            part.return_dict = True
+            for key in RETURNED:
+                if getattr(part, key, False):
+                    setattr(part, key, False)
         self.model: Any = _built(model_class, config, device)  # in evaluation mode
         self.name = type(self.model).__name__
         self.path, self.layers = _decoder_layers(self.model)  # `path` is the name of the list within the model
@@ -322,6 +329,7 @@ def model_class(name: str, source: str) -> Any:
     return cls
 
 
+@cache  # a large model is made of them
 def can_be_made(model_class: Any) -> bool:
     """Whether transformers can make a model of its config class's own defaults."""
     try:
@@ -335,11 +343,12 @@ def config_of(model_class: Any, config: Mapping[str, Any]) -> Any:
     """transformers' config of a config.json, without what says how the files are quantized.
 
     transformers writes an infinity as `{"__float__": "Infinity"}`. It has `rotary_dim` in published files, of how many
-    channels of each head are rotated, but does not read it (huggingface/transformers#48241): it is handed on.
+    channels of each head are rotated, but does not read it (huggingface/transformers#48241): it is handed on. So is
+    the number of dense layers.
 
     Raises:
         FAILURES: the class takes no such values.
-        ArchitectureError: `rotary_dim` is out of range, or two keys contradict each other about rotary embeddings.
+        ArchitectureError: one of the two is out of range, or two keys contradict each other.
     """
     plain = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
 
@@ -348,6 +357,7 @@ def config_of(model_class: Any, config: Mapping[str, Any]) -> Any:
 
     made = model_class.config_class(**json.loads(json.dumps(plain), object_hook=number))
     _refuse_two_meanings(config.get("text_config") or config)
+    require_known_layers(config, made)
     text = made.get_text_config()
     rotary = getattr(text, "rotary_dim", None)
     if rotary is not None:
