@@ -175,6 +175,8 @@ MODELS: dict[str, dict[str, Any]] = {name: {} for name in CONFIGS} | {
         "max_window_layers": 1,
     },
     "mixtral with windows": {"sliding_window": 16},
+    "qwen3_moe tied": {"tie_word_embeddings": True, "attention_bias": True},
+    "deepseek_v3 tied": {"tie_word_embeddings": True, "q_lora_rank": None, "norm_topk_prob": False},
 }
 SCALES = {"qwen3_moe": torch.bfloat16, "glm4_moe": torch.bfloat16}  # dtypes of published FP8 scales, or else float32
 LINEAR = ("_proj.weight", "_proj_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight")
@@ -227,7 +229,7 @@ def randomized(config: dict[str, Any], seed: int) -> Any:
         elif weight.dim() == 1:
             weight.copy_(1 + 0.2 * normal(weight))
         elif "embed" in name:
-            weight.copy_(normal(weight))
+            weight.copy_(normal(weight) * (weight.shape[-1] ** -0.5 if made.tie_word_embeddings else 1))
         else:
             weight.copy_(normal(weight) * weight.shape[-1] ** -0.5)
     for name, bias in model.named_buffers():
@@ -301,9 +303,9 @@ def mtp_layers(own: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Ten
         made |= {prefix + n.removeprefix(before): t.flip(0) for n, t in tensors.items() if n.startswith(before)}
         made |= {f"{prefix}{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
         made[f"{prefix}eh_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=generator) * (2 * hidden) ** -0.5
-        if not own["tie_word_embeddings"]:
-            made[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-            made[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+        table = tensors["model.embed_tokens.weight"]
+        made[f"{prefix}embed_tokens.weight"] = table.clone()
+        made[f"{prefix}shared_head.head.weight"] = tensors.get("lm_head.weight", table).clone()
     return made
 
 

@@ -10,7 +10,7 @@ from quantizers.system.errors import ArchitectureError
 
 FIRST_DENSE, TYPES = "first_k_dense_replace", "mlp_layer_types"
 DENSE, SPARSE = "dense", "sparse"
-NUMBERS = (1, 2, 4)  # of which one is tried for a size: those of a large model may not fit the others
+NUMBERS = (1, 2, 4)  # tried for a size, besides the class's own, which may not fit the others
 TEXT = "text_config"  # the section about text in the config.json of a model with more than text
 
 
@@ -62,8 +62,8 @@ def culprits(config: Mapping[str, Any], default: Any, works: Callable[[dict[str,
 
     odd = {key: value for key, value in given.items() if value is None or isinstance(value, bool)}
     suspects = {key: own[key] for key, value in odd.items() if own.get(key) not in (None, value)}
-    for number in NUMBERS if suspects else ():
-        other = {key: number if type(value) is int else value for key, value in suspects.items()}
+    for number in (None, *NUMBERS) if suspects else ():
+        other = {key: number if number and type(value) is int else value for key, value in suspects.items()}
         if works(changed(other)):
             return {key: given[key] for key in other if not works(changed(other | {key: given[key]}))}
     return {}

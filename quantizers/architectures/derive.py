@@ -351,7 +351,11 @@ def skeleton_of(config: dict[str, Any]) -> Skeleton:
             "architectures", f"{names[0]} has no head that predicts tokens", "give a model that has one"
         )
     text = skeleton.config.get_text_config()
-    given = [c.arguments.get("position_embeddings") for c in skeleton.calls(TOKENS)]
+    try:
+        calls = skeleton.calls(TOKENS)
+    except ArchitectureError as failure:
+        raise _not_computed(skeleton, config, lambda other: other.calls(TOKENS), failure) from None
+    given = [c.arguments.get("position_embeddings") for c in calls]
     rotary, by_config = getattr(text, "rotary_dim", None), rotated_channels(text)
     for rotated in {embeddings[0].shape[-1] for embeddings in given if isinstance(embeddings, tuple)}:
         if (rotary and rotated != rotary) or (by_config and rotated > by_config + by_config % 2):  # in pairs
@@ -385,10 +389,12 @@ def _refusal(
             return False
         return True
 
+    keys = culprits(config, cls.config_class(), works)
+    if isinstance(failure, ArchitectureError) and not keys:
+        return failure
+    wrong = " and ".join(f"{key} is {json.dumps(value)}" for key, value in keys.items())
     reason = f"({type(failure).__name__}: {' '.join(str(failure).split())})"
     problem = f"transformers {transformers.__version__} cannot {verb} {cls.__name__} of it {reason}"
-    keys = culprits(config, cls.config_class(), works)
-    wrong = " and ".join(f"{key} is {json.dumps(value)}" for key, value in keys.items())
     return ArchitectureError(wrong, problem, "correct this file")
 
 
