@@ -175,7 +175,7 @@ MODELS: dict[str, dict[str, Any]] = {name: {} for name in CONFIGS} | {
         "max_window_layers": 1,
     },
     "mixtral with windows": {"sliding_window": 16},
-    "qwen3_moe tied": {"tie_word_embeddings": True, "attention_bias": True},
+    "qwen3_moe tied": {"tie_word_embeddings": True},
     "deepseek_v3 tied": {"tie_word_embeddings": True, "q_lora_rank": None, "norm_topk_prob": False},
 }
 SCALES = {"qwen3_moe": torch.bfloat16, "glm4_moe": torch.bfloat16}  # dtypes of published FP8 scales, or else float32
