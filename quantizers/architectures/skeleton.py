@@ -37,8 +37,8 @@ NOT_QUANTIZED = "such a model cannot be quantized with this program"
 NOT_BY_LAYER = "such a model cannot be computed layer by layer here; give another model"
 # What transformers raises at a config.json with wrong values, and at tensors that do not go together.
 FAILURES = (
-    StrictDataclassError, ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError,
-    TypeError, ValueError,
+    StrictDataclassError, ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError,
+    RuntimeError, TypeError, ValueError,
 )  # fmt: skip
 
 

