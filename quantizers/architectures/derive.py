@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from quantizers.system.errors import ArchitectureError
 
 from .architecture import EXPERTS, ROUTER, Architecture, Family, HandedFacts, Stored
-from .config_keys import culprits
+from .config_class import FACTOR, config_of, refusal, rotated_channels
 from .matrices import MATRICES, PROJECTIONS, Matrix
 from .roles import (
     EXACT,
@@ -33,17 +33,14 @@ from .roles import (
     run_without_numbers,
 )
 from .skeleton import (
-    FACTOR,
     FAILURES,
     NOT_BY_LAYER,
     NOT_QUANTIZED,
     Place,
     Skeleton,
     can_be_made,
-    config_of,
     differing_arguments,
     model_class,
-    rotated_channels,
 )
 from .stored_tensors import Header, StoredTensors, parameter_of, require_complete, sort_out, tied_parameters
 
@@ -90,7 +87,7 @@ def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...])
     try:
         handed, kinds = _probed(skeleton)
     except FAILURES as failure:
-        raise _not_computed(skeleton, parsed, _probed, failure) from None
+        raise refusal(type(skeleton.model), parsed, _probed, failure) from None
     roles = _common([kind.roles for kind in kinds if kind.roles])
     require_usable(roles, parsed["model_type"])
     stored = sort_out(skeleton, {name: Header(dtype, shape) for name, dtype, shape in headers}, roles.idle)
@@ -175,20 +172,20 @@ def family_architecture(family: Family, config: dict[str, Any], stored: Collecti
             )
     named = {key: value for key, value in config.items() if key != "model_type"}  # the class has its own
     skeleton = skeleton_of(named | {"architectures": [family.model_class]})
-    refusal: ArchitectureError | None = None
+    refused: ArchitectureError | None = None
     try:
         _run_without_numbers(skeleton)
     except FAILURES as failure:
-        refusal = _not_computed(skeleton, named, _run_without_numbers, failure)
-        if refusal.place:
-            raise refusal from None
+        refused = refusal(type(skeleton.model), named, _run_without_numbers, failure)
+        if refused.place:
+            raise refused from None
     try:
         facts = Architecture.model_validate(_with_data(family, config, skeleton, stored))
     except ValidationError as failure:
         raise ArchitectureError("", failure.errors()[0]["msg"], "correct the data about the family") from None
     _require_possible(facts)
-    if refusal is not None:
-        raise refusal
+    if refused is not None:
+        raise refused
     return facts
 
 
@@ -331,7 +328,7 @@ def skeleton_of(config: dict[str, Any]) -> Skeleton:
         skeleton = Skeleton(cls, config_of(cls, config))
     except FAILURES as failure:
         if can_be_made(cls):
-            raise _refusal(cls, config, lambda _: None, failure, "make") from None
+            raise refusal(cls, config, lambda _: None, failure, "make") from None
         reason = " ".join(str(failure).split())
         version = f"transformers {transformers.__version__}"
         raise ArchitectureError(
@@ -354,7 +351,7 @@ def skeleton_of(config: dict[str, Any]) -> Skeleton:
     try:
         calls = skeleton.calls(TOKENS)
     except ArchitectureError as failure:
-        raise _not_computed(skeleton, config, lambda other: other.calls(TOKENS), failure) from None
+        raise refusal(cls, config, lambda other: other.calls(TOKENS), failure) from None
     given = [c.arguments.get("position_embeddings") for c in calls]
     rotary, by_config = getattr(text, "rotary_dim", None), rotated_channels(text)
     for rotated in {embeddings[0].shape[-1] for embeddings in given if isinstance(embeddings, tuple)}:
@@ -367,35 +364,6 @@ def skeleton_of(config: dict[str, Any]) -> Skeleton:
                 "give another model",
             )
     return skeleton
-
-
-def _not_computed(
-    skeleton: Skeleton, config: dict[str, Any], run: Callable[[Skeleton], object], failure: Exception
-) -> ArchitectureError:
-    """The refusal of a model whose layers its class makes and does not compute, as `run` shows."""
-    return _refusal(type(skeleton.model), config, run, failure, "compute")
-
-
-def _refusal(
-    cls: Any, config: dict[str, Any], run: Callable[[Skeleton], object], failure: Exception, verb: str
-) -> ArchitectureError:
-    """The refusal of a model after this failure, which names the keys of config.json that are to blame, if any are."""
-    import transformers
-
-    def works(changed: dict[str, Any]) -> bool:
-        try:
-            run(Skeleton(cls, config_of(cls, changed)))
-        except (*FAILURES, ArchitectureError):
-            return False
-        return True
-
-    keys = culprits(config, cls.config_class(), works)
-    if isinstance(failure, ArchitectureError) and not keys:
-        return failure
-    wrong = " and ".join(f"{key} is {json.dumps(value)}" for key, value in keys.items())
-    reason = f"({type(failure).__name__}: {' '.join(str(failure).split())})"
-    problem = f"transformers {transformers.__version__} cannot {verb} {cls.__name__} of it {reason}"
-    return ArchitectureError(wrong, problem, "correct this file")
 
 
 class Kind(NamedTuple):

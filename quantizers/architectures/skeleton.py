@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import json
 import re
-import reprlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -24,11 +22,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from quantizers.system.errors import ArchitectureError
 
-from .config_keys import require_known_layers
 from .matrices import FUSED, PROJECTIONS
 
 CPU = torch.device("cpu")
-FACTOR = "partial_rotary_factor"  # the part of each head's channels that is rotated
 MOST_ENTRIES = 3  # in the tuples that layers return
 ATTENTION = ("sdpa", "eager")  # in this order: some classes have eager attention alone
 RETURNED = ("output_attentions", "output_hidden_states", "output_router_logits")  # keys for what a forward returns
@@ -337,77 +333,6 @@ def can_be_made(model_class: Any) -> bool:
     except FAILURES:
         return False
     return True
-
-
-def config_of(model_class: Any, config: Mapping[str, Any]) -> Any:
-    """transformers' config of a config.json, without what says how the files are quantized.
-
-    transformers writes an infinity as `{"__float__": "Infinity"}`. It has `rotary_dim` in published files, of how many
-    channels of each head are rotated, but does not read it (huggingface/transformers#48241): it is handed on. So is
-    the number of dense layers.
-
-    Raises:
-        FAILURES: the class takes no such values.
-        ArchitectureError: one of the two is out of range, or two keys contradict each other.
-    """
-    plain = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
-
-    def number(entry: dict[str, Any]) -> Any:
-        return float(entry["__float__"]) if entry.keys() == {"__float__"} else entry
-
-    made = model_class.config_class(**json.loads(json.dumps(plain), object_hook=number))
-    _refuse_two_meanings(config.get("text_config") or config)
-    require_known_layers(config, made)
-    text = made.get_text_config()
-    rotary = getattr(text, "rotary_dim", None)
-    if rotary is not None:
-        head = _head_size(text)
-        if type(rotary) is not int or not 0 < rotary <= head or rotary % 2:
-            raise ArchitectureError(
-                "", f"rotary_dim is {reprlib.repr(rotary)}", f"an even number up to {head} is needed"
-            )
-        stated = text.rope_parameters.setdefault(FACTOR, rotary / head)
-        if stated != rotary / head:
-            raise ArchitectureError(
-                "",
-                f"rope_parameters.{FACTOR} is {reprlib.repr(stated)}, but rotary_dim means {rotary / head}",
-                "correct one of the two",
-            )
-    return made
-
-
-def _refuse_two_meanings(config: Mapping[str, Any]) -> None:
-    """Refuse two spellings of one number about rotary embeddings that differ: programs differ in which they read."""
-    spellings: dict[str, tuple[str, Any]] = {}
-    for place in ("", "rope_parameters", "rope_scaling"):
-        values: Any = config.get(place) if place else {key: config.get(key) for key in ("rope_theta", FACTOR)}
-        for key, value in values.items() if isinstance(values, Mapping) else ():
-            if value is None or (key == "type" and "rope_type" in values):
-                continue
-            name = f"{place}.{key}".lstrip(".")
-            first, before = spellings.setdefault("rope_type" if key == "type" else key, (name, value))
-            if before != value:
-                raise ArchitectureError(
-                    "",
-                    f"{first} is {reprlib.repr(before)}, but {name} is {reprlib.repr(value)}",
-                    "correct one of the two",
-                )
-
-
-def rotated_channels(config: Any) -> int | None:
-    """Number of rotated channels per head by transformers' config; None if it does not give one for all layers.
-
-    Some classes do not read what their config says, so this is compared with what they do.
-    """
-    rope = getattr(config, "rope_parameters", None) or {}
-    factor = rope.get(FACTOR)
-    if not isinstance(factor, float) or rope.get("rope_type") == "proportional":
-        return None
-    return int(_head_size(config) * factor)
-
-
-def _head_size(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _beginnings(calls: Sequence[Call], length: int) -> list[Call]:

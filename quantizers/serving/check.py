@@ -96,10 +96,7 @@ NOT_CHECKED = "nothing is known here of the servers of this model type, so none 
 MAY_SERVE = "it may serve this or not: vLLM's Transformers backend takes many types that vLLM has no model for"
 UNINITIALIZED = "loading fails, or the parameter stays uninitialized"
 REFUSES = "refuses it before loading a tensor"
-OWN_HEAD = (
-    "its class has a head of its own, whatever tie_word_embeddings says, and it stays uninitialized; quantize a source "
-    "that stores the embeddings as lm_head.weight too"
-)
+OWN_HEAD = "its class has another head, which stays uninitialized; quantize a source that stores lm_head.weight too"
 ONE_SCHEME = "it has one scheme for the experts of all layers, so loading fails; servers read each layer's own"
 GARBAGE = "loads without an error and produces garbage"
 CONSEQUENCES: dict[Mistake, str] = {
