@@ -175,6 +175,9 @@ MODELS: dict[str, dict[str, Any]] = {name: {} for name in CONFIGS} | {
         "max_window_layers": 1,
     },
     "mixtral with windows": {"sliding_window": 16},
+}
+# Whose head is the embeddings: not every server builds such a model.
+TIED: dict[str, dict[str, Any]] = {
     "qwen3_moe tied": {"tie_word_embeddings": True},
     "deepseek_v3 tied": {"tie_word_embeddings": True, "q_lora_rank": None, "norm_topk_prob": False},
 }
@@ -334,5 +337,5 @@ def whole_model(own: dict[str, Any], weights: dict[str, Tensor]) -> Any:
 
 def write_job(folder: Path, model: str, **experts: Any) -> Path:
     """A checkpoint of one of MODELS, two sets, and the recipe of them."""
-    write(folder / "model", family_of(model), **MODELS[model])
+    write(folder / "model", family_of(model), **(MODELS | TIED)[model])
     return tiny.write_recipe(folder, words=20, samples=3, **experts)

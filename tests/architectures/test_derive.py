@@ -48,10 +48,11 @@ class Both:
     known: Architecture
 
 
-@pytest.fixture(scope="module", params=families.MODELS)
+@pytest.fixture(scope="module", params=families.MODELS | families.TIED)
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Both:
     folder = tmp_path_factory.mktemp("model") / "model"
-    source = open_folder(families.write(folder, families.family_of(request.param), **families.MODELS[request.param]))
+    changes = (families.MODELS | families.TIED)[request.param]
+    source = open_folder(families.write(folder, families.family_of(request.param), **changes))
     headers = {name: Header(info.dtype, tuple(info.shape)) for name, info in source.tensors.items()}
     derived = derived_architecture(source.config, headers)
     return Both(request.param, source.config, headers, derived, architecture_for(source.config, "x"))

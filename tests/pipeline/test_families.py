@@ -95,7 +95,9 @@ def slow_but(quick: Collection[str], models: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=[slow[name]] if name in slow else ()) for name in models]
 
 
-@pytest.fixture(scope="module", params=slow_but(QUICK, [name for name in families.MODELS if name != "qwen3_moe"]))
+@pytest.fixture(
+    scope="module", params=slow_but(QUICK, [name for name in families.MODELS | families.TIED if name != "qwen3_moe"])
+)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     """GPTQ, which takes most of the time, rounds one of them; it sees a matrix, of whatever family."""
     folder = tmp_path_factory.mktemp("made")
@@ -124,7 +126,7 @@ def test_every_family_that_is_known_is_tested() -> None:
 @pytest.mark.slow
 def test_the_streamed_model_is_transformers_whole_model(made: Made, whole: Any, streamed: StreamedModel) -> None:
     text = made.texts("held-out")[0]
-    assert len(text) > 2 * families.MODELS[made.name].get("sliding_window", 0), "a window would not show"
+    assert len(text) > 2 * families.MODELS.get(made.name, {}).get("sliding_window", 0), "a window would not show"
     expected = run_whole(whole, [text])
     states = streamed.begin(text, streamed.embedding())
     for number in range(streamed.facts.num_layers):
