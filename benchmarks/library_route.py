@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.skeleton import config_of
+from quantizers.architectures.config_class import config_of
 from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.formats.fp8 import ROWS, block_size, stored_form
 from quantizers.recipe.schema import Awq, Experts

@@ -176,6 +176,11 @@ MODELS: dict[str, dict[str, Any]] = {name: {} for name in CONFIGS} | {
     },
     "mixtral with windows": {"sliding_window": 16},
 }
+# Whose head is the embeddings: not every server builds such a model.
+TIED: dict[str, dict[str, Any]] = {
+    "qwen3_moe tied": {"tie_word_embeddings": True},
+    "deepseek_v3 tied": {"tie_word_embeddings": True, "q_lora_rank": None, "norm_topk_prob": False},
+}
 SCALES = {"qwen3_moe": torch.bfloat16, "glm4_moe": torch.bfloat16}  # dtypes of published FP8 scales, or else float32
 LINEAR = ("_proj.weight", "_proj_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 FLOAT32 = {"minimax_m2": ("gate.weight", "e_score_correction_bias")}  # stored so, or else the biases alone
@@ -215,6 +220,7 @@ def randomized(config: dict[str, Any], seed: int) -> Any:
     model_class, made = in_transformers(config)
     with no_init_weights():  # all its weights are written below
         model = model_class(made).eval().requires_grad_(False)
+    model.tie_weights()
     generator = torch.Generator().manual_seed(seed)
 
     def normal(like: Tensor) -> Tensor:
@@ -226,7 +232,7 @@ def randomized(config: dict[str, Any], seed: int) -> Any:
         elif weight.dim() == 1:
             weight.copy_(1 + 0.2 * normal(weight))
         elif "embed" in name:
-            weight.copy_(normal(weight))
+            weight.copy_(normal(weight) * (weight.shape[-1] ** -0.5 if made.tie_word_embeddings else 1))
         else:
             weight.copy_(normal(weight) * weight.shape[-1] ** -0.5)
     for name, bias in model.named_buffers():
@@ -235,13 +241,12 @@ def randomized(config: dict[str, Any], seed: int) -> Any:
     for layer in model.model.layers:
         attention, block = layer.self_attn, layer.mlp
         dense = not hasattr(block, "experts")
-        first = (
-            ("q_a_proj", "kv_a_proj_with_mqa") if hasattr(attention, "kv_b_proj") else ("q_proj", "k_proj", "v_proj")
-        )
+        possible = (getattr(attention, f"{n}_proj", None) for n in ("q_a", "q", "k", "v"))
+        first = [linear for linear in (*possible, getattr(attention, "kv_a_proj_with_mqa", None)) if linear is not None]
         shared = block if dense else getattr(block, "shared_experts", None)
         read = (shared.gate_proj, shared.up_proj) if shared is not None else ()
         pairs = (
-            (layer.input_layernorm, tuple(getattr(attention, name) for name in first)),
+            (layer.input_layernorm, first),
             (layer.post_attention_layernorm, read if dense else (block.gate, *read)),
         )
         for norm, readers in pairs:
@@ -301,8 +306,9 @@ def mtp_layers(own: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Ten
         made |= {prefix + n.removeprefix(before): t.flip(0) for n, t in tensors.items() if n.startswith(before)}
         made |= {f"{prefix}{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
         made[f"{prefix}eh_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=generator) * (2 * hidden) ** -0.5
-        made[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-        made[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+        table = tensors["model.embed_tokens.weight"]
+        made[f"{prefix}embed_tokens.weight"] = table.clone()
+        made[f"{prefix}shared_head.head.weight"] = tensors.get("lm_head.weight", table).clone()
     return made
 
 
@@ -331,5 +337,5 @@ def whole_model(own: dict[str, Any], weights: dict[str, Tensor]) -> Any:
 
 def write_job(folder: Path, model: str, **experts: Any) -> Path:
     """A checkpoint of one of MODELS, two sets, and the recipe of them."""
-    write(folder / "model", family_of(model), **MODELS[model])
+    write(folder / "model", family_of(model), **(MODELS | TIED)[model])
     return tiny.write_recipe(folder, words=20, samples=3, **experts)

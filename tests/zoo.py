@@ -328,14 +328,14 @@ def build(name: str) -> Any:
     for attention in ATTENTION:
         made._attn_implementation = attention
         try:
-            return _randomized(whole(made).eval().float())
+            return randomized(whole(made).eval().float())
         except ValueError as failure:
             if "attention implementation" not in str(failure) or attention == ATTENTION[-1]:
                 raise
     raise AssertionError(name)
 
 
-def _randomized(model: Any) -> Any:
+def randomized(model: Any) -> Any:
     """The model with matrices that keep a vector's length, and with vectors that differ from 1 and from 0."""
     for name, weight in model.named_parameters():
         values = torch.randn(weight.shape)

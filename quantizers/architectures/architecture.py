@@ -193,6 +193,7 @@ class ServerFacts(Facts):
     experts: str  # its name for the module of a layer's experts, without the layer's prefix
     asks_for_router: bool = False  # whether it looks the router up in quantization_config, or else builds it plain
     fused: dict[str, list[str]] = {}  # what it builds as one besides q, k and v, gate and up: the parts by its name
+    ties_head: bool = False  # whether it takes the embeddings where `tie_word_embeddings` is true and no head is stored
     mtp_prefix: str | None = None  # of a layer that predicts further tokens, where that is not `layer_prefix`
     options: Options = {}  # to be given when it is started
 

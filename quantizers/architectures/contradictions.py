@@ -14,6 +14,7 @@ from quantizers.system.errors import ArchitectureError
 
 FACTOR = "partial_rotary_factor"  # the part of each head's channels that is rotated
 ROTARY = ("", "rope_parameters", "rope_scaling")  # where config.json may have keys about rotary embeddings
+TEXT = "text_config"  # the section about text in the config.json of a model with more than text
 TIED = "tie_word_embeddings"
 DTYPES = ("dtype", "torch_dtype")
 CORRECT = "correct one of the two"
@@ -32,13 +33,13 @@ def refuse_two_spellings(config: Mapping[str, Any], config_class: Any) -> None:
     Raises:
         ArchitectureError: names both keys and values.
     """
-    text = config.get("text_config")
-    text_class = getattr(config_class, "sub_configs", {}).get("text_config", config_class)
+    text = config.get(TEXT)
+    text_class = getattr(config_class, "sub_configs", {}).get(TEXT, config_class)
     inner: Mapping[str, Any] = text if isinstance(text, Mapping) and text else config
     spellings = [*_rotary_spellings(inner), *((DTYPES[0], key, config[key]) for key in DTYPES if key in config)]
     spellings += _aliases(config, config_class)
     if inner is not config:
-        spellings += _aliases(inner, text_class, "text_config.")
+        spellings += _aliases(inner, text_class, f"{TEXT}.")
     firsts: dict[str, tuple[str, Any]] = {}
     for fact, name, value in spellings:
         if value is None:
@@ -107,15 +108,15 @@ def untied(config: Mapping[str, Any], model_class: Any) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     if config.get(TIED, getattr(model_class.config_class, TIED, False)):
         changes[TIED] = False
-    text = config.get("text_config")
+    text = config.get(TEXT)
     if isinstance(text, Mapping) and text.get(TIED):
-        changes["text_config"] = {**text, TIED: False}
+        changes[TEXT] = {**text, TIED: False}
     return changes
 
 
 def dtype_of(config: Mapping[str, Any]) -> str | None:
     """The dtype in which config.json asks servers to compute, such as `bfloat16`; None if it does not say."""
-    text = config.get("text_config")
+    text = config.get(TEXT)
     for place in (config, text if isinstance(text, Mapping) else {}):
         for key in DTYPES:
             if isinstance(place.get(key), str):

@@ -20,9 +20,19 @@ from pydantic import ValidationError
 from quantizers.system.errors import ArchitectureError
 
 from .architecture import EXPERTS, ROUTER, Architecture, Family, HandedFacts, Stored
+from .config_class import config_of, refusal, rotated_channels
 from .contradictions import FACTOR, refuse_another_type
 from .matrices import MATRICES, PROJECTIONS, Matrix
-from .roles import EXACT, TOKENS, Roles, find_handed, kinds_of_layers, probe, require_usable
+from .roles import (
+    EXACT,
+    TOKENS,
+    Roles,
+    find_handed,
+    kinds_of_layers,
+    probe,
+    require_usable,
+    run_without_numbers,
+)
 from .skeleton import (
     FAILURES,
     NOT_BY_LAYER,
@@ -30,12 +40,18 @@ from .skeleton import (
     Place,
     Skeleton,
     can_be_made,
-    config_of,
     differing_arguments,
     model_class,
-    rotated_channels,
 )
-from .stored_tensors import Header, StoredTensors, parameter_of, refuse_more_layers, require_complete, sort_out
+from .stored_tensors import (
+    Header,
+    StoredTensors,
+    parameter_of,
+    refuse_more_layers,
+    require_complete,
+    sort_out,
+    tied_parameters,
+)
 
 INTEGERS = ("I32", "I64")  # numbers of something, such as of a table's rows
 BESIDES = {"float32", "mtp_layer", "roles", "aliases", "config"}  # keys of a family that no architecture has
@@ -88,19 +104,27 @@ def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...])
     parsed: dict[str, Any] = json.loads(config)
     refuse_another_type(parsed)
     skeleton = skeleton_of(parsed)
-    handed = find_handed(skeleton)
-    tokens = torch.arange(TOKENS).unsqueeze(0)
-    for argument in differing_arguments(skeleton.calls_with(tokens), skeleton.calls(TOKENS)):
-        raise ArchitectureError(
-            skeleton.name, f"{argument} depends on the tokens, not on their number alone", NOT_BY_LAYER
-        )
-    kinds = [Kind(numbers, *probe(skeleton, numbers[0], handed)) for numbers in kinds_of_layers(skeleton)]
+    try:
+        handed, kinds = _probed(skeleton)
+    except FAILURES as failure:
+        raise refusal(type(skeleton.model), parsed, _probed, failure) from None
     roles = _common(kinds)
     require_usable(roles, parsed["model_type"])
     stored = sort_out(skeleton, {name: Header(dtype, shape) for name, dtype, shape in headers}, roles.idle)
     require_complete(skeleton, stored, roles.idle)
     refuse_more_layers(skeleton, stored)
     return Architecture.model_validate(_described(parsed, skeleton, stored, kinds, roles, handed))
+
+
+def _probed(skeleton: Skeleton) -> tuple[HandedFacts | None, list[Kind]]:
+    """What layers hand on, and each kind of them with what probes find."""
+    handed = find_handed(skeleton)
+    tokens = torch.arange(TOKENS).unsqueeze(0)
+    for argument in differing_arguments(skeleton.calls_with(tokens), skeleton.calls(TOKENS)):
+        raise ArchitectureError(
+            skeleton.name, f"{argument} depends on the tokens, not on their number alone", NOT_BY_LAYER
+        )
+    return handed, [Kind(numbers, *probe(skeleton, numbers[0], handed)) for numbers in kinds_of_layers(skeleton)]
 
 
 def _described(
@@ -147,35 +171,56 @@ def _described(
     }
 
 
-def family_architecture(family: Family, config: dict[str, Any]) -> Architecture:
+def family_architecture(family: Family, config: dict[str, Any], stored: Collection[str] = ()) -> Architecture:
     """The facts about a model of a family, from its config.json alone.
+
+    Args:
+        stored: names of tensors in its files: of tied matrices that the class itself would write once, those count that
+            are stored.
 
     Raises:
         ArchitectureError: config.json contradicts itself or the data, or its class cannot be made of it.
     """
     _require_sane(config)
     refuse_another_type(config)
-    for key, expected in family.asserts.items():
-        if key in config and config[key] != expected:
+    for key, computed in family.asserts.items():
+        value = config.get(key)
+        if value is not None and value != computed:
             raise ArchitectureError(
                 "",
-                f"{key} is {reprlib.repr(config[key])}, but the facts of {family.model_type} rely on {expected!r}; "
-                "such a model would be computed wrongly and is refused",
-                "give another model",
+                f"{key} is {reprlib.repr(value)}, but {family.model_class} in transformers does not read it and "
+                f"computes what {computed!r} means; the model would be computed wrongly and is refused",
+                f"give another model; or if this one was trained so, write {json.dumps(computed)} there",
             )
+    named = {key: value for key, value in config.items() if key != "model_type"}  # the class has its own
+    skeleton = skeleton_of(named | {"architectures": [family.model_class]})
+    refused: ArchitectureError | None = None
     try:
-        facts = Architecture.model_validate(_with_data(family, config))
+        _run_without_numbers(skeleton)
+    except FAILURES as failure:
+        refused = refusal(type(skeleton.model), named, _run_without_numbers, failure)
+        if refused.place:
+            raise refused from None
+    try:
+        facts = Architecture.model_validate(_with_data(family, config, skeleton, stored))
     except ValidationError as failure:
         raise ArchitectureError("", failure.errors()[0]["msg"], "correct the data about the family") from None
     _require_possible(facts)
+    if refused is not None:
+        raise refused
     return facts
 
 
-def _with_data(family: Family, config: dict[str, Any]) -> dict[str, Any]:
-    """All that the class and the data laid over it say, see `Architecture`."""
+def _run_without_numbers(skeleton: Skeleton) -> None:
+    """Run a layer of each kind, so that what its class cannot compute is seen before a run begins."""
+    for first, *_ in kinds_of_layers(skeleton):
+        call = skeleton.calls(TOKENS)[first]
+        run_without_numbers(skeleton, first, call.of(call.states))
+
+
+def _with_data(family: Family, config: dict[str, Any], skeleton: Skeleton, names: Collection[str]) -> dict[str, Any]:
+    """All that the class, the data laid over it, and the names of stored tensors say, see `Architecture`."""
     own = family.roles
-    named = {key: value for key, value in config.items() if key != "model_type"}  # the class has its own
-    skeleton = skeleton_of(named | {"architectures": [family.model_class]})
     modules = {path for layer in skeleton.layers for path, _ in layer.named_modules()}
     for key, path in (("norm", own.norm), ("router", own.router), ("experts", own.experts)):
         if path not in modules:
@@ -193,7 +238,9 @@ def _with_data(family: Family, config: dict[str, Any]) -> dict[str, Any]:
         readers=own.readers,
         probes=dict.fromkeys(("tokens", "product", "up_down", "large", "fold", "halves"), 0.0),  # as the data mean it
     )
-    stored = sort_out(skeleton, _class_headers(skeleton, own.experts, family.float32))
+    tied = tied_parameters(skeleton)
+    headers = _class_headers(skeleton, own.experts, family.float32)
+    stored = sort_out(skeleton, {name: header for name, header in headers.items() if name not in tied - set(names)})
     heads = family.kv_cache.rows_of[0].rpartition(".")[0] if family.kv_cache and family.kv_cache.divided else None
     kinds = [
         Kind(numbers, roles if own.experts in dict(skeleton.layers[numbers[0]].named_modules()) else None, 0.0, heads)
@@ -205,7 +252,7 @@ def _with_data(family: Family, config: dict[str, Any]) -> dict[str, Any]:
     block, module = result["expert_prefix"].partition(".experts.")[0], own.experts.rpartition(".")[0]
     renamed = {"rename": {block: module}} if block != module else {}
     result["modules"] |= {"aliases": family.aliases} | renamed
-    return result | {"mtp": _mtp(family, config, result), "probes": {}}
+    return result | {"mtp": _mtp(family, config, result, tied=bool(tied)), "probes": {}}
 
 
 def _class_headers(skeleton: Skeleton, experts: str, float32: Sequence[str]) -> dict[str, Header]:
@@ -223,8 +270,11 @@ def _class_headers(skeleton: Skeleton, experts: str, float32: Sequence[str]) -> 
     return {name: Header(dtypes[name], tuple(tensor.shape)) for name, tensor in written.items()}
 
 
-def _mtp(family: Family, config: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The facts about the layers that predict further tokens, if there are any; puts their number among the sizes."""
+def _mtp(family: Family, config: Mapping[str, Any], facts: Mapping[str, Any], *, tied: bool) -> dict[str, Any] | None:
+    """The facts about the layers that predict further tokens, if there are any; puts their number among the sizes.
+
+    Where head and embeddings are `tied`, such a layer may do without matrices of the vocabulary of its own.
+    """
     if family.mtp_layer is None:
         return None
     key = family.mtp_layer.layers
@@ -238,7 +288,7 @@ def _mtp(family: Family, config: Mapping[str, Any], facts: Mapping[str, Any]) ->
         name: {
             "shape": [sum(sizes[word]["value"] for word in term.split(" + ")) for term in terms],
             "dtype": "BF16",
-            "optional": name in family.mtp_layer.optional,
+            "optional": name in family.mtp_layer.optional or (tied and "vocabulary" in terms),
         }
         for name, terms in family.mtp_layer.tensors.items()
     }
@@ -299,17 +349,17 @@ def skeleton_of(config: dict[str, Any]) -> Skeleton:
     try:
         skeleton = Skeleton(cls, config_of(cls, config))
     except FAILURES as failure:
+        if can_be_made(cls):
+            raise refusal(cls, config, lambda _: None, failure, "make") from None
         reason = " ".join(str(failure).split())
         version = f"transformers {transformers.__version__}"
-        problem = f"{version} cannot make {names[0]} of it ({type(failure).__name__}: {reason})"
-        if can_be_made(cls):
-            raise ArchitectureError("", problem, "correct this file") from None
         raise ArchitectureError(
             "",
-            f"{problem}, nor of its class's own defaults",
+            f"{version} cannot make {names[0]} of it ({type(failure).__name__}: {reason}), nor of its class's own "
+            "defaults",
             "give another model, or use another version of transformers",
         ) from None
-    if getattr(skeleton.config, "is_encoder_decoder", False):
+    if skeleton.config.is_encoder_decoder and type(skeleton.config).is_encoder_decoder:  # a decoder may say it in vain
         raise ArchitectureError(
             "architectures",
             f"{names[0]} has an encoder, which this program does not compute",
@@ -320,7 +370,11 @@ def skeleton_of(config: dict[str, Any]) -> Skeleton:
             "architectures", f"{names[0]} has no head that predicts tokens", "give a model that has one"
         )
     text = skeleton.config.get_text_config()
-    given = [c.arguments.get("position_embeddings") for c in skeleton.calls(TOKENS)]
+    try:
+        calls = skeleton.calls(TOKENS)
+    except ArchitectureError as failure:
+        raise refusal(cls, config, lambda other: other.calls(TOKENS), failure) from None
+    given = [c.arguments.get("position_embeddings") for c in calls]
     rotary, by_config = getattr(text, "rotary_dim", None), rotated_channels(text)
     for rotated in {embeddings[0].shape[-1] for embeddings in given if isinstance(embeddings, tuple)}:
         if (rotary and rotated != rotary) or (by_config and rotated > by_config + by_config % 2):  # in pairs

@@ -36,7 +36,8 @@ def architecture_for(
 
     Args:
         own: facts that are taken instead of any others, or a file of the user's own: facts, or data as the files here.
-        tensors: the headers of its files, from which the facts of a model type without a file here are derived.
+        tensors: the headers of its files, from which the facts of a model type without a file here are derived. Of one
+            with a file they say whether a tied head is stored besides.
 
     Raises:
         ArchitectureError: config.json has no model type, or there are no facts for it; the user's file is wrong, or is
@@ -58,11 +59,12 @@ def architecture_for(
             )
         if isinstance(given, Architecture):
             return given
+    outside = frozenset(name for name in tensors or () if not any(map(str.isdecimal, name.split("."))))
     try:
         if isinstance(given, Family):
-            return _laid_over(given, config)
+            return _laid_over(given, config, outside)
         if model_type in known():
-            return _family_architecture(model_type, json.dumps(config))
+            return _family_architecture(model_type, json.dumps(config), outside)
         if tensors is not None:
             from .derive import derived_architecture
 
@@ -79,14 +81,14 @@ def architecture_for(
 
 
 @cache  # a command asks four times or more, and making the model takes longer than all else that it does with it
-def _family_architecture(model_type: str, config: str) -> Architecture:
-    return _laid_over(family(model_type), json.loads(config))
+def _family_architecture(model_type: str, config: str, outside: frozenset[str]) -> Architecture:
+    return _laid_over(family(model_type), json.loads(config), outside)
 
 
-def _laid_over(family: Family, config: dict[str, Any]) -> Architecture:
+def _laid_over(family: Family, config: dict[str, Any], outside: frozenset[str]) -> Architecture:
     from .derive import family_architecture  # takes seconds: transformers is imported with it
 
-    return family_architecture(family, config)
+    return family_architecture(family, config, outside)
 
 
 @cache

@@ -283,6 +283,19 @@ def example_of(handed: HandedFacts, tokens: int, dtype: torch.dtype = torch.floa
     return indices.repeat(1, tokens, 1)
 
 
+def run_without_numbers(skeleton: Skeleton, number: int, arguments: Mapping[str, Any]) -> Any:
+    """What a layer returns on the meta device, `weighted` standing for its experts."""
+    layer, path = skeleton.layer(number).to("meta"), _experts_path(skeleton, number)
+    on_meta = tree_map(lambda leaf: leaf.to("meta") if torch.is_tensor(leaf) else leaf, dict(arguments))
+    with contextlib.ExitStack() as stack:
+        if path:
+            stack.enter_context(replaced_forward(layer.get_submodule(path), weighted))
+        # How many rows a mask chooses is not known without numbers: all of them. The module gets `patch` when it is
+        # imported, which types cannot know.
+        stack.enter_context(_config.patch(meta_nonzero_assume_all_nonzero=True))  # type: ignore[attr-defined]
+        return layer(**on_meta)
+
+
 def find_handed(skeleton: Skeleton) -> HandedFacts | None:
     """Find the tensor that the model's layers pass on besides their states; None if there is none.
 
@@ -298,17 +311,7 @@ def find_handed(skeleton: Skeleton) -> HandedFacts | None:
     value: torch.Tensor | None = None
     seen: list[torch.Tensor] = []
     for number, call in enumerate(skeleton.calls_with(torch.zeros(1, min(LONG, positions), dtype=torch.int64))):
-        layer, path = skeleton.layer(number).to("meta"), _experts_path(skeleton, number)
-        arguments = tree_map(
-            lambda leaf: leaf.to("meta") if torch.is_tensor(leaf) else leaf, call.of(call.states, value)
-        )
-        with contextlib.ExitStack() as stack:
-            if path:
-                stack.enter_context(replaced_forward(layer.get_submodule(path), weighted))
-            # How many rows a mask chooses is not known without numbers: all of them. The module gets `patch` when it is
-            # imported, which types cannot know.
-            stack.enter_context(_config.patch(meta_nonzero_assume_all_nonzero=True))  # type: ignore[attr-defined]
-            output = layer(**arguments)
+        output = run_without_numbers(skeleton, number, call.of(call.states, value))
         (_, entry), *others = places
         value = output[entry]
         seen += [] if value is None else [value]

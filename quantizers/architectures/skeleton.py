@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import json
 import re
-import reprlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -24,19 +22,19 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from quantizers.system.errors import ArchitectureError
 
-from .contradictions import CORRECT, FACTOR, refuse_two_spellings
 from .matrices import FUSED, PROJECTIONS
 
 CPU = torch.device("cpu")
 MOST_ENTRIES = 3  # in the tuples that layers return
 ATTENTION = ("sdpa", "eager")  # in this order: some classes have eager attention alone
+RETURNED = ("output_attentions", "output_hidden_states", "output_router_logits")  # keys for what a forward returns
 # Ends of messages.
 NOT_QUANTIZED = "such a model cannot be quantized with this program"
 NOT_BY_LAYER = "such a model cannot be computed layer by layer here; give another model"
 # What transformers raises at a config.json with wrong values, and at tensors that do not go together.
 FAILURES = (
-    StrictDataclassError, ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError,
-    TypeError, ValueError,
+    StrictDataclassError, ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError,
+    RuntimeError, TypeError, ValueError,
 )  # fmt: skip
 
 
@@ -103,6 +101,11 @@ class Skeleton:
         self.config = config
         # On a CPU the plain loop is faster. Else the default: a grouped matmul, where the class can.
         config._experts_implementation = "eager" if device.type == "cpu" else None
+        for part in (config, config.get_text_config()):
+            part.return_dict = True
+            for key in RETURNED:
+                if getattr(part, key, False):
+                    setattr(part, key, False)
         self.model: Any = _built(model_class, config, device)  # in evaluation mode
         self.name = type(self.model).__name__
         self.path, self.layers = _decoder_layers(self.model)  # `path` is the name of the list within the model
@@ -322,6 +325,7 @@ def model_class(name: str, source: str) -> Any:
     return cls
 
 
+@cache  # a large model is made of them
 def can_be_made(model_class: Any) -> bool:
     """Whether transformers can make a model of its config class's own defaults."""
     try:
@@ -329,57 +333,6 @@ def can_be_made(model_class: Any) -> bool:
     except FAILURES:
         return False
     return True
-
-
-def config_of(model_class: Any, config: Mapping[str, Any]) -> Any:
-    """transformers' config of a config.json, without what says how the files are quantized.
-
-    transformers writes an infinity as `{"__float__": "Infinity"}`. It has `rotary_dim` in published files, of how many
-    channels of each head are rotated, but does not read it (huggingface/transformers#48241): it is handed on.
-
-    Raises:
-        FAILURES: the class takes no such values.
-        ArchitectureError: `rotary_dim` is out of range, or two keys contradict each other.
-    """
-    refuse_two_spellings(config, model_class.config_class)
-    plain = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
-
-    def number(entry: dict[str, Any]) -> Any:
-        return float(entry["__float__"]) if entry.keys() == {"__float__"} else entry
-
-    made = model_class.config_class(**json.loads(json.dumps(plain), object_hook=number))
-    text = made.get_text_config()
-    rotary = getattr(text, "rotary_dim", None)
-    if rotary is not None:
-        head = _head_size(text)
-        if type(rotary) is not int or not 0 < rotary <= head or rotary % 2:
-            raise ArchitectureError(
-                "", f"rotary_dim is {reprlib.repr(rotary)}", f"an even number up to {head} is needed"
-            )
-        stated = text.rope_parameters.setdefault(FACTOR, rotary / head)
-        if stated != rotary / head:
-            raise ArchitectureError(
-                "",
-                f"rope_parameters.{FACTOR} is {reprlib.repr(stated)}, but rotary_dim means {rotary / head}",
-                CORRECT,
-            )
-    return made
-
-
-def rotated_channels(config: Any) -> int | None:
-    """Number of rotated channels per head by transformers' config; None if it does not give one for all layers.
-
-    Some classes do not read what their config says, so this is compared with what they do.
-    """
-    rope = getattr(config, "rope_parameters", None) or {}
-    factor = rope.get(FACTOR)
-    if not isinstance(factor, float) or rope.get("rope_type") == "proportional":
-        return None
-    return int(_head_size(config) * factor)
-
-
-def _head_size(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _beginnings(calls: Sequence[Call], length: int) -> list[Call]:

@@ -222,10 +222,15 @@ def parameter_of(skeleton: Skeleton, module: torch.nn.Module) -> str:
     return next(f"{path}.weight" for path, other in skeleton.model.named_modules() if other is module)
 
 
+def tied_parameters(skeleton: Skeleton) -> set[str]:
+    """The parameters that are another one as well, so that files may lack them: a head that is the embeddings."""
+    return set(getattr(skeleton.model, "all_tied_weights_keys", None) or ())
+
+
 def require_complete(skeleton: Skeleton, stored: StoredTensors, idle: Collection[str]) -> None:
     """Refuse files without a tensor that the model computes with, as it does not with `idle` parameters of a layer."""
-    tied = set(getattr(skeleton.model, "all_tied_weights_keys", None) or ())
-    missing = sorted(needed_outside(skeleton) - {place.parameter for place in stored.outside.values()} - tied)
+    there = {place.parameter for place in stored.outside.values()} | tied_parameters(skeleton)
+    missing = sorted(needed_outside(skeleton) - there)
     for number, layer in enumerate(skeleton.layers):
         here = stored.layers[number]
         given = {place.parameter for place in here.values()} | set(idle)

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.config_class import config_of
 from quantizers.architectures.gates import gate_of
 from quantizers.architectures.matrices import FUSED
 from quantizers.architectures.roles import EXACT, LARGE
-from quantizers.architectures.skeleton import Skeleton, config_of, first, model_class, replaced_forward
+from quantizers.architectures.skeleton import Skeleton, first, model_class, replaced_forward
 from quantizers.formats.dequantization import read_weight
 from quantizers.system.errors import ArchitectureError, CheckpointError
 

@@ -96,6 +96,7 @@ NOT_CHECKED = "nothing is known here of the servers of this model type, so none 
 MAY_SERVE = "it may serve this or not: vLLM's Transformers backend takes many types that vLLM has no model for"
 UNINITIALIZED = "loading fails, or the parameter stays uninitialized"
 REFUSES = "refuses it before loading a tensor"
+OWN_HEAD = "its class has another head, which stays uninitialized; quantize a source that stores lm_head.weight too"
 ONE_SCHEME = "it has one scheme for the experts of all layers, so loading fails; servers read each layer's own"
 GARBAGE = "loads without an error and produces garbage"
 CONSEQUENCES: dict[Mistake, str] = {
@@ -265,6 +266,9 @@ def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Archi
         return ServingCheck(table, _findings(remarks))
     remarks += _cache_remarks(section, tensors.keys(), facts)
     servers = [server for server in SERVERS if server.key in facts.servers] or [engines.UNKNOWN_SERVER]
+    own_head = [server.name for server in servers if not engines.server_facts(server, facts).ties_head]
+    if facts.servers and facts.head == facts.embedding and own_head:
+        remarks.append(("warning", own_head, facts.head, "there is no other head", OWN_HEAD))
     lookups = {server.name: list(engines.server_lookups(server, facts, rules, modules)) for server in servers}
     if engines.UNKNOWN_SERVER in servers:
         remarks.append(("warning", SERVER_NAMES, facts.model_type, NOT_CHECKED, MAY_SERVE))

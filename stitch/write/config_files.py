@@ -164,8 +164,13 @@ def _group(patterns: Iterable[str], form: QuantizedFormat) -> dict[str, Any]:
 def targets_of(plan: Plan, facts: Architecture) -> Targets:
     """The targets of an output: those that the facts give, or else made from the plan's names."""
     if facts.targets is not None:
-        plain = _plain_among_fp8(plan, facts, facts.targets)
-        return facts.targets.model_copy(update={"ignore": [*facts.targets.ignore, *plain]})
+        ignore = [
+            *facts.targets.ignore,
+            *_mtp_beside(plan, facts, facts.targets),
+            *_plain_among_fp8(plan, facts, facts.targets),
+        ]
+        fp8 = [*facts.targets.fp8, *_fp8_beside(plan, facts, facts.targets)]
+        return facts.targets.model_copy(update={"ignore": ignore, "fp8": fp8})
     schemes = _schemes(plan, facts)
     schemes |= _fused(schemes)
     for layer in plan.quantized_layers:  # the first expert stands for all
@@ -193,6 +198,24 @@ def _plain_among_fp8(plan: Plan, facts: Architecture, targets: Targets) -> list[
         if layer is not None and any(re.match(pattern, name) for pattern in targets.fp8):
             layers.setdefault(re.escape(name.removeprefix(facts.layer(layer, ""))), []).append(layer)
     return [rf"re:.*\.{_list_of_layers(facts)}\.{_one_of(numbers)}\.{end}$" for end, numbers in layers.items()]
+
+
+def _mtp_beside(plan: Plan, facts: Architecture, targets: Targets) -> list[str]:
+    """Expressions for matrices of MTP layers, outside linear modules, that the facts' `ignore` does not match."""
+    names = {
+        n: facts.layer(at, n) for at in plan.mtp for n, t in facts.of_layer(at).tensors.items() if len(t.shape) > 1
+    }
+    patterns = [pattern.removeprefix("re:") for pattern in targets.ignore if pattern.startswith("re:")]
+    others = (n for n, full in names.items() if not any(re.match(pattern, _module(full)) for pattern in patterns))
+    return [rf"re:.*\.{re.escape(_module(name))}$" for name in others]
+
+
+def _fp8_beside(plan: Plan, facts: Architecture, targets: Targets) -> list[str]:
+    """Expressions for FP8 modules of layers that the facts' targets do not match: not every model has the same."""
+    kept = {_module(a.source): a.layer for a in plan.actions if a.is_other_matrix and a.in_fp8 and a.layer is not None}
+    others = [(n, layer) for n, layer in kept.items() if not any(re.match(pattern, n) for pattern in targets.fp8)]
+    ends = (re.escape(name.removeprefix(facts.layer(layer, ""))) for name, layer in others)
+    return [rf".*\.{end}$" for end in dict.fromkeys(ends)]
 
 
 def _one_of(expressions: Iterable[object]) -> str:

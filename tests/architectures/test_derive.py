@@ -34,6 +34,7 @@ from quantizers.system.errors import ArchitectureError, RecipeError
 FOLDED = ("minimax_m2", "qwen3_moe", "mixtral")  # in the others a shared expert reads the norm too
 
 Q = "model.layers.1.self_attn.q_proj.weight"
+EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,11 @@ class Both:
     known: Architecture
 
 
-@pytest.fixture(scope="module", params=families.MODELS)
+@pytest.fixture(scope="module", params=families.MODELS | families.TIED)
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Both:
     folder = tmp_path_factory.mktemp("model") / "model"
-    source = open_folder(families.write(folder, families.family_of(request.param), **families.MODELS[request.param]))
+    changes = (families.MODELS | families.TIED)[request.param]
+    source = open_folder(families.write(folder, families.family_of(request.param), **changes))
     headers = {name: Header(info.dtype, tuple(info.shape)) for name, info in source.tensors.items()}
     derived = derived_architecture(source.config, headers)
     return Both(request.param, source.config, headers, derived, architecture_for(source.config, "x"))
@@ -95,6 +97,57 @@ def test_the_fold_is_exact_where_router_and_experts_alone_read_the_norm(both: Bo
     assert (probes["fold"] < EXACT) == folds == (not both.derived.also_reads_the_norm)
     assert all(number < EXACT for name, number in probes.items() if name != "fold")
     assert folds or probes["fold"] > 0.05  # nowhere near the bound
+
+
+# What config.json says of a model of a family -----------------------------------------------------------------------
+
+VOCABULARY = [f"model.layers.3.{name}.weight" for name in ("embed_tokens", "shared_head.head")]
+
+
+def test_a_tied_model_needs_no_head_and_has_one_that_is_stored() -> None:
+    config = families.config("deepseek_v3", tie_word_embeddings=True)
+    known = architecture_for(config, "x")
+    assert (known.head, known.embedding, "lm_head.weight" in known.outside) == (EMBEDDING, EMBEDDING, False)
+    expected = expected_tensors(known, config, "x")
+    stored = architecture_for(config, "x", None, expected | {"lm_head.weight": expected[EMBEDDING]})
+    assert (stored.head, stored.embedding) == ("lm_head.weight", EMBEDDING)
+    optional = {name for name, tensor in known.of_layer(3).tensors.items() if tensor.optional}
+    assert {known.layer(3, name) for name in optional} == set(VOCABULARY)
+    assert not any(
+        t.optional for t in architecture_for(families.config("deepseek_v3"), "x").of_layer(3).tensors.values()
+    )
+
+
+def test_the_number_of_dense_layers_is_read_where_the_class_has_a_list_of_them() -> None:
+    """transformers' GLM-4.7-Flash does not read the key that its files have."""
+    lists = {"mlp_layer_types": ["dense", "dense", "sparse"]}
+    for changes in (
+        {"first_k_dense_replace": 2},
+        {"first_k_dense_replace": 2} | lists,
+        {"first_k_dense_replace": None} | lists,
+    ):
+        assert architecture_for(families.config("glm4_moe_lite", **changes), "x").dense == {0, 1}
+    assert architecture_for(families.config("glm4_moe_lite", first_k_dense_replace=0), "x").dense == set()
+    for changes, expected in (
+        (
+            lists,
+            "x: first_k_dense_replace is 1, but mlp_layer_types has 2 dense layers, or in other places; correct one",
+        ),
+        ({"first_k_dense_replace": 4}, "x: first_k_dense_replace is 4; a whole number from 0 to 3 is needed"),
+        ({"first_k_dense_replace": 3}, "x: Glm4MoeLiteForCausalLM has no layers with a module called experts; give a"),
+    ):
+        with pytest.raises(ArchitectureError, match=expected):
+            architecture_for(families.config("glm4_moe_lite", **changes), "x")
+
+
+def test_a_key_that_the_class_does_not_read_is_refused_if_it_means_something_else() -> None:
+    for value in ("sigmoid", None):
+        architecture_for(families.config("deepseek_v3", scoring_func=value), "x")
+    refused = (
+        r'^x: scoring_func is \'softmax\', but DeepseekV3\w+ in transformers does not read it .* write "sigmoid" there$'
+    )
+    with pytest.raises(ArchitectureError, match=refused):
+        architecture_for(families.config("deepseek_v3", scoring_func="softmax"), "x")
 
 
 # What one model says ------------------------------------------------------------------------------------------------

@@ -124,9 +124,11 @@ CONFIGS: dict[str, tuple[Edit, tuple[str, ...]]] = {
     ),
     "softmax router": (
         config(scoring_func="softmax"),
-        ("scoring_func is 'softmax'", "'sigmoid'", "give another model"),
+        (
+            "config.json: scoring_func is 'softmax', but MiniMaxM2ForCausalLM in transformers does not read it",
+            'give another model; or if this one was trained so, write "sigmoid" there',
+        ),
     ),
-    "tied embeddings": (config(tie_word_embeddings=True), ("tie_word_embeddings is True",)),
     "absurd hidden size": (config(hidden_size=1 << 40), ("hidden_size is 1099511627776; a whole number from 1 to",)),
     "missing size": (config(head_dim=...), ("q_norm.weight has shape [256], config.json says [512]; they do not",)),
     "too many chosen": (

@@ -33,6 +33,7 @@ from quantizers.pipeline.pipeline import run
 from quantizers.planning.job import prepare
 from quantizers.planning.plan import file_size, index_json
 from quantizers.repair.stitch import stitch_experts
+from quantizers.serving.check import OWN_HEAD
 from quantizers.stitch.audit.checkpoint import verify
 from quantizers.system.errors import CheckpointError
 
@@ -55,10 +56,14 @@ KEPT = {
     "mixtral": (4 + 1, 0, 0, 0),
     "glm4_moe": (8 + 2 + 2 + 3, 2 + 6, 6, 15 + 8 + 48 + 6),
     "deepseek_v3": (10 + 4, 2 + 6, 6, 14 + 8 + 48 + 6),
+    "deepseek_v3 tied": (8 + 3, 2 + 6, 6, 11 + 8 + 48 + 6),
     "kimi_k2": (10 + 4, 2 + 6, 6, 0),
     "glm4_moe_lite": (5 + 4, 2 + 3, 3, 9 + 5 + 24 + 6),
 }
-FOLDING = ["minimax_m2", "qwen3_moe", "mixtral", "mixtral with windows", "qwen3_moe with a dense layer and windows"]
+FOLDING = [
+    "minimax_m2", "qwen3_moe", "mixtral", "mixtral with windows", "qwen3_moe with a dense layer and windows",
+    "qwen3_moe tied",
+]  # fmt: skip
 ATTENTION = {"mixtral": "plain", "glm4_moe": "FP8 per channel", "glm4_moe_lite": "plain"}  # else FP8 in blocks
 
 
@@ -90,7 +95,9 @@ def slow_but(quick: Collection[str], models: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=[slow[name]] if name in slow else ()) for name in models]
 
 
-@pytest.fixture(scope="module", params=slow_but(QUICK, [name for name in families.MODELS if name != "qwen3_moe"]))
+@pytest.fixture(
+    scope="module", params=slow_but(QUICK, [name for name in families.MODELS | families.TIED if name != "qwen3_moe"])
+)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     """GPTQ, which takes most of the time, rounds one of them; it sees a matrix, of whatever family."""
     folder = tmp_path_factory.mktemp("made")
@@ -110,7 +117,7 @@ def streamed(made: Made) -> StreamedModel:
 
 
 def test_every_family_that_is_known_is_tested() -> None:
-    assert set(known()) == set(families.CONFIGS) == set(BLOCKS) == set(KEPT)
+    assert set(known()) == set(families.CONFIGS) == set(BLOCKS) == set(map(families.family_of, KEPT))
 
 
 # What is computed ----------------------------------------------------------------------------------
@@ -119,7 +126,7 @@ def test_every_family_that_is_known_is_tested() -> None:
 @pytest.mark.slow
 def test_the_streamed_model_is_transformers_whole_model(made: Made, whole: Any, streamed: StreamedModel) -> None:
     text = made.texts("held-out")[0]
-    assert len(text) > 2 * families.MODELS[made.name].get("sliding_window", 0), "a window would not show"
+    assert len(text) > 2 * families.MODELS.get(made.name, {}).get("sliding_window", 0), "a window would not show"
     expected = run_whole(whole, [text])
     states = streamed.begin(text, streamed.embedding())
     for number in range(streamed.facts.num_layers):
@@ -171,9 +178,9 @@ def test_everything_but_experts_folded_norms_and_their_routers_has_the_sources_b
         assert found.dtype == tensor.dtype
         assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8)), name
         kept += 1
-    every, moe, dense, mtp = KEPT[made.family]
-    number = len(made.dense)
-    assert kept == 3 + 3 * every + (3 - number) * moe + number * dense + mtp
+    every, moe, dense, mtp = KEPT.get(made.name, KEPT[made.family])
+    number, outside = len(made.dense), 2 if own["tie_word_embeddings"] else 3
+    assert kept == outside + 3 * every + (3 - number) * moe + number * dense + mtp
     assert all(".self_attn." not in name or "_proj.weight" not in name or not name.endswith("_inv") for name in output)
 
 
@@ -259,7 +266,10 @@ def test_tampering_is_found_and_named(made: Made, tmp_path: Path) -> None:
 def test_servers_read_it_as_it_is_stored(made: Made, command: Command) -> None:
     assert command("verify", made.output, "--source", made.model, "--json") == 0
     consumers = json.loads(command.out)["consumers"]
-    assert consumers["findings"] == []
+    own_head = {"qwen3_moe tied": "SGLang", "deepseek_v3 tied": "vLLM 0.32+, vLLM 0.14-0.31, SGLang"}.get(made.name)
+    assert [(row["engine"], row["consequence"]) for row in consumers["findings"]] == [(own_head, OWN_HEAD)] * bool(
+        own_head
+    )
     served = [row for engine, row in consumers["schemes"].items() if engine != "stored as"]
     assert len(served) == 4
     assert {row["experts"] for row in served} == {"INT4 group 32"}
