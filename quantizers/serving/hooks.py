@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from quantizers.planning.plan import Plan
     from quantizers.recipe.cards import Card
 
-    from .check import ServingCheck
+    from .findings import ServingCheck
     from .installed import Rows
 
 FUNCTIONS = {"serve_check": "quantizers.serving.serve_check"}

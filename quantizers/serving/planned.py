@@ -7,7 +7,8 @@ from quantizers.planning.plan import KV_SCALE
 from quantizers.stitch.write.config_files import output_config
 from quantizers.system.errors import CheckpointError
 
-from .check import ServingCheck, check
+from .check import check
+from .findings import ServingCheck
 
 
 def planned_check(job: Job, one_expert: bool = False) -> ServingCheck:

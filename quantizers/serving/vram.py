@@ -16,7 +16,7 @@ from quantizers.planning.job import Job
 from quantizers.planning.plan import Plan
 from quantizers.system.errors import InputError
 
-from .check import ServingCheck
+from .findings import ServingCheck
 from .host_experts import host_ways
 from .kernels import KEEPS_SCALES, TAKES_THEM
 from .memory import (

@@ -27,7 +27,8 @@ from quantizers.formats.tensor_names import split_fused_experts
 from quantizers.model.streamed_model import StreamedModel
 from quantizers.planning.assign_actions import make_plan
 from quantizers.recipe.schema import Experts
-from quantizers.serving.check import OWN_HEAD, Finding, check
+from quantizers.serving.check import OWN_HEAD, check
+from quantizers.serving.findings import Finding
 from quantizers.stitch.write.config_files import output_config
 from quantizers.system.errors import ArchitectureError
 

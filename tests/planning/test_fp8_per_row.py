@@ -12,8 +12,9 @@ from planned import BLOCK, Model, tiny_model
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.formats.fp8 import ROWS, Fp8, Fp8Blocks
 from quantizers.planning.device_memory import device_memory
-from quantizers.serving.check import STORED, ServingCheck, check
+from quantizers.serving.check import STORED, check
 from quantizers.serving.engines import ATTENTION
+from quantizers.serving.findings import ServingCheck
 from quantizers.serving.memory import serving_model, tensor_parallel_problem
 from quantizers.stitch.write.config_files import output_config
 from quantizers.system.errors import CheckpointError

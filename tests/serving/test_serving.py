@@ -24,7 +24,7 @@ from quantizers.formats.packed_integers import GROUPS, Integers
 from quantizers.planning.assign_actions import expected_tensors, make_plan
 from quantizers.recipe.schema import Experts
 from quantizers.serving.ask_vllm import ask_vllm
-from quantizers.serving.check import STORED, ServingCheck, check, render
+from quantizers.serving.check import STORED, check
 from quantizers.serving.engines import (
     ATTENTION,
     EMBEDDINGS,
@@ -45,6 +45,7 @@ from quantizers.serving.engines import (
     VLLM_BEFORE,
     ServedScheme,
 )
+from quantizers.serving.findings import ServingCheck, render
 from quantizers.serving.kernels import HUMMING_SM, TAKES_THEM, moe_kernels
 from quantizers.serving.memory import FLASHINFER
 from quantizers.serving.report_section import how_to_serve
