@@ -16,15 +16,15 @@ FACTOR = "partial_rotary_factor"  # the part of each head's channels that is rot
 ROTARY = ("", "rope_parameters", "rope_scaling")  # where config.json may have keys about rotary embeddings
 TEXT = "text_config"  # the section about text in the config.json of a model with more than text
 TIED = "tie_word_embeddings"
-DTYPES = ("dtype", "torch_dtype")
+DTYPES = ("dtype", "torch_dtype")  # the newer name first
 CORRECT = "correct one of the two"
 
 
 def refuse_two_spellings(config: Mapping[str, Any], config_class: Any) -> None:
     """Refuse two spellings of one number whose values differ.
 
-    These are keys about rotary embeddings (top level, `rope_parameters`, `rope_scaling`), transformers' two names of
-    the dtype, and the two names of a key to which the class gives another (its `attribute_map`).
+    These are keys about rotary embeddings (top level, `rope_parameters`, `rope_scaling`), and the two names of a key to
+    which the class gives another (its `attribute_map`).
 
     Args:
         config: the content of config.json.
@@ -36,8 +36,7 @@ def refuse_two_spellings(config: Mapping[str, Any], config_class: Any) -> None:
     text = config.get(TEXT)
     text_class = getattr(config_class, "sub_configs", {}).get(TEXT, config_class)
     inner: Mapping[str, Any] = text if isinstance(text, Mapping) and text else config
-    spellings = [*_rotary_spellings(inner), *((DTYPES[0], key, config[key]) for key in DTYPES if key in config)]
-    spellings += _aliases(config, config_class)
+    spellings = [*_rotary_spellings(inner), *_aliases(config, config_class)]
     if inner is not config:
         spellings += _aliases(inner, text_class, f"{TEXT}.")
     firsts: dict[str, tuple[str, Any]] = {}
@@ -114,11 +113,14 @@ def untied(config: Mapping[str, Any], model_class: Any) -> dict[str, Any]:
     return changes
 
 
-def dtype_of(config: Mapping[str, Any]) -> str | None:
-    """The dtype in which config.json asks servers to compute, such as `bfloat16`; None if it does not say."""
+def dtypes_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """The dtypes in which config.json asks servers to compute, such as `bfloat16`, by key.
+
+    transformers 5 reads the first, older versions `torch_dtype`, which some tools still write beside the other.
+    """
     text = config.get(TEXT)
     for place in (config, text if isinstance(text, Mapping) else {}):
-        for key in DTYPES:
-            if isinstance(place.get(key), str):
-                return str(place[key])
-    return None
+        given = {key: str(place[key]) for key in DTYPES if isinstance(place.get(key), str)}
+        if given:
+            return given
+    return {}

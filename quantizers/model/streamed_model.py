@@ -61,7 +61,12 @@ class StreamedModel:
         self.dtype = dtype
         self.hidden = facts.hidden_size * facts.streams
         whole = model_class(facts.model_class, f"the facts of {facts.model_type}: model_class")
-        self.skeleton = Skeleton(whole, config_of(whole, checkpoint.config), device, dtype)
+        try:
+            config = config_of(whole, checkpoint.config)
+        except ArchitectureError as failure:  # of a candidate's own config.json
+            where = f"{checkpoint.folder / 'config.json'}"
+            raise ArchitectureError(where, failure.without_remedy, failure.remedy) from None
+        self.skeleton = Skeleton(whole, config, device, dtype)
         self._keeps_products: bool | None = None
         outside = [name for name in facts.outside if name not in (facts.embedding, facts.head)]
         # Clones: a view would keep the buffer of all of them.

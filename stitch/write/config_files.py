@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quantizers.architectures.architecture import Architecture, Targets
-from quantizers.architectures.contradictions import TIED, dtype_of, untied
+from quantizers.architectures.contradictions import TIED, dtypes_of, untied
 from quantizers.architectures.fused import FUSED_IN_SOME
 from quantizers.architectures.matrices import PROJECTIONS
 from quantizers.architectures.skeleton import model_class
@@ -91,10 +91,13 @@ def remarks_on_config(source: Checkpoint, facts: Architecture) -> list[str]:
             f"config.json says or means {TIED}: true, but the files hold {facts.head}: the model is computed with that "
             f"head, and an output says {TIED}: false, so that every server does the same"
         )
-    meant, stored = dtype_of(config), TORCH_DTYPES.get(source.tensors[facts.embedding].dtype)
-    if (
-        meant and stored and meant != stored and "float16" in (meant, stored)
-    ):  # another range of numbers than bfloat16 and float32 have
+    dtypes = dtypes_of(config)
+    if len(set(dtypes.values())) > 1:
+        given = " and ".join(f"{key}: {value}" for key, value in dtypes.items())
+        remarks.append(f"config.json says {given}: transformers 5 reads the first, older ones the second")
+    stored = TORCH_DTYPES.get(source.tensors[facts.embedding].dtype)
+    meant = next(iter(dtypes.values()), stored)
+    if stored and meant != stored and "float16" in (meant, stored):  # with another range than the others have
         remarks.append(
             f"config.json says dtype: {meant}, but {facts.embedding} is stored in {stored}: servers compute in {meant} "
             f"unless they are told --dtype {stored}, and what was measured here is another dtype"

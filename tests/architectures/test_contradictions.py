@@ -63,9 +63,6 @@ REFUSED: dict[str, tuple[str, Change | None, Change | None, str]] = {
     "two names of the experts per token": (
         "ernie4_5_moe", keys(num_experts_per_tok=3), None, "moe_k is 2, but num_experts_per_tok is 3; correct one"
     ),
-    "two names of the dtype": (
-        "olmoe", keys(dtype="bfloat16", torch_dtype="float16"), None, "dtype is 'bfloat16', but torch_dtype is 'float1"
-    ),
     "a class of another type": (
         "olmoe", keys(architectures=["MixtralForCausalLM"]), None,
         "model_type is 'olmoe', but architectures names MixtralForCausalLM, which is of 'mixtral'; correct one of the "
@@ -149,6 +146,13 @@ def test_embeddings_that_are_the_head_stay_tied(saved: dict[str, Path], tmp_path
     opened = open_folder(changed(saved["olmoe"], tmp_path / "model", tied, lambda stored: stored.pop(HEAD)))
     facts = architecture_for(opened.config, "x", None, opened.tensors)
     assert (facts.head, untied_keys(opened.config, facts), remarks_on_config(opened, facts)) == (EMBEDDING, {}, [])
+
+
+def test_two_names_of_the_dtype_that_differ_are_told(saved: dict[str, Path], tmp_path: Path) -> None:
+    """As AutoAWQ leaves them."""
+    opened = open_folder(changed(saved["olmoe"], tmp_path / "model", keys(dtype="bfloat16", torch_dtype="float16")))
+    (told,) = remarks_on_config(opened, architecture_for(opened.config, "x", None, opened.tensors))
+    assert told.startswith("config.json says dtype: bfloat16 and torch_dtype: float16: transformers 5 reads the first")
 
 
 def test_a_section_about_fp8_that_no_tensor_is_in_is_told(saved: dict[str, Path], tmp_path: Path) -> None:

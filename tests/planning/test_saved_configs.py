@@ -58,7 +58,7 @@ def test_a_size_that_the_class_works_out_is_what_it_works_out() -> None:
 def test_kinds_of_layers_are_those_of_the_class() -> None:
     config = families.config("glm4_moe_lite")
     kinds = ["sparse", "dense", "sparse"]
-    with pytest.raises(ArchitectureError, match=r"^x: first_k_dense_replace is 1, but mlp_layer_types has 1 dense layer"):
+    with pytest.raises(ArchitectureError, match=r"^x: first_k_dense_replace is 1, but mlp_layer_types has 1 dense"):
         architecture_for(config | {"mlp_layer_types": kinds}, "x")
     del config["first_k_dense_replace"]
     assert architecture_for(config | {"mlp_layer_types": kinds}, "x").dense == {1}
