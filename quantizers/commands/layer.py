@@ -24,7 +24,7 @@ from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 from quantizers.planning.device_memory import Residents
 from quantizers.planning.expert_batches import experts_per_batch, tokens_per_chunk
 from quantizers.planning.job import Job, prepare
-from quantizers.recipe.read import changes_of, set_location
+from quantizers.recipe.read import changes_of, fixed_bits, set_location
 from quantizers.recipe.schema import Experts
 from quantizers.solve.hessians import blended_hessian, collect_down_hessian, sweep
 from quantizers.solve.result import LayerResult
@@ -187,7 +187,7 @@ def layer(
             f"{job.path}: layer {number}", "has no routed experts", f"give one from {layers[0]} to {layers[-1]}"
         )
     if job.recipe.experts.by_budget:
-        raise InputError(job.path, "a budget chooses bits for whole models", "give bits and group_size instead")
+        raise InputError(job.path, "a budget chooses bits for whole models", f"give {fixed_bits(job.path, changes)}")
     use_threads(job.facts)
     with ordered():
         return _captured(job, number, choose_device(device))

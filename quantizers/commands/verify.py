@@ -152,7 +152,7 @@ def _refuse(folder: Path, source: Checkpoint) -> None:
             folder / CONFIG,
             f"quantization_config.quant_method is {method!r}; `verify` checks compressed-tensors checkpoints, such as "
             "those of `quantize run` and `quantize stitch`",
-            f"measure this one with `quantize eval {source.name} {folder} --data SET`",
+            f"measure this one with `quantize eval {source.name} {folder} --data held-out`",
         )
     candidate = Checkpoint(folder, str(folder), config, {})
     refuse_swapped_arguments(source, candidate, f"quantize verify {source.name} --source {folder}")

@@ -24,6 +24,7 @@ from quantizers.formats.fp8 import (
     stored_form,
     unreadable_scale,
 )
+from quantizers.formats.packed_integers import GROUPS
 from quantizers.recipe.schema import Attention, Experts
 from quantizers.system.errors import ArchitectureError, CheckpointError, RecipeError
 
@@ -119,7 +120,7 @@ def make_plan(
             raise RecipeError(
                 where,
                 f"experts.group_size {scheme.group_size} does not divide {width.key} {width.value}",
-                scheme.remedy,
+                _smaller_group(facts),
             )
     folded = folds(facts, experts, where)
     in_layers, _, _ = facts.layer_prefix.partition("{layer}")
@@ -229,6 +230,12 @@ def _cached(facts: Architecture, where: str) -> dict[int, str]:
         )
         raise RecipeError(f"{where}: kv_cache: fp8", why, "remove the key")
     return {n: facts.layer(n, name) for n, name in cached.items()}
+
+
+def _smaller_group(facts: Architecture) -> str:
+    """A remedy where groups do not divide the experts' matrices."""
+    fitting = [size for size in GROUPS if not (facts.hidden_size % size or facts.expert_width % size)]
+    return f"give experts.group_size: {max(fitting)}" if fitting else "give another model: no group size divides both"
 
 
 def _require_converted(attention: Attention, actions: Sequence[Action], where: str) -> None:

@@ -119,7 +119,10 @@ def parse_gpus(text: str) -> Gpus:
             f"no GPU {match[2]} is known{did_you_mean(name, known_gpus())}",
             f"give the memory of each, as {count}x96GiB, or one of {', '.join(sorted(known_gpus()))}",
         )
-    return Gpus(text.strip(), count, parse_bytes(match[2], "--vram"))
+    try:
+        return Gpus(text.strip(), count, parse_bytes(match[2], ""))
+    except InputError as failure:
+        raise InputError(f"--vram {text!r}", failure.problem, f"write it as {count}x96GiB, or {count}xH100") from None
 
 
 def lacking_facts(facts: Architecture) -> str | None:

@@ -152,17 +152,14 @@ def tensor_parallel_problem(model: Model, parallel: int) -> str | None:
 
 def split_over(model: Model, gpus: Gpus, tensor_parallel: int | None) -> tuple[int, int]:
     """Tensor and pipeline parallelism that use all GPUs: as much of the former as was asked for, or as vLLM allows."""
-    if tensor_parallel is not None:
-        if tensor_parallel < 1 or gpus.count % tensor_parallel:
-            factors = " or ".join(str(n) for n in range(1, gpus.count + 1) if gpus.count % n == 0)
-            raise InputError(
-                "", f"--tp {tensor_parallel} does not divide the {gpus.count} GPUs of {gpus.name}", f"{factors} do"
-            )
-        if problem := tensor_parallel_problem(model, tensor_parallel):
-            raise InputError(f"--tp {tensor_parallel}", problem, "choose another")
-        return tensor_parallel, gpus.count // tensor_parallel
     divisors = [n for n in range(gpus.count, 0, -1) if gpus.count % n == 0]
-    best = next((n for n in divisors if tensor_parallel_problem(model, n) is None), 1)
+    possible = [n for n in divisors if tensor_parallel_problem(model, n) is None]
+    if tensor_parallel is not None and tensor_parallel not in possible:
+        problem = tensor_parallel_problem(model, tensor_parallel) if tensor_parallel in divisors else None
+        remedy = f"give {' or '.join(f'--tp {n}' for n in reversed(possible))}" if possible else "leave it out"
+        not_so_many = f"does not divide the {gpus.count} GPUs of {gpus.name}"
+        raise InputError(f"--tp {tensor_parallel}", problem or not_so_many, remedy)
+    best = tensor_parallel or next(iter(possible), 1)
     return best, gpus.count // best
 
 

@@ -112,12 +112,9 @@ def coverage(
     if read is None:
         rule = rule.model_copy(update=gates)
     elif gates:
-        raise InputError(
-            question.where,
-            "holds the gates",
-            "leave out --min-routed-tokens and --max-uncovered, or change it with --set "
-            "verify.coverage.min_routed_tokens=N",
-        )
+        options = " and ".join(f"--{key.replace('_', '-')}" for key in gates)
+        changed = " ".join(f"--set verify.coverage.{key}={value}" for key, value in gates.items())
+        raise InputError(question.where, "holds the gates", f"give {changed} instead of {options}")
     files = Path(output) if output is not None and dist.is_main else None
     if files is not None:
         try:
