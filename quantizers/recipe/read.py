@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,7 +185,7 @@ def changes_of(
     Raises RecipeError: a text is not `key=value`, its value is no YAML, a path leads nowhere, or a key is given twice.
     """
     if isinstance(settings, Mapping):
-        settings = [f"{key}={json.dumps(value, default=str)}" for key, value in settings.items()]  # JSON is YAML
+        settings = [f"{key}={_as_yaml(key, value)}" for key, value in settings.items()]
     changes = [_change(text) for text in settings]
     if calibration is not None:
         shown = f"--calibration {calibration}"
@@ -199,6 +200,25 @@ def changes_of(
             raise RecipeError(change.shown, f"{given[change.place].shown} gives this key too", "give one of them")
         given[change.place] = change
     return tuple(changes)
+
+
+def _as_yaml(key: str, value: Any) -> str:
+    """A value from Python as JSON, which is YAML; RecipeError if it is none that a recipe can have."""
+
+    def plain(member: Any) -> Any:
+        if isinstance(member, os.PathLike):
+            return os.fspath(member)
+        if getattr(member, "ndim", None) == 0 and hasattr(member, "item"):  # a number of numpy or torch
+            return member.item()
+        raise TypeError
+
+    try:
+        return json.dumps(value, default=plain)
+    except (TypeError, ValueError):
+        fault = f"{reprlib.repr(value)} is no value of a recipe"
+        raise RecipeError(
+            f"settings: {key}", fault, "give text, a number, True, False, None, a list or a mapping"
+        ) from None
 
 
 def _change(text: str) -> Change:

@@ -135,7 +135,7 @@ def serve_check(
     if offline is None and engine:
         raise InputError("", "--engine is for --offline", "give a server its options when it is started")
     if offline is not None and server_log is not None:
-        raise InputError("", "--server-log is for --server", "with --offline the log is known")
+        raise InputError("", "--server-log is for --server", "leave it out: with --offline the log is known")
     if exact and source_check is not None:
         raise InputError("", "--exact has a limit of its own", "leave out --source-check")
     refuse_incomplete(Path(candidate))

@@ -29,7 +29,7 @@ from quantizers.pipeline.fingerprint import deciding
 from quantizers.pipeline.inputs import refuse_library
 from quantizers.pipeline.options import Options
 from quantizers.planning.job import Job, prepare
-from quantizers.recipe.read import changes_of, find_set, fixed_bits, set_location
+from quantizers.recipe.read import Change, changes_of, find_set, fixed_bits, set_location
 from quantizers.recipe.schema import CoverageGate
 from quantizers.system.errors import CalibrationError, InputError
 from quantizers.system.interrupts import interruptible
@@ -339,6 +339,7 @@ def _asked(
     """Read and check everything, and lend a folder to work in."""
     _refuse_wrong_sets(files)
     changes = changes_of(settings)
+    _refuse_unused(changes, tokens, data)
     place = Path(source) if source is not None else None
     job = dist.in_turn(lambda: prepare(str(recipe), source_folder=place, changes=changes))
     gate = job.recipe.verify.perplexity if job.recipe.verify else None
@@ -380,6 +381,16 @@ def _asked(
         if dist.local_rank == 0:
             for made in (*Path(folder).glob("draws-*"), Path(folder) / "calibration"):
                 shutil.rmtree(made, ignore_errors=True)
+
+
+def _refuse_unused(changes: Sequence[Change], tokens: int | None, data: str | Path | None) -> None:
+    """Refuse changes of keys that a comparison does not read, or in whose place another option stands."""
+    instead = {"verify.perplexity.data": data is not None and "--data", "calibration.tokens": tokens and "--tokens"}
+    for change in changes:
+        if option := instead.get(".".join(change.place)):
+            raise InputError(change.shown, f"{option} says this", "give one of them")
+        if change.place[0] == "calibration" and change.place != ("calibration", "tokens"):
+            raise InputError(change.shown, "the sets that are compared are named by themselves", "leave it out")
 
 
 def _refuse_wrong_sets(files: Sequence[Path]) -> None:

@@ -93,6 +93,8 @@ def coverage(
     """
     if compare and saliency:
         raise InputError("", "--saliency scores experts on one set", "leave out --compare")
+    if compare and max_uncovered is not None:
+        raise InputError("--max-uncovered", "is a gate, and a comparison has none", "leave it out")
     if output is not None and not saliency:
         raise InputError(f"--output {output}", "is for the files of --saliency", "give that too, or leave it out")
     given = {"min_routed_tokens": min_routed_tokens, "max_uncovered": max_uncovered}

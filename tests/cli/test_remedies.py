@@ -94,6 +94,21 @@ eval model model --data held-out --as-served amper
 eval model model --data held-out --stream
 eval model model/config.json --data held-out => eval model model --data held-out
 verify model => verify model --source model
+plan R --hub
+plan R --vram 2x96GiB --tensors => plan R --tensors
+plan R --vram 2x96GiB --device-memory 1GiB => plan R --device-memory 1GiB
+doctor --source model => doctor R --source model
+doctor --set experts.bits=4 => doctor R --set experts.bits=4
+doctor R --source model --stream
+eval model model --data held-out --picture a.png --no-picture => eval model model --data held-out --no-picture
+verify model --source model --revision main
+COMPARE --set calibration.tokens=9 --tokens 8 => COMPARE --tokens 8
+COMPARE --set calibration=embedded
+COMPARE --set verify.perplexity.data=held-out --data held-out => COMPARE --data held-out
+coverage R --compare embedded held-out --max-uncovered 0.5
+calibration diff embedded held-out --yaml --recipe R => calibration diff embedded held-out --yaml
+calibration diff held-out held-out --tokenizer model --recipe R => calibration diff held-out held-out --tokenizer model
+calibration freeze held-out frozen --tokenizer model --recipe R => calibration freeze held-out frozen --tokenizer model
 run R --window 1GB => run R
 run R --stream
 run R --stream --source model
