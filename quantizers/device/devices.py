@@ -90,9 +90,12 @@ def use_threads(facts: Architecture, begun_with: int | None = None, dist: Proces
     begun with. torchrun sets OMP_NUM_THREADS=1 if it is unset: resumed with several processes, that 1 is ignored.
 
     Raises:
+        InputError: OMP_NUM_THREADS is no number.
         OutputError: OMP_NUM_THREADS asks for another number than `begun_with`.
     """
-    given = os.environ.get("OMP_NUM_THREADS")
+    given = os.environ.get("OMP_NUM_THREADS") or None
+    if given is not None and not re.fullmatch(r"\s*[1-9]\d*\s*(,\s*[1-9]\d*\s*)*", given):  # which OpenMP would ignore
+        raise InputError(f"OMP_NUM_THREADS={given}", "is no number of threads", "unset it, or set it to a whole number")
     if begun_with is None:
         if given is None:
             small = 3 * facts.num_experts * facts.hidden_size * facts.expert_width < SMALL_LAYER

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,13 @@ plan R --set verify.as_served=[ampere] --set verify.perplexity=null
 plan R --set verify.stop.max_hidden_error=0.1 --set verify.perplexity=null
 plan R --set verify.stop=null
 plan R --set unknown=1
+plan R --set source.revision=0123
+plan R --set source.revision=1e5
+plan R --set source.revision=true
+plan R --set verify.as_served=ampere
+plan R --set calibration.without=x
+plan R --set 'experts.bits="4"' => plan R --set experts.bits=4
+plan R --set 'source.trust_remote_code="true"' => plan R --set source.trust_remote_code=true
 plan R --set attention=fp8
 plan R --set keep=a --set keep=everything-else => plan R --set keep=everything-else
 plan R --calibration embedded --set calibration=held-out => plan R --set calibration=held-out
@@ -147,3 +155,49 @@ def test_a_remedy_is_followed(line: str, job: Path, monkeypatch: pytest.MonkeyPa
     for again in [shlex.split(meant)] if meant else followed(words, errors):
         code = command(*again)
         assert code == 0 or WORK in command.err, (again, command.err)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "line"),
+    [
+        (
+            "OMP_NUM_THREADS",
+            "4.0",
+            "OMP_NUM_THREADS=4.0: is no number of threads; unset it, or set it to a whole number",
+        ),
+        ("OMP_NUM_THREADS", "true", "OMP_NUM_THREADS=true: is no number of threads; "),
+        (
+            "HF_HUB_DOWNLOAD_TIMEOUT",
+            "10.0",
+            "HF_HUB_DOWNLOAD_TIMEOUT=10.0: is no whole number of seconds; unset it, or ",
+        ),
+    ],
+)
+def test_an_environment_variable_that_is_no_number_is_named(
+    variable: str, value: str, line: str, job: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    monkeypatch.chdir(job)
+    monkeypatch.setenv(variable, value)
+    assert command("coverage", "recipe.yaml", "--no-picture", "--device", "cpu") == 2
+    assert command.err.splitlines()[-1].startswith(f"quantize: {line}")
+
+
+@pytest.mark.parametrize(("key", "value"), [("model_max_length", "2048"), ("add_bos_token", "false")])
+def test_a_tokenizers_setting_as_text_is_named(
+    key: str, value: str, job: Path, tmp_path: Path, command: Command
+) -> None:
+    folder = shutil.copytree(job / "model", tmp_path / "model")
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    assert command("calibration", "check", job / "calibration.yaml", "--tokenizer", folder) == 2
+    assert f"tokenizer_config.json: {key} is {value!r}, which is text; write it without quotes" in command.err
+
+
+def test_yaml_that_reads_as_another_type_says_what_to_write(job: Path, command: Command) -> None:
+    text = (job / "recipe.yaml").read_text()
+    wrong = text.replace("model: model", "model: model\n  revision: 0123").replace("experts:", "experts:\n  bits: '4'")
+    (job / "wrong.yaml").write_text(wrong)
+    assert command("plan", job / "wrong.yaml") == 2
+    bits, revision = command.err.splitlines()
+    assert bits.endswith("experts.bits: should be 2, 3, 4, 5, 6 or 8, not '4'; write it without quotes")
+    assert revision.endswith("source.revision: should be a valid string, not 123; put it in quotes")
