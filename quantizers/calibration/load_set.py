@@ -58,6 +58,7 @@ def load_set(
     require_languages: bool = True,
     positions: int | None = None,
     draw: int = 0,
+    tokens_by: str = "calibration.tokens",
 ) -> CalibrationData:
     """Load a calibration or held-out set.
 
@@ -65,7 +66,7 @@ def load_set(
         path: the set's YAML file; paths of local files are relative to its folder.
         tokenizer: a model's folder or Hub id; its chat template renders conversations into text.
         trust_remote_code: whether code from the tokenizer's repository may run.
-        tokens: draw this many, see `subsample`; None takes the whole set.
+        tokens: draw this many, see `subsample`; None takes the whole set. `tokens_by` names what says so.
         revision: of a tokenizer on the Hub.
         workers: how many sources to load at the same time; does not change the result.
         without: sources to leave out, by their `dataset`; other samples take their place.
@@ -99,7 +100,7 @@ def load_set(
     if tokens is not None:
         data = subsample(data, tokens, calibration.seed)
         few = f"{path}: of {tokens:,} tokens drawn from it none is in"
-        _require_languages(calibration, data, few, "raise calibration.tokens")
+        _require_languages(calibration, data, few, f"raise {tokens_by}")
     return data
 
 

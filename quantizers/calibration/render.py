@@ -12,7 +12,7 @@ import logging
 import warnings
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -30,6 +30,9 @@ from numpy.typing import NDArray
 from quantizers.system.errors import CalibrationError, first_line
 
 from .row_formats import THOUGHTS, Content, Rejected, Turn, turn_of
+
+# Keys of tokenizer_config.json that are true or false.
+SWITCHES = {"add_bos_token", "add_eos_token", "add_prefix_space", "do_lower_case", "legacy", "split_special_tokens"}
 
 DATE = datetime(2026, 1, 1)  # which a chat template may write instead of today's
 READ_WHOLE = 200_000  # characters; of a longer text only as much is tokenized as needed
@@ -75,7 +78,9 @@ def load_tokenizer(
 
     try:
         with nullcontext() if Path(source).is_dir() else quiet():
-            own = custom_class(get_tokenizer_config(source, revision=revision))
+            stored = get_tokenizer_config(source, revision=revision)
+            _refuse_numbers_as_text(stored, source)
+            own = custom_class(stored)
             if own is not None and not trust_remote_code:
                 raise CalibrationError(
                     source,
@@ -101,6 +106,15 @@ def load_tokenizer(
         raise CalibrationError(
             source, f"no tokenizer can be read ({first_line(failure)})", "give a model's folder or Hub id"
         ) from failure
+
+
+def _refuse_numbers_as_text(config: Mapping[str, Any], source: str) -> None:
+    """Refuse a tokenizer_config.json that has as text what decides tokens: libraries would take "false" for true."""
+    for key, value in config.items():
+        if isinstance(value, str) and (key == "model_max_length" or key in SWITCHES):
+            raise CalibrationError(
+                f"{source}: tokenizer_config.json", f"{key} is {value!r}, which is text", "write it without quotes"
+            )
 
 
 def _knows_model(source: str, revision: str) -> bool:

@@ -331,6 +331,11 @@ def locate(
             raise CheckpointError(model, "is a folder, which is read where it lies", "leave --stream out")
         return Path(folder), None
     refuse_gguf(model)
+    if os.path.isfile(folder):
+        beside = (Path(folder).parent / CONFIG).is_file()
+        raise CheckpointError(
+            model, "is a file", f"give {Path(model).parent if beside else 'the folder of a checkpoint'}"
+        )
     if stream:
         with hub_errors(model, "its headers", revision, begun=False):
             remote = HubFiles(model, *files_of(model, revision))

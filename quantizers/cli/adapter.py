@@ -19,6 +19,7 @@ import typer
 
 from quantizers.commands import options as opt
 from quantizers.distributed.process_group import ProcessGroup
+from quantizers.system.errors import InputError
 from quantizers.system.formatting import parse_bytes
 from quantizers.system.shipped import shipped_names
 
@@ -68,6 +69,8 @@ def command(
         own = [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in after_call]
 
         def called(**given: Any) -> None:
+            if given.get("no_picture") and given["_context"].get_parameter_source("picture").name == "COMMANDLINE":
+                raise InputError(f"--picture {given['picture']}", "--no-picture draws none", "leave one of them out")
             values = {parameter.name: given[parameter.name] for parameter in options}
             call = Call(function, values, given["as_json"], given["_context"].obj, internal)
             show(call, **{parameter.name: given[parameter.name] for parameter in own})

@@ -10,6 +10,7 @@ from typer import Argument, Context, Option, Typer
 from typer.core import TyperGroup
 
 from quantizers.commands import options as opt
+from quantizers.system.errors import InputError
 from quantizers.system.files import write_new
 from quantizers.system.formatting import text_table
 from quantizers.system.shipped import shipped
@@ -159,6 +160,7 @@ def freeze(
     from quantizers.calibration.set_files import freeze_set
     from quantizers.recipe.read import find_set
 
+    one_of(tokenizer, recipe)
     tokenizing = counting(tokenizer, recipe, trust_remote_code)[0]
     frozen = freeze_set(find_set(set_), folder, workers=workers, **tokenizing)
     files, restricted = frozen["files"], dict.fromkeys(frozen["non_commercial"])
@@ -178,6 +180,12 @@ def schema(as_json: common.Json = False, debug: common.Debug = False) -> None:
     from quantizers.system.schema import json_schema
 
     print(json_schema(CalibrationSet, "Calibration set of quantize"), end="")  # JSON in any case
+
+
+def one_of(tokenizer: str | None, recipe: str | None) -> None:
+    """Refuse a recipe that nothing is taken from, since the tokenizer is named."""
+    if tokenizer is not None and recipe is not None:
+        raise InputError(f"--recipe {recipe}", "--tokenizer says what counts tokens", "give one of them")
 
 
 def counting(

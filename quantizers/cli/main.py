@@ -142,6 +142,7 @@ def main() -> None:
     settle_caches()
     dist = ProcessGroup()
     try:
+        _refuse_no_numbers()
         with stoppable(by_launcher=launched() is not None), ordered():
             if ranks := launched():
                 several = for_several_processes()
@@ -174,6 +175,15 @@ def main() -> None:
             traceback.print_exc()
         problem = f"{type(failure).__name__}: {first_line(failure)}{'' if debug else ' (a traceback with --debug)'}"
         _end(dist, QuantizeError("", problem), traced=debug)
+
+
+def _refuse_no_numbers() -> None:
+    """Refuse what the Hub's library would fail to read as a number when it is imported, without naming it."""
+    for name in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"):
+        if not (value := os.environ.get(name, "10")).strip().isdigit():
+            raise InputError(
+                f"{name}={value}", "is no whole number of seconds", "unset it, or set it to one, such as 10"
+            )
 
 
 def _end(dist: ProcessGroup, failure: QuantizeError, *, traced: bool = False) -> NoReturn:

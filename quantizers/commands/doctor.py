@@ -46,7 +46,7 @@ from quantizers.recipe.schema import Recipe
 from quantizers.system.caches import downloads_are_lost
 from quantizers.system.cores import limits as core_limits
 from quantizers.system.cores import threads_asked
-from quantizers.system.errors import Interrupted, QuantizeError, first_line
+from quantizers.system.errors import InputError, Interrupted, QuantizeError, first_line
 from quantizers.system.extras import EXTRAS
 from quantizers.system.files import nearest_existing
 from quantizers.system.formatting import gib, short_path, size
@@ -184,6 +184,12 @@ def doctor(
         InputError: settings that are no `key=value`, or options of which one needs another.
     """
     changes = changes_of(settings, calibration, without)
+    of_a_recipe = {"--source": source, "--device-memory": device_memory, "--stream": stream or None}
+    unused = [change.shown for change in changes] + [name for name, value in of_a_recipe.items() if value is not None]
+    if recipe is None and unused:
+        raise InputError(unused[0], "is for a recipe", "give one, or leave it out")
+    if stream and source is not None:
+        raise InputError(f"--source {source}", "a folder is read where it lies", "leave --stream out")
     destination = destination_of(publish_as_you_go, remove=remove_uploaded)
     machine = _Rows()
     hub = _Rows()
@@ -197,6 +203,9 @@ def doctor(
         of_recipe.add("recipe", shown(read[1]))
         folder = Path(output) if output else of_recipe.tried("output", default_output, read[1]) or folder
         location, here = of_recipe.tried("source", _source, *read, source) or ("", None)
+        if stream and Path(location).is_dir():
+            folder_found = f"{shown(location)}: is a folder, which is read where it lies"
+            of_recipe.add("source", folder_found, "leave --stream out", stops=True)
         given = _Given(*read, folder, location, here, changes, device_memory, stream and not here, destination)
         job = _look_at_recipe(of_recipe, given, chosen, unreachable) if chosen else None
     if chosen is not None:

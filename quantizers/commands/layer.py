@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import ValidationError
 
 from quantizers.architectures.gates import Gate, gate_of
 from quantizers.calibration.load_set import load_set, print_notes
@@ -21,19 +20,23 @@ from quantizers.model.activation_stream import embed
 from quantizers.model.layer_forward import attend, finish, observe
 from quantizers.model.moe_inputs import MoeInputs, MoeInputStore, capture_moe_inputs, moe_input_store
 from quantizers.model.streamed_model import DecoderLayer, StreamedModel
+from quantizers.planning.assign_actions import require_group
 from quantizers.planning.device_memory import Residents
 from quantizers.planning.expert_batches import experts_per_batch, tokens_per_chunk
 from quantizers.planning.job import Job, prepare
-from quantizers.recipe.read import changes_of, set_location
+from quantizers.recipe.read import changes_of, fixed_bits, set_location
 from quantizers.recipe.schema import Experts
 from quantizers.solve.hessians import blended_hessian, collect_down_hessian, sweep
 from quantizers.solve.result import LayerResult
 from quantizers.solve.routing_weights import routing_statistics
 from quantizers.solve.solver import solve
 from quantizers.system.errors import InputError
+from quantizers.system.schema import Origin, fit
+from quantizers.system.strict_yaml import Place
 from quantizers.walk.walk import LayerStep, all_tensors, walk
 
 from . import options as opt
+from .arguments import checked
 
 
 @dataclass(frozen=True)
@@ -76,13 +79,17 @@ class Layer:
         chunks = zip(self.x.split(most), self.chosen.split(most), self.weight.split(most), strict=True)
         return [capture_moe_inputs(x, chosen, weight) for x, chosen, weight in chunks]
 
+    @checked
     def hessian(self, expert: int, of: Literal["x", "h"] = "x") -> torch.Tensor:
         """The Hessian of what an expert's matrices read, float32, blended by the recipe's `routed_weight`.
 
         Args:
+            expert: its number, from 0.
             of: x for that of w1's and w3's inputs, (H, H); h for that of w2's, (I, I), as this layer's own w1 and w3
                 give them. `dataclasses.replace(layer, gate_up=…)` asks about others.
         """
+        if not 0 <= expert < len(self.down):
+            raise InputError("expert", f"should be a number from 0 to {len(self.down) - 1}, not {expert}")
         chunks = self._chunks()
         hidden = self.x.shape[1]
         batch = (expert, expert + 1)
@@ -104,13 +111,11 @@ class Layer:
             InputError: a change is wrong, the engine is not gram, or a fold is asked for that would not be exact.
         """
         keys = self.settings.model_dump(exclude_unset=True) | changes
-        try:
-            settings = Experts.model_validate({key: value for key, value in keys.items() if value is not None})
-        except ValidationError as wrong:
-            faults = [
-                InputError(f"experts.{'.'.join(map(str, error['loc']))}", error["msg"]) for error in wrong.errors()
-            ]
-            raise InputError.several(faults) from None
+        given = {key: value for key, value in keys.items() if value is not None}
+        origins: dict[Place, Origin] = {(key,): Origin(f"experts.{key}", 0, key) for key in given} | {
+            (): Origin("experts", 0)
+        }
+        settings = fit(given, origins, Experts, InputError)
         if settings.engine != "gram":
             raise InputError(
                 f"layer {self.number}", f"the engine {settings.engine} solves whole models only", "use gram"
@@ -121,6 +126,9 @@ class Layer:
                 f"layer {self.number}: experts.awq.fold", "would not be exact in this family", "leave it out"
             )
         experts, size = len(self.down), self.down.shape[1:]
+        require_group(
+            settings.scheme, {"the hidden size": size[0], "the experts' width": size[1]}, f"layer {self.number}"
+        )
         with ordered():
             return solve(
                 self._chunks(),
@@ -187,7 +195,7 @@ def layer(
             f"{job.path}: layer {number}", "has no routed experts", f"give one from {layers[0]} to {layers[-1]}"
         )
     if job.recipe.experts.by_budget:
-        raise InputError(job.path, "a budget chooses bits for whole models", "give bits and group_size instead")
+        raise InputError(job.path, "a budget chooses bits for whole models", f"give {fixed_bits(job.path, changes)}")
     use_threads(job.facts)
     with ordered():
         return _captured(job, number, choose_device(device))

@@ -12,44 +12,20 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from inspect import cleandoc, signature
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 
+from .arguments import Argument, Function, Option, checked, option_of, type_name
+
 # For signatures, besides what is declared here.
-__all__ = ["SINGLE_PROCESS", "Annotated", "Any", "Literal", "Mapping", "Path", "ProcessGroup", "Sequence"]
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True)
-class Option:
-    """An option of a command. A text beside it in the type is said in Python instead of the help, where they differ.
-
-    Attributes:
-        help: one line. In Python's documentation `--as-served` becomes `as_served` by itself.
-        metavar: the value's placeholder. DIR and FILE make it a path, SIZE a number of bytes such as 96GiB.
-        names: on the command line; that of the parameter by default.
-        min, max: of a number.
-        completes: a folder of shipped files, whose names a shell completes.
-        is_path: whether it is one, with another metavar.
-    """
-
-    help: str
-    metavar: str | None = None
-    names: tuple[str, ...] = ()
-    min: float | None = None
-    max: float | None = None
-    completes: str | None = None
-    is_path: bool = False
-
-
-@dataclass(frozen=True)
-class Argument(Option):
-    """An argument of a command, which is given by its place."""
+__all__ = [
+    "SINGLE_PROCESS", "Annotated", "Any", "Argument", "Literal", "Mapping", "Option", "Path", "ProcessGroup",
+    "Sequence", "option_of",
+]  # fmt: skip
 
 
 OUTPUT = ("--output", "-o")
@@ -106,13 +82,11 @@ DeviceMemory = Annotated[
 ]
 Model = Annotated[
     str | Path | None,
-    Option("without a recipe: a checkpoint's folder or Hub id"),
-    "without a recipe, or instead of its source: a checkpoint's folder or Hub id",
+    Option("without a recipe, or instead of its source: a checkpoint's folder or Hub id"),
 ]
 Data = Annotated[
     str | Path | None,
-    Option("without a recipe: a calibration set", "SET"),
-    "without a recipe, or instead of its set: a calibration set",
+    Option("without a recipe, or instead of its set: a calibration set", "SET"),
 ]
 EvaluationSet = Annotated[str | Path, Option("evaluation set: a file, or the name of a shipped set", "SET")]
 Scratch = Annotated[str | Path | None, Option("scratch folder for activations; a temporary one by default", "DIR")]
@@ -132,13 +106,8 @@ Dist = Annotated[ProcessGroup, "the processes that share the work; each of them 
 Command = Annotated[Sequence[str], "what the user typed, named where the output is found unfinished"]
 
 
-def option_of(kind: Any) -> Option | None:
-    """The option that an annotated type declares; None for a parameter that only Python has."""
-    return next((note for note in get_args(kind) if isinstance(note, Option)), None)
-
-
 def documented(function: Function) -> Function:
-    """Decorator: writes "Args" into the function's docstring, and the plain types into its signature.
+    """Decorator: checks the arguments, and writes "Args" into the docstring and the plain types into the signature.
 
     Raises:
         ValueError: a parameter has neither an option nor a text.
@@ -150,13 +119,15 @@ def documented(function: Function) -> Function:
     for name, parameter in given.parameters.items():
         words = _words(name, kinds[name], given.parameters)
         entries.append(textwrap.fill(f"{name}: {words}.", 112, subsequent_indent="    "))
-        plain.append(parameter.replace(annotation=_type_name(get_args(kinds[name])[0])))
-    vars(function)["__signature__"] = given.replace(parameters=plain)  # which `inspect.signature` and help() read
+        plain.append(parameter.replace(annotation=type_name(get_args(kinds[name])[0])))
     about, raises, errors = cleandoc(function.__doc__ or "").partition("\n\nRaises:")
     about, returns, result = about.partition("\n\nReturns:")
     arguments = textwrap.indent("\n".join(entries), "    ")
-    function.__doc__ = "".join([about, "\n\nArgs:\n", arguments, returns, result, raises, errors, "\n"])
-    return function
+    documentation = "".join([about, "\n\nArgs:\n", arguments, returns, result, raises, errors, "\n"])
+    call = checked(function)
+    call.__doc__ = documentation
+    vars(call)["__signature__"] = given.replace(parameters=plain)  # which `inspect.signature` and help() read
+    return call
 
 
 def _words(name: str, kind: Any, parameters: Iterable[str]) -> str:
@@ -171,9 +142,3 @@ def _words(name: str, kind: Any, parameters: Iterable[str]) -> str:
     for other in parameters:
         words = re.sub(rf"--{other.replace('_', '-')}\b", f"`{other}`", words)
     return words
-
-
-def _type_name(kind: Any) -> str:
-    """A type as it is written in code: `str | Path | None`."""
-    shown = kind.__name__ if isinstance(kind, type) else str(kind)
-    return re.sub(r"\b(?:\w+\.)+(?=\w)", "", shown)

@@ -97,12 +97,12 @@ def plan(
     """
     if not vram and (context is not None or tp is not None or kv != "auto" or ram is not None):
         raise InputError("", "--context, --kv, --tp and --ram go with --vram", "say which GPUs, as --vram 2x96GiB")
-    if vram and (nodes, gpus, disk) != (1, 1, None):
-        raise InputError("", "--nodes, --gpus and --disk plan a run, --vram plans serving", "give one or the other")
-    numbers = {"context": context, "tp": tp, "ram": ram, "nodes": nodes, "gpus": gpus, "disk": disk}
-    for name, number in (numbers | {"device-memory": device_memory}).items():
-        if number is not None and number < 1:
-            raise InputError(f"--{name}", f"{number} is less than 1", "give more, or leave it out")
+    if vram and (nodes, gpus, disk, device_memory, tensors) != (1, 1, None, None, False):
+        raise InputError(
+            "",
+            "--nodes, --gpus, --disk, --device-memory and --tensors plan a run, --vram plans serving",
+            "give one or the other",
+        )
     fits_on = required("fits_on", "--vram") if vram else None
     job = prepare(
         str(recipe),
@@ -112,6 +112,8 @@ def plan(
         facts_file=Path(facts) if facts is not None else None,
         changes=changes_of(settings, calibration),
     )
+    if hub and Path(job.location).is_dir():
+        raise InputError("--hub", f"{job.location} is a folder, whose headers are read", "leave it out")
     checked = plan_findings(job, one_expert=True)
     job, schemes = apply_choice(job, Path(output) if output is not None else None)
     budget = job.allocation.most_bytes if job.allocation and not isinstance(schemes, Schemes) else None

@@ -9,8 +9,10 @@ from typing import Annotated, Any
 
 import torch
 
+from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import Own, architecture_for
 from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_checkpoint, read_config, read_json, refuse_gguf
+from quantizers.checkpoint.source_identity import is_source
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device
 from quantizers.formats.awq_gptq import is_awq_or_gptq
@@ -99,6 +101,8 @@ def verify(
     if source is not None:
         refuse_incomplete(Path(source))
     opened = source_of(folder, str(source) if source is not None else None, revision, stream=stream)
+    if revision is not None and Path(opened.name).is_dir():
+        raise InputError(f"--revision {revision}", f"{opened.name} is a folder, which has none", "leave it out")
     with ordered():
         verification = verify_folder(folder, opened, choose_device(device), own)
     if ask_server is None:
@@ -129,6 +133,7 @@ def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: O
             return Verification(Audit(differences=[] if told else [fault]), record, None)
         own, record = carried, replace(record, notes=(*record.notes, f"read with the facts that it carries, {FACTS}"))
     facts = architecture_for(source.config, where, own, source.tensors)
+    _refuse_another_model(folder, source, facts)
     with progress("verifying", facts.num_layers) as step:
         audit = audit_of(folder, source, device, step=step, own=facts)
     if recorded is not None:  # but for the probes' numbers
@@ -152,10 +157,20 @@ def _refuse(folder: Path, source: Checkpoint) -> None:
             folder / CONFIG,
             f"quantization_config.quant_method is {method!r}; `verify` checks compressed-tensors checkpoints, such as "
             "those of `quantize run` and `quantize stitch`",
-            f"measure this one with `quantize eval {source.name} {folder} --data SET`",
+            f"measure this one with `quantize eval {source.name} {folder} --data held-out`",
         )
     candidate = Checkpoint(folder, str(folder), config, {})
     refuse_swapped_arguments(source, candidate, f"quantize verify {source.name} --source {folder}")
+
+
+def _refuse_another_model(folder: Path, source: Checkpoint, facts: Architecture) -> None:
+    """Refuse a source of other sizes, unless report.json names it: then the folder's config.json is damaged."""
+    try:
+        config = read_config(folder)
+    except CheckpointError:
+        return  # which the audit reports
+    if not facts.is_of(config) and not is_source(read_record(folder).get("source"), source, source.name):
+        raise CheckpointError(folder / CONFIG, f"is another model than {source.name}", "give its own source")
 
 
 def source_of(folder: Path, given: str | None, revision: str | None, *, stream: bool = False) -> Checkpoint:

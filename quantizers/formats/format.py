@@ -138,7 +138,6 @@ class ExpertFormat(QuantizedFormat):
         keys: those of a recipe's experts that belong to it: of `bits`, `group_size`, `activations`, `scales_sign`, and
             `budget`, which stands for whatever chooses bits and group size.
         bits, group_size: of a weight, and how many columns share a scale.
-        remedy: what to do where groups do not divide a matrix.
         unknown_on: cards (of the recipe's `as_served`) of whose kernels for it nothing is known.
     """
 
@@ -146,7 +145,6 @@ class ExpertFormat(QuantizedFormat):
     keys: ClassVar[frozenset[str]]
     bits: int
     group_size: int
-    remedy: ClassVar[str]
     unknown_on: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:

@@ -45,7 +45,6 @@ class Nvfp4(ExpertFormat):
 
     name: ClassVar[str] = "nvfp4"
     keys: ClassVar[frozenset[str]] = frozenset({ACTIVATIONS})
-    remedy: ClassVar[str] = f"experts.format: {name} has no other; quantize to integers"
     unknown_on: ClassVar[tuple[str, ...]] = ("vllm-cpu",)
 
     @classmethod

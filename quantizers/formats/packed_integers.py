@@ -54,7 +54,6 @@ class Integers(ExpertFormat):
     kind: ClassVar[str] = "packed"
     description: ClassVar[str] = "packed integers"
     keys: ClassVar[frozenset[str]] = frozenset({BITS, GROUP_SIZE, "scales_sign", "budget"})
-    remedy: ClassVar[str] = "choose a smaller group"
     activations: ClassVar[int] = 16
 
     @classmethod

@@ -123,6 +123,10 @@ def publish(
     folder = Path(folder)
     if force is not None and not force.strip():
         raise InputError("--force", "give the reason, which the card states")
+    if device != "auto" and source is None and not thorough:
+        raise InputError(
+            f"--device {device}", "is where tensors are compared again", "give --thorough too, or leave it out"
+        )
     report = read_report(folder)
     after = with_publication(report, repo, license, base_model)
     for point in card_points(after):

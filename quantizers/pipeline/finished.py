@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from shlex import join
 from typing import Any
 
 import yaml
@@ -16,6 +17,7 @@ from quantizers.recipe.portable import is_made_by, meaning, resolve_recipe
 from quantizers.recipe.read import read_recipe
 from quantizers.system.errors import InputError, OutputError
 from quantizers.system.files import copy_file
+from quantizers.system.formatting import short_path
 from quantizers.system.output_files import RECIPE
 
 from . import publication as publishing
@@ -42,10 +44,11 @@ def already_done(job: Job, options: Options, finished: dict[str, Any]) -> dict[s
             "put back what is missing, or start over with --fresh",
         )
     if options.imatrix and not options.imatrix_file.exists():
+        command = join(["quantize", "imatrix", short_path(job.path), "--output", str(options.imatrix_file)])
         raise OutputError(
             output,
             "was finished before, without an importance matrix",
-            f"quantize imatrix RECIPE --output {options.imatrix_file} writes it",
+            f"`{command}` writes it, with the --source, --calibration and --set of this run",
         )
     publishing.refuse_unpublished(finished, options.destination, output)
     if options.with_data:

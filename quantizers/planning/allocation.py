@@ -144,10 +144,11 @@ def allocation(plan: Plan, facts: Architecture, experts: Experts, where: str) ->
     """
     parallel, layers = experts.tensor_parallel or 1, tuple(facts.moe_layers)
     if not (possible := candidates(facts, parallel)):
+        fewer = next((n for n in range(parallel, 0, -1) if candidates(facts, n)), None)
         raise RecipeError(
             where,
             f"no group of 32, 64 or 128 divides the experts' width {facts.expert_width} over {parallel} GPUs",
-            "lower experts.tensor_parallel",
+            f"give experts.tensor_parallel: {fewer}" if fewer else "give another model",
         )
     rows = tuple(_shard_bytes(plan, layers, possible))
     weights = 3 * facts.num_experts * facts.hidden_size * facts.expert_width

@@ -24,6 +24,7 @@ from quantizers.formats.fp8 import (
     stored_form,
     unreadable_scale,
 )
+from quantizers.formats.packed_integers import GROUPS
 from quantizers.recipe.schema import Attention, Experts
 from quantizers.system.errors import ArchitectureError, CheckpointError, RecipeError
 
@@ -113,14 +114,7 @@ def make_plan(
             or for a conversion that this source does not need or that servers do not take.
     """
     scheme = experts.scheme
-    for size in ("hidden", "width"):
-        width = facts.sizes[size]
-        if not scheme.fits(width.value):
-            raise RecipeError(
-                where,
-                f"experts.group_size {scheme.group_size} does not divide {width.key} {width.value}",
-                scheme.remedy,
-            )
+    require_group(scheme, {facts.sizes[key].key: facts.sizes[key].value for key in ("hidden", "width")}, where)
     folded = folds(facts, experts, where)
     in_layers, _, _ = facts.layer_prefix.partition("{layer}")
     within = {n: t for n, t in tensors.items() if n.startswith(in_layers) and not facts.is_unread(n)}
@@ -229,6 +223,20 @@ def _cached(facts: Architecture, where: str) -> dict[int, str]:
         )
         raise RecipeError(f"{where}: kv_cache: fp8", why, "remove the key")
     return {n: facts.layer(n, name) for n, name in cached.items()}
+
+
+def require_group(scheme: ExpertFormat, sizes: Mapping[str, int], where: str) -> None:
+    """Raise a RecipeError unless the groups of a scheme divide all sizes of the experts' matrices, by their names."""
+    for name, size in sizes.items():
+        if not scheme.fits(size):
+            fitting = [group for group in GROUPS if all(other % group == 0 for other in sizes.values())]
+            raise RecipeError(
+                where,
+                f"experts.group_size {scheme.group_size} does not divide {name} {size}",
+                f"give experts.group_size: {max(fitting)}"
+                if fitting
+                else "give another model: no group size divides both",
+            )
 
 
 def _require_converted(attention: Attention, actions: Sequence[Action], where: str) -> None:

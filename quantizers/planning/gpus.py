@@ -106,7 +106,10 @@ def parse_gpus(text: str) -> Gpus:
     elif re.match(r"[A-Za-z]|\d{4}(?!.*[bB]$)", match[2]) or SLICE.search(match[2]):
         entry = known_gpus()[find_gpu(match[2], f"--vram {text!r}", count)]
         return Gpus(text.strip(), count, _memory(entry), entry.get("sm"), "seen" not in entry)
-    memory = parse_bytes(given, f"--vram {text!r}")
+    try:
+        memory = parse_bytes(given, "")
+    except InputError as failure:
+        raise InputError(f"--vram {text!r}", failure.problem, f"write it as {count}x96GiB, or {count}xH100") from None
     if not LEAST <= memory <= MOST:
         bounds = f"of {gib(LEAST)} to {gib(MOST)}"
         raise InputError(f"--vram {text!r}", f"GPUs {bounds} are planned for", f"write it as {count}x96GiB")

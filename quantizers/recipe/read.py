@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 import json
 import os
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from quantizers.architectures.families import published_models
@@ -28,6 +30,7 @@ WITHOUT = ("calibration", "without")
 SETS = (CALIBRATION, SET, ("verify", "perplexity", "data"))
 MODEL = ("source", "model")
 FACTS = ("source", "facts")
+BY_BUDGET = (("experts", "budget"), ("experts", "bits_per_weight"), ("experts", "tensor_parallel"))
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,18 @@ def given_at(place: Place, path: Path, changes: Sequence[Change] = ()) -> str:
     """Origin of a key's value, for messages: `recipe.yaml:7: experts.budget`, or the option that gave it."""
     origin = _values(path, changes)[1].get(place, Origin(f"{path}:1", 1))
     return origin.shown if origin.key == dotted(place) else f"{origin.shown}: {dotted(place)}"
+
+
+def fixed_bits(path: Path, changes: Sequence[Change]) -> str:
+    """The options that give the recipe at `path`, with `changes` that were given, 4 bits in place of a budget."""
+    whole = _values(path, changes)[0]
+    given = [place for place in BY_BUDGET if _value_at(place, whole) is not None]
+    stay = [change for change in changes if change.place not in given]
+    in_file = _values(path, stay)[0]
+    options = [f"--set {dotted(place)}=null" for place in given if _value_at(place, in_file) is not None]
+    left_out = [change.shown for change in changes if change not in stay]
+    also = f", and leave out {' and '.join(left_out)}" if left_out else ""
+    return f"{' '.join([*options, '--set experts.bits=4'])}{also}"
 
 
 def _value_at(place: Place, data: Any) -> Any:
@@ -128,6 +143,8 @@ def shipped_recipe(name: str) -> Path:
         raise RecipeError(name, "no recipe is shipped for this model", f"`quantize new {name}` writes one")
     on_the_hub = {model for model in models.values() if not model.startswith(".")}
     hint = did_you_mean(name.removesuffix(".yaml"), [*models, *sorted(on_the_hub)])
+    if os.path.isfile(os.path.expanduser(f"{name}.yaml")):
+        hint = f" (did you mean {name}.yaml?)"
     is_model = name.count("/") == 1 and not hint and not name.startswith((".", "/", "~")) and not name.endswith(".yaml")
     new = f", or write one for this model: `quantize new {name}`" if is_model else ""
     raise RecipeError(name, f"no such recipe{hint}", f"give a file, or a name that `quantize recipes` lists{new}")
@@ -168,7 +185,7 @@ def changes_of(
     Raises RecipeError: a text is not `key=value`, its value is no YAML, a path leads nowhere, or a key is given twice.
     """
     if isinstance(settings, Mapping):
-        settings = [f"{key}={json.dumps(value, default=str)}" for key, value in settings.items()]  # JSON is YAML
+        settings = [f"{key}={_as_yaml(key, value)}" for key, value in settings.items()]
     changes = [_change(text) for text in settings]
     if calibration is not None:
         shown = f"--calibration {calibration}"
@@ -183,6 +200,25 @@ def changes_of(
             raise RecipeError(change.shown, f"{given[change.place].shown} gives this key too", "give one of them")
         given[change.place] = change
     return tuple(changes)
+
+
+def _as_yaml(key: str, value: Any) -> str:
+    """A value from Python as JSON, which is YAML; RecipeError if it is none that a recipe can have."""
+
+    def plain(member: Any) -> Any:
+        if isinstance(member, os.PathLike):
+            return os.fspath(member)
+        if getattr(member, "ndim", None) == 0 and hasattr(member, "item"):  # a number of numpy or torch
+            return member.item()
+        raise TypeError
+
+    try:
+        return json.dumps(value, default=plain)
+    except (TypeError, ValueError):
+        fault = f"{reprlib.repr(value)} is no value of a recipe"
+        raise RecipeError(
+            f"settings: {key}", fault, "give text, a number, True, False, None, a list or a mapping"
+        ) from None
 
 
 def _change(text: str) -> Change:
@@ -247,7 +283,7 @@ def changed(
                     raise RecipeError(
                         change.shown,
                         f"the recipe has `{above}: {json.dumps(inner[above])}`, which holds no keys",
-                        f"give all of them as --set {dotted(place[:depth])}='{{...}}'",
+                        _all_at_once(place[:depth], changes),
                     )
                 inner = inner[above]
             inner[key] = change.value
@@ -255,6 +291,20 @@ def changed(
         if change.value is not None:
             new_origins |= dict.fromkeys(_places(change.value, place), change.origin)
     return result, new_origins
+
+
+def _all_at_once(place: Place, changes: Sequence[Change]) -> str:
+    """The option that gives all changed keys below a place, and those in whose place it stands."""
+    below = [change for change in changes if change.place[: len(place)] == place and len(change.place) > len(place)]
+    keys: dict[str, Any] = {}
+    for change in below:
+        inner = keys
+        *above, last = change.place[len(place) :]
+        for key in above:
+            inner = inner.setdefault(key, {})
+        inner[last] = change.value
+    instead = [change.shown for change in changes if change in below or change.place == place]
+    return f"give --set {dotted(place)}={quote(json.dumps(keys))} instead of {' and '.join(instead)}"
 
 
 def _places(value: Any, place: Place) -> list[Place]:

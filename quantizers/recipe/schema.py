@@ -179,7 +179,7 @@ class Experts(Strict):
             "tensor_parallel": (
                 given and not budget,
                 "bounds what a budget chooses",
-                "give experts.budget, or remove it",
+                "give experts.budget instead of bits and group_size, or remove it",
             ),
             "format": (
                 budget and "budget" not in expert_formats()[chooses].keys,
@@ -189,7 +189,7 @@ class Experts(Strict):
             "activations": (
                 "activations" not in form.keys,
                 f"belongs to experts.format: {names_with('activations')}",
-                "give that, or remove this key",
+                "give that instead of bits and group_size, or remove this key",
             ),
             "bits": of_decided,
             "group_size": of_decided,

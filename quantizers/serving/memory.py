@@ -157,14 +157,11 @@ def split_over(model: Model, gpus: Gpus, tensor_parallel: int | None = None) -> 
     Raises:
         InputError: the former does not divide GPUs or model, or there are more pipeline stages than layers.
     """
-    if tensor_parallel is not None:
-        if tensor_parallel < 1 or gpus.count % tensor_parallel:
-            factors = " or ".join(str(n) for n in range(1, gpus.count + 1) if gpus.count % n == 0)
-            raise InputError(
-                "", f"--tp {tensor_parallel} does not divide the {gpus.count} GPUs of {gpus.name}", f"{factors} do"
-            )
-        if problem := tensor_parallel_problem(model, tensor_parallel):
-            raise InputError(f"--tp {tensor_parallel}", problem, "choose another")
+    if tensor_parallel is not None and (problem := _no_ranks(model, gpus, tensor_parallel)):
+        most = min(gpus.count, model.facts.num_heads)
+        possible = [f"--tp {n}" for n in range(1, most + 1) if not _no_ranks(model, gpus, n)]
+        remedy = f"give {' or '.join(possible)}" if possible else "leave it out"
+        raise InputError(f"--tp {tensor_parallel}", problem, remedy)
     ranks = tensor_parallel or _most_ranks(model, gpus.count)
     stages, layers = gpus.count // ranks, len(model.layers)
     if stages > layers:
@@ -178,9 +175,16 @@ def split_over(model: Model, gpus: Gpus, tensor_parallel: int | None = None) -> 
     return ranks, stages
 
 
+def _no_ranks(model: Model, gpus: Gpus, tensor_parallel: int) -> str | None:
+    """The reason why GPUs cannot be used by a tensor parallelism; None if there is none."""
+    if tensor_parallel < 1 or gpus.count % tensor_parallel:
+        return f"does not divide the {gpus.count} GPUs of {gpus.name}"
+    return tensor_parallel_problem(model, tensor_parallel)
+
+
 def can_split(model: Model, gpus: Gpus, tensor_parallel: int | None = None) -> bool:
     """Whether `split_over` would not refuse these GPUs."""
-    if tensor_parallel and (gpus.count % tensor_parallel or tensor_parallel_problem(model, tensor_parallel)):
+    if tensor_parallel and _no_ranks(model, gpus, tensor_parallel):
         return False
     return gpus.count // (tensor_parallel or _most_ranks(model, gpus.count)) <= len(model.layers)
 

@@ -128,12 +128,14 @@ def serve_check(
         Interrupted: by a signal.
     """
 
-    if (server is None) == (offline is None):
+    if server is None and offline is None:
         raise InputError("", "give --server URL, or --offline PYTHON for a vLLM without a server")
+    if server is not None and offline is not None:
+        raise InputError("", "--server and --offline ask two servers", "leave out --server or --offline")
     if offline is None and engine:
         raise InputError("", "--engine is for --offline", "give a server its options when it is started")
     if offline is not None and server_log is not None:
-        raise InputError("", "--server-log is for --server", "with --offline the log is known")
+        raise InputError("", "--server-log is for --server", "leave it out: with --offline the log is known")
     if exact and source_check is not None:
         raise InputError("", "--exact has a limit of its own", "leave out --source-check")
     refuse_incomplete(Path(candidate))

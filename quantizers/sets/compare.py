@@ -29,7 +29,7 @@ from quantizers.pipeline.fingerprint import deciding
 from quantizers.pipeline.inputs import refuse_library
 from quantizers.pipeline.options import Options
 from quantizers.planning.job import Job, prepare
-from quantizers.recipe.read import changes_of, find_set, set_location
+from quantizers.recipe.read import Change, changes_of, find_set, fixed_bits, set_location
 from quantizers.recipe.schema import CoverageGate
 from quantizers.system.errors import CalibrationError, InputError
 from quantizers.system.interrupts import interruptible
@@ -209,6 +209,7 @@ class _Asked:
     job: Job
     held: HeldOut
     tokens: int | None
+    tokens_by: str  # what says how many
     quantized: int  # how many layers are
     device: torch.device
     limit: int | None  # bytes of device memory
@@ -231,6 +232,7 @@ class _Asked:
                 draw=draw,
                 run=self.work / "calibration",
                 positions=self.job.facts.positions,
+                tokens_by=self.tokens_by,
             )
             if draw == 0:
                 print_notes(data, str(file))
@@ -337,21 +339,19 @@ def _asked(
     """Read and check everything, and lend a folder to work in."""
     _refuse_wrong_sets(files)
     changes = changes_of(settings)
+    _refuse_unused(changes, tokens, data)
     place = Path(source) if source is not None else None
     job = dist.in_turn(lambda: prepare(str(recipe), source_folder=place, changes=changes))
-    if job.allocation:
-        raise InputError(
-            job.path,
-            "a budget chooses other bits for each set",
-            "compare with the same: --set experts.budget=null --set experts.bits=4",
-        )
     gate = job.recipe.verify.perplexity if job.recipe.verify else None
-    if data is not None:
-        held_out_file = find_set(str(data), "held-out")
-    elif gate is not None:
-        held_out_file = set_location(gate.data, job.path)
-    else:
-        raise InputError(job.path, "has no verify.perplexity, so no held-out texts", "give --data SET")
+    faults = []
+    if job.allocation:
+        same = f"compare with the same: {fixed_bits(job.path, changes)}"
+        faults.append(InputError(job.path, "a budget chooses other bits for each set", same))
+    if data is None and gate is None:
+        faults.append(InputError(job.path, "has no verify.perplexity, so no held-out texts", "give --data held-out"))
+    if faults:
+        raise InputError.several(faults)
+    held_out_file = set_location(gate.data, job.path) if data is None and gate else find_set(str(data), "held-out")
 
     refuse_library(job, dist)
     trusted = trust_remote_code or job.recipe.source.trusts_tokenizer
@@ -368,6 +368,7 @@ def _asked(
             job,
             held,
             tokens or job.recipe.calibration_tokens,
+            "--tokens" if tokens else "calibration.tokens",
             quantized,
             choose_device(device, dist),
             device_memory,
@@ -380,6 +381,16 @@ def _asked(
         if dist.local_rank == 0:
             for made in (*Path(folder).glob("draws-*"), Path(folder) / "calibration"):
                 shutil.rmtree(made, ignore_errors=True)
+
+
+def _refuse_unused(changes: Sequence[Change], tokens: int | None, data: str | Path | None) -> None:
+    """Refuse changes of keys that a comparison does not read, or in whose place another option stands."""
+    instead = {"verify.perplexity.data": data is not None and "--data", "calibration.tokens": tokens and "--tokens"}
+    for change in changes:
+        if option := instead.get(".".join(change.place)):
+            raise InputError(change.shown, f"{option} says this", "give one of them")
+        if change.place[0] == "calibration" and change.place != ("calibration", "tokens"):
+            raise InputError(change.shown, "the sets that are compared are named by themselves", "leave it out")
 
 
 def _refuse_wrong_sets(files: Sequence[Path]) -> None:

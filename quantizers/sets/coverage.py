@@ -93,6 +93,8 @@ def coverage(
     """
     if compare and saliency:
         raise InputError("", "--saliency scores experts on one set", "leave out --compare")
+    if compare and max_uncovered is not None:
+        raise InputError("--max-uncovered", "is a gate, and a comparison has none", "leave it out")
     if output is not None and not saliency:
         raise InputError(f"--output {output}", "is for the files of --saliency", "give that too, or leave it out")
     given = {"min_routed_tokens": min_routed_tokens, "max_uncovered": max_uncovered}
@@ -112,12 +114,9 @@ def coverage(
     if read is None:
         rule = rule.model_copy(update=gates)
     elif gates:
-        raise InputError(
-            question.where,
-            "holds the gates",
-            "leave out --min-routed-tokens and --max-uncovered, or change it with --set "
-            "verify.coverage.min_routed_tokens=N",
-        )
+        options = " and ".join(f"--{key.replace('_', '-')}" for key in gates)
+        changed = " ".join(f"--set verify.coverage.{key}={value}" for key, value in gates.items())
+        raise InputError(question.where, "holds the gates", f"give {changed} instead of {options}")
     files = Path(output) if output is not None and dist.is_main else None
     if files is not None:
         try:

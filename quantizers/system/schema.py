@@ -13,7 +13,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import ErrorDetails
 
 from .errors import InputError, did_you_mean
-from .strict_yaml import Place, dotted, parse
+from .strict_yaml import Place, Refused, dotted, parse, parse_value
 
 Model = TypeVar("Model", bound=BaseModel)
 _LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
@@ -106,6 +106,8 @@ def _fault(
     problem, remedy = " or ".join(messages), ""
     if isinstance(refused, Wrong) and len(messages) == 1:
         problem, remedy = refused.problem, refused.remedy
+    elif len(details) == 1 or details[0]["type"] == "string_type":
+        remedy = _as_meant(details[0], origin, name)
     shown = repr(value) if isinstance(value, (str, int, float, bool, type(None))) else ""
     if all(detail["type"] == "value_error" for detail in details) and not problem.startswith(("must ", "should ")):
         if shown and problem.startswith("is not "):
@@ -115,7 +117,32 @@ def _fault(
     return origin.line, where, problem, remedy
 
 
+def _as_meant(detail: ErrorDetails, origin: Origin, name: str) -> str:
+    """The remedy for a value that YAML reads as another type than was meant; empty if that cannot be told."""
+    value, kind = detail.get("input"), detail["type"]
+    if kind == "tuple_type" and isinstance(value, str):
+        return f"write it as [{value}]"
+    if kind == "string_type" and isinstance(value, int | float):
+        given = origin.shown.partition("=")
+        return f"write it as {given[0]}='\"{given[2]}\"'" if origin.key == name else "put it in quotes"
+    if isinstance(value, str) and kind in ("int_type", "float_type", "bool_type", "literal_error"):
+        expected = detail.get("ctx", {}).get("expected", value).replace(" or ", ", ").split(", ")
+        plain = value.capitalize() if value in ("true", "false") else value
+        return "write it without quotes" if _is_number(value) and plain in expected else ""
+    return ""
+
+
+def _is_number(text: str) -> bool:
+    """Whether YAML reads a text without quotes as a number, true or false."""
+    try:
+        return isinstance(parse_value(text), int | float)
+    except Refused:
+        return False
+
+
 def _message(detail: ErrorDetails) -> str:
+    if detail["type"] == "tuple_type":
+        return "should be a list"
     if detail["type"] in ("model_type", "dict_type"):
         return "must be a mapping of keys to values"
     return " ".join(re.sub("^(Value error,|Input|String|Tuple) ", "", detail["msg"]).split())

@@ -223,6 +223,10 @@ def _one_by_one(pair: _Pair) -> Iterator[list[float] | str]:
             old = [read_weight(pair.source, module, pair.smooth.device) for module in modules]
         try:
             new = [read_weight(pair.candidate, module, pair.smooth.device) for module in modules]
+            for module, before, after in zip(modules, old, new, strict=True):
+                if before.shape != after.shape:
+                    shapes = f"has shape {list(after.shape)}, the source's {list(before.shape)}"
+                    raise CheckpointError(module, shapes)
         except CheckpointError as failure:
             yield f"{modules[0].rpartition('.')[0]}: {failure}"
         else:
@@ -235,6 +239,9 @@ def _router_differences(pair: _Pair) -> Iterator[str]:
         return  # it keeps its bytes, which `audit_kept` compares
     name, smooth = pair.facts.layer(pair.layer, pair.facts.router.tensor), pair.smooth
     before, after = (checkpoint.tensor(name).to(smooth.device) for checkpoint in (pair.source, pair.candidate))
+    if before.shape != after.shape:
+        yield f"{name}: has shape {list(after.shape)}, the source's {list(before.shape)}"
+        return
     expected = before.float() * smooth
     ulp = torch.nextafter(expected.abs(), expected.new_full((), torch.inf)) - expected.abs()
     least, most = ((expected + sign * ROUTER_ULPS * ulp).to(after.dtype) for sign in (-1, 1))

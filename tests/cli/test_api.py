@@ -176,10 +176,17 @@ def test_a_layer_takes_other_settings_and_refuses_what_is_wrong(finished: Finish
     by_budget = {"experts.budget": "4MB", "experts.bits": None, "experts.group_size": None}
     four, eight = (first_layer.errors(first_layer.solve(bits=bits)).mean() for bits in (4, 8))
     assert eight < four / 8
-    with pytest.raises(quantizers.InputError, match=r"experts\.bits: Input should be"):
+    with pytest.raises(quantizers.InputError, match=r"experts\.bits: should be 2, 3"):
         first_layer.solve(bits=7)
     with pytest.raises(quantizers.InputError, match=r"experts\.bit: "):
         first_layer.solve(bit=4)
+    narrow = replace(first_layer, down=first_layer.down[..., :96])
+    with pytest.raises(quantizers.InputError, match=r"64 does not divide the experts' width 96; give .*group_size: 32"):
+        narrow.solve(group_size=64)
+    with pytest.raises(quantizers.InputError, match=r"^expert: should be a number from 0 to 15, not 16$"):
+        first_layer.hessian(16)
+    with pytest.raises(quantizers.InputError, match=r"^of: should be 'x' or 'h', not 'y'$"):
+        first_layer.hessian(0, "y")
     with pytest.raises(quantizers.InputError, match=r"llmcompressor solves whole models only"):
         first_layer.solve(engine="llmcompressor")
     with pytest.raises(quantizers.InputError, match=r"layer 4: has no routed experts; give one from 0 to 3"):

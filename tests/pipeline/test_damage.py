@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 import yaml
 from command_schema import VerifyReport
@@ -28,6 +29,7 @@ SHARD = "model-00002-of-00005.safetensors"
 INDEX = "model.safetensors.index.json"
 NORMS = [f"model.layers.{n}.input_layernorm.weight" for n in (0, 1)]
 PACKED = "model.layers.1.block_sparse_moe.experts.3.w2.weight_packed"
+ROUTER = "model.layers.1.block_sparse_moe.gate.weight"
 DAMAGED = f"{PACKED}: changed since the run wrote it"
 Damage = Callable[[Path], object]
 pytestmark = pytest.mark.altered_report
@@ -395,3 +397,21 @@ def test_a_config_that_is_no_config_is_a_difference(copied: Path, finished: Fini
     (copied / "config.json").write_text("[]")
     assert command("verify", copied, "--source", finished.source) == 3
     assert "must be a JSON object" in command.out
+
+
+def test_another_models_folder_as_the_source_is_refused(finished: Finished, tmp_path: Path, command: Command) -> None:
+    """Whatever differs; but with its own source, another size in config.json or of a tensor is damage."""
+    for number, sizes in enumerate(({"num_local_experts": 8}, {"intermediate_size": 128}, {"num_hidden_layers": 3})):
+        other = tiny.make(tmp_path / str(number), **sizes)
+        assert command("verify", finished.folder, "--source", other) == 2
+        assert f"is another model than {other}; give its own source" in command.err
+
+
+@pytest.mark.parametrize("name", [ROUTER, PACKED])
+def test_a_tensor_of_another_shape_is_a_difference(
+    name: str, copied: Path, finished: Finished, command: Command
+) -> None:
+    edit(copied, name, lambda tensors: tensors.update({name: tensors[name][: len(tensors[name]) // 2].clone()}))
+    (copied / "report.json").unlink()
+    assert command("verify", copied, "--source", finished.source) == 3
+    assert f"{name.removesuffix('_packed').removesuffix('.weight')}" in command.out

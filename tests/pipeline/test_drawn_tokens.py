@@ -148,7 +148,7 @@ def test_a_recipe_that_names_all_of_a_set_has_the_settings_that_it_always_had(tm
         ({"set": "c", "tokens": "131k"}, "calibration.tokens: should be a valid integer, not '131k'"),
         ({"set": "c", "tokns": 5}, "calibration.tokns: unknown key (did you mean tokens?)"),
         ({"tokens": 5}, "calibration.set: missing; add it"),
-        (5, "calibration: should be a valid string or must be a mapping of keys to values, not 5"),
+        (5, "calibration: should be a valid string or must be a mapping of keys to values, not 5; put it in quotes"),
     ],
 )
 def test_what_calibration_refuses(given: Any, said: str, tmp_path: Path, write_recipe: Callable[..., Path]) -> None:

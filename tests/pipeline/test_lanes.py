@@ -192,7 +192,7 @@ def test_a_source_that_is_left_out(job: Path) -> None:
         (
             ["a", "b"],
             ["--set", "verify=null"],
-            ["has no verify.perplexity, so no held-out texts; give --data SET"],
+            ["has no verify.perplexity, so no held-out texts; give --data held-out"],
         ),
     ],
 )

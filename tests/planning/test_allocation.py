@@ -138,7 +138,9 @@ def test_what_is_too_small_is_refused_with_what_would_do() -> None:
         of(f"{least - 1}B")
     with pytest.raises(RecipeError, match=r"^r.yaml:6: experts.bits_per_weight: 2.2 is less .* give 2.25 or more$"):
         of(2.2)
-    with pytest.raises(RecipeError, match=r"no group of 32, 64 or 128 divides .* 64 over 4 GPUs; lower experts.tens"):
+    with pytest.raises(
+        RecipeError, match=r"no group of 32, 64 or 128 divides .* 64 over 4 GPUs; give experts\.tensor_parallel: 2"
+    ):
         of("1GB", parallel=4)
 
 

@@ -264,7 +264,9 @@ def test_a_tensor_without_facts_is_refused(name: str) -> None:
 
 
 def test_a_group_that_does_not_divide() -> None:
-    with pytest.raises(RecipeError, match=r"group_size 128 does not divide intermediate_size 64; choose a smaller"):
+    with pytest.raises(
+        RecipeError, match=r"group_size 128 does not divide intermediate_size 64; give experts\.group_size: 64"
+    ):
         tiny_model().plan(group_size=128)
 
 

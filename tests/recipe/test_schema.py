@@ -97,7 +97,7 @@ def test_a_gpu_stands_for_its_kind_of_card(write: Any) -> None:
         ("bits_per_weight: 5\n  bits: 8", "r.yaml:5: experts.bits: experts.bits_per_weight decides this; remove one"),
         ("bits_per_weight: 5\n  budget: 1GB", "r.yaml:4: experts.bits_per_weight: experts.budget decides this; remove"),
         ("budget: 1GB\n  engine: llmcompressor", "r.yaml:5: experts.engine: experts.budget needs the gram engine;"),
-        ("tensor_parallel: 2", "r.yaml:4: experts.tensor_parallel: bounds what a budget chooses; give experts.budget,"),
+        ("tensor_parallel: 2", "r.yaml:4: experts.tensor_parallel: bounds what a budget chooses; give experts.budget "),
         ("budget: 1GB\n  tensor_parallel: 0", "r.yaml:5: experts.tensor_parallel: should be greater than or equal to"),
     ],
 )

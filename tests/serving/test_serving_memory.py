@@ -179,7 +179,7 @@ def test_what_is_no_set_of_gpus(text: str) -> None:
     ("words", "message"),
     [
         (("--context", "4096"), "--context, --kv, --tp and --ram go with --vram"),
-        (("--vram", "2x96GiB", "--tp", "3"), "--tp 3 does not divide the 2 GPUs"),
+        (("--vram", "2x96GiB", "--tp", "3"), "--tp 3: does not divide the 2 GPUs"),
         (("--vram", "3x96GiB", "--tp", "3"), "--tp 3: 8 key-value heads"),
         (("--vram", "2x96GiB", "--context", "196609"), "this model takes 1 to 196,608 tokens"),
     ],

@@ -16,6 +16,7 @@ from quantizers.cli.calibration import (
     WithoutOption,
     WorkersOption,
     counting,
+    one_of,
 )
 from quantizers.system.errors import InputError
 
@@ -89,9 +90,12 @@ def diff(
     from quantizers.recipe.read import find_set
     from quantizers.sets.diff import diff_sets, diff_texts, render_diff
 
+    if files_only and (tokenizer or recipe or trust_remote_code):
+        raise InputError("--yaml", "loads no data, so nothing is tokenized", "leave --tokenizer and --recipe out")
     paths = find_set(before), find_set(after)
     difference, texts = diff_sets(*paths), None
     if not files_only:
+        one_of(tokenizer, recipe)
         tokenizing = counting(tokenizer, recipe, trust_remote_code)[0]
         old, new = (load_set(path, **tokenizing, workers=workers, require_languages=False) for path in paths)
         texts = diff_texts(old, new, tokenizing["tokenizer"])
