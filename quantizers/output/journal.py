@@ -93,7 +93,7 @@ def refuse_unfinished(folder: Path) -> None:
     """Raise an OutputError with the command that finishes it if a folder is that of an interrupted run."""
     if unfinished(folder):
         try:
-            command = (work_folder(folder) / COMMAND).read_text()
+            command = (work_folder(folder) / COMMAND).read_text(encoding="utf-8", errors="replace")
         except OSError:
             command = "the one that began it"
         raise OutputError(folder, "unfinished", f"finish it with the same command: {command}")
@@ -116,7 +116,7 @@ def locked(output: Path, dist: ProcessGroup = SINGLE_PROCESS) -> Iterator[None]:
     work, takes = work_folder(output, dist.node), dist.local_rank == 0
     with disk_errors(work):
         work.mkdir(parents=True, exist_ok=True)
-        stream = (work / "lock").open("a+")
+        stream = (work / "lock").open("a+b", buffering=0)  # whose `close` has nothing left to write
     with stream:
         if not takes:
             dist.barrier()  # local rank 0 has locked it, or has failed
@@ -127,13 +127,12 @@ def locked(output: Path, dist: ProcessGroup = SINGLE_PROCESS) -> Iterator[None]:
                 fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
             stream.seek(0)
-            owner = stream.read().strip() or "another process"
+            owner = stream.read().decode(errors="replace").strip() or "another process"
             raise OutputError(output, f"{owner} is working here", "wait for it, or choose another --output") from None
         if takes:
             with disk_errors(work):
                 stream.truncate(0)
-                stream.write(f"process {os.getpid()}")
-                stream.flush()
+                stream.write(f"process {os.getpid()}".encode())
             dist.barrier()
         yield
 
