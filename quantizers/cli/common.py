@@ -12,7 +12,7 @@ import typer
 from typer import Option
 
 from quantizers.distributed.process_group import ProcessGroup
-from quantizers.system.errors import InputError, first_line
+from quantizers.system.errors import InputError, Interrupted, first_line
 from quantizers.system.extras import lacking
 from quantizers.system.files import json_finite, ready_file
 from quantizers.system.formatting import printable
@@ -44,13 +44,14 @@ def accounted(audit: AuditFigures) -> str:
 
 def asked(question: str, option: str) -> bool:
     """The user's answer to a question that `option` needs. Raises InputError without a terminal."""
-    try:
-        return typer.confirm(question, err=True)
-    except typer.Abort:
-        if sys.stdin is not None and sys.stdin.isatty():
-            raise  # Ctrl-C or Ctrl-D
-        print(file=sys.stderr)  # the question has no line end
-        raise InputError(option, f"{question} There is no terminal to confirm on", "pass --yes") from None
+    if sys.stdin is not None:
+        try:
+            return typer.confirm(question, err=True)
+        except typer.Abort:
+            if sys.stdin.isatty():
+                raise  # Ctrl-C or Ctrl-D
+            print(file=sys.stderr)  # the question has no line end
+    raise InputError(option, f"{question} There is no terminal to confirm on", "pass --yes")
 
 
 PICTURES = (".png", ".pdf", ".svg")
@@ -101,6 +102,8 @@ def emit(
             from quantizers.eval.report.plots import saved
 
             line = saved(figure, path)
+        except Interrupted:
+            raise
         except Exception as failure:  # of libraries and disks that are no part of the result
             print(f"no picture: {printable(first_line(failure))}", file=sys.stderr)
         else:

@@ -21,7 +21,7 @@ from quantizers.system.errors import InputError, Interrupted, QuantizeError, fir
 from quantizers.system.files import system_error
 from quantizers.system.formatting import gib, printable
 from quantizers.system.interrupts import stoppable
-from quantizers.system.streams import settle_streams
+from quantizers.system.streams import settle_names, settle_streams
 
 from . import calibration, recipes
 from .common import emit
@@ -146,6 +146,7 @@ def main() -> None:
     dist = ProcessGroup()
     try:
         settle_streams()
+        settle_names()
         with stoppable(by_launcher=launched() is not None), ordered():
             if ranks := launched():
                 several = for_several_processes()

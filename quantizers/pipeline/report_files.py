@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from quantizers.output.manifest import as_read, describe_files, seal_of, text_sha256, write_record
-from quantizers.system.errors import InputError, QuantizeError, first_line
+from quantizers.system.errors import InputError, Interrupted, QuantizeError, first_line
 from quantizers.system.files import atomic, disk_errors, file_sha256, write_text
 from quantizers.system.output_files import CALIBRATION, CARD, FACTS, PAGE, RECIPE, REPORT, is_within
 
@@ -66,6 +66,8 @@ def write_with_card(folder: Path, report: Report, drawn: Mapping[str, bytes] | N
     report, texts = _as_read(report), dict[str, str]()
     try:
         texts[PAGE] = html_report(report, pictures(report) if drawn is None else drawn)
+    except Interrupted:
+        raise
     except Exception as failure:  # of a template or a library that is no part of the result
         (folder / PAGE).unlink(missing_ok=True)
         note = f"{PAGE} could not be made ({type(failure).__name__}: {first_line(failure)})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import io
 import os
@@ -33,6 +34,27 @@ class _Stream(io.FileIO):
                 if self._is_output and failure.errno != errno.EPIPE:
                     raise disk_error(failure, f"standard output{_named(self.fileno())}") from None
         return memoryview(data).nbytes
+
+
+def settle_names() -> None:
+    """Start the program again where names of files are ASCII alone, as by LC_ALL=C with PYTHONUTF8=0.
+
+    There a folder called Größe cannot be opened, and is said to be missing. The streams keep their encoding.
+
+    Raises:
+        InputError: an argument or the current folder's name is no UTF-8 text, or that folder was removed; neither
+            opens for libraries.
+    """
+    if codecs.lookup(sys.getfilesystemencoding()).name == "ascii" and not sys.flags.utf8_mode:
+        os.environ.setdefault("PYTHONIOENCODING", "ascii")
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        raise InputError("the current folder", "was removed", "`cd` to one that is there") from None
+    for name in (*sys.argv[1:], here):
+        if name != name.encode(errors="ignore").decode():
+            raise InputError(name, "has letters that are no UTF-8, which libraries refuse", "rename it")
 
 
 def settle_streams() -> None:

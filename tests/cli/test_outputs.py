@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -303,6 +304,34 @@ def test_closed_standard_output_is_refused(command: Command, monkeypatch: pytest
     assert command.err == (
         "quantize: standard output: is closed, so the result would be lost; send it somewhere: > result.txt\n"
     )
+
+
+def test_names_that_are_no_utf_8_are_refused(command: Command) -> None:
+    name = os.fsdecode(b"mod\xe9l")
+    assert command("plan", name) == 2
+    assert command.err == ("quantize: mod\\udce9l: has letters that are no UTF-8, which libraries refuse; rename it\n")
+
+
+def test_a_current_folder_that_was_removed(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert command("recipes") == 2
+    assert command.err == "quantize: the current folder: was removed; `cd` to one that is there\n"
+
+
+def test_files_are_found_where_names_are_ascii(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A C locale without UTF-8 mode, in which Python would say that there is no such folder."""
+    monkeypatch.chdir(tmp_path)
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    data = Path("Größe.jsonl")
+    data.write_text('{"text": "a"}\n')
+    asked = [sys.executable, "-m", "quantizers", "calibration", "new", "é.yaml", "--data", data]
+    done = subprocess.run(asked, env=os.environ | locale, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.startswith(rb"wrote \xe9.yaml")
+    assert "Größe.jsonl" in Path("é.yaml").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("stream", [None, "/dev/full"])
