@@ -357,12 +357,15 @@ def refuse_strangers(output: Path) -> None:
         raise OutputError(output, "is not empty and holds no run of this program", "give a new or empty folder")
 
 
-def check_room(work: Path, needed: int, remedies: Sequence[str] = ()) -> None:
+def check_room(
+    work: Path, needed: int, remedies: Sequence[str] = (), *, elsewhere: str = "choose another --output"
+) -> None:
     """Raise a QuantizeError with both numbers if a run would fill the disk.
 
     Args:
         needed: bytes of the output and of all temporary files.
         remedies: what else would need less.
+        elsewhere: how the user chooses another disk.
     """
     # Files of an interrupted run already have their space: count their allocated blocks, not their sizes.
     needed -= sum(512 * file.stat().st_blocks for file in work.rglob("*") if file.is_file())
@@ -371,7 +374,7 @@ def check_room(work: Path, needed: int, remedies: Sequence[str] = ()) -> None:
         raise QuantizeError(
             work.parent,
             f"what the run keeps on the disk needs {needed / 1e9:.3g} GB more, {free / 1e9:.3g} GB are free",
-            f"make room, choose another --output{''.join(f', or {remedy}' for remedy in remedies)}",
+            f"make room, {elsewhere}{''.join(f', or {remedy}' for remedy in remedies)}",
         )
 
 

@@ -36,6 +36,7 @@ AGAIN = {
     errno.ENOSPC: ROOM,
     errno.EDQUOT: ROOM,
     errno.EFBIG: "raise `ulimit -f`, or take a disk for larger files, then give the same command again",
+    errno.EBADF: "open it for writing, then give the same command again",
     errno.EMFILE: "raise `ulimit -n`, then give the same command again",
 }
 
@@ -184,7 +185,7 @@ def system_error(failure: OSError) -> QuantizeError | None:
     """
     if failure.filename is None and failure.errno == errno.ENOENT:  # of the module tempfile
         return QuantizeError("TMPDIR", str(failure.strerror), "set it to a folder with room")
-    if failure.errno not in (*AGAIN, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO):
+    if failure.errno not in (*ELSEWHERE, *AGAIN, errno.EIO):
         return None
     return disk_error(failure, failure.filename or "a disk", "cannot be read or written")
 
