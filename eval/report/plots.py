@@ -22,6 +22,7 @@ import numpy as np
 from quantizers.eval.coverage.figures import LayerCoverage, LayerSaliency, RoutingChange
 from quantizers.eval.fidelity.figures import Fidelity, Figures
 from quantizers.eval.fidelity.tables import CATEGORY_ROWS, Results, shown_categories
+from quantizers.system.errors import QuantizeError
 from quantizers.system.extras import lacking
 from quantizers.system.files import atomic, disk_errors
 
@@ -34,6 +35,7 @@ TICKS = 16  # layers or experts that get a tick label, at most
 
 # For lines and bars: Okabe and Ito, "Color Universal Design" (2008), without the yellow, which is pale on white.
 SERIES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
+FORMS: dict[str, dict[str, None]] = {"png": {}, "pdf": {"CreationDate": None}, "svg": {"Date": None}}  # without dates
 UNCOVERED = "#d62728"  # always with a cross, so that it does not depend on the colour
 DIVERGING = "PuOr_r"  # colour-blind safe by ColorBrewer: purple for less, orange for more
 ERRORS = {"-": "hidden states", "--": "experts' weights"}
@@ -51,7 +53,8 @@ def own_style() -> Iterator[None]:
         with contextlib.suppress(ValueError):
             matplotlib.rcParams["backend"] = backend
     plain = {key: value for key, value in matplotlib.rcParamsDefault.items() if key != "backend"}
-    with matplotlib.rc_context(plain | {"text.parse_math": False}), warnings.catch_warnings():
+    own = {"text.parse_math": False, "svg.hashsalt": "quantize"}
+    with matplotlib.rc_context(plain | own), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # such as of a letter that the font lacks, which is then a box
         yield
 
@@ -469,22 +472,22 @@ def bare(axes: Any) -> None:
 
 
 @own_style()
-def png(figure: Any) -> bytes:
-    """A figure as PNG; the same figure gives the same bytes."""
+def png(figure: Any, form: str = "png") -> bytes:
+    """A figure as PNG, or in another form of FORMS; the same figure gives the same bytes."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
+    figure.savefig(buffer, format=form, metadata=FORMS[form])
     return buffer.getvalue()
 
 
 def saved(figure: Callable[[], Any], path: Path) -> str:
-    """Draw a figure into a file, and name it: a line, which says what is not installed where nothing can be drawn."""
+    """Draw a figure into a file, in the form of its ending or else as PNG, atomically; returns a line that names it.
+
+    Raises QuantizeError: matplotlib is not installed, or the file cannot be written.
+    """
     if lack := lacking("matplotlib"):
-        return f"no picture: {'; '.join(lack)}"
-    save(figure(), path)
-    return f"picture: {path}"
-
-
-def save(figure: Any, path: Path) -> None:
-    """Write a figure as PNG, atomically."""
+        raise QuantizeError("", *lack)
+    form = path.suffix.lower().removeprefix(".")
+    drawn = png(figure(), form if form in FORMS else "png")
     with disk_errors(path), atomic(path) as stream:
-        stream.write(png(figure))
+        stream.write(drawn)
+    return f"picture: {path}"

@@ -15,7 +15,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from quantizers.system.errors import CalibrationError, did_you_mean
-from quantizers.system.files import write_text
+from quantizers.system.files import ready_file, write_text
 from quantizers.system.schema import Strict
 
 from .hub import Hub
@@ -84,6 +84,7 @@ def lock_set(path: Path, workers: int = 8, without: Sequence[str] = ()) -> tuple
     cannot be reached, or sources that the set requires cannot be read; it names all of them.
     """
     calibration, left_out = read_without(path, without), dict.fromkeys(without, "--without")
+    ready_file(lock_path(path))
     with Hub() as hub:
 
         def pinned(index: int, source: DataSource) -> Pin:

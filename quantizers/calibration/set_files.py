@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from quantizers.system.errors import CalibrationError, InputError
-from quantizers.system.files import write_new
+from quantizers.system.files import ready_folder, write_new
 from quantizers.system.output_files import HELD_OUT
 from quantizers.system.shipped import shipped
 from quantizers.system.strict_yaml import dump
@@ -205,7 +205,9 @@ def freeze_set(path: Path, folder: Path, *, workers: int = 8, **tokenizer: Any) 
     from .samples import is_non_commercial
 
     options: dict[str, Any] = {"workers": workers, "require_languages": False, **tokenizer}
-    calibration, data = read_set(path), load_set(path, **options)
+    calibration = read_set(path)
+    ready_folder(folder)
+    data = load_set(path, **options)
     for source, version in zip(calibration.sources, data.versions, strict=True):
         if not version:
             raise CalibrationError(path, f"{source.dataset} could not be read", "remove it to freeze the others")

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 def evaluate(
     call: Call,
     picture: Annotated[
-        Path, Option(metavar="FILE", help="file for the plot of KL by category and errors by depth")
-    ] = Path("fidelity.png"),
+        Path | None,
+        Option(metavar="FILE", help="file for the plot of KL by category and errors by depth; fidelity.png by default"),
+    ] = None,
     no_picture: common.NoPicture = False,
 ) -> None:
     """Measure perplexity, KL and more of candidates against a source.
@@ -37,15 +38,16 @@ def evaluate(
     from quantizers.eval.fidelity.figures import EvalReport
     from quantizers.eval.fidelity.tables import eval_table
 
+    file = common.picture_file(picture, "fidelity.png", call.dist, unwanted=no_picture)
     evaluation: Evaluation = call()
     if not call.dist.is_main:
         return
     report = EvalReport.model_validate(evaluation.as_dict())
-    text = eval_table(report)
-    if not no_picture:
-        from quantizers.eval.report.plots import fidelity_figure, saved
+    pictures = {}
+    if file:
+        from quantizers.eval.report.plots import fidelity_figure
 
         results = [(candidate.model, candidate) for candidate in report.candidates]
         title = f"against {Path(call.options['source']).name} on {report.candidates[0].evaluated_on.name}"
-        text += f"\n\n{saved(partial(fidelity_figure, results, title), picture)}"
-    common.emit(report.as_dict(), call.as_json, text)
+        pictures[file] = partial(fidelity_figure, results, title)
+    common.emit(report.as_dict(), call.as_json, eval_table(report), pictures=pictures)

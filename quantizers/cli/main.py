@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -17,8 +18,10 @@ from quantizers.distributed.process_group import ProcessGroup, launched
 from quantizers.hooks import hooks
 from quantizers.system.caches import settle_caches
 from quantizers.system.errors import InputError, Interrupted, QuantizeError, first_line
+from quantizers.system.files import system_error
 from quantizers.system.formatting import gib, printable
 from quantizers.system.interrupts import stoppable
+from quantizers.system.streams import settle_names, settle_streams
 
 from . import calibration, recipes
 from .common import emit
@@ -142,6 +145,8 @@ def main() -> None:
     settle_caches()
     dist = ProcessGroup()
     try:
+        settle_streams()
+        settle_names()
         _refuse_no_numbers()
         with stoppable(by_launcher=launched() is not None), ordered():
             if ranks := launched():
@@ -155,6 +160,7 @@ def main() -> None:
             code = app(prog_name="quantize", standalone_mode=False, obj=dist) or 0  # typer.Exit is returned as a code
             if code == 130:  # which typer makes of Ctrl-C
                 raise typer.Abort
+            sys.stdout.flush()  # here, where it is one line if it fails
             dist.shutdown()
             sys.exit(code)
     except typer.Abort:
@@ -173,6 +179,8 @@ def main() -> None:
         debug = "--debug" in sys.argv
         if debug:
             traceback.print_exc()
+        if isinstance(failure, OSError) and (error := system_error(failure)):
+            _end(dist, error, traced=debug)
         problem = f"{type(failure).__name__}: {first_line(failure)}{'' if debug else ' (a traceback with --debug)'}"
         _end(dist, QuantizeError("", problem), traced=debug)
 
@@ -197,10 +205,8 @@ def _end(dist: ProcessGroup, failure: QuantizeError, *, traced: bool = False) ->
             print(f"quantize: {printable(line)}", file=sys.stderr)
     if is_main and "--json" in sys.argv:
         errors = [mistake.as_dict() for mistake in error.errors]
-        try:
+        with contextlib.suppress(QuantizeError):  # where standard output lies on the full disk, too
             print(json.dumps({"error": errors[0]} if len(errors) == 1 else {"errors": errors}, indent=1), flush=True)
-        except OSError:  # standard output lies on the full disk: what is left of it must not fail again at the end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if dist.is_distributed:
         sys.stdout.flush()
         sys.stderr.flush()

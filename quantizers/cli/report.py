@@ -28,12 +28,13 @@ def report(
     from quantizers.output.journal import refuse_unfinished
     from quantizers.output.manifest import add_files, seal_of, write_record
     from quantizers.pipeline.report_files import parsed, pictures
-    from quantizers.system.files import write_text
+    from quantizers.system.files import ready_file, write_text
     from quantizers.system.output_files import PAGE, REPORT
 
     refuse_unfinished(folder)
     target, contents = output or folder / PAGE, read_json(folder / REPORT)
     made = parsed(contents, folder / REPORT)
+    ready_file(target)
     write_text(html_report(made, pictures(made)), target)
     if target.resolve() == (folder / PAGE).resolve() and contents.get("seal") == seal_of(contents):
         write_record(folder, add_files(folder, contents, [PAGE]))

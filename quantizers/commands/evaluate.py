@@ -49,7 +49,7 @@ from quantizers.recipe.cards import Card, known_cards
 from quantizers.recipe.read import find_set
 from quantizers.stitch.write.config_files import remarks_on_config
 from quantizers.system.errors import CheckpointError, InputError, OutputError
-from quantizers.system.files import json_finite, write_json
+from quantizers.system.files import json_finite, ready_folder, write_json
 from quantizers.system.interrupts import interruptible
 from quantizers.system.progress import doing
 from quantizers.walk.walk import all_tensors, walk
@@ -148,6 +148,8 @@ def evaluate(
     cards = known_cards(as_served)
     if cards:
         required("served_model", "--as-served")
+    if work is not None and dist.is_main:
+        ready_folder(Path(work), "--work")
     names = [str(source), *map(str, [candidates] if isinstance(candidates, str | Path) else candidates)]
     for name in names:
         refuse_incomplete(Path(name))

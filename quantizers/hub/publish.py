@@ -327,7 +327,7 @@ def rewrite(folder: Path, before: Report, after: Report) -> list[str]:
         _keep_edited(folder, text, before, after)
     else:
         write_with_card(folder, after)
-    return [REPORT, PAGE, CARD]
+    return [name for name in (REPORT, PAGE, CARD) if (folder / name).is_file()]
 
 
 def _keep_edited(folder: Path, text: str, before: Report, after: Report) -> None:

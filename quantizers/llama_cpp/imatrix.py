@@ -15,8 +15,9 @@ from quantizers.commands.question import Question, opened, question_of
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup, rank_0_progress
-from quantizers.system.errors import InputError, OutputError
+from quantizers.system.errors import InputError
 from quantizers.system.extras import lacking
+from quantizers.system.files import ready_file, ready_folder
 from quantizers.walk.walk import all_tensors, walk
 
 from .imatrix_file import architecture_of, make_imatrix
@@ -82,10 +83,10 @@ def imatrix(
     )
     name = Path(question.where if read is not None else question.model)
     path = Path(output or f"{name.stem if read is not None else name.name}.imatrix.gguf")
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise OutputError(path, "is a folder, or lies in none", "give --output a file in an existing folder")
+    if dist.is_main:
+        ready_file(path, "--output")
     if work is not None:
-        Path(work).mkdir(parents=True, exist_ok=True)
+        ready_folder(Path(work), "--work")
     with tempfile.TemporaryDirectory(dir=work) as folder, ordered():
         figures = write_sums(question, path, tokens, choose_device(device, dist), Path(folder), dist)
     return Imatrix(figures)

@@ -93,7 +93,7 @@ def refuse_unfinished(folder: Path) -> None:
     """Raise an OutputError with the command that finishes it if a folder is that of an interrupted run."""
     if unfinished(folder):
         try:
-            command = (work_folder(folder) / COMMAND).read_text()
+            command = (work_folder(folder) / COMMAND).read_text(encoding="utf-8", errors="replace")
         except OSError:
             command = "the one that began it"
         raise OutputError(folder, "unfinished", f"finish it with the same command: {command}")
@@ -116,7 +116,7 @@ def locked(output: Path, dist: ProcessGroup = SINGLE_PROCESS) -> Iterator[None]:
     work, takes = work_folder(output, dist.node), dist.local_rank == 0
     with disk_errors(work):
         work.mkdir(parents=True, exist_ok=True)
-        stream = (work / "lock").open("a+")
+        stream = (work / "lock").open("a+b", buffering=0)  # whose `close` has nothing left to write
     with stream:
         if not takes:
             dist.barrier()  # local rank 0 has locked it, or has failed
@@ -127,13 +127,12 @@ def locked(output: Path, dist: ProcessGroup = SINGLE_PROCESS) -> Iterator[None]:
                 fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
             stream.seek(0)
-            owner = stream.read().strip() or "another process"
+            owner = stream.read().decode(errors="replace").strip() or "another process"
             raise OutputError(output, f"{owner} is working here", "wait for it, or choose another --output") from None
         if takes:
             with disk_errors(work):
                 stream.truncate(0)
-                stream.write(f"process {os.getpid()}")
-                stream.flush()
+                stream.write(f"process {os.getpid()}".encode())
             dist.barrier()
         yield
 
@@ -358,12 +357,15 @@ def refuse_strangers(output: Path) -> None:
         raise OutputError(output, "is not empty and holds no run of this program", "give a new or empty folder")
 
 
-def check_room(work: Path, needed: int, remedies: Sequence[str] = ()) -> None:
+def check_room(
+    work: Path, needed: int, remedies: Sequence[str] = (), *, elsewhere: str = "choose another --output"
+) -> None:
     """Raise a QuantizeError with both numbers if a run would fill the disk.
 
     Args:
         needed: bytes of the output and of all temporary files.
         remedies: what else would need less.
+        elsewhere: how the user chooses another disk.
     """
     # Files of an interrupted run already have their space: count their allocated blocks, not their sizes.
     needed -= sum(512 * file.stat().st_blocks for file in work.rglob("*") if file.is_file())
@@ -372,7 +374,7 @@ def check_room(work: Path, needed: int, remedies: Sequence[str] = ()) -> None:
         raise QuantizeError(
             work.parent,
             f"what the run keeps on the disk needs {needed / 1e9:.3g} GB more, {free / 1e9:.3g} GB are free",
-            f"make room, choose another --output{''.join(f', or {remedy}' for remedy in remedies)}",
+            f"make room, {elsewhere}{''.join(f', or {remedy}' for remedy in remedies)}",
         )
 
 

@@ -25,7 +25,7 @@ from quantizers.recipe.portable import resolve_recipe
 from quantizers.solve.kernel_check import verify_kernels
 from quantizers.stitch.write.config_files import write_config_files
 from quantizers.system.errors import InputError
-from quantizers.system.files import copy_file, write_text
+from quantizers.system.files import copy_file, ready_file, write_text
 from quantizers.system.interrupts import interruptible
 from quantizers.walk.context import Context
 
@@ -68,6 +68,8 @@ def run(job: Job, options: Options) -> dict[str, Any]:
             schedule(job.opened, parts_of_run(job)).window(options.window)  # for its error
         resolve_recipe(job.recipe, job.path)
         journal.refuse_strangers(options.output)
+        if options.imatrix:
+            ready_file(options.imatrix_file, "--imatrix")
         uploads = publishing.uploads_of(options.destination, options.output)
     with interruptible(RESUME) as interrupt:
         check = dist.watch(interrupt)

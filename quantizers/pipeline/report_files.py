@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from quantizers.output.manifest import as_read, describe_files, seal_of, text_sha256, write_record
-from quantizers.system.errors import InputError
+from quantizers.system.errors import InputError, Interrupted, QuantizeError, first_line
 from quantizers.system.files import atomic, disk_errors, file_sha256, write_text
 from quantizers.system.output_files import CALIBRATION, CARD, FACTS, PAGE, RECIPE, REPORT, is_within
 
@@ -42,14 +42,19 @@ def write_report(folder: Path, report: Report, texts: Mapping[str, str]) -> None
     drawn, failed = draw(_as_read(report))
     for name, file in PLOTS.items():
         if name in drawn:
-            with disk_errors(folder / file), atomic(folder / file) as stream:
-                stream.write(drawn[name])
+            try:
+                with disk_errors(file), atomic(folder / file) as stream:
+                    stream.write(drawn[name])
+            except QuantizeError as failure:
+                failed.append(f"the picture of {name} is not there: {failure}")
     files = describe_files(folder, texts, others=(CARD, PAGE, *report.audit.digests))
     write_with_card(folder, report.changed(notes=[*report.notes, *failed], **files), drawn)
 
 
 def write_with_card(folder: Path, report: Report, drawn: Mapping[str, bytes] | None = None) -> None:
     """Write the page and the card made from a report, then the report with their hashes added.
+
+    A page that cannot be made is a note in the report: nothing is computed from it.
 
     Args:
         report: with `files` and `sha256`, see `describe_files`.
@@ -58,13 +63,22 @@ def write_with_card(folder: Path, report: Report, drawn: Mapping[str, bytes] | N
     from quantizers.eval.report.pages import front_matter, html_report, model_card
     from quantizers.eval.report.schema import CardRecord
 
-    report = _as_read(report)
-    texts = {PAGE: html_report(report, pictures(report) if drawn is None else drawn), CARD: model_card(report)}
+    report, texts = _as_read(report), dict[str, str]()
+    try:
+        texts[PAGE] = html_report(report, pictures(report) if drawn is None else drawn)
+    except Interrupted:
+        raise
+    except Exception as failure:  # of a template or a library that is no part of the result
+        (folder / PAGE).unlink(missing_ok=True)
+        note = f"{PAGE} could not be made ({type(failure).__name__}: {first_line(failure)})"
+        report = report.changed(notes=[*report.notes, note], files=[name for name in report.files if name != PAGE])
+    texts[CARD] = model_card(report)
     hashes = {name: text_sha256(text) for name, text in texts.items()}
     for name, text in texts.items():
         write_text(text, folder / name)
-    card = CardRecord(front_matter=front_matter(report), sha256=hashes[CARD])
-    write_record(folder, report.changed(sha256=report.sha256 | {PAGE: hashes[PAGE]}, card=card).as_dict())
+    card = CardRecord(front_matter=front_matter(report), sha256=hashes.pop(CARD))
+    sha256 = {name: hash_ for name, hash_ in report.sha256.items() if name != PAGE} | hashes
+    write_record(folder, report.changed(sha256=sha256, card=card).as_dict())
 
 
 def _as_read(report: Report) -> Report:

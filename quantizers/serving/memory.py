@@ -159,20 +159,24 @@ def split_over(model: Model, gpus: Gpus, tensor_parallel: int | None = None) -> 
     """
     if tensor_parallel is not None and (problem := _no_ranks(model, gpus, tensor_parallel)):
         most = min(gpus.count, model.facts.num_heads)
-        possible = [f"--tp {n}" for n in range(1, most + 1) if not _no_ranks(model, gpus, n)]
-        remedy = f"give {' or '.join(possible)}" if possible else "leave it out"
+        possible = [f"--tp {n}" for n in range(1, most + 1) if can_split(model, gpus, n)]
+        remedy = f"give {' or '.join(possible)}" if possible else f"give {_most_gpus(model, gpus)} without it"
         raise InputError(f"--tp {tensor_parallel}", problem, remedy)
     ranks = tensor_parallel or _most_ranks(model, gpus.count)
     stages, layers = gpus.count // ranks, len(model.layers)
     if stages > layers:
-        fewer = range(min(gpus.count, model.facts.num_heads * layers), 0, -1)
-        most = next(count for count in fewer if can_split(model, gpus.of(count), tensor_parallel))
         raise InputError(
             f"--vram {gpus.name}",
             f"by tensor parallelism of {ranks} these are {stages:,} pipeline stages, and the model has {layers} layers",
-            f"give {gpus.of(most).name}",
+            f"give {_most_gpus(model, gpus, tensor_parallel)}",
         )
     return ranks, stages
+
+
+def _most_gpus(model: Model, gpus: Gpus, tensor_parallel: int | None = None) -> str:
+    """The largest number of such GPUs that `split_over` would not refuse, as a user writes them."""
+    fewer = range(min(gpus.count, model.facts.num_heads * len(model.layers)), 0, -1)
+    return gpus.of(next(n for n in fewer if can_split(model, gpus.of(n), tensor_parallel))).name
 
 
 def _no_ranks(model: Model, gpus: Gpus, tensor_parallel: int) -> str | None:

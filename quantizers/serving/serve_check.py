@@ -41,7 +41,7 @@ from quantizers.output.manifest import output_facts, read_record, refuse_incompl
 from quantizers.recipe.portable import is_hub_id
 from quantizers.recipe.read import find_set
 from quantizers.system.errors import CheckpointError, InputError
-from quantizers.system.files import write_json
+from quantizers.system.files import ready_file, write_json
 from quantizers.system.interrupts import interruptible
 from quantizers.system.output_files import REPORT, SERVE_CHECK
 from quantizers.system.progress import progress
@@ -140,6 +140,7 @@ def serve_check(
         raise InputError("", "--exact has a limit of its own", "leave out --source-check")
     refuse_incomplete(Path(candidate))
     path = _output(output, Path(candidate))
+    ready_file(path, "--output")
     data_set, arguments = find_set(str(data), "held-out"), dict(map(_argument, engine))
     opened = open_checkpoint(str(candidate))
     origin = _source(opened, str(source) if source is not None else None)
@@ -228,8 +229,6 @@ def _output(given: str | Path | None, candidate: Path) -> Path:
     """The file to write: serve-check.json beside report.json, or in the current folder, if none is given."""
     if given is None:
         return candidate / SERVE_CHECK if (candidate / REPORT).is_file() else Path(SERVE_CHECK)
-    if not Path(given).parent.is_dir():
-        raise InputError(f"--output {given}", f"there is no folder {Path(given).parent}", "create it, or give another")
     return Path(given)
 
 

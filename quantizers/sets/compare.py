@@ -32,6 +32,7 @@ from quantizers.planning.job import Job, prepare
 from quantizers.recipe.read import Change, changes_of, find_set, fixed_bits, set_location
 from quantizers.recipe.schema import CoverageGate
 from quantizers.system.errors import CalibrationError, InputError
+from quantizers.system.files import ready_folder
 from quantizers.system.interrupts import interruptible
 
 from .coverage_change import labels
@@ -337,6 +338,8 @@ def _asked(
     dist: opt.Dist = SINGLE_PROCESS,
 ) -> Iterator[_Asked]:
     """Read and check everything, and lend a folder to work in."""
+    if work is not None and dist.is_main:
+        ready_folder(Path(work), "--work")
     _refuse_wrong_sets(files)
     changes = changes_of(settings)
     _refuse_unused(changes, tokens, data)

@@ -19,8 +19,8 @@ from quantizers.eval.coverage.figures import CoverageComparison, CoverageReport,
 from quantizers.eval.coverage.routing import count_routes
 from quantizers.eval.coverage.summary import check_floors, report
 from quantizers.recipe.schema import CoverageGate
-from quantizers.system.errors import InputError, OutputError
-from quantizers.system.files import json_finite, write_json, write_text
+from quantizers.system.errors import InputError
+from quantizers.system.files import json_finite, ready_folder, write_json, write_text
 
 from .coverage_change import compare_counts, labels
 from .saliency import lists
@@ -119,14 +119,9 @@ def coverage(
         raise InputError(question.where, "holds the gates", f"give {changed} instead of {options}")
     files = Path(output) if output is not None and dist.is_main else None
     if files is not None:
-        try:
-            files.mkdir(parents=True, exist_ok=True)
-        except OSError as failure:
-            raise OutputError(
-                f"--output {files}", f"cannot be made a folder ({failure.strerror})", "give another"
-            ) from None
+        ready_folder(files, "--output")
     if work is not None:
-        Path(work).mkdir(parents=True, exist_ok=True)
+        ready_folder(Path(work), "--work")
     with tempfile.TemporaryDirectory(dir=work) as folder, ordered():
         figures = measure_coverage(question, rule, choose_device(device, dist), Path(folder), dist, scored=saliency)
     if files is not None:

@@ -215,7 +215,7 @@ def _context(
     if options.dist.is_main:
         states = 2 * job.facts.row_bytes(itemsize) * sum(tokens)
         held_out = held_out_bytes(job.facts, sum(of_texts), itemsize) * (1 + len(draws)) // 2
-        check_room(options.output, in_files + states + held_out)
+        check_room(options.output, in_files + states + held_out, elsewhere="give --work on another disk")
     return Context(options.output, options.device, replace(placed, states="files"), check, options.dist)
 
 

@@ -90,7 +90,7 @@ def test_a_copy_overwrites_nothing(tmp_path: Path) -> None:
 
 def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match=r"cannot be written \(.*\); give another place"):
+    with pytest.raises(OutputError, match=r"cannot be written \(.*\); a file lies in a folder's place: give another"):
         write_new({tmp_path / "a": b"1", tmp_path / "file" / "b": b"2"})
     assert not (tmp_path / "a").exists()
 

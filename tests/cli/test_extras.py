@@ -17,6 +17,7 @@ from sets import rows_set
 from quantizers.device.devices import versions
 from quantizers.eval.report.plots import draw, saved
 from quantizers.sets.check import check_set
+from quantizers.system.errors import QuantizeError
 from quantizers.system.extras import EXTRAS, lacking
 
 TINY = "tiny-minimax-m2-fp8-int4"
@@ -88,7 +89,9 @@ def test_without_matplotlib_there_are_no_pictures_and_one_line_says_so(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     line = f"matplotlib {INSTALL.format('pictures')}"
-    assert saved(lambda: pytest.fail("was drawn"), tmp_path / "x.png") == f"no picture: {line}"
+    with pytest.raises(QuantizeError) as lack:
+        saved(lambda: pytest.fail("was drawn"), tmp_path / "x.png")
+    assert str(lack.value) == line
     assert not list(tmp_path.iterdir())
     assert draw({}) == ({}, [f"no pictures: {line}"])
 

@@ -26,7 +26,7 @@ from quantizers.eval.fidelity.figures import Cut, EvalReport, EvaluatedCandidate
 from quantizers.eval.fidelity.metrics import Measured, Text, by_position, figures
 from quantizers.eval.fidelity.tables import eval_table
 from quantizers.eval.report.pages import html_report, model_card
-from quantizers.eval.report.plots import fidelity_figure, save
+from quantizers.eval.report.plots import fidelity_figure, png
 from quantizers.eval.report.schema import checked
 
 CPU = torch.device("cpu")
@@ -207,9 +207,11 @@ def test_both_parts_are_shown_everywhere(finished: Finished, report: dict[str, A
     assert "long contexts" in before["card"]
     short = checked(finished.report)
     assert isinstance(short, Fidelity)
-    save(fidelity_figure([("x", candidate), ("y", candidate)], "title"), tmp_path / "long.png")
-    save(fidelity_figure([("x", short)], "title"), tmp_path / "short.png")
-    widths = [int.from_bytes((tmp_path / name).read_bytes()[16:20], "big") for name in ("long.png", "short.png")]
+    pictures = [
+        png(fidelity_figure([("x", candidate), ("y", candidate)], "title")),
+        png(fidelity_figure([("x", short)], "title")),
+    ]
+    widths = [int.from_bytes(picture[16:20], "big") for picture in pictures]
     assert widths[0] > widths[1], "a third panel"
 
 

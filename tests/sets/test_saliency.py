@@ -210,7 +210,7 @@ def test_the_heat_map_shows_the_ratio_to_the_layers_mean_and_crosses_out_what_ha
     [
         (("--saliency", "--compare", "a", "b"), "--saliency scores experts on one set; leave out --compare"),
         (("--output", "x"), "--output x: is for the files of --saliency; give that too, or leave it out"),
-        (("--saliency", "--output", "FILE"), "cannot be made a folder (File exists); give another"),
+        (("--saliency", "--output", "FILE"), "(File exists); a file lies in a folder's place: give another"),
     ],
 )
 def test_wrong_questions(words: tuple[str, ...], said: str, unreachable: Path, command: Command) -> None:

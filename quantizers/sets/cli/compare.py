@@ -15,11 +15,13 @@ from quantizers.cli.adapter import Call, command
 if TYPE_CHECKING:
     from quantizers.sets.compare import SetComparison
 
-Picture = Annotated[Path, Option(metavar="FILE", help="file for the plot")]
-
 
 @command("quantizers.sets.compare:compare", before={"picture": "device", "no_picture": "device"})
-def compare(call: Call, picture: Picture = Path("compare.png"), no_picture: common.NoPicture = False) -> None:
+def compare(
+    call: Call,
+    picture: Annotated[Path | None, Option(metavar="FILE", help="file for the plot; compare.png by default")] = None,
+    no_picture: common.NoPicture = False,
+) -> None:
     """Find out which calibration set gives the better output, whichever samples are drawn from it.
 
     The recipe's model is quantized with several draws of each set, in one pass over its source, and measured on the
@@ -30,7 +32,8 @@ def compare(call: Call, picture: Picture = Path("compare.png"), no_picture: comm
     from quantizers.sets.plots import sets_figure
     from quantizers.sets.tables import sets_table
 
-    _show(call, sets_table, sets_figure, None if no_picture else picture)
+    file = common.picture_file(picture, "compare.png", call.dist, unwanted=no_picture)
+    _show(call, sets_table, sets_figure, file)
 
 
 @command(
@@ -38,7 +41,11 @@ def compare(call: Call, picture: Picture = Path("compare.png"), no_picture: comm
     rest="quantizers.sets.compare:_asked",
     before={"picture": "device", "no_picture": "device"},
 )
-def why(call: Call, picture: Picture = Path("why.png"), no_picture: common.NoPicture = False) -> None:
+def why(
+    call: Call,
+    picture: Annotated[Path | None, Option(metavar="FILE", help="file for the plot; why.png by default")] = None,
+    no_picture: common.NoPicture = False,
+) -> None:
     """Find out which sources of a set help, which hurt, and which make no difference.
 
     Each source is taken out of the same draws, and nothing takes its place; see `quantize compare`.
@@ -48,18 +55,14 @@ def why(call: Call, picture: Picture = Path("why.png"), no_picture: common.NoPic
     from quantizers.sets.plots import sources_figure
     from quantizers.sets.tables import sources_table
 
-    _show(call, sources_table, sources_figure, None if no_picture else picture)
+    file = common.picture_file(picture, "why.png", call.dist, unwanted=no_picture)
+    _show(call, sources_table, sources_figure, file)
 
 
 def _show(call: Call, table: Callable[..., str], figure: Callable[..., Any], picture: Path | None) -> None:
     """Print the result and draw the picture, in rank 0: the others have none."""
-    from quantizers.eval.report.plots import saved
-
     compared: SetComparison = call()
     figures = compared.figures
-    if not figures:
-        return
-    text = table(figures)
-    if picture:
-        text += f"\n\n{saved(partial(figure, figures), picture)}"
-    common.emit(figures, call.as_json, text)
+    if figures:
+        pictures = {picture: partial(figure, figures)} if picture else {}
+        common.emit(figures, call.as_json, table(figures), pictures=pictures)

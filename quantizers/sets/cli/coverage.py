@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
@@ -35,15 +36,19 @@ def coverage(
     """
     from quantizers.eval.coverage.figures import CoverageComparison, CoverageReport
     from quantizers.eval.coverage.summary import coverage_table
-    from quantizers.eval.report.plots import comparison_figure, coverage_figure, saliency_figure, saved
+    from quantizers.eval.report.plots import comparison_figure, coverage_figure, saliency_figure
     from quantizers.sets.coverage_change import compare_table
     from quantizers.sets.saliency import saliency_table
 
     compare, saliency = call.options["compare"], call.options["saliency"]
     output = call.options["output"] or (Path("saliency") if saliency else None)
+    file = common.picture_file(
+        picture, "coverage-compare.png" if compare else "coverage.png", call.dist, unwanted=no_picture
+    )
     counted: Coverage = call(output=output)
     if not call.dist.is_main:
         return
+    pictures = dict[Path, Callable[[], Any]]()
     if compare:
         change = CoverageComparison.model_validate(counted.figures)
         text, figure = compare_table(change), partial(comparison_figure, change, Path(change.model).name)
@@ -54,11 +59,11 @@ def coverage(
         figure = partial(coverage_figure, report.per_layer, report.min_routed_tokens, title)
         if report.saliency:
             text += "\n\n" + saliency_table(report.saliency)
-    if not no_picture:
-        text += f"\n\n{saved(figure, picture or Path('coverage-compare.png' if compare else 'coverage.png'))}"
-        if not compare and report.saliency and output:
-            scored = report.per_layer, report.saliency.per_layer
-            saved(partial(saliency_figure, *scored, title), output / "saliency.png")
+            if file and output:
+                scored = report.per_layer, report.saliency.per_layer
+                pictures[output / "saliency.png"] = partial(saliency_figure, *scored, title)
     if output:
         text += f"\n\nscores and lists of experts: {output}"
-    common.emit(counted.figures, call.as_json, text, passed=counted.passed)
+    if file:
+        pictures[file] = figure
+    common.emit(counted.figures, call.as_json, text, passed=counted.passed, pictures=pictures)
