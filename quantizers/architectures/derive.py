@@ -117,7 +117,7 @@ def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...])
 
 
 def _probed(skeleton: Skeleton) -> tuple[HandedFacts | None, list[Kind]]:
-    """What layers hand on, and each kind of them with what probes find."""
+    """Find what layers hand on, and each kind of them with the roles of its parts."""
     handed = find_handed(skeleton)
     tokens = torch.arange(TOKENS).unsqueeze(0)
     for argument in differing_arguments(skeleton.calls_with(tokens), skeleton.calls(TOKENS)):

@@ -284,7 +284,7 @@ def example_of(handed: HandedFacts, tokens: int, dtype: torch.dtype = torch.floa
 
 
 def run_without_numbers(skeleton: Skeleton, number: int, arguments: Mapping[str, Any]) -> Any:
-    """What a layer returns on the meta device, `weighted` standing for its experts."""
+    """Run a layer on the meta device, with `weighted` in place of its experts; returns what it returns."""
     layer, path = skeleton.layer(number).to("meta"), _experts_path(skeleton, number)
     on_meta = tree_map(lambda leaf: leaf.to("meta") if torch.is_tensor(leaf) else leaf, dict(arguments))
     with contextlib.ExitStack() as stack:

@@ -424,7 +424,8 @@ class Renderer:
         return rendered
 
     def _rendered(self, content: Content, length: int) -> Rendered:
-        text, plain, lost = content.text, True, Counter[str]()
+        text, plain = content.text, True
+        lost = Counter[str]()
         if content.turns:
             text, habits = self._conversation(content)
             plain = not self.tokenizer.chat_template

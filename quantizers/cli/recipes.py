@@ -111,7 +111,7 @@ def new(
     from quantizers.system.files import write_new
 
     if vram is None and context is not None:
-        raise InputError("", "--context goes with --vram", "say which GPUs, as --vram 4x3090")
+        raise InputError("", "--context goes with --vram", "say which GPUs, as --vram 2x96GiB")
     folder = Path(model)
     if folder.is_dir():
         config, where = read_config(folder), str(folder / CONFIG)

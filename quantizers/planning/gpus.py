@@ -13,7 +13,8 @@ from quantizers.system.errors import InputError
 from quantizers.system.formatting import gib, parse_bytes
 
 GIB, TERA = 2**30, 1e12
-LEAST, MOST, MOST_COUNT = GIB, 4096 * GIB, 10_000  # bytes of a GPU, and their number: others are a slip
+LEAST, MOST = GIB, 4096 * GIB  # bytes of a GPU: others are a slip
+MOST_COUNT = 10_000  # GPUs
 _ROW = re.compile(r"(.+),\s*(\d+ ?MiB)", re.IGNORECASE)  # nvidia-smi --query-gpu=name,memory.total --format=csv
 _COUNT = re.compile(r"^\d+\s*[xX×]\s*")
 

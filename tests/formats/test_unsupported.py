@@ -123,7 +123,7 @@ def test_verify_points_to_eval_for_autoawq_and_gptq(kind: Kind, tmp_path: Path, 
     assert command("verify", other, "--source", source, "--device", "cpu") == 2
     line = refused(command)
     assert f"{other}/config.json: quantization_config.quant_method is '{kind.layout}'; `verify` checks" in line
-    assert line.endswith(f"measure this one with `quantize eval {source} {other} --data SET`")
+    assert line.endswith(f"measure this one with `quantize eval {source} {other} --data held-out`")
 
 
 # A source that already has 4-bit weights -------------------------------------------------------------
