@@ -160,7 +160,8 @@ def split_over(model: Model, gpus: Gpus, tensor_parallel: int | None = None) -> 
     if tensor_parallel is not None and (problem := _no_ranks(model, gpus, tensor_parallel)):
         most = min(gpus.count, model.facts.num_heads)
         possible = [f"--tp {n}" for n in range(1, most + 1) if can_split(model, gpus, n)]
-        remedy = f"give {' or '.join(possible)}" if possible else f"give {_most_gpus(model, gpus)} without it"
+        fewer = f"give --vram {_most_gpus(model, gpus)}, and leave --tp out"
+        remedy = f"give {' or '.join(possible)}" if possible else fewer
         raise InputError(f"--tp {tensor_parallel}", problem, remedy)
     ranks = tensor_parallel or _most_ranks(model, gpus.count)
     stages, layers = gpus.count // ranks, len(model.layers)
