@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from quantizers.system.errors import CalibrationError, InputError
-from quantizers.system.files import ready_folder, write_new
+from quantizers.system.files import nearest_existing, ready_folder, write_new
 from quantizers.system.output_files import HELD_OUT
 from quantizers.system.shipped import shipped
 from quantizers.system.strict_yaml import dump
@@ -206,7 +206,7 @@ def freeze_set(path: Path, folder: Path, *, workers: int = 8, **tokenizer: Any) 
 
     options: dict[str, Any] = {"workers": workers, "require_languages": False, **tokenizer}
     calibration = read_set(path)
-    ready_folder(folder)
+    ready_folder(nearest_existing(folder))  # a set that cannot be read leaves nothing
     data = load_set(path, **options)
     for source, version in zip(calibration.sources, data.versions, strict=True):
         if not version:
