@@ -34,8 +34,8 @@ from quantizers.system.errors import QuantizeError
 SEQUENCE = 128
 SMALL = (256, 128, 4)  # hidden size, width and experts where bytes are counted
 LARGE = (512, 512, 16)  # and where a process is given a limit
-LAYERS = 40  # of 13 MB
-ALLOWED = 400_000_000  # bytes of data above those after imports: about twice what is used, see the test
+LAYERS = 46  # of 13 MB
+ALLOWED = 460_000_000  # bytes of data above those after imports; of these a run takes half at most, see `device_limit`
 
 # Runs a recipe in a process of its own, which may have so many bytes of data more than its imports, and prints
 # what was resident at most above them. Whatever is imported late counts as imports, so a small run comes first.
@@ -230,7 +230,7 @@ def test_a_model_larger_than_the_memory_allowed(tmp_path: Path) -> None:
     """RLIMIT_DATA bounds all that is not a file's page, above the imports: the model is larger than that.
 
     What a process takes from the system depends on holes in the heap, too, which differ from run to run (the exact
-    count is that of living bytes, above). So it is asked broadly: 185 to 215 MB were taken when this was written.
+    count is that of living bytes, above). So it is asked broadly: 185 to 220 MB were taken when this was written.
     """
     recipe = write_job(tmp_path / "job", LAYERS, 4, LARGE)
     model = sum(file.stat().st_size for file in (tmp_path / "job" / "model").glob("*.safetensors"))
