@@ -314,9 +314,7 @@ def _formed(turn: Turn, habits: Habits) -> Turn:
 
 
 def _parts(turns: Iterable[Turn], tools: Iterable[Any]) -> Iterator[tuple[str, list[str]]]:
-    """Each part of a conversation that a template should show, such as `system turn`, `thoughts` or `call`, and its
-    words.
-    """
+    """The parts of a conversation that a template should show, such as `thoughts` or `call`, each with its words."""
     for turn in turns:
         words = {f"{turn['role']} turn": turn["content"], "thoughts": turn.get(THOUGHTS[0], "")}
         yield from ((what, [written.strip()]) for what, written in words.items() if written.strip())
@@ -438,8 +436,13 @@ class Renderer:
         same = marked(content)
         try:
             return unseen(same.turns, same.tools, self._apply(same.turns, same.tools, habits))
-        # A template is a program and can fail in any way, here at words that are not those of the conversation.
+        # A template is a program and can fail in any way, here at words that are not those of the conversation. Then
+        # `left_out` alone counts, and the set's notes say so.
         except Exception:
+            self._notes.add(
+                "the chat template refuses some conversations in other words: of these, what it leaves out is counted "
+                "only where the same words do not stand elsewhere"
+            )
             return Counter()
 
     def _at_a_turn(self, content: Content, length: int, cut: Rendered) -> Rendered:

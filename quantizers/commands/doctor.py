@@ -204,8 +204,8 @@ def doctor(
         folder = Path(output) if output else of_recipe.tried("output", default_output, read[1]) or folder
         location, here = of_recipe.tried("source", _source, *read, source) or ("", None)
         if stream and Path(location).is_dir():
-            folder_found = f"{shown(location)}: is a folder, which is read where it lies"
-            of_recipe.add("source", folder_found, "leave --stream out", stops=True)
+            problem = f"{shown(location)}: is a folder, which is read where it lies"
+            of_recipe.add("source", problem, "leave --stream out", stops=True)
         given = _Given(*read, folder, location, here, changes, device_memory, stream and not here, destination)
         job = _look_at_recipe(of_recipe, given, chosen, unreachable) if chosen else None
     if chosen is not None:

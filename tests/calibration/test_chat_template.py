@@ -128,6 +128,17 @@ def test_a_call_that_is_lost_is_counted_though_its_name_stands_elsewhere(
     assert sorted(rendered.left_out) == lost
 
 
+def test_a_template_that_refuses_other_words_is_told_and_its_losses_are_still_counted(
+    renderer: Callable[..., Renderer],
+) -> None:
+    strict = renderer(
+        "{% for m in messages %}{{ raise_exception('odd') if 'mark' in m.content else m.content }}{% endfor %}"
+    )
+    text, rendered = said(strict, talk(USER, ANSWER | {"thinking": "Look it up."}))
+    assert (text, rendered.left_out) == ("Elbe?201 cm", ("thoughts",))
+    assert [note[:55] for note in strict.notes] == ["the chat template refuses some conversations in other w"]
+
+
 def test_a_template_for_tools_is_taken_where_there_are_calls(renderer: Callable[..., Renderer]) -> None:
     named = {"default": "{% for m in messages %}{{ m.content }}{% endfor %}", "tool_use": TEMPLATES["deepseek"]}
     both = renderer(None, chat_template=[{"name": name, "template": text} for name, text in named.items()])

@@ -156,7 +156,7 @@ def test_a_context_that_is_not_known_is_asked_for(model: Model) -> None:
 def test_no_number_of_a_plan_is_less_than_one(name: str, number: int) -> None:
     vram = ["2x96GiB"] if name in ("context", "tp", "ram") else []
     with pytest.raises(InputError, match=f"^{name}: should be greater than or equal to 1, not {number}$"):
-        plan("minimax-m2.1-fp8-int4", vram=vram, **{name: number})  # type: ignore[arg-type]  # by name
+        plan("minimax-m2.1-fp8-int4", vram=vram, **{name: number})
 
 
 def test_common_gpus(model: Model) -> None:
