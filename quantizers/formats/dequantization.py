@@ -57,6 +57,11 @@ def refuse_bias(checkpoint: Checkpoint, module: str) -> None:
         )
 
 
+def row_formats() -> tuple[type[RowFormat], ...]:
+    """The formats of which rows can be read, in the order in which a matrix is looked for in them."""
+    return (*expert_formats().values(), Plain, Fp8Rows, Fp8Blocks)
+
+
 def stored_matrix(checkpoint: Checkpoint, module: str) -> StoredMatrix | ForeignFormat:
     """A module's matrix in the format in which it is stored, from headers; or that of another program.
 
@@ -67,8 +72,7 @@ def stored_matrix(checkpoint: Checkpoint, module: str) -> StoredMatrix | Foreign
         return AwqGptq()
     if f"{module}.{PACKED}" not in checkpoint.tensors:
         checkpoint.require(f"{module}.weight", "a linear layer's weight")
-    forms: tuple[type[RowFormat], ...] = (*expert_formats().values(), Plain, Fp8Rows, Fp8Blocks)
-    for form in forms:
+    for form in row_formats():
         if (matrix := form.stored(checkpoint, module)) is not None:
             return matrix
     return foreign_format(checkpoint, module)

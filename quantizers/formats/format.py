@@ -24,7 +24,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from quantizers.checkpoint.reader import Checkpoint
-from quantizers.checkpoint.safetensors_header import Spec
+from quantizers.checkpoint.safetensors_header import Spec, Stored
 
 if TYPE_CHECKING:
     import torch
@@ -71,6 +71,11 @@ class ForeignFormat(Format):
 class RowFormat(Format):
     """A format of which any rows can be read. Its name for people is `str`: `FP8 block 128x128`."""
 
+    @property
+    @abstractmethod
+    def weight_bits(self) -> int:
+        """Bits of a weight, without its share of the scale."""
+
     @classmethod
     @abstractmethod
     def stored(cls, checkpoint: Checkpoint, module: str) -> StoredMatrix | None:
@@ -79,6 +84,16 @@ class RowFormat(Format):
         Raises:
             CheckpointError: it is, but its tensors do not belong together.
         """
+
+    @classmethod
+    def of_headers(cls, parts: Mapping[str, Stored], config: Mapping[str, Any]) -> StoredMatrix | None:
+        """As `stored`, from headers alone, for a source's plan; None for FP8 in rows or blocks, and for plain numbers.
+
+        Args:
+            parts: the header entries of a module's tensors, by the last part of their names.
+            config: the content of config.json.
+        """
+        return None
 
     @property
     def edges(self) -> tuple[int, int]:
@@ -160,6 +175,11 @@ class ExpertFormat(QuantizedFormat):
     @abstractmethod
     def of_experts(cls, checkpoint: Checkpoint, modules: Sequence[str]) -> Self | None:
         """The format of some experts' matrices, by the first that is whole; None if they are stored in another."""
+
+    @property
+    def weight_bits(self) -> int:
+        """Its bits."""
+        return self.bits
 
     @property
     @abstractmethod

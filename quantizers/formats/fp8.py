@@ -46,6 +46,8 @@ LARGEST, STEPS = 448.0, 16
 class Fp8(QuantizedFormat):
     """FP8 (E4M3) codes with scales of rows or blocks, which servers multiply with activations in FP8."""
 
+    weight_bits: ClassVar[int] = 8
+
     @abstractmethod
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the scale of a weight (R, C)."""
@@ -290,33 +292,3 @@ def has_kv_scales(config: Mapping[str, Any]) -> bool:
     """Whether config.json declares scales for an FP8 cache of keys and values."""
     section = config.get("quantization_config")
     return isinstance(section, Mapping) and bool(section.get("kv_cache_scheme"))
-
-
-def declared_form(config: Mapping[str, Any], where: str) -> Fp8:
-    """The format that an FP8 model's config.json declares; `where` is its path, for messages.
-
-    Raises:
-        CheckpointError: it declares none of these formats.
-    """
-    block = declared_block(config, where)
-    if (config.get("quantization_config") or {}).get("quant_method") != "compressed-tensors":
-        return Fp8Blocks(*block)
-    schemes = weight_schemes(config)
-    strategies = {str(weights.get("strategy")) for weights in schemes}
-    wanted = {"num_bits": 8, "type": "float"}
-    if strategies not in ({"channel"}, {"block"}) or not all(wanted.items() <= weights.items() for weights in schemes):
-        declared = [f"{weights.get('type')}{weights.get('num_bits')} {weights.get('strategy')}" for weights in schemes]
-        raise CheckpointError(
-            f"{where}: quantization_config.config_groups",
-            f"weights are {', '.join(dict.fromkeys(declared)) or 'not said'}; of compressed-tensors only FP8 with a "
-            "scale per row or per block can be quantized (num_bits 8, type float, strategy channel or block, one in "
-            "all groups)",
-            "give the model's FP8 or BF16 release",
-        )
-    return Fp8Blocks(*block) if strategies == {"block"} else ROWS
-
-
-def declared_scale(config: Mapping[str, Any]) -> str:
-    """The last name of scales in a checkpoint with this config.json."""
-    section = config.get("quantization_config") or {}
-    return SCALE if section.get("quant_method") == "compressed-tensors" else SCALE_INV

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from quantizers.checkpoint.reader import Checkpoint
-from quantizers.checkpoint.safetensors_header import FP8, Spec
+from quantizers.checkpoint.safetensors_header import FP8, Spec, Stored
 from quantizers.system.errors import CheckpointError
 
 from .format import ACTIVATIONS, PACKED, SCALE, ExpertFormat, Grid, Parts, StoredMatrix, arguments
@@ -157,6 +157,16 @@ class Nvfp4(ExpertFormat):
             )
         form = cls(4 if f"{module}.{INPUT_SCALE}" in checkpoint.tensors else 16)
         return StoredMatrix(form, names, (rows, columns))
+
+    @classmethod
+    def of_headers(cls, parts: Mapping[str, Stored], config: Mapping[str, Any]) -> StoredMatrix | None:
+        """A matrix of E2M1 codes with scales of groups and a scale of the whole, as `parts` has them."""
+        packed, whole = parts.get(PACKED), parts.get(GLOBAL_SCALE)
+        if packed is None or whole is None or packed.dtype != "U8" or len(packed.shape) != 2:
+            return None
+        shape = (packed.shape[0], 2 * packed.shape[1])
+        form = cls(4 if INPUT_SCALE in parts else 16)
+        return StoredMatrix(form, tuple(name for name, _ in form.parts(shape)), shape)
 
     @classmethod
     def of_experts(cls, checkpoint: Checkpoint, modules: Sequence[str]) -> Self | None:

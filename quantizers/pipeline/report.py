@@ -62,7 +62,7 @@ def planned_report(job: Job, resolved: Resolved, data: CalibrationData, device: 
     source, model = job.opened, resolved.recipe.source.model
     remarks = [job.facts.origin(), *remarks_on_config(source, job.facts), left_behind(source)]
     return schema.PlannedRun(
-        source=source_figures(job.facts, model, source),
+        source=source_figures(job.facts, model, source, " and ".join(map(str, job.plan.source_experts))),
         plan=plan_figures(job.plan, job.facts),
         versions=versions(),
         notes=[*filter(None, remarks), as_stored(device), *unchecked_notes()],
@@ -218,10 +218,10 @@ def verified_parts(written: Mapping[str, ShardDigest], audit: Audit, engines: Fi
     return Verified(audited, gates, schema.Engines.model_validate(engines.as_dict()))
 
 
-def source_figures(facts: Architecture, model: str, source: Checkpoint) -> schema.Source:
-    """A checkpoint called `model`, and what its card says of it."""
-    card = source_card(facts, model, source)
-    return schema.Source(**card.given(), model=model, revision=source.revision, digest=source_digest(source))
+def source_figures(facts: Architecture, model: str, source: Checkpoint, experts: str | None = None) -> schema.Source:
+    """A checkpoint called `model`, what its card says of it, and how it stores the routed experts."""
+    card, digest = source_card(facts, model, source), source_digest(source)
+    return schema.Source(**card.given(), model=model, revision=source.revision, digest=digest, experts=experts)
 
 
 def _calibration(job: Job, data: CalibrationData, resolved: Resolved) -> schema.Calibration:

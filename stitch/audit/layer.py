@@ -67,10 +67,10 @@ def audit_kept(
         missing = not action.outputs.keys() <= candidate.tensors.keys()  # which is reported
         if missing or action.kind not in (*PASSTHROUGH, "convert"):
             continue
-        if action.kind == "convert":
+        if action.kind == "convert" and action.module is not None:
             audit.converted += 1
             with _reading_the_source():
-                made = converted(source, action.source.removesuffix(".weight"), plan.attention, device)
+                made = converted(source, action.module, plan.attention, device)
             audit.differences += [
                 f"{name}: is not what `attention: {plan.attention}` makes of the source's"
                 for name, tensor in made.items()

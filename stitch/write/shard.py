@@ -93,7 +93,7 @@ def layer_tensors(
                 for name in action.outputs:
                     part = name.rpartition(".")[2]
                     tensors[name] = (
-                        torch.tensor(action.spec.shape, dtype=torch.int64)
+                        torch.tensor(action.shape, dtype=torch.int64)
                         if part == SHAPE
                         else values[action.matrix, part][action.expert]
                     )
@@ -108,8 +108,8 @@ def converted_tensors(
     """The tensors of a shard that the recipe's `attention` makes of the source's linear modules, on `device`."""
     made: dict[str, torch.Tensor] = {}
     for action in plan.of_layer(layer):
-        if action.kind == "convert":
-            made |= converted(source, action.source.removesuffix(".weight"), plan.attention, device)
+        if action.kind == "convert" and action.module is not None:
+            made |= converted(source, action.module, plan.attention, device)
     return made
 
 
