@@ -254,7 +254,9 @@ def _tags(report: Planned) -> list[str]:
         awq = "AWQModifier" in (report.experts.modifiers or ())
     elif isinstance(report, PlannedRun):
         awq = bool(report.settings.recipe["experts"]["awq"])
-    kinds = (["awq"] if awq else []) + (["fp8"] if _kept_form(report.plan) else [])
+    kinds = (["awq"] if awq else []) + (
+        ["fp8"] if any(name.startswith("FP8") for name in report.plan.kept_forms or ()) else []
+    )
     names = ((s.short.lower(), f"w{s.bits}a{s.activations}") for s in summary.expert_schemes(report))
     widths = dict.fromkeys(tag for pair in names for tag in pair)
     return ["compressed-tensors", *kinds, *widths, "moe", *(["vllm"] if "vllm" in report.serving.servers else [])]

@@ -76,7 +76,7 @@ def declared_forms(config: Mapping[str, Any], where: str) -> Declared:
             for of_inputs in (keys.get("input_activations"), None)
             for kind in forms
         )
-        form = next((form for form in read if form is not None), None)
+        form = next(filter(None, read), None)
         if form is None or not weights.get("symmetric", True):
             declared = f"{weights.get('type')}{weights.get('num_bits')} {weights.get('strategy')}"
             raise CheckpointError(

@@ -119,6 +119,12 @@ def make_plan(
     for module in _modules(facts, mtp):
         if module.facts is None:
             actions += _linear_actions(remaining, module, scheme, (form, matrices), mtp, attention, where)
+        elif (matrix := matrices.get(module.name.removesuffix(".weight"))) is not None:
+            raise CheckpointError(
+                where,
+                f"{module.name} is stored as {matrix.form}, which is read of linear modules alone",
+                "give the model's release in which it has 16 or 32 bits",
+            )
         elif module.name in remaining or not module.facts.optional:
             integers = module.facts.dtype not in FLOATING
             dtypes = (module.facts.dtype,) if integers else FLOATING
