@@ -12,6 +12,8 @@ from quantizers.system.errors import CheckpointError
 from .dequantization import row_formats
 from .format import SCALE, QuantizedFormat
 from .fp8 import SCALE_INV, Fp8, Fp8Blocks, declared_block
+from .modelopt import MODELOPT, algorithm
+from .mxfp8 import Mxfp8
 
 EVERY_LINEAR = "Linear"  # the target of compressed-tensors that is a class
 
@@ -23,7 +25,7 @@ class Declared:
     Attributes:
         groups: for each its targets, as compressed-tensors reads them, and its form.
         ignore: targets that no group applies to.
-        scale: the last name of FP8's scales.
+        scale: the last name of the scales of FP8 and MXFP8.
     """
 
     groups: tuple[tuple[tuple[str, ...], QuantizedFormat], ...] = ()
@@ -46,24 +48,44 @@ class Declared:
         form = self.of(module)
         if form is None:
             return {f"{module}.weight": Spec("BF16", shape)}
-        if not isinstance(form, Fp8):
+        if not isinstance(form, Fp8 | Mxfp8):
             return form.specs(module, shape)
         (codes, spec), (_, scale) = form.parts(shape)
-        return {f"{module}.{codes}": spec, f"{module}.{self.scale}": Spec(scale_dtype, scale.shape)}
+        dtype = scale_dtype if isinstance(form, Fp8) else scale.dtype
+        return {f"{module}.{codes}": spec, f"{module}.{self.scale}": Spec(dtype, scale.shape)}
 
 
 def declared_forms(config: Mapping[str, Any], where: str) -> Declared:
     """What the content of config.json declares; `where` is its path, for messages.
 
     Raises:
-        CheckpointError: a config group declares weights that no source can have.
+        CheckpointError: it declares weights that no source can have, or does not say of which modules.
     """
     section = config.get("quantization_config")
     if not section:
         return Declared()
-    block = declared_block(config, where)
-    if section.get("quant_method") != "compressed-tensors":
-        return Declared((((EVERY_LINEAR,), Fp8Blocks(*block)),), scale=SCALE_INV)
+    block, method = declared_block(config, where), section.get("quant_method")
+    if method == "compressed-tensors":
+        ignore = section.get("ignore")
+        return Declared(group_forms(config, where), tuple(ignore) if isinstance(ignore, list) else ())
+    if method == "mxfp8" or (method == MODELOPT and algorithm(section) == "MXFP8"):
+        return Declared((((EVERY_LINEAR,), Mxfp8()),), scale=SCALE if method == MODELOPT else SCALE_INV)
+    if method != "fp8" or config.get("expert_dtype") not in (None, "fp8"):
+        raise CheckpointError(
+            f"{where}: quantization_config",
+            "does not say how each matrix is stored, so that nothing can be planned without the files' headers",
+            "give the folder with the shards, or --hub",
+        )
+    return Declared((((EVERY_LINEAR,), Fp8Blocks(*block)),), scale=SCALE_INV)
+
+
+def group_forms(config: Mapping[str, Any], where: str) -> tuple[tuple[tuple[str, ...], QuantizedFormat], ...]:
+    """The targets and the form of each config group of compressed-tensors; `where` is the path of config.json.
+
+    Raises:
+        CheckpointError: a group declares weights that no source can have.
+    """
+    section = config["quantization_config"]
     forms = [form for form in row_formats() if issubclass(form, QuantizedFormat)]
     given, groups = section.get("config_groups"), list[tuple[tuple[str, ...], QuantizedFormat]]()
     for name, group in (given if isinstance(given, Mapping) and given else {"group_0": None}).items():
@@ -71,11 +93,8 @@ def declared_forms(config: Mapping[str, Any], where: str) -> Declared:
         weights = keys.get("weights") or {}
         targets = keys.get("targets")
         # What becomes of activations is the server's: integers are read alike with it.
-        read = (
-            kind.of_config_group(weights, of_inputs)
-            for of_inputs in (keys.get("input_activations"), None)
-            for kind in forms
-        )
+        inputs = (keys.get("input_activations"), None)
+        read = (kind.of_config_group(weights, of_inputs) for of_inputs in inputs for kind in forms)
         form = next(filter(None, read), None)
         if form is None or not weights.get("symmetric", True):
             declared = f"{weights.get('type')}{weights.get('num_bits')} {weights.get('strategy')}"
@@ -86,5 +105,4 @@ def declared_forms(config: Mapping[str, Any], where: str) -> Declared:
                 "give the model's FP8 or BF16 release",
             )
         groups.append((tuple(targets) if isinstance(targets, list) else (), form))
-    ignore = section.get("ignore")
-    return Declared(tuple(groups), tuple(ignore) if isinstance(ignore, list) else ())
+    return tuple(groups)

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from quantizers.checkpoint.reader import Checkpoint
-from quantizers.checkpoint.safetensors_header import FP8, Spec, Stored
+from quantizers.checkpoint.safetensors_header import FP8, Spec
 from quantizers.system.errors import CheckpointError
 
+from .e8m0 import DTYPES
 from .format import ACTIVATIONS, PACKED, SCALE, ExpertFormat, Grid, Parts, StoredMatrix, arguments
 from .packed_integers import dequantize
 
@@ -142,11 +143,11 @@ class Nvfp4(ExpertFormat):
     @classmethod
     def stored(cls, checkpoint: Checkpoint, module: str) -> StoredMatrix | None:
         """A matrix of E2M1 codes with E4M3 scales."""
-        codes = checkpoint.tensors.get(f"{module}.{PACKED}")
-        if codes is None or codes.dtype != "U8":
+        codes, scale = (checkpoint.tensors.get(f"{module}.{name}") for name in (PACKED, SCALE))
+        if codes is None or codes.dtype != "U8" or (scale is not None and scale.dtype in DTYPES):
             return None
         names = (PACKED, SCALE, GLOBAL_SCALE)
-        packed, scale, whole = (checkpoint.require(f"{module}.{name}", "part of an NVFP4 weight") for name in names)
+        packed, scale, whole = (checkpoint.require(f"{module}.{name}", "part of an FP4 weight") for name in names)
         rows, columns = (packed.shape[0], 2 * packed.shape[1]) if len(packed.shape) == 2 else (0, 0)
         stored = [(info.dtype, info.shape) for info in (scale, whole)]
         if not rows or stored != [(FP8, (rows, columns // GROUP)), ("F32", (1,))] or columns % GROUP:
@@ -157,16 +158,6 @@ class Nvfp4(ExpertFormat):
             )
         form = cls(4 if f"{module}.{INPUT_SCALE}" in checkpoint.tensors else 16)
         return StoredMatrix(form, names, (rows, columns))
-
-    @classmethod
-    def of_headers(cls, parts: Mapping[str, Stored], config: Mapping[str, Any]) -> StoredMatrix | None:
-        """A matrix of E2M1 codes with scales of groups and a scale of the whole, as `parts` has them."""
-        packed, whole = parts.get(PACKED), parts.get(GLOBAL_SCALE)
-        if packed is None or whole is None or packed.dtype != "U8" or len(packed.shape) != 2:
-            return None
-        shape = (packed.shape[0], 2 * packed.shape[1])
-        form = cls(4 if INPUT_SCALE in parts else 16)
-        return StoredMatrix(form, tuple(name for name, _ in form.parts(shape)), shape)
 
     @classmethod
     def of_experts(cls, checkpoint: Checkpoint, modules: Sequence[str]) -> Self | None:

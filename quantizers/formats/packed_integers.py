@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from quantizers.checkpoint.reader import Checkpoint
-from quantizers.checkpoint.safetensors_header import Spec, Stored, TensorInfo
+from quantizers.checkpoint.safetensors_header import Spec, TensorInfo
 from quantizers.system.errors import CheckpointError
 
 from .format import (
@@ -141,17 +141,17 @@ class Integers(ExpertFormat):
         )
 
     @classmethod
-    def of_headers(cls, parts: Mapping[str, Stored], config: Mapping[str, Any]) -> StoredMatrix | None:
-        """A matrix of symmetric integers whose bits and group size a config group declares; they give its columns."""
-        packed, scale = parts.get(PACKED), parts.get(SCALE)
-        if packed is None or scale is None or packed.dtype != "I32" or {ZERO_POINT, GROUP_INDEX} & parts.keys():
+    def of_headers(cls, headers: Checkpoint, module: str) -> StoredMatrix | None:
+        """As `stored`, without data: a config group declares bits and group size, and these give the columns."""
+        packed, scale, shape = (headers.tensors.get(f"{module}.{last}") for last in WHOLE)
+        others = any(f"{module}.{last}" in headers.tensors for last in (ZERO_POINT, GROUP_INDEX))
+        if packed is None or scale is None or packed.dtype != "I32" or others:
             return None
-        declared = {(w["num_bits"], w["group_size"]) for w in weight_schemes(config) if cls.of_config_group(w, None)}
-        for bits, group in sorted(declared) if len(packed.shape) == len(scale.shape) == 2 else ():
-            columns = scale.shape[1] * group
-            if packed.shape == (scale.shape[0], math.ceil(columns * bits / 32)):
-                names = tuple(name for name in WHOLE if name in parts)
-                return StoredMatrix(cls(bits, group), names, (packed.shape[0], columns))
+        forms = [cls.of_config_group(weights, None) for weights in weight_schemes(headers.config)]
+        for form in filter(None, forms) if len(packed.shape) == len(scale.shape) == 2 else ():
+            columns = scale.shape[1] * form.group_size
+            if packed.shape == (scale.shape[0], math.ceil(columns * form.bits / 32)):
+                return StoredMatrix(form, WHOLE if shape else WHOLE[:2], (packed.shape[0], columns))
         return None
 
     @classmethod

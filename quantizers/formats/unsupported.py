@@ -25,13 +25,16 @@ from quantizers.system.errors import CheckpointError, InputError
 from quantizers.system.output_files import REPORT
 
 from .awq_gptq import is_awq_or_gptq, read_packing
-from .declared import declared_forms
+from .declared import group_forms
+from .modelopt import MODELOPT, algorithm_problems
 
-SECTION = "quantization_config"
+SECTION, QUARK = "quantization_config", "quark"
 SUPPORTED = (
-    "dense", "float-quantized", "int-quantized", "mixed-precision", "naive-quantized", "nvfp4-pack-quantized",
-    "pack-quantized",
+    "dense", "float-quantized", "int-quantized", "mixed-precision", "mxfp4-pack-quantized", "mxfp8-quantized",
+    "naive-quantized", "nvfp4-pack-quantized", "pack-quantized",
 )  # fmt: skip
+# quant_method of formats that are read; mxfp8 is MiniMax-M3's.
+METHODS = ("compressed-tensors", "fp8", "mxfp8", MODELOPT, QUARK)
 # By quant_method: what to do instead.
 INSTEAD = {
     "gguf": EVALUATE_GGUF,
@@ -58,7 +61,11 @@ def refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
 
 def _problems(section: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     method = section.get("quant_method", "compressed-tensors")
-    if method not in ("fp8", "compressed-tensors"):
+    if method == MODELOPT:
+        yield from algorithm_problems(section)
+    elif method == QUARK:
+        yield from _quark_problems(section)
+    elif method not in METHODS:
         instead = INSTEAD.get(method.lower(), OTHERWISE) if isinstance(method, str) else OTHERWISE
         yield f"quant_method is {reprlib.repr(method)}, which is not supported", instead
     groups = section.get("config_groups")
@@ -75,9 +82,19 @@ def _problems(section: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"sparsity_config has format {reprlib.repr(sparsity['format'])}, which is not supported", OTHERWISE
 
 
+def _quark_problems(section: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Whether AMD's Quark wrote anything but MXFP4: see mxfp4.py."""
+    whole = section.get("global_quant_config")
+    weight = whole.get("weight") if isinstance(whole, Mapping) else None
+    wanted = {"dtype": "fp4", "group_size": 32, "scale_format": "e8m0"}
+    if not isinstance(weight, Mapping) or not wanted.items() <= weight.items():
+        yield "Quark's global_quant_config.weight is no MXFP4 (dtype fp4, group_size 32, scale_format e8m0)", OTHERWISE
+
+
 FEW_BITS = 4
 ALREADY = "this model already has 4-bit weights, so there is nothing to quantize"
-ACCEPT = "give the model's FP8 or BF16 release; or source.accept_quantized: true, to have its experts in fewer bits"
+RELEASE = "give the model's FP8 or BF16 release"
+ACCEPT = f"{RELEASE}; or source.accept_quantized: true, to have its experts in fewer bits"
 BITS = ("bits", "w_bit", "num_bits")
 SWITCHES = ("load_in_4bit", "_load_in_4bit")
 # Keys with a format's name; of dtypes, not those of the KV cache or of activations.
@@ -89,7 +106,11 @@ INNER = ("text_config", SECTION, "config_groups", "weights")  # sections that sa
 def refuse_four_bits(config: Mapping[str, Any], where: str) -> None:
     """Refuse a source whose weights have 4 bits or fewer, by its config.json, whose path is `where`."""
     for sign in _four_bit_keys(config):
-        raise CheckpointError(where, f"{sign}: {ALREADY}", ACCEPT)
+        remedy = RELEASE
+        with contextlib.suppress(CheckpointError):  # accepted, it would be refused for this
+            refuse_unquantizable(config, where, accepted=True)
+            remedy = ACCEPT
+        raise CheckpointError(where, f"{sign}: {ALREADY}", remedy)
 
 
 def refuse_unquantizable(config: Mapping[str, Any], where: str, *, accepted: bool = False) -> None:
@@ -104,10 +125,11 @@ def refuse_unquantizable(config: Mapping[str, Any], where: str, *, accepted: boo
         raise CheckpointError(
             where,
             f"{SECTION}.quant_method is {config[SECTION]['quant_method']!r}: these weights are integers already",
-            "give the model's FP8 or BF16 release",
+            RELEASE,
         )
     refuse_unsupported(config, where)
-    declared_forms(config, where)
+    if (config.get(SECTION) or {}).get("quant_method") == "compressed-tensors":
+        group_forms(config, where)
 
 
 def _four_bit_keys(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

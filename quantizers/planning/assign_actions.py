@@ -6,6 +6,7 @@ An unknown tensor is refused: it might read the norm into which scales are folde
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -15,11 +16,13 @@ from quantizers.architectures.matrices import MATRICES, Matrix
 from quantizers.checkpoint.safetensors_header import FLOATING, FP8, TORCH_DTYPES, Spec
 from quantizers.formats.conversion import CONVERSIONS
 from quantizers.formats.declared import declared_forms
-from quantizers.formats.format import PACKED, SCALE, ExpertFormat, QuantizedFormat, RowFormat, StoredMatrix
+from quantizers.formats.e8m0 import DTYPES, E8M0
+from quantizers.formats.format import PACKED, SCALE, SCALES, ExpertFormat, QuantizedFormat, RowFormat, StoredMatrix
 from quantizers.formats.fp8 import (
     ROWS,
     SCALE_INV,
     Fp8,
+    Fp8Blocks,
     stored_form,
     unreadable_scale,
 )
@@ -184,11 +187,13 @@ def _linear_actions(
             else "give a checkpoint without layers that predict further tokens (MTP)",
         )
     place = (module.layer, module.expert, module.matrix, module.name)
-    names = [f"{module.name}.{last}" for last, _ in written.parts(matrix.shape)]
+    outputs = list(written.specs(module.name, matrix.shape).items())
     for number, (name, spec) in enumerate((numbers, *beside)):
         first = matrix if number == 0 else None
         if kind == "keep":
-            renamed = {names[number]: spec}
+            output, expected = outputs[number]
+            same = {spec.dtype, expected.dtype} <= {*DTYPES, "I8"}  # bytes under another dtype: see formats/e8m0.py
+            renamed = {output: Spec(expected.dtype, spec.shape) if same else spec}
             yield Action(name, spec, "keep" if name in renamed else "rename", renamed, *place, first, written)
         elif number == 0:
             yield Action(name, spec, kind, written.specs(module.name, matrix.shape), *place, first, written)
@@ -215,6 +220,8 @@ def _take_matrix(
     if spec.dtype != FP8:
         return StoredMatrix(Plain(spec.dtype), ("weight",), shape), [(weight, spec)]
     written, other = f"{module.name}.{SCALE}", f"{module.name}.{SCALE_INV}"
+    names = (f"{module.name}.{last}" for last in SCALES)
+    scale = written if form == ROWS else next((name for name in names if name in remaining), other)
     if form == ROWS and other in remaining:
         raise CheckpointError(
             where,
@@ -222,14 +229,16 @@ def _take_matrix(
             "group cannot say both",
             "give the published checkpoint",
         )
-    scale = written if form == ROWS or written in remaining else other
     if scale in remaining and (known := unreadable_scale(form, remaining[scale], spec.shape)):
         raise CheckpointError(
             where,
-            f"{scale} is a scale {known}; of FP8 only F32 or BF16 scales of rows or blocks can be read",
+            f"{scale} is a scale {known}; of FP8 only scales of rows or blocks can be read",
             "give the model's release with such scales, or in BF16",
         )
-    scale_spec = take(remaining, scale, form.scale_shape(spec.shape), ("F32", "BF16"), where)
+    in_bytes = DTYPES if isinstance(form, Fp8Blocks) else ()
+    scale_spec = take(remaining, scale, form.scale_shape(spec.shape), ("F32", "BF16", *in_bytes), where)
+    if isinstance(form, Fp8Blocks) and scale_spec.dtype in DTYPES:
+        form = replace(form, scales=E8M0)
     last = scale.rpartition(".")[2]
     return StoredMatrix(form, ("weight", last), shape), [(weight, spec), (scale, scale_spec)]
 
@@ -245,7 +254,7 @@ def _take_parts(remaining: Remaining, module: _Module, matrix: StoredMatrix, whe
         )
     taken = []
     for last, (_, expected) in zip(matrix.parts, matrix.form.parts(matrix.shape), strict=False):
-        dtypes = FLOATING if expected.dtype in FLOATING else (expected.dtype,)
+        dtypes = FLOATING if expected.dtype in FLOATING else (expected.dtype, *(E8M0, "I8") * (expected.dtype == "U8"))
         name = f"{module.name}.{last}"
         taken.append((name, take(remaining, name, expected.shape, dtypes, where)))
     return taken

@@ -151,7 +151,7 @@ def prepare(
         declared_block(config, config_name),
         recipe.attention,
         kv_cache=recipe.kv_cache == "fp8",
-        matrices=quantized_matrices(tensors, config),
+        matrices=quantized_matrices(source.tensors if source else tensors, config, where),
     )
     _refuse_few_bits(plan, recipe, where)
     choices = None

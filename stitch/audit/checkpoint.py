@@ -176,7 +176,8 @@ def stored_plan(
     """
     experts = Experts.model_validate({"format": schemes[0].name})
     specs = {name: Spec(info.dtype, info.shape) for name, info in source.tensors.items()}
-    where, block, matrices = str(source.folder), block_size(source), quantized_matrices(specs, source.config)
+    where, block = str(source.folder), block_size(source)
+    matrices = quantized_matrices(source.tensors, source.config, where)
     plan = make_plan(facts, specs, experts, where, block, attention, kv_cache=kv_cache, matrices=matrices)
     return plan.with_schemes(schemes)
 

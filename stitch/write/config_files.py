@@ -111,8 +111,8 @@ def remarks_on_config(source: Checkpoint, facts: Architecture) -> list[str]:
         remarks.append(f"config.json's quantization_config {what}: each tensor is read as its header says")
     first = facts.expert(facts.moe_layers[0], 0, "down")
     parts = {name: info for name, info in source.tensors.items() if name.startswith(f"{first}.")}
-    few = [matrix.form for matrix in quantized_matrices(parts, config).values() if matrix.form.weight_bits <= FEW_BITS]
-    if few:
+    forms = [matrix.form for matrix in quantized_matrices(parts, config, source.name).values()]
+    if few := [form for form in forms if form.weight_bits <= FEW_BITS]:
         remarks.append(
             f"the source's experts are {few[0]} already: perplexity, KL and all other differences are from these, not "
             "from the weights that they were made of"
