@@ -86,7 +86,9 @@ def finished_weights(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             from low_bits import numbers
 
             weights[f"{module}.weight"] = exact = numbers(parts)
-            assert torch.equal(exact.bfloat16(), compressor.decompress(dict(parts), scheme)["weight"].bfloat16()), module
+            assert torch.equal(exact.bfloat16(), compressor.decompress(dict(parts), scheme)["weight"].bfloat16()), (
+                module
+            )
             continue
         weight = compressor.decompress(parts | {"weight_scale": parts["weight_scale"].float()}, scheme)["weight"]
         assert weight.dtype == torch.float32

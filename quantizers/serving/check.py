@@ -33,8 +33,8 @@ from quantizers.architectures.matrices import MATRICES, PROJECTIONS
 from quantizers.checkpoint.reader import CONFIG, open_folder
 from quantizers.checkpoint.remote import HubFiles
 from quantizers.checkpoint.safetensors_header import FLOATING, FP8, Stored
-from quantizers.formats.format import PACKED, SCALE
 from quantizers.formats.e8m0 import E8M0
+from quantizers.formats.format import PACKED, SCALE
 from quantizers.formats.fp8 import SCALE_INV, Fp8Blocks
 from quantizers.formats.nvfp4 import INPUT_SCALE, Nvfp4
 from quantizers.formats.packed_integers import GROUP_INDEX, SHAPE, ZERO_POINT
