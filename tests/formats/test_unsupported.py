@@ -13,6 +13,7 @@ import torch
 from awq_gptq import Kind
 from commands import Command
 from hub_stand_in import HubStandIn, reached
+from low_bits import MINIMAX, QUARK
 from safetensors.torch import save_file
 
 from quantizers.checkpoint.reader import Checkpoint
@@ -123,13 +124,19 @@ def test_mlx_and_words_without_a_section_are_refused(tmp_path: Path, command: Co
     assert json.loads((old / "config.json").read_text())["quantization_config"] is None
 
 
-@pytest.mark.parametrize("kind", [Kind("awq"), Kind("gptq", bits=8)])
-def test_verify_points_to_eval_for_autoawq_and_gptq(kind: Kind, tmp_path: Path, command: Command) -> None:
+OF_OTHERS = [Kind("awq").section(), Kind("gptq", bits=8).section(), MINIMAX, QUARK]
+
+
+@pytest.mark.parametrize("section", OF_OTHERS, ids=lambda section: section["quant_method"])
+def test_verify_points_to_eval_for_other_programs_files(
+    section: dict[str, Any], tmp_path: Path, command: Command
+) -> None:
     source = tiny.make(tmp_path / "source")
-    other = tiny.make(tmp_path / "other", quantization_config=kind.section())
+    other = tiny.make(tmp_path / "other", quantization_config=section)
     assert command("verify", other, "--source", source, "--device", "cpu") == 2
     line = refused(command)
-    assert f"{other}/config.json: quantization_config.quant_method is '{kind.layout}'; `verify` checks" in line
+    method = section["quant_method"]
+    assert f"{other}/config.json: quantization_config.quant_method is '{method}'; `verify` checks" in line
     assert line.endswith(f"measure this one with `quantize eval {source} {other} --data held-out`")
 
 
@@ -189,9 +196,8 @@ def test_a_model_in_four_bits_is_refused_by_file_and_key(name: str) -> None:
     line = str(refused.value)
     assert line.startswith("here/config.json: ")
     assert said in line
-    assert line.endswith(
-        "already has 4-bit weights, so there is nothing to quantize; give the model's FP8 or BF16 release"
-    )
+    told = "already has 4-bit weights, so there is nothing to quantize; give the model's FP8 or BF16 release"
+    assert line.removesuffix("; or source.accept_quantized: true, to have its experts in fewer bits").endswith(told)
 
 
 def test_any_other_config_is_left_to_the_checks_that_follow() -> None:
