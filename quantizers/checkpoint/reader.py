@@ -38,6 +38,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
+DECLARATION = "hf_quant_config.json"  # of ModelOpt: what servers take for a quantization_config that config.json lacks
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 OTHER_FORMS = ("onnx", "original")  # folders with the model's weights in other formats
 LARGEST_SIDE_FILE = 100_000_000  # bytes
@@ -298,6 +299,8 @@ def _others(folder: Path, within: str = "") -> Iterator[tuple[str, str]]:
             continue
         if path.is_file() and not within and is_own(name):
             yield name, "names of a run's own files"
+        elif name == DECLARATION:
+            yield name, "says how the source is quantized"
         elif path.is_file():
             large = f"larger than {LARGEST_SIDE_FILE:,} bytes" if path.stat().st_size > LARGEST_SIDE_FILE else ""
             weights = path.suffix in WEIGHTS or name.endswith(".index.json")
