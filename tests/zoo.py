@@ -85,6 +85,11 @@ STEP: Settings = FIRST_DENSE | _layers("fsfs") | {
     "rope_parameters": {f"{kind}_attention": _rope()["rope_parameters"] for kind in ("full", "sliding")},
 }  # fmt: skip
 
+NEMOTRON: Settings = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "ssm_state_size": 16, "n_groups": 2,
+    "mamba_num_heads": 8, "mamba_head_dim": 32, "chunk_size": 16, "use_mamba_kernels": False,
+}  # fmt: skip
+
 # Types that have a class for text alone and one with vision.
 WITH_VISION = ("aria", "gemma4", "inkling", "llama4", "minimax_m3_vl", "qwen3_5_moe", "qwen4_exp")
 # What is special to the text model of each type, with what published files say besides and servers read.
@@ -166,10 +171,8 @@ TYPES: dict[str, Settings] = {
     },
     "mistral4": {"num_key_value_heads": 4, "qk_rope_head_dim": 32, "head_dim": 64},
     "mixtral": NARROW,
-    "nemotron_h": {
-        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "ssm_state_size": 16, "n_groups": 2,
-        "mamba_num_heads": 8, "mamba_head_dim": 32, "chunk_size": 16, "use_mamba_kernels": False,
-    },
+    "nemotron_h": NEMOTRON,
+    "nemotron_h latent": NEMOTRON | {"moe_latent_size": 64},
     "olmoe": NARROW,
     "phimoe": NARROW | {"attention_bias": True, "lm_head_bias": True},
     "qwen2_moe": {},
@@ -207,7 +210,6 @@ REFUSED: dict[str, str] = {
     "jetmoe": "its experts hold weight [8, 64, 128], not gate_up_proj",
     **dict.fromkeys(("llama4", "llama4 with vision"), "its experts hold gate_up_proj [8, 128, 192], down_proj [8, 96,"),
     "longcat_flash": "its experts hold gate_up_proj [12, 192, 128], down_proj [8, 128, 96]",
-    "nemotron_h": "its experts hold up_proj [8, 96, 128], down_proj [8, 128, 96]",
 }
 # The class of the whole model where it is not the only ForCausalLM of its type.
 CLASSES = {
@@ -280,7 +282,7 @@ def config_of(name: str) -> Any:
 def _text(default: Any, name: str) -> Settings:
     keys = default.to_dict()
     given = {key: value for key, value in SIZES.items() if keys.get(key, False) is not False}
-    given.pop(WORKED_OUT.get(name, ""), None)
+    given.pop(WORKED_OUT.get(name.partition(" ")[0], ""), None)
     return given | TYPES[name] | {"model_type": default.model_type}
 
 

@@ -22,7 +22,7 @@ from quantizers.system.errors import ArchitectureError
 from .architecture import EXPERTS, ROUTER, Architecture, Family, HandedFacts, Stored
 from .config_class import config_of, refusal, rotated_channels
 from .contradictions import FACTOR, refuse_another_type
-from .matrices import MATRICES, PROJECTIONS, Matrix
+from .matrices import FUSED, PROJECTIONS, WITHOUT_GATE, Matrix
 from .roles import (
     EXACT,
     TOKENS,
@@ -62,6 +62,7 @@ KEYS = {
     "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
     "chosen": ("num_experts_per_tok",),
     "hidden": ("hidden_size",),
+    "latent": ("moe_latent_size",),  # where the experts read fewer numbers than a state has
     "width": ("moe_intermediate_size", "intermediate_size"),
     "vocabulary": ("vocab_size",),
     "heads": ("num_attention_heads",),
@@ -419,17 +420,18 @@ def _common(kinds: Sequence[Kind]) -> Roles:
 
 
 def _sizes(skeleton: Skeleton, chosen: int, down: Sequence[int], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts about the sizes of a model whose experts have `down_proj` of a shape (E, H, I)."""
+    """The facts about the sizes of a model whose experts have `down_proj` of a shape (E, rows, I)."""
     config = skeleton.config.get_text_config()
     sizes = {
         "layers": len(skeleton.layers),
         "experts": down[0],
         "chosen": chosen,
-        "hidden": down[1],
+        "hidden": skeleton.calls(TOKENS)[0].states.shape[-1],
         "width": down[2],
         "vocabulary": skeleton.model.get_input_embeddings().weight.shape[0],
         "heads": config.num_attention_heads,
     }
+    sizes |= {"latent": down[1]} if down[1] != sizes["hidden"] else {}
     kv_heads = config.to_dict().get(KEYS["kv_heads"][0])  # some classes have no such attribute, but one for each layer
     sizes |= {"kv_heads": kv_heads} if type(kv_heads) is int else {}
     if (getattr(config, "n_group", None) or 1) > 1:
@@ -518,6 +520,7 @@ def _kinds(
                 "halves": of_experts is not None and of_experts.probes["halves"] < EXACT and not keeps_more,
                 "alone": not batch < EXACT,
                 "own_gate": of_experts is not None and of_experts.own_gate,
+                "degree": 1 if of_experts is None else of_experts.degree,
                 "cached": _cached(own["linears"], stored.layers[number], attention),
             }
             result.setdefault(json.dumps(facts), facts | {"layers": []})["layers"].append(number)
@@ -558,6 +561,7 @@ def _experts(
     """
     _, hidden, width = parameters["down_proj"].shape
     shapes = {"gate": [width, hidden], "up": [width, hidden], "down": [hidden, width]}
+    held = FUSED if "gate_up_proj" in parameters else WITHOUT_GATE
     names: dict[Matrix, str] = {}
     fused: dict[str, list[Matrix]] = {}
     prefixes = set()
@@ -566,14 +570,14 @@ def _experts(
         if path != module:
             continue
         single, shape = re.fullmatch(r"(.*\.)\d+\.(.+)\.weight", name), stored.header(number, name).shape
-        matrix: Matrix = "down" if parameter == "down_proj" else "up" if place.part else "gate"
+        matrix = held[parameter][place.part or 0]
         if single:
             names[matrix] = single[2]
             prefixes.add(single[1])
         elif name.endswith(f".{parameter}") and place.part is None:
             prefixes.add(name.removesuffix(parameter))
         elif place.part is None and shape == parameters[parameter].shape:
-            fused[name] = ["down"] if parameter == "down_proj" else ["gate", "up"]
+            fused[name] = [*held[parameter]]
         elif list(shape[1:]) == shapes[matrix] and hidden != width:  # else nothing tells it from a transposed one
             fused[name] = [matrix]
         else:
@@ -584,5 +588,6 @@ def _experts(
                 "give a checkpoint with one tensor for each expert's matrix",
             )
     (prefix,) = prefixes or {f"{module}."}
-    linears = {m: {"name": names.get(m, PROJECTIONS[m]), "shape": shapes[m]} for m in MATRICES}
+    matrices = [matrix for parts in held.values() for matrix in parts]
+    linears = {m: {"name": names.get(m, PROJECTIONS[m]), "shape": shapes[m]} for m in matrices}
     return {"expert_prefix": prefix + "{expert}.", "expert_linears": linears, "fused": fused}

@@ -25,13 +25,12 @@ from quantizers.system.errors import ArchitectureError
 
 from .architecture import HandedFacts
 from .attention import keys_and_values
-from .gates import Gate, gate_of
+from .expert_probes import ExpertsModule, relative_distance
 from .matrices import FUSED
 from .skeleton import NOT_BY_LAYER, NOT_QUANTIZED, Call, Skeleton, first, replaced_forward, scores
 
 TOKENS = 32
 EXACT = 1e-4  # of a probe in float32: sums in another order differ by less, anything that is not exact by far more
-LARGE = 20.0  # times ordinary activations: a product that is clamped shows only there
 LONG = 4096  # tokens: what layers hand on may grow with them, up to a number that config.json has
 PLAIN = ("product", "up_down", "large")  # probes of act(gate) * up
 HUGE = 2**30  # numbers in a table that are never filled: its rows are one
@@ -65,7 +64,19 @@ class Roles:
     @property
     def own_gate(self) -> bool:
         """Whether the experts have a gate of their own, see gates.py."""
-        return not all(self.probes[name] < EXACT for name in PLAIN)
+        return self.has_gate and not all(self.probes[name] < EXACT for name in PLAIN)
+
+    @property
+    def has_gate(self) -> bool:
+        """Whether an expert has three matrices; the probe `squared` is made of others alone."""
+        return "squared" not in self.probes
+
+    @property
+    def degree(self) -> int:
+        """The degree of what down reads in up's rows, see gates.py: 0 where no scale of these passes through."""
+        if self.has_gate:
+            return 1
+        return next((n for n, name in enumerate(("up_down", "squared"), 1) if self.probes[name] < EXACT), 0)
 
 
 def kinds_of_layers(skeleton: Skeleton) -> list[list[int]]:
@@ -116,9 +127,11 @@ def probe(skeleton: Skeleton, number: int, handed: HandedFacts | None = None) ->
     The probes, each a difference that is 0 but for rounding where the claim holds:
         batch       sequences that run together, padded at their ends, give what each gives alone
         tokens      the experts treat every token alone, and are linear in its routing weights
-        product     an expert is down · (act(gate · x) * (up · x)), gate above up in `gate_up_proj`
+        product     an expert is down · (act(gate · x) * (up · x)), gate above up in `gate_up_proj`; or, without a
+                    gate, down · act(up · x)
         up_down     a scale may lie between up and down
-        large       the last two at activations 20 times as large
+        squared     a scale may lie in up, and its square in down; of experts without a gate alone
+        large       product and up_down at activations 20 times as large; without a gate product alone
         gate        an expert is down · gate(gate_up · x) with a gate of its own, at both sizes of activations
         fold        a scale may be divided out of the norm, and multiplied into the experts, and into the router if it
                     reads the norm too
@@ -171,7 +184,9 @@ def require_usable(roles: Roles, model_type: str) -> None:
         "up_down": "its experts are not linear in up",
         "large": "its experts compute another product where activations are large, as with a clamp",
     }
-    explained = PLAIN if roles.probes["gate"] < EXACT else ()
+    explained: Sequence[str] = PLAIN if roles.probes["gate"] < EXACT else ()
+    if not roles.has_gate:
+        needed["product"], explained = "its experts compute another product than down · act(up · x)", ["up_down"]
     for name, meaning in needed.items():
         if name not in explained and not roles.probes[name] < EXACT:
             raise ArchitectureError(
@@ -240,12 +255,6 @@ def _called_experts(layer: torch.nn.Module) -> dict[str, int]:
 # Probes -------------------------------------------------------------------------------------------------------------
 
 
-def _relative_distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference, as a part of the largest value of the second; infinite if a value is not finite."""
-    distance = float((actual - expected).abs().max() / (expected.abs().max() + 1e-30))
-    return math.inf if math.isnan(distance) else distance
-
-
 def _batch(skeleton: Skeleton, number: int, layer: torch.nn.Module, experts: str | None) -> float:
     """Measure how far two sequences in a padded batch are from each alone; infinite if the layer takes no batch."""
     lengths, shape = (TOKENS, TOKENS - 9), skeleton.calls(TOKENS)[number].states.shape
@@ -264,7 +273,7 @@ def _batch(skeleton: Skeleton, number: int, layer: torch.nn.Module, experts: str
             first(layer(**skeleton.calls(n)[number].of(states[i : i + 1, :n], None, tokens[i : i + 1, :n])))
             for i, n in enumerate(lengths)
         ]
-    return max(_relative_distance(together[i, : output.shape[1]], output[0]) for i, output in enumerate(alone))
+    return max(relative_distance(together[i, : output.shape[1]], output[0]) for i, output in enumerate(alone))
 
 
 def weighted(states: torch.Tensor, _: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -343,8 +352,8 @@ class _Layer:
         self.path = path
         self.model = model
         self.experts: Any = layer.get_submodule(path)
-        self._require_plain()
-        self.count, self.hidden = layer.get_parameter(f"{path}.down_proj").shape[:2]
+        self.held = ExpertsModule(self.experts, model)
+        self.count, self.hidden = self.held.count, self.held.inputs
         self.generator = torch.Generator().manual_seed(0)
         self.states = torch.randn(call.states.shape, generator=self.generator)
         self.call = call
@@ -367,16 +376,6 @@ class _Layer:
 
     def _refused(self, reason: str) -> ArchitectureError:
         return ArchitectureError(self.model, reason, NOT_QUANTIZED)
-
-    def _require_plain(self) -> None:
-        shapes = {name: list(p.shape) for name, p in self.experts.named_parameters()}
-        plain = set(shapes) == set(FUSED)
-        if plain:
-            (count, double, hidden), down = shapes["gate_up_proj"], shapes["down_proj"]
-            plain = down == [count, hidden, double // 2] and not getattr(self.experts, "is_transposed", False)
-        if not plain:
-            held = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-            raise self._refused(f"its experts hold {held}, not gate_up_proj [E, 2I, H] and down_proj [E, H, I] alone")
 
     def _stand_in(self, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return ((x * self.undone).unsqueeze(1) * self.mix[index] * weight.to(x.dtype).unsqueeze(-1)).sum(1)
@@ -407,7 +406,7 @@ class _Layer:
         self.inputs[name], self.outputs[name] = (*args, *kwargs.values()), output
 
     def roles(self) -> Roles:
-        probes = self._expert_probes() | {"fold": 1.0, "halves": 1.0}
+        probes = self.held.probes(self.generator) | {"fold": 1.0, "halves": 1.0}
         norm, router = self._norm(), self._router()
         follows = self._reads_the_same(router)
         offset = None
@@ -479,7 +478,7 @@ class _Layer:
         scores = logits.sigmoid().gather(1, self.index.long())
         return (
             "sigmoid"
-            if self.index.shape[1] > 1 and _relative_distance(scores / scores[:, :1], ratios) < EXACT
+            if self.index.shape[1] > 1 and relative_distance(scores / scores[:, :1], ratios) < EXACT
             else "softmax"
         )
 
@@ -509,7 +508,7 @@ class _Layer:
         weight.add_(1)
         normed = module(states) - before
         weight.sub_(1)
-        return min((0, 1), key=lambda offset: _relative_distance(normed * (weight + offset), before))
+        return min((0, 1), key=lambda offset: relative_distance(normed * (weight + offset), before))
 
     def _fold(self, norm: str, offset: int, readers: Sequence[str]) -> float:
         """The norm divided by a scale, the experts' input and these readers multiplied by it."""
@@ -518,7 +517,7 @@ class _Layer:
         (name, weight), *_ = self.layer.get_submodule(norm).named_parameters(prefix=norm)
         changed[name] = (weight + offset) / scale - offset
         self.undone = scale
-        folded = _relative_distance(self.run(changed), self.output)
+        folded = relative_distance(self.run(changed), self.output)
         self.undone = 1.0
         return folded
 
@@ -535,45 +534,6 @@ class _Layer:
                 added = block(self.layer.get_submodule(norm)(residual.unsqueeze(0)))
             if not torch.is_tensor(added):
                 return 1.0
-            return _relative_distance(residual + added[0], self.output.reshape(-1, self.hidden))
+            return relative_distance(residual + added[0], self.output.reshape(-1, self.hidden))
         except (TypeError, ValueError, RuntimeError, AttributeError):
             return 1.0  # the layer asks more of its block than to add its output
-
-    def _expert_probes(self) -> dict[str, float]:
-        """The probes of the experts' module by itself, with the matrices of one expert for all."""
-        width, hidden = int(self.experts.down_proj.shape[2]), self.hidden
-        gate_up = torch.randn(2 * width, hidden, generator=self.generator) * hidden**-0.5
-        down = torch.randn(hidden, width, generator=self.generator) * width**-0.5
-        scale = torch.exp(0.5 * torch.randn(width, 1, generator=self.generator))
-        x = torch.randn(8, hidden, generator=self.generator)
-        index = torch.zeros(8, 1, dtype=torch.int64)
-        weight = torch.rand(8, 1, generator=self.generator) + 0.5
-
-        def run(gate_up: torch.Tensor, down: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-            for name, matrix in zip(FUSED, (gate_up, down), strict=True):
-                every = matrix.expand(self.count, *matrix.shape)
-                setattr(self.experts, name, torch.nn.Parameter(every, requires_grad=False))
-            return first(self.experts(rows, index, weights))
-
-        def moved(rows: torch.Tensor) -> float:
-            gate, up = gate_up.chunk(2)
-            scaled = run(torch.cat([gate, up / scale]), down * scale.T, rows, weight)
-            return _relative_distance(scaled, run(gate_up, down, rows, weight))
-
-        def product(rows: torch.Tensor, gate: Gate) -> float:
-            h = gate(gate_up @ rows.mT)
-            return _relative_distance((down @ h).mT * weight, run(gate_up, down, rows, weight))
-
-        plain = gate_of(self.experts, own=False)
-        own = gate_of(self.experts, own=True) if hasattr(self.experts, "_apply_gate") else None
-
-        output = run(gate_up, down, x, weight)
-        backwards = run(gate_up, down, x.flip(0), weight.flip(0)).flip(0)
-        unweighted = run(gate_up, down, x, torch.ones_like(weight))
-        return {
-            "tokens": max(_relative_distance(backwards, output), _relative_distance(unweighted * weight, output)),
-            "product": product(x, plain),
-            "up_down": moved(x),
-            "large": max(product(LARGE * x, plain), moved(LARGE * x)),
-            "gate": max(product(x, own), product(LARGE * x, own)) if own else 1.0,
-        }

@@ -16,7 +16,7 @@ from .skeleton import FAILURES, NOT_QUANTIZED, Place, Skeleton
 
 SCALES = ("_scale_inv", "_scale")  # what follows the name of an FP8 weight in that of its scale
 EXPERT = re.compile(r"(\.experts\.)(\d+)(\.)")
-OF_ALL_EXPERTS = re.compile(r"\.(gate_up_proj|down_proj)$")
+OF_ALL_EXPERTS = re.compile(r"\.(gate_up_proj|down_proj)$|experts\.up_proj$")
 
 
 class Header(NamedTuple):

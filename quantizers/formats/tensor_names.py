@@ -6,6 +6,8 @@ llm-compressor's names of the experts (gate_proj, up_proj, down_proj) and transf
     experts.gate_up_proj (E, 2I, H)   of each expert its gate (I, H) above its up (I, H)
     experts.down_proj    (E, H, I)    of each expert its down
 
+Without a gate it is experts.up_proj (E, I, H) instead of the first.
+
 Other tensors of all experts are named by a family's facts (`fused`), gate and up in one or apart. One that holds a
 single matrix of each may be FP8, with the scales of its blocks beside it. An expert's matrix is a range of its file's
 bytes, so the checkpoint gets an entry for each range, as if it had been saved so.
@@ -20,7 +22,7 @@ from itertools import product
 from typing import Any, TypeVar
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.matrices import FUSED, MATRICES, PROJECTIONS, Matrix
+from quantizers.architectures.matrices import PROJECTIONS, Matrix
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, FLOATING, FP8, Stored, TensorInfo
 from quantizers.system.errors import CheckpointError
@@ -42,7 +44,7 @@ def split_fused_experts(checkpoint: Checkpoint, facts: Architecture) -> Checkpoi
 
 def fused_matrices(name: str, facts: Architecture) -> Sequence[Matrix]:
     """Which matrices of all experts of a layer a tensor of this name holds, one above the other; none for another."""
-    ends = {f"experts.{last}": matrices for last, matrices in FUSED.items()} | facts.fused
+    ends = {f"experts.{last}": matrices for last, matrices in facts.expert_parameters.items()} | facts.fused
     return next((matrices for end, matrices in ends.items() if name.endswith(f".{end}")), ())
 
 
@@ -54,7 +56,7 @@ def split_fused(tensors: Mapping[str, Entry], facts: Architecture, where: str) -
     """
     # The names that fused tensors can have, the family's own and transformers'.
     published = facts.expert_prefix.partition("{expert}")[0].rstrip(".")
-    names = [f"{experts}.{last}" for experts in (published, facts.modules.experts) for last in FUSED]
+    names = [f"{experts}.{last}" for experts in (published, facts.modules.experts) for last in facts.expert_parameters]
     layers = {facts.layer(layer, name): layer for layer in facts.moe_layers for name in (*names, *facts.fused)}
     result: dict[str, Entry] = {}
     for name, info in tensors.items():
@@ -125,5 +127,5 @@ def _published(name: str, facts: Architecture, known: Collection[str]) -> str:
     for alias, published in facts.modules.aliases.items():
         if name.endswith(f".{alias}"):
             name = name.removesuffix(alias) + published
-    matrices = {PROJECTIONS[matrix]: facts.expert_linears[matrix].name for matrix in MATRICES}
+    matrices = {PROJECTIONS[matrix]: facts.expert_linears[matrix].name for matrix in facts.matrices}
     return re.sub(r"(\.experts\.\d+\.)(\w+)(?=\.)", lambda m: m[1] + matrices.get(m[2], m[2]), name, count=1)

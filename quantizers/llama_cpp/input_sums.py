@@ -26,6 +26,7 @@ from safetensors.torch import load, save
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.gates import gate_of
+from quantizers.architectures.matrices import first_parameter
 from quantizers.device.devices import is_accelerator
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.model.activation_store import ActivationStore
@@ -160,8 +161,8 @@ class InputSums:
                 hooks.callback(self._watch_keys(layer, name.removesuffix(KV_B), sums).remove)
         if layer.number not in facts.dense:
             experts: Any = layer.module.get_submodule(facts.modules.experts)
-            count, double, hidden = experts.gate_up_proj.shape
-            sums |= {GATE: no_sums(count, hidden, device), DOWN: no_sums(count, double // 2, device)}
+            count, hidden, width = facts.num_experts, facts.expert_inputs, facts.expert_width
+            sums |= {GATE: no_sums(count, hidden, device), DOWN: no_sums(count, width, device)}
             own_gate = facts.of_layer(layer.number).own_gate
 
             def add_inputs(module: Any, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
@@ -203,7 +204,7 @@ def read_sums(folder: Path, layer: int | None) -> LayerSums:
 
 def bytes_of_sums(facts: Architecture, tokens: int, itemsize: int) -> int:
     """Bytes of all that `InputSums` writes for so many tokens, and of the matrix made of it."""
-    experts = len(facts.moe_layers) * facts.num_experts * (3 * facts.hidden_size + 2 * facts.expert_width)
+    experts = len(facts.moe_layers) * facts.num_experts * (3 * facts.expert_inputs + 2 * facts.expert_width)
     return tokens * facts.row_bytes(itemsize) + FLOAT * experts
 
 
@@ -225,10 +226,10 @@ def add_experts(sums: LayerSums, experts: Any, inputs: MoeInputs, tokens: Tokens
     """Add what the matrices of a layer's experts read of some rows to GATE and DOWN of `sums`.
 
     Args:
-        experts: transformers' module with its weights, gate_up_proj (E, 2I, H).
+        experts: transformers' module with its weights, gate_up_proj (E, 2I, H) or up_proj (E, I, H).
         own_gate: whether it has a gate of its own, see architectures/gates.py.
     """
-    gate_up = experts.gate_up_proj
+    gate_up = experts.get_parameter(first_parameter(experts))
     gate = gate_of(experts, own_gate)
     chosen = inputs.chosen.long()
     if tokens != "routed":

@@ -24,7 +24,7 @@ class MoeInputs(NamedTuple):
     """The input and routing of some rows at a layer's MoE block, as `capture_moe_inputs` makes it.
 
     Attributes:
-        x: (T, H), the block's input.
+        x: (T, H), what the experts read: the block's input for the most part.
         chosen: (T, K) int32 or int64, the experts that the router chose.
         weight: (T, K) float32, their routing weights.
         usable: (T,) bool; False where the input or a routing weight is not finite, or so large that its square is not:
@@ -108,7 +108,7 @@ def moe_input_store(
     `make` gets a name, a width and a dtype, and returns a store for the rows of all sequences.
     """
     return MoeInputStore(
-        make("x", facts.hidden_size, dtype),
+        make("x", facts.expert_inputs, dtype),
         make("chosen", facts.top_k, torch.int32),
         make("weight", facts.top_k, torch.float32),
         make("usable", 1, torch.bool),

@@ -22,9 +22,9 @@ import torch
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.config_class import config_of
+from quantizers.architectures.expert_probes import LARGE
 from quantizers.architectures.gates import gate_of
-from quantizers.architectures.matrices import FUSED
-from quantizers.architectures.roles import EXACT, LARGE
+from quantizers.architectures.roles import EXACT
 from quantizers.architectures.skeleton import Skeleton, first, model_class, replaced_forward
 from quantizers.formats.dequantization import read_weight
 from quantizers.system.errors import ArchitectureError, CheckpointError
@@ -173,7 +173,7 @@ class StreamedModel:
         left_out = list(modules.idle)
         if number not in self.facts.dense:
             require_gate(module.get_submodule(modules.experts), self.facts, number)
-            left_out += [] if experts else [f"{modules.experts}.{name}" for name in FUSED]
+            left_out += [] if experts else [f"{modules.experts}.{name}" for name in self.facts.expert_parameters]
         weights = layer_weights(stored or self.checkpoint, self.facts, number, self.device, self.dtype, experts=experts)
         # What transformers makes of some of a layer's tensors takes their place.
         parts = {name for names in self.facts.modules.converted.values() for name in names if name in weights}
@@ -313,7 +313,7 @@ def require_gate(experts: torch.nn.Module, facts: Architecture, number: int) -> 
 
     The Hessian of w2 is computed from that product, and the scale between w3 and w2 is exact for it alone.
     """
-    if facts.of_layer(number).own_gate or not hasattr(experts, "_apply_gate"):
+    if facts.of_layer(number).own_gate or "gate" not in facts.expert_linears or not hasattr(experts, "_apply_gate"):
         return
     products = LARGE * torch.randn(64, 16, generator=torch.Generator().manual_seed(0))  # a clamp shows in large ones
     plain, own = (gate_of(experts, own)(products) for own in (False, True))

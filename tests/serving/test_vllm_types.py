@@ -104,6 +104,7 @@ REFUSED = {
     "kimi_linear": "No module named 'cutlass'",
     "minimax": "Layer 0 (linear_attention) does not dispatch through the Transformers attention interface",
     "minimax_m3_vl with vision": "object has no attribute 'img_token_compression_config'",
+    **dict.fromkeys(("nemotron_h", "nemotron_h latent"), "is_act_and_mul=False is supported only for CUDA, XPU and"),
     "qwen3_omni_moe": "Invalid type of HuggingFace processor",
     "qwen4_exp": "pin_memory=True requires a CUDA or other accelerator backend",
     "qwen4_exp with vision": "'Qwen4ExpVisionConfig' object has no attribute 'deepstack_visual_indexes'",
