@@ -208,7 +208,6 @@ REFUSED: dict[str, str] = {
     ),
     "gpt_oss": "its experts hold gate_up_proj [8, 128, 192], gate_up_proj_bias [8, 192], down_proj [8, 96, 128]",
     "jetmoe": "its experts hold weight [8, 64, 128], not gate_up_proj",
-    **dict.fromkeys(("llama4", "llama4 with vision"), "its experts hold gate_up_proj [8, 128, 192], down_proj [8, 96,"),
     "longcat_flash": "its experts hold gate_up_proj [12, 192, 128], down_proj [8, 128, 96]",
 }
 # The class of the whole model where it is not the only ForCausalLM of its type.
@@ -235,9 +234,10 @@ CLASSES = {
 # transformers itself reads no model of these types with one tensor for each expert's matrix.
 FUSED_ONLY = (
     "gemma4", "gemma4 with vision", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hy_v4",
-    "inkling", "minimax_m3_vl", "mistral4", "qwen3_vl_moe", "qwen3_vl_moe as published", "step3p7",
-    "step3p7 as published", "zaya",
+    "inkling", "llama4", "llama4 with vision", "minimax_m3_vl", "mistral4", "qwen3_vl_moe", "qwen3_vl_moe as published",
+    "step3p7", "step3p7 as published", "zaya",
 )  # fmt: skip
+TRANSPOSED = ("llama4",)  # their experts' matrices
 # A size that the class works out of others, and does not take.
 WORKED_OUT = {"jetmoe": "num_attention_heads", "nemotron_h": "num_hidden_layers"}
 
@@ -303,7 +303,7 @@ def whole_model(name: str, config: Settings, weights: dict[str, Tensor]) -> Any:
     text = made.get_text_config()
     if hasattr(text, "rotary_dim"):  # which transformers 5.17 does not read
         text.rope_parameters["partial_rotary_factor"] = text.rotary_dim / text.head_dim
-    given = _fused(weights) if name in FUSED_ONLY else weights
+    given = _fused(weights, name) if name in FUSED_ONLY else weights
     numbers = {name: one.float() if one.is_floating_point() else one for name, one in given.items()}
     settings = {"dtype": torch.float32, "experts_implementation": "eager", "output_loading_info": True}
     for attention in ATTENTION:
@@ -418,17 +418,22 @@ def _unfused(name: str, tensor: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights with the matrices of a layer's experts in two tensors."""
+def _fused(weights: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    """The weights with the matrices of a layer's experts in two tensors, as their class holds them."""
     result = dict(weights)
-    for name in weights:
-        if name.endswith(".experts.0.gate_proj.weight"):
-            experts = name.removesuffix(".0.gate_proj.weight")
+    transposed = name.startswith(TRANSPOSED)
+    for first in weights:
+        if first.endswith(".experts.0.gate_proj.weight"):
+            experts = first.removesuffix(".0.gate_proj.weight")
             matrices: dict[str, list[Tensor]] = {part: [] for part in ("gate_proj", "up_proj", "down_proj")}
             for number, part in product(range(8), matrices):
                 matrices[part].append(result.pop(f"{experts}.{number}.{part}.weight").float())
             gate, up, down = (torch.stack(each) for each in matrices.values())
-            result |= {f"{experts}.gate_up_proj": torch.cat([gate, up], 1), f"{experts}.down_proj": down}
+            both = torch.cat([gate, up], 1)
+            result |= {
+                f"{experts}.gate_up_proj": both.mT if transposed else both,
+                f"{experts}.down_proj": down.mT if transposed else down,
+            }
     return result
 
 

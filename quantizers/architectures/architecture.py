@@ -140,6 +140,9 @@ class Modules(Facts):
         converted: transformers' names of parameters that it makes of other tensors, joined, split or transposed, with
             the published names of these.
         idle: transformers' names of parameters of other experts, through which no text goes. They need no weights.
+        transposed: whether the parameters of all experts are (E, H, 2I) and (E, I, H), not (E, 2I, H) and (E, H, I).
+        interleaved: whether gate and up take turns in the first of them.
+        weighs_inputs: whether the router weighs what experts read, see experts_call.py.
         norm, router, experts: paths of submodules. The experts read the norm's output; there may be no such module.
     """
 
@@ -147,9 +150,17 @@ class Modules(Facts):
     aliases: dict[str, str] = {}  # other programs' names of tensors, with the published ones
     converted: dict[str, list[str]] = {}
     idle: list[str] = []
+    transposed: bool = False
+    interleaved: bool = False
+    weighs_inputs: bool = False
     norm: str | None = None
     router: str
     experts: str
+
+    @property
+    def layout(self) -> dict[str, bool]:
+        """How a module holds the matrices of all experts, for functions in matrices.py."""
+        return {"transposed": self.transposed, "interleaved": self.interleaved}
 
 
 class Targets(Facts):

@@ -86,6 +86,9 @@ ONE_FOR_ALL = {  # the roles that must be the same in all layers with experts
     "chosen": "the number of experts per token",
     "scoring": "the router's scoring",
     "idle": "the list of experts that no text goes through",
+    "transposed": "whether experts are held transposed",
+    "interleaved": "whether gate and up take turns",
+    "weighs_inputs": "whether the router weighs what experts read",
 }
 
 
@@ -139,7 +142,9 @@ def _described(
     """Assemble the fields of `Architecture` from a model's config.json, class, stored tensors and roles."""
     first = next(kind.layers[0] for kind in kinds if kind.roles)  # of the layers with experts
     experts = dict(skeleton.layers[first].get_submodule(roles.experts).named_parameters())
-    sizes = _sizes(skeleton, roles.chosen, experts["down_proj"].shape, config)
+    shapes = experts["down_proj"].shape
+    down = (shapes[0], shapes[2], shapes[1]) if roles.transposed else tuple(shapes)  # (E, H, I)
+    sizes = _sizes(skeleton, roles.chosen, down, config)
     router, call = roles.router_weight, skeleton.calls(TOKENS)[0]
     return {
         "model_type": config["model_type"],
@@ -152,7 +157,7 @@ def _described(
         "handed": handed and handed.model_dump(),
         "tokens": bool(call.tokens),
         "streams": call.states[0, 0].numel() // sizes["hidden"]["value"],
-        **_experts(stored, first, roles.experts, experts),
+        **_experts(stored, first, roles.experts, experts, down),
         "norm": _norm(stored, roles),
         "router": {
             "tensor": stored.published(router),
@@ -163,6 +168,9 @@ def _described(
             "rename": stored.renamed(),
             "converted": stored.converted,
             "idle": list(roles.idle),
+            "transposed": roles.transposed,
+            "interleaved": roles.interleaved,
+            "weighs_inputs": roles.weighs_inputs,
             "norm": roles.norm,
             "router": router.rpartition(".")[0],
             "experts": roles.experts,
@@ -553,13 +561,17 @@ def _layer_tensors(skeleton: Skeleton, stored: StoredTensors, number: int, roles
 
 
 def _experts(
-    stored: StoredTensors, number: int, module: str, parameters: Mapping[str, torch.nn.Parameter]
+    stored: StoredTensors,
+    number: int,
+    module: str,
+    parameters: Mapping[str, torch.nn.Parameter],
+    down: Sequence[int],
 ) -> dict[str, Any]:
     """The facts about the names and shapes of the routed experts' matrices; refuses a layout that is not known here.
 
     Tensors of all experts may have any names: transformers' rules say which parameter they are, or which part of it.
     """
-    _, hidden, width = parameters["down_proj"].shape
+    _, hidden, width = down
     shapes = {"gate": [width, hidden], "up": [width, hidden], "down": [hidden, width]}
     held = FUSED if "gate_up_proj" in parameters else WITHOUT_GATE
     names: dict[Matrix, str] = {}

@@ -14,8 +14,9 @@ import torch
 
 from quantizers.system.errors import ArchitectureError
 
+from .experts_call import weighs_inputs
 from .gates import Gate, gate_of
-from .matrices import FUSED, WITHOUT_GATE
+from .matrices import FUSED, WITHOUT_GATE, as_held
 from .skeleton import NOT_QUANTIZED, first
 
 LARGE = 20.0  # times ordinary activations: a product that is clamped shows only there
@@ -37,18 +38,25 @@ class ExpertsModule:
     def __init__(self, module: Any, model: str) -> None:
         self.module = module
         shapes = {name: list(p.shape) for name, p in module.named_parameters()}
+        self.weighs_inputs = weighs_inputs(module)
         self.held = FUSED if "gate_up_proj" in shapes else WITHOUT_GATE
-        plain = set(shapes) == set(self.held) and not getattr(module, "is_transposed", False)
-        if plain:
-            self.count, self.inputs, self.width = shapes["down_proj"]
-            readers = len(self.held[next(iter(self.held))])
-            plain = shapes[next(iter(self.held))] == [self.count, readers * self.width, self.inputs]
-        if not plain:
+        self.interleaved = not getattr(module, "is_concatenated", True)
+        known = set(shapes) == set(self.held)
+        if known:
+            reading, down = (shapes[name] for name in self.held)
+            readers = len(next(iter(self.held.values())))
+            self.count, self.inputs, self.width = down
+            # Where both fit, the probes say whether it is right.
+            self.transposed = reading != [self.count, readers * self.width, self.inputs]
+            if self.transposed:
+                self.count, self.width, self.inputs = down
+                known = reading == [self.count, self.inputs, readers * self.width]
+        if not known:
             held = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
             raise ArchitectureError(
                 model,
                 f"its experts hold {held}, not gate_up_proj [E, 2I, H], or up_proj [E, I, H], and down_proj [E, H, I] "
-                "alone",
+                "alone, or each transposed",
                 NOT_QUANTIZED,
             )
 
@@ -93,7 +101,12 @@ class ExpertsModule:
         self, reading: torch.Tensor, down: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """The module's output, all of whose experts have these matrices, for rows that go through the first."""
-        for name, matrix in zip(self.held, (reading, down), strict=True):
+        held = as_held(reading, down, transposed=self.transposed, interleaved=self.interleaved)
+        for name, matrix in zip(self.held, held, strict=True):
             every = matrix.expand(self.count, *matrix.shape)
             setattr(self.module, name, torch.nn.Parameter(every, requires_grad=False))
+        if self.weighs_inputs:  # its rows are those of the first, the last and all between
+            blocks = rows.new_zeros(self.count, *rows.shape)
+            blocks[0] = rows
+            return first(self.module(blocks.flatten(0, 1))).view_as(blocks)[0] * weights
         return first(self.module(rows, torch.zeros(len(rows), 1, dtype=torch.int64), weights))

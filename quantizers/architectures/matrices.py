@@ -28,6 +28,23 @@ def matrices_of(first: Any, down: Any) -> tuple[Matrix, ...]:
     return MATRICES if first.shape[-2] > down.shape[-1] else MATRICES[1:]
 
 
+def as_held(first: Any, down: Any, *, transposed: bool, interleaved: bool) -> tuple[Any, Any]:
+    """What reads an expert's input (…, 2I, H), and down (…, H, I), as a module holds them."""
+    if interleaved:  # a row of gate, a row of up
+        first = first.unflatten(-2, (2, -1)).transpose(-3, -2).flatten(-3, -2)
+    return (first.mT, down.mT) if transposed else (first, down)
+
+
+def as_stacked(experts: Any, *, transposed: bool, interleaved: bool) -> tuple[Any, Any]:
+    """The inverse for a module's own: what reads an expert's input (E, 2I, H), or (E, I, H), and down (E, H, I)."""
+    first, down = experts.get_parameter(first_parameter(experts)).data, experts.down_proj.data
+    if transposed:
+        first, down = first.mT, down.mT
+    if interleaved:
+        first = first.unflatten(-2, (-1, 2)).transpose(-3, -2).flatten(-3, -2)
+    return first, down
+
+
 def split_first(stacked: Any, matrices: int) -> tuple[Any, ...]:
     """The matrices (…, I, H) of those that read an expert's input (…, 2I, H), or (…, I, H) of one of two `matrices`."""
     parts: tuple[Any, ...] = stacked.chunk(matrices - 1, dim=-2)

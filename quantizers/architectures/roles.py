@@ -26,6 +26,7 @@ from quantizers.system.errors import ArchitectureError
 from .architecture import HandedFacts
 from .attention import keys_and_values
 from .expert_probes import ExpertsModule, relative_distance
+from .experts_call import experts_per_token, replaced_experts
 from .matrices import FUSED
 from .skeleton import NOT_BY_LAYER, NOT_QUANTIZED, Call, Skeleton, first, replaced_forward, scores
 
@@ -59,6 +60,9 @@ class Roles:
     probes: dict[
         str, float
     ]  # the largest difference of each probe by name, as a part of the largest value: see `probe`
+    transposed: bool = False  # how the experts' module holds their matrices, see `Modules`; and the next
+    interleaved: bool = False
+    weighs_inputs: bool = False  # see experts_call.py
     idle: tuple[str, ...] = ()  # the parameters of other experts, through which no text goes
 
     @property
@@ -122,7 +126,8 @@ def probe(skeleton: Skeleton, number: int, handed: HandedFacts | None = None) ->
     That is the path of the one whose keys and values arrive at transformers' attention interface, None without any.
 
     Args:
-        handed: what layers hand on; sequences then go through them alone, so `batch` is infinite.
+        handed: what layers hand on; sequences then go through them alone, so `batch` is infinite. So it is where
+            experts get all tokens in E blocks, for the memory that these need.
 
     The probes, each a difference that is 0 but for rounding where the claim holds:
         batch       sequences that run together, padded at their ends, give what each gives alone
@@ -163,7 +168,8 @@ def probe(skeleton: Skeleton, number: int, handed: HandedFacts | None = None) ->
         try:
             probed = _Layer(skeleton.calls(TOKENS)[number], value, layer, path, model) if path else None
             with keys_and_values(layer, see):
-                batch = math.inf if handed else _batch(skeleton, number, layer, path)
+                alone = handed or (probed and probed.held.weighs_inputs)
+                batch = math.inf if alone else _batch(skeleton, number, layer, path)
         except KeyError as failure:
             raise ArchitectureError(
                 model,
@@ -264,7 +270,7 @@ def _batch(skeleton: Skeleton, number: int, layer: torch.nn.Module, experts: str
 
     with contextlib.ExitStack() as stack:
         if experts:
-            stack.enter_context(replaced_forward(layer.get_submodule(experts), weighted))
+            stack.enter_context(replaced_experts(layer.get_submodule(experts), weighted))
         try:
             together = first(layer(**skeleton.calls(TOKENS)[number].of(states, None, tokens)))
         except (IndexError, RuntimeError):
@@ -298,7 +304,7 @@ def run_without_numbers(skeleton: Skeleton, number: int, arguments: Mapping[str,
     on_meta = tree_map(lambda leaf: leaf.to("meta") if torch.is_tensor(leaf) else leaf, dict(arguments))
     with contextlib.ExitStack() as stack:
         if path:
-            stack.enter_context(replaced_forward(layer.get_submodule(path), weighted))
+            stack.enter_context(replaced_experts(layer.get_submodule(path), weighted))
         # How many rows a mask chooses is not known without numbers: all of them. The module gets `patch` when it is
         # imported, which types cannot know.
         stack.enter_context(_config.patch(meta_nonzero_assume_all_nonzero=True))  # type: ignore[attr-defined]
@@ -373,6 +379,8 @@ class _Layer:
         if path not in self.inputs:
             raise self._refused(f"no text goes through {path}, most of its experts")
         self.x, self.index, self.weight = self.arguments
+        if self.held.weighs_inputs and (most := experts_per_token(self.inputs[path][0], self.count)) > 1:
+            raise self._refused(f"each of the {most} experts of a token reads another multiple of its state")
 
     def _refused(self, reason: str) -> ArchitectureError:
         return ArchitectureError(self.model, reason, NOT_QUANTIZED)
@@ -396,7 +404,7 @@ class _Layer:
             return self._stand_in(*arguments)
 
         given = self.call.of(self.states, self.handed, self.tokens)
-        with replaced_forward(self.experts, forward):
+        with replaced_experts(self.experts, forward):
             return first(functional_call(self.layer, dict(changed or {}), (), given))
 
     def _observe(self, name: str, _: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -422,13 +430,31 @@ class _Layer:
                 if probes["fold"] >= EXACT and not explained:
                     readers.append("residual")
         return Roles(
-            self.path, router, follows, self.index.shape[1], self._scoring(router), norm, offset, tuple(readers), probes
+            self.path,
+            router,
+            follows,
+            self.index.shape[1],
+            self._scoring(router),
+            norm,
+            offset,
+            tuple(readers),
+            probes,
+            transposed=self.held.transposed,
+            interleaved=self.held.interleaved,
+            weighs_inputs=self.held.weighs_inputs,
         )
 
     def _is_input(self, value: Any) -> bool:
-        """Whether this is what the experts read, in whatever shape (…, H)."""
-        states = torch.is_tensor(value) and value.dim() > 1 and value.shape[-1] == self.hidden
-        return states and torch.equal(value.reshape(-1, self.hidden), self.x)
+        """Whether this is what the experts read, in whatever shape (…, H), or a multiple of each row of it."""
+        if not (torch.is_tensor(value) and value.dim() > 1 and value.shape[-1] == self.hidden):
+            return False
+        rows = value.reshape(-1, self.hidden)
+        if not self.held.weighs_inputs:
+            return torch.equal(rows, self.x)
+        if rows.shape != self.x.shape:
+            return False
+        score = (rows * self.x).sum(-1, keepdim=True) / rows.square().sum(-1, keepdim=True)
+        return relative_distance(rows * score, self.x) < EXACT
 
     def _norm(self) -> str | None:
         """The module with weights whose output is what the experts read."""
@@ -530,7 +556,7 @@ class _Layer:
         try:
             with replaced_forward(block, lambda states, *_, **__: torch.zeros_like(states)):
                 residual = self.run().reshape(-1, self.hidden)
-            with replaced_forward(self.experts, self._stand_in):
+            with replaced_experts(self.experts, self._stand_in):
                 added = block(self.layer.get_submodule(norm)(residual.unsqueeze(0)))
             if not torch.is_tensor(added):
                 return 1.0

@@ -43,7 +43,7 @@ import torch
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.gates import Gate, gate_of
-from quantizers.architectures.matrices import first_parameter, matrices_of, split_first
+from quantizers.architectures.matrices import as_held, as_stacked, matrices_of, split_first
 from quantizers.checkpoint.loaded_tensors import load_once, outside_names
 from quantizers.device.devices import forward_dtype, use_one_arena
 from quantizers.distributed.process_group import rank_0_progress
@@ -215,7 +215,7 @@ class SchemeMeasurement:
         dist = self.context.dist
         assert self.job.allocation is not None
         experts: Any = layer.module.get_submodule(self.job.facts.modules.experts)
-        weights = (experts.get_parameter(first_parameter(experts)).data, experts.down_proj.data)
+        weights = as_stacked(experts, **self.job.facts.modules.layout)
         count = min(MEASURED_EXPERTS, len(weights[0]))
         moe_inputs = self._moe_inputs(layer)
         schemes, settings = self.job.allocation.candidates, self.job.recipe.experts
@@ -234,8 +234,10 @@ class SchemeMeasurement:
         source.finish(layer)
         if not disturbed:
             factor = math.sqrt(len(weights[0]) / count) * (BFLOAT16_FACTOR if model.dtype == torch.bfloat16 else 1)
-            for n, weight in enumerate(weights):
-                weight[:count] = weight[:count].lerp(coarsest[str(n)].to(weight.dtype), factor)
+            disturbed_weights = [w[:count].lerp(coarsest[str(n)].to(w.dtype), factor) for n, w in enumerate(weights)]
+            held = as_held(*disturbed_weights, **self.job.facts.modules.layout)
+            for name, weight in zip(self.job.facts.expert_parameters, held, strict=True):
+                experts.get_parameter(name)[:count] = weight
         probe.finish(layer)
         compared = by_text(source, probe, routed=False, dist=dist)
         moved = math.fsum(text.difference for text in compared.values())

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import torch
 
 from quantizers.architectures.gates import Gate, gate_of
-from quantizers.architectures.matrices import first_parameter
+from quantizers.architectures.matrices import as_stacked
 from quantizers.calibration.load_set import load_set, print_notes
 from quantizers.calibration.samples import token_tensors
 from quantizers.device.determinism import ordered
@@ -238,13 +238,14 @@ def _layer(job: Job, step: LayerStep, layer: DecoderLayer, inputs: MoeInputStore
     router: Any = layer.module.get_submodule(facts.modules.router) if facts.router_follows else None
     fold = None if facts.against_a_fold else facts.norm
     kind = facts.of_layer(step.number)
+    gate_up, down = as_stacked(experts, **facts.modules.layout)
     return Layer(
         number=step.number,
         x=inputs.x.flat,
         chosen=inputs.chosen.flat,
         weight=inputs.weight.flat,
-        gate_up=experts.get_parameter(first_parameter(experts)).data.clone(),
-        down=experts.down_proj.data.clone(),
+        gate_up=gate_up.clone(memory_format=torch.contiguous_format),
+        down=down.clone(memory_format=torch.contiguous_format),
         gate=gate_of(experts, kind.own_gate),
         settings=job.recipe.experts,
         norm=step.on_device.tensor(facts.layer(step.number, fold.tensor)).clone() if fold else None,

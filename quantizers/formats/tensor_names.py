@@ -6,11 +6,12 @@ llm-compressor's names of the experts (gate_proj, up_proj, down_proj) and transf
     experts.gate_up_proj (E, 2I, H)   of each expert its gate (I, H) above its up (I, H)
     experts.down_proj    (E, H, I)    of each expert its down
 
-Without a gate it is experts.up_proj (E, I, H) instead of the first.
+Without a gate it is experts.up_proj (E, I, H) instead of the first. Some classes hold all of them transposed, and gate
+and up then beside each other, or in turns.
 
 Other tensors of all experts are named by a family's facts (`fused`), gate and up in one or apart. One that holds a
 single matrix of each may be FP8, with the scales of its blocks beside it. An expert's matrix is a range of its file's
-bytes, so the checkpoint gets an entry for each range, as if it had been saved so.
+bytes, or some columns of such a range, so the checkpoint gets an entry for each, as if it had been saved so.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any, TypeVar
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import PROJECTIONS, Matrix
 from quantizers.checkpoint.reader import Checkpoint
-from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, FLOATING, FP8, Stored, TensorInfo
+from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, FLOATING, FP8, Columns, Stored, TensorInfo
 from quantizers.system.errors import CheckpointError
 
 from .awq_gptq import is_awq_or_gptq
@@ -71,7 +72,10 @@ def split_fused(tensors: Mapping[str, Entry], facts: Architecture, where: str) -
             rows, columns = (*info.shape, 0, 0)[1:3]
         elif len(matrices) == 1 and f"{weight}{SCALES}" in tensors:
             dtypes = (*FLOATING, FP8)
-        needed = (facts.num_experts, len(matrices) * rows, columns)
+        count, transposed = len(matrices), facts.modules.transposed
+        needed = (
+            (facts.num_experts, columns, count * rows) if transposed else (facts.num_experts, count * rows, columns)
+        )
         if weight not in layers or tuple(info.shape) != needed or info.dtype not in dtypes:
             raise CheckpointError(
                 where,
@@ -80,12 +84,20 @@ def split_fused(tensors: Mapping[str, Entry], facts: Architecture, where: str) -
                 REMEDY,
             )
         size, place = rows * columns * DTYPE_BYTES[info.dtype], dict[str, Any]()
+        alternating = facts.modules.interleaved and count > 1
         for number, (expert, matrix) in enumerate(product(range(facts.num_experts), matrices)):
             single = f"{facts.expert(layers[weight], expert, matrix)}.weight{name.removeprefix(weight)}"
             if single in tensors or single in result:
                 raise CheckpointError(where, f"{single} is also a part of {name}", "keep one")
             if isinstance(info, TensorInfo):
-                place = {"name": single, "start": info.start + number * size, "end": info.start + (number + 1) * size}
+                first, several = (number - number % count, count) if transposed else (number, 1)
+                place = {"name": single, "start": info.start + first * size}
+                place["end"] = place["start"] + several * size
+                if transposed:
+                    at = number % count
+                    place["columns"] = Columns(
+                        count * rows, at if alternating else at * rows, count if alternating else 1
+                    )
             result[single] = replace(info, shape=(rows, columns), **place)
     return result
 

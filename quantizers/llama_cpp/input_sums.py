@@ -25,8 +25,9 @@ import torch
 from safetensors.torch import load, save
 
 from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.experts_call import arguments_of
 from quantizers.architectures.gates import gate_of
-from quantizers.architectures.matrices import first_parameter
+from quantizers.architectures.matrices import as_stacked
 from quantizers.device.devices import is_accelerator
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.model.activation_store import ActivationStore
@@ -166,7 +167,14 @@ class InputSums:
             own_gate = facts.of_layer(layer.number).own_gate
 
             def add_inputs(module: Any, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
-                add_experts(sums, module, capture_moe_inputs(*args, *kwargs.values()), self.tokens, own_gate)
+                add_experts(
+                    sums,
+                    module,
+                    capture_moe_inputs(*arguments_of(module, args, kwargs)),
+                    self.tokens,
+                    own_gate,
+                    **facts.modules.layout,
+                )
 
             hooks.callback(experts.register_forward_pre_hook(add_inputs, with_kwargs=True).remove)
         with hooks:
@@ -222,14 +230,16 @@ def module_of(model: StreamedModel, name: str) -> str:
     return model.facts.in_transformers(weight).removesuffix(".weight")
 
 
-def add_experts(sums: LayerSums, experts: Any, inputs: MoeInputs, tokens: Tokens, own_gate: bool) -> None:
+def add_experts(
+    sums: LayerSums, experts: Any, inputs: MoeInputs, tokens: Tokens, own_gate: bool, **layout: bool
+) -> None:
     """Add what the matrices of a layer's experts read of some rows to GATE and DOWN of `sums`.
 
     Args:
-        experts: transformers' module with its weights, gate_up_proj (E, 2I, H) or up_proj (E, I, H).
+        experts: transformers' module with its weights, which `layout` says how it holds, see `Modules`.
         own_gate: whether it has a gate of its own, see architectures/gates.py.
     """
-    gate_up = experts.get_parameter(first_parameter(experts))
+    gate_up, _ = as_stacked(experts, **layout)
     gate = gate_of(experts, own_gate)
     chosen = inputs.chosen.long()
     if tokens != "routed":

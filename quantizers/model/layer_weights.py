@@ -14,7 +14,7 @@ from itertools import product
 import torch
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.matrices import Matrix, split_first
+from quantizers.architectures.matrices import Matrix, as_held, split_first
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.devices import is_accelerator
 from quantizers.formats.dequantization import is_finite, read_weight, refuse_bias, stored_matrix, unchecked_weight
@@ -132,7 +132,7 @@ def layer_weights(
 
     Returns:
         Norms, attention, router, `….gate_up_proj` (E, 2I, H) and `….down_proj` (E, H, I), or `….up_proj` (E, I, H)
-        instead of the first where there is no gate, in `dtype`, except what the
+        instead of the first where there is no gate, as the class holds them, in `dtype`, except what the
         family publishes in float32 (a router and its bias) or as integers, which stays so. A dense layer has its MLP
         instead. What transformers converts has its published name, and is as it is stored.
 
@@ -162,7 +162,7 @@ def layer_weights(
         routed = ExpertWeights(checkpoint, facts, layer, device, dtype, checks)
         at = facts.modules.experts
         names = (f"{at}.{name}" for name in facts.expert_parameters)
-        weights |= zip(names, routed.batch(range(routed.experts)), strict=True)
+        weights |= zip(names, as_held(*routed.batch(range(routed.experts)), **facts.modules.layout), strict=True)
     require_finite(checks)
     return weights
 

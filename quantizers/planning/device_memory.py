@@ -149,7 +149,9 @@ class _Phases:
         copies = max(hidden + 4 * width, 2 * hidden + 2 * hidden * FLOAT // itemsize)
         read = facts.expert_inputs
         routed = rows * itemsize * (chosen * (copies if accelerator else 2 * hidden + 3 * width) + 8 * hidden)
-        self._activations = max(attention, routed)
+        # What experts read, and what they return, where each gets a block of all tokens: and their sums.
+        blocks = 4 * experts * max(longest, 1) * itemsize * hidden if facts.modules.weighs_inputs else 0
+        self._activations = max(attention, routed, blocks)
         # The Hessian of all rows and a temporary, one token chunk and one being copied, and the routing.
         self._inputs = 2 * FLOAT * read**2 + 2 * rows * read * itemsize + 8 * chosen * tokens
         self.routed = self.size * FLOAT * read**2

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.experts_call import replaced_experts
 from quantizers.architectures.gates import Gate, gate_of
 from quantizers.architectures.skeleton import replaced_forward
 from quantizers.checkpoint.reader import CONFIG, Checkpoint
@@ -176,7 +177,7 @@ class ServedModel(StreamedModel):
                         replaced_forward(module, partial(linear, weight=weight, bias=module.bias, how=how))
                     )
             if experts and number not in self.facts.dense:
-                stack.enter_context(replaced_forward(self._experts(layer), self._routed(layer, files)))
+                stack.enter_context(replaced_experts(self._experts(layer), self._routed(layer, files)))
             yield layer
 
     def _module(self, layer: torch.nn.Module, name: str) -> Any:

@@ -48,6 +48,8 @@ LOADED = {
     "jamba": "JambaForCausalLM",
     "laguna": "LagunaForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",
+    "llama4": "Llama4ForCausalLM",
+    "llama4 with vision": "Llama4ForConditionalGeneration",
     "mimo_v2_flash": "MiMoV2FlashForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
